@@ -26,20 +26,15 @@ __version__ = "0.1.0"
 
 # The public names, by the module that defines them.
 _HOMES = {
-    "cluster.faults": ["Fault"],
     "cluster.launch": ["launch"],
-    "comm.communicator": ["Communicator", "Work"],
+    "comm.communicator": ["Communicator"],
     "comm.default_group": ["allreduce"],
-    "comm.orders": ["Guarantee"],
     "comm.process_communicator": ["ProcessCommunicator"],
-    "comm.shared_tensors": ["shared_empty"],
-    "comm.topology": ["Plan", "Topology"],
     "parallel.bucketer": ["GradientBucketer"],
     "parallel.module": ["DataParallel"],
     "parallel.replicate": ["replicate"],
     "parallel.sharded_step": ["ShardedStep"],
     "parallel.shards": [
-        "check_replicas_equal",
         "evaluate_accuracy_gpus",
         "get_params",
         "split_batch",
@@ -52,7 +47,6 @@ _HOMES = {
         "BuildError",
         "CompilerNotFoundError",
         "CudaError",
-        "DeadlockError",
         "CollectiveTimeout",
         "PeerLostError",
     ],
@@ -67,26 +61,18 @@ __all__ = [
     "CompilerNotFoundError",
     "CudaError",
     "DataParallel",
-    "DeadlockError",
-    "Fault",
     "GradientBucketer",
-    "Guarantee",
     "PeerLostError",
-    "Plan",
     "ProcessCommunicator",
     "RingarError",
     "ShardedStep",
-    "Topology",
     "UnsupportedError",
-    "Work",
     "allreduce",
     "check_allreduce",
-    "check_replicas_equal",
     "evaluate_accuracy_gpus",
     "get_params",
     "launch",
     "replicate",
-    "shared_empty",
     "split_batch",
 ]
 
@@ -101,21 +87,16 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar import figures as figures
     from pyringar import ops as ops
     from pyringar import train as train
-    from pyringar.cluster.faults import Fault
     from pyringar.cluster.launch import launch
-    from pyringar.comm.communicator import Communicator, Work
+    from pyringar.comm.communicator import Communicator
     from pyringar.comm.default_group import allreduce
-    from pyringar.comm.orders import Guarantee
     from pyringar.comm.process_communicator import ProcessCommunicator
-    from pyringar.comm.shared_tensors import shared_empty
-    from pyringar.comm.topology import Plan, Topology
     from pyringar.errors import (
         ArgumentError,
         BuildError,
         CollectiveTimeout,
         CompilerNotFoundError,
         CudaError,
-        DeadlockError,
         PeerLostError,
         RingarError,
         UnsupportedError,
@@ -126,7 +107,6 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar.parallel.replicate import replicate
     from pyringar.parallel.sharded_step import ShardedStep
     from pyringar.parallel.shards import (
-        check_replicas_equal,
         evaluate_accuracy_gpus,
         get_params,
         split_batch,

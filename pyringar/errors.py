@@ -12,7 +12,6 @@ __all__ = [
     "CollectiveTimeout",
     "CompilerNotFoundError",
     "CudaError",
-    "DeadlockError",
     "PeerLostError",
     "RingarError",
     "UnsupportedError",
@@ -44,11 +43,7 @@ class CudaError(RingarError):
 
 
 class CollectiveTimeout(RingarError, TimeoutError):  # noqa: N818
-    """A rank made no progress for the timeout, or a wait ended early. Names who waited for whom."""
-
-
-class DeadlockError(CollectiveTimeout):
-    """All ranks of a cluster in one process wait for each other. Shows what each waits for."""
+    """A rank made no progress for the timeout, or all ranks wait. Names who waited for whom."""
 
 
 class PeerLostError(RingarError):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from programs import run_programs
 
 import pyringar as pr
+from pyringar.comm.work import Work
 
 NUMEL = 5000
 
@@ -40,7 +41,7 @@ class Memory:
         return sum(array() is not None for array in self._arrays)
 
 
-Start = Callable[[pr.Communicator, Sequence[torch.Tensor], Sequence[torch.Tensor]], pr.Work]
+Start = Callable[[pr.Communicator, Sequence[torch.Tensor], Sequence[torch.Tensor]], Work]
 CALLS: dict[str, Start] = {
     "all_reduce": lambda comm, a, b: comm.all_reduce(a, async_op=True),
     "all_reduce_coalesced": lambda comm, a, b: comm.all_reduce_coalesced(
@@ -174,7 +175,7 @@ def test_an_interrupt_of_the_call_that_starts_it(where):
 def test_works_that_end_while_another_begins(make_comm):
     """As in another thread that gets its turn while garbage is collected."""
     comm = make_comm(2)
-    works: list[pr.Work] = []
+    works: list[Work] = []
 
     class Garbage:
         def __init__(self) -> None:

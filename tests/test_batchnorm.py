@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyringar as pr
 from pyringar.parallel.rank_threads import meet, run_in_lockstep, run_ranks
+from pyringar.parallel.shards import check_replicas_equal
 
 
 class Net(nn.Module):
@@ -153,7 +154,7 @@ def test_results_repeat():
         output = net(X)
         output.square().sum().backward()
         found.append([output, *(param.grad for param in net.parameters())])
-    pr.check_replicas_equal(found)
+    check_replicas_equal(found)
 
 
 # -- failures and refusals -------------------------------------------------------------------------

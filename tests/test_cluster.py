@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
 from pyringar.cluster import internals
+from pyringar.cluster.faults import Fault
 
 NEED_TWO = ("broadcast", "objects", "delegated", "groups", "messages")
 
@@ -349,7 +350,7 @@ def test_torchs_state_of_groups_is_known():
         ({"seed": -1}, "seed is -1, expected an int, 0 or more"),
         ({"timeout": 0}, "timeout is 0"),
         ({"faults": ["dies"]}, "faults[0] is a str, expected a Fault"),
-        ({"faults": [pr.Fault("dies", 4, 1)]}, "faults[0].rank is 4, expected 0 to 3"),
+        ({"faults": [Fault("dies", 4, 1)]}, "faults[0].rank is 4, expected 0 to 3"),
         ({"trace": "missing/t.json"}, "expected a file in a folder that exists"),
         ({"trace": "."}, "expected a file in a folder that exists"),
     ],

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
 from pyringar.cluster import internals
+from pyringar.cluster.faults import Fault
 
 K = 4
 
@@ -103,7 +104,7 @@ def wrong_root() -> None:
 
 
 @mistake(
-    pr.DeadlockError,
+    pr.CollectiveTimeout,
     "all ranks wait for each other",
     r"0 +waits .* group 0, 1 .* 1  ",
     r"1 +waits .* the world .* 0  ",
@@ -141,7 +142,7 @@ def early_return() -> None:
 
 
 @mistake(
-    pr.DeadlockError,
+    pr.CollectiveTimeout,
     "all ranks wait for each other",
     r"0 +waits .* group 0, 1  ",
     r"1 +waits .* group 0, 1 #2 ",
@@ -155,7 +156,7 @@ def groups_in_opposite_order() -> None:
 
 
 @mistake(
-    pr.DeadlockError,
+    pr.CollectiveTimeout,
     "all ranks wait for each other",
     r"0 +waits +send \(to 1\)",
     r"3 +waits +send \(to 0\)",
@@ -180,7 +181,7 @@ def message_of_another_size() -> None:
         dist.recv(torch.ones(5), 0)
 
 
-@mistake(pr.DeadlockError, "all ranks wait for each other", "1 +waits +the store's weights")
+@mistake(pr.CollectiveTimeout, "all ranks wait for each other", "1 +waits +the store's weights")
 def missing_key() -> None:
     if begin() == 1:
         dist.distributed_c10d._get_default_store().get("weights")
@@ -246,7 +247,7 @@ def test_handled_error_is_not_raised():
     def program() -> str:
         try:
             all_send_first()
-        except pr.DeadlockError:
+        except pr.CollectiveTimeout:
             return "handled"
         return ""
 
@@ -371,7 +372,7 @@ def poll_the_store() -> None:
     ("program", "kind", "text"),
     [
         (poll_a_call, pr.PeerLostError, "which has ended"),
-        (poll_the_store, pr.DeadlockError, "what nobody will do"),
+        (poll_the_store, pr.CollectiveTimeout, "what nobody will do"),
     ],
 )
 def test_endless_polling_ends_after_the_timeout(program, kind, text, parallel):
@@ -407,7 +408,7 @@ def test_limits_of_repeated_waits_add_up():
             else:
                 return tries
 
-    fault = pr.Fault("late", rank=1, call=1, late_s=0.55)
+    fault = Fault("late", rank=1, call=1, late_s=0.55)
     assert pr.launch(program, 2, faults=[fault]) == [5, 0]
 
 
@@ -419,7 +420,7 @@ def test_polling_ranks_wait_for_a_late_one():
             pass
         return True
 
-    fault = pr.Fault("late", rank=1, call=1, late_s=0.3)
+    fault = Fault("late", rank=1, call=1, late_s=0.3)
     assert pr.launch(program, 3, faults=[fault]) == [True] * 3
 
 
@@ -444,7 +445,7 @@ def three_calls() -> list[str]:
 
 
 def test_dead_rank_is_lost_to_its_groups():
-    results: list[Any] = pr.launch(three_calls, 3, faults=[pr.Fault("dies", rank=1, call=2)])
+    results: list[Any] = pr.launch(three_calls, 3, faults=[Fault("dies", rank=1, call=2)])
     assert results == [["sum", "PeerLostError", "PeerLostError"], None, results[0]]
 
     def survivors() -> float:
@@ -456,7 +457,7 @@ def test_dead_rank_is_lost_to_its_groups():
         dist.all_reduce(mine, group=rest)
         return float(mine) + rank
 
-    assert pr.launch(survivors, 3, faults=[pr.Fault("dies", rank=1, call=1)]) == [2.0, None, 4.0]
+    assert pr.launch(survivors, 3, faults=[Fault("dies", rank=1, call=1)]) == [2.0, None, 4.0]
 
 
 def test_dead_rank_calls_nothing_more():
@@ -472,19 +473,19 @@ def test_dead_rank_calls_nothing_more():
                 dist.all_reduce(torch.ones(1))
         return "fine"
 
-    fault = pr.Fault("dies", rank=1, call=2)
+    fault = Fault("dies", rank=1, call=2)
     assert pr.launch(program, 3, faults=[fault]) == ["lost", None, "lost"]
 
 
 def test_late_rank_is_waited_for():
     began_s = time.monotonic()
-    fault = pr.Fault("late", rank=0, call=2, late_s=20)
+    fault = Fault("late", rank=0, call=2, late_s=20)
     assert pr.launch(three_calls, 3, faults=[fault]) == [["sum"] * 3] * 3
-    fault = pr.Fault("late", rank=0, call=2, late_s=40)
+    fault = Fault("late", rank=0, call=2, late_s=40)
     found = pr.launch(three_calls, 3, faults=[fault])
     assert found[1] == ["sum", "CollectiveTimeout", "CollectiveTimeout"]
     with pytest.raises(pr.CollectiveTimeout, match=r"rank 1 is late by 40 s, .* waited 30 s"):
-        pr.launch(early_return, 3, faults=[pr.Fault("late", rank=1, call=1, late_s=40)])
+        pr.launch(early_return, 3, faults=[Fault("late", rank=1, call=1, late_s=40)])
     assert time.monotonic() - began_s < 5, "no real time passes"
 
 
@@ -495,7 +496,7 @@ def test_swapped_calls_differ():
             dist.all_reduce(torch.ones(numel))
 
     with pytest.raises(pr.ArgumentError, match=r"number 2 .* rank 2: all_reduce \(op sum\) of 3"):
-        pr.launch(program, 3, faults=[pr.Fault("swaps", rank=2, call=2)])
+        pr.launch(program, 3, faults=[Fault("swaps", rank=2, call=2)])
 
 
 @pytest.mark.parametrize(
@@ -509,7 +510,7 @@ def test_swapped_calls_differ():
 )
 def test_wrong_faults(arguments, text):
     with pytest.raises(pr.ArgumentError, match=re.escape(text)):
-        pr.Fault(*arguments)
+        Fault(*arguments)
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
 from pyringar.cli import main
+from pyringar.cluster.faults import Fault
 
 
 def begin() -> int:
@@ -121,7 +122,7 @@ def test_world_grows_and_loses_a_rank():
 
     for seed in range(10):
         assert pr.launch(grow, 4, seed=seed) == [[2.0, 4.0]] * 2 + [[4.0]] * 2
-        fault = pr.Fault("dies", rank=1, call=1)
+        fault = Fault("dies", rank=1, call=1)
         assert pr.launch(lose, 4, seed=seed, faults=[fault]) == ["lost", None, 2.0, 2.0]
 
 
@@ -160,7 +161,7 @@ def test_unknown_rank_is_not_named():
             dist.init_process_group(init_method="tcp://localhost:1", rank=0, world_size=2)
             total(1)
 
-    with pytest.raises(pr.DeadlockError, match=r"for what nobody will do[^$]*group 2, \?"):
+    with pytest.raises(pr.CollectiveTimeout, match=r"for what nobody will do[^$]*group 2, \?"):
         pr.launch(program, 4)
 
 

@@ -19,6 +19,7 @@ from ranks import crews, new_name
 
 import pyringar as pr
 from pyringar import errors
+from pyringar.comm.shared_tensors import shared_empty
 from pyringar.engine import load
 
 WORLD_SIZES = (2, 3)
@@ -286,7 +287,7 @@ def on_rank_arguments(state) -> None:
     with pytest.raises(errors.UnsupportedError, match="algorithm is 'ring'"):
         state.comm.all_reduce(host.cuda(), algorithm="ring")
     with pytest.raises(errors.UnsupportedError, match="shared_empty"):
-        state.comm.register(pr.shared_empty(3))
+        state.comm.register(shared_empty(3))
     with (
         pr.ProcessCommunicator(
             state.store, state.rank, state.world_size, name=state.name + "/cpu"

@@ -21,6 +21,7 @@ from oracle import assert_bits
 from ranks import LONG_S, Crew, Outcome, Rank, value_of
 
 import pyringar as pr
+from pyringar.comm.shared_tensors import shared_empty
 
 TIMEOUT_S = 1.0
 # Of a stop, and the processor's time that a rank gets between two: short, so that a call takes
@@ -49,7 +50,7 @@ def expected(numel: int, world_size: int) -> torch.Tensor:
 def prepare(state, numel: int, how: str) -> None:
     """Everything that takes long before the call; registering is a call, too, and comes first."""
     if how == "registered":
-        state.tensor = pr.shared_empty(numel)
+        state.tensor = shared_empty(numel)
         state.comm.register(state.tensor)
     elif how == "strided":
         state.tensor = torch.empty(2 * numel)[::2]

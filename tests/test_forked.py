@@ -19,6 +19,8 @@ import torch
 from process_checks import LARGE
 
 import pyringar as pr
+from pyringar.comm.shared_tensors import shared_empty
+from pyringar.comm.work import Work
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
@@ -68,7 +70,7 @@ def methods_of(group: Any) -> set[str]:
     return {name for name, value in public.items() if not isinstance(value, type)}
 
 
-def calls_of_work(work: pr.Work) -> dict[str, Callable[[], Any]]:
+def calls_of_work(work: Work) -> dict[str, Callable[[], Any]]:
     names = ("wait", "is_completed", "exception", "finished_ns")
     return {f"work.{name}": getattr(work, name) for name in names}
 
@@ -203,7 +205,7 @@ def make_own_group() -> None:
 
 def on_rank_forks_in_every_method(state) -> dict[str, str]:
     comm, group = state.comm, state.comm._group
-    shared = pr.shared_empty(100)
+    shared = shared_empty(100)
     comm.register(shared)
     one, two = torch.ones(4), torch.ones(4 * state.world_size)
     bound = comm.bind(one)
@@ -220,7 +222,7 @@ def on_rank_forks_in_every_method(state) -> dict[str, str]:
     others = {
         "bound": bound,
         "done": done.wait,
-        "register": lambda: comm.register(pr.shared_empty(3)),
+        "register": lambda: comm.register(shared_empty(3)),
         "comm.all_reduce": lambda: comm.all_reduce(one, async_op=True),
         "comm.close": comm.close,
         "repr": lambda: repr(comm),

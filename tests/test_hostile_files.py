@@ -152,14 +152,15 @@ def test_info_shows_whatever_is_set(monkeypatch, capsys, value):
 NO_DESCRIPTORS = """
 import contextlib, os, resource
 import pyringar as pr
+from pyringar.comm.shared_tensors import shared_empty
 from pyringar.train.trace import Trace
-pr.shared_empty(1)  # the engine is there
+shared_empty(1)  # the engine is there
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 held = []
 with contextlib.suppress(OSError):
     while True:
         held.append(os.dup(0))
-for call in (lambda: pr.shared_empty(10), lambda: Trace.load("x")):
+for call in (lambda: shared_empty(10), lambda: Trace.load("x")):
     try:
         call()
         print("well")
@@ -167,7 +168,7 @@ for call in (lambda: pr.shared_empty(10), lambda: Trace.load("x")):
         print(type(error).__name__, error)
 for fd in held:
     os.close(fd)
-print(pr.shared_empty(10).numel())
+print(shared_empty(10).numel())
 """
 
 

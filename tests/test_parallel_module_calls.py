@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import pyringar as pr
-from pyringar.parallel.shards import shard_sizes
+from pyringar.parallel.shards import check_replicas_equal, shard_sizes
 
 # -- what a call sees of the module ----------------------------------------------------------------
 
@@ -71,7 +71,7 @@ def test_writes_of_first_rank_stay(how, weights):
     for _ in range(2):
         X = rows(7, torch.float32)[0]  # noqa: N806
         assert torch.equal(net(X), plain(X))
-        pr.check_replicas_equal([[*m.state_dict().values()] for m in (net, plain)])
+        check_replicas_equal([[*m.state_dict().values()] for m in (net, plain)])
 
 
 @pytest.mark.parametrize("batchnorm", ["local", "sync"])

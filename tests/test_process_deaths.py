@@ -34,6 +34,7 @@ from process_checks import (
 from ranks import Crew, Outcome, fork_server, value_of
 
 import pyringar as pr
+from pyringar.comm.shared_tensors import shared_empty
 
 TIMEOUT_S = 1.0
 PHASES = {
@@ -92,7 +93,7 @@ def test_killed(joined_crew, world_size, dead, phase):
 
 def reduce_registered(state) -> None:
     if not hasattr(state, "shared"):
-        state.shared = pr.shared_empty(LARGE)
+        state.shared = shared_empty(LARGE)
         state.comm.register(state.shared)
     state.shared.fill_(1.0)
     state.comm.all_reduce(state.shared)
@@ -256,7 +257,7 @@ def test_exception_in_one_rank(joined_crew):
 
 def reduce_for_ever(state, seed: int) -> None:
     choice = python_random.Random(seed)  # the same on all ranks
-    shared = pr.shared_empty(LARGE)
+    shared = shared_empty(LARGE)
     state.comm.register(shared)
     while True:
         kind = choice.randrange(5)

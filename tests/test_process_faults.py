@@ -25,6 +25,7 @@ from ranks import join, value_of
 from torch.distributed import TCPStore
 
 import pyringar as pr
+from pyringar.comm.shared_tensors import shared_empty
 
 pytestmark = needs_linux
 
@@ -172,7 +173,7 @@ def used_bytes() -> int:
 
 def register_without_room(state) -> str:
     """Rank 1 has no address space left for the others' memory."""
-    shared = pr.shared_empty(64 << 20, torch.uint8)
+    shared = shared_empty(64 << 20, torch.uint8)
     before = resource.getrlimit(resource.RLIMIT_AS)
     if state.rank == 1:
         resource.setrlimit(resource.RLIMIT_AS, (used_bytes() + (32 << 20), before[1]))
@@ -246,7 +247,7 @@ def test_store_stops_while_joining(new_crew):
 
 def test_too_large_memory_raises():
     with pytest.raises(pr.RingarError, match=r"cannot allocate .* of which [0-9]+ bytes are left"):
-        pr.shared_empty(2**45, torch.uint8)
+        shared_empty(2**45, torch.uint8)
 
 
 def run_out_of_memory(state) -> list[str]:

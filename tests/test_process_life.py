@@ -21,6 +21,7 @@ from process_checks import (
 from ranks import another, connect, new_name, on_ranks
 
 import pyringar as pr
+from pyringar.comm.shared_tensors import shared_empty
 
 pytestmark = needs_linux
 
@@ -222,7 +223,7 @@ def test_closed_communicator_refuses_calls(state):
         lambda: comm.barrier(),
         lambda: comm.bind(two),
         lambda: comm.bind_coalesced([two]),
-        lambda: comm.register(pr.shared_empty(3)),
+        lambda: comm.register(shared_empty(3)),
         bound,
     )
     for call in calls:

@@ -15,6 +15,7 @@ from process_checks import WORLD_SIZES, crc, mapped_memories, needs_linux
 from ranks import another, on_ranks
 
 import pyringar as pr
+from pyringar.comm.shared_tensors import shared_empty
 
 pytestmark = needs_linux
 
@@ -30,7 +31,7 @@ def test_registered_tensors(state):
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         numel = 70_003
         parts = inputs(numel, dtype, k, seed=1)
-        shared = pr.shared_empty(numel, dtype)
+        shared = shared_empty(numel, dtype)
         assert shared.count_nonzero() == 0
         comm.register(shared)
         for op in OPS:
@@ -64,7 +65,7 @@ def test_registered_and_other_tensors_together(state):
     """Registered and others in one list, with gaps, empty: right all the same."""
     comm, k, rank = state.comm, state.world_size, state.rank
     parts = inputs(4000, torch.float32, k, seed=2)
-    shared = pr.shared_empty((4, 1000))
+    shared = shared_empty((4, 1000))
     comm.register(shared[1:])  # any view shows the whole memory
     before = registered_calls(comm)
     shared.copy_(parts[rank].view(4, 1000))
@@ -81,13 +82,13 @@ def test_registered_and_other_tensors_together(state):
     shared.copy_(parts[rank].view(4, 1000))
     comm.all_reduce_coalesced([shared[0], shared[1, :0], torch.empty(0), shared[1:]])
     assert_bits(shared.view(-1), reduced(parts, "sum"), "with empties")
-    transposed = pr.shared_empty((30, 20))
+    transposed = shared_empty((30, 20))
     comm.register(transposed)
     flat = [p[:600] for p in parts]
     transposed.copy_(flat[rank].view(30, 20))
     comm.all_reduce(transposed.t())
     assert_bits(transposed.view(-1), reduced(flat, "sum"), "transposed")
-    nothing = pr.shared_empty(0)
+    nothing = shared_empty(0)
     assert nothing.numel() == 0
     comm.all_reduce(nothing)
     return [crc(shared), crc(own)]
@@ -99,9 +100,9 @@ def test_unequal_registration_is_refused_on_all_ranks(state):
     comm, rank = state.comm, state.rank
     texts = []
     # First another size on rank 1, then no shared memory on rank 1.
-    cases = (pr.shared_empty(150), ("600 bytes", "400")), (torch.zeros(100), ("0 bytes",))
+    cases = (shared_empty(150), ("600 bytes", "400")), (torch.zeros(100), ("0 bytes",))
     for odd, told in cases:
-        tensor = odd if rank == 1 else pr.shared_empty(100)
+        tensor = odd if rank == 1 else shared_empty(100)
         with pytest.raises(pr.ArgumentError, match="register: the tensor of rank 1") as caught:
             comm.register(tensor)
         texts.append(str(caught.value))
@@ -128,7 +129,7 @@ CALLS = {
 def come_late(state, call: str, late: int) -> tuple[str, list[float]]:
     """What the call told this rank, and what a rank that gave up finds of what it wrote then."""
     comm = state.comm
-    shared = pr.shared_empty(1000)
+    shared = shared_empty(1000)
     comm.register(shared)
     shared.fill_(state.rank + 1.0)
     if state.rank == late:
@@ -163,7 +164,7 @@ def test_registering_again_and_again(state):
     before = len(mapped_memories())
     descriptors = len(os.listdir("/proc/self/fd"))
     for turn in range(20):
-        shared = pr.shared_empty(5000)
+        shared = shared_empty(5000)
         if turn % 3 == 2:  # not registered: by another way, with the same result
             used = registered_calls(comm)
         else:
@@ -185,7 +186,7 @@ def test_registering_again_and_again(state):
 @on_ranks(2)
 def test_shared_tensors_outlive_their_communicator(state):
     comm = another(state)
-    shared = pr.shared_empty(1000)
+    shared = shared_empty(1000)
     comm.register(shared)
     call = comm.bind(shared)
     shared.fill_(1.0)
@@ -203,23 +204,23 @@ def test_shared_tensors_outlive_their_communicator(state):
 
 
 def test_shared_empty():
-    tensor = pr.shared_empty((3, 5), torch.float16)
+    tensor = shared_empty((3, 5), torch.float16)
     assert tensor.shape == (3, 5)
     assert tensor.dtype == torch.float16
     assert tensor.is_contiguous()
     assert tensor.count_nonzero() == 0
     tensor.requires_grad_()  # as any other
-    assert pr.shared_empty(7).shape == (7,)
-    assert pr.shared_empty(()).shape == ()
-    assert pr.shared_empty(torch.Size([2, 0])).shape == (2, 0)
+    assert shared_empty(7).shape == (7,)
+    assert shared_empty(()).shape == ()
+    assert shared_empty(torch.Size([2, 0])).shape == (2, 0)
     wrong = (2.5, "ab", None, True, -1, (3, -1), (2, 2.0), [True], {3: 4}, (2**70,), (2**61,))
     for shape in wrong:
         with pytest.raises(pr.ArgumentError, match="shape is "):
-            pr.shared_empty(shape)
+            shared_empty(shape)
     with pytest.raises(pr.ArgumentError, match="dtype is 'float32', expected a "):
-        pr.shared_empty(3, "float32")
+        shared_empty(3, "float32")
     with pytest.raises(pr.RingarError, match=r"cannot allocate 4611686018427387904 bytes.*limit"):
-        pr.shared_empty(2**60)
+        shared_empty(2**60)
 
 
 def test_shared_empty_while_signals_come():
@@ -229,7 +230,7 @@ def test_shared_empty_while_signals_come():
     signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
     try:
         for _ in range(5):
-            tensor = pr.shared_empty(4_000_000)
+            tensor = shared_empty(4_000_000)
             assert tensor[-1] == 0
             del tensor
     finally:
@@ -247,7 +248,7 @@ def on_rank_registered(state) -> dict:
     for numel in (6, 60_000):
         parts = inputs(numel, torch.float32, k, seed=6)
         wanted = reduced(parts, "sum")
-        shared = pr.shared_empty(2 * numel)
+        shared = shared_empty(2 * numel)
         comm.register(shared)
         odd = rank == k - 1
         own = {
@@ -279,7 +280,7 @@ def test_registered_tensors_that_lie_otherwise(crew_of, world_size):
 def test_registered_tensors_keep_the_order(state, order):
     parts = inputs(4000, torch.float32, state.world_size)
     with another(state, order=order) as comm:
-        shared = pr.shared_empty(4000)
+        shared = shared_empty(4000)
         comm.register(shared)
         shared.copy_(parts[state.rank])
         comm.all_reduce(shared)

@@ -18,12 +18,10 @@ import pyringar as pr
 from pyringar import cli, errors
 
 NAMES = """
-allreduce Communicator ProcessCommunicator Guarantee Plan Topology Work shared_empty
-GradientBucketer ShardedStep DataParallel
-replicate get_params split_batch evaluate_accuracy_gpus check_replicas_equal check_allreduce
-launch Fault
+allreduce Communicator ProcessCommunicator GradientBucketer ShardedStep DataParallel
+replicate get_params split_batch evaluate_accuracy_gpus check_allreduce launch
 RingarError ArgumentError UnsupportedError BuildError CompilerNotFoundError CudaError
-CollectiveTimeout PeerLostError DeadlockError
+CollectiveTimeout PeerLostError
 """
 SUBPACKAGES = {
     "distributed": "ddp_hook",

@@ -11,6 +11,7 @@ from torch import nn
 
 import pyringar as pr
 from pyringar.parallel.replicate import copy_buffers
+from pyringar.parallel.shards import check_replicas_equal
 
 
 class Tied(nn.Module):
@@ -124,4 +125,4 @@ def test_buffers_come_from_rank_0():
         replica(torch.rand(4, 3) + rank)
     wanted = [buffer.clone() for buffer in replicas[0].buffers()]
     copy_buffers(replicas)
-    pr.check_replicas_equal([wanted, *([*replica.buffers()] for replica in replicas)])
+    check_replicas_equal([wanted, *([*replica.buffers()] for replica in replicas)])

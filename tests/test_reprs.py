@@ -11,6 +11,7 @@ from torch import nn
 
 import pyringar as pr
 from pyringar.choices import kind_of
+from pyringar.comm.work import Work
 
 N = 2_000_000
 
@@ -51,7 +52,7 @@ def test_work_says_what_it_does_and_how_far_it_is(comm):
 )
 def test_work_in_every_state(native, text):
     fake = SimpleNamespace(**{name: partial(lambda x: x, value) for name, value in native.items()})
-    assert repr(pr.Work(fake, {}, "broadcast")) == text
+    assert repr(Work(fake, {}, "broadcast")) == text
 
 
 def test_a_closed_communicator_says_so(comm):

@@ -23,6 +23,8 @@ from programs import run_programs
 from ranks import LONG_S, connect, new_name, value_of
 
 import pyringar as pr
+from pyringar.comm.shared_tensors import shared_empty
+from pyringar.comm.work import Work
 
 # Of a wait that a signal ends.
 ENDS_S = 0.2 + BUSY_S
@@ -157,7 +159,7 @@ def use_own(state) -> list[str]:
         lambda: state.comm.all_reduce(tensor),
         lambda: state.comm.barrier(),
         lambda: state.comm.all_reduce(tensor, async_op=True),
-        lambda: state.comm.register(pr.shared_empty(3)),
+        lambda: state.comm.register(shared_empty(3)),
         lambda: state.comm.close(),
     )
     errors = []
@@ -272,7 +274,7 @@ def raise_alarm(*_: object) -> None:
     raise Alarm
 
 
-def delayed(comm: pr.Communicator) -> pr.Work:
+def delayed(comm: pr.Communicator) -> Work:
     """Begin what runs until ``end_delay`` of the communicator's group."""
     comm._group.delay_rank(1, 20.0)
     return comm.all_reduce([torch.ones(8), torch.ones(8)], algorithm="ring", async_op=True)

@@ -27,6 +27,7 @@ from process_checks import (
 from ranks import Crew, connect, fork_server, value_of
 
 import pyringar as pr
+from pyringar.comm.shared_tensors import shared_empty
 
 TIMEOUT_S = 2.0
 LONG_RUN = [pytest.mark.thorough, pytest.mark.timeout(900)]
@@ -57,7 +58,7 @@ def reduce_until_told(state, seed: int) -> None:
     try:
         signal.signal(signal.SIGTERM, close)
         state.store.add(f"{state.name} ready", 1)
-        shared = pr.shared_empty(SIZES[2], dtype=torch.int32)
+        shared = shared_empty(SIZES[2], dtype=torch.int32)
         comm.register(shared)
         while True:
             numel, kind = choice.choice(SIZES), choice.randrange(6)

@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 import pyringar as pr
-from pyringar.parallel.shards import count_correct, mismatch_flags, shard_sizes
+from pyringar.cluster.faults import Fault
+from pyringar.comm.orders import Guarantee
+from pyringar.comm.shared_tensors import shared_empty
+from pyringar.comm.topology import Topology
+from pyringar.parallel.shards import (
+    check_replicas_equal,
+    count_correct,
+    mismatch_flags,
+    shard_sizes,
+)
 
 T = torch.ones(3)
 WRONG = {
@@ -134,14 +143,14 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (count_correct, "data_iter", set(), lambda v: count_correct([NET], v)),
     (count_correct, "split_f", set(), lambda v: count_correct([NET], [(X, Y)], v)),
     (count_correct, "devices", NOTHING, lambda v: count_correct([NET], [(X, Y)], devices=v)),
-    (pr.check_replicas_equal, "replicas", set(), lambda v: pr.check_replicas_equal(v)),
+    (check_replicas_equal, "replicas", set(), lambda v: check_replicas_equal(v)),
     (mismatch_flags, "replicas", set(), lambda v: mismatch_flags(v)),
     (pr.check_allreduce, "fn", set(), lambda v: pr.check_allreduce(v)),
     (pr.check_allreduce, "devices", NOTHING, lambda v: pr.check_allreduce(pr.allreduce, v)),
-    (pr.shared_empty, "shape", SIZES, lambda v: pr.shared_empty(v)),
-    (pr.shared_empty, "dtype", set(), lambda v: pr.shared_empty(3, v)),
-    (pr.Topology, "devices", set(), lambda v: pr.Topology.of(v)),
-    (pr.Guarantee, "order", set(), lambda v: pr.Guarantee.of(v)),
+    (shared_empty, "shape", SIZES, lambda v: shared_empty(v)),
+    (shared_empty, "dtype", set(), lambda v: shared_empty(3, v)),
+    (Topology, "devices", set(), lambda v: Topology.of(v)),
+    (Guarantee, "order", set(), lambda v: Guarantee.of(v)),
     (pr.launch, "fn", set(), lambda v: pr.launch(v)),
     (pr.launch, "ranks", {"int"}, lambda v: pr.launch(print, v)),
     (pr.launch, "devices", NOTHING, lambda v: pr.launch(print, devices=v)),
@@ -152,10 +161,10 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.launch, "timeout", NUMBER, lambda v: pr.launch(print, timeout=v)),
     (pr.launch, "faults", {"empty list"}, lambda v: pr.launch(print, faults=v)),
     (pr.launch, "trace", {"None", "str"}, lambda v: pr.launch(print, trace=v)),
-    (pr.Fault, "kind", set(), lambda v: pr.Fault(v, 0, 1)),
-    (pr.Fault, "rank", {"int"}, lambda v: pr.Fault("dies", v, 1)),
-    (pr.Fault, "call", {"int"}, lambda v: pr.Fault("dies", 0, v)),
-    (pr.Fault, "late_s", NUMBER, lambda v: pr.Fault("late", 0, 1, v)),
+    (Fault, "kind", set(), lambda v: Fault(v, 0, 1)),
+    (Fault, "rank", {"int"}, lambda v: Fault("dies", v, 1)),
+    (Fault, "call", {"int"}, lambda v: Fault("dies", 0, v)),
+    (Fault, "late_s", NUMBER, lambda v: Fault("late", 0, 1, v)),
 ]
 
 

@@ -29,7 +29,6 @@ from pyringar.comm.threads import starting_thread
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
-    DeadlockError,
     PeerLostError,
     RingarError,
 )
@@ -384,9 +383,9 @@ class Cluster:
             what = f"ranks wait for {names_of(gone)}, which {have} ended"
             self.fail(lambda text: PeerLostError(what + text))
         elif missing:
-            self.fail(lambda text: DeadlockError(f"all ranks wait for each other{text}"))
+            self.fail(lambda text: CollectiveTimeout(f"all ranks wait for each other{text}"))
         else:
-            self.fail(lambda text: DeadlockError(f"ranks wait for what nobody will do{text}"))
+            self.fail(lambda text: CollectiveTimeout(f"ranks wait for what nobody will do{text}"))
 
     def _take_error(self, rank: Rank, error: BaseException) -> None:
         """Note what a rank's program raised; if it is the first, the others are told."""

@@ -74,9 +74,9 @@ def launch(
     Raises:
         ArgumentError: An argument is wrong; or ranks call different things: the message has a table
             of what each calls, and where.
-        DeadlockError: All ranks wait for each other. Found at once, with a table and all stacks.
+        CollectiveTimeout: All ranks wait for each other, which is found at once; or a rank ran on
+            for ``timeout`` while others waited, and was interrupted. With a table and all stacks.
         PeerLostError: Ranks wait for one that has returned.
-        CollectiveTimeout: A rank ran on for ``timeout`` and others waited; it was interrupted.
         UnsupportedError: This torch was not tried.
         RingarError: Another `launch` of this process has not ended.
         BaseException: What ``fn`` raised first on any rank. The others got a `PeerLostError` in

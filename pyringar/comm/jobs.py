@@ -80,7 +80,7 @@ class Jobs:
 
 
 class Job:
-    """A call of `Jobs`; `pyringar.Work` waits for it.
+    """A call of `Jobs`; `pyringar.comm.work.Work` waits for it.
 
     Args:
         jobs: Where it runs.

@@ -28,6 +28,7 @@ USE = r"""
 import os
 import torch
 import pyringar as pr
+from pyringar.comm.shared_tensors import shared_empty
 from pyringar.engine import load
 
 def tell(call, *arguments, **options):
@@ -42,7 +43,7 @@ comm._group.delay_rank(1, 20.0)
 tell(comm.all_reduce, [torch.ones(5), torch.ones(5)], algorithm="ring")
 comm.close()
 engine = load.engine()
-tell(pr.shared_empty, 2**60, torch.uint8)
+tell(shared_empty, 2**60, torch.uint8)
 pid = os.getppid()
 with open(f"/proc/{pid}/stat") as stat:
     start_ticks = int(stat.read().rpartition(")")[2].split()[19])

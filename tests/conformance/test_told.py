@@ -12,6 +12,7 @@ from ranks import another, on_ranks
 import pyringar as pr
 from pyringar.comm import communicator
 from pyringar.comm.auto import choose
+from pyringar.comm.orders import Guarantee
 from pyringar.comm.topology import Topology
 
 MIB = 2**20
@@ -43,7 +44,7 @@ def test_guarantee_and_plan_tell_the_order(transport, order):
 
 
 def test_guarantee_in_words():
-    assert str(pr.Guarantee.of("exact")) == (
+    assert str(Guarantee.of("exact")) == (
         "exact: same bits across runs, sizes, splits and engines, orders of the ranks"
     )
 

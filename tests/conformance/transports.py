@@ -32,6 +32,7 @@ from ranks import another, crews
 
 import pyringar as pr
 from pyringar.comm.process_communicator import ALGORITHMS as PROCESS_ALGORITHMS
+from pyringar.comm.work import Work
 
 PYTHON = ("naive", "sharded")  # algorithms in plain torch, which know all_reduce only
 BOUND = ("bind", "bind_coalesced")
@@ -71,7 +72,7 @@ def run_bound(bound: Callable[[], None], placed: Sequence[Placed]) -> None:
     assert bound() is None
 
 
-def wait(work: pr.Work | None, *, is_async: bool) -> None:
+def wait(work: Work | None, *, is_async: bool) -> None:
     assert (work is not None) == is_async
     if work is not None:
         assert work.wait() is True

@@ -23,6 +23,7 @@ from oracle import (
 from torch import nn
 
 import pyringar as pr
+from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import lenet_params, resnet18
 
 pytestmark = gpu.needed
@@ -244,4 +245,4 @@ def test_sharded_step_ignores_rank_count(device):
         for net in replicas:
             grads = [param.grad for param in net.parameters()]
             found.append([t.cpu() for t in (loss, *grads, *net.buffers())])
-    pr.check_replicas_equal(found)
+    check_replicas_equal(found)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import pyringar as pr
+from pyringar.parallel.shards import check_replicas_equal
 
 pytestmark = gpu.needed
 CAPS = pytest.mark.parametrize("cap_mb", [None, 1e-6], ids=["one bucket", "a bucket each"])
@@ -80,7 +81,7 @@ def test_steps_repeat_their_bits(device, where):
         with torch.backends.cudnn.flags(deterministic=True, benchmark=False):
             train(net, device)
         found.append([param.detach().cpu() for param in net.parameters()])
-    pr.check_replicas_equal(found)
+    check_replicas_equal(found)
 
 
 @pytest.mark.parametrize("where", ["one", two])
