@@ -190,7 +190,7 @@ WRONG_IMAGES = {
     "empty": (b"", rf"has 0 bytes .*{WANTED_IMAGES}"),
     "15 bytes": (header(2051, 7, 28, 28)[:15], rf"has 15 bytes .*{WANTED_IMAGES}"),
     "labels": (header(2049, 7) + bytes(8), rf"numbers \(2049, 7, .*{WANTED_IMAGES}"),
-    "floats": (header(0xD03, 7, 28, 28) + PIXELS, r"numbers \(3331, 7, 28, 28\)"),
+    "floats": (header(0xD03, 7, 28, 28) + 7 * PIXELS, r"numbers \(3331, 7, 28, 28\)"),
     "bytes swapped": (struct.pack("<4I", 2051, 7, 28, 28), r"numbers \(50855936, "),
     "packed": (gzip.compress(header(2051, 7, 28, 28)), r"numbers \(5292"),
     "32 x 32": (header(2051, 7, 32, 32) + 7 * bytes(1024), r"numbers \(2051, 7, 32, 32\)"),
