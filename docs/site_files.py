@@ -16,7 +16,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("*.md", "docs/**/*.md", "docs/*.ipynb", "*/README.md", "tests/ptx/README.md")
+PAGES = ("*.md", "docs/**/*.md", "docs/*.ipynb", "*/README.md")
 _LINK = re.compile(r"\]\(([^)#\s:]+)")
 
 
