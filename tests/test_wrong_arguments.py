@@ -192,7 +192,7 @@ def test_table_has_every_public_callable():
         for name, found in public.items()
         if not (inspect.isclass(found) and issubclass(found, Exception))
     }
-    assert callables - {case[0].__name__ for case in CASES} == {"Work", "Plan"}  # ours to make
+    assert callables <= {case[0].__name__ for case in CASES}
 
 
 def test_message_names_arrays():
@@ -216,7 +216,7 @@ def test_message_names_arrays():
         (lambda: pr.Communicator(["CPU"]), "cpu"),
         (lambda: pr.Communicator(["cup"]), "cpu"),
         (lambda: pr.DataParallel(NET, ["cpu"], batchnorm="synced"), "sync"),
-        (lambda: pr.train.TrainConfig(dtype="float"), "float32"),
+        (lambda: pr.train.TrainConfig(dtype="float"), "float64"),
     ],
 )
 def test_nearest_name_is_told(call, near):
