@@ -34,7 +34,8 @@ def run(code: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("has_helpers", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_helpers", [False, True])
 def test_threads_stay_on_the_cores_that_are_left(has_helpers):
     run(
         f"""

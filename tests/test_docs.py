@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import mostly_slow
 from doc_pages import Block, blocks_of, check_printed, commands_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,9 +86,8 @@ def check_page(page: Path, folder: Path) -> None:
     check_commands(page, folder)
 
 
-@pytest.mark.parametrize(
-    "page", mostly_slow(WITH_CODE, DOCS / "hand-written-loop.md"), ids=lambda page: page.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_code_of_page_runs(page, tmp_path):
     run_python(page, tmp_path)
 

@@ -164,7 +164,7 @@ def tests_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return make
 
 
-@pytest.mark.parametrize("name", mostly_slow(FILES, "good", "crash", "sticky"))
+@pytest.mark.parametrize("name", mostly_slow(FILES, "good"))
 def test_outcome_of_tests(tests_step: Callable[..., Step], name: str) -> None:
     source, state, counts = FILES[name]
     (step,) = run(tests_step(source))
@@ -410,7 +410,9 @@ sys.exit(tests.check(Path({out!r}), *stages))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", mostly_slow([signal.SIGTERM, signal.SIGINT, signal.SIGKILL], signal.SIGTERM)
+)
 def test_report_outlives_end_from_outside(tmp_path: Path, number: int) -> None:
     out, rows = tmp_path / "gpu.jsonl", tmp_path / "rows"
     code = "put('one'); time.sleep(20)"
