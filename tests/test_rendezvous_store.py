@@ -53,7 +53,6 @@ def wait_for(store, key: str) -> bytes:
 def write_member_of_1(store, text: bytes) -> None:
     caller = Member.parse(wait_for(store, "call"), 0)
     store.set(f"{caller.attempt}/member/1", text.decode("latin-1"))
-    store.add(f"{caller.attempt}/came", 1)
 
 
 def write_call(store, text: bytes) -> None:
