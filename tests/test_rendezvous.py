@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import process_checks
 import pytest
@@ -213,6 +214,30 @@ def test_last_answer_of_rank_counts(new_crew):
     crew.values()
 
 
+def exchange(state, port: int, rank: int, world_size: int, name: str, timeout: float) -> None:
+    """Meet the other ranks, each on a machine of its own: a death cannot be seen from there."""
+    with mock.patch.dict(os.environ, {"PYRINGAR_NODE_ID": f"machine {rank}"}):
+        meeting = Rendezvous(connect(port), rank, world_size, name, timeout)
+    with meeting:
+        assert len(meeting.exchange_members()) == world_size
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["gives up", "killed"])
+def test_rank_answers_new_call(new_crew, is_killed):
+    """Rank 1 has answered a rank 0 that gives up or dies, and waits for the next one."""
+    crew = new_crew(4)
+    options = {"function": exchange, "world_size": 3, "name": new_name()}
+    crew.start_group([0], timeout=LONG_S if is_killed else 1.0, **options)
+    crew.start_group([1], timeout=LONG_S, **options)
+    time.sleep(0.5)
+    if is_killed:
+        crew[0].kill()
+    else:
+        assert crew[0].outcome().error == "CollectiveTimeout"
+    crew.start_group({3: 0, 2: 2}, timeout=LONG_S, **options)
+    crew.values([1, 2, 3])
+
+
 # -- ranks that die --------------------------------------------------------------------------------
 
 assert_all_lost = functools.partial(process_checks.assert_all_lost, within_s=PROMPT_S)
@@ -367,6 +392,13 @@ def test_store_calls_and_threads_are_bounded():
         list(threads.map(meet_in_thread, range(world_size)))
     assert store.num_calls < 120 * world_size, store.num_calls  # k^2: 3 * 48 * 48 and the polls
     assert settled(lambda: threading.active_count() > before, False) is False
+
+
+def test_waiting_rank_polls_seldom():
+    store = CountingStore(dist.HashStore())
+    with pytest.raises(pr.CollectiveTimeout):
+        pr.ProcessCommunicator(store, 0, 2, name=new_name(), timeout=1.0)
+    assert store.num_calls < 100, store.num_calls  # every millisecond: 1000
 
 
 # -- machines --------------------------------------------------------------------------------------

@@ -38,8 +38,7 @@ from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, Rin
 
 __all__ = ["Rendezvous"]
 
-_TOKEN_BYTES = 32
-_ATTEMPT_BYTES = 16
+_ATTEMPT_BYTES = 16  # in hex the 32 bytes of a segment's token
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
 _POLL_S_PER_RANK = 0.001  # all ranks ask one store
@@ -125,18 +124,21 @@ class Rendezvous:
             )
         return members
 
-    def share_memory(self) -> tuple[Any, bytes]:
-        """Return rank 0's segment, mapped, and its token."""
+    @property
+    def token(self) -> bytes:
+        """What marks the group's memory, once the members have met."""
+        return self._members[0].attempt.encode()
+
+    def share_memory(self) -> Any:
+        """Return rank 0's segment, mapped."""
         if self.rank == 0:
-            token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
-            memory = self.engine.create_segment(self.world_size, token)
-            offer = {"fd": memory.fd, "token": token.decode()}
-            self._store.set(self._key("segment"), json.dumps(offer))
-            return memory, token
+            memory = self.engine.create_segment(self.world_size, self.token)
+            self._store.set(self._key("segment"), json.dumps({"fd": memory.fd}))
+            return memory
         text = self._poll(self._segment, lambda: [0], "to share its memory")
-        offer = read_fields(text, 0, {"fd": int, "token": str})
+        fd = read_fields(text, 0, {"fd": int})["fd"]
         try:
-            memory = self.engine.open_segment(self._members[0].pid, offer["fd"], self.world_size)
+            return self.engine.open_segment(self._members[0].pid, fd, self.world_size)
         except RingarError:
             # Rank 0 is being killed; or it lives, and has given up because another rank died.
             until = time.monotonic() + _DYING_S
@@ -144,7 +146,6 @@ class Rendezvous:
                 self._segment()
                 time.sleep(_LONGEST_POLL_S)
             raise
-        return memory, offer["token"].encode()
 
     def wait_until_mapped(self, absent_ranks: Callable[[], list[int]]) -> None:
         """Return when ``absent_ranks()``, which have not mapped the memory yet, is empty."""
