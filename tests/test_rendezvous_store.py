@@ -28,7 +28,7 @@ GARBAGE = [b"", b"\0\xff\xfe", b"null", b"[]", b"3", b"{", b"{}", b"[" * 4000, b
 GARBAGE += [b"{" + b" " * 1_000_000 + b"}"]
 
 
-WELL = {"node": "here", "host": "here", "pid": 1, "start_ticks": 1, "kind": "cpu", "version": 4}
+WELL = {"node": "here", "host": "here", "pid": 1, "start_ticks": 1, "kind": "cpu", "version": 5}
 
 
 def member(rank: int) -> str:
@@ -37,7 +37,7 @@ def member(rank: int) -> str:
 
 def bad_members(rank: int) -> list[bytes]:
     well = WELL | {"rank": rank, "attempt": ATTEMPT}
-    changes = [{"version": 3}, {"rank": 5}, {"rank": True}, {"pid": "1"}, {"node": 5}, {"more": 1}]
+    changes = [{"version": 4}, {"rank": 5}, {"rank": True}, {"pid": "1"}, {"node": 5}, {"more": 1}]
     return [json.dumps(well | change).encode() for change in changes]
 
 
@@ -146,7 +146,8 @@ def test_wrong_memory_raises(store_port, kind, words):
     ):
         with pytest.raises(pr.RingarError, match=words):
             pr.ProcessCommunicator(connect(store_port), 1, 2, name=name, timeout=60)
-        assert json.loads(wait_for(store, f"{ATTEMPT}/failed"))["teller"] == 1  # others are told
+        told = json.loads(wait_for(store, f"{ATTEMPT}/failed"))
+        assert told["error"].startswith("rank 1 (process ")
 
 
 # -- deaths between steps --------------------------------------------------------------------------

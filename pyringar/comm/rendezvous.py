@@ -243,23 +243,19 @@ class Rendezvous:
 
     def _tell(self, error: BaseException) -> None:
         """Write for the other ranks why there will be no group."""
-        told = {
-            "error": str(error)[:1000] or type(error).__name__,
-            "kind": type(error).__name__,
-            "teller": self.rank,
-        }
+        kind = type(error).__name__
+        why = str(error)[:1000] or kind
+        told = {"error": f"{self._own.name} could not make the group: {why}", "kind": kind}
         self._store.set(self._key("failed"), json.dumps(told))
 
     def _raise_told(self, text: bytes) -> None:
-        told = read_fields(text, 0, {"error": str, "kind": str, "teller": int})
-        name = self._members[told["teller"]].name
+        told = read_fields(text, 0, {"error": str, "kind": str})
         # Before there are members, a rank 0 that did not wait long enough may call again.
         if told["kind"] == CollectiveTimeout.__name__ and not self._is_agreed:
-            self._given_up = f"; {name} has given up: {told['error']}"
+            self._given_up = f"; {told['error']}"
             return
         self._was_told = True
-        kind = _KINDS.get(told["kind"], RingarError)
-        raise kind(f"{name} could not make the group: {told['error']}")
+        raise _KINDS.get(told["kind"], RingarError)(told["error"])
 
     def _is_alive(self, member: Member) -> bool:
         is_here = member.node == self._own.node
