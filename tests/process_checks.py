@@ -29,7 +29,6 @@ import pyringar as pr
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
-ALGORITHMS = ("auto", "direct")
 # On this many cores or fewer; more ranks than cores must work, too.
 WORLD_SIZES = (1, 2, 3, 4)
 

@@ -61,7 +61,7 @@ CALLS: dict[str, Start] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_new_data_while_it_waits(call):
+def test_replaced_data_stays_alive(call):
     with pr.Communicator(["cpu"] * 2) as comm:
         comm._group.delay_rank(1, 20.0)
         before = [torch.ones(8), torch.ones(8)]
@@ -103,7 +103,7 @@ def on_rank_replaces(state, coalesced: bool) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 @pytest.mark.parametrize("coalesced", [False, True])
-def test_new_data_of_a_rank_while_others_are_late(new_crew, coalesced):
+def test_replaced_data_of_rank_stays_alive(new_crew, coalesced):
     crew = new_crew(2)
     crew.join()
     assert crew.run(on_rank_replaces, coalesced=coalesced) == [0.0, 0.0]
@@ -163,16 +163,14 @@ assert not comm._in_flight
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "where", ["ranks in one process", pytest.param("one rank", marks=pytest.mark.slow)]
-)
-def test_an_interrupt_of_the_call_that_starts_it(where):
+@pytest.mark.parametrize("where", ["ranks in one process", "one rank"])
+def test_interrupted_call_keeps_memory(where):
     """Python raises it when the engine has returned, before the caller has the work."""
     [done] = run_programs(INTERRUPTED, [where])
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_works_that_end_while_another_begins(make_comm):
+def test_works_end_while_another_begins(make_comm):
     """As in another thread that gets its turn while garbage is collected."""
     comm = make_comm(2)
     works: list[Work] = []
@@ -197,7 +195,7 @@ def test_works_that_end_while_another_begins(make_comm):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 @pytest.mark.parametrize("collects", [False, True], ids=["closure", "garbage"])
-def test_the_last_reference_goes_in_the_engines_own_thread(collects):
+def test_engine_thread_drops_last_reference(collects):
     comm = pr.ProcessCommunicator(dist.HashStore(), 0, 1, name=f"last {collects}", timeout=5)
     held: list[object] = [comm]
     if collects:

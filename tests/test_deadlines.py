@@ -180,22 +180,6 @@ def assert_named(outcomes: list[Outcome], late: int, crew: Crew) -> None:
         assert f"for {TIMEOUT_S:g} s" in outcome.text
 
 
-@pytest.mark.parametrize("how", mostly_slow(["direct", "registered"], "direct"))
-def test_stopped_rank_in_long_call_is_named(joined_crew, how):
-    """In the middle of it, while the others still work, and wait for each other."""
-    crew = joined_crew(3, timeout=TIMEOUT_S)
-    crew.run(prepare, numel=LARGE, how=how)
-    crew[1].call(pause_in_reduce, seconds=TIMEOUT_S / 2)  # on a fast machine it would be through
-    crew.start(reduce)
-    time.sleep(0.01)
-    crew[1].send(signal.SIGSTOP)
-    stopped_at = time.monotonic()
-    outcomes = crew.outcomes([0, 2])
-    assert_named(outcomes, 1, crew)
-    # What the others had to do themselves is in there: some tenths of a second.
-    assert max(outcome.at for outcome in outcomes) - stopped_at < TIMEOUT_S + 2 * BUSY_S
-
-
 @pytest.mark.slow
 def test_stopped_rank_is_named_beside_busy_rank(joined_crew):
     """Rank 0 waits for rank 1, which is busy for several timeouts, but not late; rank 2 is."""

@@ -37,6 +37,8 @@ def outcome_in_child(call: Callable[[], Any]) -> str:
     child = os.fork()
     if child == 0:
         os.close(reader)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(LIMIT_S)  # kills it
         try:
             call()
@@ -128,39 +130,6 @@ def test_every_method_of_threads():
     assert wrong_outcomes({**others, **calls_of_work(work), **group_calls}, harmless) == {}
     group.end_delay()
     assert work.wait(), "the parent goes on"
-    comm.close()
-
-
-@pytest.mark.slow
-def test_children_while_threads_call():
-    """A lock that some thread holds at the fork stays locked: no method may want it."""
-    comm = pr.Communicator(["cpu"] * 2)
-    tensors = [torch.ones(64), torch.ones(64)]
-    calls = {
-        "bound": comm.bind(tensors),
-        "stats": comm.stats,
-        "all_reduce": lambda: comm.all_reduce(tensors, async_op=True),
-        "naive": lambda: comm.all_reduce(tensors, algorithm="naive"),
-        "close": comm.close,
-    }
-    stop = threading.Event()
-
-    def call(seed: int) -> None:
-        mine = [torch.ones(64), torch.ones(64)]
-        while not stop.is_set():
-            comm.all_reduce(mine, algorithm=("fused", "ring")[seed % 2], async_op=seed > 1)
-            comm.stats()
-
-    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        wrong = [wrong_outcomes(calls, {"close"}) for _ in range(4)]
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert wrong == [{}] * 4
     comm.close()
 
 

@@ -21,7 +21,7 @@ from process_checks import (
     reduce,
     tensor_is_untouched,
 )
-from ranks import join, value_of
+from ranks import join
 from torch.distributed import TCPStore
 
 import pyringar as pr
@@ -96,34 +96,6 @@ def test_different_calls_raise(joined_crew, usual, odd, word, odd_word):
         assert outcome.seconds < PROMPT_S, "they waited for a deadline"
     assert all(crew.run(tensor_is_untouched))
     assert_survivors_go_on(crew, [0, 1, 2], "ArgumentError")
-
-
-def reduce_sizes(state, usual: list[int], odd: list[int]) -> None:
-    for numel in odd if state.rank == 1 else usual:
-        state.comm.all_reduce(torch.ones(numel))
-
-
-@pytest.mark.parametrize(
-    ("usual", "odd", "words"),
-    [([10, 20], [20, 10], "call 1"), ([100, 101, 102], [100, 102], "call 2")],
-    ids=["swapped", "skipped"],
-)
-def test_swapped_or_skipped_calls_raise(joined_crew, usual, odd, words):
-    crew = joined_crew(3)
-    crew.start(reduce_sizes, usual=usual, odd=odd)
-    for outcome in crew.outcomes():
-        assert outcome.error == "ArgumentError", outcome
-        assert words in outcome.text
-
-
-def test_skipped_last_call_times_out(joined_crew):
-    crew = joined_crew(2, timeout=1.0)
-    crew.start(reduce_sizes, usual=[100, 100, 100], odd=[100, 100])
-    value_of(crew[1].outcome())
-    outcome = crew[0].outcome()
-    assert outcome.error == "CollectiveTimeout"
-    assert "call 3" in outcome.text
-    assert "its last was call 2" in outcome.text
 
 
 # -- joining ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def comm():
         yield made
 
 
-def test_work_says_what_it_does_and_how_far_it_is(comm):
+def test_work_shows_call_and_state(comm):
     comm.all_reduce(ones(n=N), async_op=True)
     work = comm.all_reduce(ones(n=N), "mean", async_op=True)
     before = repr(work)
@@ -50,12 +50,12 @@ def test_work_says_what_it_does_and_how_far_it_is(comm):
         ),
     ],
 )
-def test_work_in_every_state(native, text):
+def test_work_shows_failure(native, text):
     fake = SimpleNamespace(**{name: partial(lambda x: x, value) for name, value in native.items()})
     assert repr(Work(fake, {}, "broadcast")) == text
 
 
-def test_a_closed_communicator_says_so(comm):
+def test_closed_communicator_shows_it(comm):
     assert repr(comm).startswith("Communicator(host: ranks [0, 1], algorithm='auto'")
     comm.close()
     assert repr(comm).startswith("Communicator(closed, host: ranks [0, 1]")
@@ -85,7 +85,7 @@ def test_repr_of_bucketer():
     assert repr(bucketer) == f"{head}closed)"
 
 
-def test_data_parallel_shows_its_devices():
+def test_data_parallel_shows_devices():
     net = pr.DataParallel(nn.Sequential(nn.Linear(2, 2)), ["cpu"] * 2)
     assert repr(net).splitlines() == [
         "DataParallel(",

@@ -135,17 +135,19 @@ def test_signal_ends_wait_and_group(new_crew, wait, number):
     crew.run(reduce)
 
 
-def test_ctrl_c_ends_joining(new_crew):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_ends_joining(new_crew, rank):
+    """The interrupted rank can come again under the same name."""
     crew = new_crew(2)
-    crew.start_group([0], world_size=2)
+    name = crew.start_group([rank], world_size=2)
     time.sleep(0.4)
     sent_at = time.monotonic()
-    crew[0].send(signal.SIGINT)
-    outcome = crew[0].outcome()
+    crew[rank].send(signal.SIGINT)
+    outcome = crew[rank].outcome()
     assert outcome.error == "KeyboardInterrupt", outcome
     assert outcome.at - sent_at < ENDS_S
-    crew.run(leave_nothing, [0])
-    crew.join()
+    crew.run(leave_nothing, [rank])
+    crew.join(name=name)
     crew.run(reduce)
 
 

@@ -15,9 +15,7 @@ from torch import nn
 
 import pyringar as pr
 from pyringar.cluster.faults import Fault
-from pyringar.comm.orders import Guarantee
 from pyringar.comm.shared_tensors import shared_empty
-from pyringar.comm.topology import Topology
 from pyringar.parallel.shards import (
     check_replicas_equal,
     count_correct,
@@ -149,8 +147,6 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.check_allreduce, "devices", NOTHING, lambda v: pr.check_allreduce(pr.allreduce, v)),
     (shared_empty, "shape", SIZES, lambda v: shared_empty(v)),
     (shared_empty, "dtype", set(), lambda v: shared_empty(3, v)),
-    (Topology, "devices", set(), lambda v: Topology.of(v)),
-    (Guarantee, "order", set(), lambda v: Guarantee.of(v)),
     (pr.launch, "fn", set(), lambda v: pr.launch(v)),
     (pr.launch, "ranks", {"int"}, lambda v: pr.launch(print, v)),
     (pr.launch, "devices", NOTHING, lambda v: pr.launch(print, devices=v)),

@@ -91,6 +91,11 @@ class Communicator(EngineCommunicator):
     `check` or in `close`, and a ``cudaFree`` in another thread can hold it up until the timeout.
     Ranks in the host's memory beside GPUs are staged: the host then waits.
 
+    A CUDA graph can capture the collectives if all ranks are on GPUs, except a ``ring`` between
+    GPUs; else they raise `UnsupportedError`. The current streams of all GPUs must be in the
+    capture: let each wait for the captured stream first, and the captured stream for each at the
+    end. A graph may be replayed beside other calls, and after `close`.
+
     Inside ``torch.compile``, `all_reduce` and `all_reduce_coalesced` stay in the graph as an
     operator; other calls break it. `pyringar.ops` returns new tensors instead.
 
@@ -142,17 +147,6 @@ class Communicator(EngineCommunicator):
     def topology(self) -> Topology:
         """Return which ranks share a memory."""
         return self._topology
-
-    @property
-    def is_capturable(self) -> bool:
-        """Return whether a CUDA graph can capture the collectives: all ranks are on GPUs.
-
-        With several GPUs the current streams of all of them must be in the capture: let each wait
-        for the captured one first, and the captured one for them at the end. Anything else, and a
-        ``ring`` between GPUs, raises `UnsupportedError` before it runs. A graph may be replayed
-        beside other calls of the communicator, and after `close`.
-        """
-        return all(device.type == "cuda" for device in self._devices)
 
     # -- collectives -------------------------------------------------------------------------------
 

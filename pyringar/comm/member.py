@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,12 +16,12 @@ from pyringar.errors import ArgumentError, RingarError
 
 __all__ = ["Member", "check_agreed", "check_one_node", "node_id", "ranks_by_node", "read_fields"]
 
-_VERSION = 4
-_LONGEST_BYTES = 4096  # of one rank's part of a value in the store
+_VERSION = 5
+_LONGEST_BYTES = 1 << 20  # of a value in the store: thousands of members
 
 
 def node_id() -> str:
-    """Return which machine this is: equal for processes that can share memory, else different.
+    """Return an id of this machine, equal for processes that can share memory.
 
     ``PYRINGAR_NODE_ID`` overrides it. Containers with process numbers or clocks of their own count
     as machines of their own.
@@ -32,14 +33,10 @@ def node_id() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespaces = [os.readlink("/proc/self/ns/pid")]
     except OSError:
-        return _host_name()
+        return platform.node()
     with suppress(OSError):  # Linux before 5.6 has one clock
         namespaces.append(os.readlink("/proc/self/ns/time"))
     return " ".join((boot, *namespaces))
-
-
-def _host_name() -> str:
-    return os.uname().nodename if hasattr(os, "uname") else "this machine"
 
 
 @dataclass(frozen=True)
@@ -59,26 +56,18 @@ class Member:
     def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> Member:
         """Return this process, as rank ``rank``, with tensors on this kind of device."""
         pid, start_ticks = load.engine().process_id()
-        return cls(rank, node_id(), _host_name(), pid, start_ticks, kind, attempt)
+        return cls(rank, node_id(), platform.node(), pid, start_ticks, kind, attempt)
 
     @classmethod
     def parse(cls, text: bytes, rank: int) -> Member:
-        """Return what rank ``rank`` wrote.
-
-        Raises:
-            RingarError: It is not what this version of pyringar writes.
-        """
+        """Return the member that rank ``rank`` wrote; raise as `read_fields`."""
         return cls(**read_fields(text, rank, _FIELDS))
 
     @classmethod
-    def parse_all(cls, text: bytes, world_size: int) -> list[Member]:
-        """Return the members that rank 0 wrote, as the texts of `text`.
-
-        Raises as `parse`.
-        """
-        fields = read_fields(text, 0, {"members": list}, num_ranks=world_size)
-        members = enumerate(fields["members"])
-        return [cls.parse(str(member).encode(), rank) for rank, member in members]
+    def parse_all(cls, text: bytes) -> list[Member]:
+        """Return the members that rank 0 wrote; raise as `read_fields`."""
+        members = read_fields(text, 0, {"members": list})["members"]
+        return [cls.parse(str(member).encode(), rank) for rank, member in enumerate(members)]
 
     def text(self) -> str:
         """Return what `parse` reads."""
@@ -95,22 +84,14 @@ _FIELDS: dict[str, type] = {
 }
 
 
-def read_fields(
-    text: bytes, rank: int, types: dict[str, type], *, num_ranks: int = 1
-) -> dict[str, Any]:
-    """Return the fields of a JSON object that a rank wrote into the store.
-
-    Args:
-        text: What stands in the store.
-        rank: The rank that wrote it, for the message.
-        types: The type of every field.
-        num_ranks: How many ranks the object describes, which limits its length.
+def read_fields(text: bytes, rank: int, types: dict[str, type]) -> dict[str, Any]:
+    """Return the fields, of these types, of a JSON object that rank ``rank`` wrote into the store.
 
     Raises:
-        RingarError: It is something else, or for another rank or version.
+        RingarError: The value is malformed, too long, or for another rank or version.
     """
     fields = None
-    if len(text) <= (num_ranks + 1) * _LONGEST_BYTES:
+    if len(text) <= _LONGEST_BYTES:
         with suppress(ValueError, RecursionError):
             fields = json.loads(text)
     if isinstance(fields, dict):
@@ -133,11 +114,7 @@ def ranks_by_node(members: Sequence[Member]) -> list[list[int]]:
 
 
 def check_agreed(members: Sequence[Member]) -> None:
-    """Refuse ranks whose tensors are on another kind of device than rank 0's.
-
-    Raises:
-        ArgumentError: Names two that differ.
-    """
+    """Raise ArgumentError if a rank's device is of another kind than rank 0's."""
     first = members[0]
     for other in members:
         if other.kind != first.kind:
@@ -148,11 +125,7 @@ def check_agreed(members: Sequence[Member]) -> None:
 
 
 def check_one_node(members: Sequence[Member]) -> None:
-    """Refuse ranks on several machines.
-
-    Raises:
-        ArgumentError: Names the machines.
-    """
+    """Raise ArgumentError, with the machines' names, if the ranks are on several."""
     nodes = ranks_by_node(members)
     if len(nodes) == 1:
         return

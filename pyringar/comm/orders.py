@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pyringar.choices import ORDERS, check_choice
 from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = ["Guarantee", "engine_order", "tree"]
@@ -58,12 +57,7 @@ class Guarantee:
 
     @classmethod
     def of(cls, order: str) -> Guarantee:
-        """Return what an order promises.
-
-        Args:
-            order: ``"any"``, ``"rank"``, ``"tree"`` or ``"exact"``.
-        """
-        check_choice("order", order, ORDERS)
+        """Return what an order promises: ``"any"``, ``"rank"``, ``"tree"`` or ``"exact"``."""
         return cls(order, True, order != "any", order == "tree", order == "exact")
 
     def __str__(self) -> str:

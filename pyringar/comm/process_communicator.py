@@ -154,12 +154,12 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             options |= {"device": self._device.index, **self._limits}
         elif not compares_shapes:
             options["compares_shapes"] = False
-        memory, token = meeting.share_memory()
+        memory = meeting.share_memory()
         self._group = meeting.engine.ProcessGroup(
             memory=memory,
             rank=self._rank,
             world_size=self._world_size,
-            token=token,
+            token=meeting.token,
             timeout_s=self._timeout_s,
             **options,
         )

@@ -1,31 +1,24 @@
-"""Let ranks in processes find each other: through a torch store, then shared memory.
+"""Let ranks in processes find each other through a torch store, and share rank 0's memory.
 
-A store may outlive the processes that wrote into it (torchrun keeps one for all restarts), and a
-process may outlive its stores and groups. So nothing is counted. Every attempt to meet draws a
-random name (``Member.attempt``), and rank 0 decides which attempts make a group. It is decided in
-the store, below ``pyringar/NAME``:
+A store may outlive the processes that wrote into it: torchrun keeps one for all restarts. So every
+attempt to meet draws a random name, ``Member.attempt``, and rank 0 decides which attempts make a
+group. The keys, below ``pyringar/NAME``:
 
 ================== ================================== =============================================
 key                written by                         holds
 ================== ================================== =============================================
-``call``           rank 0, as it begins               its member; answers go below its attempt, A
+``call``           rank 0, as it begins               its member; the other keys are below its
+                                                      attempt, A
 ``A/member/R``     rank R, having read ``call``       its member
-``A/came``         rank R, afterwards: counts up      that rank 0 should look again
 ``A/members``      rank 0, once                       all members
 ``A/segment``      rank 0, once                       where its memory is
 ``A/failed``       the rank that fails                why there will be no group
 everything else    the group (`Rendezvous.store`)     also below ``A``: gloo, sub-groups
 ================== ================================== =============================================
 
-Rank 0 trusts an answer because it stands below a name that was unknown before. Rank R trusts
-``members`` because they repeat its own attempt. Values of earlier attempts match neither:
-
-- rank R ignores the ``call`` of a process that died before, or of a group without rank R;
-- when ``call`` changes, rank R answers anew;
-- an answer that is written again, by a rank that gave up and came again, replaces the old one;
-- a process that dies after it called or answered raises PeerLostError on the others.
-
-Process ids are not compared between machines; there the attempts' names suffice.
+Values of earlier attempts do not count: rank 0 reads answers below its new name only, and rank R
+accepts only ``members`` that repeat its own attempt. Rank R ignores the ``call`` of a dead process,
+and answers anew when ``call`` changes. Dead processes are recognised on the same machine only.
 """
 
 from __future__ import annotations
@@ -45,8 +38,7 @@ from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, Rin
 
 __all__ = ["Rendezvous"]
 
-_TOKEN_BYTES = 32
-_ATTEMPT_BYTES = 16
+_ATTEMPT_BYTES = 16  # in hex the 32 bytes of a segment's token
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
 _POLL_S_PER_RANK = 0.001  # all ranks ask one store
@@ -57,15 +49,15 @@ T = TypeVar("T")
 
 
 class Rendezvous:
-    """One attempt to meet, for ``with``: leaving it with an error tells the others why.
+    """One attempt to meet, for ``with``: an error in the block is told to the other ranks.
 
-    Args:
-        store: A torch.distributed store that all ranks share.
-        rank: This process's rank.
-        world_size: Number of ranks.
-        name: Groups of one name are made in the same order by all ranks.
-        timeout_s: How long to wait for the others.
-        kind: Of the device on which this rank has its tensors: ``"cpu"`` or ``"cuda"``.
+    See `ProcessCommunicator` for the arguments. ``kind`` is the type of this rank's device.
+
+    Its methods raise:
+        CollectiveTimeout: Names the ranks that did not come in time.
+        PeerLostError: A rank came and died, or the store is gone.
+        RingarError: A rank wrote a malformed value, or could not make or map the memory (names it).
+        ArgumentError: Ranks have another ``world_size``.
     """
 
     def __init__(
@@ -121,14 +113,7 @@ class Rendezvous:
         return self._prefixed(self._members[0].attempt, self._store.store)
 
     def exchange_members(self) -> list[Member]:
-        """Return every rank's member, in rank order, when all have come.
-
-        Raises:
-            CollectiveTimeout: Names the ranks that did not come in time.
-            PeerLostError: A rank came and died, or the store is gone.
-            RingarError: A rank wrote what cannot be read (names it).
-            ArgumentError: Ranks have another ``world_size``.
-        """
+        """Return every rank's member, in rank order, when all have come."""
         members = self._collect() if self.rank == 0 else self._join()
         self._members = dict(enumerate(members))
         self._is_agreed = True
@@ -139,22 +124,21 @@ class Rendezvous:
             )
         return members
 
-    def share_memory(self) -> tuple[Any, bytes]:
-        """Return rank 0's segment, mapped, and its token.
+    @property
+    def token(self) -> bytes:
+        """What marks the group's memory, once the members have met."""
+        return self._members[0].attempt.encode()
 
-        Raises as `exchange_members`, and RingarError for a rank that could not make or map
-        it: names it, with the reason.
-        """
+    def share_memory(self) -> Any:
+        """Return rank 0's segment, mapped."""
         if self.rank == 0:
-            token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
-            memory = self.engine.create_segment(self.world_size, token)
-            offer = {"fd": memory.fd, "token": token.decode()}
-            self._store.set(self._key("segment"), json.dumps(offer))
-            return memory, token
+            memory = self.engine.create_segment(self.world_size, self.token)
+            self._store.set(self._key("segment"), json.dumps({"fd": memory.fd}))
+            return memory
         text = self._poll(self._segment, lambda: [0], "to share its memory")
-        offer = read_fields(text, 0, {"fd": int, "token": str})
+        fd = read_fields(text, 0, {"fd": int})["fd"]
         try:
-            memory = self.engine.open_segment(self._members[0].pid, offer["fd"], self.world_size)
+            return self.engine.open_segment(self._members[0].pid, fd, self.world_size)
         except RingarError:
             # Rank 0 is being killed; or it lives, and has given up because another rank died.
             until = time.monotonic() + _DYING_S
@@ -162,13 +146,9 @@ class Rendezvous:
                 self._segment()
                 time.sleep(_LONGEST_POLL_S)
             raise
-        return memory, offer["token"].encode()
 
     def wait_until_mapped(self, absent_ranks: Callable[[], list[int]]) -> None:
-        """Return when ``absent_ranks()``, who have not mapped the memory yet, is empty.
-
-        Raises as `share_memory`.
-        """
+        """Return when ``absent_ranks()``, which have not mapped the memory yet, is empty."""
 
         def look() -> bool | None:
             if not absent_ranks():
@@ -183,37 +163,30 @@ class Rendezvous:
     def _collect(self) -> list[Member]:
         """Call, and return the members that answered."""
         self._store.set("call", self._own.text())
-        others = range(1, self.world_size)
-        came: Any = None
-
-        def missing() -> list[int]:
-            return [rank for rank in others if rank not in self._members]
-
-        def look() -> list[Member] | None:
-            nonlocal came
-            before = came
-            (came,) = self._store.look_up([self._key("came")])
-            if came != before:
-                self._read_answers(missing())
-            if missing():
-                self._check_alive(missing, "to join")
-                return None
-            if came != str(len(others)).encode():  # some have answered twice
-                self._read_answers(others)
-            return [self._members[rank] for rank in range(self.world_size)]
-
-        members = self._poll(look, missing, "to join")
+        members = self._poll(self._read_answers, self._missing, "to join")
         texts = [member.text() for member in members]
         self._store.set(self._key("members"), json.dumps({"members": texts}))
         return members
 
-    def _read_answers(self, ranks: Iterable[int]) -> None:
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self._members]
+
+    def _read_answers(self) -> list[Member] | None:
+        self._read_members(self._missing())
+        if self._missing():
+            self._check_alive()
+            return None
+        # The last answer of a rank that gave up and came again counts.
+        self._read_members(range(1, self.world_size))
+        return [self._members[rank] for rank in range(self.world_size)]
+
+    def _read_members(self, ranks: Iterable[int]) -> None:
         for rank, text in self._answers(ranks).items():
             if text is not None:
                 self._members[rank] = Member.parse(text, rank)
 
     def _answers(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return the answers to rank 0's call by rank, None where there is none."""
+        """Return the answers to rank 0's call by rank, None for a rank without an answer."""
         keys = {rank: self._key(f"member/{rank}") for rank in ranks}
         return dict(zip(keys, self._store.look_up(list(keys.values())), strict=True))
 
@@ -236,17 +209,16 @@ class Rendezvous:
         members, failed = self._store.look_up([self._key("members"), self._key("failed")])
         if members is not None:
             self._has_answered = False  # the call is over, perhaps without this rank
-            group = Member.parse_all(members, self.world_size)
+            group = Member.parse_all(members)
             return group if self._own in group else None
         if failed is not None:
             if self._has_answered:
                 self._raise_told(failed)
             self._has_answered = False
         elif self._has_answered and not is_alive:
-            self._check_alive(self._not_answered, "to join")
+            self._check_alive()
         elif is_alive and not self._has_answered:
             self._store.set(self._key(f"member/{self.rank}"), self._own.text())
-            self._store.add(self._key("came"))
             self._has_answered = True
         return None
 
@@ -264,41 +236,37 @@ class Rendezvous:
         segment, failed = self._store.look_up([self._key("segment"), self._key("failed")])
         if failed is not None:
             self._raise_told(failed)
-        self._check_alive(lambda: [0], "to share its memory")
+        self._check_alive()
         return segment
 
     # -- failures ----------------------------------------------------------------------------------
 
     def _tell(self, error: BaseException) -> None:
         """Write for the other ranks why there will be no group."""
-        told = {
-            "error": str(error)[:1000] or type(error).__name__,
-            "kind": type(error).__name__,
-            "teller": self.rank,
-        }
+        kind = type(error).__name__
+        why = str(error)[:1000] or kind
+        told = {"error": f"{self._own.name} could not make the group: {why}", "kind": kind}
         self._store.set(self._key("failed"), json.dumps(told))
 
     def _raise_told(self, text: bytes) -> None:
-        told = read_fields(text, 0, {"error": str, "kind": str, "teller": int})
-        name = self._members[told["teller"]].name
+        told = read_fields(text, 0, {"error": str, "kind": str})
         # Before there are members, a rank 0 that did not wait long enough may call again.
         if told["kind"] == CollectiveTimeout.__name__ and not self._is_agreed:
-            self._given_up = f"; {name} has given up: {told['error']}"
+            self._given_up = f"; {told['error']}"
             return
         self._was_told = True
-        kind = _KINDS.get(told["kind"], RingarError)
-        raise kind(f"{name} could not make the group: {told['error']}")
+        raise _KINDS.get(told["kind"], RingarError)(told["error"])
 
     def _is_alive(self, member: Member) -> bool:
         is_here = member.node == self._own.node
         return not is_here or load.engine().is_alive(member.pid, member.start_ticks)
 
-    def _check_alive(self, absent: Callable[[], list[int]], what: str) -> None:
+    def _check_alive(self) -> None:
         for member in self._members.values():
             if not self._is_alive(member):
                 raise PeerLostError(
-                    f"{member.name} is gone; rank {self.rank} waited for ranks {absent()} {what} "
-                    f"in group {self.name}"
+                    f"{member.name} is gone; rank {self.rank} waited to make group {self.name} of "
+                    f"{self.world_size} ranks"
                 )
 
     # -- waiting -----------------------------------------------------------------------------------

@@ -11,17 +11,11 @@ from typing import Any
 import torch.distributed as dist
 
 from pyringar.comm.jobs import Jobs
-from pyringar.errors import (
-    ArgumentError,
-    CollectiveTimeout,
-    PeerLostError,
-    UnsupportedError,
-)
+from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError
 
 __all__ = ["PatientStore", "checked_store", "default_store"]
 
-# Of an answer, once the deadline has passed: time for last words, if the store is well.
-_LEAST_S = 0.25
+_LEAST_S = 0.25  # for an answer after the deadline, so that a rank can tell why it gave up
 
 
 def default_store() -> tuple[Any, int, int]:
@@ -52,7 +46,7 @@ def default_store() -> tuple[Any, int, int]:
 def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
     """Return the store, rank and world size that a caller gave, or `default_store`'s.
 
-    Raises as that, and ArgumentError if only a part is given, or one is not what it should be.
+    Raises as `default_store`, and ArgumentError for a wrong value or only some of the three.
     """
     if store is None:
         if rank is not None or world_size is not None:
@@ -82,19 +76,13 @@ def _environment_store() -> tuple[Any, int, int]:
 
 
 class PatientStore:
-    """A store, asked by a thread: one that is stopped neither answers nor breaks off.
+    """A store whose calls end by a deadline on the monotonic clock, even if its process is stopped.
 
-    The thread starts with the first question and ends with `close`, or, where the store never
-    answers, with the process.
+    A thread makes the calls. It starts with the first call and ends with `close`, or, if the store
+    never answers, with the process. ``group`` and ``rank`` are for messages.
 
-    Args:
-        store: A torch.distributed store.
-        group: What it is asked for, in messages.
-        rank: Who asks, in messages.
-        deadline: Of all answers, on the monotonic clock.
-
-    Every method raises `CollectiveTimeout` at the deadline, and `PeerLostError` where the store's
-    process is gone.
+    Every method raises CollectiveTimeout at the deadline, and PeerLostError if the store's process
+    is gone.
     """
 
     def __init__(self, store: Any, group: str, rank: int, deadline: float) -> None:
@@ -108,12 +96,8 @@ class PatientStore:
         """Write ``value``."""
         self._ask(lambda: self.store.set(key, value))
 
-    def add(self, key: str) -> None:
-        """Add one to the number at ``key``."""
-        self._ask(lambda: self.store.add(key, 1))
-
     def look_up(self, keys: Sequence[str]) -> list[Any]:
-        """Return the value of each of ``keys``, None where there is none yet."""
+        """Return the value of each of ``keys``, None for a key without a value."""
         store = self.store
         found: list[Any] = self._ask(
             lambda: [store.get(k) if store.check([k]) else None for k in keys]
@@ -121,7 +105,7 @@ class PatientStore:
         return found
 
     def close(self) -> None:
-        """Let the thread go; it is not waited for."""
+        """End the thread, without waiting for it."""
         if self._questions is not None:
             self._questions.end()
 

@@ -28,18 +28,9 @@ class Topology:
 
     @classmethod
     def of(cls, devices: Sequence[torch.device]) -> Topology:
-        """Return the topology of a list with one device per rank.
-
-        Args:
-            devices: That list.
-
-        Raises:
-            ArgumentError: It is something else.
-        """
+        """Return the topology of the devices, one per rank, that `check_devices` returned."""
         memories: dict[str, tuple[int, ...]] = {}
-        for rank, device in enumerate(_check_list(devices, "devices")):
-            if not isinstance(device, torch.device):
-                raise ArgumentError(f"devices[{rank}] is {device!r}, expected a torch.device")
+        for rank, device in enumerate(devices):
             name = "host" if device.type == "cpu" else str(device)
             memories[name] = (*memories.get(name, ()), rank)
         return cls(tuple(str(device) for device in devices), memories)
@@ -197,15 +188,10 @@ def check_devices(devices: Any, name: str = "devices") -> tuple[torch.device, ..
         ArgumentError: Not a non-empty list of devices, or one is not on this machine; names those
             that are.
     """
-    given = enumerate(_check_list(devices, name))
-    return tuple(check_device(device, f"{name}[{rank}]") for rank, device in given)
-
-
-def _check_list(devices: Any, name: str) -> Sequence[Any]:
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise ArgumentError(
             f'{name} is {devices!r}, expected a list with one device per rank, such as ["cpu"] * 4'
         )
     if not devices:
         raise ArgumentError(f"{name} is empty, expected one device per rank")
-    return devices
+    return tuple(check_device(device, f"{name}[{rank}]") for rank, device in enumerate(devices))

@@ -167,8 +167,6 @@ def test_places(devices, place):
 
 def test_auto_takes_what_documents_say():
     assert {place: choose(place)[0] for place in TAKEN} == TAKEN
-    with pytest.raises(pr.ArgumentError, match="place is 'moon', expected one of host, gpu, gpus"):
-        choose("moon")
 
 
 class Group:
