@@ -25,7 +25,7 @@ for argv in {lines!r}:
         main(argv)
     except SystemExit:
         pass
-    heavy = {{"torch", "numpy", "matplotlib", "tqdm"}} & set(sys.modules)
+    heavy = {{"torch", "numpy", "matplotlib"}} & set(sys.modules)
     assert not heavy, (argv, heavy)
 """
 

@@ -1,4 +1,4 @@
-"""Does a trace hold what happened, survive its file, and show it to people?"""
+"""Traces of training steps: what they record, their file, and their tables."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import threading
 import time
 from dataclasses import replace
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
 import pyringar as pr
@@ -70,23 +68,18 @@ def test_the_table_says_how_much_was_hidden(trace):
     assert {"bucket", "hidden"} <= {line.split(":")[0] for line in lines[10:]}, "words explained"
 
 
-def test_the_command_prints_and_draws(trace, tmp_path, capsys):
-    file, picture = tmp_path / "t.json", tmp_path / "t.png"
-    trace.save(file)
-    assert main(["trace", str(file), "--timeline", str(picture)]) == 0
-    assert "75%" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(pr.ArgumentError, match="the trace holds no step, expected one to draw"):
-        Trace().plot(picture)
+def test_command_prints_the_table(trace, tmp_path, capsys):
+    trace.save(tmp_path / "t.json")
+    assert main(["trace", str(tmp_path / "t.json")]) == 0
+    assert capsys.readouterr().out == f"{trace}\n"
 
 
 def test_json_is_one_document_with_the_same_numbers(trace, tmp_path, capsys):
-    file, picture = tmp_path / "t.json", tmp_path / "t.png"
+    file = tmp_path / "t.json"
     trace.title = "a net, 2 ranks"
     trace.save(file)
-    assert main(["trace", str(file), "--json", "--timeline", str(picture)]) == 0
+    assert main(["trace", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert picture.exists()
     assert found["title"] == "a net, 2 ranks"
     assert [step["step"] for step in found["steps"]] == [0, 1, 2]
     assert found["mean"]["backward_ms"] == pytest.approx(8)
@@ -144,52 +137,6 @@ def test_a_cap_below_one_megabyte_gives_several_buckets():
         assert len(bucketer.buckets) >= 4
 
 
-# -- pictures --------------------------------------------------------------------------------------
-
-
-def drawn_rows(trace, monkeypatch):
-    """The labels of the rows, and the title, of the picture of the last step."""
-    seen = {}
-
-    def look(figure, path, **options):
-        (axes,) = figure.axes
-        seen["rows"] = [label.get_text() for label in axes.get_yticklabels()]
-        seen["title"] = axes.get_title(loc="left")
-        seen["bars"] = len([bar for bar in axes.patches if bar.get_width() > 0])
-
-    monkeypatch.setattr(Figure, "savefig", look)
-    trace.plot("unused.png")
-    return seen
-
-
-def test_a_picture_has_a_row_for_each_rank_and_one_for_all_buckets(trace, monkeypatch):
-    trace.title = "a net, 2 ranks, costs $1 $2"
-    seen = drawn_rows(trace, monkeypatch)
-    assert seen["rows"] == ["rank 0", "rank 1", "buckets,\nall ranks"]
-    assert seen["title"].splitlines() == [r"a net, 2 ranks, costs \$1 \$2", "step 2: 15.0 ms"]
-    assert seen["bars"] == 2 * 4 + 2, "buckets are drawn once, not once for each rank"
-
-
-def test_a_thousand_ranks_fit_into_a_picture(monkeypatch):
-    trace = Trace()
-    with trace.span("wait", *range(1000)):
-        pass
-    seen = drawn_rows(trace, monkeypatch)
-    assert len(seen["rows"]) == 33
-    assert "the first 32 of 1000 ranks" in seen["title"]
-
-
-def test_a_picture_leaves_pyplot_alone(trace, tmp_path):
-    """In a notebook the pictures after it must still appear there."""
-    plt.switch_backend("svg")
-    try:
-        trace.plot(tmp_path / "t.png")
-        assert plt.get_backend() == "svg"
-        assert plt.get_fignums() == []
-    finally:
-        plt.switch_backend("Agg")
-
-
 # -- files that are no traces ----------------------------------------------------------------------
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 200
@@ -210,6 +157,7 @@ TRACE = b'{"otherData": {"title": ""}, "traceEvents": [%s]}'
         (TRACE % b"{}", "KeyError: 'ph'"),
         (TRACE % b"7", "TypeError"),
         (b'{"traceEvents": [{"ph": "X", "name": "n"', "JSONDecodeError"),
+        (TRACE % (SPAN % b"1").replace(b"wait", b"lunch"), "category 'lunch', expected one of"),
         (TRACE % (SPAN % b"-1"), "-1 microseconds"),
         (TRACE % (SPAN % b"NaN"), "nan microseconds"),
         (TRACE % (SPAN % b'"%s"' % (b"x" * 10**6)), "could not convert"),

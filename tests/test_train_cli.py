@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from dataclasses import fields
 
 import pytest
@@ -45,14 +44,6 @@ class TestOutput:
         header = "\n".join(lines[:-5])
         assert "garments, 100 training and 50 test images" in header
         assert "fused" in header
-
-    @pytest.mark.parametrize("is_terminal", [False, True])
-    def test_a_progress_bar_in_a_terminal_alone(self, capsys, monkeypatch, is_terminal):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-        main(["train", "lenet", "--epochs", "1"])
-        captured = capsys.readouterr()
-        assert ("step" in captured.err) == is_terminal
-        assert "step/s" not in captured.out
 
     @pytest.mark.parametrize(
         "options",

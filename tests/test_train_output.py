@@ -294,7 +294,7 @@ def test_every_line_fits_80_columns(capsys, tmp_path, monkeypatch, options):
     assert ("bytes" in out) != alone
 
 
-def test_progress_in_a_pipe_is_a_line_now_and_then(caplog, monkeypatch):
+def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     main(LENET)
     assert not caplog.records, "not in an epoch that is over at once"

@@ -228,7 +228,7 @@ def _train(trainer: Trainer, outputs: Outputs, is_live: bool) -> TrainResult:
     """Train, with a line per epoch on stdout, and a log and a live plot if asked for."""
     from pyringar.train.plots import LivePlot
 
-    progress = Progress(trainer, is_live)
+    progress = Progress(trainer)
     plot = LivePlot(trainer.config.epochs, where="text") if is_live else None
 
     def tell(epoch: EpochResult) -> None:
@@ -239,5 +239,5 @@ def _train(trainer: Trainer, outputs: Outputs, is_live: bool) -> TrainResult:
         if plot is not None:
             plot(epoch)
 
-    with plot or nullcontext(), closing(progress):
+    with plot or nullcontext():
         return trainer.run(on_step=progress.step, on_epoch=tell)
