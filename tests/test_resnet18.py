@@ -174,7 +174,7 @@ class TestTraining:
         monkeypatch.setattr("pyringar.train.trainer.load_data", lambda *_: small)
         result = train_resnet18(2, 12, 0.05, width=2, epochs=1)
         assert result.config.model == "resnet18"
-        assert result.line.endswith("on [cpu x 2 ranks]")
+        assert str(result).endswith("on [cpu x 2 ranks]")
         with pytest.raises(pr.ArgumentError, match="no option 'depth'"):
             train_resnet18(2, 12, 0.05, depth=50)
 

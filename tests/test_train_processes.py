@@ -35,7 +35,7 @@ def as_rank(rank, world_size, store, options):
     group = Processes(config, store, rank, world_size)
     with Trainer(config, garments(75, 30), group=group) as trainer:
         result = trainer.run()
-    return result.curve, result.losses, result.params, result.state, result.line, group.digest
+    return result.curve, result.losses, result.params, result.state, str(result), group.digest
 
 
 RUNS = {

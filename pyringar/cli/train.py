@@ -206,7 +206,7 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
                 print(f"{'save':<10} {trainer.checkpoint_dir}")
             outputs.write(result, trace)
         finally:
-            print(paragraph(result.line))
+            print(paragraph(str(result)))
     return outputs, result
 
 
