@@ -154,11 +154,7 @@ def _grade_class(
 
 
 def shower(prog: str) -> Callable[[bytes], None]:
-    """Return a function that shows the beginning of a solution's prints on stderr.
-
-    Args:
-        prog: The command, which says that there were more.
-    """
+    """Return a function that shows the beginning of a solution's prints on stderr."""
     left = _MAX_SHOWN_BYTES
 
     def show(text: bytes) -> None:
@@ -224,14 +220,9 @@ def _python_files(folder: str) -> Iterator[str]:
 
 
 def target_of(text: str, function: str) -> Target:
-    """Return what ``MODULE:FUNCTION``, ``FILE.py:FUNCTION`` or ``FILE.py`` names.
+    """Return the target ``MODULE:FUNCTION``, ``FILE.py:FUNCTION`` or ``FILE.py``.
 
-    Args:
-        text: That.
-        function: The function of a file without one.
-
-    Raises:
-        ArgumentError: It is none of these, or there is no such file.
+    ``function`` is the name of the function for the last form.
     """
     from pyringar.grading.solution import Target
 

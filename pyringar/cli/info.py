@@ -190,7 +190,7 @@ def _peers() -> dict[str, Any]:
 
 
 def _probed_links(count: int) -> dict[tuple[int, int], str]:
-    """Return what the CUDA engine found with real data; nothing where it is not built yet."""
+    """Return the links that the CUDA engine tested with data; empty if it is not built."""
     if count < 2 or build.find_engine(build.Recipe(kind=build.CUDA)) is None:
         return {}
     words = {(True, True): "yes, probed", (True, False): "says yes, delivers wrong data: not used"}

@@ -12,19 +12,9 @@ __all__ = ["check_output_path"]
 
 
 def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Path:
-    """Check that a file can be written or replaced. An old file stays as it is.
+    """Check that a file with a suffix can be written, and return its path with ``~`` expanded.
 
-    Args:
-        option: The flag, for messages.
-        path: A file that ends in ``suffix``, in a folder that exists.
-        suffix: ``".png"`` needs matplotlib.
-
-    Returns:
-        The path, ``~`` expanded.
-
-    Raises:
-        ArgumentError: It cannot be written, it is a folder, or it has another suffix.
-        UnsupportedError: It is a picture, and matplotlib cannot be imported.
+    An old file stays as it is. For ``".png"`` matplotlib must be installed.
     """
     if not str(path):
         raise ArgumentError(f"{option} is '', expected a file name")

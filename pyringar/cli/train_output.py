@@ -105,14 +105,7 @@ class Progress:
 
 
 class Outputs:
-    """The files of a run: checked before it starts; errors of writing are raised at its end.
-
-    Args:
-        paths: By option.
-
-    Raises:
-        ArgumentError: A file cannot be written; names the flag.
-    """
+    """The files of a run: checked before it starts; errors of writing are raised at its end."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self._paths = {
@@ -165,11 +158,7 @@ class Outputs:
                 self._log.close()
 
     def check(self) -> None:
-        """Raise if a file could not be written.
-
-        Raises:
-            RingarError: Names the flags and the reasons.
-        """
+        """Raise RingarError if a file could not be written."""
         if self._failures:
             raise RingarError("; ".join(self._failures.values()))
 
