@@ -71,7 +71,7 @@ def gather() -> dict[str, dict[str, Any]]:
 
 
 def _told(fact: Callable[[], Any]) -> Any:
-    """Return ``fact()``, or its pyringar error as text: a report is made even where things fail."""
+    """Return ``fact()``, or its pyringar error as text, so that a failure ends no report."""
     try:
         return fact()
     except RingarError as error:
@@ -131,7 +131,7 @@ def _cache() -> str:
 
 
 def _engine(kind: build.EngineKind) -> str | dict[str, Any]:
-    """Return what is built for this machine, and what the engine says of itself."""
+    """Return the facts about the engine that is built for this machine."""
     engine = build.find_engine(build.Recipe(kind=kind))
     if engine is None:
         if kind.cuda and (why := why_no_gpu()):
@@ -174,7 +174,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _peers() -> dict[str, Any]:
-    """Say which device reads and writes which other one's memory: row reaches column."""
+    """Return which GPUs access the memory of which others, by row and column."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -11,7 +11,7 @@ import io
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +38,9 @@ __all__ = [
 _FILE = "checkpoint.bin"
 _FIRST_LINE = b"pyringar checkpoint 2\n"
 _DIGEST_BYTES = 32
-# The options that decide the bits of a run, beside its ranks and images.
-_RECIPE = (
-    "model",
-    "width",
-    "batchnorm",
-    "init",
-    "seed",
-    "dtype",
-    "amp",
-    "compile",
-    "channels_last",
-    "batch_size",
-    "lr",
-    "lr_schedule",
-    "momentum",
-    "bucket_cap_mb",
-    "overlap",
-    "shards",
-    "weights",
-)
+# Options that do not decide the bits of a run, or that the recipe describes by other words.
+_FREE = {"ranks", "devices", "allreduce", "epochs", "dataset", "data_dir", "cuda_graph"}
+_RECIPE = ("model", *(field.name for field in fields(TrainConfig) if field.name not in _FREE))
 
 
 @dataclass
@@ -71,35 +54,21 @@ class EpochProgress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after one of its steps.
+    """The state of a run after one of its steps."""
 
-    Attributes:
-        recipe: The options that decide the bits of the run: see `recipe_of`.
-        setting: Version and number of threads of torch, which decide them too.
-        num_epochs: Epochs of the whole run.
-        epochs: Number, loss, accuracy and seconds of each finished epoch.
-        epoch_steps: Finished steps of the current epoch.
-        epoch_seconds: Their time.
-        images: Digest of the images.
-        data: Description of the images, for people.
-        order: Order in which ranks are added: ``"rank"``, ``"ring"``, ``"machine"`` or ``"tree"``.
-        shuffle: State of the generator of the images' order, at the epoch's beginning.
-        params: The parameters, equal on all ranks.
-        rank_tensors: For every rank, the summed loss of the current epoch, the buffers, and the
-            momentum buffers. With shards these are equal on all ranks and stored once.
-    """
-
-    recipe: dict[str, Any]
-    setting: dict[str, Any]
-    num_epochs: int
-    epochs: list[list[float]]
-    epoch_steps: int
-    epoch_seconds: float
-    images: str
-    data: str
-    order: str
-    shuffle: Tensor
-    params: list[Tensor]
+    recipe: dict[str, Any]  # options that decide the bits of the run: see `recipe_of`
+    setting: dict[str, Any]  # version and number of threads of torch, which decide them too
+    num_epochs: int  # of the whole run
+    epochs: list[list[float]]  # number, loss, accuracy and seconds of each finished epoch
+    epoch_steps: int  # finished steps of the current epoch
+    epoch_seconds: float  # their time
+    images: str  # digest
+    data: str  # description of the images, for people
+    order: str  # in which ranks are added: "rank", "ring", "machine" or "tree"
+    shuffle: Tensor  # see EpochProgress
+    params: list[Tensor]  # equal on all ranks
+    # By rank: summed loss of the current epoch, buffers, and momentum buffers. With shards these
+    # are equal on all ranks and stored once.
     rank_tensors: list[list[Tensor]]
 
     def encode(self) -> bytes:

@@ -122,18 +122,10 @@ class OneProcess(TrainGroup):
 
 
 class Processes(TrainGroup):
-    """This process's rank in a run of many processes.
+    """The rank of this process in a run of many processes.
 
-    Args:
-        config: What will be trained; its ranks are the processes.
-        store: Of the rendezvous, see `pyringar.ProcessCommunicator`. Default of this and the
-            next: torchrun's.
-        rank: This process's.
-        world_size: Number of processes.
-
-    Raises:
-        ArgumentError: An option is not possible with one rank per process.
-        CollectiveTimeout, PeerLostError: Other processes did not come.
+    ``store``, ``rank`` and ``world_size`` default to those of torchrun; see
+    `pyringar.ProcessCommunicator`.
     """
 
     comm: RankCommunicator

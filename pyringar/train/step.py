@@ -210,16 +210,13 @@ class EagerStep:
 
     Args:
         replicas: ``replicas[rank][i]``: the parameters of every rank of this process.
-        scores: Takes one shard of samples per rank and returns each rank's scores
-            ``(n, classes)``, computed from ``replicas``.
-        reduce: Called after backward; returns when every ``grad`` is the sum over all ranks, such
-            as `GradientBucketer.wait`.
+        scores: Computes each rank's scores ``(n, classes)`` from one shard of samples per rank.
+        reduce: Called after backward; returns when every ``grad`` is the sum over all ranks.
         split: Cuts a batch into one shard per rank of this process.
         branches: Runs the ranks instead of ``scores``; None: one rank after the other.
         momentum: See `sgd`.
 
     Attributes:
-        momentum: The momentum buffers.
         sums: Every rank's loss so far, float64, on its device: reading it synchronizes.
     """
 
