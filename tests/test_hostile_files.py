@@ -27,7 +27,7 @@ def nothing_or(error: type[Exception], told: str) -> Iterator[None]:
 # -- the environment -------------------------------------------------------------------------------
 
 
-def test_blanks_between_the_words_of_a_compiler_are_no_matter(monkeypatch):
+def test_compiler_words_may_have_blanks(monkeypatch):
     monkeypatch.setenv("CXX", f"{sys.executable}\t-O1\n")
     assert toolchain.find_compiler().command == (sys.executable, "-O1")
 
@@ -43,7 +43,7 @@ SILLY = ["", " ", "\t\n", "x" * 5000, "\udcff\udcfe", "~no-such-user/x", "/dev/n
 
 
 @pytest.mark.parametrize("value", SILLY)
-def test_silly_paths_are_refused_or_not_used(monkeypatch, tmp_path, value):
+def test_silly_cache_paths(monkeypatch, tmp_path, value):
     """By looking only: what is built where is for tests/build."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", value)

@@ -35,7 +35,7 @@ def trace():
     return made
 
 
-def test_a_file_holds_everything(trace, tmp_path):
+def test_save_and_load_roundtrip(trace, tmp_path):
     trace.save(tmp_path / "t.json")
     again = Trace.load(tmp_path / "t.json")
     assert len(again.spans) == len(trace.spans) == 36
@@ -45,7 +45,7 @@ def test_a_file_holds_everything(trace, tmp_path):
         assert ours.end_s == pytest.approx(theirs.end_s, abs=1e-9)
 
 
-def test_the_file_is_what_perfetto_reads(trace, tmp_path):
+def test_file_has_chrome_format(trace, tmp_path):
     trace.save(tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
@@ -54,7 +54,7 @@ def test_the_file_is_what_perfetto_reads(trace, tmp_path):
     assert all(e["dur"] >= 0 and e["tid"] == (e["cat"] == "bucket") for e in spans)
 
 
-def test_the_table_says_how_much_was_hidden(trace):
+def test_table_shows_hidden_share(trace):
     lines = str(trace).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["step", "ms", *CATEGORIES[:-1], "hidden"]
@@ -74,7 +74,7 @@ def test_command_prints_the_table(trace, tmp_path, capsys):
     assert capsys.readouterr().out == f"{trace}\n"
 
 
-def test_json_is_one_document_with_the_same_numbers(trace, tmp_path, capsys):
+def test_json_has_the_table_numbers(trace, tmp_path, capsys):
     file = tmp_path / "t.json"
     trace.title = "a net, 2 ranks"
     trace.save(file)
@@ -121,7 +121,7 @@ def test_trainer_records_phases_of_all_ranks(model, options):
     assert {"lenet": "LeNet", "resnet18": "ResNet-18 of width 8"}[model] in trace.title
 
 
-def test_time_of_several_spans_counts_once():
+def test_overlapping_spans_count_once():
     trace = Trace()
     at = trace._begin_ns
     for begin_ms, end_ms in ((10, 14), (0, 4), (2, 6), (3, 5), (14, 15)):
@@ -130,7 +130,7 @@ def test_time_of_several_spans_counts_once():
     assert covered_s([]) == 0
 
 
-def test_a_cap_below_one_megabyte_gives_several_buckets():
+def test_small_cap_gives_several_buckets():
     """As the command in docs/tasks.md promises."""
     nets = [resnet18(width=8, seed=0)]
     with pr.GradientBucketer(nets, bucket_cap_mb=0.1) as bucketer:
@@ -164,7 +164,7 @@ TRACE = b'{"otherData": {"title": ""}, "traceEvents": [%s]}'
     ],
     ids=lambda value: value[:20] if isinstance(value, bytes) else "",
 )
-def test_other_files_are_refused_in_one_line(tmp_path, content, why, capsys):
+def test_malformed_traces_raise(tmp_path, content, why, capsys):
     file = tmp_path / "other.json"
     file.write_bytes(content)
     assert main(["trace", str(file)]) == 2
@@ -174,7 +174,7 @@ def test_other_files_are_refused_in_one_line(tmp_path, content, why, capsys):
     assert len(line) < 300, "nothing of what it holds is printed"
 
 
-def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, capsys):
+def test_unreadable_file_raises(tmp_path, capsys):
     for path, why in (
         (tmp_path / "missing.json", "cannot be read: No such file"),
         (tmp_path, "cannot be read: Is a directory"),
@@ -186,7 +186,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, capsys):
         assert why in line
 
 
-def test_an_unknown_category_is_refused():
+def test_unknown_category_raises():
     with pytest.raises(pr.ArgumentError, match="category is 'lunch'"):
         Trace().add("a", "lunch", 0, 0, 1)
 

@@ -81,7 +81,7 @@ class TestOutput:
             (["--log", "x.jsonl"], "--log is 'x.jsonl', expected"),
         ],
     )
-    def test_wrong_values_end_with_status_2_and_say_what_is_wrong(self, capsys, options, message):
+    def test_wrong_values_exit_with_2(self, capsys, options, message):
         assert main(["train", "lenet", *options]) == 2
         captured = capsys.readouterr()
         assert message in captured.err
@@ -90,7 +90,7 @@ class TestOutput:
     @pytest.mark.parametrize(
         "options", [["--allreduce", "mesh"], ["--weights", "auto"], ["--epochs", "x"], ["--gpus"]]
     )
-    def test_what_cannot_be_parsed_ends_with_status_2(self, capsys, options):
+    def test_unparsable_options_exit_with_2(self, capsys, options):
         with pytest.raises(SystemExit, match="2"):
             main(["train", "lenet", *options])
         assert options[0] in capsys.readouterr().err
@@ -110,7 +110,7 @@ def offline(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("options", [["--data-dir", "/nope"], ["--dataset", "fashion-mnist"]])
-def test_images_that_were_asked_for_and_are_not_there_end_the_run(capsys, options):
+def test_missing_images_end_the_run(capsys, options):
     assert main(["train", "lenet", *options]) != 0
     captured = capsys.readouterr()
     assert options[1] in captured.err
@@ -125,7 +125,7 @@ def test_the_synthetic_set_is_announced(capsys, caplog):
     assert "garments, 60 training and 20 test images" in capsys.readouterr().out
 
 
-def test_every_choice_of_a_run_is_an_option_and_says_its_default():
+def test_options_match_train_config():
     commands = argparse.ArgumentParser().add_subparsers()
     cli_train.add_parser(commands)
     actions = {action.dest: action for action in commands.choices["train"]._actions}

@@ -64,7 +64,7 @@ MORE_RUNS = {
         *(pytest.param(o, id=name, marks=pytest.mark.slow) for name, o in MORE_RUNS.items()),
     ],
 )
-def test_the_bits_of_one_process_with_all_ranks(pool, options):
+def test_processes_have_bits_of_one_process(pool, options):
     alone = run(garments(75, 30), ranks=2, **options)
     answers = pool.check(as_rank, options)
     for curve, losses, params, state, line, digest in answers:
@@ -89,7 +89,7 @@ def diverge_as_rank(rank, world_size, store):
     return str(caught.value)
 
 
-def test_parameters_that_differ_stop_the_training_on_all_ranks(pool):
+def test_divergence_raises_on_all_ranks(pool):
     for text in pool.check(diverge_as_rank):
         assert "the parameters of ranks [1] differ from rank 0's" in text
 
@@ -137,7 +137,7 @@ def load_as_rank(rank, world_size, store, outcome):
     return times
 
 
-def test_rank_0_loads_before_the_others_which_learn_if_it_could_not(pool):
+def test_rank_0_loads_first(pool):
     first, second = pool.check(load_as_rank, "works")
     assert first[1] <= second[0]
     first, second = pool.check(load_as_rank, "fails")
