@@ -113,8 +113,12 @@ def test_timeline_names_exposed_time():
 def test_dark_cells_have_white_text():
     (axes,) = figures.draw(PANELS["table"]).figure.axes
     assert {text.get_text(): text.get_color() for text in axes.texts} == {
-        **{"1.00": "black", "2.00": "black", "3.00": "black"},
-        **{"4.00": "white", "5.00": "white", "6.00": "white"},
+        "1.00": "black",
+        "2.00": "black",
+        "3.00": "black",
+        "4.00": "white",
+        "5.00": "white",
+        "6.00": "white",
     }
 
 

@@ -54,7 +54,7 @@ def test_silly_cache_paths(monkeypatch, tmp_path, value):
 
 @pytest.mark.parametrize("value", SILLY[1:])
 def test_info_shows_whatever_is_set(monkeypatch, capsys, value):
-    monkeypatch.setattr("pyringar.cli.info.ENVIRONMENT", {"PYRINGAR_NODE_ID": "", "CXX": ""})
+    monkeypatch.setattr("pyringar.cli.info.ENVIRONMENT", ("PYRINGAR_NODE_ID", "CXX"))
     monkeypatch.setenv("PYRINGAR_NODE_ID", value)
     monkeypatch.setenv("CXX", value)
     assert main(["info"]) == 0

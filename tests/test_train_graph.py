@@ -332,7 +332,9 @@ def test_step_reduces_after_join(streams, data):
         return scores
 
     step = EagerStep(
-        *(params, None, lambda: note("reduce")),
+        params,
+        None,
+        lambda: note("reduce"),
         split=lambda X, y: (X.chunk(2), y.chunk(2)),  # noqa: N803
         branches=graph.Branches(torch.device("cuda:0"), 2, score),
     )
@@ -416,8 +418,12 @@ class TestOnAGpu:
             {"devices": ["cuda:0"] * 2, "momentum": 0.9, "weights": (1, 0)},
             {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "batchnorm": "sync"},
             {
-                **{"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8},
-                **{"batchnorm": "sync", "amp": True, "epochs": 1},
+                "devices": ["cuda:0"] * 2,
+                "model": "resnet18",
+                "width": 8,
+                "batchnorm": "sync",
+                "amp": True,
+                "epochs": 1,
             },
             {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "channels_last": True},
         ],

@@ -161,10 +161,8 @@ def torchrun(*arguments, nproc=2, timeout_s=110):
 @pytest.mark.slow  # its bits are those of the ranks above
 def test_the_command_under_torchrun(tmp_path):
     plot, trace = tmp_path / "curve.png", tmp_path / "trace.json"
-    done = torchrun(
-        *("lenet", "--dataset", "synthetic", "--epochs", "1", "--batch-size", "1000"),
-        *("--plot", str(plot), "--trace", str(trace)),
-    )
+    options = ["--dataset", "synthetic", "--epochs", "1", "--batch-size", "1000"]
+    done = torchrun("lenet", *options, "--plot", str(plot), "--trace", str(trace))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sum(line.startswith("model ") for line in lines) == 1, "rank 0 alone prints"

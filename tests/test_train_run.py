@@ -27,7 +27,8 @@ def gate():
     """All ranks and seeds of the gate; seed 0 is slow, others are thorough."""
     return [
         pytest.param(
-            *(k, seed),
+            k,
+            seed,
             id=f"{k}ranks-seed{seed}",
             marks=pytest.mark.thorough if seed else pytest.mark.slow,
         )

@@ -175,10 +175,9 @@ def test_sgd_rounds_the_product_before_it_subtracts():
 )
 def test_wrong_arguments_are_named(num_images, num_labels, num_ranks, message):
     images, labels = batch_of(4)
+    replicas = make_replicas(2)
     with pytest.raises(ArgumentError, match=message):
-        train_batch(
-            *(images[:num_images], labels[:num_labels], make_replicas(2), ["cpu"] * num_ranks, 0.1)
-        )
+        train_batch(images[:num_images], labels[:num_labels], replicas, ["cpu"] * num_ranks, 0.1)
 
 
 class TestLenet:

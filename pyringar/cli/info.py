@@ -22,14 +22,14 @@ from pyringar.errors import CompilerNotFoundError, RingarError
 
 __all__ = ["add_parser", "gather", "run"]
 
-ENVIRONMENT = {
-    "PYRINGAR_CACHE_DIR": "where engines are kept",
-    "CXX": "the C++ compiler",
-    "PYRINGAR_NVCC": "the CUDA compiler",
-    "PYRINGAR_CUDA_ARCHS": "GPU architectures to compile for: '9.0', '8.0;9.0+PTX', 'all'",
-    "PYRINGAR_PREBUILD": "1: a wheel that is made holds the engine, compiled for any CPU",
-    "PYRINGAR_NODE_ID": "which ranks share this machine",
-}
+ENVIRONMENT = (
+    "PYRINGAR_CACHE_DIR",
+    "CXX",
+    "PYRINGAR_NVCC",
+    "PYRINGAR_CUDA_ARCHS",
+    "PYRINGAR_PREBUILD",
+    "PYRINGAR_NODE_ID",
+)
 
 # Columns: 80 in all, unless a path is longer.
 _NAME_WIDTH = max(map(len, ENVIRONMENT))
