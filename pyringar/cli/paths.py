@@ -1,4 +1,4 @@
-"""Check before minutes of work that an output can be written."""
+"""Check at the start of a command that its output files can be written."""
 
 from __future__ import annotations
 
