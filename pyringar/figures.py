@@ -48,12 +48,20 @@ _WIDTH, _NARROW = 9.5, 6.0  # inches: of several panels side by side, of a singl
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished matplotlib figure. A notebook shows it as PNG with 100 dots per inch."""
+    """A finished picture. A notebook shows it as PNG with 100 dots per inch.
+
+    Attributes:
+        figure: The figure of matplotlib.
+    """
 
     figure: Any
 
     def save(self, path: str | Path) -> None:
-        """Write the picture to a file: ``.png``, ``.svg`` or ``.pdf``."""
+        """Write the picture to a file.
+
+        Args:
+            path: The suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+        """
         self.figure.savefig(path, dpi=_DPI)
 
     def _repr_png_(self) -> bytes:
@@ -74,6 +82,9 @@ class Lines:
     Attributes:
         x: Positions of all curves. Each gets a tick if there are 10 or fewer.
         curves: By name, one value per position.
+        xlabel: Label of the x axis.
+        ylabel: Label of the y axis.
+        title: Title of the panel.
         log: Logarithmic axes: ``""``, ``"x"``, ``"y"`` or ``"xy"``.
         ylim: Lowest and highest value shown.
         points: Dots ``(x, y)`` by name, in the colour of the curve with that name.
@@ -100,7 +111,11 @@ class Lines:
                 )
 
     def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes."""
+        """Draw into one set of axes.
+
+        Args:
+            axes: Axes of matplotlib.
+        """
         names = list(dict.fromkeys([*self.curves, *self.points]))
         color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
         is_marked = len(self.x) <= _MAX_MARKED
@@ -137,7 +152,14 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar per name, labelled with ``format(value, form)``."""
+    """A bar per name, labelled with its value.
+
+    Attributes:
+        values: By name, from top to bottom.
+        xlabel: Label of the x axis.
+        title: Title of the panel.
+        form: Format of the values, as in ``format(value, form)``.
+    """
 
     values: Mapping[str, float]
     xlabel: str = ""
@@ -145,7 +167,7 @@ class Bars:
     form: str = ".3g"
 
     def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes."""
+        """Draw into one set of axes. See `Lines.draw`."""
         for i, (name, value) in enumerate(self.values.items()):
             bars = axes.barh(name, value, height=0.7, color=COLORS[i % len(COLORS)])
             axes.bar_label(bars, [format(value, self.form)], padding=3, fontsize=9)
@@ -157,7 +179,16 @@ class Bars:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers ``values[row][column]``, the larger the darker, labelled by rows and columns."""
+    """Numbers in rows and columns, the larger the darker.
+
+    Attributes:
+        rows: Labels of the rows.
+        columns: Labels of the columns.
+        values: ``values[row][column]``.
+        xlabel: Label of the x axis.
+        ylabel: Label of the y axis.
+        title: Title of the panel.
+    """
 
     rows: Sequence[float]
     columns: Sequence[float]
@@ -167,7 +198,7 @@ class Table:
     title: str = ""
 
     def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes."""
+        """Draw into one set of axes. See `Lines.draw`."""
         axes.imshow(self.values, cmap="Blues", aspect="auto")
         low = min(map(min, self.values))
         high = max(map(max, self.values))
@@ -185,10 +216,12 @@ class Timeline:
     """One step: the computation, and below it the reduction of each bucket of gradients.
 
     Attributes:
+        title: Title of the panel, to which the exposed time is added.
         compute_s: End of the computation.
         exposed_s: Time from then to the end of the last reduction.
         buckets: ``(nbytes, ready_s, begin_s, end_s)`` in the order of their launch. An end of None
             is the end of the step.
+        xlabel: Label of the x axis.
     """
 
     title: str
@@ -198,7 +231,7 @@ class Timeline:
     xlabel: str = "milliseconds"
 
     def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes."""
+        """Draw into one set of axes. See `Lines.draw`."""
         compute_ms, exposed_ms = self.compute_s * 1e3, self.exposed_s * 1e3
         total_ms = compute_ms + exposed_ms
         axes.barh(0, compute_ms, color=COLORS[0], label="computation")
@@ -256,7 +289,11 @@ def draw(
 
 
 def images(tensors: Any) -> Picture:
-    """Show images ``(n, 1, height, width)`` in a row, the larger the darker."""
+    """Show images in a row.
+
+    Args:
+        tensors: ``(n, 1, height, width)``, the larger the darker.
+    """
     figure = _figure(_WIDTH, 1.2)
     for axes, image in zip(
         figure.subplots(1, len(tensors), squeeze=False)[0], tensors, strict=True

@@ -181,7 +181,12 @@ class TrainConfig:
                 )
 
     def resolve(self, devices: Sequence[torch.device], *, is_traced: bool) -> TrainConfig:
-        """Choose ``channels_last`` and ``cuda_graph`` by the devices, where they are None."""
+        """Choose ``channels_last`` and ``cuda_graph`` where they are None.
+
+        Args:
+            devices: One per rank.
+            is_traced: Whether steps are traced, which rules out a graph.
+        """
         is_amp = self.amp and all(device.type == "cuda" for device in devices)
         can_capture = len(set(devices)) == 1 and not (is_traced or self.compile or self.shards)
         choices: dict[str, Any] = {
@@ -207,7 +212,12 @@ class TrainConfig:
         return dtype
 
     def lr_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
+        """Return the learning rate of one step.
+
+        Args:
+            step: Counted from 0.
+            num_steps: Steps of the whole run.
+        """
         left = 1.0 if self.lr_schedule == "constant" else 1 - step / num_steps
         return self.lr * left
 

@@ -69,7 +69,12 @@ class ImageData:
     test_labels: Tensor
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ImageData:
-        """Return a copy on another device, with images of another dtype."""
+        """Return a copy on another device, with images of another dtype.
+
+        Args:
+            device: Device of images and labels.
+            dtype: Dtype of the images; labels stay int64.
+        """
         return replace(
             self,
             train_images=self.train_images.to(device, dtype),

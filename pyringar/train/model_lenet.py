@@ -93,7 +93,7 @@ class LeNet(nn.Module):
         net = LeNet()
         net.load_state_dict(torch.load(FILE, weights_only=True))
 
-    The arguments are those of `lenet_params`.
+    See `lenet_params` for the arguments.
     """
 
     def __init__(
@@ -109,5 +109,5 @@ class LeNet(nn.Module):
             self.register_parameter(name, nn.Parameter(param))
 
     def forward(self, X: Tensor) -> Tensor:  # noqa: N803
-        """Score images: see `lenet`."""
+        """Score images. See `lenet`."""
         return lenet(X, [self.get_parameter(name) for name in PARAM_NAMES])

@@ -158,7 +158,7 @@ def train(
 
 
 def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainResult:
-    """Train ResNet-18 from scratch on ``num_gpus`` ranks; see `train`.
+    """Train ResNet-18 from scratch on ``num_gpus`` ranks. See `train`.
 
     With ``batchnorm="local"`` every rank normalises its own samples, so the result depends on the
     number of ranks. With ``"sync"`` it depends on it by rounding only.
