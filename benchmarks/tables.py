@@ -28,7 +28,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "report.md"
 FIGURES = ROOT / "docs" / "figures"
 GPU_NOTES = "gpu_check.md"  # what is known beside the rows of gpu_check.py
-OTHER_FIGURES = {"cluster.png"}  # drawn by the commands in docs/
 BEGIN, END = "<!-- benchmark:summary -->", "<!-- /benchmark:summary -->"
 PAGE_NOTE = "<!-- Written by benchmarks/tables.py from benchmarks/results; do not edit. -->\n\n"
 # The sections that README shows, and the number of sentences about each.
@@ -88,7 +87,7 @@ def stale() -> list[str]:
 
 def extra_figures() -> list[Path]:
     """Return the pictures of sections without results."""
-    wanted = {plots.filename_of(name) for name in sections()} | OTHER_FIGURES
+    wanted = {plots.filename_of(name) for name in sections()}
     return [path for path in sorted(FIGURES.glob("*.png")) if path.name not in wanted]
 
 

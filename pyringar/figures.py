@@ -1,13 +1,12 @@
-"""Draw what the chapter shows, in a line or two: lines, bars, tables, timelines, the ring's steps.
+"""Draw the pictures of the chapter: lines, bars, tables, timelines, the steps of a ring.
 
     from pyringar import figures
 
     traffic = figures.Lines([2, 4, 8], {"naive": [1, 3, 7], "ring": [1, 1.5, 1.75]}, "ranks k")
     figures.draw(traffic)
 
-`draw` puts panels side by side: `Lines`, `Bars`, `Table`,
-`Timeline`. Each function returns a `Picture`, which a notebook shows when it is the
-last value of a cell. matplotlib's own state (pyplot, rcParams) is left as it is.
+`draw` puts panels side by side: `Lines`, `Bars`, `Table`, `Timeline`. Each function returns a
+`Picture`, which a notebook shows. The state of matplotlib (pyplot, rcParams) does not change.
 """
 
 from __future__ import annotations
@@ -49,22 +48,21 @@ _WIDTH, _NARROW = 9.5, 6.0  # inches: of several panels side by side, of a singl
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished figure. A notebook shows it, as PNG with 100 dots per inch.
+    """A finished picture. A notebook shows it as PNG with 100 dots per inch.
 
     Attributes:
-        figure: matplotlib's, to be changed at will.
+        figure: The figure of matplotlib.
     """
 
     figure: Any
 
-    def save(self, path: str | Path, dpi: int = _DPI) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the picture to a file.
 
         Args:
-            path: Its ending chooses the format: ``.png``, ``.svg``, ``.pdf``.
-            dpi: Dots per inch, where the format has dots.
+            path: The suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
         """
-        self.figure.savefig(path, dpi=dpi)
+        self.figure.savefig(path, dpi=_DPI)
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -77,26 +75,21 @@ class Picture:
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves over common positions, and what belongs to them.
+    """Curves over common positions, with points and lines.
 
-    A curve that lies on another one is still seen: each has a line style and a marker of its own,
-    and later ones have smaller markers.
+    Each curve has a line style and a marker of its own, so a curve on top of another is visible.
 
     Attributes:
-        x: Positions, of all curves.
+        x: Positions of all curves. Each gets a tick if there are 10 or fewer.
         curves: By name, one value per position.
-        xlabel: What ``x`` counts; each position gets a tick if there are 10 or fewer.
-        ylabel: What the values are.
-        title: Of the panel.
-        log: Which axes are logarithmic: ``""``, ``"x"``, ``"y"`` or ``"xy"``.
-        ylim: Lowest and highest value shown; chosen by matplotlib if not given.
-        points: Single measurements by name, pairs ``(x, y)``, drawn as dots; in the colour of the
-            curve with that name, if there is one.
+        xlabel: Label of the x axis.
+        ylabel: Label of the y axis.
+        title: Title of the panel.
+        log: Logarithmic axes: ``""``, ``"x"``, ``"y"`` or ``"xy"``.
+        ylim: Lowest and highest value shown.
+        points: Dots ``(x, y)`` by name, in the colour of the curve with that name.
         levels: Horizontal lines by name.
-        marks: Vertical lines by name; in the colour of the curve with that name, if there is one.
-
-    Raises:
-        ArgumentError: A curve has more or fewer values than there are positions.
+        marks: Vertical lines by name, in the colour of the curve with that name.
     """
 
     x: Sequence[float]
@@ -121,7 +114,7 @@ class Lines:
         """Draw into one set of axes.
 
         Args:
-            axes: matplotlib's.
+            axes: Axes of matplotlib.
         """
         names = list(dict.fromkeys([*self.curves, *self.points]))
         color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
@@ -163,9 +156,9 @@ class Bars:
 
     Attributes:
         values: By name, from top to bottom.
-        xlabel: What the values are.
-        title: Of the panel.
-        form: How a value is written, as in ``format(value, form)``.
+        xlabel: Label of the x axis.
+        title: Title of the panel.
+        form: Format of the values, as in ``format(value, form)``.
     """
 
     values: Mapping[str, float]
@@ -174,11 +167,7 @@ class Bars:
     form: str = ".3g"
 
     def draw(self, axes: Any) -> None:
-        """Draw into one set of axes.
-
-        Args:
-            axes: matplotlib's.
-        """
+        """Draw into one set of axes. See `Lines.draw`."""
         for i, (name, value) in enumerate(self.values.items()):
             bars = axes.barh(name, value, height=0.7, color=COLORS[i % len(COLORS)])
             axes.bar_label(bars, [format(value, self.form)], padding=3, fontsize=9)
@@ -193,12 +182,12 @@ class Table:
     """Numbers in rows and columns, the larger the darker.
 
     Attributes:
-        rows: What the rows stand for.
-        columns: What the columns stand for.
+        rows: Labels of the rows.
+        columns: Labels of the columns.
         values: ``values[row][column]``.
-        xlabel: What ``columns`` are.
-        ylabel: What ``rows`` are.
-        title: Of the panel.
+        xlabel: Label of the x axis.
+        ylabel: Label of the y axis.
+        title: Title of the panel.
     """
 
     rows: Sequence[float]
@@ -209,11 +198,7 @@ class Table:
     title: str = ""
 
     def draw(self, axes: Any) -> None:
-        """Draw into one set of axes.
-
-        Args:
-            axes: matplotlib's.
-        """
+        """Draw into one set of axes. See `Lines.draw`."""
         axes.imshow(self.values, cmap="Blues", aspect="auto")
         low = min(map(min, self.values))
         high = max(map(max, self.values))
@@ -228,15 +213,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step: the computation, and below it when every bucket of gradients was reduced.
+    """One step: the computation, and below it the reduction of each bucket of gradients.
 
     Attributes:
-        title: Of the panel; how long the step waits after the computation is added.
-        compute_s: Until the computation ends.
-        exposed_s: How long the last reduction takes after that.
-        buckets: For each, in the order in which they leave, ``(nbytes, ready_s, begin_s, end_s)``;
-            an end of None is the step's.
-        xlabel: What the axis counts.
+        title: Title of the panel, to which the exposed time is added.
+        compute_s: End of the computation.
+        exposed_s: Time from then to the end of the last reduction.
+        buckets: ``(nbytes, ready_s, begin_s, end_s)`` in the order of their launch. An end of None
+            is the end of the step.
+        xlabel: Label of the x axis.
     """
 
     title: str
@@ -246,11 +231,7 @@ class Timeline:
     xlabel: str = "milliseconds"
 
     def draw(self, axes: Any) -> None:
-        """Draw into one set of axes.
-
-        Args:
-            axes: matplotlib's.
-        """
+        """Draw into one set of axes. See `Lines.draw`."""
         compute_ms, exposed_ms = self.compute_s * 1e3, self.exposed_s * 1e3
         total_ms = compute_ms + exposed_ms
         axes.barh(0, compute_ms, color=COLORS[0], label="computation")
@@ -279,11 +260,8 @@ def draw(
 
     Args:
         *panels: From left to right.
-        height: Of the picture, in inches.
-        legend: ``"inside"`` every panel, or one for all, ``"below"``.
-
-    Raises:
-        ArgumentError: There is no panel, or ``legend`` is neither.
+        height: Height of the picture in inches.
+        legend: ``"inside"`` every panel, or ``"below"``, one for all.
     """
     if not panels:
         raise ArgumentError("panels is empty, expected one or more")
@@ -354,9 +332,6 @@ def ring_steps(frames: Sequence[Sequence[Sequence[Sequence[int]]]], schedule: An
     Args:
         frames: ``frames[step][rank][chunk]`` lists the ranks whose contributions are inside.
         schedule: The messages of every step, as `ring_schedule` returns them.
-
-    Raises:
-        ArgumentError: There are not four ranks.
     """
     if len(frames[0]) != len(_CENTERS):
         raise ArgumentError(f"frames has {len(frames[0])} ranks, expected {len(_CENTERS)}")
@@ -405,7 +380,7 @@ def _draw_message(axes: Any, move: Any) -> None:
 
 
 def _figure(width: float, height: float) -> Any:
-    """Return a figure that belongs to nobody: no window, no display, no state left behind."""
+    """Return a figure without a window and outside pyplot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

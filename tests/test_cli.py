@@ -25,7 +25,7 @@ for argv in {lines!r}:
         main(argv)
     except SystemExit:
         pass
-    heavy = {{"torch", "numpy", "matplotlib", "tqdm"}} & set(sys.modules)
+    heavy = {{"torch", "numpy", "matplotlib"}} & set(sys.modules)
     assert not heavy, (argv, heavy)
 """
 
@@ -47,7 +47,7 @@ def refused(capsys: pytest.CaptureFixture[str], argv: str) -> str:
     return err.rstrip("\n")
 
 
-def test_help_and_wrong_arguments_wait_for_no_torch():
+def test_help_imports_no_torch():
     lines = [[], ["--help"], ["--version"], ["trian"], ["train", "lenet", "--rank", "2"]]
     lines += [[name, "--help"] for name in _COMMANDS]
     program = WITHOUT_TORCH.format(lines=lines)
@@ -123,7 +123,7 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
         ("trace /no/such.json", "/no/such.json"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_flag(argv, message, capsys):
+def test_mistake_is_one_line(argv, message, capsys):
     line = refused(capsys, argv)
     assert message in line
     assert "ArgumentError" not in line
@@ -150,7 +150,7 @@ def test_no_compiler_is_said_once(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("argv", ["--help", pytest.param("info", marks=pytest.mark.slow)])
-def test_a_reader_that_has_enough_ends_it_quietly(argv):
+def test_closed_pipe_ends_quietly(argv):
     """As `pyringar info | head -0`; the pipe is closed before anything is written."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -190,7 +190,7 @@ def test_closed_stdout_is_no_error():
         (BrokenPipeError(), 141, ""),
     ],
 )
-def test_what_ends_a_command_is_told_in_one_line(error, status, line, capsys, monkeypatch):
+def test_errors_are_one_line(error, status, line, capsys, monkeypatch):
     def fail(*_):
         raise error
 

@@ -171,11 +171,10 @@ def test_trace_has_runs_and_waits(tmp_path, capsys):
     assert all(a.end_s <= b.begin_s + 1e-9 for a, b in itertools.pairwise(runs))
     waits = {span.name for span in trace.spans if span.category == "wait"}
     assert waits & {"all_reduce (op sum) for 0", "all_reduce (op sum) for 1"}
-    assert main(["trace", str(file), "--timeline", str(tmp_path / "run.png")]) == 0
+    assert main(["trace", str(file)]) == 0
     out = capsys.readouterr().out
     assert "run" in out
     assert "forward" not in out
-    assert (tmp_path / "run.png").stat().st_size > 10_000
 
 
 def test_trace_of_failed_ranks_is_written(tmp_path):

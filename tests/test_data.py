@@ -38,7 +38,7 @@ def offline(monkeypatch, tmp_path):
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("layout", ["FashionMNIST/raw", "raw", "."])
 @pytest.mark.parametrize("dataset", ["auto", "fashion-mnist"])
-def test_files_are_read_plain_or_packed_in_all_layouts(tmp_path, suffix, layout, dataset):
+def test_all_layouts_are_read(tmp_path, suffix, layout, dataset):
     write_idx_set(tmp_path / layout, 7, 3, suffix)
     images = load_data(dataset, tmp_path)
     assert str(images) == "images in Fashion-MNIST's format, 7 training and 3 test images"
@@ -58,7 +58,7 @@ def test_real_images_are_read(real_data_dir):
     assert 0.2 < images.train_images.mean() < 0.4
 
 
-def test_plain_files_go_before_packed_ones_and_torchvisions_layout_before_the_folder(tmp_path):
+def test_precedence_of_layouts(tmp_path):
     write_idx_set(tmp_path, 9, 2)
     write_idx_set(tmp_path, 8, 2, ".gz")
     assert len(load_data("auto", tmp_path).train_labels) == 9
@@ -72,7 +72,7 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     assert len(load_data("auto", "~/images").train_labels) == 2
 
 
-def test_images_are_read_where_torchvision_cannot_be_imported(tmp_path, monkeypatch):
+def test_files_are_read_without_torchvision(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     write_idx_set(tmp_path, 2, 1)
     assert len(load_data("fashion-mnist", tmp_path).train_labels) == 2
@@ -82,7 +82,7 @@ def test_images_are_read_where_torchvision_cannot_be_imported(tmp_path, monkeypa
 class TestNeverOthersThanAskedFor:
     @pytest.mark.parametrize("dataset", ["auto", "fashion-mnist"])
     @pytest.mark.parametrize("kind", ["missing", "empty", "file", "below a file", "other files"])
-    def test_a_folder_that_was_named_is_all_that_is_read(self, tmp_path, caplog, dataset, kind):
+    def test_named_folder_is_never_replaced(self, tmp_path, caplog, dataset, kind):
         write_idx_set(tmp_path / "default", 7, 3)
         folder = tmp_path / "named"
         if kind in ("empty", "other files"):
@@ -100,12 +100,12 @@ class TestNeverOthersThanAskedFor:
             assert word in words
         assert not caplog.records
 
-    def test_a_data_set_that_was_named_is_all_that_is_read(self, tmp_path, caplog):
+    def test_named_dataset_is_never_replaced(self, tmp_path, caplog):
         with pytest.raises(ArgumentError, match=f"^dataset is 'fashion-mnist', .*{IMAGES}"):
             load_data("fashion-mnist")
         assert not caplog.records
 
-    def test_where_nothing_was_named_a_warning_says_what_takes_the_place(self, tmp_path, caplog):
+    def test_fallback_to_synthetic_warns(self, tmp_path, caplog):
         assert load_data().name == "synthetic garments"
         (record,) = caplog.records
         assert record.levelname == "WARNING"
@@ -113,7 +113,7 @@ class TestNeverOthersThanAskedFor:
         assert "no network" in record.getMessage()
         assert str(tmp_path / "default") in record.getMessage()
 
-    def test_broken_files_are_not_passed_over_even_where_nothing_was_named(self, tmp_path):
+    def test_broken_default_files_raise(self, tmp_path):
         write_idx_set(tmp_path / "default", 7, 3)
         (tmp_path / "default" / LABELS).write_bytes(b"")
         with pytest.raises(ArgumentError, match=f"dataset is 'auto', but .*{LABELS}' has 0 bytes"):
@@ -133,7 +133,7 @@ class TestNeverOthersThanAskedFor:
         with pytest.raises(ArgumentError, match=r"^data_dir is .*, expected the path of a folder"):
             load_data("auto", data_dir)
 
-    def test_a_folder_that_may_not_be_read_is_named(self, tmp_path, monkeypatch):
+    def test_unreadable_folder_raises(self, tmp_path, monkeypatch):
         def refuse(folder):
             raise PermissionError(13, "Permission denied", str(folder))
 
@@ -162,7 +162,7 @@ class TestDigits:
         monkeypatch.setattr(data_module, "_WHOLE", whole)
 
     @pytest.mark.usefixtures("whole_sizes")
-    def test_without_being_told_only_the_whole_set_is_known_by_name(self, tmp_path):
+    def test_only_whole_set_is_named(self, tmp_path):
         write_idx_set(tmp_path, 7, 3)
         assert load_data("auto", tmp_path).name == "Fashion-MNIST"
         write_idx_set(tmp_path, 6, 3)
@@ -226,7 +226,7 @@ WRONG_LABELS = {
         for label, case in cases.items()
     ],
 )
-def test_what_is_wrong_with_a_file_is_told(tmp_path, name, content, message, suffix):
+def test_malformed_file_raises(tmp_path, name, content, message, suffix):
     write_idx_set(tmp_path, 7, 3, suffix)
     (tmp_path / f"{name}{suffix}").write_bytes(gzip.compress(content) if suffix else content)
     with pytest.raises(ArgumentError, match=f"^data_dir is '.*'.*{message}") as caught:
@@ -255,7 +255,7 @@ def test_a_damaged_archive_is_told(tmp_path):
             load_data("auto", tmp_path)
 
 
-def test_a_folder_in_a_files_place_is_told(tmp_path):
+def test_folder_instead_of_file_raises(tmp_path):
     write_idx_set(tmp_path, 7, 3)
     (tmp_path / LABELS).unlink()
     (tmp_path / LABELS).mkdir()
@@ -291,7 +291,7 @@ class TestSynthetic:
         assert (images.flatten(1).amax(1) > 0.1).all(), "an image is blank"
         assert not torch.equal(labels, labels.sort().values)
 
-    def test_a_seed_gives_the_same_images_and_another_gives_others(self):
+    def test_seed_decides_images(self):
         first, second, other = (synthetic_images(500, seed) for seed in (3, 3, 4))
         assert torch.equal(first[0], second[0])
         assert torch.equal(first[1], second[1])
@@ -303,7 +303,7 @@ class TestSynthetic:
         with pytest.raises(ArgumentError, match="n is 0"):
             synthetic_images(0, seed=0)
 
-    def test_the_set_has_two_halves_and_the_steps_that_the_book_needs(self):
+    def test_set_is_large_enough(self):
         images = load_data("synthetic")
         assert str(images) == "synthetic garments, 12,000 training and 1,000 test images"
         assert not torch.equal(images.train_images[:1000], images.test_images)

@@ -68,7 +68,7 @@ def test_nothing_is_cut_off(name, legend):
         assert axes.yaxis.label.get_window_extent().height <= axes.get_window_extent().height
 
 
-def test_a_curve_on_another_is_seen():
+def test_overlapping_curves_are_visible():
     same = figures.Lines([1, 2], {"k = 1": [1.8, 1.2], "k = 16": [1.8, 1.2]})
     shown = colors_in(figures.draw(same))
     for color in figures.COLORS[:2]:
@@ -87,7 +87,7 @@ def test_ticks_can_be_read():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "8"]
 
 
-def test_points_and_marks_have_their_curves_colour_and_are_named_once():
+def test_points_and_marks_share_curve_colour():
     panel = lines(points={"ring": [(4, 2.0)]}, marks={"ring": 3.0})
     (axes,) = figures.draw(panel).figure.axes
     of_ring = [line for line in axes.lines if mpl.colors.same_color(line.get_color(), "#f28e2b")]
@@ -102,7 +102,7 @@ def test_bars_are_labelled():
     assert shown == {"7,297.0", "7.4"}
 
 
-def test_a_timeline_says_how_long_the_step_waits():
+def test_timeline_names_exposed_time():
     (axes,) = figures.draw(timeline(None)).figure.axes
     assert axes.get_title() == "ring: 1.0 ms exposed"
     last = axes.patches[-1]
@@ -110,11 +110,15 @@ def test_a_timeline_says_how_long_the_step_waits():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["compute", "0.4 MB", "0.0 MB"]
 
 
-def test_a_table_can_be_read_where_it_is_dark():
+def test_dark_cells_have_white_text():
     (axes,) = figures.draw(PANELS["table"]).figure.axes
     assert {text.get_text(): text.get_color() for text in axes.texts} == {
-        **{"1.00": "black", "2.00": "black", "3.00": "black"},
-        **{"4.00": "white", "5.00": "white", "6.00": "white"},
+        "1.00": "black",
+        "2.00": "black",
+        "3.00": "black",
+        "4.00": "white",
+        "5.00": "white",
+        "6.00": "white",
     }
 
 
@@ -150,19 +154,19 @@ def test_images_are_shown_in_a_row():
         (lambda: figures.ring_steps([[[[0]] * 3] * 3], []), "frames has 3 ranks, expected 4"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(call, words):
+def test_wrong_panels_raise(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_saved_pictures_are_of_the_kind_that_the_name_says(tmp_path, ending):
+def test_suffix_decides_the_format(tmp_path, ending):
     path = tmp_path / f"picture.{ending}"
     figures.draw(lines()).save(path)
     assert path.read_bytes()[:1024].lower().find(ending.encode()) >= 0
 
 
-def test_matplotlib_is_left_as_it_was():
+def test_matplotlib_state_is_unchanged():
     before = mpl.rcParams.copy()
     figures.draw(lines(), PANELS["bars"], PANELS["table"], timeline())._repr_png_()
     assert mpl.rcParams.copy() == before

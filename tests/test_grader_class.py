@@ -244,17 +244,6 @@ def test_unreadable_files_have_a_row(folder, capsys):
     assert loop == "class/self.py cannot be read: Too many levels of symbolic links"
 
 
-def test_linked_folders_are_graded_once(folder, verdicts, capsys, tmp_path):
-    (tmp_path / "carol").mkdir()
-    (tmp_path / "carol/solution.py").write_text(GOOD)
-    (folder / "carol").symlink_to(tmp_path / "carol")
-    (folder / "again").symlink_to("cut")
-    (tmp_path / "carol/up").symlink_to(folder)
-    assert main(["check", "class", "--csv", "marks.csv"]) == 1
-    names = [row["file"].removeprefix("class/") for row in rows("marks.csv")]
-    assert names == ["anna.py", "book.py", "carol/solution.py", "cut/solution.py", "other_name.py"]
-
-
 def test_unreadable_folder_is_refused(folder, verdicts, capsys, monkeypatch):
     """Also for root, whom no permission stops."""
     scan = os.scandir

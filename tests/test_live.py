@@ -75,7 +75,7 @@ def test_any_number_of_epochs_fits(num_epochs):
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.5, 1.0])
-def test_a_level_curve_stays_between_0_and_1(value):
+def test_level_curve_fits_the_axis(value):
     lines = text_plot({"accuracy": [value, value]}, 2).splitlines()
     low, high = float(lines[7][:4]), float(lines[0][:4])
     assert 0 <= low <= value <= high <= 1
@@ -132,7 +132,7 @@ def test_an_error_comes_out_and_draws_nothing():
     assert file.getvalue() == ""
 
 
-def test_a_notebook_shows_one_picture_that_is_updated(display):
+def test_notebook_updates_one_picture(display):
     backend = plt.get_backend()
     with LivePlot(3) as plot:
         for result in epochs(0.1, 0.5, 0.6):
@@ -147,7 +147,7 @@ def test_a_notebook_shows_one_picture_that_is_updated(display):
     assert plt.get_backend() == backend
 
 
-def test_runs_share_a_picture_and_may_be_repeated(display):
+def test_runs_share_a_picture(display):
     plot = LivePlot(2)
     for label in ("k = 1", "k = 2", "k = 1"):
         on_epoch = plot.curve(label)
@@ -195,7 +195,7 @@ def test_the_curve_is_the_results():
 
 
 @pytest.mark.usefixtures("few_images")
-def test_the_command_prints_lines_and_then_the_plot(capsys):
+def test_command_prints_rows_then_plot(capsys):
     assert main(["train", "lenet", "--epochs", "2", "--live"]) == 0
     out = capsys.readouterr().out
     assert out.count("● accuracy") == 1
@@ -203,7 +203,7 @@ def test_the_command_prints_lines_and_then_the_plot(capsys):
 
 
 @pytest.mark.usefixtures("few_images")
-def test_command_draws_below_its_rows_in_a_terminal(monkeypatch):
+def test_command_redraws_in_terminal(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     assert main(["train", "lenet", "--epochs", "2", "--live"]) == 0

@@ -66,7 +66,7 @@ class TestModel:
         assert layers == [*expected, "fc.1"]
         assert full.state_dict()["resnet_block4.1.conv2.weight"].shape == (512, 512, 3, 3)
 
-    def test_stages_halve_height_and_width_but_the_first(self):
+    def test_stages_halve_the_image(self):
         net, shapes = resnet18(width=2), []
         for stage in (1, 2, 3, 4):
             part = net.get_submodule(f"resnet_block{stage}")
@@ -74,7 +74,7 @@ class TestModel:
         assert net(torch.rand(3, 1, 28, 28)).shape == (3, 10)
         assert shapes == [(3, 2, 28, 28), (3, 4, 14, 14), (3, 8, 7, 7), (3, 16, 4, 4)]
 
-    def test_a_seed_gives_the_same_numbers_and_leaves_torchs_generator_alone(self):
+    def test_seed_decides_weights(self):
         before = torch.get_rng_state()
         first, second, other = (resnet18(width=2, seed=seed) for seed in (5, 5, 6))
         assert torch.equal(torch.get_rng_state(), before)
@@ -93,7 +93,7 @@ class TestModel:
         for name, tensor in net.state_dict().items():
             assert torch.equal(tensor, fresh.state_dict()[name]), name
 
-    def test_the_books_weights_have_a_standard_deviation_of_a_hundredth(self):
+    def test_book_weights_have_std_001(self):
         net = resnet18(width=16, init="book")
         for part in (net.resnet_block4[1].conv2, net.resnet_block3[0].conv3):
             assert 0.0095 < part.weight.std() < 0.0105
@@ -117,7 +117,7 @@ class TestModel:
     [(torch.float32, 64, 1e-5), (torch.float64, 8, 1e-12)],
     ids=str,
 )
-def test_one_step_with_frozen_batch_norm_is_that_of_one_rank(dtype, width, tolerance):
+def test_frozen_batch_norm_matches_one_rank(dtype, width, tolerance):
     net = resnet18(width=width, dtype=dtype).eval()
     X, y = synthetic_images(5, 0)  # noqa: N806
     X = X.to(dtype)  # noqa: N806
@@ -143,7 +143,7 @@ class TestTraining:
         ours, theirs = run(small, ranks=2), run(small, ranks=2, **options)
         check_replicas_equal([ours.params, theirs.params])
 
-    def test_synchronised_batch_norm_makes_the_number_of_ranks_a_matter_of_rounding(self, small):
+    def test_sync_batch_norm_matches_one_rank(self, small):
         options = {"batchnorm": "sync", "dtype": "float64", "lr": 0.01}
         alone = run(small, ranks=1, **options)
         for more in ({"ranks": 2}, {"ranks": 3, "weights": (3, 1, 0)}):
@@ -152,7 +152,7 @@ class TestTraining:
             assert relative_error(found.params, alone.params) < 1e-9
             assert found.state["1.running_var"] == pytest.approx(alone.state["1.running_var"])
 
-    def test_all_ranks_answer_as_the_state_that_is_returned_would(self, small):
+    def test_ranks_evaluate_as_returned_state(self, small):
         with Trainer(TrainConfig(**SMALL, ranks=3), small) as trainer:
             result = trainer.run()
             check_replicas_equal(trainer.replicas)
@@ -161,12 +161,12 @@ class TestTraining:
         test = [(small.test_images, small.test_labels)]
         assert result.curve[-1] == evaluate_accuracy_gpus([net], test)
 
-    def test_amp_computes_in_16_bits_and_keeps_parameters_in_32(self, small):
+    def test_amp_keeps_float32_parameters(self, small):
         plain, amp = run(small, ranks=2), run(small, ranks=2, amp=True)
         assert all(param.dtype == torch.float32 for param in amp.params)
         assert 0 < abs(amp.losses[0] - plain.losses[0]) < 0.1
 
-    def test_a_last_batch_with_fewer_samples_than_ranks(self):
+    def test_last_batch_smaller_than_ranks(self):
         result = run(garments(14, 10), ranks=4)
         assert math.isfinite(result.losses[-1])
 
@@ -174,7 +174,7 @@ class TestTraining:
         monkeypatch.setattr("pyringar.train.trainer.load_data", lambda *_: small)
         result = train_resnet18(2, 12, 0.05, width=2, epochs=1)
         assert result.config.model == "resnet18"
-        assert result.line.endswith("on [cpu x 2 ranks]")
+        assert str(result).endswith("on [cpu x 2 ranks]")
         with pytest.raises(pr.ArgumentError, match="no option 'depth'"):
             train_resnet18(2, 12, 0.05, depth=50)
 

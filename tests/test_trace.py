@@ -1,4 +1,4 @@
-"""Does a trace hold what happened, survive its file, and show it to people?"""
+"""Traces of training steps: what they record, their file, and their tables."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import threading
 import time
 from dataclasses import replace
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
 import pyringar as pr
@@ -37,7 +35,7 @@ def trace():
     return made
 
 
-def test_a_file_holds_everything(trace, tmp_path):
+def test_save_and_load_roundtrip(trace, tmp_path):
     trace.save(tmp_path / "t.json")
     again = Trace.load(tmp_path / "t.json")
     assert len(again.spans) == len(trace.spans) == 36
@@ -47,7 +45,7 @@ def test_a_file_holds_everything(trace, tmp_path):
         assert ours.end_s == pytest.approx(theirs.end_s, abs=1e-9)
 
 
-def test_the_file_is_what_perfetto_reads(trace, tmp_path):
+def test_file_has_chrome_format(trace, tmp_path):
     trace.save(tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
@@ -56,7 +54,7 @@ def test_the_file_is_what_perfetto_reads(trace, tmp_path):
     assert all(e["dur"] >= 0 and e["tid"] == (e["cat"] == "bucket") for e in spans)
 
 
-def test_the_table_says_how_much_was_hidden(trace):
+def test_table_shows_hidden_share(trace):
     lines = str(trace).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["step", "ms", *CATEGORIES[:-1], "hidden"]
@@ -70,23 +68,18 @@ def test_the_table_says_how_much_was_hidden(trace):
     assert {"bucket", "hidden"} <= {line.split(":")[0] for line in lines[10:]}, "words explained"
 
 
-def test_the_command_prints_and_draws(trace, tmp_path, capsys):
-    file, picture = tmp_path / "t.json", tmp_path / "t.png"
-    trace.save(file)
-    assert main(["trace", str(file), "--timeline", str(picture)]) == 0
-    assert "75%" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(pr.ArgumentError, match="the trace holds no step, expected one to draw"):
-        Trace().plot(picture)
+def test_command_prints_the_table(trace, tmp_path, capsys):
+    trace.save(tmp_path / "t.json")
+    assert main(["trace", str(tmp_path / "t.json")]) == 0
+    assert capsys.readouterr().out == f"{trace}\n"
 
 
-def test_json_is_one_document_with_the_same_numbers(trace, tmp_path, capsys):
-    file, picture = tmp_path / "t.json", tmp_path / "t.png"
+def test_json_has_the_table_numbers(trace, tmp_path, capsys):
+    file = tmp_path / "t.json"
     trace.title = "a net, 2 ranks"
     trace.save(file)
-    assert main(["trace", str(file), "--json", "--timeline", str(picture)]) == 0
+    assert main(["trace", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert picture.exists()
     assert found["title"] == "a net, 2 ranks"
     assert [step["step"] for step in found["steps"]] == [0, 1, 2]
     assert found["mean"]["backward_ms"] == pytest.approx(8)
@@ -128,7 +121,7 @@ def test_trainer_records_phases_of_all_ranks(model, options):
     assert {"lenet": "LeNet", "resnet18": "ResNet-18 of width 8"}[model] in trace.title
 
 
-def test_time_of_several_spans_counts_once():
+def test_overlapping_spans_count_once():
     trace = Trace()
     at = trace._begin_ns
     for begin_ms, end_ms in ((10, 14), (0, 4), (2, 6), (3, 5), (14, 15)):
@@ -137,57 +130,11 @@ def test_time_of_several_spans_counts_once():
     assert covered_s([]) == 0
 
 
-def test_a_cap_below_one_megabyte_gives_several_buckets():
+def test_small_cap_gives_several_buckets():
     """As the command in docs/tasks.md promises."""
     nets = [resnet18(width=8, seed=0)]
     with pr.GradientBucketer(nets, bucket_cap_mb=0.1) as bucketer:
         assert len(bucketer.buckets) >= 4
-
-
-# -- pictures --------------------------------------------------------------------------------------
-
-
-def drawn_rows(trace, monkeypatch):
-    """The labels of the rows, and the title, of the picture of the last step."""
-    seen = {}
-
-    def look(figure, path, **options):
-        (axes,) = figure.axes
-        seen["rows"] = [label.get_text() for label in axes.get_yticklabels()]
-        seen["title"] = axes.get_title(loc="left")
-        seen["bars"] = len([bar for bar in axes.patches if bar.get_width() > 0])
-
-    monkeypatch.setattr(Figure, "savefig", look)
-    trace.plot("unused.png")
-    return seen
-
-
-def test_a_picture_has_a_row_for_each_rank_and_one_for_all_buckets(trace, monkeypatch):
-    trace.title = "a net, 2 ranks, costs $1 $2"
-    seen = drawn_rows(trace, monkeypatch)
-    assert seen["rows"] == ["rank 0", "rank 1", "buckets,\nall ranks"]
-    assert seen["title"].splitlines() == [r"a net, 2 ranks, costs \$1 \$2", "step 2: 15.0 ms"]
-    assert seen["bars"] == 2 * 4 + 2, "buckets are drawn once, not once for each rank"
-
-
-def test_a_thousand_ranks_fit_into_a_picture(monkeypatch):
-    trace = Trace()
-    with trace.span("wait", *range(1000)):
-        pass
-    seen = drawn_rows(trace, monkeypatch)
-    assert len(seen["rows"]) == 33
-    assert "the first 32 of 1000 ranks" in seen["title"]
-
-
-def test_a_picture_leaves_pyplot_alone(trace, tmp_path):
-    """In a notebook the pictures after it must still appear there."""
-    plt.switch_backend("svg")
-    try:
-        trace.plot(tmp_path / "t.png")
-        assert plt.get_backend() == "svg"
-        assert plt.get_fignums() == []
-    finally:
-        plt.switch_backend("Agg")
 
 
 # -- files that are no traces ----------------------------------------------------------------------
@@ -210,13 +157,14 @@ TRACE = b'{"otherData": {"title": ""}, "traceEvents": [%s]}'
         (TRACE % b"{}", "KeyError: 'ph'"),
         (TRACE % b"7", "TypeError"),
         (b'{"traceEvents": [{"ph": "X", "name": "n"', "JSONDecodeError"),
+        (TRACE % (SPAN % b"1").replace(b"wait", b"lunch"), "category 'lunch', expected one of"),
         (TRACE % (SPAN % b"-1"), "-1 microseconds"),
         (TRACE % (SPAN % b"NaN"), "nan microseconds"),
         (TRACE % (SPAN % b'"%s"' % (b"x" * 10**6)), "could not convert"),
     ],
     ids=lambda value: value[:20] if isinstance(value, bytes) else "",
 )
-def test_other_files_are_refused_in_one_line(tmp_path, content, why, capsys):
+def test_malformed_traces_raise(tmp_path, content, why, capsys):
     file = tmp_path / "other.json"
     file.write_bytes(content)
     assert main(["trace", str(file)]) == 2
@@ -226,7 +174,7 @@ def test_other_files_are_refused_in_one_line(tmp_path, content, why, capsys):
     assert len(line) < 300, "nothing of what it holds is printed"
 
 
-def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, capsys):
+def test_unreadable_file_raises(tmp_path, capsys):
     for path, why in (
         (tmp_path / "missing.json", "cannot be read: No such file"),
         (tmp_path, "cannot be read: Is a directory"),
@@ -238,7 +186,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, capsys):
         assert why in line
 
 
-def test_an_unknown_category_is_refused():
+def test_unknown_category_raises():
     with pytest.raises(pr.ArgumentError, match="category is 'lunch'"):
         Trace().add("a", "lunch", 0, 0, 1)
 

@@ -83,9 +83,7 @@ MORE_RUNS = [
     ],
     ids=lambda value: "-".join(map(str, value.values() if isinstance(value, dict) else value)),
 )
-def test_stopped_and_gone_on_with_it_has_the_bits_of_a_run_that_was_not(
-    images, tmp_path, options, stops
-):
+def test_resume_is_bit_identical(images, tmp_path, options, stops):
     whole = go(images, options)
     here = tmp_path / "run"
     go(images, options, stops[0], save=here)
@@ -95,7 +93,7 @@ def test_stopped_and_gone_on_with_it_has_the_bits_of_a_run_that_was_not(
     assert [path.name for path in here.iterdir()] == [FILE], "nothing else is left there"
 
 
-def test_local_statistics_of_every_rank_are_gone_on_with(images, tmp_path):
+def test_resume_restores_local_statistics(images, tmp_path):
     go(images, {**RESNET, "ranks": 2}, 3, save=tmp_path)
     found = Checkpoint.decode((tmp_path / FILE).read_bytes(), tmp_path)
     first, second = (tensors[1:] for tensors in found.rank_tensors)
@@ -105,7 +103,7 @@ def test_local_statistics_of_every_rank_are_gone_on_with(images, tmp_path):
             check_replicas_equal([mine, saved])
 
 
-def test_gradients_lie_in_the_buckets_that_the_run_had_learned(images, tmp_path):
+def test_resume_restores_the_buckets(images, tmp_path):
     """A ring adds in an order that depends on where in its bucket a gradient lies."""
     config = TrainConfig(**RESNET, ranks=3, allreduce="ring")
     with Trainer(config, images, save=tmp_path) as trainer:
@@ -117,7 +115,7 @@ def test_gradients_lie_in_the_buckets_that_the_run_had_learned(images, tmp_path)
         assert trainer.model.bucketer.buckets == learned
 
 
-def test_every_epoch_is_saved_before_it_is_told(images, tmp_path):
+def test_epoch_is_saved_before_callback(images, tmp_path):
     def look(result):
         found = Checkpoint.decode((tmp_path / FILE).read_bytes(), tmp_path)
         assert len(found.epochs) == result.epoch
@@ -143,7 +141,7 @@ def test_more_epochs_after_the_last(images, tmp_path, schedule):
         go(images, {**options, "epochs": 2}, resume=tmp_path)
 
 
-def test_save_in_another_folder_leaves_the_first_as_it_is(images, tmp_path):
+def test_save_elsewhere_keeps_old_checkpoint(images, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     go(images, LENET, 5, save=first)
     before = (first / FILE).read_bytes()
@@ -183,7 +181,7 @@ def test_train_takes_both(images, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_another_run_is_refused_and_both_values_named(images, tmp_path, changed, words):
+def test_resume_with_other_options_raises(images, tmp_path, changed, words):
     go(images, {**LENET, "ranks": 2}, 1, save=tmp_path)
     before = (tmp_path / FILE).read_bytes()
     with pytest.raises(ArgumentError) as caught:
@@ -231,7 +229,7 @@ def damaged(content):
 
 
 @pytest.mark.parametrize("how", damaged(bytes(100)))
-def test_a_file_that_is_not_whole_is_an_error_that_names_it(images, tmp_path, how):
+def test_damaged_checkpoint_raises(images, tmp_path, how):
     go(images, LENET, 1, save=tmp_path)
     content, words = damaged((tmp_path / FILE).read_bytes())[how]
     (tmp_path / FILE).write_bytes(content)
@@ -241,7 +239,7 @@ def test_a_file_that_is_not_whole_is_an_error_that_names_it(images, tmp_path, ho
     assert (tmp_path / FILE).read_bytes() == content
 
 
-def test_folders_that_cannot_be_used_are_named_before_the_first_step(images, tmp_path, monkeypatch):
+def test_unusable_folder_raises_before_training(images, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "batches", None)
     (tmp_path / "file").write_text("")
     (tmp_path / "odd" / FILE).mkdir(parents=True)
@@ -262,7 +260,7 @@ def test_folders_that_cannot_be_used_are_named_before_the_first_step(images, tmp
         assert words in str(caught.value)
 
 
-def test_a_checkpoint_that_is_there_is_not_replaced_by_another_run(images, tmp_path):
+def test_save_refuses_existing_checkpoint(images, tmp_path):
     go(images, LENET, 1, save=tmp_path)
     before = (tmp_path / FILE).read_bytes()
     with pytest.raises(
@@ -272,7 +270,7 @@ def test_a_checkpoint_that_is_there_is_not_replaced_by_another_run(images, tmp_p
     assert (tmp_path / FILE).read_bytes() == before
 
 
-def test_a_folder_that_is_gone_when_the_run_begins_is_told(images, tmp_path):
+def test_removed_folder_raises(images, tmp_path):
     folder, told = tmp_path / "run", []
     with Trainer(TrainConfig(**LENET), images, save=folder) as trainer:
         folder.rmdir()
@@ -338,16 +336,14 @@ def test_home_folder_is_expanded(images, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_half_written_file_of_killed_run_is_replaced(images, tmp_path):
+def test_partial_file_is_replaced(images, tmp_path):
     go(images, LENET, 1, save=tmp_path)
     (tmp_path / f".{FILE}.new").write_bytes(b"half" * 10**6)
     go(images, LENET, 1, resume=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_a_write_that_fails_leaves_the_last_checkpoint_and_the_result(
-    images, tmp_path, monkeypatch
-):
+def test_failed_write_keeps_last_checkpoint(images, tmp_path, monkeypatch):
     real, told = os.fsync, []
 
     def full(descriptor):
@@ -366,7 +362,7 @@ def test_a_write_that_fails_leaves_the_last_checkpoint_and_the_result(
 # -- signals ---------------------------------------------------------------------------------------
 
 
-def test_a_second_signal_acts_at_once_and_handlers_are_put_back(images, tmp_path):
+def test_second_signal_acts_at_once(images, tmp_path):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
     def twice():
@@ -403,7 +399,7 @@ def test_handlers_of_the_program_are_left_alone(images, tmp_path, monkeypatch):
     assert seen == [1]
 
 
-def test_a_run_in_another_thread_saves_its_epochs(images, tmp_path):
+def test_run_in_thread_saves_epochs(images, tmp_path):
     thread = threading.Thread(target=go, args=(images, LENET), kwargs={"save": tmp_path})
     thread.start()
     thread.join()
@@ -450,7 +446,7 @@ def refused_as_rank(rank, world_size, store, folders):
 
 
 @pytest.mark.parametrize("name", ["save", "resume"])
-def test_no_rank_waits_for_rank_0_where_that_cannot_use_the_folder(pool, tmp_path, name):
+def test_unusable_folder_raises_on_all_ranks(pool, tmp_path, name):
     first, second = pool.check(refused_as_rank, {name: tmp_path / "no" / "where"})
     assert first[0] is ArgumentError
     assert f"{name} is '{tmp_path}/no/where'" in first[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from dataclasses import fields
 
 import pytest
@@ -46,14 +45,6 @@ class TestOutput:
         assert "garments, 100 training and 50 test images" in header
         assert "fused" in header
 
-    @pytest.mark.parametrize("is_terminal", [False, True])
-    def test_a_progress_bar_in_a_terminal_alone(self, capsys, monkeypatch, is_terminal):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-        main(["train", "lenet", "--epochs", "1"])
-        captured = capsys.readouterr()
-        assert ("step" in captured.err) == is_terminal
-        assert "step/s" not in captured.out
-
     @pytest.mark.parametrize(
         "options",
         [
@@ -90,7 +81,7 @@ class TestOutput:
             (["--log", "x.jsonl"], "--log is 'x.jsonl', expected"),
         ],
     )
-    def test_wrong_values_end_with_status_2_and_say_what_is_wrong(self, capsys, options, message):
+    def test_wrong_values_exit_with_2(self, capsys, options, message):
         assert main(["train", "lenet", *options]) == 2
         captured = capsys.readouterr()
         assert message in captured.err
@@ -99,7 +90,7 @@ class TestOutput:
     @pytest.mark.parametrize(
         "options", [["--allreduce", "mesh"], ["--weights", "auto"], ["--epochs", "x"], ["--gpus"]]
     )
-    def test_what_cannot_be_parsed_ends_with_status_2(self, capsys, options):
+    def test_unparsable_options_exit_with_2(self, capsys, options):
         with pytest.raises(SystemExit, match="2"):
             main(["train", "lenet", *options])
         assert options[0] in capsys.readouterr().err
@@ -119,7 +110,7 @@ def offline(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("options", [["--data-dir", "/nope"], ["--dataset", "fashion-mnist"]])
-def test_images_that_were_asked_for_and_are_not_there_end_the_run(capsys, options):
+def test_missing_images_end_the_run(capsys, options):
     assert main(["train", "lenet", *options]) != 0
     captured = capsys.readouterr()
     assert options[1] in captured.err
@@ -134,7 +125,7 @@ def test_the_synthetic_set_is_announced(capsys, caplog):
     assert "garments, 60 training and 20 test images" in capsys.readouterr().out
 
 
-def test_every_choice_of_a_run_is_an_option_and_says_its_default():
+def test_options_match_train_config():
     commands = argparse.ArgumentParser().add_subparsers()
     cli_train.add_parser(commands)
     actions = {action.dest: action for action in commands.choices["train"]._actions}

@@ -53,7 +53,7 @@ from pyringar.train.devices import choose_devices, describe_devices
         ({"devices": "cpu"}, "devices is 'cpu', expected a list"),
     ],
 )
-def test_a_wrong_option_is_named_with_its_value(options, message):
+def test_wrong_options_raise(options, message):
     with pytest.raises(ArgumentError, match=message):
         TrainConfig(**options)
 
@@ -63,19 +63,19 @@ def test_an_unknown_option_of_train_is_named():
         train(2, 64, 0.1, nesterov=True)
 
 
-def test_ranks_come_from_devices_where_only_those_are_given():
+def test_ranks_default_to_devices():
     assert TrainConfig().world_size == 2
     assert TrainConfig(devices=("cpu",) * 3).world_size == 3
     assert TrainConfig(ranks=3, devices=("cpu",) * 3).world_size == 3
 
 
-def test_every_model_has_initial_weights_of_its_own():
+def test_init_depends_on_model():
     assert TrainConfig().init == "he"
     assert TrainConfig(model="resnet18").init == "default"
     assert TrainConfig(model="resnet18", init="book").init == "book"
 
 
-def test_the_linear_schedule_falls_to_zero_in_even_steps():
+def test_linear_schedule_falls_to_zero():
     config = TrainConfig(lr=0.4, lr_schedule="linear")
     rates = [config.lr_at(step, 4) for step in range(5)]
     assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
@@ -100,14 +100,14 @@ class TestDevices:
         monkeypatch.setattr(devices_module, "Communicator", mock.Mock())  # one that can do GPUs
         assert [str(device) for device in choose_devices(ranks)] == expected
 
-    def test_gpus_without_an_engine_are_left_idle_and_that_is_said(self, monkeypatch, caplog):
+    def test_gpus_without_engine_stay_idle(self, monkeypatch, caplog):
         refusal = mock.Mock(side_effect=UnsupportedError("an engine for CPU ranks only"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(devices_module, "Communicator", refusal)
         assert [str(device) for device in choose_devices(2)] == ["cpu", "cpu"]
         assert "the 2 GPUs of this machine stay idle: an engine for CPU ranks only" in caplog.text
 
-    def test_a_device_that_is_not_there_is_no_downgrade(self, monkeypatch):
+    def test_missing_device_raises(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         message = r"devices\[1\] is 'cuda:1', which is not on this machine; .*: cpu, cuda:0$"
         with pytest.raises(ArgumentError, match=message):

@@ -193,7 +193,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
-def test_a_replayed_step_has_the_bits_of_the_eager_one(data, recorder, options):
+def test_replay_has_eager_bits(data, recorder, options):
     options = {"batch_size": 32, "epochs": 1 if "amp" in options else 2, **options}
     replayed = run(data, cuda_graph=True, **options)
     assert recorder.num_warm_ups == (6 if 100 % min(100, options["batch_size"]) else 3)
@@ -215,7 +215,7 @@ def test_synchronised_batch_norm_goes_with_it(data, caller, options):
     assert_same(replayed, run(data, **options))
 
 
-def test_replicas_that_diverge_between_replays_stop_the_training(data, recorder):
+def test_divergence_between_replays_raises(data, recorder):
     steps = []
 
     def slip():
@@ -248,21 +248,21 @@ def test_what_was_captured_is_undone(data, recorder):
 # -- the stand-in can tell -------------------------------------------------------------------------
 
 
-def test_the_recorder_notices_a_learning_rate_of_the_captures(data, recorder, monkeypatch):
+def test_recorder_notices_captured_learning_rate(data, recorder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(step_module, "sgd", lambda params, step_size, *_: sgd(params, 0.1 / 32))
         replayed = run(data, batch_size=32, epochs=1, cuda_graph=True)
     assert replayed.losses != run(data, batch_size=32, epochs=1).losses
 
 
-def test_the_recorder_notices_a_loss_that_is_looked_at(data, recorder, monkeypatch):
+def test_recorder_notices_read_of_loss(data, recorder, monkeypatch):
     monkeypatch.setattr(step_module, "mismatch_flags", lambda params: [params[0][0].sum().item()])
     with pytest.raises(RuntimeError, match=r"the host waits for aten\._local_scalar_dense"):
         run(data, cuda_graph=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_sgd_by_a_tensor_has_the_bits_of_sgd(dtype):
+def test_sgd_with_tensor_has_equal_bits(dtype):
     generator = torch.Generator().manual_seed(3)
     ours = [torch.randn(n, generator=generator).to(dtype).requires_grad_() for n in (1, 33, 1000)]
     theirs = [param.detach().clone().requires_grad_() for param in ours]
@@ -332,7 +332,9 @@ def test_step_reduces_after_join(streams, data):
         return scores
 
     step = EagerStep(
-        *(params, None, lambda: note("reduce")),
+        params,
+        None,
+        lambda: note("reduce"),
         split=lambda X, y: (X.chunk(2), y.chunk(2)),  # noqa: N803
         branches=graph.Branches(torch.device("cuda:0"), 2, score),
     )
@@ -364,7 +366,7 @@ class TestRefusals:
             (["cuda:0"], Trace(), "a trace is wanted, but the host sees one replay"),
         ],
     )
-    def test_ranks_that_do_not_share_a_gpu_and_a_trace(self, devices, trace, message):
+    def test_graph_refuses_several_devices_and_trace(self, devices, trace, message):
         with pytest.raises(ArgumentError, match=message):
             graph.check_ranks([torch.device(device) for device in devices], trace)
         graph.check_ranks([torch.device("cuda:1")] * 3, None)
@@ -416,8 +418,12 @@ class TestOnAGpu:
             {"devices": ["cuda:0"] * 2, "momentum": 0.9, "weights": (1, 0)},
             {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "batchnorm": "sync"},
             {
-                **{"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8},
-                **{"batchnorm": "sync", "amp": True, "epochs": 1},
+                "devices": ["cuda:0"] * 2,
+                "model": "resnet18",
+                "width": 8,
+                "batchnorm": "sync",
+                "amp": True,
+                "epochs": 1,
             },
             {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "channels_last": True},
         ],
@@ -446,7 +452,7 @@ class TestOnAGpu:
         result = run(data, devices=["cuda:1"] * 2, cuda_graph=True, epochs=1)
         assert result.losses[0] > 0
 
-    def test_a_wait_for_the_device_in_the_step_is_named(self, data, monkeypatch):
+    def test_synchronization_in_graph_is_named(self, data, monkeypatch):
         real = EagerStep.__call__
 
         def look(self, *arguments):

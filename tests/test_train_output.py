@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import csv
 import errno
+import itertools
 import json
 import logging
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,7 +91,7 @@ def test_json_is_all_that_stdout_gets(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["epochs"][0]["loss"] is None, "JSON has no NaN"
 
 
-def test_the_parameters_are_loaded_by_the_module_that_is_named(capsys, tmp_path, few_images):
+def test_out_file_loads_into_module(capsys, tmp_path, few_images):
     for command, net in ((["lenet"], LeNet()), (["resnet18", "--width", "4"], resnet18(width=4))):
         path = tmp_path / f"{command[0]}.pt"
         options = ["--epochs", "1", "--batch-size", "25", "--out", str(path)]
@@ -106,9 +108,7 @@ ENDINGS = {"plot": "png", "trace": "json", "out": "pt", "log": "csv"}
 
 @pytest.mark.usefixtures("no_step")
 @pytest.mark.parametrize("name", [*ENDINGS, "save", "resume"])
-def test_what_cannot_be_written_is_refused_by_its_flag_before_a_step(
-    capsys, tmp_path, name, monkeypatch
-):
+def test_unwritable_outputs_raise_before_training(capsys, tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ending = f".{ENDINGS[name]}" if name in ENDINGS else ""
     (tmp_path / f"folder{ending}").mkdir()
@@ -134,7 +134,7 @@ def test_what_cannot_be_written_is_refused_by_its_flag_before_a_step(
 
 @pytest.mark.usefixtures("no_step")
 @pytest.mark.parametrize("target", ["no/x.pt", "link.pt"])
-def test_link_that_cannot_be_followed_is_refused(capsys, tmp_path, target, monkeypatch):
+def test_dangling_link_raises(capsys, tmp_path, target, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link.pt").symlink_to(target)
     assert main([*LENET, "--out", "link.pt"]) == 2
@@ -143,7 +143,7 @@ def test_link_that_cannot_be_followed_is_refused(capsys, tmp_path, target, monke
 
 
 @pytest.mark.usefixtures("no_step")
-def test_file_that_cannot_be_replaced_is_refused(capsys, tmp_path, monkeypatch):
+def test_irreplaceable_file_raises(capsys, tmp_path, monkeypatch):
     path = tmp_path / "m.pt"
     path.write_text("mine")
 
@@ -156,7 +156,7 @@ def test_file_that_cannot_be_replaced_is_refused(capsys, tmp_path, monkeypatch):
     assert path.read_text() == "mine"
 
 
-def test_paths_may_be_at_home_behind_links_long_and_with_spaces(capsys, tmp_path, monkeypatch):
+def test_unusual_paths_are_written(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path.parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent))
@@ -170,7 +170,7 @@ def test_paths_may_be_at_home_behind_links_long_and_with_spaces(capsys, tmp_path
     assert f"out        {tmp_path / long}\n" in capsys.readouterr().out
 
 
-def test_resumed_run_is_traced_and_a_finished_one_is_not(capsys, tmp_path, monkeypatch, caplog):
+def test_trace_of_resumed_and_finished_runs(capsys, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trainer_module, "_TRACED_STEPS", 3)
     monkeypatch.chdir(tmp_path)
     files = ["--trace", "t.json", "--out", "m.pt"]
@@ -187,7 +187,7 @@ def test_resumed_run_is_traced_and_a_finished_one_is_not(capsys, tmp_path, monke
     assert (tmp_path / "m.pt").exists()
 
 
-def test_library_error_at_the_end_loses_no_result(capsys, tmp_path, monkeypatch):
+def test_library_error_keeps_other_outputs(capsys, tmp_path, monkeypatch):
     def refuse(*_):
         raise ArgumentError("step is None")
 
@@ -200,7 +200,7 @@ def test_library_error_at_the_end_loses_no_result(capsys, tmp_path, monkeypatch)
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
-def test_what_differs_from_a_checkpoint_is_named_as_it_was_typed(capsys, tmp_path, monkeypatch):
+def test_resume_errors_name_the_flag(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*LENET, "--weights", "3,1", "--no-overlap", "--save", "run"]) == 0
     for options, words in [
@@ -215,7 +215,7 @@ def test_what_differs_from_a_checkpoint_is_named_as_it_was_typed(capsys, tmp_pat
 
 
 @pytest.mark.usefixtures("no_step")
-def test_checks_leave_files_as_they_are(capsys, tmp_path):
+def test_checks_change_no_file(capsys, tmp_path):
     plot, log = tmp_path / "p.png", tmp_path / "l.csv"
     log.write_text("mine")
     assert main([*LENET, "--log", str(log), "--plot", str(plot), "--out", "/proc/x.pt"]) != 0
@@ -223,7 +223,7 @@ def test_checks_leave_files_as_they_are(capsys, tmp_path):
     assert not plot.exists()
 
 
-def test_what_fails_at_the_end_loses_no_result(capsys, tmp_path, monkeypatch):
+def test_full_disk_keeps_other_outputs(capsys, tmp_path, monkeypatch):
     log, plot, out = tmp_path / "l.csv", tmp_path / "p.png", tmp_path / "m.pt"
     out.write_text("an older one")
 
@@ -243,7 +243,7 @@ def test_what_fails_at_the_end_loses_no_result(capsys, tmp_path, monkeypatch):
     assert out.read_text() == "an older one"
 
 
-def test_a_training_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, monkeypatch, caplog):
+def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, caplog):
     options = [*LENET, "--weights", "3,1", "--no-overlap", "--log", str(tmp_path / "l.csv")]
     folder = str(tmp_path / "my run")
     assert main(options) == 0
@@ -282,7 +282,7 @@ def test_a_training_that_was_interrupted_says_how_to_go_on(capsys, tmp_path, mon
     ],
     ids=lambda options: " ".join(options)[:30],
 )
-def test_every_line_fits_80_columns(capsys, tmp_path, monkeypatch, options):
+def test_lines_fit_80_columns(capsys, tmp_path, monkeypatch, options):
     monkeypatch.chdir(tmp_path)
     files = ["--plot", "p.png", "--out", "m.pt", "--log", "l.csv", "--save", "run"]
     assert main(["train", *options, "--epochs", "1", "--batch-size", "75", *files]) == 0
@@ -294,11 +294,12 @@ def test_every_line_fits_80_columns(capsys, tmp_path, monkeypatch, options):
     assert ("bytes" in out) != alone
 
 
-def test_progress_in_a_pipe_is_a_line_now_and_then(caplog, monkeypatch):
+def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     main(LENET)
     assert not caplog.records, "not in an epoch that is over at once"
-    monkeypatch.setattr(train_output, "_PROGRESS_EVERY_S", 0)
+    clock = itertools.count(0, 4)
+    monkeypatch.setattr(train_output, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     main(LENET)
     told = [record.getMessage() for record in caplog.records]
-    assert told == [f"epoch {epoch}: step {step} of 4" for epoch in (1, 2) for step in (1, 2, 3, 4)]
+    assert told == ["epoch 1: step 3 of 4", "epoch 2: step 3 of 4"]

@@ -35,7 +35,7 @@ def as_rank(rank, world_size, store, options):
     group = Processes(config, store, rank, world_size)
     with Trainer(config, garments(75, 30), group=group) as trainer:
         result = trainer.run()
-    return result.curve, result.losses, result.params, result.state, result.line, group.digest
+    return result.curve, result.losses, result.params, result.state, str(result), group.digest
 
 
 RUNS = {
@@ -64,7 +64,7 @@ MORE_RUNS = {
         *(pytest.param(o, id=name, marks=pytest.mark.slow) for name, o in MORE_RUNS.items()),
     ],
 )
-def test_the_bits_of_one_process_with_all_ranks(pool, options):
+def test_processes_have_bits_of_one_process(pool, options):
     alone = run(garments(75, 30), ranks=2, **options)
     answers = pool.check(as_rank, options)
     for curve, losses, params, state, line, digest in answers:
@@ -89,7 +89,7 @@ def diverge_as_rank(rank, world_size, store):
     return str(caught.value)
 
 
-def test_parameters_that_differ_stop_the_training_on_all_ranks(pool):
+def test_divergence_raises_on_all_ranks(pool):
     for text in pool.check(diverge_as_rank):
         assert "the parameters of ranks [1] differ from rank 0's" in text
 
@@ -137,7 +137,7 @@ def load_as_rank(rank, world_size, store, outcome):
     return times
 
 
-def test_rank_0_loads_before_the_others_which_learn_if_it_could_not(pool):
+def test_rank_0_loads_first(pool):
     first, second = pool.check(load_as_rank, "works")
     assert first[1] <= second[0]
     first, second = pool.check(load_as_rank, "fails")
@@ -161,10 +161,8 @@ def torchrun(*arguments, nproc=2, timeout_s=110):
 @pytest.mark.slow  # its bits are those of the ranks above
 def test_the_command_under_torchrun(tmp_path):
     plot, trace = tmp_path / "curve.png", tmp_path / "trace.json"
-    done = torchrun(
-        *("lenet", "--dataset", "synthetic", "--epochs", "1", "--batch-size", "1000"),
-        *("--plot", str(plot), "--trace", str(trace)),
-    )
+    options = ["--dataset", "synthetic", "--epochs", "1", "--batch-size", "1000"]
+    done = torchrun("lenet", *options, "--plot", str(plot), "--trace", str(trace))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sum(line.startswith("model ") for line in lines) == 1, "rank 0 alone prints"

@@ -27,7 +27,8 @@ def gate():
     """All ranks and seeds of the gate; seed 0 is slow, others are thorough."""
     return [
         pytest.param(
-            *(k, seed),
+            k,
+            seed,
             id=f"{k}ranks-seed{seed}",
             marks=pytest.mark.thorough if seed else pytest.mark.slow,
         )
@@ -62,7 +63,7 @@ def test_lenet_learns_synthetic_images(num_ranks, seed):
     assert_learned(run(garments(1500, 400), ranks=num_ranks, seed=seed, **RECIPE), 0.83, 0.30)
 
 
-def test_a_run_repeats_itself_bit_by_bit_and_leaves_its_start_alone(small):
+def test_run_repeats_bit_by_bit(small):
     first, second = (run(small, ranks=3, epochs=2, seed=4) for _ in range(2))
     check_replicas_equal([first.params, second.params])
     assert first.curve == second.curve
@@ -73,7 +74,7 @@ def test_a_run_repeats_itself_bit_by_bit_and_leaves_its_start_alone(small):
 
 
 @pytest.mark.slow
-def test_runs_on_1_2_and_5_ranks_agree_in_float64(small):
+def test_rank_counts_agree_in_float64(small):
     options = {"dtype": "float64", "epochs": 2, "batch_size": 24}
     alone = run(small, ranks=1, **options)
     for more in ({"ranks": 2}, {"ranks": 5, "allreduce": "ring"}, {"ranks": 2, "weights": (3, 1)}):
@@ -133,17 +134,16 @@ def test_compiled_model_trains(model):
 @pytest.mark.parametrize("allreduce", ["auto", "fused", "direct", "ring", "sharded", "naive"])
 def test_the_result_says_what_ran(small, allreduce):
     result = run(small, ranks=4, epochs=2, allreduce=allreduce)
-    assert re.match(LINE, result.line)
-    assert str(result) == result.line
-    assert result.line.endswith("on [cpu x 4 ranks]")
+    assert re.match(LINE, str(result))
+    assert str(result).endswith("on [cpu x 4 ranks]")
     assert result.plan.algorithm == ("fused" if allreduce == "auto" else allreduce)
     assert result.data == "garments, 200 training and 100 test images"
     assert [epoch.epoch for epoch in result.epochs] == [1, 2]
-    assert result.line.startswith(f"test acc: {result.curve[-1]:.2f}, ")
+    assert str(result).startswith(f"test acc: {result.curve[-1]:.2f}, ")
     assert all(seconds > 0 for seconds in result.seconds)
 
 
-def test_diverging_replicas_stop_the_training_and_name_the_step(small, monkeypatch):
+def test_divergence_names_the_step(small, monkeypatch):
     real, steps = step_module.mismatch_flags, []
 
     def flags_after_a_slip(replicas):
@@ -160,13 +160,7 @@ def test_diverging_replicas_stop_the_training_and_name_the_step(small, monkeypat
     assert len(steps) == 3
 
 
-def test_a_loss_that_blows_up_is_reported(small, caplog):
-    result = run(small, ranks=2, lr=1e6, epochs=1)
-    assert not torch.tensor(result.losses[-1]).isfinite()
-    assert "learning rate 1e+06 is too high" in caplog.text
-
-
-def test_a_run_too_short_for_the_books_initial_weights_is_reported(small, caplog):
+def test_book_init_warns_of_plateau(small, caplog):
     run(small, init="book", epochs=1)
     assert "at chance for some 350 steps; this run has 4" in caplog.text
     caplog.clear()
@@ -174,7 +168,7 @@ def test_a_run_too_short_for_the_books_initial_weights_is_reported(small, caplog
     assert not caplog.records
 
 
-def test_a_missing_device_fails_before_any_data_is_loaded(monkeypatch):
+def test_missing_device_raises_before_loading(monkeypatch):
     monkeypatch.setattr(trainer_module, "load_data", None)
     with pytest.raises(ArgumentError, match=r"devices\[0\] is 'cuda:93'.*there are: cpu"):
         train(1, 64, 0.1, devices=["cuda:93"])

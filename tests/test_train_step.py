@@ -59,7 +59,7 @@ def test_gradient_is_the_same_for_any_split(weights):
     assert relative_error(found, gradient(images, labels, torch.float64)) < 1e-13
 
 
-def test_a_short_batch_is_divided_by_its_own_size():
+def test_short_batch_uses_own_size():
     images, labels = batch_of(5, torch.float64)
     replicas = make_replicas(2, torch.float64)
     before = [param.detach().clone() for param in replicas[0]]
@@ -70,7 +70,7 @@ def test_a_short_batch_is_divided_by_its_own_size():
 
 
 @pytest.mark.parametrize("n", [1, 3, 7])
-def test_ranks_without_a_sample_take_part_from_the_first_step_on(n):
+def test_ranks_without_samples_take_part(n):
     images, labels = batch_of(n, torch.float64)
     replicas = make_replicas(8, torch.float64)
     losses = train_batch(images, labels, replicas, ["cpu"] * 8, lr=0.1)
@@ -119,7 +119,7 @@ def trained_alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_240_steps_in_float64_agree_with_those_of_one_rank(num_ranks, trained_alone):
+def test_240_float64_steps_match_one_rank(num_ranks, trained_alone):
     start = [param.detach() for param in make_replicas(1, torch.float64)[0]]
     assert relative_error(trained_alone, start) > 0.01, "went nowhere: the comparison is empty"
     found = trajectory(num_ranks, 240, torch.float64)
@@ -135,7 +135,7 @@ def test_algorithms_in_rank_order_give_equal_bits(dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"bucket_cap_mb": 0.05}])
-def test_a_bucketer_gives_the_bits_of_one_call(options):
+def test_bucketer_has_bits_of_one_call(options):
     images, labels = batch_of(26)
     ours, theirs = make_replicas(3), make_replicas(3)
 
@@ -152,7 +152,7 @@ def test_a_bucketer_gives_the_bits_of_one_call(options):
             check_replicas_equal([*ours, *theirs])
 
 
-def test_the_ring_keeps_replicas_equal_and_repeats_itself():
+def test_ring_repeats_bit_by_bit():
     first = trajectory(4, 10, torch.float32, "ring", "any")
     check_replicas_equal([first, trajectory(4, 10, torch.float32, "ring", "any")])
 
@@ -175,10 +175,9 @@ def test_sgd_rounds_the_product_before_it_subtracts():
 )
 def test_wrong_arguments_are_named(num_images, num_labels, num_ranks, message):
     images, labels = batch_of(4)
+    replicas = make_replicas(2)
     with pytest.raises(ArgumentError, match=message):
-        train_batch(
-            *(images[:num_images], labels[:num_labels], make_replicas(2), ["cpu"] * num_ranks, 0.1)
-        )
+        train_batch(images[:num_images], labels[:num_labels], replicas, ["cpu"] * num_ranks, 0.1)
 
 
 class TestLenet:
@@ -196,7 +195,7 @@ class TestLenet:
         for weight, inputs in ((params[2], 20 * 25), (params[4], 800)):
             assert float(weight.var() * inputs) == pytest.approx(2, rel=0.03)
 
-    def test_a_seed_gives_the_same_numbers_in_every_dtype(self):
+    def test_seed_gives_equal_numbers_per_dtype(self):
         double, single = (
             lenet_params(generator=torch.Generator().manual_seed(7), dtype=dtype)
             for dtype in (torch.float64, torch.float32)

@@ -26,22 +26,16 @@ __all__ = ["main"]
 _COMMANDS = ("train", "run", "trace", "info", "build", "check", "audit")
 # As shells name the end by a signal: 128 and its number.
 _INTERRUPTED, _NO_READER = 130, 141
-# What a file that cannot be written fails with; one without a name is stdout.
+# Errors of writing a file; an error without a file name is about stdout.
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: Its arguments; those of the process if None.
+    """Run the command line; ``argv`` defaults to the arguments of the process.
 
     Returns:
-        The exit status: 0 fine, 1 failed, 2 wrong arguments, 130 interrupted, 141 nobody reads
-        what is printed.
-
-    Raises:
-        SystemExit: With it, after ``--help``, ``--version`` and where the arguments cannot be read.
+        The exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted, 141 the reader of
+        stdout closed it. After ``--help``, ``--version`` and a parsing error: SystemExit.
     """
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv and argv[0] in _COMMANDS else ""
@@ -98,7 +92,7 @@ def _run(argv: Sequence[str], names: Sequence[str]) -> int:
 
 
 def _show_log() -> None:
-    """Show what the library logs, and leave the root's loggers to the programs that it runs."""
+    """Show the library's log on stderr, without changing the root logger."""
     logger = logging.getLogger("pyringar")
     logger.setLevel(logging.INFO)
     if not logger.handlers and not logging.root.handlers:
@@ -114,6 +108,6 @@ def _fail(prog: str, message: str, status: int) -> int:
 
 
 def _forget_stdout() -> None:
-    """Let what could not be printed go where Python, as it ends, prints it without an error."""
-    with contextlib.suppress(OSError, ValueError):  # no file at all, but a test's or a notebook's
+    """Replace stdout by /dev/null, so that Python's last flush succeeds."""
+    with contextlib.suppress(OSError, ValueError):  # stdout of a test or a notebook is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pyringar.cli.parser import add_json_option
@@ -14,14 +14,9 @@ from pyringar.cli.text import paragraph, why_no_gpu
 from pyringar.engine import build, load
 from pyringar.errors import CompilerNotFoundError
 
-__all__ = ["add_parser", "kernel_table", "run"]
+__all__ = ["add_parser", "run"]
 
 _RECORDED = ("compiler", "flags", "nvcc", "archs", "kernels", "build_s")
-_KERNEL_COLUMNS = {
-    **{"arch": "arch", "registers": "registers", "stack_bytes": "stack B"},
-    **{"spill_store_bytes": "spill stores B", "spill_load_bytes": "spill loads B"},
-    "name": "kernel",
-}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -44,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="show the compilers' commands and output, and each kernel's registers and spills",
+        help="show the compilers' commands and output",
     )
     add_json_option(parser)
     parser.set_defaults(run=run)
@@ -57,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     def tell(name: str, found: dict[str, Any] | str) -> None:
         facts[name] = found
         if not args.json:
-            print("\n".join(_render(name, found, verbose=args.verbose)), flush=True)
+            print("\n".join(_render(name, found)), flush=True)
 
     tell("engine", _build(build.CPU, args))
     # With --cuda, too: the build imports no torch, but asks one that is there for its GPUs.
@@ -89,7 +84,7 @@ def _build(kind: build.EngineKind, args: argparse.Namespace) -> dict[str, Any]:
     return {"path": str(engine.path), **recorded, "origin": engine.origin, "seconds": seconds}
 
 
-def _render(name: str, found: dict[str, Any] | str, *, verbose: bool) -> Iterator[str]:
+def _render(name: str, found: dict[str, Any] | str) -> Iterator[str]:
     """Yield the lines that are printed of an engine: where it is, what compiled it, how long."""
     if isinstance(found, str):
         yield paragraph(found, name)
@@ -100,21 +95,8 @@ def _render(name: str, found: dict[str, Any] | str, *, verbose: bool) -> Iterato
     if "nvcc" in found:
         yield paragraph(found["nvcc"], "nvcc")
         yield paragraph(", ".join(found["archs"]), "archs")
-        if verbose:
-            yield from kernel_table(found["kernels"])
     if found["origin"] == "built":
         yield f"time       {found['build_s']:.1f} s"
     else:
         where = found["origin"]
         yield f"time       {found['seconds']:.2f} s: it was there ({where}); --force compiles again"
-
-
-def kernel_table(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table of the kernels in a build's record, their names last."""
-    rows = [[str(kernel[key]) for key in _KERNEL_COLUMNS] for kernel in kernels]
-    rows.insert(0, list(_KERNEL_COLUMNS.values()))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([*map(str.rjust, row[:-1], widths), row[-1]])  # names are long: not padded
-        for row in rows
-    ]

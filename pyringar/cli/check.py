@@ -29,9 +29,8 @@ runs the code that it grades, with your rights, each solution in a process of
 its own. Grade a stranger's in a container or as a user of its own."""
 _EPILOG = """\
 FUNCTION is called with a list of tensors, one per rank, like the book's
-allreduce(data), and must leave their sum in every one of them. Of a DIR all
-*.py in it and in its folders are graded, also behind links, without hidden
-ones.
+allreduce(data), and must leave their sum in every one of them. A DIR stands
+for all *.py in it and in its folders, except hidden files and folders.
 
 Exit status: 0 all required properties pass, 1 one fails, 2 wrong arguments
 (a device or a file that is not there; the only solution cannot be loaded and
@@ -154,11 +153,7 @@ def _grade_class(
 
 
 def shower(prog: str) -> Callable[[bytes], None]:
-    """Return a function that shows the beginning of a solution's prints on stderr.
-
-    Args:
-        prog: The command, which says that there were more.
-    """
+    """Return a function that shows the beginning of a solution's prints on stderr."""
     left = _MAX_SHOWN_BYTES
 
     def show(text: bytes) -> None:
@@ -204,34 +199,22 @@ def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
 
 
 def _python_files(folder: str) -> Iterator[str]:
-    """Yield a folder's files, also behind links; no folder twice, for links may lead in circles."""
+    """Yield the files of a folder and of the folders in it."""
 
     def refuse(error: OSError) -> None:
         raise ArgumentError(f"the folder '{error.filename}' cannot be read: {error.strerror}")
 
-    seen: set[str] = set()
-    for where, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        real = os.path.realpath(where)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = [f for f in folders if f[0] != "." and f != "__pycache__"]
-        folders.sort(key=lambda f: (os.path.islink(os.path.join(where, f)), f))
+    for where, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
         for name in files:
             if name.endswith(".py") and name[0] != ".":
                 yield os.path.normpath(os.path.join(where, name))
 
 
 def target_of(text: str, function: str) -> Target:
-    """Return what ``MODULE:FUNCTION``, ``FILE.py:FUNCTION`` or ``FILE.py`` names.
+    """Return the target ``MODULE:FUNCTION``, ``FILE.py:FUNCTION`` or ``FILE.py``.
 
-    Args:
-        text: That.
-        function: The function of a file without one.
-
-    Raises:
-        ArgumentError: It is none of these, or there is no such file.
+    ``function`` is the name of the function for the last form.
     """
     from pyringar.grading.solution import Target
 

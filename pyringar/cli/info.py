@@ -22,14 +22,14 @@ from pyringar.errors import CompilerNotFoundError, RingarError
 
 __all__ = ["add_parser", "gather", "run"]
 
-ENVIRONMENT = {
-    "PYRINGAR_CACHE_DIR": "where engines are kept",
-    "CXX": "the C++ compiler",
-    "PYRINGAR_NVCC": "the CUDA compiler",
-    "PYRINGAR_CUDA_ARCHS": "GPU architectures to compile for: '9.0', '8.0;9.0+PTX', 'all'",
-    "PYRINGAR_PREBUILD": "1: a wheel that is made holds the engine, compiled for any CPU",
-    "PYRINGAR_NODE_ID": "which ranks share this machine",
-}
+ENVIRONMENT = (
+    "PYRINGAR_CACHE_DIR",
+    "CXX",
+    "PYRINGAR_NVCC",
+    "PYRINGAR_CUDA_ARCHS",
+    "PYRINGAR_PREBUILD",
+    "PYRINGAR_NODE_ID",
+)
 
 # Columns: 80 in all, unless a path is longer.
 _NAME_WIDTH = max(map(len, ENVIRONMENT))
@@ -71,7 +71,7 @@ def gather() -> dict[str, dict[str, Any]]:
 
 
 def _told(fact: Callable[[], Any]) -> Any:
-    """Return ``fact()``, or its pyringar error as text: a report is made even where things fail."""
+    """Return ``fact()``, or its pyringar error as text, so that a failure ends no report."""
     try:
         return fact()
     except RingarError as error:
@@ -131,7 +131,7 @@ def _cache() -> str:
 
 
 def _engine(kind: build.EngineKind) -> str | dict[str, Any]:
-    """Return what is built for this machine, and what the engine says of itself."""
+    """Return the facts about the engine that is built for this machine."""
     engine = build.find_engine(build.Recipe(kind=kind))
     if engine is None:
         if kind.cuda and (why := why_no_gpu()):
@@ -174,7 +174,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _peers() -> dict[str, Any]:
-    """Say which device reads and writes which other one's memory: row reaches column."""
+    """Return which GPUs access the memory of which others, by row and column."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -190,7 +190,7 @@ def _peers() -> dict[str, Any]:
 
 
 def _probed_links(count: int) -> dict[tuple[int, int], str]:
-    """Return what the CUDA engine found with real data; nothing where it is not built yet."""
+    """Return the links that the CUDA engine tested with data; empty if it is not built."""
     if count < 2 or build.find_engine(build.Recipe(kind=build.CUDA)) is None:
         return {}
     words = {(True, True): "yes, probed", (True, False): "says yes, delivers wrong data: not used"}

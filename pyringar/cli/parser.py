@@ -1,4 +1,4 @@
-"""A command's parser: one line that names the flag where something is wrong with it."""
+"""Parser of a command, whose errors are one line that names the option."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _number(text: str) -> float:
 class Parser(argparse.ArgumentParser):
     """Read a command's arguments.
 
-    Unlike argparse's own: options are not abbreviated, as those of tomorrow may begin alike; a
-    mistake is one line, which names the nearest option or choice, and not the whole usage.
+    Unlike in argparse, options cannot be abbreviated, and an error is one line that suggests the
+    nearest option or choice.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own lets no failure be known.
+        # argparse ignores errors of writing.
         print(message, end="", file=file)
 
     def error(self, message: str) -> NoReturn:
@@ -57,11 +57,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End because of arguments that mean nothing here.
-
-        Args:
-            unknown: Those arguments.
-        """
+        """End with an error that names the first unknown argument."""
         first = unknown[0].partition("=")[0]
         if first.startswith("-"):
             self.error(f"there is no option {first}{did_you_mean(first, self.flags().values())}")
@@ -76,11 +72,9 @@ class Parser(argparse.ArgumentParser):
         }
 
     def with_flag(self, message: str) -> str:
-        """Return a message about an argument as one about the option that gave it.
+        """Replace the argument's name at the beginning of an error message by its option.
 
-        Args:
-            message: Of an error of the library, which begins with the argument's name, and may
-                advise another one as in ``with resume='run'``.
+        The name in advice such as ``with resume='run'`` is replaced too.
         """
         negated = {action.dest for action in self._actions if action.const is False}
         flags = {dest: flag for dest, flag in self.flags().items() if dest not in negated}
@@ -90,11 +84,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_json_option(parser: Any) -> None:
-    """Add ``--json``, which means the same in every command.
-
-    Args:
-        parser: Or a group of its options.
-    """
+    """Add ``--json`` to a parser or to a group of its options."""
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document instead, on stdout"
     )

@@ -1,4 +1,4 @@
-"""Check before minutes of work that an output can be written."""
+"""Check at the start of a command that its output files can be written."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ from pathlib import Path
 
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["check_output_dir", "check_output_path"]
+__all__ = ["check_output_path"]
 
 
 def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Path:
-    """Check that a file can be written or replaced. An old file stays as it is.
+    """Check that a file with a suffix can be written, and return its path with ``~`` expanded.
 
-    Args:
-        option: The flag, for messages.
-        path: A file that ends in ``suffix``, in a folder that exists.
-        suffix: ``".png"`` needs matplotlib.
-
-    Returns:
-        The path, ``~`` expanded.
-
-    Raises:
-        ArgumentError: It cannot be written, it is a folder, or it has another suffix.
-        UnsupportedError: It is a picture, and matplotlib cannot be imported.
+    An old file stays as it is. For ``".png"`` matplotlib must be installed.
     """
     if not str(path):
         raise ArgumentError(f"{option} is '', expected a file name")
@@ -43,22 +33,8 @@ def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Pa
     return path
 
 
-def check_output_dir(option: str, path: str | Path) -> None:
-    """Check that files can be written to a folder.
-
-    Raises:
-        ArgumentError: They cannot; names the flag.
-    """
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        reason = error.strerror
-        raise ArgumentError(f"{option} is '{path}', which cannot be written: {reason}") from None
-
-
 def _try_to_write(option: str, path: Path) -> None:
-    """Open the file, and make one beside it, as writing it later does."""
+    """Open the file, and make a temporary one beside it, since files are replaced atomically."""
     try:
         target = Path(os.path.realpath(path))  # of a link, which may lead to no file yet
         if not path.parent.is_dir():
@@ -68,7 +44,8 @@ def _try_to_write(option: str, path: Path) -> None:
         else:
             target.open("xb").close()
             target.unlink()
-        check_output_dir(option, target.parent)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
     except ArgumentError:
         raise
     except (OSError, ValueError) as error:

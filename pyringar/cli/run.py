@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with as_program(args.script, args.arguments, is_module=args.is_module) as program:
             launch(
-                *(program, args.ranks),
+                program,
+                args.ranks,
                 devices=devices,
                 parallel=args.parallel,
                 seed=args.seed,

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import textwrap
 
-__all__ = ["COLUMNS", "paragraph", "why_no_gpu"]
+__all__ = ["paragraph", "why_no_gpu"]
 
-COLUMNS = 80
+_COLUMNS = 80
 _LABEL = 11  # columns
 
 
 def paragraph(text: str, label: str = "") -> str:
-    """Return text in lines that fit a terminal, beside its label; words stay whole.
-
-    Args:
-        text: Words with spaces between.
-        label: Of up to 10 letters; without one, the lines are indented a little.
-    """
+    """Wrap text to the width of a terminal, beside a label of up to 10 letters."""
     return textwrap.fill(
         text,
-        COLUMNS,
+        _COLUMNS,
         initial_indent=f"{label:<{_LABEL}}" if label else "",
         subsequent_indent=" " * (_LABEL if label else 2),
         break_on_hyphens=False,

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 from pyringar.cli.parser import add_json_option
-from pyringar.cli.paths import check_output_path
 
 __all__ = ["add_parser", "run"]
 
@@ -22,18 +21,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("file", metavar="FILE.json", help="written by pyringar train --trace")
     add_json_option(parser)
-    parser.add_argument("--timeline", metavar="FILE.png", help="draw the last step as a picture")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tables; draw the picture."""
+    """Print the tables."""
     from pyringar.train.trace import Trace
 
-    if args.timeline is not None:
-        args.timeline = check_output_path("--timeline", args.timeline)
     trace = Trace.load(args.file)
-    if args.timeline is not None:
-        trace.plot(args.timeline)
     print(json.dumps(trace.as_json(), indent=2) if args.json else trace)
     return 0

@@ -59,8 +59,8 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
         "allreduce": ("how gradients are summed", {}),
         "shards": (
-            "cut every batch into as many shards, each computed by itself: the same bits on any "
-            "number of ranks that each get a power of two of them",
+            "cut every batch into N shards, each computed alone: the same bits on any number of "
+            "ranks that get a power of two of shards each",
             _COUNT,
         ),
         "weights": (
@@ -72,7 +72,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {"type": float, "metavar": "MB"},
         ),
         "no_overlap": (
-            "sum gradients after backward, not while it goes on",
+            "sum gradients after backward, not during it",
             {"dest": "overlap", "action": "store_false"},
         ),
         "compile": ("let torch compile the model; overlap is lost", _FLAG),
@@ -86,7 +86,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "batch_size": ("images a step, all ranks together", _COUNT),
         "lr": ("learning rate", {"type": float}),
         "lr_schedule": ("linear falls to 0 over all steps, constant is as in the book", {}),
-        "momentum": ("share of the step before that each step goes on with", {"type": float}),
+        "momentum": ("share of the last step that each step adds", {"type": float}),
         "init": (
             "initial weights: by the number of inputs (he), 0.01 as in the book, or for resnet18 "
             "torch's default",
@@ -101,18 +101,17 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "batchnorm": ("normalise by every rank's own samples, or by the whole batch", {}),
     },
     "data": {
-        "dataset": ("auto takes synthetic images where Fashion-MNIST cannot be had", {}),
+        "dataset": ("auto: synthetic images if Fashion-MNIST is not available", {}),
         "data_dir": (
-            "holds FashionMNIST/raw, or gets it by download (the user's data folder)",
+            "folder of FashionMNIST/raw, or of its download (the user's data folder)",
             {"metavar": "DIR"},
         ),
     },
     "output": {
         "save": ("write a checkpoint after every epoch and on Ctrl-C", {"metavar": "DIR"}),
         "resume": (
-            "go on from the checkpoint in DIR, with the bits of a run that was never stopped if "
-            "torch and its number of threads are the same, and save there; the other options as "
-            "before, but --epochs may be more",
+            "resume from the checkpoint in DIR and save there, with the bits of a run that was "
+            "never stopped; give the same other options, but --epochs may grow",
             {"metavar": "DIR"},
         ),
         "out": (
@@ -127,7 +126,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             _FLAG,
         ),
         "trace": (
-            "write what the first 100 steps did and when, for ui.perfetto.dev and pyringar trace",
+            "write a timeline of the first 100 steps, for ui.perfetto.dev and pyringar trace",
             {"metavar": "FILE.json"},
         ),
     },
@@ -206,7 +205,7 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
                 print(f"{'save':<10} {trainer.checkpoint_dir}")
             outputs.write(result, trace)
         finally:
-            print(paragraph(result.line))
+            print(paragraph(str(result)))
     return outputs, result
 
 
@@ -228,7 +227,7 @@ def _train(trainer: Trainer, outputs: Outputs, is_live: bool) -> TrainResult:
     """Train, with a line per epoch on stdout, and a log and a live plot if asked for."""
     from pyringar.train.plots import LivePlot
 
-    progress = Progress(trainer, is_live)
+    progress = Progress(trainer)
     plot = LivePlot(trainer.config.epochs, where="text") if is_live else None
 
     def tell(epoch: EpochResult) -> None:
@@ -239,5 +238,5 @@ def _train(trainer: Trainer, outputs: Outputs, is_live: bool) -> TrainResult:
         if plot is not None:
             plot(epoch)
 
-    with plot or nullcontext(), closing(progress):
+    with plot or nullcontext():
         return trainer.run(on_step=progress.step, on_epoch=tell)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -83,58 +82,30 @@ def _facts(trainer: Trainer) -> dict[str, str]:
 
 
 class Progress:
-    """Shows steps: a bar in a terminal, elsewhere a line on stderr now and then.
+    """Logs a line about the current step every 10 seconds."""
 
-    Args:
-        trainer: The run.
-        is_live: Whether a plot is drawn: then there is no bar.
-    """
-
-    def __init__(self, trainer: Trainer, is_live: bool) -> None:
-        from tqdm import tqdm
-
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._bar: Any = tqdm(
-            total=trainer.config.epochs * trainer.steps_per_epoch,
-            initial=trainer.step,
-            unit="step",
-            leave=False,
-            disable=is_live or not sys.stderr.isatty(),
-        )
-        self._is_live = is_live
-        self._told_s = time.monotonic()
+        self._logged_s = time.monotonic()
 
     def step(self) -> None:
-        """Count a step."""
-        self._bar.update()
+        """Log the number of the step, unless a line was printed in the last 10 seconds."""
         now_s = time.monotonic()
-        if self._bar.disable and not self._is_live and now_s - self._told_s >= _PROGRESS_EVERY_S:
-            self._told_s = now_s
+        if now_s - self._logged_s >= _PROGRESS_EVERY_S:
+            self._logged_s = now_s
             per_epoch = self._trainer.steps_per_epoch
             epoch, step = divmod(self._trainer.step - 1, per_epoch)
             logger.info("epoch %d: step %d of %d", epoch + 1, step + 1, per_epoch)
 
     def print_epoch(self, epoch: EpochResult) -> None:
-        """Print a line of the table, above the bar if there is one."""
-        line = f"{epoch.epoch:5d}  {epoch.loss:7.4f}  {epoch.accuracy:6.3f}  {epoch.seconds:7.2f}"
-        self._bar.write(line, file=sys.stdout)
-        sys.stdout.flush()
-        self._told_s = time.monotonic()
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._bar.close()
+        """Print a line of the table."""
+        row = f"{epoch.epoch:5d}  {epoch.loss:7.4f}  {epoch.accuracy:6.3f}  {epoch.seconds:7.2f}"
+        print(row, flush=True)
+        self._logged_s = time.monotonic()
 
 
 class Outputs:
-    """The files of a run: checked before it starts; errors of writing are raised at its end.
-
-    Args:
-        paths: By option.
-
-    Raises:
-        ArgumentError: A file cannot be written; names the flag.
-    """
+    """The files of a run: checked before it starts; errors of writing are raised at its end."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self._paths = {
@@ -187,11 +158,7 @@ class Outputs:
                 self._log.close()
 
     def check(self) -> None:
-        """Raise if a file could not be written.
-
-        Raises:
-            RingarError: Names the flags and the reasons.
-        """
+        """Raise RingarError if a file could not be written."""
         if self._failures:
             raise RingarError("; ".join(self._failures.values()))
 

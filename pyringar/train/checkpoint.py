@@ -11,7 +11,7 @@ import io
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,60 +38,37 @@ __all__ = [
 _FILE = "checkpoint.bin"
 _FIRST_LINE = b"pyringar checkpoint 2\n"
 _DIGEST_BYTES = 32
-# The options that decide the bits of a run, beside its ranks and images.
-_RECIPE = (
-    *("model", "width", "batchnorm", "init", "seed", "dtype", "amp", "compile", "channels_last"),
-    *("batch_size", "lr", "lr_schedule", "momentum", "bucket_cap_mb", "overlap", "shards"),
-    "weights",
-)
+# Options that do not decide the bits of a run, or that the recipe describes by other words.
+_FREE = {"ranks", "devices", "allreduce", "epochs", "dataset", "data_dir", "cuda_graph"}
+_RECIPE = ("model", *(field.name for field in fields(TrainConfig) if field.name not in _FREE))
 
 
 @dataclass
 class EpochProgress:
-    """Progress within an epoch.
+    """Finished steps of an epoch, and their time."""
 
-    Attributes:
-        shuffle: State of the generator of the images' order, at the epoch's beginning.
-        steps: Steps done.
-        seconds: Their time.
-    """
-
-    shuffle: Tensor
+    shuffle: Tensor  # state of the generator of the images' order before the epoch
     steps: int = 0
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after one of its steps.
+    """The state of a run after one of its steps."""
 
-    Attributes:
-        recipe: The options that decide the bits of the run: see `recipe_of`.
-        setting: Version and number of threads of torch, which decide them too.
-        num_epochs: Epochs of the whole run.
-        epochs: Number, loss, accuracy and seconds of each finished epoch.
-        epoch_steps: Finished steps of the current epoch.
-        epoch_seconds: Their time.
-        images: Digest of the images.
-        data: Description of the images, for people.
-        order: Order in which ranks are added: ``"rank"``, ``"ring"``, ``"machine"`` or ``"tree"``.
-        shuffle: State of the generator of the images' order, at the epoch's beginning.
-        params: The parameters, equal on all ranks.
-        rank_tensors: For every rank, the summed loss of the current epoch, the buffers, and the
-            momentum buffers. With shards these are equal on all ranks and stored once.
-    """
-
-    recipe: dict[str, Any]
-    setting: dict[str, Any]
-    num_epochs: int
-    epochs: list[list[float]]
-    epoch_steps: int
-    epoch_seconds: float
-    images: str
-    data: str
-    order: str
-    shuffle: Tensor
-    params: list[Tensor]
+    recipe: dict[str, Any]  # options that decide the bits of the run: see `recipe_of`
+    setting: dict[str, Any]  # version and number of threads of torch, which decide them too
+    num_epochs: int  # of the whole run
+    epochs: list[list[float]]  # number, loss, accuracy and seconds of each finished epoch
+    epoch_steps: int  # finished steps of the current epoch
+    epoch_seconds: float  # their time
+    images: str  # digest
+    data: str  # description of the images, for people
+    order: str  # in which ranks are added: "rank", "ring", "machine" or "tree"
+    shuffle: Tensor  # see EpochProgress
+    params: list[Tensor]  # equal on all ranks
+    # By rank: summed loss of the current epoch, buffers, and momentum buffers. With shards these
+    # are equal on all ranks and stored once.
     rank_tensors: list[list[Tensor]]
 
     def encode(self) -> bytes:
@@ -103,11 +80,7 @@ class Checkpoint:
 
     @classmethod
     def decode(cls, content: bytes, folder: Path) -> Checkpoint:
-        """Read the content of a file.
-
-        Raises:
-            ArgumentError: It is no checkpoint of this version, or damaged.
-        """
+        """Read the content of a file; refuse damaged files and those of other versions."""
         named = f"resume is '{folder}', but its {_FILE}"
         if not content.startswith(_FIRST_LINE):
             raise ArgumentError(f"{named} is no checkpoint of this version of pyringar")
@@ -121,11 +94,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """A folder with one checkpoint.
-
-    Raises:
-        ArgumentError: ``path`` is empty.
-    """
+    """A folder with one checkpoint. Its methods raise ArgumentError unless they say otherwise."""
 
     def __init__(self, path: str | Path, name: str) -> None:
         if not str(path):
@@ -135,11 +104,7 @@ class CheckpointFolder:
         self.file = self.path / _FILE
 
     def read(self) -> bytes:
-        """Return the content of its file.
-
-        Raises:
-            ArgumentError: There is none, or it cannot be read.
-        """
+        """Return the content of the checkpoint's file."""
         try:
             return self.file.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -153,11 +118,7 @@ class CheckpointFolder:
             ) from None
 
     def prepare(self, *, may_replace: bool) -> None:
-        """Make the folder if it is missing, and check that files can be written there.
-
-        Raises:
-            ArgumentError: The folder cannot be written, or has a checkpoint.
-        """
+        """Make the folder if it is missing, and check that files can be written there."""
         try:
             if not may_replace and os.path.lexists(self.file):
                 raise ArgumentError(
@@ -175,11 +136,7 @@ class CheckpointFolder:
             ) from None
 
     def write(self, checkpoint: Checkpoint) -> None:
-        """Replace the folder's checkpoint.
-
-        Raises:
-            RingarError: It cannot be written; the last checkpoint is still there.
-        """
+        """Replace the checkpoint. After a RingarError the last checkpoint is still there."""
         try:
             write_file(self.file, checkpoint.encode())
         except OSError as error:
@@ -194,11 +151,7 @@ def _reason_of(error: Exception) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically.
-
-    Raises:
-        OSError: It cannot be written; the old file is unchanged.
-    """
+    """Replace a file atomically. After an OSError the old file is unchanged."""
     path = Path(os.path.realpath(path))  # a link stays a link
     new = path.with_name(f".{path.name}.new")
     try:
@@ -229,22 +182,14 @@ def to_file(tensor: Tensor) -> Tensor:
 
 
 def save_state(state: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write parameters for ``load_state_dict(torch.load(path, weights_only=True))``.
-
-    Raises:
-        OSError: It cannot be written; an older file is unchanged.
-    """
+    """Write parameters for ``load_state_dict(torch.load(path, weights_only=True))``."""
     buffer = io.BytesIO()
     torch.save({name: to_file(tensor) for name, tensor in state.items()}, buffer)
     write_file(Path(path), buffer.getvalue())
 
 
 def check_same(found: Checkpoint, config: TrainConfig, recipe: Mapping[str, Any]) -> None:
-    """Check that a run is the one of a checkpoint.
-
-    Raises:
-        ArgumentError: Two options differ; names the first of them and both values.
-    """
+    """Raise ArgumentError unless a run has the options of the checkpoint."""
     for name, value in recipe.items():
         if found.recipe[name] != value:
             told = "not given" if value is None else repr(value)

@@ -51,54 +51,47 @@ class TrainConfig:
     epochs=10, lr_schedule="constant", init="book"``.
 
     Attributes:
-        ranks: Number of ranks; spread over the GPUs of the machine, or all on the CPU where there
-            are none. Two if neither this nor ``devices`` is given.
+        ranks: Number of ranks: on the machine's GPUs, or on the CPU if there are none. Default:
+            one per entry of ``devices``, else 2.
         batch_size: Samples a step, over all ranks together.
         lr: Learning rate.
-        devices: One device per rank instead of ``ranks``, such as ``("cpu", "cpu")`` or
-            ``("cuda:0",)``.
+        devices: One device per rank, such as ``("cpu", "cpu")`` or ``("cuda:0",)``.
         epochs: Passes over the training images.
         allreduce: How gradients are reduced. ``fused``, ``direct``, ``sharded`` and ``naive`` add
-            in rank order and give equal bits; ``ring`` adds in its own.
-        lr_schedule: ``"linear"``: falls in even steps, to 0 after the last one. ``"constant"``, as
-            in the book: the accuracy then swings by several points from epoch to epoch.
+            in rank order and give equal bits; ``ring`` has an order of its own.
+        lr_schedule: ``"linear"``: falls in even steps to 0. ``"constant"``, as in the book: the
+            accuracy then swings by several points from epoch to epoch.
         weights: Shares of the ranks in every batch, for devices of unequal speed. Any shares give
             the same gradient.
-        init: LeNet: ``"he"`` (its default) or ``"book"``, see `pyringar.train.lenet_params`.
+        init: LeNet: ``"he"`` (default) or ``"book"``, see `pyringar.train.lenet_params`.
             ResNet-18: ``"default"`` or ``"book"``, see `pyringar.train.resnet18`.
-        seed: Of the parameters and of the order of the images.
+        seed: Seed of the parameters and of the order of the images.
         dtype: ``"float32"`` or ``"float64"``, of parameters, images and gradients.
-        dataset: ``"fashion-mnist"``, ``"synthetic"``, or ``"auto"``: the first if it is available,
-            but never the second if ``data_dir`` is given.
-        data_dir: Folder that holds the files, itself or in ``FashionMNIST/raw``, or into which
-            they are downloaded. Default: the user's own data folder for pyringar.
+        dataset: See `pyringar.train.load_data`.
+        data_dir: See `pyringar.train.load_data`.
         model: ``"lenet"`` or ``"resnet18"``.
         width: ResNet-18's channels in the first stage.
-        batchnorm: ResNet-18's statistics: ``"local"``, of every rank's own samples, or ``"sync"``,
-            of the whole batch. Images are tested with rank 0's running statistics.
-        amp: Compute in bfloat16 where torch's autocast finds it safe; parameters and gradients
+        batchnorm: ResNet-18's statistics: ``"local"``, of the samples of each rank, or ``"sync"``,
+            of the whole batch. Tests use rank 0's running statistics.
+        amp: Compute in bfloat16 where torch's autocast finds it safe. Parameters and gradients
             stay float32. Faster on GPUs, slower on CPUs without 16-bit arithmetic.
-        channels_last: Keep ResNet-18's activations and weights in channels-last layout, which
-            tensor cores read, and do not train the biases that batch norm subtracts
-            again; see `pyringar.train.model_resnet18.fit_tensor_cores`. Changes bits by rounding.
-            None: on with ``amp`` on GPUs.
-        bucket_cap_mb: Gradients are reduced in buckets of about this many megabytes; see
-            `pyringar.GradientBucketer`.
+        channels_last: Keep ResNet-18's activations and weights in channels-last layout for tensor
+            cores, and do not train the biases that batch norm subtracts again. Changes bits by
+            rounding. None: on with ``amp`` on GPUs.
+        bucket_cap_mb: See `pyringar.GradientBucketer`.
         overlap: True: on GPUs and over processes, reduce each bucket as soon as it is full. False:
-            reduce after backward, as for CPU ranks of one process. Changes no bit where ranks are
-            added in rank order.
-        compile: Let torch compile the model, which takes a minute first. Its backward returns all
+            reduce after backward, as CPU ranks of one process always do. Changes no bit where
+            ranks are added in rank order.
+        compile: Compile the model with torch, which takes a minute. Its backward returns all
             gradients at its end, so nothing overlaps.
-        cuda_graph: Capture the whole step in a CUDA graph and replay it for every batch: the
-            host then has next to nothing to do, and ranks compute at the same time. All ranks must
-            share one GPU. Changes no bit. None: on with ``amp`` where it is possible, and without
-            ``compile``.
-        momentum: Each step continues with this share of the step before, 0 to below 1. With a
-            constant learning rate that is ``torch.optim.SGD``'s momentum.
-        shards: Cut every batch into this many shards, on any number of ranks, and compute each
-            alone with one torch thread: the parameters have the same bits on any number of ranks,
-            each of which gets a power of two of shards; see `pyringar.ShardedStep`. Batch norm is
-            then per shard.
+        cuda_graph: Capture the whole step in a CUDA graph and replay it for every batch: the host
+            has little to do, and ranks compute at the same time. All ranks must share one GPU.
+            Changes no bit. None: on with ``amp`` where it is possible, without ``compile``.
+        momentum: Share of the last step that each step adds, 0 to below 1. With a constant
+            learning rate this is the momentum of ``torch.optim.SGD``.
+        shards: Cut every batch into this many shards and compute each alone with one torch thread:
+            any number of ranks gives the same bits; see `pyringar.ShardedStep`. Batch norm is then
+            per shard.
 
     Raises:
         ArgumentError: A value is out of range; names the option.
@@ -188,14 +181,11 @@ class TrainConfig:
                 )
 
     def resolve(self, devices: Sequence[torch.device], *, is_traced: bool) -> TrainConfig:
-        """Choose the options that are None by the devices.
+        """Choose ``channels_last`` and ``cuda_graph`` where they are None.
 
         Args:
             devices: One per rank.
-            is_traced: Whether the phases of steps are recorded, which a graph does not show.
-
-        Returns:
-            The same with ``channels_last`` and ``cuda_graph`` on or off.
+            is_traced: Whether steps are traced, which rules out a graph.
         """
         is_amp = self.amp and all(device.type == "cuda" for device in devices)
         can_capture = len(set(devices)) == 1 and not (is_traced or self.compile or self.shards)
@@ -222,11 +212,11 @@ class TrainConfig:
         return dtype
 
     def lr_at(self, step: int, num_steps: int) -> float:
-        """Learning rate of one step.
+        """Return the learning rate of one step.
 
         Args:
             step: Counted from 0.
-            num_steps: Of the whole run.
+            num_steps: Steps of the whole run.
         """
         left = 1.0 if self.lr_schedule == "constant" else 1 - step / num_steps
         return self.lr * left

@@ -69,11 +69,11 @@ class ImageData:
     test_labels: Tensor
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ImageData:
-        """Return the same on another device, with images of another dtype.
+        """Return a copy on another device, with images of another dtype.
 
         Args:
-            device: Of images and labels.
-            dtype: Of the images; labels stay int64.
+            device: Device of images and labels.
+            dtype: Dtype of the images; labels stay int64.
         """
         return replace(
             self,
@@ -91,14 +91,7 @@ class ImageData:
 def batches(
     images: Tensor, labels: Tensor, batch_size: int, generator: torch.Generator | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut images into batches; the last one may be smaller.
-
-    Args:
-        images: ``(n, ...)``.
-        labels: ``(n,)``.
-        batch_size: Samples in a batch.
-        generator: Shuffles, on the CPU. Without one the batches are views, in order.
-    """
+    """Cut images into batches, shuffled if there is a CPU generator; the last may be smaller."""
     if generator is None:
         yield from zip(
             torch.split(images, batch_size), torch.split(labels, batch_size), strict=True
@@ -175,7 +168,7 @@ def _fashion_mnist(root: Path, is_named: bool) -> ImageData:
 
     Raises:
         ArgumentError: A file is broken, or not Fashion-MNIST's if ``is_named``.
-        RingarError: There are no files, and they cannot be downloaded.
+        RingarError: The files are missing and cannot be downloaded.
     """
     files = _find_files(root)
     if not files:
@@ -214,12 +207,7 @@ def _find_files(root: Path) -> dict[str, Path]:
 
 
 def _download(root: Path) -> None:
-    """Download Fashion-MNIST into torchvision's layout below ``root``, all files at once.
-
-    Raises:
-        UnsupportedError: torchvision cannot be imported.
-        RingarError: The network is unreachable, a hash is wrong, or a file cannot be written.
-    """
+    """Download Fashion-MNIST into torchvision's layout below ``root``, all files at once."""
     try:
         from torchvision.datasets import FashionMNIST
     except (ImportError, RuntimeError, OSError) as error:  # one for another torch: RuntimeError
@@ -274,11 +262,7 @@ def _read_half(files: dict[str, Path], half: str, is_named: bool) -> tuple[Tenso
 
 
 def _read_idx(path: Path, what: str, shape: tuple[int, ...]) -> Tensor:
-    """Read an IDX file: a header of big-endian 32-bit numbers, then bytes; packed if ``.gz``.
-
-    Raises:
-        ArgumentError: It cannot be read, or has another header or size.
-    """
+    """Read an IDX file: a header of big-endian 32-bit numbers, then bytes; packed if ``.gz``."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = bytearray(file.read())

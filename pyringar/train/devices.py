@@ -25,12 +25,8 @@ def choose_devices(
     Neighbouring ranks share a GPU if there are fewer GPUs than ranks. If the CUDA engine cannot be
     built or used, a warning is logged and all ranks run on the CPU.
 
-    Args:
-        ranks: Number of ranks, 1 or more.
-        devices: The device of every rank.
-
     Raises:
-        ArgumentError: A device is not there (names those that are), or the two disagree.
+        ArgumentError: A device is missing, or ``devices`` does not name one per rank.
     """
     if devices is not None:
         found = check_devices(devices)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.train.devices import describe_devices
-from pyringar.train.step import EagerStep, Momentum
+from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
 __all__ = ["Branches", "CudaCapture", "GraphStep", "check_ranks"]
@@ -31,11 +31,7 @@ _WARM_UP_STEPS = 3
 
 
 def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
-    """Refuse ranks whose steps cannot be captured together.
-
-    Raises:
-        ArgumentError: The ranks do not share one GPU, or there is a trace.
-    """
+    """Raise ArgumentError for ranks whose steps cannot be captured together."""
     if len(set(devices)) > 1 or devices[0].type != "cuda":
         raise ArgumentError(
             f"cuda_graph is on and the ranks run on {describe_devices(devices)}, expected all of "
@@ -152,6 +148,7 @@ class GraphStep:
         state: Sequence[Tensor],
     ) -> None:
         self._eager = eager
+        self.momentum, self.sums, self.take_loss = eager.momentum, eager.sums, eager.take_loss
         self._step_size = torch.zeros((), dtype=state[0].dtype, device=state[0].device)
         self._changed = [*state, *eager.sums, *itertools.chain(*eager.momentum.velocities)]
         self._captured = {len(X): self._capture(X.clone(), y.clone()) for X, y in batches}
@@ -174,20 +171,6 @@ class GraphStep:
         self._step_size.fill_(step_size)
         captured.replay()
         return captured.flags
-
-    @property
-    def momentum(self) -> Momentum:
-        """Return the momentum buffers."""
-        return self._eager.momentum
-
-    @property
-    def sums(self) -> list[Tensor]:
-        """Every rank's loss so far."""
-        return self._eager.sums
-
-    def take_loss(self) -> float:
-        """Return the summed loss and start from 0."""
-        return self._eager.take_loss()
 
     def _capture(self, X: Tensor, y: Tensor) -> _Captured:  # noqa: N803
         flags: list[Tensor] = []

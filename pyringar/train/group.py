@@ -36,11 +36,7 @@ _POLL_S = 0.05
 
 
 def num_processes() -> int:
-    """Return the number of processes that torchrun has started; 1 without torchrun.
-
-    Raises:
-        ArgumentError: ``WORLD_SIZE`` in the environment is no number.
-    """
+    """Return the number of processes that torchrun has started; 1 without torchrun."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentError(
@@ -55,23 +51,14 @@ def writes_files() -> bool:
 
 
 class TrainGroup:
-    """The ranks of a run, as a trainer sees them. These methods are for one process.
-
-    Attributes:
-        comm: Reduces the gradients. Closed with the trainer.
-        devices: One device per rank of this process.
-        all_devices: One device per rank of the run.
-        is_main: Whether this process has rank 0, which alone prints, draws and downloads.
-        ranks: The numbers of the ranks of this process.
-        digest: Digest of the parameters at the last check of all processes; empty with one.
-    """
+    """The ranks of a run, as a trainer sees them. These methods are for one process."""
 
     comm: Communicator | RankCommunicator
-    devices: tuple[torch.device, ...]
-    all_devices: tuple[torch.device, ...]
-    ranks: range
-    is_main = True
-    digest = ""
+    devices: tuple[torch.device, ...]  # one per rank of this process
+    all_devices: tuple[torch.device, ...]  # one per rank of the run
+    ranks: range  # of this process
+    is_main = True  # has rank 0, which alone prints, draws and downloads
+    digest = ""  # of the parameters at the last check of all processes
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
         """Call ``load`` in every process, first on rank 0."""
@@ -107,11 +94,7 @@ class TrainGroup:
         """Copy rank 0's buffers to all processes."""
 
     def check_equal(self, params: Sequence[Tensor]) -> None:
-        """Raise unless all processes hold the same bits.
-
-        Raises:
-            RingarError: Names the ranks that differ from rank 0.
-        """
+        """Raise RingarError unless all processes hold the same bits."""
 
     def close(self) -> None:
         """Close the communicator."""
@@ -119,11 +102,7 @@ class TrainGroup:
 
 
 class OneProcess(TrainGroup):
-    """All ranks of a run, in this process.
-
-    Raises:
-        ArgumentError: A device is not there.
-    """
+    """All ranks of a run, in this process."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.devices = self.all_devices = choose_devices(config.world_size, config.devices)
@@ -143,18 +122,10 @@ class OneProcess(TrainGroup):
 
 
 class Processes(TrainGroup):
-    """This process's rank in a run of many processes.
+    """The rank of this process in a run of many processes.
 
-    Args:
-        config: What will be trained; its ranks are the processes.
-        store: Of the rendezvous, see `pyringar.ProcessCommunicator`. Default of this and the
-            next: torchrun's.
-        rank: This process's.
-        world_size: Number of processes.
-
-    Raises:
-        ArgumentError: An option is not possible with one rank per process.
-        CollectiveTimeout, PeerLostError: Other processes did not come.
+    ``store``, ``rank`` and ``world_size`` default to those of torchrun; see
+    `pyringar.ProcessCommunicator`.
     """
 
     comm: RankCommunicator
@@ -190,12 +161,7 @@ class Processes(TrainGroup):
             )
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
-        """Call ``load`` on rank 0, then on all other ranks: one downloads, all others read.
-
-        Raises:
-            RingarError: The error of ``load``; on other ranks, that rank 0 failed.
-            CollectiveTimeout: Rank 0 takes more than an hour.
-        """
+        """Call ``load`` on rank 0, then on all other ranks: one downloads, all others read."""
         store, key = self.comm.store, "pyringar train/data"
         if not self.is_main:
             deadline = time.monotonic() + _LOAD_TIMEOUT_S

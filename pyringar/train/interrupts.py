@@ -12,13 +12,8 @@ __all__ = ["Interrupts"]
 class Interrupts:
     """Records the first SIGINT or SIGTERM in ``asked`` while a block runs; a second acts at once.
 
-    Only Python's default handlers are replaced, and only in the main thread.
-
-    Args:
-        is_on: False: handlers stay as they are.
-
-    Attributes:
-        asked: The signal, or None.
+    Only Python's default handlers are replaced, and only in the main thread. If ``is_on`` is
+    False, no handler is replaced.
     """
 
     def __init__(self, is_on: bool) -> None:

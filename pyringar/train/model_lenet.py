@@ -68,12 +68,6 @@ def lenet(X: Tensor, params: Sequence[Tensor]) -> Tensor:  # noqa: N803
     Args:
         X: Images; ``n`` may be 0.
         params: The eight tensors of `lenet_params`, of the images' dtype and device.
-
-    Returns:
-        The scores, of the images' dtype and on their device.
-
-    Raises:
-        ArgumentError: Images of another size or dtype, or not eight parameters.
     """
     if len(params) != len(_SHAPES):
         raise ArgumentError(f"params has {len(params)} tensors, expected {len(_SHAPES)}")
@@ -99,13 +93,7 @@ class LeNet(nn.Module):
         net = LeNet()
         net.load_state_dict(torch.load(FILE, weights_only=True))
 
-    Args:
-        init: ``"he"`` or ``"book"``: see `lenet_params`.
-        generator: Where the initial numbers come from.
-        dtype: Of the parameters.
-
-    Raises:
-        ArgumentError: Unknown ``init``.
+    See `lenet_params` for the arguments.
     """
 
     def __init__(
@@ -121,9 +109,5 @@ class LeNet(nn.Module):
             self.register_parameter(name, nn.Parameter(param))
 
     def forward(self, X: Tensor) -> Tensor:  # noqa: N803
-        """Score images: see `lenet`.
-
-        Args:
-            X: ``(n, 1, 28, 28)``.
-        """
+        """Score images. See `lenet`."""
         return lenet(X, [self.get_parameter(name) for name in PARAM_NAMES])

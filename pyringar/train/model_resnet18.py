@@ -41,11 +41,6 @@ class NormedConv(nn.Conv2d):
 class Residual(nn.Module):
     """Two convolutions whose result is added to their input.
 
-    Args:
-        in_channels: Of the input.
-        out_channels: Of the result.
-        strides: 1, or 2 to halve height and width.
-
     A third convolution, of 1 x 1, fits the input to the result where the two differ.
     """
 

@@ -44,19 +44,12 @@ def threads_per_rank(config: TrainConfig) -> int:
 
 
 class RankedModel(ABC):
-    """A model with one replica per rank, all of which hold the same bits.
+    """A model with one replica per rank, all of which hold the same bits."""
 
-    Attributes:
-        title: Its name, for people.
-        params: ``params[rank][i]``: the parameters.
-        replicas: One module per rank, or the same as ``params``.
-        bucketer: Reduces the gradients of ``params``.
-    """
-
-    title: str
-    params: list[list[Tensor]]
-    replicas: Sequence[nn.Module | list[Tensor]]
-    bucketer: GradientBucketer | AfterBackward
+    title: str  # for people
+    params: list[list[Tensor]]  # params[rank][i]
+    replicas: Sequence[nn.Module | list[Tensor]]  # one module per rank, or the same as params
+    bucketer: GradientBucketer | AfterBackward  # reduces the gradients of params
 
     def __init__(self, config: TrainConfig, devices: Sequence[torch.device]) -> None:
         self._autocast = functools.partial(autocast, config, devices)

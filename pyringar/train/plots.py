@@ -1,10 +1,4 @@
-"""Plots of a training run: while it runs, in notebooks and terminals, and as a picture at its end.
-
-    with LivePlot(num_epochs=8) as plot, Trainer(config) as trainer:
-        trainer.run(on_epoch=plot)
-
-Several runs in one plot: ``run(on_epoch=plot.curve("4 ranks"))``.
-"""
+"""Plots of a training run: live ones in notebooks and terminals, and a picture at its end."""
 
 from __future__ import annotations
 
@@ -33,20 +27,21 @@ _COLUMNS_PER_EPOCH = 6
 class LivePlot:
     """Test accuracy over the epochs, redrawn in place after every epoch.
 
-    An instance is an ``on_epoch`` of `Trainer.run`. A notebook shows one picture, a terminal some
-    lines, and both are replaced by the next. In a file the finished plot is written once, by
-    `close`.
+        with LivePlot(num_epochs=8) as plot, Trainer(config) as trainer:
+            trainer.run(on_epoch=plot)
+
+    Several runs in one plot: ``run(on_epoch=plot.curve("4 ranks"))``. In a file the finished plot
+    is written once, by `close`.
 
     Args:
-        num_epochs: Number of epochs, so that the axis does not grow.
-        where: ``"notebook"``, ``"text"``, or ``"auto"``: the first in a notebook, else the second.
-        file: Where text goes; ``sys.stdout`` if not given.
+        num_epochs: Length of the axis.
+        where: ``"notebook"``, ``"text"``, or ``"auto"``: a picture in a notebook, else text.
+        file: Receives the text; default ``sys.stdout``.
 
     Raises:
-        ArgumentError: Unknown ``where``, or a number of epochs below 1.
-        UnsupportedError: ``"notebook"`` without IPython; says how to install it.
+        UnsupportedError: ``"notebook"`` without IPython.
 
-    A context manager: leaving it closes it. Cost: in a notebook some 50 ms an epoch.
+    A context manager that closes the plot. Cost: in a notebook some 50 ms an epoch.
     """
 
     def __init__(
@@ -76,7 +71,7 @@ class LivePlot:
         """Return a callback for ``Trainer.run(on_epoch=...)`` that adds epochs to a new curve.
 
         Args:
-            label: The curve's name in the legend; an old curve of that name is removed.
+            label: Name of the curve in the legend. An old curve of that name is removed.
         """
         self.curves.pop(label, None)
         return lambda result: self._add(label, result)
@@ -156,14 +151,11 @@ def _import_display() -> Any:
 
 
 def text_plot(curves: Mapping[str, Sequence[float]], num_epochs: int) -> str:
-    """Draw curves between 0 and 1 as lines of text.
+    """Draw curves between 0 and 1 as lines of text, with the names of the curves below.
 
     Args:
         curves: By name, one value per epoch. Where two meet, the later curve is drawn.
-        num_epochs: Length of the axis; it is squeezed into 60 columns.
-
-    Returns:
-        Lines without trailing blanks; the last one names the curves.
+        num_epochs: Length of the axis, which is squeezed into 60 columns.
     """
     low, high = _limits(curves)
     bottom = _TEXT_HEIGHT - 1
@@ -202,12 +194,7 @@ def _limits(curves: Mapping[str, Sequence[float]]) -> tuple[float, float]:
 
 
 def save_plot(result: TrainResult, path: str | Path) -> None:
-    """Draw test accuracy and training loss over the epochs.
-
-    Args:
-        result: The run.
-        path: The picture.
-    """
+    """Draw test accuracy and training loss over the epochs."""
     config = result.config
     epochs = [epoch.epoch for epoch in result.epochs]
     curves = {f"last: {result.curve[-1]:.3f}": result.curve}

@@ -25,9 +25,7 @@ __all__ = ["ShardStep"]
 class ShardStep:
     """One training step of all ranks in shards; called as an `EagerStep` is.
 
-    Attributes:
-        sums: The loss of all ranks so far, float64, on every rank of this process.
-        momentum: The momentum buffers.
+    ``sums`` holds the loss of all ranks so far, float64, on every rank of this process.
     """
 
     def __init__(

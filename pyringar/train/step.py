@@ -40,7 +40,7 @@ class RankBranches(Protocol):
     """Runs ranks of one GPU as parallel branches of a CUDA graph."""
 
     def score(self, rank: int, X: Tensor, /) -> Tensor:  # noqa: N803
-        """Score a rank's shard, in `run`: ``(n, classes)``."""
+        """Score the shard of a rank, inside `run`: ``(n, classes)``."""
 
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Call ``functions[rank]()`` for each rank, and return the results."""
@@ -97,15 +97,10 @@ def train_batch(
 
 @dataclass(frozen=True)
 class Momentum:
-    """Momentum buffers of SGD.
+    """Momentum buffers of SGD."""
 
-    Attributes:
-        share: Share of the last step that each step adds, 0 to below 1.
-        velocities: ``velocities[rank][i]``: the last step of each parameter. Empty if share is 0.
-    """
-
-    share: float
-    velocities: Sequence[Sequence[Tensor]]
+    share: float  # of the last step that each step adds, 0 to below 1
+    velocities: Sequence[Sequence[Tensor]]  # by rank and parameter; empty if share is 0
 
     @classmethod
     def of(cls, share: float, replicas: Replicas) -> Momentum:
@@ -146,10 +141,7 @@ def reduce_gradients(
 
 
 class AfterBackward:
-    """Reduce all gradients in one call after backward, where there is no compiled bucketer.
-
-    It has the methods of `GradientBucketer` that a training run uses.
-    """
+    """Reduce all gradients in one call after backward, in place of a `GradientBucketer`."""
 
     overlap = False
 
@@ -193,10 +185,10 @@ def sgd(
 
     Args:
         params: Parameters of one dtype and device.
-        step_size: Learning rate over the number of samples that the gradients are sums of. A
-            0-dimensional tensor of the parameters' dtype and device is read when the step runs.
+        step_size: Learning rate over the number of samples. A CUDA graph reads it from a
+            0-dimensional tensor of the parameters' dtype and device.
         velocities: ``v`` of every parameter, updated in place; empty without momentum.
-        momentum: Share of the step before.
+        momentum: Factor of ``v``.
     """
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     if not pairs:
@@ -218,16 +210,13 @@ class EagerStep:
 
     Args:
         replicas: ``replicas[rank][i]``: the parameters of every rank of this process.
-        scores: Takes one shard of samples per rank and returns each rank's scores
-            ``(n, classes)``, computed from ``replicas``.
-        reduce: Called after backward; returns when every ``grad`` is the sum over all ranks, such
-            as `GradientBucketer.wait`.
+        scores: Computes each rank's scores ``(n, classes)`` from one shard of samples per rank.
+        reduce: Called after backward; returns when every ``grad`` is the sum over all ranks.
         split: Cuts a batch into one shard per rank of this process.
         branches: Runs the ranks instead of ``scores``; None: one rank after the other.
         momentum: See `sgd`.
 
     Attributes:
-        momentum: The momentum buffers.
         sums: Every rank's loss so far, float64, on its device: reading it synchronizes.
     """
 

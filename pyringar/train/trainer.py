@@ -110,17 +110,13 @@ class TrainResult:
         """Training time of every epoch."""
         return [epoch.seconds for epoch in self.epochs]
 
-    @property
-    def line(self) -> str:
-        """The last line that the book prints, with the devices of the ranks."""
+    def __str__(self) -> str:
+        """Return the last line that the book prints, with the devices of the ranks."""
         mean_s = sum(self.seconds) / len(self.seconds)
         return (
             f"test acc: {self.curve[-1]:.2f}, {mean_s:.1f} sec/epoch "
             f"on {describe_devices(self.devices)}"
         )
-
-    def __str__(self) -> str:
-        return self.line
 
 
 def train(
@@ -144,18 +140,13 @@ def train(
             or on the CPU where there are none.
         batch_size: Samples a step, over all ranks together.
         lr: Learning rate.
-        on_epoch: Called after each epoch: see `Trainer.run`.
-        save: Folder for a checkpoint: see `Trainer`.
-        resume: Folder with the checkpoint of the run to resume: see `Trainer`.
+        on_epoch: See `Trainer.run`.
+        save: See `Trainer`, as for ``resume`` and the exceptions.
+        resume: See `Trainer`.
         **options: Any other field of `TrainConfig`, by name.
 
     Returns:
-        The curve and the parameters; ``str`` of it is the book's last line.
-
-    Raises:
-        ArgumentError: An option is unknown or out of range, a device is not there, or a checkpoint
-            cannot be written or resumed from.
-        RingarError: The replicas diverged, or the images are not available.
+        The curve and the parameters. ``str(result)`` is the book's last line.
     """
     known = {field.name for field in fields(TrainConfig)} - {"ranks", "batch_size", "lr"}
     unknown = sorted(set(options) - known)
@@ -167,12 +158,10 @@ def train(
 
 
 def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainResult:
-    """Train ResNet-18 from scratch on ``num_gpus`` ranks.
+    """Train ResNet-18 from scratch on ``num_gpus`` ranks. See `train`.
 
-    Every run starts from the parameters and running statistics of its seed. With
-    ``batchnorm="local"`` every rank normalises with its own samples, so that the result
-    depends on the number of ranks; with ``"sync"`` by rounding only. See `train`;
-    ``width``, ``batchnorm`` and ``amp`` are among the options.
+    With ``batchnorm="local"`` every rank normalises its own samples, so the result depends on the
+    number of ranks. With ``"sync"`` it depends on it by rounding only.
     """
     return train(num_gpus, batch_size, lr, **{"model": "resnet18", **options})
 
@@ -183,27 +172,33 @@ class Trainer:
     Args:
         config: The configuration.
         data: Images to use instead of those that ``config`` names.
-        trace: Records the first steps.
-        group: This process's rank, if every rank is a process. ``devices`` and ``replicas`` are
-            then of this rank alone. Closed with the trainer.
-        save: Folder for a checkpoint, which each epoch replaces. Created if it is missing; refused
-            if it has the checkpoint of another run. On Ctrl-C or SIGTERM the current step is
-            finished and saved before ``KeyboardInterrupt`` or ``SystemExit`` is raised; a second
-            signal acts at once.
-        resume: Folder with the checkpoint of the run to resume, which is then saved there, or in
-            ``save``. The result has the bits of a run that was never stopped, also if its ranks
-            move from one process into many or back, given the same torch and number of torch
-            threads: if these differ, a warning is logged. With ``shards`` the number of ranks may
-            change. The configuration must be the same in all that decides bits; only ``epochs`` may
-            grow: a linear learning rate then continues as in the longer run.
+        trace: Records the first 100 steps.
+        group: The rank of this process, if every rank is a process. ``devices`` and ``replicas``
+            are then of this rank alone. Closed with the trainer.
+        save: Folder for a checkpoint, which each epoch replaces. A folder with the checkpoint of
+            another run is refused. On Ctrl-C or SIGTERM the trainer finishes and saves the current
+            step before it raises ``KeyboardInterrupt`` or ``SystemExit``. A second signal acts at
+            once.
+        resume: Folder with the checkpoint to resume from. The run then saves there, or in
+            ``save``. The result has the bits of a run that was never stopped, in one process or in
+            many, with the same torch and number of torch threads: a difference is logged. With
+            ``shards`` the number of ranks may change. Options that decide bits must be the same,
+            but ``epochs`` may grow.
+
+    Attributes:
+        devices: One device per rank of this process.
+        all_devices: One device per rank of the run.
+        is_main: Whether this process has rank 0, which alone prints.
+        steps_per_epoch: Steps in one epoch.
+        step: Finished steps, including those before the checkpoint.
 
     Raises:
-        ArgumentError: A device is not there, steps of such a run cannot be captured, a checkpoint
-            cannot be written, or there is none that this run could resume.
-        CudaError: Steps could not be captured.
+        ArgumentError: A device is missing, the steps cannot be captured, or a checkpoint cannot be
+            written or resumed from.
+        CudaError: The capture of a step failed.
         RingarError: The images are not available.
 
-    A context manager: leaving it closes its communicator.
+    A context manager that closes the communicator.
     """
 
     def __init__(
@@ -220,6 +215,8 @@ class Trainer:
         # Before the data, because a wrong device should not cost a download.
         self.group = group or OneProcess(config)
         self.devices = self.group.devices
+        self.all_devices = self.group.all_devices
+        self.is_main = self.group.is_main
         self.config = config = config.resolve(self.devices, is_traced=trace is not None)
         if config.cuda_graph:
             check_ranks(self.devices, trace)
@@ -241,18 +238,13 @@ class Trainer:
             trace.title = f"{self.model.title} on {describe_devices(self.all_devices)}"
         self.replicas = self.model.params
         self._run_step = self._make_step()
-        self._step = 0
+        self.step = 0
         self._unchecked: deque[_QueuedStep] = deque()
         self._has_run = False
         self._done: list[EpochResult] = []  # from the checkpoint
         self._progress: EpochProgress | None = None  # in the epoch that was interrupted
         if checkpoint is not None:
             self._resume_from(checkpoint)
-
-    @property
-    def step(self) -> int:
-        """Number of steps done, those before a checkpoint included."""
-        return self._step
 
     @property
     def checkpoint_dir(self) -> Path | None:
@@ -267,38 +259,25 @@ class Trainer:
         plan: Plan = self.group.comm.plan(nbytes, self.config.torch_dtype)
         return plan
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this process has rank 0, which alone prints."""
-        return self.group.is_main
-
-    @property
-    def all_devices(self) -> tuple[torch.device, ...]:
-        """The devices of all ranks in all processes."""
-        return self.group.all_devices
-
     def run(
         self,
         on_step: Callable[[], None] | None = None,
         on_epoch: Callable[[EpochResult], None] | None = None,
     ) -> TrainResult:
-        """Train for all epochs, once.
+        """Train for all epochs.
 
-        To continue, make a new trainer. Only if the learning rate is constant and nothing is
-        saved, a second call trains for the same number of epochs again.
+        A second call trains for the same number of epochs again. It is refused if the learning
+        rate falls or checkpoints are saved.
 
         Args:
             on_step: Called after every step; its time counts.
-            on_epoch: Called after every epoch, such as a `pyringar.train.LivePlot`. A run that
-                resumes calls it first for the epochs before.
-
-        Returns:
-            The curve and the parameters.
+            on_epoch: Called after every epoch, such as a `pyringar.train.LivePlot`. A resumed run
+                calls it first for the epochs in the checkpoint.
 
         Raises:
-            RingarError: The replicas diverged, a checkpoint could not be written, or it was called
-                before and cannot continue.
-            KeyboardInterrupt, SystemExit: It was interrupted; the checkpoint is written.
+            RingarError: The replicas diverged, a checkpoint could not be written, or a second call
+                is refused.
+            KeyboardInterrupt, SystemExit: A signal stopped the run; the checkpoint is written.
         """
         can_continue = self.config.lr_schedule == "constant" and self._folder is None
         if self._has_run and not can_continue:
@@ -315,13 +294,6 @@ class Trainer:
                 loss, seconds = self._train_epoch(on_step, epochs, interrupts)
                 result = EpochResult(len(epochs) + 1, loss, self.evaluate(), seconds)
                 self.group.check_equal(self.replicas[0])
-                if not math.isfinite(loss) and self.is_main:
-                    logger.warning(
-                        "the loss is %s after epoch %d: the learning rate %g is too high",
-                        loss,
-                        result.epoch,
-                        self.config.lr,
-                    )
                 epochs.append(result)
                 try:
                     self._save(epochs, self._new_progress())
@@ -433,13 +405,13 @@ class Trainer:
         trace = self._trace
         if trace is not None and trace.step >= _TRACED_STEPS:
             trace = None
-        step_size = self.config.lr_at(self._step, self._num_steps) / len(labels)
+        step_size = self.config.lr_at(self.step, self._num_steps) / len(labels)
         flags = self._run_step(images, labels, step_size, trace)
         if trace is not None:
             trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
             trace.step += 1
-        self._unchecked.append(_QueuedStep(self._step, flags, self.devices))
-        self._step += 1
+        self._unchecked.append(_QueuedStep(self.step, flags, self.devices))
+        self.step += 1
         self._check_steps(_MOST_STEPS_AHEAD if self._unchecked[0].events else 0)
 
     def _check_steps(self, most_unchecked: int) -> None:
@@ -569,7 +541,7 @@ class Trainer:
                     target.copy_(tensor)
         self._shuffle.set_state(checkpoint.shuffle)
         self._done = [EpochResult(int(n), *rest) for n, *rest in checkpoint.epochs]
-        self._step = len(self._done) * self.steps_per_epoch + checkpoint.epoch_steps
+        self.step = len(self._done) * self.steps_per_epoch + checkpoint.epoch_steps
         self._progress = EpochProgress(
             checkpoint.shuffle, checkpoint.epoch_steps, checkpoint.epoch_seconds
         )

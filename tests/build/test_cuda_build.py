@@ -20,7 +20,6 @@ from nvcc import needs_nvcc
 from tiny_engine import BUILD_ALONE, REPO, needs_compiler, run
 
 from pyringar.cli import main
-from pyringar.cli.build import kernel_table
 from pyringar.engine import build as _build
 from pyringar.engine import compile as _compile
 from pyringar.engine import load, toolchain
@@ -357,10 +356,6 @@ def test_kernels_of_ptxas(monkeypatch, has_filter):
     heavy, light = toolchain.kernels_in(PTXAS)
     assert light == toolchain.Kernel(names[1], "sm_90", 8, 0, 0, 0)
     assert heavy == toolchain.Kernel(names[0], "sm_120", 64, 1248, 1312, 1376)
-    assert kernel_table([vars(heavy)]) == [
-        "  arch  registers  stack B  spill stores B  spill loads B  kernel",
-        f"sm_120         64     1248            1312           1376  {names[0]}",
-    ]
 
 
 # --- the command line ---
@@ -372,7 +367,7 @@ def test_kernels_of_ptxas(monkeypatch, has_filter):
 def test_build_command_with_cuda(cache, one_root, capsys):
     assert main(["build", "--cuda", "--verbose"]) == 0
     told = capsys.readouterr().out
-    for words in ("_engine.", "_cuda_engine.", "archs      9.0", "spill stores", "tiny"):
+    for words in ("_engine.", "_cuda_engine.", "archs      9.0"):
         assert words in told
     assert main(["info"]) == 0
     told = capsys.readouterr().out
