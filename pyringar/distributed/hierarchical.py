@@ -196,7 +196,7 @@ class HierarchicalCommunicator(OwnRank):
         )
 
     def set_timeout(self, timeout: float) -> None:
-        """Set the limit of the waits that begin from now on. See `ProcessCommunicator.set_timeout`."""
+        """Set the limit of waits that begin from now on. See `ProcessCommunicator.set_timeout`."""
         self.timeout_s = check_timeout(timeout)
         for group in self._inside_groups:
             group.set_timeout(self.timeout_s + _INSIDE_GRACE_S)
