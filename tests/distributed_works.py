@@ -1,4 +1,4 @@
-"""What ranks do in ``test_distributed_works.py``: works that are polled, dropped, interrupted.
+"""What ranks do in ``test_distributed_works.py``: works that are polled and dropped.
 
 Cases that compare with gloo have a group of each in the same processes.
 """
@@ -257,44 +257,6 @@ def later_calls_see_the_result(rank: int, size: int) -> None:
         assert_equal(total, torch.cat([size * numbers(r) for r in range(size)]))
 
 
-# -- interrupted -----------------------------------------------------------------------------------
-
-
-def interrupt(call: Callable[[], object]) -> None:
-    """Ctrl-C while it waits."""
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    timer.join()
-
-
-def interrupted(rank: int, size: int) -> None:
-    """A wait that is broken off leaves the work as it was."""
-    x, small = numbers(rank), torch.full((N,), rank + 1, dtype=torch.int16)
-    rows = [torch.zeros(N) for _ in range(size)]
-    if rank == 1:
-        store().wait(["interrupted"])
-    works = [
-        dist.all_reduce(x, async_op=True),
-        dist.all_gather(rows, numbers(rank), async_op=True),
-        dist.all_reduce(small, async_op=True),
-    ]
-    if rank == 0:
-        for work in works:
-            interrupt(work.wait)
-        interrupt(works[0].result)
-        assert not any(work.is_completed() or work.is_success() for work in works)
-        assert not works[1].get_future().done()
-        store().set("interrupted", "")
-    for work in works:
-        assert work.wait()
-        assert work.is_success()
-    assert_equal(x, total_of(size))
-    assert_alike(rows, [numbers(r) for r in range(size)], "all_gather")
-    assert_equal(small, torch.full((N,), size * (size + 1) // 2, dtype=torch.int16))
-
-
 # -- inference mode --------------------------------------------------------------------------------
 
 
@@ -432,7 +394,6 @@ CASES: dict[str, Case] = {
         nobody_waits,
         nobody_waits_before_the_end,
         later_calls_see_the_result,
-        interrupted,
         in_inference_mode,
         callbacks_wait,
         callbacks_wait_for_later_ones,

@@ -93,7 +93,8 @@ EVENTS = {
     "kill": (signal.SIGKILL, ("PeerLostError",)),
     "stop": (signal.SIGSTOP, ("CollectiveTimeout",)),
     "term": (signal.SIGTERM, ("PeerLostError",)),
-    "interrupt": (signal.SIGINT, ("PeerLostError",)),
+    # RingarError: it was still joining.
+    "interrupt": (signal.SIGINT, ("RingarError", "PeerLostError")),
 }
 
 

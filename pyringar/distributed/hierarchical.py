@@ -315,7 +315,7 @@ class HierarchicalCommunicator(OwnRank):
         return self._submit(what, call, [tensor], written, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Return when all ranks have called it. On GPUs only the hosts wait."""
+        """See `ProcessCommunicator.barrier`. On GPUs only the hosts wait."""
         call = partial(self._between.compare, "barrier")
         return self._submit("barrier", call, [], [], async_op)
 
@@ -343,7 +343,7 @@ class HierarchicalCommunicator(OwnRank):
     # -- life --------------------------------------------------------------------------------------
 
     def check_peers(self, ranks: Sequence[int]) -> None:
-        """Raise what the next call would, as far as this machine knows. Never waits."""
+        """See `ProcessCommunicator.check_peers`. Knows the ranks of this machine alone."""
         self._check_not_failed()
         here = self._machines.here
         local = [here.index(rank) for rank in ranks if rank in here]
