@@ -6,7 +6,8 @@
 // Contract  same bits as core/half.h for every input that is not a NaN; fp32, fp64 and integers
 //           pass through unchanged. No alignment required of any pointer.
 // Threads   pure functions, any.
-// Tests     tests/cpp/stress.cpp compares every half; tests/conformance/test_bits.py every dtype and op.
+// Tests     tests/cpp/stress.cpp compares every half; tests/conformance/test_bits.py every dtype
+// and op.
 #pragma once
 
 #include <bit>

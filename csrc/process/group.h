@@ -10,7 +10,8 @@
 //           told; in the destructor it must not throw. While it runs in a call's wait, calls and
 //           close() of that thread are refused (os/turn).
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
-// Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py, tests/cpp/process_test.cpp
+// Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py,
+// tests/cpp/process_test.cpp
 #pragma once
 
 #include <atomic>
