@@ -10,7 +10,7 @@
 // Source    Kulisch 2013, "Computer Arithmetic and Validity": a fixed-point number as wide as the
 //           exponents reach. Rounding to odd: Boldo and Melquiond 2008.
 // Tests     the static_asserts below; tests/conformance/test_bits.py compares with
-// fractions.Fraction
+//           fractions.Fraction
 #pragma once
 
 #include <algorithm>

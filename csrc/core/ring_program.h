@@ -25,7 +25,7 @@
 // Source    Patarasuk & Yuan 2009; the fusion of reduce, keep and forward follows NCCL's idea of
 //           recvReduceCopySend.
 // Tests     tests/cpp/stress.cpp (under ThreadSanitizer, with random delays),
-// tests/conformance/test_bits.py
+//           tests/conformance/test_bits.py
 #pragma once
 
 #include <cstddef>

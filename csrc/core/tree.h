@@ -10,7 +10,7 @@
 // Source    pairwise summation (Higham 1993, "The accuracy of floating point summation"), cut at
 //           powers of two; the error grows with log2(k), not with k.
 // Tests     the static_asserts below, against the equation as it stands;
-// tests/conformance/test_bits.py
+//           tests/conformance/test_bits.py
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@
 //           pass through unchanged. No alignment required of any pointer.
 // Threads   pure functions, any.
 // Tests     tests/cpp/stress.cpp compares every half; tests/conformance/test_bits.py every dtype
-// and op.
+//           and op.
 #pragma once
 
 #include <bit>

@@ -11,7 +11,7 @@
 //           close() of that thread are refused (os/turn).
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
 // Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py,
-// tests/cpp/process_test.cpp
+//           tests/cpp/process_test.cpp
 #pragma once
 
 #include <atomic>
