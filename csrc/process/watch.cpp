@@ -275,7 +275,10 @@ void tell_failure(const Segment& segment, ErrorKind kind, const std::string& tex
   SharedFailure& shared = segment.failure();
   std::uint32_t none = SharedFailure::kNone;
   if (!shared.state.compare_exchange_strong(none, SharedFailure::kWriting)) return;
-  shared.kind = kind;
+  // A CUDA error of this rank, for instance, is not one of the others' devices.
+  const bool concerns_all =
+      kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost || kind == ErrorKind::kArgument;
+  shared.kind = concerns_all ? kind : ErrorKind::kState;
   const std::size_t size = std::min(text.size(), shared.text.size() - 1);
   std::memcpy(shared.text.data(), text.data(), size);
   shared.text[size] = '\0';

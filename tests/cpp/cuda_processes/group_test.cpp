@@ -219,7 +219,7 @@ void check_connecting(Random& random) {
   const int refused = odd == 0 ? 1 : 0;
   show_device(odd, crew.place(odd));
   crew.run([&](CudaProcessGroup& group, int rank) {
-    if (rank == odd && is_elsewhere) group.host().segment().line(rank).process = {getppid(), 0, 0};
+    if (rank == odd && is_elsewhere) group.host().segment().line(rank).process = {getppid(), 0};
     const std::string culprit = rank == odd ? "" : join("rank ", odd, " (process ");
     const std::string text = message_of(obstacle.kind, [&] { group.connect(); });
     CHECK(text.find(obstacle.words) != std::string::npos, text);
