@@ -64,8 +64,6 @@ MORE = {
     "16 shards": ((1, 2, 4, 8, 16), {"shards": 16, "batch_size": 33}),
     "1 shard": ((1,), {"shards": 1}),
     "float64": ((1, 4), {"dtype": "float64"}),
-    "bfloat16": ((1, 2, 4, 8), {"dtype": "bfloat16"}),
-    "float16": ((1, 2, 8), {"dtype": "float16"}),
     "without momentum": ((1, 2, 4), {"momentum": 0.0, "lr_schedule": "constant"}),
     "width 8, 3 epochs": ((1, 2, 4, 8), {"epochs": 3, "batch_size": 64}),
 }
