@@ -112,6 +112,8 @@ SETTINGS: dict[str, tuple[Callable[[int], object], Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_belong_to_the_rank(name):
     """Rank 0 has those of the process."""
+    if name == "compiler's stance" and torch.__version__.split(".")[:2] < ["2", "13"]:
+        pytest.skip("before torch 2.13 all ranks have force_eager")
     change, read = SETTINGS[name]
 
     def program() -> tuple[Any, Any]:
