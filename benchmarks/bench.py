@@ -185,7 +185,7 @@ class Run:
         self.save()
 
     def fail(self, what: str, error: Exception) -> None:
-        """Note what ended with an error. It makes the run a failure."""
+        """Record an error. It makes the run a failure."""
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         self.results.failed.append({"what": what, "why": why})
         self.save()

@@ -1,6 +1,6 @@
 """Time ranks in processes with tensors on GPUs beside gloo and NCCL.
 
-NCCL has processes of its own, since it fails where ranks share a GPU. A call is timed until the
+NCCL has its own processes, since it fails where ranks share a GPU. A call is timed until the
 stream has finished.
 """
 

@@ -1,6 +1,6 @@
 """Time one rank per process: ours, gloo, and the libraries that peers/install.py can install.
 
-Each library has ranks of its own, which are started once per number of ranks, and which wait in
+Each library has its own ranks, which are started once per number of ranks, and which wait in
 the kernel while another library is measured. A rank writes its tensor before each call, so that
 its own cache holds it, and all ranks meet at the library's own barrier. The slowest rank's time
 counts. Every sum is checked, element by element, after the call that was timed.

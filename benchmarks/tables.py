@@ -74,7 +74,7 @@ def page() -> str:
 
 
 def stale() -> list[str]:
-    """Return what would change: README, the page, and pictures of other results."""
+    """Return the files that would change: README, the page, pictures of other results."""
     found = [README.name] if readme() != README.read_text() else []
     if not PAGE.exists() or PAGE.read_text() != page():
         found.append(f"docs/{PAGE.name}")

@@ -185,7 +185,7 @@ def rotating(calls: Iterable[Call]) -> Call:
 
 @contextlib.contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Set the number of torch's threads inside the block; None leaves it."""
+    """Set the number of torch threads inside the block; None keeps it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -109,11 +109,13 @@ SETTINGS: dict[str, tuple[Callable[[int], object], Callable[[], Any]]] = {
 }
 
 
+# Before torch 2.13 all ranks have force_eager.
+HAS_STANCE = torch.__version__.split(".")[:2] >= ["2", "13"]
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_belong_to_the_rank(name):
     """Rank 0 has those of the process."""
-    if name == "compiler's stance" and torch.__version__.split(".")[:2] < ["2", "13"]:
-        pytest.skip("before torch 2.13 all ranks have force_eager")
     change, read = SETTINGS[name]
 
     def program() -> tuple[Any, Any]:
@@ -129,8 +131,9 @@ def test_settings_belong_to_the_rank(name):
     for seed in range(3):
         found = pr.launch(program, 3, seed=seed)
         assert all(wanted == now for wanted, now in found)
-        assert found[0][0] == before
         assert found[1][0] != before
+        if name != "compiler's stance" or HAS_STANCE:
+            assert found[0][0] == before
         assert read() == before
 
 
@@ -270,7 +273,7 @@ def test_threads_calls_leave_the_ranks_state_alone():
         assert pr.launch(program, 3, args=(True,), seed=seed) == alone
 
 
-def test_thread_beside_its_rank_changes_no_random_number():
+def test_helper_thread_draws_separately():
     def program() -> tuple[float, ...]:
         torch.manual_seed(begin())
         thread = threading.Thread(target=dist.barrier)

@@ -149,7 +149,7 @@ def test_long_call_is_not_late(joined_crew, world_size, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
-def test_long_call_in_one_process_is_not_late(new_crew, algorithm):
+def test_long_local_call_is_not_late(new_crew, algorithm):
     make_it_long(new_crew(1), prepare_in_process, reduce_in_process, algorithm)
 
 

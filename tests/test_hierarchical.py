@@ -334,12 +334,24 @@ def overlapped_as_rank(rank, world_size, store):
 def test_pieces_cross_while_next_is_summed(pool):
     for events in pool.check(overlapped_as_rank):
         assert events == [
-            *(("begin", 0), ("wait", 0)),  # whether all ranks call the same
-            *(("begin", 1), ("begin", 2)),  # sums of two pieces go there
-            *(("wait", 1), ("begin", 3)),  # results of the first come back
-            *(("begin", 4), ("wait", 2), ("begin", 5), ("wait", 3)),
-            *(("begin", 6), ("wait", 4), ("begin", 7), ("wait", 5)),
-            *(("wait", 6), ("begin", 8), ("wait", 7), ("wait", 8)),
+            ("begin", 0),  # whether all ranks call the same
+            ("wait", 0),
+            ("begin", 1),  # sums of two pieces go there
+            ("begin", 2),
+            ("wait", 1),
+            ("begin", 3),  # results of the first come back
+            ("begin", 4),
+            ("wait", 2),
+            ("begin", 5),
+            ("wait", 3),
+            ("begin", 6),
+            ("wait", 4),
+            ("begin", 7),
+            ("wait", 5),
+            ("wait", 6),
+            ("begin", 8),
+            ("wait", 7),
+            ("wait", 8),
         ]
 
 

@@ -177,8 +177,12 @@ def lost(rank: int, size: int, store: Any, machines: str, how: str) -> Any:
 
 
 LOST = [
-    *(("aabb", "killed"), ("aaab", "killed"), ("abcd", "killed"), ("aabb", "closed")),
-    *(("aabb", "late"), ("aaab", "late")),
+    ("aabb", "killed"),
+    ("aaab", "killed"),
+    ("abcd", "killed"),
+    ("aabb", "closed"),
+    ("aabb", "late"),
+    ("aaab", "late"),
 ]
 
 

@@ -238,7 +238,7 @@ def test_wrong_order_is_caught(
     assert {row.candidate for row in trial("orders").results("orders").wrong} == {"rank"}
 
 
-def test_exact_sum_off_by_one_bit_is_caught() -> None:
+def test_exact_sum_mistake_is_caught() -> None:
     terms = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     exact = sum(term.double() for term in terms).float()
     assert sums.is_nearest(exact, terms)

@@ -146,7 +146,7 @@ def test_planted_ranges_are_caught(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_schedule_in_python_gives_the_bits_of_the_engine(
+def test_python_schedule_matches_engine(
     comm_of: Callable[[int], pr.Communicator], world_size: int
 ) -> None:
     parts = inputs(1003, torch.float64, world_size)

@@ -26,6 +26,8 @@ from torch import nn
 
 import pyringar as pr
 from pyringar import *
+from pyringar.comm.topology import Plan
+from pyringar.comm.work import Work
 
 tensors = [torch.ones(3), torch.ones(3)]
 allreduce(tensors, op="mean")

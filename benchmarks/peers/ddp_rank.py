@@ -38,7 +38,7 @@ def step(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Step:
-    """A step of a model; every rank has data of its own."""
+    """A step of a model; each rank has other data."""
 
     def __init__(self, groups: Groups, candidate: str, model: str) -> None:
         make, shape = MODELS[model]

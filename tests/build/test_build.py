@@ -343,7 +343,7 @@ def test_native_engine_replaces_wheel(cache, tiny, caplog):
 
 @pytest.mark.parametrize("changes", [{"sources": "other"}, {"flags": []}])
 @needs_compiler
-def test_wheel_engine_of_other_content_is_passed_over(cache, tiny, caplog, changes):
+def test_wheel_engine_mismatch_is_ignored(cache, tiny, caplog, changes):
     caplog.set_level(logging.INFO)
     pretend_wheel(tiny, **changes)
     assert load(tiny).value() == 42

@@ -89,7 +89,7 @@ def test_large_broadcasts(transport, numel):
         transport.check([Call(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
 
 
-def test_lists_reduced_by_every_algorithm_to_the_bits_of_one_by_one(transport):
+def test_lists_have_bits_of_single_calls(transport):
     dtypes = (F32, torch.float64, torch.float16, BF16, torch.int64)
     parts = tuple(Part(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33)))
     for op in ("sum", "max"):

@@ -114,7 +114,7 @@ def test_scalars(transport, dtype):
     transport.check(calls_of(transport, (Part(dtype, ()),), 3))
 
 
-def test_strides_of_dimensions_of_one_do_not_matter(transport):
+def test_unit_dimension_strides_are_ignored(transport):
     for shape, strides in (
         ((1, 1, 5), [(5, 9, 1), (77, 999, 1), (0, 0, 1)]),
         ((1, 4, 3), [(12, 1, 4), (17, 1, 4), (22, 1, 4)]),
@@ -204,7 +204,7 @@ def test_misaligned_memory(comm_of, dtype):
         assert_all_ranks(tensors, wanted, algorithm)
 
 
-def test_thin_slices_of_a_large_tensor_are_checked_fast(comm_of):
+def test_thin_slices_are_checked_fast(comm_of):
     """The check for overlaps costs what the slice costs, not what lies between."""
     base = torch.empty(1 << 31, dtype=torch.int8)  # pages that are not touched cost nothing
     for apart in (1 << 30, 1):  # one behind the other, interleaved

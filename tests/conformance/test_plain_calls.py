@@ -107,7 +107,7 @@ def test_declines_inside_dispatch_modes(comm):
 
 
 @pytest.mark.parametrize("is_bound", [False, True])
-def test_call_that_fails_in_the_middle_counts_as_a_write(is_bound):
+def test_failed_call_counts_as_write(is_bound):
     versions = []
 
     def call(rank):

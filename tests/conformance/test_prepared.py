@@ -310,7 +310,7 @@ def test_closed_group_refuses_prepared_calls(cpu_pair, kind):
     assert tensors[0]._version == version
 
 
-def test_bound_call_outlives_the_name_of_its_communicator(make_comm):
+def test_bound_call_keeps_communicator(make_comm):
     lists = [[torch.ones(3)], [torch.ones(3)]]
     call = pr.Communicator(["cpu"] * 2).bind_coalesced(lists)
     gc.collect()

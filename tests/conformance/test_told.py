@@ -188,7 +188,7 @@ class Group:
 
 
 @pytest.mark.parametrize("order", ["any", "rank"])
-def test_no_kernel_waits_for_another_gpu_by_default(monkeypatch, order):
+def test_default_kernels_do_not_wait(monkeypatch, order):
     monkeypatch.setattr(Topology, "place", "gpus")
     monkeypatch.setattr(communicator, "_make_group", lambda *arguments: Group())
     with pr.Communicator(["cpu"] * K) as comm:
