@@ -25,25 +25,25 @@ ROUNDS = 40
 ENGINE, STAGING = "cuda_process/engine.cpp", "cuda_process/staging.h"
 GROUP, WATCH = "cuda_process/group.cpp", "cuda_process/device_watch.cpp"
 STAGED = "cuda_process/staging.cpp"
+PROGRAM, ENGINES = "core/staged_program.h", "process/staged_engines.h"
 MISTAKES = {
     # -- words and slots
     "announced-not-awaited": (ENGINE, {"    staging_.await_announced(n, stream_);\n": ""}),
     "reduced-not-awaited": (ENGINE, {"    staging_.await_reduced(n, stream_);\n": ""}),
     "word-before-copy": (
-        ENGINE,
+        PROGRAM,
         {
-            "    staging_.write_announced(n, stream_);\n    Staged": "    Staged",
-            "    if (world_size_ == 1) return;\n": "    staging_.write_announced(n, stream_);\n"
-            "    if (world_size_ == 1) return;\n",
+            "  engine.copy_in(0, n);\n  engine.announce(n);\n": "  engine.announce(n);\n"
+            "  engine.copy_in(0, n);\n",
+            "      engine.copy_in(piece + 1, n + 1);\n      engine.announce(n + 1);\n": ""
+            "      engine.announce(n + 1);\n      engine.copy_in(piece + 1, n + 1);\n",
         },
     ),
     "word-before-reduction": (
-        ENGINE,
+        PROGRAM,
         {
-            "    if (n != base_) staging_.write_reduced(n, stream_);  // else the host brings its "
-            "own up\n": "",
-            "    fold(piece, n, slice": "    staging_.write_reduced(n, stream_);\n"
-            "    fold(piece, n, slice",
+            "    engine.reduce(piece, n);\n    engine.publish_reduced(n);\n": ""
+            "    engine.publish_reduced(n);\n    engine.reduce(piece, n);\n"
         },
     ),
     "stream-before-host": (
@@ -89,7 +89,7 @@ MISTAKES = {
         },
     ),
     "last-rank-first": (
-        ENGINE,
+        ENGINES,
         {
             "sources[static_cast<std::size_t>(rank)] =": "sources["
             "static_cast<std::size_t>(world_size_ - 1 - rank)] ="

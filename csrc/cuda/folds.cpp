@@ -42,17 +42,17 @@ void FusedLaunches::launch(std::span<const int> devices, std::span<const cudaStr
   }
 }
 
-void Folds::add(DType dtype, std::span<const std::byte* const> sources,
-                std::initializer_list<std::byte*> destinations, std::size_t numel) {
+void Folds::add(DType dtype, std::span<const void* const> sources,
+                std::initializer_list<void*> destinations, std::size_t numel) {
   if (numel == 0) return;
   items_.push_back({dtype, numel, pointers_.size()});
-  for (const std::byte* source : sources) pointers_.push_back(const_cast<std::byte*>(source));
+  for (const void* source : sources) pointers_.push_back(const_cast<void*>(source));
   pointers_.insert(pointers_.end(), destinations.begin(), destinations.end());
 }
 
 void Folds::add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType dtype) {
   const DType as = copied_as(item_bytes(dtype));
-  const std::byte* sources[] = {from};
+  const void* sources[] = {from};
   add(as, sources, {to}, bytes / item_bytes(as));
 }
 

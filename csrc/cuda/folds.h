@@ -51,8 +51,8 @@ class Folds {
       : fold_(fold), num_sources_(num_sources), num_destinations_(num_destinations) {}
   static Folds copies() { return {Fold{}, 1, 1}; }
 
-  void add(DType dtype, std::span<const std::byte* const> sources,
-           std::initializer_list<std::byte*> destinations, std::size_t numel);
+  void add(DType dtype, std::span<const void* const> sources,
+           std::initializer_list<void*> destinations, std::size_t numel);
   // dtype: of what lies there; its bits are kept, also those of a NaN.
   void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType dtype);
   void launch(int device, cudaStream_t stream, int max_blocks) const;

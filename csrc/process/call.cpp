@@ -5,13 +5,15 @@
 #include "process/call.h"
 
 #include <algorithm>
+#include <initializer_list>
+#include <span>
 #include <thread>
 
 #include "core/error.h"
 #include "cpu/copy.h"
 #include "cpu/fused.h"
 #include "cpu/kernels.h"
-#include "process/staged_counters.h"
+#include "process/staged_engines.h"
 
 namespace pyringar {
 
@@ -28,140 +30,82 @@ void read_ahead(const std::byte* from, std::size_t bytes) {
   }
 }
 
-// What the engines here keep of a call.
-class StagedEngine : public StagedCounters {
+struct CopiesToSlot {
+  void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType) const {
+    copy_to_slot(to, from, bytes);
+  }
+};
+
+struct CopiesFromSlot {
+  void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType) const {
+    copy_from_slot(to, from, bytes);
+  }
+};
+
+// Runs each fold at once. ahead: bytes from an element to the one that is read into the cache.
+struct HostFolds {
+  const Fold& fold;
+  std::size_t ahead;
+
+  // Uses up the sources.
+  void add(DType dtype, std::span<const void*> sources, std::initializer_list<void*> destinations,
+           std::size_t numel) const {
+    const FusedKernel kernel = fused_kernel(dtype, fold);
+    const auto run = [&](void* const* to, std::size_t n) {
+      kernel(sources.data(), static_cast<int>(sources.size()), to,
+             static_cast<int>(destinations.size()), n, fold.divisor);
+    };
+    if (ahead == 0) return run(destinations.begin(), numel);
+    const std::size_t step = kAheadStepBytes / item_bytes(dtype);
+    auto* to = static_cast<std::byte*>(*destinations.begin());
+    for (; numel > 0; to += kAheadStepBytes) {
+      const std::size_t some = std::min(step, numel);
+      read_ahead(to + ahead, some * item_bytes(dtype));
+      void* const now[] = {to};
+      run(now, some);
+      for (const void*& source : sources) {
+        source = static_cast<const std::byte*>(source) + kAheadStepBytes;
+      }
+      numel -= some;
+    }
+  }
+};
+
+// Slots of the segment, or, for short messages, their heads.
+class HostMemory : public StagedCounters {
  public:
+  static constexpr std::size_t kPartAlignment = 64;
+
   // most_bytes: that a message has.
-  StagedEngine(ProcessRank& self, const ProcessCall& call, std::size_t most_bytes = 0)
-      : StagedCounters(self), call_(call), fits_head_(most_bytes <= MessageHead::kPayloadBytes) {}
+  HostMemory(ProcessRank& self, const Fold& fold, std::size_t most_bytes)
+      : StagedCounters(self), fold_(fold), fits_head_(most_bytes <= MessageHead::kPayloadBytes) {}
 
  protected:
   std::byte* slot(int rank, std::uint32_t n) const {
     return fits_head_ ? segment_.head(rank, n).payload.data() : segment_.slot(rank, n);
   }
   std::byte* own_slot(std::uint32_t n) const { return slot(self_.rank, n); }
-
-  const ProcessCall& call_;
-  const bool fits_head_;
-};
-
-// Tensors reduced in place, through slots: every rank its slice of every piece, or all of it. What
-// is a rank's own it reads where it is, in its tensors.
-class ReduceEngine : public StagedEngine {
- public:
-  ReduceEngine(ProcessRank& self, const ProcessCall& call, std::size_t piece_bytes, bool is_direct)
-      : StagedEngine(self, call, self.line.bytes()),
-        line_(self.line),
-        piece_bytes_(piece_bytes),
-        is_direct_(is_direct),
-        sources_(self.sources) {
-    sources_.resize(static_cast<std::size_t>(world_size_));
+  Range slice_of(Range piece, int owner) const {
+    return slice_in_units(piece, world_size_, owner, 64);
   }
-
-  void copy_in(std::size_t piece, std::uint32_t n) {
-    if (!is_direct_) return copy_part_in(piece, n, begin(piece), end(piece));
-    for_each_slice(piece, [&](int owner, DType, std::size_t first, std::size_t last) {
-      if (owner != self_.rank) copy_part_in(piece, n, first, last);
-    });
-  }
-  void reduce(std::size_t piece, std::uint32_t n) {
-    for_each_slice(piece, [&](int owner, DType dtype, std::size_t first, std::size_t last) {
-      if (owner != self_.rank) return;
-      line_.for_each_tensor(first, last,
-                            [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
-                              const std::size_t at = first - begin(piece) + offset;
-                              fuse(n, at, tensor, dtype, bytes, {tensor, own_slot(n) + at});
-                            });
-    });
-  }
-  void copy_out(std::size_t piece, std::uint32_t n) {
-    for_each_slice(piece, [&](int owner, DType, std::size_t first, std::size_t last) {
-      if (owner == self_.rank) return;
-      const std::byte* from = slot(owner, n) + (first - begin(piece));
-      line_.for_each_tensor(first, last,
-                            [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
-                              copy_from_slot(tensor, from + offset, bytes);
-                            });
-    });
-  }
-  void combine(std::size_t piece, std::uint32_t n) {
-    self_.sleep_in(Phase::kGather);
-    line_.for_each_run(
-        begin(piece), end(piece), [&](DType dtype, std::size_t at, std::size_t numel) {
-          const std::size_t first = begin(piece) + at;
-          line_.for_each_tensor(first, first + numel * item_bytes(dtype),
-                                [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
-                                  combine_part(piece, n, at + offset, tensor, dtype, bytes);
-                                });
-        });
-  }
+  CopiesToSlot to_slot() const { return {}; }
+  CopiesFromSlot from_slot() const { return {}; }
+  HostFolds folds(int, std::size_t ahead) const { return {fold_, ahead}; }
+  template <typename Batch>
+  void launch(const Batch&) const {}
 
  private:
-  std::size_t begin(std::size_t piece) const { return piece * piece_bytes_; }
-  std::size_t end(std::size_t piece) const {
-    return std::min(begin(piece) + piece_bytes_, line_.bytes());
-  }
-
-  // visit(owner, dtype, first, last): bytes of the line, the slices of each run of a piece.
-  template <typename Visit>
-  void for_each_slice(std::size_t piece, Visit&& visit) const {
-    line_.for_each_run(begin(piece), end(piece),
-                       [&](DType dtype, std::size_t at, std::size_t numel) {
-                         const std::size_t item = item_bytes(dtype);
-                         for (int owner = 0; owner < world_size_; ++owner) {
-                           const Range slice = chunk_range(numel, world_size_, owner);
-                           if (slice.size() == 0) continue;
-                           const std::size_t first = begin(piece) + at + slice.begin * item;
-                           visit(owner, dtype, first, first + slice.size() * item);
-                         }
-                       });
-  }
-
-  void copy_part_in(std::size_t piece, std::uint32_t n, std::size_t first, std::size_t last) {
-    std::byte* to = own_slot(n) + (first - begin(piece));
-    line_.for_each_tensor(first, last,
-                          [&](std::byte* tensor, std::size_t offset, std::size_t bytes) {
-                            copy_to_slot(to + offset, tensor, bytes);
-                          });
-  }
-
-  void combine_part(std::size_t piece, std::uint32_t n, std::size_t at, std::byte* tensor,
-                    DType dtype, std::size_t bytes) {
-    // The piece that is copied in next; this one and the one after it are in their slots already.
-    const std::size_t ahead = 2 * piece_bytes_;
-    const bool reads_ahead =
-        line_.bytes() >= kReadsAheadBytes && end(piece) + ahead <= line_.bytes();
-    const std::size_t step = reads_ahead ? kAheadStepBytes : bytes;
-    for (std::size_t done = 0; done < bytes; done += step) {
-      const std::size_t some = std::min(step, bytes - done);
-      if (reads_ahead) read_ahead(tensor + done + ahead, some);
-      fuse(n, at + done, tensor + done, dtype, some, {tensor + done});
-    }
-  }
-
-  // own: this rank's part; the others' lies at `at` of their slots.
-  void fuse(std::uint32_t n, std::size_t at, const std::byte* own, DType dtype, std::size_t bytes,
-            std::initializer_list<void*> results) {
-    for (int rank = 0; rank < world_size_; ++rank) {
-      sources_[static_cast<std::size_t>(rank)] = rank == self_.rank ? own : slot(rank, n) + at;
-    }
-    fused_kernel(dtype, call_.fold)(sources_.data(), world_size_, results.begin(),
-                                    static_cast<int>(results.size()), bytes / item_bytes(dtype),
-                                    call_.fold.divisor);
-  }
-
-  const FlatView& line_;
-  const std::size_t piece_bytes_;
-  const bool is_direct_;
-  std::vector<const void*>& sources_;
+  const Fold& fold_;
+  const bool fits_head_;
 };
 
 // Tensors that all ranks can reach: each rank reduces its slice where it lies, for everybody. Once
 // some rank has failed, memory is its owner's again: who comes late stops at the next block, and
 // says nothing reduced, so that nobody takes what lies there for a result.
-class RegisteredEngine : public StagedEngine {
+class RegisteredEngine : public StagedCounters {
  public:
-  using StagedEngine::StagedEngine;
+  RegisteredEngine(ProcessRank& self, const ProcessCall& call)
+      : StagedCounters(self), call_(call) {}
 
   void copy_in(std::size_t, std::uint32_t) {}
   void reduce(std::size_t, std::uint32_t) {
@@ -180,91 +124,15 @@ class RegisteredEngine : public StagedEngine {
     }
   }
   void publish_reduced(std::uint32_t n) {
-    if (!self_.watch.adopt_shared_failure()) StagedEngine::publish_reduced(n);
+    if (!self_.watch.adopt_shared_failure()) StagedCounters::publish_reduced(n);
   }
   bool wait_reduced(std::uint32_t n) {
-    return !self_.watch.failed() && StagedEngine::wait_reduced(n);
+    return !self_.watch.failed() && StagedCounters::wait_reduced(n);
   }
   void copy_out(std::size_t, std::uint32_t) {}
-};
-
-// Results that differ by rank. Slots hold, for every piece, the same part of each rank's share.
-class ShareEngine : public StagedEngine {
- public:
-  ShareEngine(ProcessRank& self, const ProcessCall& call, std::size_t share_bytes,
-              std::size_t part_bytes)
-      : StagedEngine(self, call, call.kind == CallKind::kReduceScatter ? part_bytes : share_bytes),
-        share_bytes_(share_bytes),
-        part_bytes_(part_bytes) {}
-
-  void copy_in(std::size_t piece, std::uint32_t n) {
-    switch (call_.kind) {
-      case CallKind::kReduceScatter:
-        for (int rank = 0; rank < world_size_; ++rank) {
-          copy_to_slot(own_slot(n) + part_of(rank), input() + share_of(rank) + begin(piece),
-                       size(piece));
-        }
-        return;
-      case CallKind::kAllGather:
-        return copy_to_slot(own_slot(n), input() + begin(piece), size(piece));
-      case CallKind::kBroadcast:
-        if (self_.rank == call_.root) {
-          copy_to_slot(own_slot(n), input() + begin(piece), size(piece));
-        }
-        return;
-      default:
-        return;
-    }
-  }
-  void combine(std::size_t piece, std::uint32_t n) {
-    switch (call_.kind) {
-      case CallKind::kReduceScatter:
-        return combine_share(piece, n);
-      case CallKind::kAllGather:
-        for (int rank = 0; rank < world_size_; ++rank) {
-          copy_from_slot(output() + share_of(rank) + begin(piece), slot(rank, n), size(piece));
-        }
-        return;
-      case CallKind::kBroadcast:
-        if (self_.rank != call_.root) {
-          copy_from_slot(output() + begin(piece), slot(call_.root, n), size(piece));
-        }
-        return;
-      default:
-        return;
-    }
-  }
 
  private:
-  void combine_share(std::size_t piece, std::uint32_t n) {
-    const DType dtype = call_.outputs[0].dtype;
-    std::vector<const void*> sources;
-    for (int rank = 0; rank < world_size_; ++rank) {
-      sources.push_back(slot(rank, n) + part_of(self_.rank));
-    }
-    void* result = output() + begin(piece);
-    fused_kernel(dtype, call_.fold)(sources.data(), world_size_, &result, 1,
-                                    size(piece) / item_bytes(dtype), call_.fold.divisor);
-  }
-  std::byte* input() const { return call_.inputs[0].data; }
-  std::byte* output() const { return call_.outputs[0].data; }
-  std::size_t begin(std::size_t piece) const { return piece * part_bytes_; }
-  std::size_t size(std::size_t piece) const {
-    return std::min(part_bytes_, share_bytes_ - begin(piece));
-  }
-  std::size_t share_of(int rank) const { return static_cast<std::size_t>(rank) * share_bytes_; }
-  std::size_t part_of(int rank) const { return static_cast<std::size_t>(rank) * part_bytes_; }
-
-  const std::size_t share_bytes_;
-  const std::size_t part_bytes_;  // of one rank's share in a piece
-};
-
-// Moves no data: for barriers.
-class EmptyEngine : public StagedEngine {
- public:
-  using StagedEngine::StagedEngine;
-  void copy_in(std::size_t, std::uint32_t) {}
-  void combine(std::size_t, std::uint32_t) {}
+  const ProcessCall& call_;
 };
 
 template <class Engine>
@@ -277,10 +145,6 @@ template <class Engine>
 bool direct(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
   const StagedProgram program{self.messages, num_pieces};
   return self.count_messages(program, run_staged_direct(engine, program));
-}
-
-std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
-  return std::max<std::size_t>(1, (bytes + piece_bytes - 1) / piece_bytes);
 }
 
 // Pieces of one size.
@@ -299,20 +163,20 @@ ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
 
 bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {
   self.line.view(call.outputs);
-  const std::size_t piece_bytes = piece_bytes_for(self.line.bytes(), self.segment);
-  const std::size_t num_pieces = pieces_of(self.line.bytes(), piece_bytes);
+  const std::size_t bytes = self.line.bytes();
+  const std::size_t piece_bytes = piece_bytes_for(bytes, self.segment);
+  const std::size_t num_pieces = pieces_of(bytes, piece_bytes);
   const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
-  ReduceEngine engine(self, call, piece_bytes, is_direct);
+  ReduceEngine engine(HostMemory(self, call.fold, bytes), is_direct, piece_bytes);
   return is_direct ? direct(engine, self, num_pieces) : exchange(engine, self, num_pieces);
 }
 
 bool run_shares(const ProcessCall& call, ProcessRank& self) {
+  const std::size_t slot_bytes = self.segment.slot_bytes();
   const bool is_scatter = call.kind == CallKind::kReduceScatter;
-  const TensorSpan& share = is_scatter ? call.outputs[0] : call.inputs[0];
-  const std::size_t parts = is_scatter ? static_cast<std::size_t>(self.segment.world_size()) : 1;
-  const std::size_t part_bytes = self.segment.slot_bytes() / parts / 64 * 64;
-  ShareEngine engine(self, call, share.bytes(), part_bytes);
-  return exchange(engine, self, pieces_of(share.bytes(), part_bytes));
+  const std::size_t most_bytes = is_scatter ? slot_bytes : call.inputs[0].bytes();
+  ShareEngine engine(HostMemory(self, call.fold, most_bytes), call, slot_bytes);
+  return exchange(engine, self, engine.num_pieces());
 }
 
 // visit(part, where it lies in the dense copy)
@@ -431,7 +295,7 @@ bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_backgr
     return direct(engine, self, 1);
   }
   if (call.kind != CallKind::kBarrier) return run_shares(call, self);
-  EmptyEngine engine(self, call);
+  EmptyEngine engine(HostMemory(self, call.fold, 0));
   return exchange(engine, self, 1);
 }
 

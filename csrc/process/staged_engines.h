@@ -1,0 +1,207 @@
+// staged_engines: what a rank copies in, reduces and copies out in a staged program, written once
+// for the memory of the host (process/call) and of a GPU (cuda_process/engine).
+//
+// Units     bytes.
+// Contract  Rank order, whatever the size and however it is cut. A rank reads its own part in its
+//           tensors, the others' in their slots. Memory is StagedCounters and brings
+//             slot(rank, n), own_slot(n)     where message n of a rank lies
+//             slice_of(range, owner)         what a rank reduces of a piece in a direct call
+//             to_slot(), from_slot()         batches: add_copy(to, from, bytes, dtype)
+//             folds(num_destinations, ahead) a batch: add(dtype, sources, destinations, numel);
+//                                            ahead: where the elements lie that follow; 0: nowhere
+//             launch(batch)                  runs what was added, or enqueues it
+//             kPartAlignment                 of a rank's part of a slot
+// Threads   one call at a time.
+// Source    core/staged_program.h
+// Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp, tests/cpp/cuda_processes
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/schedule.h"
+#include "process/call.h"
+#include "process/staged_counters.h"
+
+namespace pyringar {
+
+constexpr std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
+  return std::max<std::size_t>(1, (bytes + piece_bytes - 1) / piece_bytes);
+}
+
+// The owner's part of a range of bytes; parts begin at multiples of `unit` from its begin.
+constexpr Range slice_in_units(Range range, int world_size, int owner, std::size_t unit) {
+  const Range units = chunk_range((range.size() + unit - 1) / unit, world_size, owner);
+  return {std::min(range.begin + units.begin * unit, range.end),
+          std::min(range.begin + units.end * unit, range.end)};
+}
+
+// Tensors reduced in place, self.line: every rank its slice of every piece, or all of it.
+template <class Memory>
+class ReduceEngine : public Memory {
+ public:
+  ReduceEngine(const Memory& memory, bool is_direct, std::size_t piece_bytes)
+      : Memory(memory), is_direct_(is_direct), piece_bytes_(piece_bytes) {
+    self_.sources.resize(static_cast<std::size_t>(world_size_));
+  }
+
+  void copy_in(std::size_t piece, std::uint32_t n) {
+    if (world_size_ == 1) return;
+    auto copies = this->to_slot();
+    const auto add = [&](Range range) {
+      std::byte* to = own_slot(n) + (range.begin - piece * piece_bytes_);
+      self_.line.for_each(
+          range.begin, range.end,
+          [&](DType dtype, std::byte* tensor, std::size_t offset, std::size_t bytes) {
+            copies.add_copy(to + offset, tensor, bytes, dtype);
+          });
+    };
+    if (!is_direct_) add(range_of(piece));
+    for (int owner = 0; is_direct_ && owner < world_size_; ++owner) {
+      if (owner != self_.rank) add(slice_of(range_of(piece), owner));
+    }
+    this->launch(copies);
+  }
+  void reduce(std::size_t piece, std::uint32_t n) {
+    fold(piece, n, slice_of(range_of(piece), self_.rank), /*into_slot=*/true);
+  }
+  void combine(std::size_t piece, std::uint32_t n) {
+    self_.sleep_in(Phase::kGather);
+    fold(piece, n, range_of(piece), /*into_slot=*/false);
+  }
+  void copy_out(std::size_t piece, std::uint32_t n) {
+    auto copies = this->from_slot();
+    for (int owner = 0; owner < world_size_; ++owner) {
+      if (owner == self_.rank) continue;
+      const Range range = slice_of(range_of(piece), owner);
+      const std::byte* from = slot(owner, n) + (range.begin - piece * piece_bytes_);
+      self_.line.for_each(
+          range.begin, range.end,
+          [&](DType dtype, std::byte* tensor, std::size_t offset, std::size_t bytes) {
+            copies.add_copy(tensor, from + offset, bytes, dtype);
+          });
+    }
+    this->launch(copies);
+  }
+
+ private:
+  using Memory::own_slot, Memory::self_, Memory::slice_of, Memory::slot, Memory::world_size_;
+
+  Range range_of(std::size_t piece) const {
+    const std::size_t begin = piece * piece_bytes_;
+    return {begin, std::min(begin + piece_bytes_, self_.line.bytes())};
+  }
+  // The piece that is copied in next; this one and the one after it are in their slots already.
+  std::size_t ahead_of(std::size_t piece) const {
+    const std::size_t ahead = 2 * piece_bytes_;
+    const bool is_there = range_of(piece).end + ahead <= self_.line.bytes();
+    return is_there && self_.line.bytes() >= kReadsAheadBytes ? ahead : 0;
+  }
+
+  void fold(std::size_t piece, std::uint32_t n, Range range, bool into_slot) {
+    auto folds = into_slot ? this->folds(2, 0) : this->folds(1, ahead_of(piece));
+    const std::size_t in_slot = range.begin - piece * piece_bytes_;
+    self_.line.for_each(range.begin, range.end,
+                        [&](DType dtype, std::byte* tensor, std::size_t offset, std::size_t bytes) {
+                          std::vector<const void*>& sources = self_.sources;
+                          for (int rank = 0; rank < world_size_; ++rank) {
+                            sources[static_cast<std::size_t>(rank)] =
+                                rank == self_.rank ? tensor : slot(rank, n) + in_slot + offset;
+                          }
+                          const std::size_t numel = bytes / item_bytes(dtype);
+                          if (into_slot) {
+                            folds.add(dtype, sources, {tensor, own_slot(n) + in_slot + offset},
+                                      numel);
+                          } else {
+                            folds.add(dtype, sources, {tensor}, numel);
+                          }
+                        });
+    this->launch(folds);
+  }
+
+  const bool is_direct_;
+  const std::size_t piece_bytes_;
+};
+
+// Results that differ by rank. Slots hold, for every piece, the same part of each rank's share.
+template <class Memory>
+class ShareEngine : public Memory {
+ public:
+  ShareEngine(const Memory& memory, const ProcessCall& call, std::size_t slot_bytes)
+      : Memory(memory),
+        call_(call),
+        is_scatter_(call.kind == CallKind::kReduceScatter),
+        share_(is_scatter_ ? call.outputs[0] : call.inputs[0]),
+        part_bytes_(slot_bytes / static_cast<std::size_t>(is_scatter_ ? world_size_ : 1) /
+                    Memory::kPartAlignment * Memory::kPartAlignment) {}
+
+  std::size_t num_pieces() const { return pieces_of(share_.bytes(), part_bytes_); }
+
+  void copy_in(std::size_t piece, std::uint32_t n) {
+    auto copies = this->to_slot();
+    if (is_scatter_) {
+      for (int rank = 0; rank < world_size_; ++rank) {
+        if (rank == self_.rank) continue;
+        copies.add_copy(own_slot(n) + part_of(rank), input() + share_of(rank) + begin(piece),
+                        size(piece), share_.dtype);
+      }
+    } else if (call_.kind == CallKind::kAllGather || self_.rank == call_.root) {
+      copies.add_copy(own_slot(n), input() + begin(piece), size(piece), share_.dtype);
+    }
+    this->launch(copies);
+  }
+  void combine(std::size_t piece, std::uint32_t n) {
+    if (is_scatter_) return combine_share(piece, n);
+    auto copies = this->from_slot();
+    if (call_.kind == CallKind::kAllGather) {
+      for (int rank = 0; rank < world_size_; ++rank) {
+        const std::byte* from = rank == self_.rank ? input() + begin(piece) : slot(rank, n);
+        copies.add_copy(output() + share_of(rank) + begin(piece), from, size(piece), share_.dtype);
+      }
+    } else if (self_.rank != call_.root) {
+      copies.add_copy(output() + begin(piece), slot(call_.root, n), size(piece), share_.dtype);
+    }
+    this->launch(copies);
+  }
+
+ private:
+  using Memory::own_slot, Memory::self_, Memory::slot, Memory::world_size_;
+
+  void combine_share(std::size_t piece, std::uint32_t n) {
+    std::vector<const void*> sources;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      sources.push_back(rank == self_.rank ? input() + share_of(rank) + begin(piece)
+                                           : slot(rank, n) + part_of(self_.rank));
+    }
+    auto folds = this->folds(1, 0);
+    folds.add(share_.dtype, sources, {output() + begin(piece)},
+              size(piece) / item_bytes(share_.dtype));
+    this->launch(folds);
+  }
+  std::byte* input() const { return call_.inputs[0].data; }
+  std::byte* output() const { return call_.outputs[0].data; }
+  std::size_t begin(std::size_t piece) const { return piece * part_bytes_; }
+  std::size_t size(std::size_t piece) const {
+    return std::min(part_bytes_, share_.bytes() - begin(piece));
+  }
+  std::size_t share_of(int rank) const { return static_cast<std::size_t>(rank) * share_.bytes(); }
+  std::size_t part_of(int rank) const { return static_cast<std::size_t>(rank) * part_bytes_; }
+
+  const ProcessCall& call_;
+  const bool is_scatter_;
+  const TensorSpan share_;
+  const std::size_t part_bytes_;  // of one rank's share in a piece
+};
+
+// Moves no data: for barriers.
+template <class Memory>
+class EmptyEngine : public Memory {
+ public:
+  explicit EmptyEngine(const Memory& memory) : Memory(memory) {}
+  void copy_in(std::size_t, std::uint32_t) {}
+  void combine(std::size_t, std::uint32_t) {}
+};
+
+}  // namespace pyringar
