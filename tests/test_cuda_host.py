@@ -46,7 +46,7 @@ MISTAKES = {
     ),
     "leaves-before-the-others": Mistake("group.cpp", "[&] { meeting.meet(streams); }", "[] {}"),
     "meets-half": Mistake(
-        "devices.cpp", "    events_[d].make_wait(streams[0], devices_[0].index);\n", ""
+        "devices.cpp", "    events_[d].make_wait(streams[0], devices_[0]);\n", ""
     ),
     "staging-out-of-turn": Mistake(
         "group.cpp",

@@ -16,6 +16,7 @@
 #include <set>
 
 #include "bindings/convert.h"
+#include "bindings/python_call.h"
 #include "bucket/ready_hook.h"
 #include "bucket/step.h"
 
@@ -167,11 +168,10 @@ inline void count(Hook& hook, py::handle param) {
   if (is_new && may_launch && step.missing[bucket] == 0) launch_complete(bucketer, bucket);
 }
 
-// A C function: the calls of a py::cpp_function cost a microsecond more per gradient.
 inline PyObject* call_hook(PyObject* capsule, PyObject* tensor) {
   try {
-    auto* hook = static_cast<Hook*>(PyCapsule_GetPointer(capsule, nullptr));
-    if (!hook->bucketer->is_closed) hook->function(*hook, tensor);
+    auto& hook = state_of<Hook>(capsule);
+    if (!hook.bucketer->is_closed) hook.function(hook, tensor);
     Py_RETURN_NONE;
   } catch (py::error_already_set& error) {
     error.restore();
@@ -186,8 +186,7 @@ inline py::object make_hook(const BucketerPtr& bucketer, std::size_t rank, std::
   static PyMethodDef method = {"gradient_hook", &call_hook, METH_O, nullptr};
   auto* hook = is_before ? new Hook{bucketer, rank, index, &zero_sum, param}
                          : new Hook{bucketer, rank, index, &count, weak_grad(param)};
-  const py::capsule capsule(hook, [](void* hook) { delete static_cast<Hook*>(hook); });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
+  return function_over(method, std::unique_ptr<Hook>(hook));
 }
 
 // -- the Python class -----------------------------------------------------------------------------

@@ -157,10 +157,6 @@ struct Engine {
   static py::object submit(const GroupPtr& group, const Collective& collective, py::handle after) {
     return group->submit(collective, parse_after(after));
   }
-  static py::object submit(const GroupPtr& group, const std::shared_ptr<const Collective>& shared,
-                           py::handle after) {
-    return group->submit(*shared, parse_after(after));
-  }
   static py::object enqueued(const GroupPtr& group) { return group->enqueued(); }
   static void wait_for_turn(Group&) {}
 };

@@ -6,8 +6,7 @@
 //             host(group)        answers forked(), has_this_thread(), check_usable(), and
 //                                check(), which waits for nothing
 //             run(group, call)   now; on GPUs the work is enqueued when this returns
-//             submit(group, call)   in the background; returns the work as a Python object. Ranks
-//                                   in one process: also a call that is shared
+//             submit(group, call)   in the background; returns the work as a Python object
 //             mark_and_run(group, call, written)   if it marks a bound call's tensors itself
 //             enqueued(group)    GPUs only: the work of all that is on the current streams
 //           and what def_rank_calls() or def_process_calls() name besides. Tensors are marked as
@@ -132,15 +131,12 @@ py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> 
 // tensors lie where they lay. Engines bring calls(group), the CallCache.
 template <typename Engine>
 py::object all_reduce(const typename Engine::GroupPtr& group, const CallKey& key,
-                      py::handle tensors, py::handle in_flight, py::handle after = Py_None) {
+                      py::handle tensors, py::handle in_flight) {
   const auto prepare = [&](py::handle given) {
-    const Ranks ranks = Engine::ranks(*group);
-    return key.is_coalesced
-               ? prepare_all_reduce_coalesced(given, key.reduction, key.algorithm, ranks,
-                                              "all_reduce_coalesced")
-               : prepare_all_reduce(given, key.reduction, key.algorithm, ranks, "all_reduce");
+    return prepare_all_reduce(given, key.is_coalesced, key.reduction, key.algorithm,
+                              Engine::ranks(*group));
   };
-  if (!in_flight.is_none()) return run_or_submit<Engine>(group, prepare(tensors), in_flight, after);
+  if (!in_flight.is_none()) return run_or_submit<Engine>(group, prepare(tensors), in_flight);
   CallCache& calls = Engine::calls(*group);
   const TensorTuples tuples = CallCache::tuples_of(tensors, key.is_coalesced);
   if (const auto call = calls.find(key, tuples)) {
@@ -172,20 +168,15 @@ struct BoundCall {
   py::list storages;
   py::list references;
 
-  static constexpr const char* kCapsule = "pyringar.bound";
-
-  // A plain C function for Python: a bound call lasts a microsecond, and a class would add a third.
   static PyObject* run(PyObject* capsule, PyObject*) {
     try {
-      auto* bound = static_cast<BoundCall*>(PyCapsule_GetPointer(capsule, kCapsule));
-      Engine::host(*bound->group).check_usable();
-      if constexpr (requires {
-                      Engine::mark_and_run(*bound->group, bound->call, bound->written.ptr());
-                    }) {
-        Engine::mark_and_run(*bound->group, bound->call, bound->written.ptr());
+      auto& [group, call, written, storages, references] = state_of<BoundCall>(capsule);
+      Engine::host(*group).check_usable();
+      if constexpr (requires { Engine::mark_and_run(*group, call, written.ptr()); }) {
+        Engine::mark_and_run(*group, call, written.ptr());
       } else {
-        mark_written(bound->written.ptr());
-        Engine::run(*bound->group, bound->call);
+        mark_written(written.ptr());
+        Engine::run(*group, call);
       }
     } catch (...) {
       set_python_error(std::current_exception());
@@ -207,13 +198,9 @@ py::object bind_call(const typename Engine::GroupPtr& group, Prepared<Call> prep
                                "Reduce the bound tensors in place."};
   py::list storages = storages_of({prepared.written});
   py::list references = references_to(prepared.written);
-  std::unique_ptr<Bound> bound(new Bound{group, std::move(prepared.call),
-                                         std::move(prepared.written), std::move(storages),
-                                         std::move(references)});
-  const py::capsule capsule(bound.release(), Bound::kCapsule, [](PyObject* c) {
-    delete static_cast<Bound*>(PyCapsule_GetPointer(c, Bound::kCapsule));
-  });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
+  return function_over(method, std::unique_ptr<Bound>(new Bound{
+                                   group, std::move(prepared.call), std::move(prepared.written),
+                                   std::move(storages), std::move(references)}));
 }
 
 // {algorithm: {"calls", "bytes", "busy_s"}}; without times where only a device knows them.
@@ -234,26 +221,6 @@ py::dict stats_dict(const CallStats<kNum>& stats, const char* (*name_of)(Algorit
 
 // -- ranks in one process -------------------------------------------------------------------------
 
-template <typename Engine, typename Class>
-void def_bound_calls(Class& cls) {
-  using Ptr = const typename Engine::GroupPtr&;
-  cls.def("bind",
-          [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, py::handle order) {
-            Engine::host(*group).check_usable();
-            return bind_call<Engine>(group, prepare_all_reduce(tensors, parse_reduction(op, order),
-                                                               parse_algorithm(algorithm),
-                                                               Engine::ranks(*group), "bind"));
-          })
-      .def("bind_coalesced",
-           [](Ptr group, py::handle lists, py::handle op, py::handle algorithm, py::handle order) {
-             Engine::host(*group).check_usable();
-             return bind_call<Engine>(
-                 group, prepare_all_reduce_coalesced(lists, parse_reduction(op, order),
-                                                     parse_algorithm(algorithm),
-                                                     Engine::ranks(*group), "bind_coalesced"));
-           });
-}
-
 // Engine brings, besides:
 //   ranks(group)            how many there are, and where
 //   calls(group)            the CallCache
@@ -261,21 +228,52 @@ void def_bound_calls(Class& cls) {
 template <typename Engine, typename Class>
 void def_rank_calls(Class& cls) {
   using Ptr = const typename Engine::GroupPtr&;
-  cls.def("all_reduce",
-          [](Ptr group, py::handle tensors, py::handle op, py::handle algorithm, py::handle order,
-             py::handle in_flight) {
-            const CallKey key{false, parse_reduction(op, order), parse_algorithm(algorithm)};
-            return all_reduce<Engine>(group, key, tensors, in_flight);
-          })
-      .def(
-          "all_reduce_coalesced",
+  for (const bool are_lists : {false, true}) {
+    const auto def = [&](const char* name, auto&& call) {
+      cls.def(join(name, are_lists ? "_coalesced" : "").c_str(), call);
+    };
+    def("all_reduce", [are_lists](Ptr group, py::handle tensors, py::handle op,
+                                  py::handle algorithm, py::handle order, py::handle in_flight) {
+      const CallKey key{are_lists, parse_reduction(op, order), parse_algorithm(algorithm)};
+      return all_reduce<Engine>(group, key, tensors, in_flight);
+    });
+    def("bind", [are_lists](Ptr group, py::handle tensors, py::handle op, py::handle algorithm,
+                            py::handle order) {
+      Engine::host(*group).check_usable();
+      return bind_call<Engine>(
+          group, prepare_all_reduce(tensors, are_lists, parse_reduction(op, order),
+                                    parse_algorithm(algorithm), Engine::ranks(*group), true));
+    });
+    def("check", [are_lists](Ptr group, py::handle tensors) {
+      Engine::host(*group).check_usable();
+      const PreparedCollective prepared = prepare_all_reduce(
+          tensors, are_lists, Reduction{}, Algorithm::kFused, Engine::ranks(*group));
+      Engine::wait_for_turn(*group);
+    });
+    def("reduce",
+        [are_lists](Ptr group, py::handle output, py::handle inputs, py::handle op,
+                    py::handle algorithm, py::handle order, int root, py::handle in_flight) {
+          return run_or_submit<Engine>(
+              group,
+              prepare_reduce(output, inputs, are_lists, parse_reduction(op, order),
+                             parse_algorithm(algorithm), root, Engine::ranks(*group)),
+              in_flight);
+        });
+    def("broadcast", [are_lists](Ptr group, py::handle tensors, int root, py::handle in_flight) {
+      return run_or_submit<Engine>(
+          group, prepare_broadcast(tensors, are_lists, root, Engine::ranks(*group)), in_flight);
+    });
+  }
+  // Of a bucket: after its gradients.
+  cls.def("all_reduce_coalesced",
           [](Ptr group, py::handle lists, py::handle op, py::handle algorithm, py::handle order,
              py::handle in_flight, py::handle after) {
-            const CallKey key{true, parse_reduction(op, order), parse_algorithm(algorithm)};
-            return all_reduce<Engine>(group, key, lists, in_flight, after);
-          },
-          py::arg("lists"), py::arg("op"), py::arg("algorithm"), py::arg("order"),
-          py::arg("in_flight"), py::arg("after") = py::none())
+            return run_or_submit<Engine>(
+                group,
+                prepare_all_reduce(lists, true, parse_reduction(op, order),
+                                   parse_algorithm(algorithm), Engine::ranks(*group)),
+                in_flight, after);
+          })
       .def("check_usable", [](Ptr group) { Engine::host(*group).check(); })
       .def("reduce_scatter",
            [](Ptr group, py::handle outputs, py::handle inputs, py::handle op, py::handle algorithm,
@@ -286,46 +284,13 @@ void def_rank_calls(Class& cls) {
                                         parse_algorithm(algorithm), Engine::ranks(*group)),
                  in_flight);
            })
-      .def("all_gather",
-           [](Ptr group, py::handle outputs, py::handle inputs, py::handle algorithm,
-              py::handle in_flight) {
-             return run_or_submit<Engine>(
-                 group,
-                 prepare_all_gather(outputs, inputs, parse_algorithm(algorithm),
-                                    Engine::ranks(*group)),
-                 in_flight);
-           })
-      .def("check",
-           [](Ptr group, py::handle tensors) {
-             Engine::host(*group).check_usable();
-             const PreparedCollective prepared = prepare_all_reduce(
-                 tensors, Reduction{}, Algorithm::kFused, Engine::ranks(*group), "all_reduce");
-             Engine::wait_for_turn(*group);
-           })
-      .def("check_coalesced", [](Ptr group, py::handle lists) {
-        Engine::host(*group).check_usable();
-        const PreparedCollective prepared = prepare_all_reduce_coalesced(
-            lists, Reduction{}, Algorithm::kFused, Engine::ranks(*group), "all_reduce_coalesced");
-        Engine::wait_for_turn(*group);
+      .def("all_gather", [](Ptr group, py::handle outputs, py::handle inputs, py::handle algorithm,
+                            py::handle in_flight) {
+        return run_or_submit<Engine>(
+            group,
+            prepare_all_gather(outputs, inputs, parse_algorithm(algorithm), Engine::ranks(*group)),
+            in_flight);
       });
-  def_bound_calls<Engine>(cls);
-  for (const bool are_lists : {false, true}) {
-    cls.def(are_lists ? "reduce_coalesced" : "reduce",
-            [are_lists](Ptr group, py::handle output, py::handle inputs, py::handle op,
-                        py::handle algorithm, py::handle order, int root, py::handle in_flight) {
-              return run_or_submit<Engine>(
-                  group,
-                  prepare_reduce(output, inputs, are_lists, parse_reduction(op, order),
-                                 parse_algorithm(algorithm), root, Engine::ranks(*group)),
-                  in_flight);
-            })
-        .def(are_lists ? "broadcast_coalesced" : "broadcast",
-             [are_lists](Ptr group, py::handle tensors, int root, py::handle in_flight) {
-               return run_or_submit<Engine>(
-                   group, prepare_broadcast(tensors, are_lists, root, Engine::ranks(*group)),
-                   in_flight);
-             });
-  }
 }
 
 // -- ranks in processes ---------------------------------------------------------------------------

@@ -47,8 +47,7 @@ struct Engine {
     const PythonCall python_call;
     group.run(collective);
   }
-  template <typename Call>  // a Collective, or one that is shared
-  static py::object submit(const GroupPtr& group, Call call) {
+  static py::object submit(const GroupPtr& group, Collective call) {
     std::shared_ptr<Work> work;
     {
       const PythonCall python_call;  // it may run at once

@@ -4,8 +4,6 @@
 
 #include "bindings/prepare.h"
 
-#include <array>
-
 #include "bindings/tensor.h"
 #include "core/error.h"
 
@@ -55,15 +53,6 @@ class Sequence {
   py::tuple items_;
 };
 
-Py_ssize_t expected_ranks(int world_size) { return world_size == 0 ? -1 : world_size; }
-
-void check_some_rank(const Sequence& sequence, const char* operation, const char* argument) {
-  if (sequence.size() == 0) {
-    fail(ErrorKind::kArgument, operation, ": ", argument,
-         " is empty, expected at least one rank's tensor");
-  }
-}
-
 void append(const py::list& list, PyObject* item) {
   if (PyList_Append(list.ptr(), item) != 0) throw_python_error();
 }
@@ -103,17 +92,13 @@ class Builder {
     return true;
   }
 
-  // Memory of tensor i in the order of its index: its own, or a packed copy. Dense tensors that lie
-  // alike on all ranks need no copy, whatever their order; is_flat says that index order is needed.
+  // Memory of tensor i in the order of its index: its own, or a copy. Dense tensors that lie alike
+  // on all ranks need no copy, whatever their order; is_flat says that index order is needed.
   void* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
     const TensorView& v = tensors_[i];
-    if (v.numel == 0) return v.data;
-    if (v.is_dense && (!is_flat || has_index_order(v))) return v.data;
-    if (devices_ != nullptr) return torch_copy(i, is_output);
-    std::shared_ptr<std::byte[]> dense = std::make_unique_for_overwrite<std::byte[]>(v.bytes());
-    std::byte* data = dense.get();
-    collective_.packed.push_back({v.strided(), std::move(dense), is_input, is_output});
-    return data;
+    if (v.numel == 0 || (v.is_dense && (!is_flat || has_index_order(v)))) return v.data;
+    if (devices_ != nullptr) return tensors_.copy_by_torch(i, is_output, copies_);
+    return tensors_.copy_on_host(i, is_input, is_output, collective_.packed);
   }
 
   // Pointer tables are filled front to back into memory reserved once, so that they stay put.
@@ -134,19 +119,6 @@ class Builder {
   int world_size() const { return world_size_; }
 
  private:
-  // Made by torch, on its current stream, where our kernels also go.
-  void* torch_copy(std::size_t i, bool is_output) {
-    PyObject* tensor = tensors_[i].object;
-    const py::object dense = packed(tensor);
-    const auto pair = py::reinterpret_steal<py::object>(
-        PyTuple_Pack(2, is_output ? tensor : Py_None, dense.ptr()));
-    if (!pair) throw_python_error();
-    append(copies_, pair.ptr());
-    TensorView copy;
-    read_tensor(dense.ptr(), tensors_.operation(), tensors_.name(i), &copy);
-    return copy.data;
-  }
-
   const int world_size_;
   const std::vector<int>* devices_;
   TensorArgs tensors_;
@@ -161,9 +133,12 @@ class RankLists {
   RankLists(py::handle given, const char* operation, const char* argument, int world_size,
             bool are_lists)
       : argument_(argument),
-        ranks_(given, operation, argument, expected_ranks(world_size),
+        ranks_(given, operation, argument, world_size == 0 ? -1 : world_size,
                are_lists ? "list per rank" : "tensor per rank") {
-    check_some_rank(ranks_, operation, argument);
+    if (ranks_.size() == 0) {
+      fail(ErrorKind::kArgument, operation, ": ", argument,
+           " is empty, expected at least one rank's tensor");
+    }
     if (!are_lists) ranks_.adopt_arrays();
     for (int rank = 0; are_lists && rank < num_ranks(); ++rank) {
       const Py_ssize_t expected = rank == 0 ? -1 : lists_[0].size();
@@ -178,87 +153,72 @@ class RankLists {
     return lists_.empty() ? 1 : static_cast<std::size_t>(lists_[0].size());
   }
 
-  // Adds all tensors, checks that ranks agree, and returns the list of those that are not written
-  // and the list of those that are. is_written(rank) says which.
+  // Adds all tensors, and checks that ranks agree. is_written(rank) says of which.
   template <typename IsWritten>
-  std::array<py::list, 2> add_to(Builder& builder, IsWritten&& is_written) const {
-    std::array<py::list, 2> added;
+  void add_to(Builder& builder, IsWritten&& is_written) const {
     builder.reserve(static_cast<std::size_t>(num_ranks() + 1) * num_tensors());
     for (int rank = 0; rank < num_ranks(); ++rank) {
       for (std::size_t i = 0; i < num_tensors(); ++i) {
-        const auto inner = static_cast<int>(i);
-        PyObject* tensor =
-            lists_.empty() ? ranks_[rank] : lists_[static_cast<std::size_t>(rank)][inner];
-        builder.add(tensor, {argument_, rank, lists_.empty() ? -1 : inner}, is_written(rank));
+        const auto inner = lists_.empty() ? -1 : static_cast<int>(i);
+        builder.add(at(rank, i), {argument_, rank, inner}, is_written(rank));
         builder.tensors().check_agree(builder.tensors().size() - 1, i);
-        append(added[is_written(rank) ? 1 : 0], tensor);
       }
     }
-    return added;
+  }
+
+  // The tensors of the ranks for which is_one(rank) is true.
+  template <typename IsOne>
+  py::object tensors_of(IsOne&& is_one) const {
+    py::list found;
+    for (int rank = 0; rank < num_ranks(); ++rank) {
+      for (std::size_t i = 0; is_one(rank) && i < num_tensors(); ++i) append(found, at(rank, i));
+    }
+    return found;
+  }
+  py::object tensors() const {
+    if (lists_.empty()) return ranks_.items();
+    return tensors_of([](int) { return true; });
   }
 
  private:
+  PyObject* at(int rank, std::size_t i) const {
+    if (lists_.empty()) return ranks_[rank];
+    return lists_[static_cast<std::size_t>(rank)][static_cast<Py_ssize_t>(i)];
+  }
+
   const char* argument_;
   Sequence ranks_;
   std::vector<Sequence> lists_;  // empty: one tensor for each rank
 };
 
-// One tensor over all ranks, pointers already pushed: input and output are the same memory.
-void add_in_place(Builder& builder, void* const* table, const TensorView& view) {
-  Collective& collective = builder.collective();
-  collective.bytes += view.bytes();
-  if (builder.world_size() == 1 || view.numel == 0) return;  // the sum of one is itself
-  const int k = builder.world_size();
-  collective.tensors.push_back({table, table, k, k, view.numel, view.dtype});
-}
-
 }  // namespace
 
-PreparedCollective prepare_all_reduce(py::handle tensors, Reduction reduction, Algorithm algorithm,
-                                      Ranks who, const char* operation) {
-  Sequence ranks(tensors, operation, "tensors", expected_ranks(who.world_size), "tensor per rank");
-  check_some_rank(ranks, operation, "tensors");
-  ranks.adopt_arrays();
-  const int k = static_cast<int>(ranks.size());
-  Builder builder(operation, reduction, k, who.devices);
-  builder.reserve(static_cast<std::size_t>(k));
-  for (int rank = 0; rank < k; ++rank) {
-    builder.add(ranks[rank], {"tensors", rank}, true);
-    builder.tensors().check_agree(static_cast<std::size_t>(rank), 0);
-  }
-  builder.tensors().check_disjoint();
-  builder.choose(algorithm);
-  builder.reserve_pointers(static_cast<std::size_t>(k));
-  const bool is_flat = !builder.all_lie_alike(0, 1);
-  void* const* table = builder.table_end();
-  for (int rank = 0; rank < k; ++rank) {
-    builder.push(builder.memory(static_cast<std::size_t>(rank), true, true, is_flat), rank);
-  }
-  add_in_place(builder, table, builder.tensors()[0]);
-  return builder.finish(ranks.items());
-}
-
-PreparedCollective prepare_all_reduce_coalesced(py::handle lists, Reduction reduction,
-                                                Algorithm algorithm, Ranks who,
-                                                const char* operation) {
-  const RankLists ranks(lists, operation, "lists", who.world_size, true);
+PreparedCollective prepare_all_reduce(py::handle tensors, bool are_lists, Reduction reduction,
+                                      Algorithm algorithm, Ranks who, bool is_bound) {
+  const char* const operation = is_bound ? (are_lists ? "bind_coalesced" : "bind")
+                                         : (are_lists ? "all_reduce_coalesced" : "all_reduce");
+  const RankLists ranks(tensors, operation, are_lists ? "lists" : "tensors", who.world_size,
+                        are_lists);
   const int k = ranks.num_ranks();
-  const std::size_t num_tensors = ranks.num_tensors();
+  const std::size_t n = ranks.num_tensors();
   Builder builder(operation, reduction, k, who.devices);
-  const auto [_, written] = ranks.add_to(builder, [](int) { return true; });
+  ranks.add_to(builder, [](int) { return true; });
   builder.tensors().check_disjoint();
   builder.choose(algorithm);
-  builder.reserve_pointers(num_tensors * static_cast<std::size_t>(k));
-  for (std::size_t i = 0; i < num_tensors; ++i) {
-    const bool is_flat = !builder.all_lie_alike(i, num_tensors);
+  builder.reserve_pointers(n * static_cast<std::size_t>(k));
+  for (std::size_t i = 0; i < n; ++i) {
+    const bool is_flat = !builder.all_lie_alike(i, n);
     void* const* table = builder.table_end();
     for (int rank = 0; rank < k; ++rank) {
-      const std::size_t at = static_cast<std::size_t>(rank) * num_tensors + i;
+      const std::size_t at = static_cast<std::size_t>(rank) * n + i;
       builder.push(builder.memory(at, true, true, is_flat), rank);
     }
-    add_in_place(builder, table, builder.tensors()[i]);
+    const TensorView& view = builder.tensors()[i];
+    builder.collective().bytes += view.bytes();
+    if (k == 1 || view.numel == 0) continue;  // the sum of one is itself
+    builder.collective().tensors.push_back({table, table, k, k, view.numel, view.dtype});
   }
-  return builder.finish(written);
+  return builder.finish(ranks.tensors());
 }
 
 namespace {
@@ -390,7 +350,7 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are
                    "tensor per parameter, as in lists[0]");
   outputs.adopt_arrays();
   Builder builder(operation, reduction, k, who.devices);
-  const auto [read, _] = ranks.add_to(builder, [](int) { return false; });
+  ranks.add_to(builder, [](int) { return false; });
   const auto first_output = static_cast<std::size_t>(k) * n;
   const auto first_own = static_cast<std::size_t>(root) * n;
   std::vector<bool> is_in_place;
@@ -423,7 +383,7 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are
         k == 1 ? copy_of_bytes(sources, destination, 1, view.bytes())
                : Buffers{sources, destination, k, 1, view.numel, view.dtype});
   }
-  return builder.finish(outputs.items(), read);
+  return builder.finish(outputs.items(), ranks.tensors());
 }
 
 PreparedCollective prepare_broadcast(py::handle tensors, bool are_lists, int root, Ranks who) {
@@ -432,7 +392,8 @@ PreparedCollective prepare_broadcast(py::handle tensors, bool are_lists, int roo
   const RankLists ranks(tensors, operation, are_lists ? "lists" : "tensors", k, are_lists);
   const std::size_t n = ranks.num_tensors();
   Builder builder(operation, Reduction{}, k, who.devices);
-  const auto [read, written] = ranks.add_to(builder, [&](int rank) { return rank != root; });
+  const auto is_written = [root](int rank) { return rank != root; };
+  ranks.add_to(builder, is_written);
   builder.tensors().check_disjoint();
   builder.reserve_pointers(static_cast<std::size_t>(k) * n);
   for (std::size_t i = 0; i < n; ++i) {
@@ -453,7 +414,8 @@ PreparedCollective prepare_broadcast(py::handle tensors, bool are_lists, int roo
     builder.collective().tensors.push_back(
         copy_of_bytes(source, destinations, k - 1, view.bytes()));
   }
-  return builder.finish(written, read);
+  return builder.finish(ranks.tensors_of(is_written),
+                        ranks.tensors_of([root](int rank) { return rank == root; }));
 }
 
 }  // namespace pyringar

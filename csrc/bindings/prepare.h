@@ -24,17 +24,15 @@ struct Ranks {
   const std::vector<int>* devices = nullptr;
 };
 
-PreparedCollective prepare_all_reduce(py::handle tensors, Reduction reduction, Algorithm algorithm,
-                                      Ranks ranks, const char* operation);
-PreparedCollective prepare_all_reduce_coalesced(py::handle lists, Reduction reduction,
-                                                Algorithm algorithm, Ranks ranks,
-                                                const char* operation);
+// are_lists: the coalesced call, with a list of tensors in place of each tensor. is_bound: for
+// messages.
+PreparedCollective prepare_all_reduce(py::handle tensors, bool are_lists, Reduction reduction,
+                                      Algorithm algorithm, Ranks ranks, bool is_bound = false);
 PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs,
                                           Reduction reduction, Algorithm algorithm, Ranks ranks);
 PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
                                       Ranks ranks);
-// are_lists: the coalesced call, with a list of tensors in place of each tensor. An output may be
-// the root's own input.
+// An output may be the root's own input.
 PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are_lists,
                                   Reduction reduction, Algorithm algorithm, int root, Ranks ranks);
 PreparedCollective prepare_broadcast(py::handle tensors, bool are_lists, int root, Ranks ranks);

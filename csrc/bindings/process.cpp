@@ -53,21 +53,19 @@ struct Engine {
 };
 
 // all_reduce of one plain tensor, now: the call that is made most, in a third of the time that the
-// general way takes. A plain C function for Python, as bound calls are.
+// general way takes.
 struct PlainAllReduce {
   Engine::GroupPtr group;
   Order order;
   ProcessCall call;      // of this time; its memory is kept for the next
   bool is_busy = false;  // with another thread's call, or with that which a signal interrupted
 
-  static constexpr const char* kCapsule = "pyringar.plain_all_reduce";
-
   // (tensor, op, algorithm, order) -> bool. False: not done, the general way has to look at it.
   static PyObject* run(PyObject* capsule, PyObject* const* args, Py_ssize_t num_args) {
     try {
-      auto* self = static_cast<PlainAllReduce*>(PyCapsule_GetPointer(capsule, kCapsule));
+      auto& self = state_of<PlainAllReduce>(capsule);
       const bool names_only_op = num_args == 4 && args[2] == Py_None && args[3] == Py_None;
-      if (names_only_op && self->reduce(args[0], args[1])) Py_RETURN_TRUE;
+      if (names_only_op && self.reduce(args[0], args[1])) Py_RETURN_TRUE;
     } catch (...) {
       set_python_error(std::current_exception());
       return nullptr;
@@ -99,11 +97,8 @@ py::object plain_all_reduce(const Engine::GroupPtr& group, py::handle order) {
       "plain_all_reduce",
       reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&PlainAllReduce::run)),
       METH_FASTCALL, "Reduce one plain tensor, or return False."};
-  auto* plain = new PlainAllReduce{group, parse_order(order), {}};
-  const py::capsule capsule(plain, PlainAllReduce::kCapsule, [](PyObject* c) {
-    delete static_cast<PlainAllReduce*>(PyCapsule_GetPointer(c, PlainAllReduce::kCapsule));
-  });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
+  return function_over(
+      method, std::unique_ptr<PlainAllReduce>(new PlainAllReduce{group, parse_order(order), {}}));
 }
 
 Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "bindings/convert.h"
@@ -64,10 +63,11 @@ class CallBuilder {
     py::list copies;
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
       const Use& use = uses_[i];
-      const TensorSpan span = dense(i, read, copies);
-      (use.is_output ? written : read).append(py::handle(tensors_[i].object));
+      const TensorView& view = tensors_[i];
+      (use.is_output ? written : read).append(py::handle(view.object));
       const bool is_result = use.is_output || use.is_in_place;
-      (is_result ? call_.outputs : call_.inputs).push_back(span);
+      (is_result ? call_.outputs : call_.inputs)
+          .push_back({memory(i, copies), view.numel, view.dtype});
     }
     if (call_.kind == CallKind::kBroadcast) call_.inputs = call_.outputs;
     return {std::move(call_), std::move(written), std::move(read), std::move(copies)};
@@ -89,37 +89,20 @@ class CallBuilder {
     objects_.push_back(std::move(tensor));
   }
 
-  // Elements side by side: the tensor's own, or a packed copy. In another order than that of their
-  // index only where all ranks may have that order.
-  TensorSpan dense(std::size_t i, py::list& read, py::list& copies) {
+  // Elements side by side: the tensor's own, or a copy. In another order than that of their index
+  // only where all ranks may have that order.
+  std::byte* memory(std::size_t i, const py::list& copies) {
     const TensorView& view = tensors_[i];
     const Use& use = uses_[i];
     if (use.is_in_place && self_.compares_shapes) mix_sizes(call_, view);
-    if (view.is_dense && has_index_order(view)) return {view.data, view.numel, view.dtype};
+    if (view.is_dense && has_index_order(view)) return view.data;
     if (view.is_dense && use.is_in_place) {
       mix_strides(view, i);
       call_.permuted.push_back({i, view.strided(), use.is_output});
-      return {view.data, view.numel, view.dtype};
+      return view.data;
     }
-    if (self_.device != kHost) return torch_copy(i, read, copies);
-    std::shared_ptr<std::byte[]> memory = std::make_unique_for_overwrite<std::byte[]>(view.bytes());
-    std::byte* data = memory.get();
-    call_.packed.push_back({view.strided(), std::move(memory), use.is_input, use.is_output});
-    return {data, view.numel, view.dtype};
-  }
-
-  // Made by torch, on its current stream.
-  TensorSpan torch_copy(std::size_t i, py::list& read, py::list& copies) const {
-    const py::handle tensor = tensors_[i].object;
-    py::object copy = packed(tensor.attr("detach")().ptr());
-    TensorView copied;
-    read_tensor(copy.ptr(), tensors_.operation(), tensors_.name(i), &copied);
-    if (uses_[i].is_output) {
-      copies.append(py::make_tuple(tensor, copy));
-    } else {
-      read.append(copy);
-    }
-    return {copied.data, copied.numel, copied.dtype};
+    if (self_.device != kHost) return tensors_.copy_by_torch(i, use.is_output, copies);
+    return tensors_.copy_on_host(i, use.is_input, use.is_output, call_.packed);
   }
 
   void mix_strides(const TensorView& view, std::size_t index) {

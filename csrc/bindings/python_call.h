@@ -13,6 +13,7 @@
 #include <pybind11/pybind11.h>
 
 #include <chrono>
+#include <memory>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -107,6 +108,19 @@ inline void look_at_signals() {
          "a signal handler has called fork() while this call waited; the call is the parent "
          "process's, and has ended in the child");
   }
+}
+
+// A plain C function for Python, which owns the state: it gets a capsule of it as its `self`. A
+// method of a class would take a third of a microsecond longer.
+template <typename State>
+py::object function_over(PyMethodDef& method, std::unique_ptr<State> state) {
+  const py::capsule capsule(state.release(), [](void* kept) { delete static_cast<State*>(kept); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
+}
+
+template <typename State>
+State& state_of(PyObject* capsule) {
+  return *static_cast<State*>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
 // Its end waits for its background thread. That thread itself, where a job held the last reference,

@@ -7,8 +7,8 @@
 #include <pybind11/cast.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
+#include <memory>
 #include <numeric>
 #include <string_view>
 
@@ -191,26 +191,32 @@ const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
 }
 
 bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
-  if (tensor.type_lanes != 1) return false;
-  const int bits = tensor.type_bits;
-  switch (tensor.type_code) {
-    case dlpack::kFloat:
-      if (bits == 64) return *dtype = DType::kFloat64, true;
-      if (bits == 32) return *dtype = DType::kFloat32, true;
-      if (bits == 16) return *dtype = DType::kFloat16, true;
-      return false;
-    case dlpack::kBFloat:
-      return *dtype = DType::kBFloat16, bits == 16;
-    case dlpack::kInt:
-      if (bits == 64) return *dtype = DType::kInt64, true;
-      if (bits == 32) return *dtype = DType::kInt32, true;
-      if (bits == 8) return *dtype = DType::kInt8, true;
-      return false;
-    case dlpack::kUInt:
-      return *dtype = DType::kUInt8, bits == 8;
-    default:
-      return false;
+  struct Code {
+    dlpack::TypeCode code;
+    int bits;
+  };
+  constexpr Code kCodes[kNumDTypes] = {
+      {dlpack::kFloat, 64}, {dlpack::kFloat, 32}, {dlpack::kFloat, 16}, {dlpack::kBFloat, 16},
+      {dlpack::kInt, 8},    {dlpack::kUInt, 8},   {dlpack::kInt, 32},   {dlpack::kInt, 64}};
+  for (int i = 0; i < kNumDTypes; ++i) {
+    if (tensor.type_code != kCodes[i].code || tensor.type_bits != kCodes[i].bits) continue;
+    *dtype = static_cast<DType>(i);
+    return tensor.type_lanes == 1;
   }
+  return false;
+}
+
+// False for anything but a tensor that torch shows: why not is for the checks of a call to say.
+bool try_read(PyObject* object, dlpack::Tensor* raw) {
+  const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
+  if (api == nullptr) return false;
+  if (api->dltensor_from_py_object(object, raw) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
+const std::byte* data_of(const dlpack::Tensor& raw) {
+  return static_cast<const std::byte*>(raw.data) + raw.byte_offset;
 }
 
 void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
@@ -261,14 +267,8 @@ bool is_recording() { return call(TorchNames::get().is_grad_enabled).ptr() == Py
 bool requires_grad(PyObject* tensor) { return TorchNames::get().requires_grad(tensor); }
 
 const void* memory_of(PyObject* object) {
-  const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
   dlpack::Tensor raw{};
-  if (api == nullptr) return nullptr;
-  if (api->dltensor_from_py_object(object, &raw) != 0) {
-    PyErr_Clear();
-    return nullptr;
-  }
-  return static_cast<const std::byte*>(raw.data) + raw.byte_offset;
+  return try_read(object, &raw) ? data_of(raw) : nullptr;
 }
 
 StridedView TensorView::strided() const {
@@ -321,10 +321,7 @@ bool read_plain(PyObject* object, TensorView* view) {
   const Reading reading;
   const TorchNames& names = TorchNames::get();
   dlpack::Tensor raw{};
-  if (exchange_api_of(Py_TYPE(object))->dltensor_from_py_object(object, &raw) != 0) {
-    PyErr_Clear();
-    return false;
-  }
+  if (!try_read(object, &raw)) return false;
   if (raw.device_type != dlpack::kCpu || raw.data == nullptr || !read_dtype(raw, &view->dtype)) {
     return false;
   }
@@ -346,16 +343,11 @@ Place::Place(PyObject* tensor) {
 }
 
 bool Place::is_of(PyObject* object) const {
-  const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
-  if (api == nullptr) return false;
   dlpack::Tensor raw{};
-  if (api->dltensor_from_py_object(object, &raw) != 0) {
-    PyErr_Clear();  // what it is now is for the checks of a call to say
-    return false;
-  }
+  if (!try_read(object, &raw)) return false;
   DType dtype;
   const auto ndim = static_cast<std::size_t>(raw.ndim);
-  const bool is_same = static_cast<const std::byte*>(raw.data) + raw.byte_offset == data_ &&
+  const bool is_same = data_of(raw) == data_ &&
                        (raw.device_type == dlpack::kCpu ? kHost : raw.device_id) == device_ &&
                        read_dtype(raw, &dtype) && dtype == dtype_ && 2 * ndim == layout_.size() &&
                        std::equal(raw.shape, raw.shape + ndim, layout_.begin()) &&
@@ -372,10 +364,6 @@ void* current_stream(int device) {
   void* stream = nullptr;
   if (api->current_work_stream(dlpack::kCuda, device, &stream) != 0) throw_python_error();
   return stream;
-}
-
-py::object packed(PyObject* tensor) {
-  return call(attribute(call(attribute(tensor, "resolve_neg")).ptr(), "contiguous"));
 }
 
 bool is_plain_tensor(PyObject* object) {
@@ -517,6 +505,28 @@ void TensorArgs::check_disjoint(const std::vector<bool>& is_skipped) const {
            names_[i].text(), "; expected a tensor of its own for every rank (a .clone()?)");
     }
   }
+}
+
+std::byte* TensorArgs::copy_on_host(std::size_t i, bool is_input, bool is_output,
+                                    std::vector<PackedTensor>& packed) const {
+  std::shared_ptr<std::byte[]> dense =
+      std::make_unique_for_overwrite<std::byte[]>(views_[i].bytes());
+  std::byte* data = dense.get();
+  packed.push_back({views_[i].strided(), std::move(dense), is_input, is_output});
+  return data;
+}
+
+std::byte* TensorArgs::copy_by_torch(std::size_t i, bool is_output, const py::list& copies) const {
+  PyObject* tensor = views_[i].object;
+  const py::object detached = call(attribute(tensor, "detach"));
+  const py::object signs = call(attribute(detached.ptr(), "resolve_neg"));
+  const py::object dense = call(attribute(signs.ptr(), "contiguous"));
+  const auto pair =
+      py::reinterpret_steal<py::object>(PyTuple_Pack(2, is_output ? tensor : Py_None, dense.ptr()));
+  if (!pair || PyList_Append(copies.ptr(), pair.ptr()) != 0) throw_python_error();
+  TensorView copy;
+  read_tensor(dense.ptr(), operation_, names_[i], &copy);
+  return copy.data;
 }
 
 void throw_python_error() { throw PythonErrorPending{}; }

@@ -63,9 +63,6 @@ std::string device_name(int device);
 // torch's current stream on a GPU, as the CUDA runtime knows it.
 void* current_stream(int device);
 
-// A tensor of its elements side by side in the order of their index: itself, or a copy.
-py::object packed(PyObject* tensor);
-
 // The address of a tensor's first element; null for anything else than a tensor.
 const void* memory_of(PyObject* object);
 
@@ -149,6 +146,13 @@ class TensorArgs {
   // A written tensor shares no byte with another, and none overlaps itself. is_skipped: by index,
   // those that are the same as another.
   void check_disjoint(const std::vector<bool>& is_skipped = {}) const;
+
+  // Memory for a tensor's elements side by side, in the order of their index. The group that runs
+  // the call copies them there and back, as `packed` says.
+  std::byte* copy_on_host(std::size_t i, bool is_input, bool is_output,
+                          std::vector<PackedTensor>& packed) const;
+  // The same, made by torch on its current stream; see Prepared::copies.
+  std::byte* copy_by_torch(std::size_t i, bool is_output, const py::list& copies) const;
 
  private:
   const Reading reading_;

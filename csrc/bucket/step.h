@@ -1,4 +1,4 @@
-// step: what each gradient holds, on every rank, and which buckets are complete.
+// step: which parameters share a bucket, what each gradient holds, and which buckets are complete.
 //
 // Floor     bucket: core and the standard library.
 // Units     nanoseconds on the steady clock; 0: not yet.
@@ -9,12 +9,43 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
-#include "bucket/plan.h"
-
 namespace pyringar {
+
+// Which parameters share a bucket; a pure function, hence equal on all ranks. A bucket holds one
+// kind and closes when it has reached its cap; the first has its own. Buckets come in the order in
+// which they close, parameters in the order of `order`.
+using BucketItem = std::pair<std::size_t, int>;  // bytes, and kind: a dtype
+using Bucket = std::vector<std::size_t>;
+
+inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
+                                        const std::vector<std::size_t>& order,
+                                        std::size_t first_cap_bytes, std::size_t cap_bytes) {
+  struct Open {
+    int kind;
+    std::size_t bytes;
+    Bucket bucket;
+  };
+  std::vector<Bucket> closed;
+  std::vector<Open> open;  // one per kind, in the order of their first parameters
+  for (const std::size_t index : order) {
+    const auto& [bytes, kind] = items.at(index);
+    std::size_t at = 0;
+    while (at < open.size() && open[at].kind != kind) ++at;
+    if (at == open.size()) open.push_back({kind, 0, {}});
+    open[at].bytes += bytes;
+    open[at].bucket.push_back(index);
+    if (open[at].bytes < (closed.empty() ? first_cap_bytes : cap_bytes)) continue;
+    closed.push_back(std::move(open[at].bucket));
+    open.erase(open.begin() + static_cast<std::ptrdiff_t>(at));
+  }
+  for (Open& rest : open) closed.push_back(std::move(rest.bucket));
+  return closed;
+}
 
 enum class Held : std::uint8_t {
   kKept,     // no pass has added to it since the last reduction

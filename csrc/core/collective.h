@@ -18,7 +18,6 @@
 #include "core/dtype.h"
 #include "core/fold.h"
 #include "core/ring_program.h"
-#include "core/strided_view.h"
 
 namespace pyringar {
 
@@ -48,6 +47,19 @@ struct Buffers {
   std::size_t traffic_bytes() const {
     return numel * item_bytes(dtype) * static_cast<std::size_t>(num_sources + num_destinations);
   }
+};
+
+// How memory holds an element: as it is, or negated as torch does lazily, in a float's sign bit or
+// an integer's two's complement.
+enum class Sign : std::uint8_t { kPlain, kBit, kComplement };
+
+// A tensor whose elements need not lie side by side. Shape and strides in elements.
+struct StridedView {
+  std::byte* data;
+  std::size_t item;
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> strides;
+  Sign sign = Sign::kPlain;
 };
 
 // A tensor with gaps, in the host's memory: packed before a call that reads it, and unpacked after

@@ -148,10 +148,6 @@ void Group::delay_rank(int rank, std::chrono::nanoseconds delay) {
   delay_ = delay;
 }
 
-std::shared_ptr<Work> Group::submit(Collective collective) {
-  return submit(std::make_shared<const Collective>(std::move(collective)));
-}
-
 // Null where it is for the background.
 std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
   const bool is_fused = collective.algorithm == Algorithm::kFused && collective.packed.empty();
@@ -168,10 +164,11 @@ std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
   return work;
 }
 
-// Shared, since a std::function must be copyable, and the pointer tables must not move.
-std::shared_ptr<Work> Group::submit(std::shared_ptr<const Collective> collective) {
+std::shared_ptr<Work> Group::submit(Collective given) {
   check_usable();
-  if (std::shared_ptr<Work> done = run_at_once(*collective)) return done;
+  if (std::shared_ptr<Work> done = run_at_once(given)) return done;
+  // Shared, since a std::function must be copyable.
+  const auto collective = std::make_shared<const Collective>(std::move(given));
   return queue_.submit(
       [this, collective] {
         const Turn::Held turn = turn_.take([this] { check_usable(); });

@@ -43,8 +43,6 @@ class Group {
   bool try_run(const Collective& collective);
   // Later, or at once where that is best (cpu/fused.h) and nothing else runs or waits.
   std::shared_ptr<Work> submit(Collective collective);
-  // One that may be submitted again.
-  std::shared_ptr<Work> submit(std::shared_ptr<const Collective> collective);
   // Waits for everything submitted, then joins all threads; run() and submit() throw from then on.
   // Where on_nap ends the wait, what has not begun is refused too; close() may be called again.
   // False in a forked child: it is the parent's to close.

@@ -33,10 +33,6 @@ struct Kernels {
 
 const Kernels& kernels(DType dtype, ReduceOp op);
 
-// Floats and integers are compiled apart, for the build's sake.
-const Kernels& float_kernels(DType dtype, ReduceOp op);
-const Kernels& half_kernels(DType dtype, ReduceOp op);
-const Kernels& integer_kernels(DType dtype, ReduceOp op);
 // Of floats; sums and products, sums.
 FusedKernel tree_kernel(DType dtype, ReduceOp op);
 FusedKernel exact_kernel(DType dtype);

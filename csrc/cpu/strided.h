@@ -13,7 +13,7 @@
 #include <functional>
 #include <vector>
 
-#include "core/strided_view.h"
+#include "core/collective.h"
 
 namespace pyringar {
 

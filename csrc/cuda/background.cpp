@@ -4,32 +4,16 @@
 
 #include "cuda/background.h"
 
-#include <algorithm>
 #include <string>
 
 #include "core/error.h"
-#include "cuda/range.h"
 
 namespace pyringar::cuda {
 
 Done::Done(const std::vector<int>& devices, Streams streams)
-    : devices_(devices), capture_(capture_of(streams[0], devices[0])) {
-  for (std::size_t d = 0; d < devices_.size(); ++d) {
-    events_.emplace_back(devices_[d]);
-    events_.back().record(streams[d]);
-  }
+    : Events(devices), capture_(capture_of(streams[0], devices[0])) {
+  record(streams);
 }
-
-bool Done::is_done() const {
-  return std::all_of(events_.begin(), events_.end(),
-                     [](const Event& event) { return event.is_done(); });
-}
-
-void Done::make_wait(Streams streams) const {
-  for (std::size_t d = 0; d < devices_.size(); ++d) events_[d].make_wait(streams[d], devices_[d]);
-}
-
-void Done::wait_for() const { wait_for_all(events_); }
 
 void Background::check_captures(const Collective& collective, Streams current, Streams own) const {
   const CaptureId capture = group_->check_captures(collective, current);

@@ -18,19 +18,13 @@
 namespace pyringar::cuda {
 
 // What was on streams, one for each device of a group, at one moment.
-class Done {
+class Done : public Events {
  public:
   Done(const std::vector<int>& devices, Streams streams);
-
   CaptureId capture() const { return capture_; }  // 0: none
-  bool is_done() const;                           // not for a captured call
-  void make_wait(Streams streams) const;
-  void wait_for() const;  // on the host; not for a captured call
 
  private:
-  const std::vector<int> devices_;
   const CaptureId capture_;
-  std::vector<Event> events_;
 };
 
 struct Bucket {

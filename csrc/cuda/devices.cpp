@@ -63,8 +63,8 @@ const std::vector<int>& Devices::most_blocks(const void* kernel, int threads) {
   return most_blocks_.emplace(kernel, std::move(blocks)).first->second;
 }
 
-Events::Events(const Devices& devices) : devices_(devices) {
-  for (const int index : devices.indices()) events_.emplace_back(index);
+Events::Events(std::vector<int> devices) : devices_(std::move(devices)) {
+  for (const int device : devices_) events_.emplace_back(device);
 }
 
 void Events::record(Streams streams) {
@@ -73,7 +73,7 @@ void Events::record(Streams streams) {
 
 void Events::make_wait(Streams streams) const {
   for (std::size_t d = 0; d < events_.size(); ++d) {
-    events_[d].make_wait(streams[d], devices_[d].index);
+    events_[d].make_wait(streams[d], devices_[d]);
   }
 }
 
@@ -81,12 +81,17 @@ void Events::make_wait(Streams streams) const {
 void Events::meet(Streams streams) {
   for (std::size_t d = 1; d < events_.size(); ++d) {
     events_[d].record(streams[d]);
-    events_[d].make_wait(streams[0], devices_[0].index);
+    events_[d].make_wait(streams[0], devices_[0]);
   }
   events_[0].record(streams[0]);
   for (std::size_t d = 1; d < events_.size(); ++d) {
-    events_[0].make_wait(streams[d], devices_[d].index);
+    events_[0].make_wait(streams[d], devices_[d]);
   }
+}
+
+bool Events::is_done() const {
+  return std::all_of(events_.begin(), events_.end(),
+                     [](const Event& event) { return event.is_done(); });
 }
 
 void Events::wait_for() const { wait_for_all(events_); }

@@ -54,15 +54,16 @@ class Devices {
 // recorded nobody else may wait for.
 class Events {
  public:
-  explicit Events(const Devices& devices);
+  explicit Events(std::vector<int> devices);  // each once
 
   void record(Streams streams);
   void make_wait(Streams streams) const;  // each for its own device's
   void meet(Streams streams);             // every stream goes on after all of them
+  bool is_done() const;                   // not for what a capture recorded
   void wait_for() const;                  // on the host, for what was recorded last
 
  private:
-  const Devices& devices_;
+  std::vector<int> devices_;
   std::vector<Event> events_;
 };
 

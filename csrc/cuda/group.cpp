@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "cuda/range.h"
 
 namespace pyringar::cuda {
 
@@ -27,8 +26,8 @@ bool launches_block() {
 Group::Group(std::vector<int> device_of_rank, GroupOptions options)
     : devices_(std::make_shared<Devices>(std::move(device_of_rank))),
       options_(options),
-      meeting_(std::make_unique<Events>(*devices_)),
-      last_use_(std::make_unique<Events>(*devices_)),
+      meeting_(std::make_unique<Events>(devices())),
+      last_use_(std::make_unique<Events>(devices())),
       staging_(freed_later<Staging>(devices_)) {
   free_leftovers();
 }
@@ -182,7 +181,7 @@ void Group::run(const Collective& collective, Streams streams) {
   if (!collective.needs_staging) collective.needs_staging = staging_->is_needed(collective);
   if (*collective.needs_staging) return run_staged(collective, streams, capture);
   if (capture == 0) return run_tables(collective, streams, *meeting_);
-  Events meeting(*devices_);
+  Events meeting(devices());
   run_tables(collective, streams, meeting);
 }
 
@@ -201,7 +200,7 @@ void Group::run_tables(const Collective& collective, Streams streams, Events& me
 void Group::run_staged(const Collective& collective, Streams streams, CaptureId capture) {
   if (capture != 0) {
     const auto staging = freed_later<Staging>(devices_);
-    Events meeting(*devices_);
+    Events meeting(devices());
     keep_with_graph(streams[0], devices()[0], staging);
     const Collective staged = staging->copy_in(collective, streams, nullptr);
     run_tables(staged, streams, meeting);
@@ -268,7 +267,7 @@ void Group::run_captured_ring(const Collective& collective, Streams streams, Cap
   if (found == captured_rings_.end()) {
     links = make_links();
     keep_with_graph(streams[0], devices()[0], links);
-    captured_rings_.push_back({links, capture, std::make_unique<Events>(*devices_)});
+    captured_rings_.push_back({links, capture, std::make_unique<Events>(devices())});
     found = captured_rings_.end() - 1;
   } else {
     links = found->links.lock();

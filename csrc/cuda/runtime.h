@@ -9,6 +9,9 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -146,6 +149,19 @@ std::shared_ptr<T> freed_later(Arguments&&... arguments) {
 
 // Keeps `what` alive as long as the graph that captures the stream, and its executables.
 void keep_with_graph(cudaStream_t stream, int device, std::shared_ptr<void> what);
+
+// Names what a thread does, for profilers: Nsight Systems shows a bar (NVTX).
+class ProfiledRange {
+ public:
+#if __has_include(<nvtx3/nvToolsExt.h>)
+  explicit ProfiledRange(const char* name) { nvtxRangePushA(name); }
+  ~ProfiledRange() { nvtxRangePop(); }
+#else
+  explicit ProfiledRange(const char*) {}
+#endif
+  ProfiledRange(const ProfiledRange&) = delete;
+  ProfiledRange& operator=(const ProfiledRange&) = delete;
+};
 
 // A function of the driver, which this library does not link against.
 void* driver_function(const char* name);

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "cuda/range.h"
 
 namespace pyringar {
 

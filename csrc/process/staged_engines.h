@@ -19,11 +19,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
+#include "core/error.h"
 #include "core/schedule.h"
 #include "process/call.h"
-#include "process/staged_counters.h"
 
 namespace pyringar {
 
@@ -36,6 +37,79 @@ constexpr Range slice_in_units(Range range, int world_size, int owner, std::size
   const Range units = chunk_range((range.size() + unit - 1) / unit, world_size, owner);
   return {std::min(range.begin + units.begin * unit, range.end),
           std::min(range.begin + units.end * unit, range.end)};
+}
+
+// The counters and waits of core/staged_program.h on the rank's line of the segment, and the
+// comparison of calls.
+class StagedCounters {
+ public:
+  explicit StagedCounters(ProcessRank& self)
+      : self_(self), segment_(self.segment), world_size_(segment_.world_size()) {}
+
+  void announce(std::uint32_t n) {
+    self_.sleep_in(Phase::kAnnounce);
+    MessageHead& head = segment_.head(self_.rank, n);
+    head.call_digest = self_.call_digest;
+    head.number.store(n, std::memory_order_release);
+    line(self_.rank).announced.set(n, kWakeAll, Scope::kProcesses);
+    self_.on_announce();
+  }
+  bool wait_announced(std::uint32_t n) {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (rank == self_.rank) continue;
+      if (self_.watch.pause_for(segment_.head(rank, n).number, n)) continue;
+      if (!self_.watch.wait_slowly(line(rank).announced, n, rank, "to join")) return false;
+    }
+    return true;
+  }
+  void publish_reduced(std::uint32_t n) {
+    line(self_.rank).reduced.set(n, kWakeAll, Scope::kProcesses);
+  }
+  bool wait_reduced(std::uint32_t n) {
+    self_.sleep_in(Phase::kGather);
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (rank == self_.rank) continue;
+      if (!self_.watch.wait(line(rank).reduced, n, rank, "to reduce its part")) return false;
+    }
+    return true;
+  }
+  bool agree(std::uint32_t n);
+
+ protected:
+  RankLine& line(int rank) const { return segment_.line(rank); }
+
+  ProcessRank& self_;
+  const Segment& segment_;
+  const int world_size_;
+
+ private:
+  std::string mismatch(const CallRecord& own, int rank, const CallRecord& other) const;
+};
+
+inline bool StagedCounters::agree(std::uint32_t n) {
+  const std::uint64_t parity = self_.sequence % 2;
+  const CallRecord& own = line(self_.rank).calls[parity];
+  bool lies_otherwise = false;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    if (segment_.head(rank, n).call_digest == self_.call_digest) continue;
+    const CallRecord& other = line(rank).calls[parity];
+    if (!own.agrees(other)) {
+      self_.watch.report(ErrorKind::kArgument, mismatch(own, rank, other));
+      return false;
+    }
+    lies_otherwise |= !own.lies_like(other);
+  }
+  self_.lies_otherwise = lies_otherwise;
+  if (lies_otherwise) return false;
+  self_.sleep_in(Phase::kReduce);
+  return true;
+}
+
+inline std::string StagedCounters::mismatch(const CallRecord& own, int rank,
+                                            const CallRecord& other) const {
+  const char* hint = own.text() == other.text() ? " (tensors of different sizes or dtypes)" : "";
+  return join("ranks call different things: ", self_.watch.name_of(self_.rank), " ", own.text(),
+              "; ", self_.watch.name_of(rank), " ", other.text(), hint);
 }
 
 // Tensors reduced in place, self.line: every rank its slice of every piece, or all of it.
