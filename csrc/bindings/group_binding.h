@@ -2,13 +2,12 @@
 // alike: calls, bound calls, works, statistics, and how a group ends.
 //
 // Contract  An engine's file brings a struct Engine with
-//             Group, GroupPtr    the class that Python sees, held by a shared_ptr
-//             host(group)        answers forked(), has_this_thread(), check_usable(), and
-//                                check(), which waits for nothing
-//             run(group, call)   now; on GPUs the work is enqueued when this returns
+//             Group, GroupPtr       the class that Python sees, held by a shared_ptr
+//             host(group)           answers forked(), has_this_thread(), check_usable(), check()
+//             run(group, call)      now; on GPUs the work is enqueued when this returns
 //             submit(group, call)   in the background; returns the work as a Python object
 //             mark_and_run(group, call, written)   if it marks a bound call's tensors itself
-//             enqueued(group)    GPUs only: the work of all that is on the current streams
+//             enqueued(group)       GPUs only: the work of all that is on the current streams
 //           and what def_rank_calls() or def_process_calls() name besides. Tensors are marked as
 //           written before the first write: a call that fails half-way has written too.
 // Threads   with the GIL held; an engine releases it while it waits or moves data.

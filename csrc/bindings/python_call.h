@@ -3,9 +3,8 @@
 // Contract  While a PythonCall lives the GIL is released: at once, or, of a short call, when
 //           let_others_run() says that it has to wait. Such a call marks its tensors as written
 //           when mark_announced() says so: others take their time to see what it has announced.
-//           look_at_signals() takes the GIL back for a moment. All three are for the innermost
-//           PythonCall of the thread; in threads of the engine's they do nothing. Handlers that it
-//           runs may use other groups. Python 3.12 and later also collect garbage then.
+//           look_at_signals() takes the GIL back for a moment; handlers may use other groups. All
+//           three are for the innermost PythonCall of the thread; else they do nothing.
 // Threads   each for itself.
 // Tests     tests/test_signals.py
 #pragma once

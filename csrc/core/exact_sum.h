@@ -3,14 +3,11 @@
 // Floor     core: host.
 // Units     digits of 32 bits; bit 0 of digit 0 is worth 2^-1074, the smallest double.
 // Contract  The result depends on which numbers were added, not on their order. It overflows only
-// if
-//           the sum does. A sum of nothing but -0 is -0; infinities and NaN give what + gives.
-// Cost      a hundred nanoseconds for a few numbers: what fast paths cannot do (cpu/kernels_exact).
+//           if the sum does. Of -0 alone it is -0; infinities and NaN give what + gives.
+// Cost      100 ns for a few numbers: for those that cpu/kernels_exact cannot do faster.
 // Threads   one object belongs to one thread.
-// Source    Kulisch 2013, "Computer Arithmetic and Validity": a fixed-point number as wide as the
-//           exponents reach. Rounding to odd: Boldo and Melquiond 2008.
-// Tests     the static_asserts below; tests/conformance/test_bits.py compares with
-//           fractions.Fraction
+// Source    Kulisch 2013, "Computer Arithmetic and Validity"; Boldo and Melquiond 2008 (odd)
+// Tests     the static_asserts below; tests/conformance/test_bits.py
 #pragma once
 
 #include <algorithm>

@@ -2,15 +2,12 @@
 //
 // Floor     core: host and device.
 // Contract  With x[r] the element of rank r, widened to the type of partial sums (core/dtype.h):
-//
 //             rank    ((x[0] + x[1]) + x[2]) + ...
 //             tree    T(0, k), see core/tree.h
 //             exact   the real number x[0] + x[1] + ..., rounded
-//
 //           and then, for a mean, one division, and one rounding to the element's type. An exact
-//           sum is rounded to the element's type at once, one that is divided to the type of
-//           partial sums. Sums of integers wrap, and are the same in every order.
-//
+//           sum is rounded to the element's type at once. Sums of integers wrap, and are the same
+//           in every order.
 // Threads   pure functions, any.
 // Tests     tests/conformance/test_bits.py has each equation once more, in Python
 #pragma once

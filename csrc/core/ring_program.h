@@ -1,7 +1,7 @@
 // ring_program: what one rank does in a ring collective, written once for every engine.
 //
 // Floor     core: host and device. An engine brings memory, flags and arithmetic; this file brings
-//           the order of events. Threads, processes and thread blocks run the same lines.
+//           the order of events.
 // Units     elements for ranges, messages for counters.
 // Contract  On the link from rank r to rank r+1 there is one writer and one reader, and S slots;
 //           message n lies in slot n % S, n counted from 1 and never reset:
@@ -11,19 +11,13 @@
 //             W2 write slot[n % S]                     R2 read slot[n % S]
 //             W3 flag = n            (release)         R3 taken = n        (release)
 //
-//           Pieces follow each other one action apart, as in a pipeline:
-//
-//             tick     0    1    2    3    4           piece p is at action a in tick p + a,
-//             piece 0  a0   a1   a2   ...              so that what a rank waits for was sent a
-//             piece 1       a0   a1   a2   ...         tick ago, and ranks that share a core run
-//             piece 2            a0   a1   a2  ...     for a whole tick before they wait at all.
-//
-//           A link holds one tick's messages, at most 2k - 2, and two more: the rank that is
-//           furthest behind then always finds its message there and a slot free.
+//           Pieces follow each other one action apart: piece p is at action a in tick p + a. A rank
+//           waits for what was sent a tick ago. A link holds one tick's messages, at most 2k - 2,
+//           and two more: the rank that is furthest behind always finds its message and a free
+//           slot.
 // Threads   one call per rank, all ranks at once. A wait that fails (deadline, abort) ends the
 //           program at once and returns false; the engine knows why.
-// Source    Patarasuk & Yuan 2009; the fusion of reduce, keep and forward follows NCCL's idea of
-//           recvReduceCopySend.
+// Source    Patarasuk & Yuan 2009; NCCL's recvReduceCopySend fuses reduce, keep and forward.
 // Tests     tests/cpp/stress.cpp (under ThreadSanitizer, with random delays),
 //           tests/conformance/test_bits.py
 #pragma once

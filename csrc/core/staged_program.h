@@ -1,5 +1,5 @@
-// staged_program: what one rank does when ranks see each other's staging slots only, written once
-// for every engine: processes, threads in tests, and the recorder of the model check.
+// staged_program: what one rank does where ranks see each other's staging slots only, written once
+// for processes, GPUs, threads in tests, and the recorder of the model check.
 //
 // Floor     core: host. An engine brings memory, flags and arithmetic; this file brings the order
 //           of events.
@@ -21,14 +21,10 @@
 //             and where one follows the other, the weaker of the two holds.
 //
 //           An exchange leaves `reduced` behind; a direct call brings it up before it announces, so
-//           that the two never drift apart by the 2^31 at which a comparison would turn.
-//
-//           The first message of every call carries what the call is; agree() compares before any
-//           rank's own tensors are written, and on every rank alike.
-// Threads   one call per rank, all at once. A wait that fails ends the program and returns false;
-//           the engine knows why.
-// Source    "copy in, reduce, copy out" of DeepSpeed's and gloo's shared-memory all-reduces, as a
-//           pipeline.
+//           that a comparison never turns at 2^31. The first message of a call carries what the
+//           call is; agree() compares on every rank alike, before any rank's tensors are written.
+// Threads   one call per rank, all at once. A wait that fails ends the program and returns false.
+// Source    the shared-memory all-reduces of DeepSpeed and gloo, as a pipeline
 // Tests     tests/test_model.py (tests/cpp/model: every interleaving), tests/cpp/process_test.cpp
 //           (ThreadSanitizer)
 #pragma once

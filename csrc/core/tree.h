@@ -1,16 +1,12 @@
-// tree: the order of addition in which a sum of sums is the sum: core/fold.h calls it "tree".
+// tree: the order of addition that core/fold.h calls "tree".
 //
 // Floor     core: host and device, no allocation, no state.
 // Contract  T(lo, lo + 1) = x[lo], and else T(lo, hi) = T(lo, mid) + T(mid, hi), where mid - lo is
-//           the largest power of two below hi - lo. Of six: ((0 1) (2 3)) (4 5).
-//
-//           If m is a power of two and every x[r] is itself T(rm, rm + m) of some y, then T(0, k)
-//           of x is T(0, km) of y: k ranks that add m numbers each have the bits of km ranks.
+//           the largest power of two below hi - lo. Of six: ((0 1) (2 3)) (4 5). So k ranks that
+//           add m numbers each, m a power of two, have the bits of km ranks.
 // Threads   pure functions, any.
-// Source    pairwise summation (Higham 1993, "The accuracy of floating point summation"), cut at
-//           powers of two; the error grows with log2(k), not with k.
-// Tests     the static_asserts below, against the equation as it stands;
-//           tests/conformance/test_bits.py
+// Source    pairwise summation (Higham 1993), cut at powers of two; the error grows with log2(k).
+// Tests     the static_asserts below, tests/conformance/test_bits.py
 #pragma once
 
 #include <cstdint>

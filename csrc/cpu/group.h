@@ -1,12 +1,10 @@
 // group: the CPU ranks of one communicator: their threads, links and counters, and how a collective
 // runs on them, now or later.
 //
-// Units     bytes, nanoseconds. A Collective borrows the tensors' memory; whoever submits one keeps
-//           it alive until its Work is done.
-// Contract  collectives of one group run one at a time, in the order in which they were asked for.
+// Units     bytes, nanoseconds. A Collective borrows the tensors' memory until its Work is done.
+// Contract  Collectives of one group run one at a time, in the order in which they were asked for.
 //           After a failed wait the group refuses everything with that reason. In a forked child
-//           it refuses too: its threads stayed behind. What waits for other calls calls on_nap as
-//           os/turn does; in the destructor it must not throw.
+//           it refuses too. Waits call on_nap as os/turn does; in the destructor it must not throw.
 // Threads   any thread may call; run() and Work::wait() block, try_run() never does.
 // Tests     tests/test_communicator.py, tests/cpp/stress.cpp
 #pragma once

@@ -2,9 +2,8 @@
 //
 // Units     n in elements; every pointer to n of them: elements as in memory, or partials
 //           (partial_bytes(dtype) each). Nothing is owned or kept.
-// Contract  The sum that core/fold.h defines. The bits depend on nothing else: not on n, alignment
-// or
-//           how a range is cut. A destination may be one of the sources, not overlap one halfway.
+// Contract  The sum that core/fold.h defines, whatever n, alignment and how a range is cut. A
+//           destination may be one of the sources, not overlap one halfway.
 // Threads   pure functions of their arguments, any.
 // Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 #pragma once

@@ -2,12 +2,10 @@
 //
 // Contract  core/fold.h, "exact". Vectors of partial sums prove as they go that they lost nothing;
 //           lanes of which they cannot are added again, one by one, as core/exact_sum.h does.
-// Cost      of an addition: two operations with AVX-512, else five, of 16-bit floats; six more of
-//           fp32 and fp64; a hundred nanoseconds for an element that is added again: where
-//           exponents lie far apart (a factor of 2^16 for bf16, of 2^13 above 1 for fp16, of 2^24
-//           for fp32 and 2^53 for fp64 of three ranks and more), or a number is infinite.
-// Source    TwoSum: Knuth, "The Art of Computer Programming" 2, 4.2.2; a sum and the sum of its
-//           errors: Ogita, Rump and Oishi 2005.
+// Cost      of an addition: two operations with AVX-512, else five; six more for fp32 and fp64.
+//           100 ns for an element that is added again, since exponents lie far apart (a factor of
+//           2^24 for fp32, 2^53 for fp64, 2^16 for bf16) or a number is infinite.
+// Source    TwoSum: Knuth, "The Art of Computer Programming" 2, 4.2.2; Ogita, Rump and Oishi 2005.
 // Tests     tests/conformance/test_bits.py
 
 #if defined(__AVX512F__)

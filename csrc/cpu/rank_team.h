@@ -1,14 +1,12 @@
 // rank_team: one native thread per rank, for the algorithms in which ranks wait for each other.
 //
 // Contract  run(program) calls program(rank) for every rank at the same time, rank 0 on the
-//           caller's thread, and returns when all have returned. Torch's threads, which spin after
-//           an operation and would keep ranks off their cores for milliseconds, are the ranks'
-//           threads where OpenMP gives enough of them, and else wait until the ranks have returned.
+//           caller's thread, and returns when all have returned. The threads are torch's, which
+//           would otherwise spin on the ranks' cores, where OpenMP gives enough of them.
 //           Programs wait only through Watch, whose waits end when no rank has moved for the
-//           timeout, so run() ends. The first to find so makes the others give up; of all their
-//           failures the one that names the culprit is kept. A program must not throw: all it may
-//           want is some hundred bytes of memory, and where there are none the process ends
-//           (std::terminate), since the other ranks could not be told how far the links have come.
+//           timeout. The first to find so makes the others give up; of all their failures the one
+//           that names the culprit is kept. A program that throws ends the process, since the other
+//           ranks could not be told how far the links have come.
 // Threads   one run() at a time per team (its owner holds a lock). Threads start at first use and
 //           are joined by the destructor.
 // Tests     tests/cpp/stress.cpp, tests/conformance/test_bits.py

@@ -3,32 +3,26 @@
 // Floor     cuda: device code. Without nvcc the same lines compile for host threads, which is how
 //           the kernels run under ThreadSanitizer.
 // Units     nanoseconds on the device's global clock.
-// Contract  settle(), then signal(): everything that the threads of the block wrote and read before
-//           is over for a block that has seen the counter through wait(): it reads what was
-//           written, and may overwrite what was read. Counters only grow (modulo 2^32). A wait
-//           ends: with the counter, with another block's failure, or when the counter has not moved
-//           for the timeout (a little longer for later steps, see kNsPerStep), which is reported
-//           once per device. Data moves past L1, which other multiprocessors do not see.
+// Contract  settle(), then signal(): a block that has seen the counter through wait() reads what
+//           the threads of this block wrote before, and may overwrite what they read. Counters only
+//           grow (modulo 2^32). A wait ends with the counter, with another block's failure, or when
+//           the counter has not moved for the timeout, which is reported once per device. Data
+//           moves past L1, which other multiprocessors do not see.
 //
 //             all threads   write payload, read slots        (weak)
-//             block         barrier                          settle(): bar.sync orders what all
-//             thread 0      fence, acq_rel                   threads did before the fence
+//             block         barrier                          settle()
+//             thread 0      fence, acq_rel                   settle()
 //             thread 0      store flags, relaxed             signal(): any number after one fence
 //
 //             thread 0      load flag, acquire               wait()
 //             block         barrier
 //             all threads   read payload, write slots        (weak)
 //
-//           Why one fence of one thread is enough, in the words of PTX ISA, "Memory Consistency
-//           Model": a fence and a strong write behind it in program order are a release pattern on
-//           every location so written (8.8); it synchronizes with an acquire that reads the write,
-//           as do the threads of a bar.sync with each other (8.9.4); causality order goes through
-//           both (8.9.5), so that a read can miss no write before it, and see none behind it
-//           (8.10.6). Flags of both directions share the fence: "taken" alone would do without one
-//           only if nothing overtook the loads before a barrier, which holds on known GPUs (NCCL
-//           relies on it) but is not in the model. Fence and flags have one scope:
-//           the device, where both neighbours are on it, else the system. Flags in the host's
-//           memory belong to links between devices, so they are of system scope.
+//           One fence of one thread is enough (PTX ISA, "Memory Consistency Model"): a fence and a
+//           strong write behind it are a release pattern on every location so written (8.8), which
+//           synchronizes with an acquire that reads the write, as do the threads of a bar.sync with
+//           each other (8.9.4); causality order goes through both (8.9.5, 8.10.6). Fence and flags
+//           have one scope: the device, where both neighbours are on it, else the system.
 // Source    PTX ISA 9, chapter 8, sections as above. NCCL: prims_simple.h, postPeer.
 // Tests     tests/cpp/cuda/ and tests/cuda; tests/test_cuda_emulated.py also checks the PTX
 #pragma once

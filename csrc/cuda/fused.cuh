@@ -2,11 +2,10 @@
 //
 // Floor     cuda: device code.
 // Contract  fused_kernel adds in rank order, tree_kernel as core/tree.h says, whatever the grid:
-//           one thread folds each element. Traffic is the minimum, (sources + destinations) * n.
-//           A destination may be one of the sources: the thread reads an element before it writes
-//           it. A thread holds 16 bytes of every source and loads all of them before the first
-//           addition. Beyond 8 sources it goes on in groups of 4 (of 8-byte elements, 2). Tensors
-//           that are not aligned alike are loaded in single elements, in the same groups.
+//           one thread folds each element, and reads it from all sources before it writes it, since
+//           a destination may be one of them. A thread holds 16 bytes of every source; beyond 8
+//           sources it goes on in groups of 4 (of 8-byte elements, 2). Tensors that are not aligned
+//           alike are loaded in single elements, in the same groups.
 // Threads   any grid of kThreads-wide blocks; blocks do not wait for each other.
 // Tests     tests/cpp/cuda/fused_test.cpp, tests/cuda, tests/build/test_cuda_kernels.py
 #pragma once

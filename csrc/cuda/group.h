@@ -4,20 +4,15 @@
 //           enqueued, not done, and tensors must live until it is.
 // Contract  Work starts after what is on each device's stream, and the streams go on after it. The
 //           host waits only for ranks in the host's memory.
-//           One device: `fused` and `direct` are one launch for all tensors that a kernel's
-//           arguments hold. Several: the streams meet, each device folds its slice of every tensor,
-//           and the streams meet again; no kernel waits. Calls with a root are cut alike, so that
-//           its link does not carry k - 1 tensors. `ring` is one launch per device and tensor,
-//           whose blocks wait for each other; rings between devices run one at a time in a process.
-//           Captures: all streams are in one capture, or none; a ring between devices cannot be
-//           captured. A captured call has memory of its own that lives as long as the graph. Graphs
-//           may be replayed beside eager calls and after close(); after close() a wait that fails
-//           in a replay is not reported.
+//           One device: `fused` and `direct` are one launch. Several: the streams meet, each device
+//           folds its slice of every tensor, and the streams meet again; no kernel waits. `ring` is
+//           one launch per device and tensor, whose blocks wait for each other; rings between
+//           devices run one at a time in a process.
+//           Captures: all streams are in one capture, or none. A captured call has memory of its
+//           own that lives as long as the graph, which may be replayed beside calls, and after
+//           close(). A ring between devices cannot be captured.
 //           A kernel's failed wait is raised by the next call, check_usable() or close(). The group
 //           then refuses everything with that reason, as after abort(). The devices stay usable.
-//           A ring between devices is launched on one device after the other, and the first kernel
-//           waits for the last. A call that waits for a device meanwhile, such as another library's
-//           cudaFree, can hold both up until the timeout. `direct` has no such waits.
 // Threads   any; calls of one group run one at a time. abort() waits for none of them.
 // Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once

@@ -1,22 +1,15 @@
 // ring: the ring program of core/ring_program.h on thread blocks, slots in the next rank's memory.
 //
 // Floor     cuda: device code.
-// Contract  one block per (local rank, channel), all co-resident (a cooperative launch); channel c
+// Contract  One block per (local rank, channel), all co-resident (a cooperative launch). Channel c
 //           takes pieces c, c + C, ... of every chunk, with slots and flags of its own, so the
-//           order of addition is the one of the CPU's ring. The messages that a channel's links
-//           have carried lie in device memory and advance by themselves: a replayed graph goes on
-//           where the last replay ended.
-//
-//             where          what                               who writes
-//             reader's side  slots, flag                        the writer (prev)
-//             writer's side  taken                              the reader (next)
-//             own            base                               the rank itself, at its end
-//
+//           order of addition is the one of the CPU's ring. The reader's memory holds slots and
+//           flag, which prev writes; the writer's `taken`, which next writes. `base`, the messages
+//           carried, lies in device memory, so that a replayed graph goes on from there.
 //           Ranks of one device read each other's inputs and results in place; only partial sums go
 //           through slots (cpu/ring.cpp says why both stay unchanged meanwhile). Between devices
-//           all data goes through slots, so that no tensor has to be visible to another device.
-//           In a slot, element i of a piece lies at index shift + i: 16-byte alignment in an
-//           aligned tensor is kept.
+//           all data goes through slots. In a slot, element i of a piece lies at index shift + i:
+//           16-byte alignment in an aligned tensor is kept.
 // Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/cuda;
 //           tests/build/test_cuda_kernels.py reads registers and loads in flight
 #pragma once

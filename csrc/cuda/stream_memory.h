@@ -2,17 +2,12 @@
 //
 // Units     bytes.
 // Contract  write_word: the word holds the value once all that is on the stream before has run and
-//           can be seen from everywhere; the driver's default flag brings that fence, "which has
-//           similar semantics" to a fence of the system, "but is scoped to the stream" (cuda.h,
-//           CUstreamWriteValue_flags). await_word: what comes after on the stream runs once
-//           `(int32_t)(*addr - value) >= 0, a cyclic greater-or-equal` (cuStreamWaitValue32).
-//           A word that is written by the host counts as one that a stream wrote: that is how a
-//           wait whose writer is gone is ended.
-//           The operations are the driver's, found through the runtime, so that nothing links
-//           libcuda. Their second version, of CUDA 11.7, is there without being asked for; the
-//           attribute that says so was the first version's. A driver that refuses them all the same
-//           is an Error of kind kUnsupported, as is memory that it does not register.
-//           A wait without a write never ends: see cuda_process/staging.h for why ours end.
+//           can be seen from everywhere (the driver's default flag fences). await_word: what comes
+//           after on the stream runs once (int32_t)(*addr - value) >= 0. A word that the host
+//           writes counts as one that a stream wrote: so a wait whose writer is gone is ended. A
+//           wait without a write never ends: cuda_process/staging.h says why ours end. The
+//           operations are found in the driver through the runtime; one that refuses them, or
+//           memory that it does not register, is an Error of kind kUnsupported.
 // Threads   any.
 // Source    CUDA Driver API, Stream Memory Operations
 // Tests     tests/cpp/cuda_processes

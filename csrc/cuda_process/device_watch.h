@@ -9,18 +9,13 @@
 //             reduced     its slice of message n is finished there
 //             finished    it is done with n, the last message of a call
 //
-//           While calls of this rank are on its GPU, a thread looks at the words 20 times a second:
-//
-//             lost    a rank whose process has ended while this rank's streams wait for it
-//             late    the rank furthest behind, once it has not moved for the timeout while this
-//                     rank's GPU was further
-//
-//           Then all ranks are told the failure, and the words of that rank are raised to what this
-//           rank's streams wait for. Every survivor raises them for itself, repeatedly; raising
-//           commutes. A late rank may write smaller numbers again, a finite number of times.
-//           No other failure raises words: everything its streams wait for is enqueued.
-//           `released` keeps what the rank had finished when its words were first raised: calls
-//           that end with a later message are void on every rank.
+//           While calls of this rank are on its GPU, a thread looks at the words 20 times a second.
+//           A rank is lost if its process has ended while this rank's streams wait for it. It is
+//           late if it is furthest behind and has not moved for the timeout while this rank's GPU
+//           was further. Then all ranks are told, and each survivor raises the words of that rank
+//           to what its own streams wait for, repeatedly. `released` keeps what the rank had
+//           finished by then: calls that end with a later message are void on every rank. No other
+//           failure raises words: everything its streams wait for is enqueued.
 //           The thread makes no CUDA calls: another thread may hold CUDA's locks while a stream
 //           waits, or capture.
 // Threads   begin() and expect_*() one at a time; all else any.

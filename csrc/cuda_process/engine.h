@@ -2,15 +2,13 @@
 // waits.
 //
 // Units     elements for spans, bytes for pieces and slots.
-// Contract  Rank order, whatever the size and however it is cut; fp16 and bf16 are rounded once.
-//           Everything is enqueued on the given stream, in order with what is there before and
-//           after. The host waits until the others have enqueued theirs, and for no device. Nothing
-//           of the caller's is written before all ranks agree on the call. On false the rank's
-//           watch knows why; what has been enqueued by then still runs, however it ends.
-//           Of ranks that share a GPU, one reduces for all: k processes take 2k - 1 turns there for
-//           a piece, not 3k, and move as many bytes.
+// Contract  Everything is enqueued on the given stream, in order with what is there before and
+//           after. The host waits until the others have enqueued theirs, and for no device. On
+//           false the rank's watch knows why; what has been enqueued by then still runs, however it
+//           ends. Of ranks that share a GPU, one reduces for all: k processes take 2k - 1 turns
+//           there for a piece, not 3k, and move as many bytes.
 // Threads   one call at a time per staging.
-// Source    core/staged_program.h, the program that processes without a GPU run
+// Source    process/staged_engines.h
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once
 

@@ -2,16 +2,14 @@
 // data, process/group meets the other ranks.
 //
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
-// Contract  That of process/group: the same calls in the same order; a mismatch is an error before
-//           tensors are written; a failure ends the group on all ranks. A call returns once it is
-//           enqueued, after the work on its stream. Streams under capture are refused.
-//           All enqueued work ends (cuda_process/device_watch). If it ended without the data of a
-//           lost rank, the next call, the call's work or close() raises.
+// Contract  That of process/group. A call returns once it is enqueued, after the work on its
+//           stream. Streams under capture are refused. All enqueued work ends
+//           (cuda_process/device_watch). If it ended without the data of a lost rank, the next
+//           call, the call's work or close() raises, once.
 //           close() waits for this rank's GPU while any rank makes progress within the timeout. It
 //           frees its memory, except slots that other ranks may still read: these are freed when
-//           this process makes or closes another group after the others have closed or died.
-//           close() raises each failure that no call has raised, once. If on_nap throws, the next
-//           close() does the rest.
+//           this process makes or closes another group. If on_nap throws, the next close() does the
+//           rest.
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once

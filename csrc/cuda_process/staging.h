@@ -2,27 +2,23 @@
 // streams of all ranks wait for each other.
 //
 // Units     bytes; message n lies in slot n % kStagingSlots, see core/staged_program.h.
-// Contract  Every rank owns kStagingSlots slots, allocated here: torch's allocator may return
-// memory
-//           that cannot be exported. It also owns the words of its DeviceLine in the group's shared
-//           memory (cuda_process/device_watch.h). Its streams write these words, and all other
-//           ranks' streams wait for them. Ranks only read from each other's slots, so that no wait
-//           has to flush remote writes.
+// Contract  Every rank owns kStagingSlots slots, which torch's allocator could not export, and the
+//           words of its DeviceLine in the group's shared memory (cuda_process/device_watch.h). Its
+//           streams write these words, and all other ranks' streams wait for them. Ranks only read
+//           from each other's slots, so that no wait has to flush remote writes.
 //
 //           No deadlock: a rank enqueues the write of a word, then sets its own counter in shared
 //           memory. The other hosts wait for that counter before they enqueue a stream's wait for
 //           the word. So each write is enqueued before all waits for it, in any process, and the
-//           oldest entry that has not run can always run. This holds for any number of groups and
-//           threads, with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), and where processes
-//           share a GPU. It needs the counters for every message, not only for the first of a call.
+//           oldest entry that has not run can always run: for any number of groups and threads,
+//           with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), and where processes share a
+//           GPU. It needs the counters for every message, not only for the first of a call.
 //
 //           No slot is reused too early: copy_in(n) follows this stream's waits for the words n - 2
 //           of all ranks, which are `reduced` in a direct call and `announced` in an exchange. The
 //           owner writes the first after all its reads of n - 3, the second after those of n - 4.
-//           This needs each rank's calls in stream order (StagedCall). After a rank is lost, its
-//           words are raised by hosts, and kernels may read slots while they are written: the
-//           results are void, the group has failed, and the memory stays until it is freed as
-//           usual.
+//           This needs each rank's calls in stream order (StagedCall). After a rank is lost, hosts
+//           raise its words, and the results are void.
 //
 //           The owner frees its slots after the other ranks have unmapped them.
 // Threads   one at a time; is_idle(), progress(), abort(), last() any.

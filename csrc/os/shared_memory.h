@@ -3,9 +3,8 @@
 // Floor     os: std and the operating system (Linux's memfd; elsewhere UnsupportedError).
 // Units     bytes.
 // Contract  The pages are there when create() returns: what does not fit is an error then, not a
-//           crash later. Nothing has a name, so nothing can be left behind: the kernel frees the
-//           pages with the last mapping, whatever was killed when. Only processes of the same user
-//           that may look into the creator can open it, through its process id and descriptor.
+//           crash later. The kernel frees them with the last mapping. Only processes of the same
+//           user that may look into the creator can open it, by its process id and descriptor.
 // Threads   any; one object belongs to one thread at a time.
 // Tests     tests/test_process_registered.py
 #pragma once

@@ -1,13 +1,11 @@
 // stillness: for how long other ranks have stood still, as seen by one that waits for them.
 //
 // Units     nanoseconds.
-// Contract  A deadline is for a rank that makes no progress, not for a long call: a rank stands
-//           still while its mark, a number that changes with everything it gets done, stays the
-//           same. Time counts only while the waiting rank looks: what passes while it is stopped
-//           itself, or does something else, is not held against the others. It counts anew
-//           whenever the waiting rank has moved, since others may have waited for that, and for
-//           whoever is ahead of another rank, since it may wait for that one: see excuse().
-//           The last rank of all is found within the timeout and two naps from when it became so.
+// Contract  A rank stands still while its mark, a number that changes with everything it gets done,
+//           stays the same. Time counts only while the waiting rank looks, so that its own stops
+//           are not held against the others. It counts anew whenever the waiting rank has moved,
+//           since others may have waited for that, and for a rank that is ahead of another: see
+//           excuse(). The last rank of all is found within the timeout and two naps.
 // Threads   one thread at a time; any may set the timeout.
 // Tests     tests/cpp/stillness_test.cpp, tests/test_deadlines.py
 #pragma once

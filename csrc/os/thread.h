@@ -1,11 +1,11 @@
 // thread: which cores there are, and on which of them a group's threads run.
 //
 // Floor     os: std and the operating system (Linux; elsewhere threads run where they like).
-// Contract  A thread that is woken is often put on the waker's own core, and stays there, behind
-//           the very thread that waits for it. Affinity therefore keeps helpers off the core of the
-//           calling thread, and spreads ranks over cores. It acts when the caller has moved, or may
-//           use other cores than before, costs a system call per thread then (and one, of 0.2 us,
-//           to look), and never leaves the cores that the caller may use now.
+// Contract  A thread that is woken is often put on the waker's own core, behind the thread that
+//           waits for it. Affinity keeps helpers off the core of the calling thread, and spreads
+//           ranks over cores, when the caller has moved or may use other cores than before. It
+//           costs a system call per thread then, and never leaves the cores that the caller may
+//           use.
 // Threads   one at a time per Affinity (its owner holds a lock).
 // Tests     tests/cpp/stress.cpp
 #pragma once

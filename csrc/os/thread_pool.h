@@ -3,9 +3,7 @@
 //
 // Contract  run(work) calls work(0) on the caller's thread and work(i), i > 0, on every helper that
 //           joins before the caller has finished its own call; it returns when all of these have
-//           returned. work() shares out its own items (atomic counters). Everything written before
-//           run() is visible to helpers, everything they wrote is visible after it. What the first
-//           work() to fail threw is thrown by run(), once all have returned.
+//           returned, and throws what the first to fail threw. work() shares out its own items.
 // Threads   one run() at a time per pool (its owner holds a lock). Helpers start at first use,
 //           sleep between jobs, and are joined by the destructor.
 // Tests     tests/cpp/stress.cpp, under ThreadSanitizer

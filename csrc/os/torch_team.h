@@ -2,20 +2,16 @@
 //
 // Floor     os: std and the operating system. Nothing is linked: the runtime is looked for among
 //           the libraries that are loaded, where torch's own references to it lead (libgomp,
-//           libomp, libiomp5). Linux only; under ThreadSanitizer, which does not see how such
-//           threads wait for each other, there is none.
+//           libomp, libiomp5). Linux only, and not under ThreadSanitizer.
 // Contract  After an operation torch's threads spin for milliseconds, each on a core: a helper of
 //           ours would have to share one, while these are there at once. try_run(work) calls
 //           work(thread, how many) on all of them, the caller being thread 0, and returns when all
-//           calls have; everything before it is visible to them, everything they wrote is visible
-//           after it. What the first to fail threw is thrown by try_run(). Each thread computes in
-//           IEEE's default mode. It asks for torch's number of threads, never another, since
-//           libgomp ends and starts threads wherever that changes; as torch, it may be given fewer
-//           (OMP_DYNAMIC).
-// Threads   any. One region at a time in the whole process: several threads that call at once
-//           would have a team each, more than there are cores.
-// Forks     a process that was forked, and has not become another program since, has no team: its
-//           threads stayed behind, and libgomp would wait for them for ever.
+//           calls have. What the first to fail threw is thrown by try_run(). Each thread computes
+//           in IEEE's default mode. It asks for torch's number of threads, never another, since
+//           libgomp ends and starts threads wherever that changes; it may be given fewer.
+// Threads   any. One region at a time in the whole process: several teams are more threads than
+//           cores.
+// Forks     a forked process has no team: its threads stayed behind.
 // Tests     tests/test_torch_team.py, tests/cpp/team/team_test.cpp
 #pragma once
 

@@ -4,8 +4,7 @@
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until it has run.
 // Contract  All ranks make the same calls in the same order; what differs is found before data
 //           moves, and raised on all ranks. After a failure the group refuses everything with that
-//           reason, and other groups of the same processes are as they were. close() tells the
-//           others that this rank has left. In a forked child it refuses: it is the parent's rank.
+//           reason. close() tells the others that this rank has left. In a forked child it refuses.
 //           Waits call on_nap. What it throws ends the wait and the group, and the other ranks are
 //           told; in the destructor it must not throw. While it runs in a call's wait, calls and
 //           close() of that thread are refused (os/turn).

@@ -11,10 +11,8 @@
 //             heads     one per slot of staging: what its message is, or holds if it is small
 //             staging   kStagingSlots per rank
 //
-//           The rank that makes the segment finds all its pages, on its own NUMA node: what does
-//           not fit is then one error, of one rank, before anybody joins. Where the pages of slots
-//           lie matters little: a slot is small enough to stay in caches, and its lines pass from
-//           core to core. Tensors that are registered lie where the rank that made them is.
+//           The rank that makes the segment finds all its pages: what does not fit is one error, of
+//           one rank, before any other joins.
 // Threads   counters and states are atomic; the rest of a line is published by them.
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once

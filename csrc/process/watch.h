@@ -3,10 +3,9 @@
 // Units     nanoseconds.
 // Contract  A wait tries a while (pauses where every rank has a core, then yields), then sleeps. It
 //           ends when the rank that is furthest behind has stood still for the timeout (see
-//           os/stillness.h: a rank moves with its counters, and with progressed() in between; to
-//           wait is no progress), or when the peer is gone, or when some rank has failed and said
-//           so, or when on_nap() wants it to; failed() is set then, and what the caller and all
-//           other ranks get to read names the rank, its process, its host and its last call.
+//           os/stillness.h), when the peer is gone, when some rank has failed and said so, or when
+//           on_nap() throws. failed() is set then, and all ranks read one failure, which names the
+//           rank, its process, its host and its last call.
 // Threads   one thread at a time.
 // Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
