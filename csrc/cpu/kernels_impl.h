@@ -19,11 +19,6 @@ inline constexpr int kUnroll =
     sizeof(typename L::Element) == sizeof(typename L::Partial) || kVectorBytes < 64 ? 4 : 2;
 
 template <typename L>
-PYRINGAR_INLINE typename L::Vector load_partial(const typename L::Partial* from) {
-  return load_vector<typename L::Vector>(from);
-}
-
-template <typename L>
 concept PairedLanes = requires { typename L::Half; };
 
 template <typename L, typename Op>
@@ -158,7 +153,8 @@ void accumulate_kernel(const void* partial_in, const void* own, void* partial_ou
   auto* to = static_cast<typename L::Partial*>(partial_out);
   std::size_t i = 0;
   for (; i + L::kLanes <= n; i += L::kLanes) {
-    store_vector(combine<L, Op>(load_partial<L>(partial + i), L::load(element + i)), to + i);
+    store_vector(combine<L, Op>(load_vector<typename L::Vector>(partial + i), L::load(element + i)),
+                 to + i);
   }
   if (i < n) {
     Vector some{};
@@ -177,7 +173,7 @@ void finish_kernel(const void* partial_in, const void* own, void* const* destina
   std::size_t i = 0;
   for (; i + L::kLanes <= n; i += L::kLanes) {
     const typename L::Vector sum =
-        combine<L, Op>(load_partial<L>(partial + i), L::load(element + i));
+        combine<L, Op>(load_vector<typename L::Vector>(partial + i), L::load(element + i));
     const typename L::Packed packed = L::pack(divided<L, Op>(sum, divisor));
     for (int r = 0; r < num_destinations; ++r) {
       store_vector(packed, static_cast<Element*>(destinations[r]) + i);

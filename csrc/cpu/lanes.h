@@ -54,11 +54,11 @@ PYRINGAR_INLINE void store_vector(V v, void* to) {
 }
 
 // Types that are added as they are.
-template <typename T, int kCount = kVectorBytes / sizeof(T)>
+template <typename T>
 struct PlainLanes {
   using Element = T;
   using Partial = T;
-  static constexpr int kLanes = kCount;
+  static constexpr int kLanes = kVectorBytes / sizeof(T);
   using Vector = typename VectorOf<T, kLanes>::type;
   using Packed = Vector;
   static PYRINGAR_INLINE Vector load(const T* from) { return load_vector<Vector>(from); }
@@ -68,23 +68,18 @@ struct PlainLanes {
 inline constexpr int kWords = kVectorBytes / 4;
 
 // 16-bit floats, added as fp32.
-template <int kCount>
 struct HalfLanes {
   using Partial = float;
-  static constexpr int kLanes = kCount;
-  using F32 = typename VectorOf<float, kCount>::type;
-  using U32 = typename VectorOf<std::uint32_t, kCount>::type;
-  using U16 = typename VectorOf<std::uint16_t, kCount>::type;
+  static constexpr int kLanes = kWords;
+  using F32 = VectorOf<float, kWords>::type;
+  using U32 = VectorOf<std::uint32_t, kWords>::type;
+  using U16 = VectorOf<std::uint16_t, kWords>::type;
   using Vector = F32;
   using Packed = U16;
 };
 
-template <int kCount = kWords>
-struct BFloat16Lanes : HalfLanes<kCount> {
+struct BFloat16Lanes : HalfLanes {
   using Element = BFloat16;
-  using typename HalfLanes<kCount>::Vector, typename HalfLanes<kCount>::Packed,
-      typename HalfLanes<kCount>::F32, typename HalfLanes<kCount>::U32,
-      typename HalfLanes<kCount>::U16;
   static PYRINGAR_INLINE Vector load(const BFloat16* from) {
     return (F32)(__builtin_convertvector(load_vector<U16>(from), U32) << 16);
   }
@@ -102,7 +97,7 @@ struct BFloat16Lanes : HalfLanes<kCount> {
 struct BFloat16PairLanes {
   using Element = BFloat16;
   using Partial = float;
-  using Half = BFloat16Lanes<>;
+  using Half = BFloat16Lanes;
   using F32 = Half::F32;
   using U32 = Half::U32;
   static constexpr int kLanes = 2 * kWords;
@@ -127,44 +122,27 @@ struct BFloat16PairLanes {
   }
 };
 
-template <int kCount = kWords>
-struct Float16Lanes : HalfLanes<kCount> {
+struct Float16Lanes : HalfLanes {
   using Element = Float16;
-  using typename HalfLanes<kCount>::Vector, typename HalfLanes<kCount>::Packed,
-      typename HalfLanes<kCount>::F32, typename HalfLanes<kCount>::U32,
-      typename HalfLanes<kCount>::U16;
-  static PYRINGAR_INLINE Vector load(const Float16* from) {
 #if defined(__AVX512F__)
-    if constexpr (kCount == 16) {
-      return (Vector)_mm512_maskz_cvtph_ps(0xffff, load_vector<__m256i>(from));
-    }
-#endif
-#if defined(__AVX2__) && defined(__F16C__)
-    if constexpr (kCount == 8) return (Vector)_mm256_cvtph_ps(load_vector<__m128i>(from));
-    if constexpr (kCount == 4) {
-      return (Vector)_mm_cvtph_ps(_mm_cvtsi64_si128(load_vector<long long>(from)));
-    }
-#endif
-    return load_plainly(from);
+  static PYRINGAR_INLINE Vector load(const Float16* from) {
+    return (Vector)_mm512_maskz_cvtph_ps(0xffff, load_vector<__m256i>(from));
   }
   static PYRINGAR_INLINE Packed pack(Vector v) {
-#if defined(__AVX512F__)
-    if constexpr (kCount == 16) {
-      return (Packed)_mm512_maskz_cvtps_ph(0xffff, (__m512)v,
-                                           _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    }
-#endif
-#if defined(__AVX2__) && defined(__F16C__)
-    if constexpr (kCount == 8) {
-      return (Packed)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
-    }
-    if constexpr (kCount == 4) {
-      const __m128i packed = _mm_cvtps_ph((__m128)v, _MM_FROUND_TO_NEAREST_INT);
-      return load_vector<Packed>(&packed);
-    }
-#endif
-    return pack_plainly(v);
+    return (Packed)_mm512_maskz_cvtps_ph(0xffff, (__m512)v,
+                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
+#elif defined(__AVX2__) && defined(__F16C__)
+  static PYRINGAR_INLINE Vector load(const Float16* from) {
+    return (Vector)_mm256_cvtph_ps(load_vector<__m128i>(from));
+  }
+  static PYRINGAR_INLINE Packed pack(Vector v) {
+    return (Packed)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+  }
+#else
+  static PYRINGAR_INLINE Vector load(const Float16* from) { return load_plainly(from); }
+  static PYRINGAR_INLINE Packed pack(Vector v) { return pack_plainly(v); }
+#endif
 
  private:
   // The branches of core/half.h, all computed, then chosen lane by lane.
@@ -192,17 +170,16 @@ struct Float16Lanes : HalfLanes<kCount> {
   }
 };
 
-// kBytes: of a vector of what is added.
-template <DType dtype, int kBytes = kVectorBytes>
+template <DType dtype>
 struct LanesOf;
-template <int kBytes>
-struct LanesOf<DType::kFloat64, kBytes> : PlainLanes<double, kBytes / 8> {};
-template <int kBytes>
-struct LanesOf<DType::kFloat32, kBytes> : PlainLanes<float, kBytes / 4> {};
-template <int kBytes>
-struct LanesOf<DType::kFloat16, kBytes> : Float16Lanes<kBytes / 4> {};
-template <int kBytes>
-struct LanesOf<DType::kBFloat16, kBytes> : BFloat16Lanes<kBytes / 4> {};
+template <>
+struct LanesOf<DType::kFloat64> : PlainLanes<double> {};
+template <>
+struct LanesOf<DType::kFloat32> : PlainLanes<float> {};
+template <>
+struct LanesOf<DType::kFloat16> : Float16Lanes {};
+template <>
+struct LanesOf<DType::kBFloat16> : BFloat16Lanes {};
 template <>
 struct LanesOf<DType::kInt8> : PlainLanes<std::int8_t> {};
 template <>
@@ -218,33 +195,33 @@ struct FusedLanesOf : LanesOf<dtype> {};
 template <>
 struct FusedLanesOf<DType::kBFloat16>
     : std::conditional_t<std::endian::native == std::endian::little, BFloat16PairLanes,
-                         BFloat16Lanes<>> {};
+                         BFloat16Lanes> {};
+
+// Integers wrap, and signed overflow is not defined: they are added without a sign.
+template <typename L, typename Partial = typename L::Partial>
+struct Wrapping {
+  using type = typename L::Vector;
+};
+template <typename L, typename Partial>
+  requires std::is_integral_v<Partial>
+struct Wrapping<L, Partial> {
+  using type = typename VectorOf<std::make_unsigned_t<Partial>, L::kLanes>::type;
+};
 
 // The reductions, as the contract words them: "a" is the partial so far, "b" the next rank's part.
 struct Sum {
   template <typename L>
   static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
-    if constexpr (std::is_integral_v<typename L::Partial>) {
-      // Unsigned: integers wrap, and signed overflow is not defined.
-      using Unsigned =
-          typename VectorOf<std::make_unsigned_t<typename L::Partial>, L::kLanes>::type;
-      return (typename L::Vector)((Unsigned)a + (Unsigned)b);
-    } else {
-      return a + b;
-    }
+    using V = typename Wrapping<L>::type;
+    return (typename L::Vector)((V)a + (V)b);
   }
 };
 
 struct Prod {
   template <typename L>
   static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
-    if constexpr (std::is_integral_v<typename L::Partial>) {
-      using Unsigned =
-          typename VectorOf<std::make_unsigned_t<typename L::Partial>, L::kLanes>::type;
-      return (typename L::Vector)((Unsigned)a * (Unsigned)b);
-    } else {
-      return a * b;
-    }
+    using V = typename Wrapping<L>::type;
+    return (typename L::Vector)((V)a * (V)b);
   }
 };
 
@@ -252,22 +229,14 @@ struct Prod {
 struct Max {
   template <typename L>
   static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
-    if constexpr (std::is_integral_v<typename L::Partial>) {
-      return a > b ? a : b;
-    } else {
-      return ((a > b) | (a != a)) ? a : b;
-    }
+    return ((a > b) | (a != a)) ? a : b;
   }
 };
 
 struct Min {
   template <typename L>
   static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
-    if constexpr (std::is_integral_v<typename L::Partial>) {
-      return a < b ? a : b;
-    } else {
-      return ((a < b) | (a != a)) ? a : b;
-    }
+    return ((a < b) | (a != a)) ? a : b;
   }
 };
 

@@ -18,7 +18,7 @@ struct Traits;
 
 template <>
 struct Traits<Float16> {
-  using Lanes = Float16Lanes<>;
+  using Lanes = Float16Lanes;
   using FusedLanes = FusedLanesOf<DType::kFloat16>;
   static constexpr std::uint16_t kInfinity = 0x7c00;
   static constexpr std::uint16_t kQuiet = 0x0200;
@@ -29,7 +29,7 @@ struct Traits<Float16> {
 
 template <>
 struct Traits<BFloat16> {
-  using Lanes = BFloat16Lanes<>;
+  using Lanes = BFloat16Lanes;
   using FusedLanes = FusedLanesOf<DType::kBFloat16>;
   static constexpr std::uint16_t kInfinity = 0x7f80;
   static constexpr std::uint16_t kQuiet = 0x0040;
@@ -44,9 +44,9 @@ typename L::Vector vector_of(const float* from) {
   if constexpr (requires { typename L::Half; }) {
     float even[kWords], odd[kWords];
     for (int i = 0; i < kWords; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
-    return {load_vector<BFloat16Lanes<>::F32>(even), load_vector<BFloat16Lanes<>::F32>(odd)};
+    return {load_vector<BFloat16Lanes::F32>(even), load_vector<BFloat16Lanes::F32>(odd)};
   } else {
-    return load_vector<BFloat16Lanes<>::F32>(from);
+    return load_vector<BFloat16Lanes::F32>(from);
   }
 }
 
