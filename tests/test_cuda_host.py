@@ -103,7 +103,7 @@ MISTAKES = {
         "  const cudaError_t status = cudaEventQuery",
     ),
     "released-in-captures": Mistake(
-        "runtime.cpp", "    const BesideCaptures beside;\n    action();", "    action();"
+        "runtime.cpp", "    const BesideCaptures beside;\n    give_back", "    give_back"
     ),
     "freed-by-a-graph": Mistake(
         "runtime.h",

@@ -63,10 +63,6 @@ struct Engine {
   static LocalRank local_rank(Group& group) {
     return {group.host().rank(), group.host().world_size(), group.device()};
   }
-  static PreparedCall prepare_all_reduce(Group& group, py::handle tensors, Reduction reduction,
-                                         const char* operation) {
-    return prepare_process_all_reduce(local_rank(group), tensors, reduction, operation);
-  }
   static void run(Group& group, const ProcessCall& call) {
     const cudaStream_t stream = stream_of(group);
     const PythonCall python_call;

@@ -295,21 +295,27 @@ void def_rank_calls(Class& cls) {
 // -- ranks in processes ---------------------------------------------------------------------------
 
 // Engine brings, besides (host(group) is the ProcessGroup on the host):
-//   local_rank(group)    prepare_all_reduce(group, tensors, reduction, operation)
+//   local_rank(group)    its part in the group
 template <typename Engine, typename Class>
 void def_process_calls(Class& cls) {
   using Ptr = const typename Engine::GroupPtr&;
+  const auto prepare = [](Ptr group, py::handle tensors, py::handle op, py::handle order,
+                          const char* operation) {
+    PreparedCall prepared = prepare_process_all_reduce(Engine::local_rank(*group), tensors,
+                                                       parse_reduction(op, order), operation);
+    if constexpr (requires { group->find_registered(prepared.call); }) {
+      group->find_registered(prepared.call);
+    }
+    return prepared;
+  };
   cls.def("absent_ranks", [](Ptr group) { return Engine::host(*group).absent_ranks(); })
       .def("seal", [](Ptr group) { Engine::host(*group).seal(); })
-      .def(
-          "all_reduce",
-          [](Ptr group, py::handle tensors, py::handle op, py::handle order, py::handle in_flight) {
-            return run_or_submit<Engine>(
-                group,
-                Engine::prepare_all_reduce(*group, tensors, parse_reduction(op, order),
-                                           "all_reduce"),
-                in_flight);
-          })
+      .def("all_reduce",
+           [prepare](Ptr group, py::handle tensors, py::handle op, py::handle order,
+                     py::handle in_flight) {
+             return run_or_submit<Engine>(group, prepare(group, tensors, op, order, "all_reduce"),
+                                          in_flight);
+           })
       .def("reduce_scatter",
            [](Ptr group, py::handle output, py::handle input, py::handle op, py::handle order,
               py::handle in_flight) {
@@ -336,11 +342,9 @@ void def_process_calls(Class& cls) {
              return run_or_submit<Engine>(group, prepare_process_barrier(), in_flight);
            })
       .def("bind",
-           [](Ptr group, py::handle tensors, py::handle op, py::handle order) {
+           [prepare](Ptr group, py::handle tensors, py::handle op, py::handle order) {
              Engine::host(*group).check_usable();
-             return bind_call<Engine>(
-                 group,
-                 Engine::prepare_all_reduce(*group, tensors, parse_reduction(op, order), "bind"));
+             return bind_call<Engine>(group, prepare(group, tensors, op, order, "bind"));
            })
       .def(
           "abort",

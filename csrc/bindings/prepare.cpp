@@ -94,7 +94,7 @@ class Builder {
 
   // Memory of tensor i in the order of its index: its own, or a copy. Dense tensors that lie alike
   // on all ranks need no copy, whatever their order; is_flat says that index order is needed.
-  void* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
+  std::byte* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
     const TensorView& v = tensors_[i];
     if (v.numel == 0 || (v.is_dense && (!is_flat || has_index_order(v)))) return v.data;
     if (devices_ != nullptr) return tensors_.copy_by_torch(i, is_output, copies_);
@@ -232,108 +232,77 @@ Buffers copy_of_bytes(void* const* source, void* const* destinations, int num_de
 // The two collectives between whole buffers (one per rank, world_size chunks) and chunks (one per
 // rank): a reduce-scatter reads the former and writes the latter, an all-gather the other way
 // round.
-class ChunkBuilder : public Builder {
- public:
-  ChunkBuilder(bool scatters, Reduction reduction, Ranks who)
-      : Builder(scatters ? "reduce_scatter" : "all_gather", reduction, who.world_size, who.devices),
-        scatters_(scatters),
-        k_(static_cast<std::size_t>(who.world_size)) {}
-
-  PreparedCollective prepare(py::handle outputs, py::handle inputs, Algorithm algorithm) {
-    const char* operation = tensors().operation();
-    Sequence out(outputs, operation, "outputs", world_size(), "tensor per rank");
-    Sequence in(inputs, operation, "inputs", world_size(), "tensor per rank");
-    out.adopt_arrays();
-    in.adopt_arrays();
-    if (scatters_) {
-      read(in, "inputs", out, "outputs");
-    } else {
-      read(out, "outputs", in, "inputs");
-    }
-    choose(algorithm);
-    if (numel_ > 0 && collective().algorithm == Algorithm::kRing) {
-      lay_out_ring();
-    } else if (numel_ > 0) {
-      lay_out_chunks();
-    }
-    return finish(out.items(), in.items());
-  }
-
- private:
-  void read(const Sequence& wholes, const char* whole_name, const Sequence& chunks,
-            const char* chunk_name) {
-    for (int rank = 0; rank < world_size(); ++rank) {
-      add(wholes[rank], {whole_name, rank}, !scatters_);
-    }
-    for (int rank = 0; rank < world_size(); ++rank) {
-      add(chunks[rank], {chunk_name, rank}, scatters_);
-    }
-    for (std::size_t rank = 0; rank < k_; ++rank) {
-      tensors().check_agree(rank, 0);
-      tensors().check_agree(k_ + rank, k_);
-      tensors().check_parts(rank, k_ + rank, world_size());
-    }
-    tensors().check_disjoint();
-    for (std::size_t rank = 0; rank < k_; ++rank) {
-      wholes_.push_back(memory(rank, scatters_, !scatters_, true));
-      chunks_.push_back(memory(k_ + rank, !scatters_, scatters_, true));
-    }
-    numel_ = tensors()[0].numel;
-    dtype_ = tensors()[0].dtype;
-    collective().bytes = tensors()[0].bytes();
-  }
-
-  void lay_out_ring() {
-    reserve_pointers(2 * k_);
-    void* const* sources = push_all(scatters_ ? wholes_ : chunks_);
-    void* const* destinations = push_all(scatters_ ? chunks_ : wholes_);
-    collective().tensors.push_back(
-        {sources, destinations, world_size(), world_size(), numel_, dtype_,
-         scatters_ ? RingPhases::kReduceScatter : RingPhases::kAllGather});
-  }
-
-  void lay_out_chunks() {
-    reserve_pointers(k_ * (k_ + 1));
-    collective().tensors.reserve(k_);
-    const std::size_t numel = numel_ / k_;
-    for (std::size_t c = 0; c < k_; ++c) {
-      void* const* whole = table_end();
-      for (std::size_t rank = 0; rank < k_; ++rank) {
-        push(static_cast<std::byte*>(wholes_[rank]) + c * numel * item_bytes(dtype_),
-             static_cast<int>(rank));
-      }
-      void* const* chunk = table_end();
-      push(chunks_[c], static_cast<int>(c));
-      collective().tensors.push_back(
-          scatters_ ? Buffers{whole, chunk, world_size(), 1, numel, dtype_}
-                    : copy_of_bytes(chunk, whole, world_size(), numel * item_bytes(dtype_)));
+PreparedCollective prepare_chunks(bool scatters, py::handle outputs, py::handle inputs,
+                                  Reduction reduction, Algorithm algorithm, Ranks who) {
+  const char* operation = scatters ? "reduce_scatter" : "all_gather";
+  const int k = who.world_size;
+  const auto num = static_cast<std::size_t>(k);
+  Sequence out(outputs, operation, "outputs", k, "tensor per rank");
+  Sequence in(inputs, operation, "inputs", k, "tensor per rank");
+  out.adopt_arrays();
+  in.adopt_arrays();
+  Builder builder(operation, reduction, k, who.devices);
+  for (const bool are_wholes : {true, false}) {
+    const bool are_inputs = are_wholes == scatters;
+    for (int rank = 0; rank < k; ++rank) {
+      const ArgName name{are_inputs ? "inputs" : "outputs", rank};
+      builder.add((are_inputs ? in : out)[rank], name, !are_inputs);
     }
   }
-
-  void* const* push_all(const std::vector<void*>& pointers) {
-    void* const* table = table_end();
-    for (std::size_t rank = 0; rank < k_; ++rank) push(pointers[rank], static_cast<int>(rank));
+  for (std::size_t rank = 0; rank < num; ++rank) {
+    builder.tensors().check_agree(rank, 0);
+    builder.tensors().check_agree(num + rank, num);
+    builder.tensors().check_parts(rank, num + rank, k);
+  }
+  builder.tensors().check_disjoint();
+  std::vector<std::byte*> wholes;
+  std::vector<std::byte*> chunks;
+  for (std::size_t rank = 0; rank < num; ++rank) {
+    wholes.push_back(builder.memory(rank, scatters, !scatters, true));
+    chunks.push_back(builder.memory(num + rank, !scatters, scatters, true));
+  }
+  const TensorView& view = builder.tensors()[0];
+  Collective& collective = builder.collective();
+  collective.bytes = view.bytes();
+  builder.choose(algorithm);
+  if (view.numel == 0) return builder.finish(out.items(), in.items());
+  builder.reserve_pointers(num * (num + 1));
+  const auto push_all = [&](const std::vector<std::byte*>& pointers, std::size_t offset) {
+    void* const* table = builder.table_end();
+    for (std::size_t rank = 0; rank < num; ++rank) {
+      builder.push(pointers[rank] + offset, static_cast<int>(rank));
+    }
     return table;
+  };
+  if (collective.algorithm == Algorithm::kRing) {
+    void* const* sources = push_all(scatters ? wholes : chunks, 0);
+    void* const* destinations = push_all(scatters ? chunks : wholes, 0);
+    collective.tensors.push_back({sources, destinations, k, k, view.numel, view.dtype,
+                                  scatters ? RingPhases::kReduceScatter : RingPhases::kAllGather});
+    return builder.finish(out.items(), in.items());
   }
-
-  const bool scatters_;
-  const std::size_t k_;
-  std::vector<void*> wholes_;
-  std::vector<void*> chunks_;
-  std::size_t numel_ = 0;  // of a whole, a multiple of k_
-  DType dtype_ = DType::kUInt8;
-};
+  const std::size_t chunk_bytes = view.bytes() / num;
+  for (std::size_t c = 0; c < num; ++c) {
+    void* const* whole = push_all(wholes, c * chunk_bytes);
+    void* const* chunk = builder.table_end();
+    builder.push(chunks[c], static_cast<int>(c));
+    collective.tensors.push_back(scatters
+                                     ? Buffers{whole, chunk, k, 1, view.numel / num, view.dtype}
+                                     : copy_of_bytes(chunk, whole, k, chunk_bytes));
+  }
+  return builder.finish(out.items(), in.items());
+}
 
 }  // namespace
 
 PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs,
                                           Reduction reduction, Algorithm algorithm, Ranks who) {
-  return ChunkBuilder(true, reduction, who).prepare(outputs, inputs, algorithm);
+  return prepare_chunks(true, outputs, inputs, reduction, algorithm, who);
 }
 
 PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
                                       Ranks who) {
-  return ChunkBuilder(false, Reduction{}, who).prepare(outputs, inputs, algorithm);
+  return prepare_chunks(false, outputs, inputs, Reduction{}, algorithm, who);
 }
 
 PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are_lists,

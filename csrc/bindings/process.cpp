@@ -26,13 +26,6 @@ struct Engine {
   static LocalRank local_rank(const Group& group) {
     return {group.rank(), group.world_size(), kHost, group.compares_shapes()};
   }
-  static PreparedCall prepare_all_reduce(Group& group, py::handle tensors, Reduction reduction,
-                                         const char* operation) {
-    PreparedCall prepared =
-        prepare_process_all_reduce(local_rank(group), tensors, reduction, operation);
-    group.find_registered(prepared.call);
-    return prepared;
-  }
   static void run(Group& group, const ProcessCall& call) {
     const PythonCall python_call;
     group.run(call);

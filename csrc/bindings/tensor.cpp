@@ -77,31 +77,7 @@ py::object call(const py::object& function, PyObject* argument = nullptr) {
   return result;
 }
 
-std::string to_text(PyObject* object) {
-  const auto text = py::reinterpret_steal<py::object>(PyObject_Str(object));
-  const char* utf8 = text ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
-  if (utf8 == nullptr) throw_python_error();
-  return utf8;
-}
-
-std::string text_of(PyObject* object, const char* name) {
-  return to_text(attribute(object, name).ptr());
-}
-
-// The message of the pending exception, which is pending no more.
-std::string take_python_error() {
-#if PY_VERSION_HEX >= 0x030C0000
-  const auto value = py::reinterpret_steal<py::object>(PyErr_GetRaisedException());
-#else
-  PyObject *type = nullptr, *raw_value = nullptr, *trace = nullptr;
-  PyErr_Fetch(&type, &raw_value, &trace);
-  PyErr_NormalizeException(&type, &raw_value, &trace);
-  Py_XDECREF(type);
-  Py_XDECREF(trace);
-  const auto value = py::reinterpret_steal<py::object>(raw_value);
-#endif
-  return value ? to_text(value.ptr()) : "no reason given";
-}
+std::string text_of(PyObject* object, const char* name) { return py::str(attribute(object, name)); }
 
 // Yes or no about a tensor: an attribute, or a method without arguments, of torch.Tensor. Asked of
 // every tensor of every call, so the C function behind it is called at once.
@@ -252,8 +228,9 @@ std::string describe_shape(const TensorView& view) {
 
 // What torch refused to show, in the words of the promise: sparse, meta, quantized, nested...
 [[noreturn]] void refuse_layout(PyObject* object, const char* operation, ArgName name) {
-  std::string why = take_python_error();
-  why = why.substr(0, why.find('\n'));
+  const py::error_already_set refused;
+  const std::string text = py::str(refused.value());
+  const std::string why = text.substr(0, text.find('\n'));
   fail(ErrorKind::kUnsupported, operation, ": ", name.text(), " has layout ",
        text_of(object, "layout"), " on device ", text_of(object, "device"), " and dtype ",
        text_of(object, "dtype"), "; expected a dense (strided) tensor with memory of its own (",
@@ -535,11 +512,9 @@ py::list storages_of(std::initializer_list<py::handle> lists) {
   py::list storages;
   for (const py::handle list : lists) {
     if (list.is_none()) continue;
-    const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(list.ptr(), "no list"));
-    if (!items) throw_python_error();
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
-      const auto storage = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(
-          PySequence_Fast_GET_ITEM(items.ptr(), i), TorchNames::get().untyped_storage.ptr()));
+    for (const py::handle tensor : list) {
+      const auto storage = py::reinterpret_steal<py::object>(
+          PyObject_CallMethodNoArgs(tensor.ptr(), TorchNames::get().untyped_storage.ptr()));
       if (!storage || PyList_Append(storages.ptr(), storage.ptr()) != 0) throw_python_error();
     }
   }

@@ -130,31 +130,29 @@ struct ElementOf<DType::kInt32> : PlainElement<std::int32_t> {};
 template <>
 struct ElementOf<DType::kInt64> : PlainElement<std::int64_t> {};
 
+// Integers wrap; signed overflow is not defined, so they are added without a sign. Small ones would
+// be promoted to int, whose product of two 16-bit numbers could overflow.
+template <typename T>
+PYRINGAR_DEVICE auto wrapping(T x) {
+  if constexpr (std::is_integral_v<T>) {
+    return 1u * static_cast<std::make_unsigned_t<T>>(x);
+  } else {
+    return x;
+  }
+}
+
 // The reductions, as cpu/lanes.h words them: "a" is the partial so far, "b" the next rank's part.
-// Integers wrap; signed overflow is not defined, so they are added without a sign. Small ones are
-// promoted to int, whose product of two 16-bit numbers could overflow: hence the cast to unsigned.
 struct Sum {
   template <typename T>
   static PYRINGAR_DEVICE T apply(T a, T b) {
-    if constexpr (std::is_integral_v<T>) {
-      using Unsigned = std::make_unsigned_t<T>;
-      return static_cast<T>(
-          static_cast<Unsigned>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b)));
-    } else {
-      return a + b;
-    }
+    return static_cast<T>(wrapping(a) + wrapping(b));
   }
 };
 
 struct Prod {
   template <typename T>
   static PYRINGAR_DEVICE T apply(T a, T b) {
-    if constexpr (std::is_integral_v<T>) {
-      using Unsigned = std::make_unsigned_t<T>;
-      return static_cast<T>(static_cast<Unsigned>(a) * 1u * static_cast<Unsigned>(b));
-    } else {
-      return a * b;
-    }
+    return static_cast<T>(wrapping(a) * wrapping(b));
   }
 };
 

@@ -124,41 +124,13 @@ OnDevice::~OnDevice() {
   if (way_ == Way::kPush) pop_context();
 }
 
-namespace {
-
-// Without exceptions, for what releases: a device that does not answer has nothing to give back.
-template <typename Action>
-void do_on_device(int device, Action&& action) {
+void Release::operator()(void* what) const {
   try {
     const OnDevice guard(device);
     const BesideCaptures beside;
-    action();
-  } catch (const Error&) {
+    give_back(what);
+  } catch (const Error&) {  // the device does not answer
   }
-}
-
-}  // namespace
-
-void Release::operator()(void* memory) const {
-  do_on_device(device, [&] {
-    if (is_on_host) {
-      cudaFreeHost(memory);
-    } else {
-      cudaFree(memory);
-    }
-  });
-}
-
-void Destroy::operator()(cudaEvent_t event) const {
-  do_on_device(device, [&] { cudaEventDestroy(event); });
-}
-
-void Destroy::operator()(cudaStream_t stream) const {
-  do_on_device(device, [&] { cudaStreamDestroy(stream); });
-}
-
-void Unmap::operator()(void* memory) const {
-  do_on_device(device, [&] { cudaIpcCloseMemHandle(memory); });
 }
 
 Memory device_memory(int device, std::size_t bytes) {
@@ -166,7 +138,7 @@ Memory device_memory(int device, std::size_t bytes) {
   const BesideCaptures beside;
   void* raw = nullptr;
   check(cudaMalloc(&raw, bytes), "cudaMalloc", device);
-  Memory memory(raw, Release{device, false});
+  Memory memory(raw, Release{device, [](void* it) { cudaFree(it); }});
   // Not on the default stream, which would synchronize with captured streams.
   const Stream stream(device);
   check(cudaMemsetAsync(raw, 0, bytes, stream.get()), "cudaMemsetAsync", device);
@@ -179,7 +151,7 @@ Memory host_memory(int device, std::size_t bytes) {
   const BesideCaptures beside;
   void* raw = nullptr;
   check(cudaHostAlloc(&raw, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
-  Memory memory(raw, Release{device, true});
+  Memory memory(raw, Release{device, [](void* it) { cudaFreeHost(it); }});
   __builtin_memset(raw, 0, bytes);
   return memory;
 }
@@ -193,20 +165,21 @@ cudaIpcMemHandle_t ipc_handle(const Memory& memory) {
   return handle;
 }
 
-MappedMemory map_memory(int device, const cudaIpcMemHandle_t& handle) {
+Memory map_memory(int device, const cudaIpcMemHandle_t& handle) {
   const OnDevice guard(device);
   const BesideCaptures beside;
   void* raw = nullptr;
   check(cudaIpcOpenMemHandle(&raw, handle, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle",
         device);
-  return {raw, Unmap{device}};
+  return {raw, Release{device, [](void* it) { cudaIpcCloseMemHandle(it); }}};
 }
 
 Event::Event(int device) : device_(device) {
   const OnDevice guard(device);
   cudaEvent_t made = nullptr;
   check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreate", device);
-  event_ = {made, Destroy{device}};
+  event_ = {made,
+            Release{device, [](void* it) { cudaEventDestroy(static_cast<cudaEvent_t>(it)); }}};
 }
 
 void Event::record(cudaStream_t stream) const {
@@ -258,7 +231,8 @@ Stream::Stream(int device) {
   cudaStream_t made = nullptr;
   check(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, highest),
         "cudaStreamCreateWithPriority", device);
-  stream_ = {made, Destroy{device}};
+  stream_ = {made,
+             Release{device, [](void* it) { cudaStreamDestroy(static_cast<cudaStream_t>(it)); }}};
 }
 
 int num_devices() {

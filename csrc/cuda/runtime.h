@@ -63,11 +63,11 @@ class BesideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Stays until the process ends when its device does not answer any more.
+// Gives back what was made on a device, there; it stays when the device does not answer any more.
 struct Release {
   int device = -1;
-  bool is_on_host = false;
-  void operator()(void* memory) const;
+  void (*give_back)(void*) = nullptr;
+  void operator()(void* what) const;
 };
 using Memory = std::unique_ptr<void, Release>;
 
@@ -80,22 +80,8 @@ T* as(const Memory& memory, std::size_t offset_bytes = 0) {
   return reinterpret_cast<T*>(static_cast<std::byte*>(memory.get()) + offset_bytes);
 }
 
-// Memory of another process, mapped into this one.
-struct Unmap {
-  int device = -1;
-  void operator()(void* memory) const;
-};
-using MappedMemory = std::unique_ptr<void, Unmap>;
-
-cudaIpcMemHandle_t ipc_handle(const Memory& memory);  // what device_memory() made
-MappedMemory map_memory(int device, const cudaIpcMemHandle_t& handle);
-
-// Of a stream or an event.
-struct Destroy {
-  int device = -1;
-  void operator()(cudaEvent_t event) const;
-  void operator()(cudaStream_t stream) const;
-};
+cudaIpcMemHandle_t ipc_handle(const Memory& memory);              // what device_memory() made
+Memory map_memory(int device, const cudaIpcMemHandle_t& handle);  // of another process
 
 class Event {
  public:
@@ -107,7 +93,7 @@ class Event {
 
  private:
   int device_;
-  std::unique_ptr<CUevent_st, Destroy> event_;
+  std::unique_ptr<CUevent_st, Release> event_;
 };
 
 // On the host, for all of them, also where one's device has failed; raises the first failure.
@@ -119,7 +105,7 @@ class Stream {
   cudaStream_t get() const { return stream_.get(); }
 
  private:
-  std::unique_ptr<CUstream_st, Destroy> stream_;
+  std::unique_ptr<CUstream_st, Release> stream_;
 };
 
 int num_devices();  // 0 without a driver

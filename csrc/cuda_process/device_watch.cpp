@@ -143,15 +143,6 @@ bool DeviceWatch::is_behind(int rank) const {
          is_awaited(line.reduced, reduced_.load(std::memory_order_acquire));
 }
 
-// By how much it has done more than the other, in the first word that differs.
-std::int32_t DeviceWatch::lead(int rank, int other) const {
-  const DeviceLine& a = segment_.device(rank);
-  const DeviceLine& b = segment_.device(other);
-  const auto ahead = static_cast<std::int32_t>(value_of(a.announced) - value_of(b.announced));
-  if (ahead != 0) return ahead;
-  return static_cast<std::int32_t>(value_of(a.reduced) - value_of(b.reduced));
-}
-
 // As PeerWatch says; -1: this rank's streams wait for no rank.
 int DeviceWatch::most_behind() const {
   int last = -1;

@@ -65,7 +65,9 @@ class DeviceWatch {
   void run();
   void look();
   bool is_behind(int rank) const;
-  std::int32_t lead(int rank, int other) const;
+  std::int32_t lead(int rank, int other) const {
+    return lead_of(segment_.device(rank), segment_.device(other));
+  }
   int most_behind() const;
   std::uint64_t mark_of(int rank) const;
   void give_up(int culprit, ErrorKind kind, const std::string& why);

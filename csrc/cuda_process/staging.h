@@ -129,7 +129,7 @@ class ProcessStaging {
 
   struct Peer {
     int rank;
-    MappedMemory slots;
+    Memory slots;
   };
 
   DeviceLine& line(int rank) const { return segment_.device(rank); }

@@ -116,6 +116,17 @@ struct DeviceLine {
 };
 static_assert(sizeof(DeviceLine) == 5 * 64 && sizeof(DeviceLine::Word) == 64);
 
+// By how much a rank, or its GPU, has done more than another, in the first counter that differs.
+template <typename Line>
+std::int32_t lead_of(const Line& a, const Line& b) {
+  const auto ahead = [](const auto& x, const auto& y) {
+    return static_cast<std::int32_t>(x.value.load(std::memory_order_acquire) -
+                                     y.value.load(std::memory_order_acquire));
+  };
+  const std::int32_t announced = ahead(a.announced, b.announced);
+  return announced != 0 ? announced : ahead(a.reduced, b.reduced);
+}
+
 // The first failure of any rank: the others then stop waiting for it.
 struct SharedFailure {
   enum State : std::uint32_t { kNone, kWriting, kThere };

@@ -208,19 +208,6 @@ std::uint64_t PeerWatch::progress() const {
   return all;
 }
 
-// By how much it has done more than the other, in the first counter that differs.
-std::int32_t PeerWatch::lead(int rank, int other) const {
-  const RankLine& a = segment_.line(rank);
-  const RankLine& b = segment_.line(other);
-  for (const auto& [x, y] :
-       {std::pair{&a.announced, &b.announced}, std::pair{&a.reduced, &b.reduced}}) {
-    const auto ahead = static_cast<std::int32_t>(x->value.load(std::memory_order_acquire) -
-                                                 y->value.load(std::memory_order_acquire));
-    if (ahead != 0) return ahead;
-  }
-  return 0;
-}
-
 // The culprit of a wait: the rank that has done least, for which all others wait at last. Of ranks
 // that have done equally little, which do not wait for each other, the one that has stood still for
 // longest.

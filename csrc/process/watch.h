@@ -108,7 +108,9 @@ class PeerWatch {
   // Who died before who has left, perhaps because of that; -1: all are there.
   int first_gone(const std::vector<int>& ranks) const;
   std::uint64_t mark_of(int rank) const;
-  std::int32_t lead(int rank, int other) const;
+  std::int32_t lead(int rank, int other) const {
+    return lead_of(segment_.line(rank), segment_.line(other));
+  }
   int most_behind(int suspect) const;
   std::string last_heard_of(int rank) const;
   std::string waited_for(int peer, const char* what) const;
