@@ -1,6 +1,4 @@
 // call_cache: see the header.
-//
-// Tests     tests/conformance/test_prepared.py
 
 #include "bindings/call_cache.h"
 

@@ -1,6 +1,4 @@
 // prepare: reads the lists, checks them, and lays out the pointer tables of a Collective.
-//
-// Tests     tests/conformance/test_refused.py
 
 #include "bindings/prepare.h"
 

@@ -1,6 +1,4 @@
 // process_prepare: reads the tensors, checks them, and finds their memory or copies it.
-//
-// Tests     tests/conformance/test_bits.py, tests/test_cuda_processes.py
 
 #include "bindings/process_prepare.h"
 

@@ -1,6 +1,4 @@
 // tensor: DLPack's exchange table for the data, torch's attributes for what DLPack does not say.
-//
-// Tests     tests/conformance/test_refused.py, tests/conformance/test_layouts.py
 
 #include "bindings/tensor.h"
 

@@ -70,6 +70,30 @@ constexpr const char* dtype_name(DType dtype) {
   return kNames[static_cast<int>(dtype)];
 }
 
+// Returns run<dtype>(): the dtype as a constant.
+template <typename Run>
+constexpr decltype(auto) with_dtype(DType dtype, Run&& run) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return run.template operator()<DType::kFloat64>();
+    case DType::kFloat32:
+      return run.template operator()<DType::kFloat32>();
+    case DType::kFloat16:
+      return run.template operator()<DType::kFloat16>();
+    case DType::kBFloat16:
+      return run.template operator()<DType::kBFloat16>();
+    case DType::kInt8:
+      return run.template operator()<DType::kInt8>();
+    case DType::kUInt8:
+      return run.template operator()<DType::kUInt8>();
+    case DType::kInt32:
+      return run.template operator()<DType::kInt32>();
+    case DType::kInt64:
+      return run.template operator()<DType::kInt64>();
+  }
+  __builtin_unreachable();
+}
+
 constexpr const char* op_name(ReduceOp op) {
   constexpr const char* kNames[kNumReduceOps] = {"sum", "mean", "max", "min", "prod"};
   return kNames[static_cast<int>(op)];

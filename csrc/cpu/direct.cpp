@@ -1,6 +1,4 @@
 // direct: barrier, one pass over the rank's own slice, barrier.
-//
-// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 
 #include "cpu/direct.h"
 

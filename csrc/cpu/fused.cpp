@@ -1,6 +1,4 @@
 // fused: cuts all tensors of a call, laid end to end, into blocks that threads take one by one.
-//
-// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 
 #include "cpu/fused.h"
 

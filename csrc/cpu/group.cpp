@@ -1,6 +1,4 @@
 // group: locks, queues and dispatch.
-//
-// Tests     tests/test_communicator.py, tests/cpp/stress.cpp
 
 #include "cpu/group.h"
 

@@ -1,6 +1,4 @@
 // kernels: the loops of each dtype, and which file has those of another order.
-//
-// Tests     tests/conformance/test_bits.py
 
 #include "cpu/kernels.h"
 
@@ -9,25 +7,8 @@
 namespace pyringar {
 
 const Kernels& kernels(DType dtype, ReduceOp op) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return kernels_of<DType::kFloat64>(op);
-    case DType::kFloat32:
-      return kernels_of<DType::kFloat32>(op);
-    case DType::kFloat16:
-      return kernels_of<DType::kFloat16>(op);
-    case DType::kBFloat16:
-      return kernels_of<DType::kBFloat16>(op);
-    case DType::kInt8:
-      return kernels_of<DType::kInt8>(op);
-    case DType::kUInt8:
-      return kernels_of<DType::kUInt8>(op);
-    case DType::kInt32:
-      return kernels_of<DType::kInt32>(op);
-    case DType::kInt64:
-      break;
-  }
-  return kernels_of<DType::kInt64>(op);
+  return with_dtype(dtype,
+                    [op]<DType kDType>() -> const Kernels& { return kernels_of<kDType>(op); });
 }
 
 FusedKernel fused_kernel(DType dtype, const Fold& fold) {

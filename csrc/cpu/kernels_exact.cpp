@@ -186,22 +186,16 @@ void exact_kernel(const void* const* sources, int num_sources, void* const* dest
   kernel(sources, num_sources, destinations, num_destinations, n, divisor);
 }
 
-template <DType dtype>
-constexpr FusedKernel kKernelOf = &exact_kernel<FusedLanesOf<dtype>>;
-
 }  // namespace
 
 FusedKernel exact_kernel(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return kKernelOf<DType::kFloat64>;
-    case DType::kFloat32:
-      return kKernelOf<DType::kFloat32>;
-    case DType::kFloat16:
-      return kKernelOf<DType::kFloat16>;
-    default:
-      return kKernelOf<DType::kBFloat16>;
-  }
+  return with_dtype(dtype, []<DType kDType>() -> FusedKernel {
+    if constexpr (is_float(kDType)) {
+      return &exact_kernel<FusedLanesOf<kDType>>;
+    } else {
+      return nullptr;
+    }
+  });
 }
 
 }  // namespace pyringar

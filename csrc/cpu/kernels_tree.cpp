@@ -92,28 +92,20 @@ constexpr FusedKernel with_loops_for(std::integer_sequence<int, kNums...>) {
   return &tree_kernel<L, Op, kNums...>;
 }
 
-// Products are rare: loops of their own for more than three would take a third of the compilation.
-template <DType dtype>
-FusedKernel kernel_of(ReduceOp op) {
-  using L = FusedLanesOf<dtype>;
-  return op == ReduceOp::kProd
-             ? with_loops_for<L, Prod>(std::make_integer_sequence<int, 4>())
-             : with_loops_for<L, Sum>(std::make_integer_sequence<int, kMostFixed + 1>());
-}
-
 }  // namespace
 
+// Products are rare: loops of their own for more than three would take a third of the compilation.
 FusedKernel tree_kernel(DType dtype, ReduceOp op) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return kernel_of<DType::kFloat64>(op);
-    case DType::kFloat32:
-      return kernel_of<DType::kFloat32>(op);
-    case DType::kFloat16:
-      return kernel_of<DType::kFloat16>(op);
-    default:
-      return kernel_of<DType::kBFloat16>(op);
-  }
+  return with_dtype(dtype, [op]<DType kDType>() -> FusedKernel {
+    if constexpr (is_float(kDType)) {
+      using L = FusedLanesOf<kDType>;
+      return op == ReduceOp::kProd
+                 ? with_loops_for<L, Prod>(std::make_integer_sequence<int, 4>())
+                 : with_loops_for<L, Sum>(std::make_integer_sequence<int, kMostFixed + 1>());
+    } else {
+      return nullptr;
+    }
+  });
 }
 
 }  // namespace pyringar

@@ -1,6 +1,4 @@
 // rank_team: persistent threads, woken together, counted as they return.
-//
-// Tests     tests/cpp/stress.cpp
 
 #include "cpu/rank_team.h"
 

@@ -1,6 +1,4 @@
 // ring: memory and arithmetic of a thread for the ring program.
-//
-// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 
 #include "cpu/ring.h"
 

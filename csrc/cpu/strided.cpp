@@ -1,6 +1,4 @@
 // strided: an odometer over all dimensions but the last, a plain loop over that.
-//
-// Tests     tests/conformance/test_layouts.py
 
 #include "cpu/strided.h"
 

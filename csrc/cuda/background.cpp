@@ -1,6 +1,4 @@
 // background: see the header.
-//
-// Tests     tests/cpp/cuda_host
 
 #include "cuda/background.h"
 

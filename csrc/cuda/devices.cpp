@@ -1,6 +1,4 @@
 // devices: see the header.
-//
-// Tests     tests/cpp/cuda_host
 
 #include "cuda/devices.h"
 

@@ -1,6 +1,4 @@
 // folds: see the header.
-//
-// Tests     tests/cpp/cuda_processes
 
 #include "cuda/folds.h"
 

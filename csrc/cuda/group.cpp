@@ -1,6 +1,4 @@
 // group: see the header.
-//
-// Tests     tests/cpp/cuda_host, tests/cuda
 
 #include "cuda/group.h"
 

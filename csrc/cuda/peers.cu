@@ -1,6 +1,4 @@
 // peers: see the header.
-//
-// Tests     see the header
 
 #include "cuda/peers.h"
 

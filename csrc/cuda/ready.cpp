@@ -1,6 +1,4 @@
 // ready: see the header.
-//
-// Tests     tests/cpp/cuda_host
 
 #include "cuda/ready.h"
 

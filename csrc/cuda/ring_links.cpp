@@ -1,6 +1,4 @@
 // ring_links: see the header.
-//
-// Tests     tests/cpp/cuda_host
 
 #include "cuda/ring_links.h"
 

@@ -1,6 +1,4 @@
 // runtime: see the header.
-//
-// Tests     tests/cuda
 
 #include "cuda/runtime.h"
 

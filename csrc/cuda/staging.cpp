@@ -1,6 +1,4 @@
 // staging: see the header.
-//
-// Tests     tests/cpp/cuda_host
 
 #include "cuda/staging.h"
 

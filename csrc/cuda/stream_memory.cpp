@@ -1,6 +1,4 @@
 // stream_memory: registration, and the driver's two operations.
-//
-// Tests     tests/cpp/cuda_processes
 
 #include "cuda/stream_memory.h"
 

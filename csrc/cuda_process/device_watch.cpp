@@ -1,6 +1,4 @@
 // device_watch: see the header.
-//
-// Tests     tests/cpp/cuda_processes
 
 #include "cuda_process/device_watch.h"
 

@@ -1,6 +1,4 @@
 // engine: the memory of a GPU for the engines of process/staged_engines.h.
-//
-// Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 
 #include "cuda_process/engine.h"
 

@@ -1,6 +1,4 @@
 // group: meeting, one call, and who frees what when.
-//
-// Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 
 #include "cuda_process/group.h"
 

@@ -1,6 +1,4 @@
 // staging: see the header.
-//
-// Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 
 #include "cuda_process/staging.h"
 

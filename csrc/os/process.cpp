@@ -1,6 +1,4 @@
 // process: /proc/PID/stat, affinity masks.
-//
-// Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py
 
 #include "os/process.h"
 

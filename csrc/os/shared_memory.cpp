@@ -1,6 +1,4 @@
 // shared_memory: memfd_create, /proc/PID/fd.
-//
-// Tests     tests/test_process_registered.py
 
 #include "os/shared_memory.h"
 

@@ -1,6 +1,4 @@
 // thread: affinity masks.
-//
-// Tests     tests/cpp/stress.cpp
 
 #include "os/thread.h"
 

@@ -1,6 +1,4 @@
 // thread_pool: open a job, let helpers in, close the door, wait for those inside.
-//
-// Tests     tests/cpp/stress.cpp
 
 #include "os/thread_pool.h"
 

@@ -1,6 +1,4 @@
 // torch_team: symbols of libraries that are loaded, and one parallel region.
-//
-// Tests     tests/test_torch_team.py, tests/cpp/team/team_test.cpp
 
 #include "os/torch_team.h"
 

@@ -1,6 +1,4 @@
 // wait: futex or condition variables, and the policy spin - yield - sleep.
-//
-// Tests     tests/cpp/stress.cpp
 
 #include "os/wait.h"
 

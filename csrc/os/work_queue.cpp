@@ -1,6 +1,4 @@
 // work_queue: a deque, a thread, and when waiters are notified.
-//
-// Tests     tests/test_communicator.py, tests/cpp/group_test.cpp
 
 #include "os/work_queue.h"
 

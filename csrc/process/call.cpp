@@ -1,6 +1,4 @@
 // call: the engines that give the staged programs a process's memory and arithmetic.
-//
-// Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 
 #include "process/call.h"
 

@@ -1,7 +1,4 @@
 // group: joining, locks, registered memory, refusals.
-//
-// Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py,
-//           tests/cpp/process_test.cpp
 
 #include "process/group.h"
 

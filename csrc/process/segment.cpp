@@ -1,6 +1,4 @@
 // segment: offsets, and the checks of a segment that another process laid out.
-//
-// Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 
 #include "process/segment.h"
 

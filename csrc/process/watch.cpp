@@ -1,6 +1,4 @@
 // watch: pauses, yields, naps; liveness; the failure that all ranks share.
-//
-// Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 
 #include "process/watch.h"
 
