@@ -13,10 +13,56 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/dtype.h"
 
 namespace pyringar {
+
+// The type in which T is added. Integers wrap, and signed overflow is not defined: they are added
+// without a sign, small ones as unsigned, since they would be promoted to int.
+template <typename T>
+struct Wrapping {
+  using type = T;
+};
+template <typename T>
+  requires std::is_integral_v<T>
+struct Wrapping<T> {
+  using type = decltype(1u * std::make_unsigned_t<T>());
+};
+
+// The reductions of two elements, or of two vectors of them: "a" is the partial so far, "b" the
+// next rank's part.
+struct Sum {
+  template <typename T>
+  static PYRINGAR_HD_INLINE T apply(T a, T b) {
+    using W = typename Wrapping<T>::type;
+    return (T)((W)a + (W)b);
+  }
+};
+
+struct Prod {
+  template <typename T>
+  static PYRINGAR_HD_INLINE T apply(T a, T b) {
+    using W = typename Wrapping<T>::type;
+    return (T)((W)a * (W)b);
+  }
+};
+
+// A NaN on either side wins, as in torch.maximum; of two equal numbers (0 and -0) the later one.
+struct Max {
+  template <typename T>
+  static PYRINGAR_HD_INLINE T apply(T a, T b) {
+    return ((a > b) | (a != a)) ? a : b;
+  }
+};
+
+struct Min {
+  template <typename T>
+  static PYRINGAR_HD_INLINE T apply(T a, T b) {
+    return ((a < b) | (a != a)) ? a : b;
+  }
+};
 
 enum class Order : std::uint8_t { kRank, kTree, kExact };
 inline constexpr int kNumOrders = 3;

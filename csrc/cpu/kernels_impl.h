@@ -27,7 +27,7 @@ PYRINGAR_INLINE typename L::Vector combine(typename L::Vector a, typename L::Vec
     return {combine<typename L::Half, Op>(a.even, b.even),
             combine<typename L::Half, Op>(a.odd, b.odd)};
   } else {
-    return Op::template apply<L>(a, b);
+    return Op::apply(a, b);
   }
 }
 

@@ -14,8 +14,9 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
-#include "core/dtype.h"
+#include "core/fold.h"
 
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -40,6 +41,13 @@ template <typename T, int N>
 struct VectorOf {
   typedef T type __attribute__((vector_size(N * sizeof(T))));
 };
+
+template <typename V>
+using ItemOf = std::remove_reference_t<decltype(std::declval<V&>()[0])>;
+
+template <typename V>
+  requires std::is_integral_v<ItemOf<V>>
+struct Wrapping<V> : VectorOf<std::make_unsigned_t<ItemOf<V>>, sizeof(V) / sizeof(ItemOf<V>)> {};
 
 template <typename V>
 PYRINGAR_INLINE V load_vector(const void* from) {
@@ -196,48 +204,5 @@ template <>
 struct FusedLanesOf<DType::kBFloat16>
     : std::conditional_t<std::endian::native == std::endian::little, BFloat16PairLanes,
                          BFloat16Lanes> {};
-
-// Integers wrap, and signed overflow is not defined: they are added without a sign.
-template <typename L, typename Partial = typename L::Partial>
-struct Wrapping {
-  using type = typename L::Vector;
-};
-template <typename L, typename Partial>
-  requires std::is_integral_v<Partial>
-struct Wrapping<L, Partial> {
-  using type = typename VectorOf<std::make_unsigned_t<Partial>, L::kLanes>::type;
-};
-
-// The reductions, as the contract words them: "a" is the partial so far, "b" the next rank's part.
-struct Sum {
-  template <typename L>
-  static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
-    using V = typename Wrapping<L>::type;
-    return (typename L::Vector)((V)a + (V)b);
-  }
-};
-
-struct Prod {
-  template <typename L>
-  static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
-    using V = typename Wrapping<L>::type;
-    return (typename L::Vector)((V)a * (V)b);
-  }
-};
-
-// A NaN on either side wins, as in torch.maximum; of two equal numbers (0 and -0) the later one.
-struct Max {
-  template <typename L>
-  static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
-    return ((a > b) | (a != a)) ? a : b;
-  }
-};
-
-struct Min {
-  template <typename L>
-  static PYRINGAR_INLINE typename L::Vector apply(typename L::Vector a, typename L::Vector b) {
-    return ((a < b) | (a != a)) ? a : b;
-  }
-};
 
 }  // namespace pyringar

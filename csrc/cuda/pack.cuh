@@ -130,47 +130,6 @@ struct ElementOf<DType::kInt32> : PlainElement<std::int32_t> {};
 template <>
 struct ElementOf<DType::kInt64> : PlainElement<std::int64_t> {};
 
-// Integers wrap; signed overflow is not defined, so they are added without a sign. Small ones would
-// be promoted to int, whose product of two 16-bit numbers could overflow.
-template <typename T>
-PYRINGAR_DEVICE auto wrapping(T x) {
-  if constexpr (std::is_integral_v<T>) {
-    return 1u * static_cast<std::make_unsigned_t<T>>(x);
-  } else {
-    return x;
-  }
-}
-
-// The reductions, as cpu/lanes.h words them: "a" is the partial so far, "b" the next rank's part.
-struct Sum {
-  template <typename T>
-  static PYRINGAR_DEVICE T apply(T a, T b) {
-    return static_cast<T>(wrapping(a) + wrapping(b));
-  }
-};
-
-struct Prod {
-  template <typename T>
-  static PYRINGAR_DEVICE T apply(T a, T b) {
-    return static_cast<T>(wrapping(a) * wrapping(b));
-  }
-};
-
-// A NaN on either side wins, as in torch.maximum; of two equal numbers (0 and -0) the later one.
-struct Max {
-  template <typename T>
-  static PYRINGAR_DEVICE T apply(T a, T b) {
-    return (a > b || a != a) ? a : b;
-  }
-};
-
-struct Min {
-  template <typename T>
-  static PYRINGAR_DEVICE T apply(T a, T b) {
-    return (a < b || a != a) ? a : b;
-  }
-};
-
 // A sum that is divided at the end. fused alone has kernels for it; ring's Sum divides, too.
 struct Mean : Sum {};
 
