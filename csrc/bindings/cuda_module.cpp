@@ -76,7 +76,7 @@ class CudaWork {
 };
 
 // A group, and its calls in the background.
-class StreamedGroup {
+class StreamedGroup : public ForkGuard {
  public:
   StreamedGroup(std::vector<int> devices, cuda::GroupOptions options)
       : devices_(std::move(devices)),
@@ -88,13 +88,12 @@ class StreamedGroup {
   CallCache calls;
 
   Ranks ranks() const { return {static_cast<int>(devices_.size()), &devices_}; }
-  bool forked() const { return fork_generation() != fork_generation_; }
   bool has_this_thread() const { return false; }
   void check_usable() { pyringar::check_usable(group()); }
   void check() { group().try_check_usable(); }
   // CUDA does not live through fork(), and a thread may have held the group's lock.
   cuda::Group& group() {
-    if (forked()) fail_forked();
+    check_not_forked();
     return *group_;
   }
 
@@ -132,7 +131,6 @@ class StreamedGroup {
   }
 
   const std::vector<int> devices_;  // by rank
-  const std::uint32_t fork_generation_ = fork_generation();
   const std::shared_ptr<cuda::Group> group_;
   std::mutex background_mutex_;
   cuda::Background background_;

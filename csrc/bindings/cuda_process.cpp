@@ -133,12 +133,7 @@ void bind_cuda_process_group(py::module_& m) {
              const std::vector<int> devices = {group.device()};
              return std::make_unique<BoundReady>(devices, std::move(bucket_sizes));
            })
-      .def("plan", [](const CudaProcessGroup& group,
-                      std::size_t nbytes) { return process_plan_dict(group.plan(nbytes)); })
-      .def("slot_bytes", &CudaProcessGroup::slot_bytes)
-      .def("stats", [](CudaProcessGroup& group) {
-        return stats_dict(group.stats(), &process_algorithm_name);
-      });
+      .def("slot_bytes", &CudaProcessGroup::slot_bytes);
 }
 
 }  // namespace pyringar

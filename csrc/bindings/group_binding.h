@@ -366,6 +366,15 @@ void def_process_calls(Class& cls) {
              Engine::host(*group).check_peers({});
              if constexpr (requires { group->raise_untold(); }) group->raise_untold();
            })
+      .def("plan",
+           [](Ptr group, std::size_t nbytes) {
+             const ProcessPlan plan = group->plan(nbytes);
+             py::dict dict;
+             dict["algorithm"] = process_algorithm_name(plan.algorithm);
+             dict["num_pieces"] = plan.num_pieces;
+             return dict;
+           })
+      .def("stats", [](Ptr group) { return stats_dict(group->stats(), &process_algorithm_name); })
       .def("progress", [](Ptr group) { return Engine::host(*group).progress(); })
       .def("set_timeout",
            [](Ptr group, double seconds) {

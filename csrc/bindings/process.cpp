@@ -158,11 +158,7 @@ void bind_process_group(py::module_& m) {
       .def("plain_all_reduce", &plain_all_reduce)
       .def("add_region", &add_region)
       .def("remove_region", &ProcessGroup::remove_region, py::call_guard<PythonCall>())
-      .def("plan", [](const ProcessGroup& group,
-                      std::size_t nbytes) { return process_plan_dict(group.plan(nbytes)); })
-      .def("submit_step", &ProcessGroup::submit_step)  // the step takes the GIL by itself
-      .def("stats",
-           [](ProcessGroup& group) { return stats_dict(group.stats(), &process_algorithm_name); });
+      .def("submit_step", &ProcessGroup::submit_step);  // the step takes the GIL by itself
 }
 
 }  // namespace pyringar

@@ -202,11 +202,4 @@ SharedMemory open_segment(std::int32_t pid, int fd, int world_size) {
   return SharedMemory::open(pid, fd, Segment::bytes_for(world_size), "a group of processes");
 }
 
-py::dict process_plan_dict(const ProcessPlan& plan) {
-  py::dict dict;
-  dict["algorithm"] = process_algorithm_name(plan.algorithm);
-  dict["num_pieces"] = plan.num_pieces;
-  return dict;
-}
-
 }  // namespace pyringar

@@ -44,7 +44,4 @@ SegmentToken parse_token(const py::bytes& token);
 SharedMemory create_segment(int world_size, const py::bytes& token);
 SharedMemory open_segment(std::int32_t pid, int fd, int world_size);
 
-// {"algorithm", "num_pieces"}
-py::dict process_plan_dict(const ProcessPlan& plan);
-
 }  // namespace pyringar

@@ -97,12 +97,12 @@ inline void look_at_signals() {
   PythonCall* const call = PythonCall::innermost_;
   if (call == nullptr || call->signals_ == PythonCall::Signals::kWait) return;
   if (call->state_ == nullptr) return;  // it looks already
-  const std::uint32_t generation = fork_generation();
+  const ForkGuard process;
   take_gil(std::exchange(call->state_, nullptr));
   const bool has_raised = PyErr_CheckSignals() != 0;
   call->state_ = PyEval_SaveThread();
   if (has_raised) throw PythonErrorPending{};
-  if (fork_generation() != generation) {
+  if (process.forked()) {
     fail(ErrorKind::kState,
          "a signal handler has called fork() while this call waited; the call is the parent "
          "process's, and has ended in the child");

@@ -91,10 +91,7 @@ PYRINGAR_HD constexpr bool reached(std::uint32_t counter, std::uint32_t wanted) 
 //   void gather_own(range, n_out)                own result, kept and sent
 //   void copy_forward(range, n_in, n_out)        result, kept and passed on
 //   void copy_last(range, n_in)                  result, kept
-// nvcc would warn that an engine's methods run on one side only; so does each instance of these.
-#ifdef __CUDACC__
-#pragma nv_exec_check_disable
-#endif
+PYRINGAR_ANY_SIDE
 template <class Engine>
 PYRINGAR_HD void run_ring_action(Engine& engine, const RingProgram& program, int action,
                                  Range range, std::uint32_t n_in, std::uint32_t n_out) {
@@ -140,9 +137,7 @@ PYRINGAR_HD constexpr RingCut ring_cut(const RingProgram& program) {
           pieces == 0 ? 0 : pieces + static_cast<std::uint32_t>(last - first), first, last};
 }
 
-#ifdef __CUDACC__
-#pragma nv_exec_check_disable
-#endif
+PYRINGAR_ANY_SIDE
 template <class Engine>
 PYRINGAR_HD bool run_ring(Engine& engine, const RingProgram& program, const RingCut& cut) {
   std::uint32_t received = program.base;

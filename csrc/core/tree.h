@@ -26,9 +26,7 @@ static_assert(tree_split(0, 2) == 1 && tree_split(0, 8) == 4 && tree_split(0, 7)
 static_assert(tree_split(8, 13) == 12 && tree_split(4, 7) == 6, "T(0, 7) = T(0, 4) + T(4, 7)");
 
 // T(lo, lo + kNum): leaf(r) gives x[r], add(a, b) their sum.
-#ifdef __CUDACC__
-#pragma nv_exec_check_disable
-#endif
+PYRINGAR_ANY_SIDE
 template <int kNum, typename Leaf, typename Add>
 PYRINGAR_HD_INLINE constexpr auto tree_of(int lo, const Leaf& leaf, const Add& add) {
   if constexpr (kNum == 1) {
@@ -43,9 +41,7 @@ PYRINGAR_HD_INLINE constexpr auto tree_of(int lo, const Leaf& leaf, const Add& a
 inline constexpr int kTreeGroup = 8;  // leaves that are added without a loop
 
 // Calls visit<num>(), num from 1 to kMost.
-#ifdef __CUDACC__
-#pragma nv_exec_check_disable
-#endif
+PYRINGAR_ANY_SIDE
 template <int kMost, typename Visit>
 PYRINGAR_HD_INLINE constexpr auto with_count(int num, const Visit& visit) {
   if constexpr (kMost > 1) {
@@ -55,9 +51,7 @@ PYRINGAR_HD_INLINE constexpr auto with_count(int num, const Visit& visit) {
 }
 
 // T(lo, lo + num) for up to kTreeGroup leaves, at least one.
-#ifdef __CUDACC__
-#pragma nv_exec_check_disable
-#endif
+PYRINGAR_ANY_SIDE
 template <typename Leaf, typename Add>
 PYRINGAR_HD_INLINE constexpr auto tree_of_few(int lo, int num, const Leaf& leaf, const Add& add) {
   return with_count<kTreeGroup>(num, [&]<int kNum>() { return tree_of<kNum>(lo, leaf, add); });
@@ -67,9 +61,7 @@ PYRINGAR_HD_INLINE constexpr auto tree_of_few(int lo, int num, const Leaf& leaf,
 // s[to] + (... + (s[end - 1] + T(lo, lo + n))), n at most kGroup, a power of two; the last call
 // makes s[0]. Sums of whole groups wait in slots, the larger ones first, until one of their size
 // stands beside them: a binary counter. m slots are enough for kGroup << m leaves.
-#ifdef __CUDACC__
-#pragma nv_exec_check_disable
-#endif
+PYRINGAR_ANY_SIDE
 template <int kGroup, typename Put>
 PYRINGAR_HD_INLINE constexpr void tree_of_any(int num, const Put& put) {
   int lo = 0;

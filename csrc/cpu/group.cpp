@@ -5,24 +5,16 @@
 #include "core/error.h"
 #include "cpu/strided.h"
 #include "os/float_mode.h"
-#include "os/process.h"
 
 namespace pyringar {
 
 Group::Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap)
     : world_size_(world_size),
       timeout_(timeout),
-      fork_generation_(fork_generation()),
       on_nap_(std::move(on_nap)),
       pool_(std::make_unique<ThreadPool>()) {}
 
 Group::~Group() { close(); }
-
-bool Group::forked() const { return fork_generation() != fork_generation_; }
-
-void Group::check_not_forked() const {
-  if (forked()) fail_forked();
-}
 
 void Group::check_usable() const {
   check_not_forked();

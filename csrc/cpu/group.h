@@ -20,12 +20,14 @@
 #include "cpu/direct.h"
 #include "cpu/fused.h"
 #include "cpu/ring.h"
+#include "os/process.h"
 #include "os/turn.h"
 #include "os/work_queue.h"
 
 namespace pyringar {
 
-class Group {
+// In a forked child it must be leaked, not destroyed: what its threads held at the fork stays held.
+class Group : public ForkGuard {
  public:
   // world_size 0: any number of ranks per call, fused only.
   Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap = &ignore_naps);
@@ -50,9 +52,6 @@ class Group {
   void check_usable() const;
   // And after a failure, unless a collective runs just now: waits for nothing.
   void check();
-  // True in a child process of the one that made the group. Such a group must be leaked, not
-  // destroyed: what its threads held at the fork stays held.
-  bool forked() const;
   // Whether this is the thread of its work in the background.
   bool has_this_thread() const { return queue_.is_mine(); }
 
@@ -62,7 +61,6 @@ class Group {
   void end_delay() { end_delay_.release(); }
 
  private:
-  void check_not_forked() const;
   void check_not_failed() const;
   Turn::Held take_turn();
   std::shared_ptr<Work> run_at_once(const Collective& collective);
@@ -75,7 +73,6 @@ class Group {
 
   const int world_size_;
   const std::chrono::nanoseconds timeout_;
-  const std::uint32_t fork_generation_;
   const OnNap on_nap_;
 
   Turn turn_;  // held while a collective runs; guards all below down to delay_

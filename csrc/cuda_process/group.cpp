@@ -155,7 +155,7 @@ void CudaProcessGroup::connect() {
   plan_ = cuda::plan_staging(handles_of(all), options_.slot_bytes, options_.most_shared_slot_bytes);
   own.attempt([&] {
     own_ = std::make_shared<cuda::OwnStaging>(device_, plan_);
-    if (host_->world_size() > 1) own_->show(own.handles);
+    if (host_->world_size() > 1) own.handles.slots = cuda::ipc_handle(own_->slots);
   });
   exchange(own, all);
   own.attempt([&] {

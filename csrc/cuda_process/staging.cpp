@@ -68,11 +68,6 @@ OwnStaging::OwnStaging(int device_index, const StagingPlan& agreed)
       plan(agreed),
       slots(device_memory(device, kStagingSlots * plan.slot_bytes)) {}
 
-void OwnStaging::show(StagingHandles& handles) const {
-  handles.slot_bytes = plan.slot_bytes;
-  handles.slots = ipc_handle(slots);
-}
-
 ProcessStaging::ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
                                const PeerWatch& host, std::span<const StagingHandles> all,
                                int max_blocks)
@@ -96,10 +91,6 @@ ProcessStaging::ProcessStaging(const OwnStaging& own, const pyringar::Segment& s
 }
 
 ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs) const {
-  if (theirs.slot_bytes != own_.plan.slot_bytes) {
-    fail(ErrorKind::kState, "rank ", rank, " has slots of ", theirs.slot_bytes, " bytes, expected ",
-         own_.plan.slot_bytes, ": do all ranks run the same pyringar?");
-  }
   try {
     return {rank, map_memory(own_.device, theirs.slots)};
   } catch (const Error& error) {

@@ -52,7 +52,6 @@ inline constexpr std::size_t kPartOfFree = 16;
 struct StagingHandles {
   std::array<char, 16> gpu;  // where it is on the bus: the same name in every process
   std::uint64_t free_bytes;  // there
-  std::uint64_t slot_bytes;
   cudaIpcMemHandle_t slots;
 };
 
@@ -68,10 +67,8 @@ StagingPlan plan_staging(std::span<const StagingHandles> all, std::size_t slot_b
                          std::size_t most_shared_bytes);
 
 // What others look into, hence what outlives the use of it here.
-class OwnStaging {
- public:
+struct OwnStaging {
   OwnStaging(int device, const StagingPlan& plan);
-  void show(StagingHandles& handles) const;
 
   const int device;
   const StagingPlan plan;

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <string>
 
+#include "core/error.h"
+
 namespace pyringar {
 
 struct ProcessId {
@@ -24,6 +26,18 @@ std::string host_name();
 
 // Another number in a forked child than in its parent, once both or the parent have asked.
 std::uint32_t fork_generation();
+
+// Remembers the process that made it: a forked child is another one.
+class ForkGuard {
+ public:
+  bool forked() const { return fork_generation() != generation_; }
+  void check_not_forked() const {
+    if (forked()) fail_forked();
+  }
+
+ private:
+  const std::uint32_t generation_ = fork_generation();
+};
 
 // Whether this process was forked and has not become another program (exec) since, also before this
 // library was loaded. False where there is no /proc.

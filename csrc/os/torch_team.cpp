@@ -103,9 +103,9 @@ const Runtime& runtime() {
 }
 
 bool is_forked() {
-  static const std::uint32_t generation_at_first = fork_generation();
+  static const ForkGuard process;
   static const bool was_forked = is_forked_process();
-  return was_forked || fork_generation() != generation_at_first;
+  return was_forked || process.forked();
 }
 
 std::atomic<bool> is_taken{false};

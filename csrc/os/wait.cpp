@@ -95,15 +95,14 @@ class Sleeper {
     flag_.sleepers.fetch_add(1, std::memory_order_seq_cst);
   }
   ~Sleeper() {
-    if (fork_generation() != fork_generation_) return;
-    flag_.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (!process_.forked()) flag_.sleepers.fetch_sub(1, std::memory_order_relaxed);
   }
   Sleeper(const Sleeper&) = delete;
   Sleeper& operator=(const Sleeper&) = delete;
 
  private:
   Flag& flag_;
-  const std::uint32_t fork_generation_ = fork_generation();
+  const ForkGuard process_;
 };
 
 }  // namespace

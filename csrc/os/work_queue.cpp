@@ -11,7 +11,7 @@ namespace pyringar {
 
 bool Work::is_completed() const {
   if (done_.load(std::memory_order_acquire)) return true;
-  if (fork_generation() != fork_generation_) {
+  if (process_.forked()) {
     fail(ErrorKind::kState,
          "this work was begun before fork() and is the parent process's; its end is not seen in "
          "the child");

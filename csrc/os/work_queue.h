@@ -47,7 +47,7 @@ class Work {
   void complete(std::exception_ptr error);
 
  private:
-  const std::uint32_t fork_generation_ = fork_generation();
+  const ForkGuard process_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool has_begun_ = false;

@@ -22,7 +22,6 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
       segment_(segment),
       rank_(rank),
       compares_shapes_(options.compares_shapes),
-      fork_generation_(fork_generation()),
       on_nap_(std::move(options.on_nap)),
       watch_(segment_, rank, options.timeout),
       self_{segment_, rank, watch_} {
@@ -50,12 +49,6 @@ std::vector<int> ProcessGroup::absent_ranks() const {
     }
   }
   return absent;
-}
-
-bool ProcessGroup::forked() const { return fork_generation() != fork_generation_; }
-
-void ProcessGroup::check_not_forked() const {
-  if (forked()) fail_forked();
 }
 
 void ProcessGroup::check_usable() const {

@@ -42,7 +42,7 @@ enum class Leaving { kAfterCalls, kAborting };
 
 using ProcessStats = CallStats<kNumProcessAlgorithms>;
 
-class ProcessGroup {
+class ProcessGroup : public ForkGuard {
  public:
   // memory: laid out or attached by its caller, for world_size ranks.
   ProcessGroup(SharedMemory memory, Segment segment, int rank, ProcessGroupOptions options);
@@ -88,8 +88,6 @@ class ProcessGroup {
   ProcessStats stats();
   ProcessPlan plan(std::size_t bytes) const { return plan_all_reduce(bytes, segment_); }
   void check_usable() const;
-  void check_not_forked() const;
-  bool forked() const;
   // Tells the others that this rank `how`, such as "has aborted the group", unless it has left
   // before; fails the call that runs, and refuses those that have not begun. From any thread.
   void leave_at_once(const std::string& how);
@@ -129,7 +127,6 @@ class ProcessGroup {
   const Segment segment_;
   const int rank_;
   const bool compares_shapes_;
-  const std::uint32_t fork_generation_;
   const OnNap on_nap_;
 
   Turn turn_;  // held while a call runs; guards the two below

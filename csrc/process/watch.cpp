@@ -250,7 +250,7 @@ std::string PeerWatch::last_call_of(int rank) const {
 }
 
 void PeerWatch::report(ErrorKind kind, const std::string& text) {
-  if (failed() || fork_generation() != fork_generation_) return;
+  if (failed() || process_.forked()) return;
   kind_ = kind;
   failure_ = text;
   tell_failure(segment_, kind, text);

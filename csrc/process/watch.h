@@ -117,7 +117,7 @@ class PeerWatch {
 
   const Segment& segment_;
   const int rank_;
-  const std::uint32_t fork_generation_ = fork_generation();
+  const ForkGuard process_;
   int num_pauses_ = kPausesCrowded;
   bool has_counted_cores_ = false;                        // of all ranks
   int ranks_per_core_ = std::numeric_limits<int>::max();  // not counted yet: any number
