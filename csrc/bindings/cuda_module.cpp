@@ -82,8 +82,6 @@ class StreamedGroup : public ForkGuard {
       : devices_(std::move(devices)),
         group_(std::make_shared<cuda::Group>(devices_, options)),
         background_(group_) {}
-  StreamedGroup(const StreamedGroup&) = delete;
-  StreamedGroup& operator=(const StreamedGroup&) = delete;
 
   CallCache calls;
 

@@ -68,7 +68,7 @@ struct Engine {
     const PythonCall python_call;
     group.run(call, stream);
   }
-  static py::object submit(const GroupPtr& group, ProcessCall call) {
+  static py::object submit(const GroupPtr& group, ProcessCall call, py::handle) {
     return work(group, group->submit(std::move(call), stream_of(*group)));
   }
   static py::object enqueued(const GroupPtr& group) {

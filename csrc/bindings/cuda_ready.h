@@ -18,8 +18,6 @@ class BoundReady {
  public:
   BoundReady(const std::vector<int>& devices, std::vector<int> bucket_sizes)
       : ready_(devices, std::move(bucket_sizes)) {}
-  BoundReady(const BoundReady&) = delete;
-  BoundReady& operator=(const BoundReady&) = delete;
 
   cuda::Bucket bucket(int index) const { return {&ready_, index}; }
   // The current stream of the rank's device goes on after the bucket's gradients.

@@ -5,7 +5,9 @@
 //             Group, GroupPtr       the class that Python sees, held by a shared_ptr
 //             host(group)           answers forked(), has_this_thread(), check_usable(), check()
 //             run(group, call)      now; on GPUs the work is enqueued when this returns
-//             submit(group, call)   in the background; returns the work as a Python object
+//             submit(group, call, after)   in the background; returns the work as a Python object.
+//                                   after: None, or what GPUs wait for in place of what is on the
+//                                   current streams
 //             mark_and_run(group, call, written)   if it marks a bound call's tensors itself
 //             enqueued(group)       GPUs only: the work of all that is on the current streams
 //           and what def_rank_calls() or def_process_calls() name besides. Tensors are marked as
@@ -89,18 +91,8 @@ inline void copy_back(const py::list& copies) {
   }
 }
 
-// after: None, or what an engine of devices waits for in place of what is on the current streams.
-template <typename Engine, typename Call>
-py::object submit(const typename Engine::GroupPtr& group, Call&& call, py::handle after) {
-  if constexpr (requires { Engine::submit(group, std::forward<Call>(call), after); }) {
-    return Engine::submit(group, std::forward<Call>(call), after);
-  } else {
-    return Engine::submit(group, std::forward<Call>(call));
-  }
-}
-
 // Runs now and returns None, or, with a dict for what is in flight, returns a work: the caller may
-// drop its lists, or change them.
+// drop its lists, or change them. after: see Engine::submit().
 template <typename Engine, typename Call>
 py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> prepared,
                          py::handle in_flight, py::handle after = Py_None) {
@@ -121,8 +113,7 @@ py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> 
                              py::make_tuple(std::move(storages), prepared.copies));
     }
   }
-  if (py::len(prepared.copies) > 0) fail(ErrorKind::kState, "this engine cannot copy back");
-  py::object work = submit<Engine>(group, std::move(prepared.call), after);
+  py::object work = Engine::submit(group, std::move(prepared.call), after);
   return keep_until_done(in_flight, std::move(work), std::move(storages));
 }
 

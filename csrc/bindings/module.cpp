@@ -47,7 +47,7 @@ struct Engine {
     const PythonCall python_call;
     group.run(collective);
   }
-  static py::object submit(const GroupPtr& group, Collective call) {
+  static py::object submit(const GroupPtr& group, Collective call, py::handle) {
     std::shared_ptr<Work> work;
     {
       const PythonCall python_call;  // it may run at once

@@ -40,7 +40,7 @@ struct Engine {
     const PythonCall python_call(written);
     group.run(call);
   }
-  static py::object submit(const GroupPtr& group, ProcessCall call) {
+  static py::object submit(const GroupPtr& group, ProcessCall call, py::handle) {
     return py::cast(group->submit(std::move(call)));
   }
 };

@@ -32,8 +32,6 @@ class Group : public ForkGuard {
   // world_size 0: any number of ranks per call, fused only.
   Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap = &ignore_naps);
   ~Group();
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
 
   int world_size() const { return world_size_; }
   void run(const Collective& collective);

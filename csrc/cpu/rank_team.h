@@ -94,8 +94,6 @@ class RankTeam {
  public:
   explicit RankTeam(int world_size) : world_size_(world_size) {}
   ~RankTeam();
-  RankTeam(const RankTeam&) = delete;
-  RankTeam& operator=(const RankTeam&) = delete;
 
   int world_size() const { return world_size_; }
   void run(const std::function<void(int rank)>& program, Beside beside);

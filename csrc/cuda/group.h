@@ -41,8 +41,6 @@ class Group {
   // device_of_rank[r]: its index, or kHost.
   Group(std::vector<int> device_of_rank, GroupOptions options);
   ~Group();
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
 
   const std::vector<int>& devices() const { return devices_->indices(); }  // each once
   bool has_host_ranks() const { return devices_->has_host_ranks(); }

@@ -43,8 +43,6 @@ class DeviceWatch {
   // host: who is gone, and what is said of a rank.
   DeviceWatch(const Segment& segment, int rank, const PeerWatch& host);
   ~DeviceWatch();
-  DeviceWatch(const DeviceWatch&) = delete;
-  DeviceWatch& operator=(const DeviceWatch&) = delete;
 
   // A call of this rank, before its stream is asked to wait, or to write `finished`.
   void begin(std::uint32_t last);

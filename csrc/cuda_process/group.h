@@ -41,8 +41,6 @@ class CudaProcessGroup {
   CudaProcessGroup(SharedMemory memory, const Segment& segment, int rank, int device,
                    CudaProcessOptions options);
   ~CudaProcessGroup();
-  CudaProcessGroup(const CudaProcessGroup&) = delete;
-  CudaProcessGroup& operator=(const CudaProcessGroup&) = delete;
 
   // Once all ranks have one: shows slots to the others, and tries theirs. What does not work on one
   // rank is raised on all.

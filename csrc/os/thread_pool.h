@@ -30,8 +30,6 @@ class ThreadPool {
   explicit ThreadPool(int num_helpers = kByCores)
       : follows_cores_(num_helpers == kByCores), num_helpers_(follows_cores_ ? 0 : num_helpers) {}
   ~ThreadPool();
-  ThreadPool(const ThreadPool&) = delete;
-  ThreadPool& operator=(const ThreadPool&) = delete;
 
   // Looks how many there may be now. Called once for each job.
   int look_for_helpers();

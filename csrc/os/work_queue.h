@@ -64,8 +64,6 @@ class WorkQueue {
   // turn: that under which the jobs run.
   explicit WorkQueue(const Turn& turn) : turn_(turn) {}
   ~WorkQueue() { close(&ignore_naps); }
-  WorkQueue(const WorkQueue&) = delete;
-  WorkQueue& operator=(const WorkQueue&) = delete;
 
   // Throws once closed, and where the system refuses a thread; the job has then not been queued.
   std::shared_ptr<Work> submit(std::function<void()> job, Describe describe,

@@ -47,8 +47,6 @@ class ProcessGroup : public ForkGuard {
   // memory: laid out or attached by its caller, for world_size ranks.
   ProcessGroup(SharedMemory memory, Segment segment, int rank, ProcessGroupOptions options);
   ~ProcessGroup();
-  ProcessGroup(const ProcessGroup&) = delete;
-  ProcessGroup& operator=(const ProcessGroup&) = delete;
 
   int rank() const { return rank_; }
   int world_size() const { return segment_.world_size(); }
