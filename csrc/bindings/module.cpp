@@ -81,16 +81,6 @@ py::dict build_info() {
 #else
   info["simd"] = "none";
 #endif
-#if defined(__AVX2__) && defined(__F16C__)  // as cpu/lanes.h
-  info["fp16_conversion"] = "hardware";
-#else
-  info["fp16_conversion"] = "integer arithmetic";
-#endif
-#if defined(__linux__) && !defined(PYRINGAR_NO_FUTEX)
-  info["waits"] = "futex";
-#else
-  info["waits"] = "condition variables";
-#endif
   info["cores"] = allowed_cores().count();
   const torch_team::State team = torch_team::state();
   info["openmp"] = team.why_not.empty() ? join(team.library, ", torch's: calls join its threads")

@@ -1,9 +1,7 @@
 // fused: ranks that share a memory, reduced in one pass: read k, add in registers, write k.
 //
 // Units     elements; pointers borrowed for the call.
-// Contract  rank order, whatever the number of threads: each element is folded by one thread in
-//           the order of its sources. Traffic is the minimum, (sources + destinations) * n.
-//           Tensors of one call touch disjoint memory.
+// Contract  Rank order: one thread folds each element. Tensors of one call touch disjoint memory.
 // Threads   the caller's, and when there is enough to do torch's own (os/torch_team.h), or helpers
 //           of the pool where torch computes meanwhile or has no threads that can be joined.
 // Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp

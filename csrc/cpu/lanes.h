@@ -1,13 +1,10 @@
 // lanes: vectors of elements: load and widen, compute, narrow and store.
 //
-// Floor     cpu: compiler vector extensions (g++ and clang, any instruction set); the F16C
-//           intrinsics have a plain path beside them.
+// Floor     cpu: compiler vector extensions (g++ and clang, any instruction set), and F16C.
 // Units     kLanes elements, one register of accumulators, kVectorBytes wide.
-// Contract  same bits as core/half.h for every input that is not a NaN; fp32, fp64 and integers
-//           pass through unchanged. No alignment required of any pointer.
+// Contract  The bits of core/half.h for every input that is not a NaN. No alignment is required.
 // Threads   pure functions, any.
-// Tests     tests/cpp/stress.cpp compares every half; tests/conformance/test_bits.py every dtype
-//           and op.
+// Tests     tests/cpp/stress.cpp compares every half; tests/conformance/test_bits.py
 #pragma once
 
 #include <bit>

@@ -1,9 +1,8 @@
 // ring: the ring program on one native thread per rank, through slots in shared memory.
 //
 // Units     elements; pointers borrowed for the call. kLinkBytes of slots per link.
-// Contract  chunk c is added in the order of ranks c+1, ..., c+k (mod k); see core/schedule.h.
-//           Every rank moves 2 (k-1)/k of the buffer to its next in an all-reduce, half of that
-//           in the other two.
+// Contract  See core/schedule.h. Every rank moves 2 (k-1)/k of the buffer to its next in an
+//           all-reduce, half of that in the other two.
 // Threads   ring_rank() is called once per rank, all at once, with the same arguments otherwise.
 //           It returns false when a wait failed; the Watch says whose.
 // Source    core/ring_program.h

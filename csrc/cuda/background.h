@@ -1,10 +1,10 @@
 // background: calls of a group on streams of its own, beside what the callers' streams go on with.
 //
 // Contract  submit() runs a call after what is on the current streams, or, of a bucket, after its
-//           gradients. Its Done says when it is done, and orders other streams after it. In a
-//           capture the own streams join it, and must be joined again (Done::make_wait); calls of
-//           others are refused meanwhile. What a call reads and writes must stay until wait_for()
-//           has returned, or its Done says so. Of one that fails nothing runs any more.
+//           gradients. In a capture the own streams join it, and must be joined again
+//           (Done::make_wait); calls of others are refused meanwhile. What a call reads and writes
+//           must stay until wait_for() has returned, or its Done says so. Of one that fails nothing
+//           runs any more.
 // Threads   one at a time per Background; Done any.
 // Tests     tests/cpp/cuda_host
 #pragma once

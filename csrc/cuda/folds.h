@@ -1,9 +1,8 @@
 // folds: launches of the fused kernels, over whole tensors or pieces of memory: sums and copies.
 //
 // Units     elements for folds, bytes for copies. Pointers are of memory that the device reaches.
-// Contract  destinations = source 0 op source 1 op ..., as core/fold.h says; a destination
-//           may be one of its sources. Everything that was added runs in as few launches as it
-//           fits, in no order among itself. What disagrees modulo 16 bytes goes element by element.
+// Contract  As core/fold.h says; a destination may be one of its sources. Everything that was added
+//           runs in as few launches as it fits, in no order among itself.
 // Threads   one object belongs to one thread.
 // Tests     tests/cpp/cuda_processes
 #pragma once

@@ -1,10 +1,9 @@
 // ready: from when on the gradients of a bucket are there: events in the streams that made them.
 //
-// Contract  A rank's gradients come on any of its device's streams, each in its own: the backward
-//           pass of an operation runs on the stream of its forward pass. Once a rank's last
-//           gradient of a bucket has come, an event is recorded in every stream on which one came,
-//           and again in the stream of one that comes once more. The stream that reduces the bucket
-//           waits for the events of all ranks, and so for nothing that backward does later.
+// Contract  A rank's gradients come on any of its device's streams. Once its last gradient of a
+//           bucket has come, an event is recorded in every stream on which one came, and again in
+//           the stream of one that comes once more. The stream that reduces the bucket waits for
+//           the events of all ranks, and so for nothing that backward does later.
 // Threads   any; a bucket may leave in one while gradients come in others.
 // Tests     tests/cpp/cuda_host
 #pragma once

@@ -1,10 +1,10 @@
 // ring_links: the memory through which ranks on GPUs send messages around the ring, and the ring's
 // launches.
 //
-// Contract  one launch per device and tensor, all blocks on the devices at once. A link's slots and
+// Contract  One launch per device and tensor, all blocks on the devices at once. A link's slots and
 //           flags lie on a device if the one at its other end reaches them there, else in the
-//           host's memory. Message counts go on from launch to launch, so that launches must follow
-//           each other, which the caller ensures. A failed wait stays on record.
+//           host's memory. Launches must follow each other, which the caller ensures. A failed wait
+//           stays on record.
 // Threads   one at a time.
 // Source    core/ring_program.h, cuda/ring.cuh
 // Tests     tests/cpp/cuda_host

@@ -1,5 +1,4 @@
-// ring_moves: what a block of the ring does to the elements of a piece: loads first, many at a
-// time.
+// ring_moves: what a block of the ring does to the elements of a piece.
 //
 // Floor     cuda: device code.
 // Units     elements, counted from the first of the range. Pointers are to that element.

@@ -1,12 +1,11 @@
-// table: the tensors of one launch as tiles, and which tile is where. Passed to kernels by value,
-// so that a launch needs no memory of its own and can be captured in a CUDA graph as it is.
+// table: the tensors of one launch as tiles. Passed to kernels by value, so that a launch needs no
+// memory of its own and can be captured in a CUDA graph as it is.
 //
 // Floor     cuda: host and device, plain C++; no CUDA header.
 // Units     elements for ranges, bytes where it says so.
 // Contract  Every element of every segment lies in exactly one of: head, vectors, tail. Vectors are
-//           16-byte aligned for every pointer of the segment. Tile t of a segment holds vectors
-//           [t * tile_packs, ...); its first tile also takes head and tail. A segment without
-//           vectors (its pointers disagree modulo 16) is cut into tiles of single elements.
+//           16-byte aligned for every pointer of the segment. The first tile of a segment also
+//           takes head and tail. A segment whose pointers disagree modulo 16 has no vectors.
 // Tests     tests/cpp/cuda/table_test.cpp, tests/cpp/cuda/fused_test.cpp
 #pragma once
 

@@ -80,10 +80,6 @@ struct CudaProcessGroup::Outcome {
   ErrorKind kind = ErrorKind::kState;
   std::array<char, 500> error{};  // empty: all is well
 
-  void set_error(ErrorKind k, const std::string& text) {
-    kind = k;
-    std::memcpy(error.data(), text.data(), std::min(text.size(), error.size() - 1));
-  }
   // Runs a step; what it throws goes to all ranks.
   template <typename Step>
   void attempt(Step&& step) {
@@ -91,7 +87,8 @@ struct CudaProcessGroup::Outcome {
     try {
       step();
     } catch (const Error& failure) {
-      set_error(failure.kind(), failure.what());
+      kind = failure.kind();
+      std::strncpy(error.data(), failure.what(), error.size() - 1);
     }
   }
 };
@@ -147,18 +144,20 @@ void CudaProcessGroup::connect() {
   free_leftovers();
   std::vector<Outcome> all(static_cast<std::size_t>(host_->world_size()));
   Outcome own;
-  own.attempt([&] {
+  const auto on_all_ranks = [&](auto&& step) {
+    own.attempt(step);
+    exchange(own, all);
+  };
+  on_all_ranks([&] {
     stream_ = std::make_unique<cuda::Stream>(device_);
     own.handles = cuda::place_of(device_);
   });
-  exchange(own, all);
   plan_ = cuda::plan_staging(handles_of(all), options_.slot_bytes, options_.most_shared_slot_bytes);
-  own.attempt([&] {
+  on_all_ranks([&] {
     own_ = std::make_shared<cuda::OwnStaging>(device_, plan_);
     if (host_->world_size() > 1) own.handles.slots = cuda::ipc_handle(own_->slots);
   });
-  exchange(own, all);
-  own.attempt([&] {
+  on_all_ranks([&] {
     staging_ = std::make_unique<cuda::ProcessStaging>(*own_, host_->segment(), host_->rank(),
                                                       host_->watch(), handles_of(all),
                                                       options_.max_blocks);
@@ -166,15 +165,11 @@ void CudaProcessGroup::connect() {
     abortable_ = staging_.get();
     staging_->write_probe();
   });
-  exchange(own, all);
-  own.attempt([&] {
+  on_all_ranks([&] {
     const std::string wrong = staging_->look_at_probes();
-    if (!wrong.empty()) {
-      own.set_error(ErrorKind::kUnsupported,
-                    join("memory that processes share does not arrive: ", wrong));
-    }
+    if (wrong.empty()) return;
+    fail(ErrorKind::kUnsupported, "memory that processes share does not arrive: ", wrong);
   });
-  exchange(own, all);
 }
 
 void CudaProcessGroup::check_connected() const {

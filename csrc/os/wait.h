@@ -1,13 +1,11 @@
 // wait: the one place where a CPU thread sleeps for another, and how long it tries before.
 //
 // Floor     os: std and the operating system. Linux futexes; elsewhere (or with
-//           PYRINGAR_NO_FUTEX) a small table of condition variables, same contract.
+//           PYRINGAR_NO_FUTEX) a small table of condition variables, for threads only.
 // Units     Deadline is a point on the steady clock.
-//           Processes wake each other through futexes alone.
 // Contract  Flag: whatever was written before set(n) is visible after wait_for_flag(n) returned
 //           true. One writer per flag; values only grow (modulo 2^32).
-// Threads   any number of waiters per flag. A wait that may end without the flag asks, after every
-//           nap, whether it should; what that is decided by is os/stillness.h.
+// Threads   any number of waiters per flag.
 // Tests     tests/cpp/stress.cpp, under ThreadSanitizer and with PYRINGAR_NO_FUTEX.
 #pragma once
 
