@@ -9,14 +9,6 @@ namespace pyringar {
 
 namespace {
 
-bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
-
-py::tuple tuple_of(PyObject* sequence) {
-  auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(sequence));
-  if (!items) throw_python_error();
-  return items;
-}
-
 // Null: there is no first tensor.
 const void* memory_of_first(const TensorTuples& tuples) {
   if (tuples.empty() || tuples[0].empty()) return nullptr;

@@ -15,14 +15,11 @@ class Sequence {
   Sequence(py::handle object, const char* operation, const std::string& argument,
            Py_ssize_t expected, const char* per) {
     PyObject* raw = object.ptr();
-    if (!PyList_Check(raw) && !PyTuple_Check(raw)) {
+    if (!is_sequence(raw)) {
       fail(ErrorKind::kArgument, operation, ": ", argument, " is ", kind_of(raw),
            ", expected a list or tuple with one ", per);
     }
-    // A tuple, which is the caller's own or a new one: a list could change under us while the GIL
-    // is released.
-    items_ = py::reinterpret_steal<py::tuple>(PySequence_Tuple(raw));
-    if (!items_) throw_python_error();
+    items_ = tuple_of(raw);
     if (expected >= 0 && size() != expected) {
       fail(ErrorKind::kArgument, operation, ": ", argument, " has ", size(),
            size() == 1 ? " entry" : " entries", ", expected ", expected, ", one ", per);

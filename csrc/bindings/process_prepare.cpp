@@ -139,10 +139,8 @@ PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, Redu
                                         const char* operation) {
   CallBuilder builder(self, CallKind::kAllReduce, operation);
   builder.set_reduction(reduction);
-  if (PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr())) {
-    // A tuple of its own: a list could change while we look.
-    const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(tensors.ptr()));
-    if (!items) throw_python_error();
+  if (is_sequence(tensors.ptr())) {
+    const py::tuple items = tuple_of(tensors.ptr());
     for (int i = 0; i < static_cast<int>(items.size()); ++i) {
       builder.add_in_place(PyTuple_GET_ITEM(items.ptr(), i), {"tensors", i});
     }

@@ -504,6 +504,12 @@ std::byte* TensorArgs::copy_by_torch(std::size_t i, bool is_output, const py::li
   return copy.data;
 }
 
+py::tuple tuple_of(PyObject* sequence) {
+  auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(sequence));
+  if (!items) throw_python_error();
+  return items;
+}
+
 void throw_python_error() { throw PythonErrorPending{}; }
 
 py::list storages_of(std::initializer_list<py::handle> lists) {

@@ -70,6 +70,12 @@ const void* memory_of(PyObject* object);
 bool is_recording();
 bool requires_grad(PyObject* tensor);
 
+inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
+
+// A tuple, which is the caller's own or a new one: a list could change under us while the GIL is
+// released.
+py::tuple tuple_of(PyObject* sequence);
+
 // torch.Tensor itself, not a subclass: what needs no second look.
 bool is_plain_tensor(PyObject* object);
 

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 
 #include "core/schedule.h"
 
@@ -38,6 +39,11 @@ struct Float16 {
 struct BFloat16 {
   std::uint16_t bits;
 };
+
+template <DType kDType>
+using ItemOf = std::tuple_element_t<static_cast<int>(kDType),
+                                    std::tuple<double, float, Float16, BFloat16, std::int8_t,
+                                               std::uint8_t, std::int32_t, std::int64_t>>;
 
 PYRINGAR_HD constexpr std::size_t item_bytes(DType dtype) {
   switch (dtype) {

@@ -40,11 +40,11 @@ struct VectorOf {
 };
 
 template <typename V>
-using ItemOf = std::remove_reference_t<decltype(std::declval<V&>()[0])>;
+using LaneOf = std::remove_reference_t<decltype(std::declval<V&>()[0])>;
 
 template <typename V>
-  requires std::is_integral_v<ItemOf<V>>
-struct Wrapping<V> : VectorOf<std::make_unsigned_t<ItemOf<V>>, sizeof(V) / sizeof(ItemOf<V>)> {};
+  requires std::is_integral_v<LaneOf<V>>
+struct Wrapping<V> : VectorOf<std::make_unsigned_t<LaneOf<V>>, sizeof(V) / sizeof(LaneOf<V>)> {};
 
 template <typename V>
 PYRINGAR_INLINE V load_vector(const void* from) {
@@ -176,23 +176,11 @@ struct Float16Lanes : HalfLanes {
 };
 
 template <DType dtype>
-struct LanesOf;
-template <>
-struct LanesOf<DType::kFloat64> : PlainLanes<double> {};
-template <>
-struct LanesOf<DType::kFloat32> : PlainLanes<float> {};
+struct LanesOf : PlainLanes<ItemOf<dtype>> {};
 template <>
 struct LanesOf<DType::kFloat16> : Float16Lanes {};
 template <>
 struct LanesOf<DType::kBFloat16> : BFloat16Lanes {};
-template <>
-struct LanesOf<DType::kInt8> : PlainLanes<std::int8_t> {};
-template <>
-struct LanesOf<DType::kUInt8> : PlainLanes<std::uint8_t> {};
-template <>
-struct LanesOf<DType::kInt32> : PlainLanes<std::int32_t> {};
-template <>
-struct LanesOf<DType::kInt64> : PlainLanes<std::int64_t> {};
 
 // What the fused loop takes; only the low half of a little-endian word comes first in memory.
 template <DType dtype>

@@ -112,23 +112,11 @@ struct BFloat16Element {
 };
 
 template <DType dtype>
-struct ElementOf;
-template <>
-struct ElementOf<DType::kFloat64> : PlainElement<double> {};
-template <>
-struct ElementOf<DType::kFloat32> : PlainElement<float> {};
+struct ElementOf : PlainElement<ItemOf<dtype>> {};
 template <>
 struct ElementOf<DType::kFloat16> : Float16Element {};
 template <>
 struct ElementOf<DType::kBFloat16> : BFloat16Element {};
-template <>
-struct ElementOf<DType::kInt8> : PlainElement<std::int8_t> {};
-template <>
-struct ElementOf<DType::kUInt8> : PlainElement<std::uint8_t> {};
-template <>
-struct ElementOf<DType::kInt32> : PlainElement<std::int32_t> {};
-template <>
-struct ElementOf<DType::kInt64> : PlainElement<std::int64_t> {};
 
 // A sum that is divided at the end. fused alone has kernels for it; ring's Sum divides, too.
 struct Mean : Sum {};
