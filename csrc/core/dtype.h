@@ -12,8 +12,6 @@
 #include <cstdint>
 #include <tuple>
 
-#include "core/schedule.h"
-
 namespace pyringar {
 
 enum class DType : std::uint8_t {
@@ -45,37 +43,6 @@ using ItemOf = std::tuple_element_t<static_cast<int>(kDType),
                                     std::tuple<double, float, Float16, BFloat16, std::int8_t,
                                                std::uint8_t, std::int32_t, std::int64_t>>;
 
-PYRINGAR_HD constexpr std::size_t item_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-    case DType::kInt64:
-      return 8;
-    case DType::kFloat32:
-    case DType::kInt32:
-      return 4;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kInt8:
-    case DType::kUInt8:
-      return 1;
-  }
-  return 0;
-}
-
-PYRINGAR_HD constexpr bool is_float(DType dtype) { return dtype <= DType::kBFloat16; }
-
-// Bytes of one partial sum while it is being reduced.
-PYRINGAR_HD constexpr std::size_t partial_bytes(DType dtype) {
-  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 4 : item_bytes(dtype);
-}
-
-constexpr const char* dtype_name(DType dtype) {
-  constexpr const char* kNames[kNumDTypes] = {"float64", "float32", "float16", "bfloat16",
-                                              "int8",    "uint8",   "int32",   "int64"};
-  return kNames[static_cast<int>(dtype)];
-}
-
 // Returns run<dtype>(): the dtype as a constant.
 template <typename Run>
 constexpr decltype(auto) with_dtype(DType dtype, Run&& run) {
@@ -98,6 +65,24 @@ constexpr decltype(auto) with_dtype(DType dtype, Run&& run) {
       return run.template operator()<DType::kInt64>();
   }
   __builtin_unreachable();
+}
+
+constexpr std::size_t item_bytes(DType dtype) {
+  constexpr std::uint8_t kBytes[kNumDTypes] = {8, 4, 2, 2, 1, 1, 4, 8};
+  return kBytes[static_cast<int>(dtype)];
+}
+
+constexpr bool is_float(DType dtype) { return dtype <= DType::kBFloat16; }
+
+// Bytes of one partial sum while it is being reduced.
+constexpr std::size_t partial_bytes(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 4 : item_bytes(dtype);
+}
+
+constexpr const char* dtype_name(DType dtype) {
+  constexpr const char* kNames[kNumDTypes] = {"float64", "float32", "float16", "bfloat16",
+                                              "int8",    "uint8",   "int32",   "int64"};
+  return kNames[static_cast<int>(dtype)];
 }
 
 constexpr const char* op_name(ReduceOp op) {

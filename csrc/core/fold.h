@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "core/dtype.h"
+#include "core/schedule.h"
 
 namespace pyringar {
 

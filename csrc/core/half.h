@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/schedule.h"
 
 namespace pyringar {
 
