@@ -1,6 +1,6 @@
 // shared_memory: memfd_create, /proc/PID/fd.
 //
-// Tests     tests/test_process_registered.py
+// Tests     tests/cpp/process_test.cpp
 
 #include "os/shared_memory.h"
 

@@ -7,7 +7,7 @@
 //           pages with the last mapping, whatever was killed when. Only processes of the same user
 //           that may look into the creator can open it, through its process id and descriptor.
 // Threads   any; one object belongs to one thread at a time.
-// Tests     tests/test_process_registered.py
+// Tests     tests/cpp/process_test.cpp
 #pragma once
 
 #include <cstddef>

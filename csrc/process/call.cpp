@@ -156,38 +156,6 @@ class ReduceEngine : public StagedEngine {
   std::vector<const void*>& sources_;
 };
 
-// Tensors that all ranks can reach: each rank reduces its slice where it lies, for everybody. Once
-// some rank has failed, memory is its owner's again: who comes late stops at the next block, and
-// says nothing reduced, so that nobody takes what lies there for a result.
-class RegisteredEngine : public StagedEngine {
- public:
-  using StagedEngine::StagedEngine;
-
-  void copy_in(std::size_t, std::uint32_t) {}
-  void reduce(std::size_t, std::uint32_t) {
-    for (std::size_t i = 0; i < call_.outputs.size(); ++i) {
-      const TensorSpan& tensor = call_.outputs[i];
-      if (tensor.numel == 0) continue;
-      const std::vector<void*>& all = call_.registered[i];
-      const std::vector<const void*> sources(all.begin(), all.end());
-      const Buffers everywhere{sources.data(), all.data(),   world_size_,
-                               world_size_,    tensor.numel, tensor.dtype};
-      fuse_blocks(everywhere, call_.fold, chunk_range(tensor.numel, world_size_, self_.rank),
-                  [this] {
-                    self_.watch.progressed();
-                    return !self_.watch.adopt_shared_failure();
-                  });
-    }
-  }
-  void publish_reduced(std::uint32_t n) {
-    if (!self_.watch.adopt_shared_failure()) StagedEngine::publish_reduced(n);
-  }
-  bool wait_reduced(std::uint32_t n) {
-    return !self_.watch.failed() && StagedEngine::wait_reduced(n);
-  }
-  void copy_out(std::size_t, std::uint32_t) {}
-};
-
 // Results that differ by rank. Slots hold, for every piece, the same part of each rank's share.
 class ShareEngine : public StagedEngine {
  public:
@@ -330,7 +298,7 @@ void for_each_dense_part(const PackedTensor& tensor, ProcessRank& self, Visit&& 
 }  // namespace
 
 const char* process_algorithm_name(ProcessAlgorithm algorithm) {
-  constexpr const char* kNames[kNumProcessAlgorithms] = {"exchange", "direct", "registered"};
+  constexpr const char* kNames[kNumProcessAlgorithms] = {"exchange", "direct"};
   return kNames[static_cast<int>(algorithm)];
 }
 
@@ -365,7 +333,6 @@ ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
   if (call.kind != CallKind::kAllReduce || segment.world_size() == 1) {
     return ProcessAlgorithm::kExchange;
   }
-  if (call.offsets != 0) return ProcessAlgorithm::kRegistered;
   return staged_algorithm(call.bytes(), segment);
 }
 
@@ -383,7 +350,6 @@ CallRecord ProcessCall::record() const {
   record.order = fold.order;
   record.root = root;
   record.num_tensors = static_cast<std::uint32_t>(outputs.size());
-  record.offsets = offsets;
   record.strides = strides;
   record.shapes = shapes;
   if (!outputs.empty()) record.dtype = outputs[0].dtype;
@@ -425,10 +391,7 @@ bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_backgr
                       Clock::time_point now) {
   begin_call(call, self, is_background, now);
   if (call.kind == CallKind::kAllReduce) {
-    const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
-    if (algorithm != ProcessAlgorithm::kRegistered) return run_all_reduce(call, self, algorithm);
-    RegisteredEngine engine(self, call);
-    return direct(engine, self, 1);
+    return run_all_reduce(call, self, algorithm_of(call, self.segment));
   }
   if (call.kind != CallKind::kBarrier) return run_shares(call, self);
   EmptyEngine engine(self, call);
@@ -438,8 +401,6 @@ bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_backgr
 ProcessCall in_index_order(const ProcessCall& call) {
   ProcessCall ordered = call;
   ordered.strides = 0;
-  ordered.offsets = 0;
-  ordered.registered.clear();
   ordered.permuted.clear();
   for (const ProcessCall::Permuted& permuted : call.permuted) {
     TensorSpan& span = ordered.outputs[permuted.output];

@@ -14,7 +14,7 @@
 //           The rank that makes the segment finds all its pages, on its own NUMA node: what does
 //           not fit is then one error, of one rank, before anybody joins. Where the pages of slots
 //           lie matters little: a slot is small enough to stay in caches, and its lines pass from
-//           core to core. Tensors that are registered lie where the rank that made them is.
+//           core to core.
 // Threads   counters and states are atomic; the rest of a line is published by them.
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
@@ -56,7 +56,6 @@ struct alignas(64) CallRecord {
   std::uint64_t numel = 0;     // of all its tensors
   std::uint64_t shapes = 0;    // digest of sizes and dtypes of all its tensors
   std::uint64_t strides = 0;   // of those not in the order of their index; 0: all are
-  std::uint64_t offsets = 0;   // digest of where registered tensors lie; 0: not all are registered
   std::uint32_t num_tensors = 0;
   std::int32_t root = 0;
   CallKind kind = CallKind::kBarrier;
@@ -67,9 +66,7 @@ struct alignas(64) CallRecord {
 
   // Whether it is the same call. How each rank's own tensors lie is another question.
   bool agrees(const CallRecord& other) const;
-  bool lies_like(const CallRecord& other) const {
-    return strides == other.strides && offsets == other.offsets;
-  }
+  bool lies_like(const CallRecord& other) const { return strides == other.strides; }
   std::uint64_t digest() const;  // equal digests: the same call, and tensors that lie alike
   std::string text() const;
 };
