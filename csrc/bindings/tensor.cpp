@@ -86,25 +86,21 @@ class TensorQuestion {
     if (Py_IS_TYPE(descriptor_.ptr(), &PyGetSetDescr_Type)) {
       getter_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset;
     } else if (Py_IS_TYPE(descriptor_.ptr(), &PyMethodDescr_Type)) {
-      const auto* method = reinterpret_cast<PyMethodDescrObject*>(descriptor_.ptr())->d_method;
-      if (method->ml_flags == METH_NOARGS) method_ = method->ml_meth;
+      method_ = reinterpret_cast<PyMethodDescrObject*>(descriptor_.ptr())->d_method->ml_meth;
+    } else {
+      fail(ErrorKind::kUnsupported, "this torch offers no Tensor.", name, " of C's");
     }
-    name_ = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
-    if (!name_) throw_python_error();
   }
 
   bool operator()(PyObject* tensor) const {
     const auto answer = py::reinterpret_steal<py::object>(
-        getter_ != nullptr   ? getter_->get(tensor, getter_->closure)
-        : method_ != nullptr ? method_(tensor, nullptr)
-                             : PyObject_CallMethodNoArgs(tensor, name_.ptr()));
+        getter_ != nullptr ? getter_->get(tensor, getter_->closure) : method_(tensor, nullptr));
     if (!answer) throw_python_error();
     return answer.ptr() == Py_True;
   }
 
  private:
   py::object descriptor_;  // owns what the two point to
-  py::object name_;
   const PyGetSetDef* getter_ = nullptr;
   PyCFunction method_ = nullptr;
 };

@@ -11,7 +11,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 // Of templates whose arguments run on one side only nvcc would warn, though each instance does so.
 #ifdef __CUDACC__

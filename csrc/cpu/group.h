@@ -14,7 +14,6 @@
 #include <mutex>
 #include <semaphore>
 #include <string>
-#include <vector>
 
 #include "core/collective.h"
 #include "cpu/direct.h"

@@ -14,7 +14,6 @@
 #endif
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <span>

@@ -14,7 +14,6 @@
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <exception>
 #include <memory>

@@ -2,7 +2,6 @@
 
 #include "os/wait.h"
 
-#include <algorithm>
 #include <thread>
 
 #include "core/ring_program.h"

@@ -8,9 +8,7 @@
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
 
-#include <atomic>
 #include <chrono>
-#include <memory>
 #include <vector>
 
 #include "core/collective.h"
