@@ -111,14 +111,10 @@ class ProcessGroup : public ForkGuard {
 
   std::string describe(const ProcessCall& call, bool has_begun) const;
   std::shared_ptr<Work> enqueue(std::function<void()> job, Describe describe);
-  void run_locked(const ProcessCall& call, bool is_background);
+  bool run_call(const ProcessCall& call, bool is_background);
   bool attempt(const ProcessCall& call, bool is_background);
   void run_program_locked(const Program& program);
-  void tell_of(const std::exception& error);
   Turn::Held take_turn();
-  Turn::Held take_background_turn();
-  void check_ready();
-  void check_not_failed() const;
   [[noreturn]] void raise_failure() const;
 
   SharedMemory memory_;
