@@ -112,12 +112,9 @@ ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 void begin_call(const ProcessCall& call, ProcessRank& self, bool is_background,
                 Clock::time_point now = Clock::now());
 
-// Tensors with gaps, from and to their dense copies.
-void pack_inputs(const ProcessCall& call, ProcessRank& self);
-void unpack_outputs(const ProcessCall& call, ProcessRank& self);
-
-// Announces, compares, moves the data. False: a wait failed, or the ranks do not agree, and the
-// watch says why; or self.lies_otherwise, on all ranks, and nothing was written.
+// Packs tensors with gaps, announces, compares, moves the data, unpacks. False: a wait failed, or
+// the ranks do not agree, and the watch says why; or self.lies_otherwise, on all ranks, and nothing
+// was written.
 bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background,
                       Clock::time_point now = Clock::now());
 

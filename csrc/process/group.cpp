@@ -155,9 +155,7 @@ bool ProcessGroup::run_call(const ProcessCall& call, bool is_background) {
 
 bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
   const auto start = Clock::now();
-  pack_inputs(call, self_);
   if (!run_process_call(call, self_, is_background, start)) return false;
-  unpack_outputs(call, self_);
   const auto busy = Clock::now() - start;
   const std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_.add(algorithm_of(call, segment_), call.bytes(), busy);
