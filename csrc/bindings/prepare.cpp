@@ -224,9 +224,8 @@ Buffers copy_of_bytes(void* const* source, void* const* destinations, int num_de
   return {source, destinations, 1, num_destinations, bytes, DType::kUInt8};
 }
 
-// The two collectives between whole buffers (one per rank, world_size chunks) and chunks (one per
-// rank): a reduce-scatter reads the former and writes the latter, an all-gather the other way
-// round.
+// Wholes hold a chunk for each rank. A reduce-scatter reads them and writes chunks, an all-gather
+// the other way round.
 PreparedCollective prepare_chunks(bool scatters, py::handle outputs, py::handle inputs,
                                   Reduction reduction, Algorithm algorithm, Ranks who) {
   const char* operation = scatters ? "reduce_scatter" : "all_gather";

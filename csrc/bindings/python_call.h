@@ -23,9 +23,8 @@
 
 namespace pyringar {
 
-// A daemon thread that comes back after the interpreter's end is told by Python to exit. That
-// unwinds the stack, through frames of C++ that let nothing pass, and so would abort the process.
-// It stays here instead, as Python 3.14 lets it.
+// After the interpreter's end Python tells a daemon thread to exit, which would abort the process
+// in frames of C++ that let nothing pass. It stays here instead, as Python 3.14 lets it.
 inline void take_gil(PyThreadState* state) {
   try {
     PyEval_RestoreThread(state);

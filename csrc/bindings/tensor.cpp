@@ -16,10 +16,9 @@ namespace pyringar {
 
 namespace {
 
-// The C structures of DLPack 1.3 through which torch (2.11 and up) shows a tensor to a library that
-// knows none of its headers. Their layout, and that of the function table which a tensor type
-// offers as __dlpack_c_exchange_api__, is stable within the major version. dltensor_from_py_object
-// borrows: its result is valid while the tensor lives and is not resized.
+// The C structures of DLPack 1.3 by which torch (2.11 and up) shows a tensor, and the function
+// table of a tensor type, __dlpack_c_exchange_api__: stable within the major version. The result of
+// dltensor_from_py_object is valid while the tensor lives and is not resized.
 namespace dlpack {
 
 constexpr std::uint32_t kMajorVersion = 1;

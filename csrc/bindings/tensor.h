@@ -106,8 +106,7 @@ class Place {
 };
 
 // A thread that reads tensors. torch gives the GIL away meanwhile, and a daemon thread that comes
-// back for it after the interpreter's end is told to exit, which aborts the process: it unwinds
-// through frames of torch that let nothing pass.
+// back for it after the interpreter's end would abort the process (bindings/python_call.h).
 class Reading {
  public:
   Reading();  // stays for ever in any other thread than the one that has called end()
@@ -190,9 +189,8 @@ py::list storages_of(std::initializer_list<py::handle> lists);
 // torch.inference_mode()'s it wants to know nothing.
 void mark_written(PyObject* tensors);
 
-// References to these tensors as torch's C++ code holds them. Where none but Python's own object
-// has one, torch goes through Python's locks each time that it touches the tensor: mark_written()
-// then takes four times as long.
+// References to these tensors as torch's C++ code holds them. Without one, torch goes through
+// Python's locks: mark_written() takes four times as long.
 py::list references_to(py::handle tensors);
 
 }  // namespace pyringar

@@ -96,9 +96,8 @@ struct BFloat16Lanes : HalfLanes {
   }
 };
 
-// The same, twice as wide, for loops in which no partial leaves the registers: the even elements
-// are the low halves of words and the odd ones the high halves, so that a shift and a mask widen
-// what took a shuffle.
+// The same, twice as wide, for loops in which no partial leaves the registers: a shift widens the
+// even elements, the low halves of words, and a mask the odd ones.
 struct BFloat16PairLanes {
   using Element = BFloat16;
   using Partial = float;

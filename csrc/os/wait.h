@@ -59,8 +59,7 @@ inline constexpr Deadline kNoDeadline = Deadline::max();
 bool try_for_flag(const Flag& flag, std::uint32_t wanted);
 
 // Yields the core so often at most. Beside a thread that computes, a yield gives away a whole time
-// slice: the first that does ends this, and sets how many waits from now on had better sleep at
-// once, since waking up takes the core back.
+// slice: the first that does ends this, and sets how many waits from now on sleep at once.
 bool yield_for_flag(const Flag& flag, std::uint32_t wanted, int num_yields,
                     int& waits_without_yields);
 

@@ -97,9 +97,8 @@ class HostMemory : public StagedCounters {
   const bool fits_head_;
 };
 
-// Tensors that all ranks can reach: each rank reduces its slice where it lies, for everybody. Once
-// some rank has failed, memory is its owner's again: who comes late stops at the next block, and
-// says nothing reduced, so that nobody takes what lies there for a result.
+// Tensors that all ranks can reach: each rank reduces its slice where it lies, for all. Once some
+// rank has failed, memory is its owner's again: a late rank stops at the next block.
 class RegisteredEngine : public StagedCounters {
  public:
   RegisteredEngine(ProcessRank& self, const ProcessCall& call)

@@ -70,9 +70,8 @@ class ProcessGroup : public ForkGuard {
   std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const ProcessCall> call);
   // A step on this rank alone, after all that was submitted before and before what comes later.
   std::shared_ptr<Work> submit_step(std::function<void()> step);
-  // Waits for the calls that other threads or the background make; refuses all that come later.
-  // False in a forked child, and in the thread of the background, which cannot wait for itself:
-  // there the rank leaves at once.
+  // Waits for calls that run; refuses all that come later. False in a forked child, and in the
+  // thread of the background, which cannot wait for itself: there the rank leaves at once.
   bool end_calls(Leaving leaving);
   // The same, then leaves the group. Unless it was false: then the next close() does.
   bool close(Leaving leaving = Leaving::kAfterCalls);

@@ -91,8 +91,7 @@ struct alignas(64) RankLine {
 };
 
 // What the others look at first: one line in place of three (counter, record, slot), each of which
-// takes a tenth of a microsecond to come from another core. Written before `announced`, and free
-// again when the slot is.
+// takes 0.1 us to come from another core. Written before `announced`; free when the slot is.
 struct alignas(64) MessageHead {
   static constexpr std::size_t kPayloadBytes = 48;
   std::atomic<std::uint32_t> number{0};  // of the message; written last
@@ -101,9 +100,8 @@ struct alignas(64) MessageHead {
 };
 static_assert(sizeof(MessageHead) == 64, "one cache line");
 
-// How far a rank's GPU is, in messages as core/staged_program.h counts them; what each says, and
-// who may write it when, is said in cuda_process/device_watch.h. A line of the cache for each word:
-// a GPU writes it while others look at its neighbours.
+// How far a rank's GPU is: see cuda_process/device_watch.h. A cache line for each word: a GPU
+// writes it while others look at its neighbours.
 struct DeviceLine {
   struct alignas(64) Word {
     std::atomic<std::uint32_t> value{0};

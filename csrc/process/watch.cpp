@@ -205,8 +205,7 @@ std::uint64_t PeerWatch::progress() const {
   return all;
 }
 
-// The culprit of a wait: the rank that has done least, for which all others wait at last. Of ranks
-// that have done equally little, which do not wait for each other, the one that has stood still for
+// The culprit of a wait: the rank that has done least; of several, the one that has stood still for
 // longest.
 int PeerWatch::most_behind(int suspect) const {
   int last = suspect;
