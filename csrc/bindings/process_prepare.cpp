@@ -75,8 +75,7 @@ class CallBuilder {
     return uses_[i] == Use::kOutput || uses_[i] == Use::kInPlace;
   }
 
-  // Elements side by side: the tensor's own, or a copy. In another order than that of their index
-  // only where all ranks may have that order.
+  // The tensor's own, or a copy; in another order than the index only where all ranks may have it.
   std::byte* memory(std::size_t i, const py::list& copies) {
     const TensorView& view = tensors_[i];
     const bool is_in_place = uses_[i] == Use::kInPlace || uses_[i] == Use::kSent;

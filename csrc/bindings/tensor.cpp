@@ -76,8 +76,7 @@ py::object call(const py::object& function, PyObject* argument = nullptr) {
 
 std::string text_of(PyObject* object, const char* name) { return py::str(attribute(object, name)); }
 
-// Yes or no about a tensor: an attribute, or a method without arguments, of torch.Tensor. Asked of
-// every tensor of every call, so the C function behind it is called at once.
+// Yes or no about a tensor. Asked of each in every call: the C function behind it is called.
 class TensorQuestion {
  public:
   TensorQuestion(const py::object& tensor_type, const char* name)
@@ -104,8 +103,7 @@ class TensorQuestion {
   PyCFunction method_ = nullptr;
 };
 
-// Python objects that every call needs, looked up once; never destroyed, since the interpreter may
-// be gone by then.
+// Python objects that every call needs, looked up once and never destroyed.
 struct TorchNames {
   py::object tensor_type = attribute(import_module("torch").ptr(), "Tensor");
   py::object is_grad_enabled = attribute(import_module("torch").ptr(), "is_grad_enabled");

@@ -24,8 +24,7 @@
 
 namespace pyringar {
 
-// As wide as the registers: g++ keeps wider vectors on the stack, which made sums three times as
-// slow with AVX2.
+// As wide as the registers: g++ keeps wider vectors on the stack, three times as slow with AVX2.
 #if defined(__AVX512F__)
 inline constexpr int kVectorBytes = 64;
 #elif defined(__AVX2__)

@@ -320,8 +320,7 @@ bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const 
   return true;
 }
 
-// A call under way may wait inside CUDA for a rank that is late: it is let go of, once all know
-// why.
+// A call may wait inside CUDA for a late rank: it is let go of, once all know why.
 void CudaProcessGroup::release_streams() {
   if (host_->forked()) return;
   host_->leave_at_once("has aborted the group");

@@ -41,8 +41,7 @@ class CudaProcessGroup {
                    CudaProcessOptions options);
   ~CudaProcessGroup();
 
-  // Once all ranks have one: shows slots to the others, and tries theirs. What does not work on one
-  // rank is raised on all.
+  // Shows slots to the others, and tries theirs. What does not work on one rank is raised on all.
   void connect();
 
   ProcessGroup& host() { return *host_; }

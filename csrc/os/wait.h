@@ -45,8 +45,7 @@ struct alignas(64) Flag {
   std::atomic<std::uint32_t> sleepers{0};
 
   void set(std::uint32_t n, int max_wake = kWakeAll, Scope scope = Scope::kThreads) {
-    // Store and load are sequentially consistent, as are the waiter's: one of the two sees the
-    // other.
+    // Sequentially consistent, as the waiter's are: one of the two sees the other.
     value.store(n, std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst) > 0) os_wake(value, max_wake, scope);
   }

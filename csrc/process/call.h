@@ -36,8 +36,7 @@ struct ProcessCall {
 
   std::vector<PackedTensor> packed;
 
-  // Outputs whose memory is theirs, but not in the order of their index: fine where it is so on all
-  // ranks.
+  // Dense outputs not in the order of their index: fine where it is so on all ranks.
   struct Permuted {
     std::size_t output;
     StridedView view;
@@ -85,8 +84,7 @@ struct ProcessRank {
   void sleep_in(Phase phase);
 };
 
-// Up to this, every rank reduces everything: one wait instead of two. Two ranks always do: each
-// would read as much from the other either way.
+// Up to this, every rank reduces everything: one wait instead of two. Two ranks always do.
 inline constexpr std::size_t kExchangeBytes = 32 * 1024;
 
 // What a call is cut to: of two ranks, and of more where it does not fit one slot, since ranks that
@@ -118,8 +116,7 @@ void begin_call(const ProcessCall& call, ProcessRank& self, bool is_background,
 bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background,
                       Clock::time_point now = Clock::now());
 
-// The same call for ranks whose tensors lie otherwise than others' (in other strides, or registered
-// here and not there): all in the order of their index, through slots.
+// The same call for ranks whose tensors lie otherwise: in the order of their index, through slots.
 ProcessCall in_index_order(const ProcessCall& call);
 
 }  // namespace pyringar

@@ -36,8 +36,7 @@ struct ProcessGroupOptions {
   void (*on_announce)() = &ignore_naps;  // after a call is announced, before it writes
 };
 
-// What becomes of calls under way when a rank leaves: they end first; or at once, with an error,
-// here and on the other ranks.
+// Calls under way end first; or at once, with an error, here and on the other ranks.
 enum class Leaving { kAfterCalls, kAborting };
 
 using ProcessStats = CallStats<kNumProcessAlgorithms>;
@@ -52,8 +51,7 @@ class ProcessGroup : public ForkGuard {
   int world_size() const { return segment_.world_size(); }
   const Segment& segment() const { return segment_; }
 
-  // Ranks that have not made their ProcessGroup yet. Once there are none nobody else may open the
-  // memory, and nobody can after seal().
+  // Ranks that have not joined yet. After seal() no other process can open the memory.
   std::vector<int> absent_ranks() const;
   void seal() { memory_.close_fd(); }
 
@@ -129,8 +127,7 @@ class ProcessGroup : public ForkGuard {
   std::mutex stats_mutex_;  // never held while one waits
   ProcessStats stats_;
 
-  // Never held across a wait: find_registered() is called with the GIL, which the call that runs
-  // may want.
+  // Never held across a wait: find_registered() is called with the GIL.
   std::mutex regions_mutex_;
   std::vector<Region> regions_;
 

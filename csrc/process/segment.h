@@ -133,8 +133,7 @@ struct SharedFailure {
   std::array<char, 504> text{};
 };
 
-// Of a staging slot. Small enough that what is under way stays in a core's L2: own tensor, own
-// slot, the others'.
+// Of a staging slot: small enough that own tensor, own slot and the others' stay in a core's L2.
 inline constexpr std::size_t kSlotBytes = 256 * 1024;
 
 inline constexpr std::size_t kTokenBytes = 32;

@@ -68,8 +68,7 @@ void PeerWatch::begin_call(bool is_background, Clock::time_point now) {
   line.heard_ns.store(now.time_since_epoch() / 1ns, std::memory_order_relaxed);
 }
 
-// Ranks that slept together are woken on one core and stay there, each waiting for the other to let
-// go of it. Of more than belong there, those with the highest numbers move.
+// Ranks that slept together are woken on one core and stay there: those with high numbers move.
 void PeerWatch::keep_apart() {
   const int core = current_core();
   if (core < 0) return;
@@ -205,8 +204,7 @@ std::uint64_t PeerWatch::progress() const {
   return all;
 }
 
-// The culprit of a wait: the rank that has done least; of several, the one that has stood still for
-// longest.
+// The culprit of a wait: the rank that has done least; of several, the one still for longest.
 int PeerWatch::most_behind(int suspect) const {
   int last = suspect;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
