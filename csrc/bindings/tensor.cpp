@@ -339,6 +339,7 @@ bool is_plain_tensor(PyObject* object) {
 }
 
 py::object as_tensor(PyObject* object) {
+  if (is_plain_tensor(object)) return py::reinterpret_borrow<py::object>(object);
   const py::object interop = import_module("pyringar.comm.arrays");
   if (call(attribute(interop.ptr(), "is_array"), object).ptr() != Py_True) {
     return py::reinterpret_borrow<py::object>(object);

@@ -38,8 +38,7 @@ bool all_others_are_gone(const ProcessGroup& group) {
   for (int rank = 0; rank < group.world_size(); ++rank) {
     if (rank == group.rank()) continue;
     const RankLine& line = group.segment().line(rank);
-    const auto state = static_cast<RankState>(line.state.load(std::memory_order_acquire));
-    if (state == RankState::kJoined && is_alive(line.process)) return false;
+    if (line.state.load() == RankState::kJoined && is_alive(line.process)) return false;
   }
   return true;
 }

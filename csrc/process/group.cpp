@@ -32,7 +32,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   // All ranks' counters begin alike, wherever that is.
   self_.messages = line.announced.value.load(std::memory_order_relaxed);
   watch_.publish_cores();
-  line.state.store(static_cast<std::uint32_t>(RankState::kJoined), std::memory_order_release);
+  line.state.store(RankState::kJoined, std::memory_order_release);
   watch_.set_on_nap(on_nap_);
   watch_.set_on_wait(options.on_wait);
   self_.on_announce = options.on_announce;
@@ -43,10 +43,7 @@ ProcessGroup::~ProcessGroup() { close(); }
 std::vector<int> ProcessGroup::absent_ranks() const {
   std::vector<int> absent;
   for (int rank = 0; rank < world_size(); ++rank) {
-    if (segment_.line(rank).state.load(std::memory_order_acquire) ==
-        static_cast<std::uint32_t>(RankState::kAbsent)) {
-      absent.push_back(rank);
-    }
+    if (segment_.line(rank).state.load() == RankState::kAbsent) absent.push_back(rank);
   }
   return absent;
 }
@@ -183,8 +180,7 @@ bool ProcessGroup::end_calls(Leaving leaving) {
 
 bool ProcessGroup::close(Leaving leaving) {
   if (!end_calls(leaving)) return false;
-  segment_.line(rank_).state.store(static_cast<std::uint32_t>(RankState::kLeft),
-                                   std::memory_order_release);
+  segment_.line(rank_).state.store(RankState::kLeft, std::memory_order_release);
   memory_.close_fd();
   const std::lock_guard<std::mutex> regions_lock(regions_mutex_);
   regions_.clear();

@@ -80,7 +80,7 @@ struct alignas(64) RankLine {
   Flag announced;  // see core/staged_program.h
   Flag reduced;
   std::array<CallRecord, 2> calls;  // of call s in calls[s % 2]: a rank is at most one call ahead
-  alignas(64) std::atomic<std::uint32_t> state{0};
+  alignas(64) std::atomic<RankState> state{RankState::kAbsent};
   std::atomic<std::int32_t> core{-1};      // where it ran when it last looked
   std::atomic<std::int64_t> heard_ns{0};   // on the monotonic clock; 0: never
   std::atomic<std::uint32_t> progress{0};  // grows within long work on a piece, or on none

@@ -43,10 +43,7 @@ void PeerWatch::count_cores() {
   CoreSet all;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     const RankLine& line = segment_.line(rank);
-    if (line.state.load(std::memory_order_acquire) ==
-        static_cast<std::uint32_t>(RankState::kAbsent)) {
-      return;  // not yet
-    }
+    if (line.state.load() == RankState::kAbsent) return;  // not yet
     for (std::size_t i = 0; i < all.words.size(); ++i) {
       all.words[i] |= line.cores[i].load(std::memory_order_relaxed);
     }
@@ -127,11 +124,6 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
   // First: a rank that reported a failure may be gone by now, without being the cause.
   if (adopt_shared_failure()) return true;
   return is_lost(flag, wanted, peer, what) || is_late(peer, what);
-}
-
-bool PeerWatch::has_left(int rank) const {
-  return segment_.line(rank).state.load(std::memory_order_acquire) ==
-         static_cast<std::uint32_t>(RankState::kLeft);
 }
 
 const char* PeerWatch::how_gone(int rank) const {
