@@ -108,8 +108,7 @@ struct Hook {
   py::object ref;  // zero_sum: the parameter. count: a weak reference to its last gradient, or None
 };
 
-// Before accumulation: the sum of an earlier step must not be added once for each rank. torch also
-// calls the hook for a gradient that autograd.grad returns.
+// Before accumulation: the sum of an earlier step must not be added once for each rank.
 inline void zero_sum(Hook& hook, py::handle) {
   Held& held = hook.bucketer->step.at(hook.rank, hook.index);
   if (held != Held::kSum) return;

@@ -38,8 +38,7 @@ namespace pyringar {
 void bind_process_group(py::module_& m);
 void bind_cuda_process_group(py::module_& m);
 
-// A group made before fork() is leaked in the child: its locks, threads and devices cannot be used
-// there.
+// A group made before fork() is leaked in the child: its locks and threads cannot be used there.
 template <typename Engine>
 struct GroupDeleter {
   void operator()(typename Engine::Group* group) const {
@@ -91,8 +90,7 @@ inline void copy_back(const py::list& copies) {
   }
 }
 
-// Runs now and returns None, or, with a dict for what is in flight, returns a work: the caller may
-// drop its lists, or change them. after: see Engine::submit().
+// Runs now and returns None, or, with a dict for what is in flight, returns a work.
 template <typename Engine, typename Call>
 py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> prepared,
                          py::handle in_flight, py::handle after = Py_None) {

@@ -121,8 +121,7 @@ class Builder {
   py::list copies_;
 };
 
-// One tensor, or one list of tensors, for each rank. Tensor i of rank r is tensor
-// r * num_tensors() + i of the builder.
+// One tensor, or one list, for each rank. Tensor i of rank r is number r * num_tensors() + i.
 class RankLists {
  public:
   RankLists(py::handle given, const char* operation, const char* argument, int world_size,
@@ -224,9 +223,7 @@ Buffers copy_of_bytes(void* const* source, void* const* destinations, int num_de
   return {source, destinations, 1, num_destinations, bytes, DType::kUInt8};
 }
 
-// The two collectives between whole buffers (one per rank, world_size chunks) and chunks (one per
-// rank): a reduce-scatter reads the former and writes the latter, an all-gather the other way
-// round.
+// A reduce-scatter reads wholes, of a chunk per rank, and writes chunks; an all-gather the reverse.
 PreparedCollective prepare_chunks(bool scatters, py::handle outputs, py::handle inputs,
                                   Reduction reduction, Algorithm algorithm, Ranks who) {
   const char* operation = scatters ? "reduce_scatter" : "all_gather";

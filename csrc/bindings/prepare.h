@@ -17,15 +17,13 @@ namespace py = pybind11;
 
 using PreparedCollective = Prepared<Collective>;
 
-// The ranks of a call: device of each, or null for ranks in the host's memory.
-// world_size 0: as many ranks as there are tensors.
+// devices: null for ranks in the host's memory. world_size 0: as many ranks as there are tensors.
 struct Ranks {
   int world_size;
   const std::vector<int>* devices = nullptr;
 };
 
-// are_lists: the coalesced call, with a list of tensors in place of each tensor. is_bound: for
-// messages.
+// are_lists: the coalesced call, with lists in place of tensors. is_bound: for messages.
 PreparedCollective prepare_all_reduce(py::handle tensors, bool are_lists, Reduction reduction,
                                       Algorithm algorithm, Ranks ranks, bool is_bound = false);
 PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs,

@@ -45,8 +45,7 @@ struct Engine {
   }
 };
 
-// all_reduce of one plain tensor, now: the call that is made most, in a third of the time that the
-// general way takes.
+// all_reduce of one plain tensor, now: in a third of the time that the general way takes.
 struct PlainAllReduce {
   Engine::GroupPtr group;
   Order order;

@@ -29,6 +29,9 @@ void mix_sizes(ProcessCall& call, const TensorView& view) {
   }
 }
 
+// kSent: read, and in place on other ranks.
+enum class Use { kInput, kOutput, kInPlace, kSent };
+
 class CallBuilder {
  public:
   CallBuilder(LocalRank self, CallKind kind, const char* operation)
@@ -39,15 +42,12 @@ class CallBuilder {
   ProcessCall& call() { return call_; }
   void set_reduction(Reduction reduction) { set_fold(call_, reduction, self_.world_size); }
 
-  // in place: an output that is its own input.
-  void add_in_place(py::handle given, ArgName name, bool is_read_only = false) {
-    add(given, name, {.is_input = true, .is_output = !is_read_only, .is_in_place = true});
-  }
-  void add_input(py::handle given, ArgName name) {
-    add(given, name, {.is_input = true, .is_output = false, .is_in_place = false});
-  }
-  void add_output(py::handle given, ArgName name) {
-    add(given, name, {.is_input = false, .is_output = true, .is_in_place = false});
+  void add(py::handle given, ArgName name, Use use) {
+    py::object tensor = as_tensor(given.ptr());
+    // In place on some rank: refused on all, or those that are not would wait for this one.
+    tensors_.add(tensor.ptr(), name, self_.rank, self_.device, use != Use::kInput);
+    uses_.push_back(use);
+    objects_.push_back(std::move(tensor));
   }
 
   void check_parts(std::size_t whole, std::size_t part) const {
@@ -60,11 +60,9 @@ class CallBuilder {
     py::list read;
     py::list copies;
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
-      const Use& use = uses_[i];
       const TensorView& view = tensors_[i];
-      (use.is_output ? written : read).append(py::handle(view.object));
-      const bool is_result = use.is_output || use.is_in_place;
-      (is_result ? call_.outputs : call_.inputs)
+      (is_output(i) ? written : read).append(py::handle(view.object));
+      (uses_[i] == Use::kInput ? call_.inputs : call_.outputs)
           .push_back({memory(i, copies), view.numel, view.dtype});
     }
     if (call_.kind == CallKind::kBroadcast) call_.inputs = call_.outputs;
@@ -72,35 +70,23 @@ class CallBuilder {
   }
 
  private:
-  struct Use {
-    bool is_input;
-    bool is_output;
-    bool is_in_place;
-  };
-
-  void add(py::handle given, ArgName name, Use use) {
-    py::object tensor = is_plain_tensor(given.ptr()) ? py::reinterpret_borrow<py::object>(given)
-                                                     : as_tensor(given.ptr());
-    // In place on some rank: refused on all, or those that are not would wait for this one.
-    tensors_.add(tensor.ptr(), name, self_.rank, self_.device, use.is_output || use.is_in_place);
-    uses_.push_back(use);
-    objects_.push_back(std::move(tensor));
+  bool is_output(std::size_t i) const {
+    return uses_[i] == Use::kOutput || uses_[i] == Use::kInPlace;
   }
 
-  // Elements side by side: the tensor's own, or a copy. In another order than that of their index
-  // only where all ranks may have that order.
+  // The tensor's own, or a copy; in another order than the index only where all ranks may have it.
   std::byte* memory(std::size_t i, const py::list& copies) {
     const TensorView& view = tensors_[i];
-    const Use& use = uses_[i];
-    if (use.is_in_place && self_.compares_shapes) mix_sizes(call_, view);
+    const bool is_in_place = uses_[i] == Use::kInPlace || uses_[i] == Use::kSent;
+    if (is_in_place && self_.compares_shapes) mix_sizes(call_, view);
     if (view.is_dense && has_index_order(view)) return view.data;
-    if (view.is_dense && use.is_in_place) {
+    if (view.is_dense && is_in_place) {
       mix_strides(view, i);
-      call_.permuted.push_back({i, view.strided(), use.is_output});
+      call_.permuted.push_back({i, view.strided(), is_output(i)});
       return view.data;
     }
-    if (self_.device != kHost) return tensors_.copy_by_torch(i, use.is_output, copies);
-    return tensors_.copy_on_host(i, use.is_input, use.is_output, call_.packed);
+    if (self_.device != kHost) return tensors_.copy_by_torch(i, is_output(i), copies);
+    return tensors_.copy_on_host(i, uses_[i] != Use::kOutput, is_output(i), call_.packed);
   }
 
   void mix_strides(const TensorView& view, std::size_t index) {
@@ -140,10 +126,10 @@ PreparedCall prepare_process_all_reduce(LocalRank self, py::handle tensors, Redu
   if (is_sequence(tensors.ptr())) {
     const py::tuple items = tuple_of(tensors.ptr());
     for (int i = 0; i < static_cast<int>(items.size()); ++i) {
-      builder.add_in_place(PyTuple_GET_ITEM(items.ptr(), i), {"tensors", i});
+      builder.add(PyTuple_GET_ITEM(items.ptr(), i), {"tensors", i}, Use::kInPlace);
     }
   } else {
-    builder.add_in_place(tensors, {"tensor"});
+    builder.add(tensors, {"tensor"}, Use::kInPlace);
   }
   return builder.finish();
 }
@@ -152,16 +138,16 @@ PreparedCall prepare_process_reduce_scatter(LocalRank self, py::handle output, p
                                             Reduction reduction) {
   CallBuilder builder(self, CallKind::kReduceScatter, "reduce_scatter");
   builder.set_reduction(reduction);
-  builder.add_input(input, {"input"});
-  builder.add_output(output, {"output"});
+  builder.add(input, {"input"}, Use::kInput);
+  builder.add(output, {"output"}, Use::kOutput);
   builder.check_parts(0, 1);
   return builder.finish();
 }
 
 PreparedCall prepare_process_all_gather(LocalRank self, py::handle output, py::handle input) {
   CallBuilder builder(self, CallKind::kAllGather, "all_gather");
-  builder.add_input(input, {"input"});
-  builder.add_output(output, {"output"});
+  builder.add(input, {"input"}, Use::kInput);
+  builder.add(output, {"output"}, Use::kOutput);
   builder.check_parts(1, 0);
   return builder.finish();
 }
@@ -169,7 +155,7 @@ PreparedCall prepare_process_all_gather(LocalRank self, py::handle output, py::h
 PreparedCall prepare_process_broadcast(LocalRank self, py::handle tensor, int root) {
   CallBuilder builder(self, CallKind::kBroadcast, "broadcast");
   builder.call().root = root;
-  builder.add_in_place(tensor, {"tensor"}, self.rank == root);
+  builder.add(tensor, {"tensor"}, self.rank == root ? Use::kSent : Use::kInPlace);
   return builder.finish();
 }
 

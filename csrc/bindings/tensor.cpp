@@ -16,10 +16,9 @@ namespace pyringar {
 
 namespace {
 
-// The C structures of DLPack 1.3 through which torch (2.11 and up) shows a tensor to a library that
-// knows none of its headers. Their layout, and that of the function table which a tensor type
-// offers as __dlpack_c_exchange_api__, is stable within the major version. dltensor_from_py_object
-// borrows: its result is valid while the tensor lives and is not resized.
+// The C structures of DLPack 1.3 by which torch (2.11 and up) shows a tensor, and the function
+// table of a tensor type, __dlpack_c_exchange_api__: stable within the major version. The result of
+// dltensor_from_py_object is valid while the tensor lives and is not resized.
 namespace dlpack {
 
 constexpr std::uint32_t kMajorVersion = 1;
@@ -77,8 +76,7 @@ py::object call(const py::object& function, PyObject* argument = nullptr) {
 
 std::string text_of(PyObject* object, const char* name) { return py::str(attribute(object, name)); }
 
-// Yes or no about a tensor: an attribute, or a method without arguments, of torch.Tensor. Asked of
-// every tensor of every call, so the C function behind it is called at once.
+// Yes or no about a tensor. Asked of each in every call: the C function behind it is called.
 class TensorQuestion {
  public:
   TensorQuestion(const py::object& tensor_type, const char* name)
@@ -86,31 +84,26 @@ class TensorQuestion {
     if (Py_IS_TYPE(descriptor_.ptr(), &PyGetSetDescr_Type)) {
       getter_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset;
     } else if (Py_IS_TYPE(descriptor_.ptr(), &PyMethodDescr_Type)) {
-      const auto* method = reinterpret_cast<PyMethodDescrObject*>(descriptor_.ptr())->d_method;
-      if (method->ml_flags == METH_NOARGS) method_ = method->ml_meth;
+      method_ = reinterpret_cast<PyMethodDescrObject*>(descriptor_.ptr())->d_method->ml_meth;
+    } else {
+      fail(ErrorKind::kUnsupported, "this torch offers no Tensor.", name, " of C's");
     }
-    name_ = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
-    if (!name_) throw_python_error();
   }
 
   bool operator()(PyObject* tensor) const {
     const auto answer = py::reinterpret_steal<py::object>(
-        getter_ != nullptr   ? getter_->get(tensor, getter_->closure)
-        : method_ != nullptr ? method_(tensor, nullptr)
-                             : PyObject_CallMethodNoArgs(tensor, name_.ptr()));
+        getter_ != nullptr ? getter_->get(tensor, getter_->closure) : method_(tensor, nullptr));
     if (!answer) throw_python_error();
     return answer.ptr() == Py_True;
   }
 
  private:
   py::object descriptor_;  // owns what the two point to
-  py::object name_;
   const PyGetSetDef* getter_ = nullptr;
   PyCFunction method_ = nullptr;
 };
 
-// Python objects that every call needs, looked up once; never destroyed, since the interpreter may
-// be gone by then.
+// Python objects that every call needs, looked up once and never destroyed.
 struct TorchNames {
   py::object tensor_type = attribute(import_module("torch").ptr(), "Tensor");
   py::object is_grad_enabled = attribute(import_module("torch").ptr(), "is_grad_enabled");
@@ -346,6 +339,7 @@ bool is_plain_tensor(PyObject* object) {
 }
 
 py::object as_tensor(PyObject* object) {
+  if (is_plain_tensor(object)) return py::reinterpret_borrow<py::object>(object);
   const py::object interop = import_module("pyringar.comm.arrays");
   if (call(attribute(interop.ptr(), "is_array"), object).ptr() != Py_True) {
     return py::reinterpret_borrow<py::object>(object);

@@ -72,8 +72,7 @@ bool requires_grad(PyObject* tensor);
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
-// A tuple, which is the caller's own or a new one: a list could change under us while the GIL is
-// released.
+// The caller's own tuple or a new one: a list could change while the GIL is released.
 py::tuple tuple_of(PyObject* sequence);
 
 // torch.Tensor itself, not a subclass: what needs no second look.
@@ -90,8 +89,7 @@ bool lie_alike(const TensorView& view, const TensorView& first);
 // Whether elements lie side by side in the order of their index.
 bool has_index_order(const TensorView& view);
 
-// Where a tensor's elements lie: tells without any other check whether a tensor, the same or
-// another, still lies there.
+// Where a tensor's elements lie: tells at once whether a tensor still lies there.
 class Place {
  public:
   explicit Place(PyObject* tensor);
@@ -106,8 +104,7 @@ class Place {
 };
 
 // A thread that reads tensors. torch gives the GIL away meanwhile, and a daemon thread that comes
-// back for it after the interpreter's end is told to exit, which aborts the process: it unwinds
-// through frames of torch that let nothing pass.
+// back for it after the interpreter's end would abort the process (bindings/python_call.h).
 class Reading {
  public:
   Reading();  // stays for ever in any other thread than the one that has called end()
@@ -149,8 +146,7 @@ class TensorArgs {
   void check_parts(std::size_t whole, std::size_t part, int world_size) const;
   // Whether the two, which agree, are the same elements in the same memory.
   bool is_same(std::size_t i, std::size_t j) const;
-  // A written tensor shares no byte with another, and none overlaps itself. is_skipped: by index,
-  // those that are the same as another.
+  // A written tensor shares no byte with another, nor with itself. is_skipped: same as another.
   void check_disjoint(const std::vector<bool>& is_skipped = {}) const;
 
   // Memory for a tensor's elements side by side, in the order of their index. The group that runs
@@ -182,17 +178,14 @@ struct Prepared {
 struct PythonErrorPending {};
 [[noreturn]] void throw_python_error();
 
-// The storages of the tensors in these lists (None: no list). Who keeps them keeps the memory,
-// whatever becomes of the tensors' own `.data`.
+// The storages of the tensors in these lists (None: no list), which keep their memory.
 py::list storages_of(std::initializer_list<py::handle> lists);
 
-// Tells autograd that these tensors (a Python list or tuple) were written in place; of
-// torch.inference_mode()'s it wants to know nothing.
+// Tells autograd that these tensors (a list or tuple) were written in place.
 void mark_written(PyObject* tensors);
 
-// References to these tensors as torch's C++ code holds them. Where none but Python's own object
-// has one, torch goes through Python's locks each time that it touches the tensor: mark_written()
-// then takes four times as long.
+// References to these tensors as torch's C++ code holds them. Without one, torch goes through
+// Python's locks: mark_written() takes four times as long.
 py::list references_to(py::handle tensors);
 
 }  // namespace pyringar

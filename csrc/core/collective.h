@@ -62,8 +62,7 @@ struct StridedView {
   Sign sign = Sign::kPlain;
 };
 
-// A tensor with gaps, in the host's memory: packed before a call that reads it, and unpacked after
-// one that writes it.
+// A tensor with gaps, in the host's memory, and its dense copy.
 struct PackedTensor {
   StridedView view;
   std::shared_ptr<std::byte[]> dense;
@@ -84,8 +83,7 @@ struct Collective {
   std::vector<Buffers> tensors;
   std::vector<void*> pointers;  // reserved, never regrown
   std::vector<int> ranks;       // whose memory each of them is
-  // Kept by the group that runs it, for the next time that it runs: what the driver said, and a GPU
-  // group's FusedLaunches.
+  // Kept by the group that runs it: what the driver said, and a GPU group's FusedLaunches.
   mutable std::optional<bool> needs_staging;
   mutable std::shared_ptr<const void> launches;
 

@@ -85,8 +85,7 @@ struct Reduction {
   bool operator==(const Reduction&) const = default;
 };
 
-// What a kernel divides by, without a division. The reciprocal is rounded; that of a power of two
-// is exact.
+// What a kernel divides by, without a division: the reciprocal of a power of two is exact.
 struct Divisor {
   std::int32_t value = 1;
   double reciprocal = 1;

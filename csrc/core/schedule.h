@@ -11,7 +11,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 // Of templates whose arguments run on one side only nvcc would warn, though each instance does so.
 #ifdef __CUDACC__
@@ -52,8 +51,7 @@ struct Range {
   PYRINGAR_HD constexpr std::size_t size() const { return end - begin; }
 };
 
-// Chunks of a buffer, contiguous, in order; sizes differ by at most one element, the longer ones
-// first.
+// Chunks of a buffer, in order; sizes differ by at most one element, the longer ones first.
 struct Chunks {
   std::size_t small;   // elements of the shorter ones
   std::size_t longer;  // how many have one more

@@ -39,8 +39,8 @@ namespace pyringar {
 inline constexpr std::uint32_t kStagingSlots = 4;
 
 // The owner's slots, or the peer's: two ranks swap them every kStagingSlots messages. Each then
-// writes where it has read last, to lines that are in its own cache, so that a line crosses between
-// the cores once a message; otherwise it crosses twice, since a writer takes it back first.
+// writes where it has read last, so that a line crosses between the cores once a message, not
+// twice.
 struct StagingSlot {
   int owner;
   std::uint32_t index;

@@ -50,8 +50,7 @@ void call_kernel(FusedKernel kernel, const Buffers& tensor, int divisor, Range r
 }
 
 // All tensors of a call as one line of bytes (of one rank), cut into a part for each thread, and
-// parts into blocks. Each begins at a whole cache line, so that blocks do: vectors that straddle
-// lines cost a small call a tenth of its time, and two threads do not write to one.
+// parts into blocks. Each begins at a whole cache line: vectors that straddle lines cost a tenth.
 class BlockList {
  public:
   BlockList(std::span<const Buffers> tensors, Fold fold, int num_threads)
@@ -70,10 +69,9 @@ class BlockList {
 
   std::size_t num_blocks() const { return num_blocks_; }
 
-  // Takes the blocks of the thread's own part, from the front, then those of parts that nobody has
-  // begun, from the back: a buffer that is reduced again and again finds itself in the caches where
-  // it was left, and a thread that comes late holds nobody up. What one has begun it ends: lines
-  // that move between cores cost more than the last block of a part saves.
+  // Takes the blocks of the thread's own part, from the front, then those of parts that no thread
+  // has begun, from the back: a buffer that is reduced again finds itself in the caches where it
+  // was left, and a late thread holds no other up. A thread ends the part that it has begun.
   void take_blocks(int thread) {
     const auto own = static_cast<std::size_t>(thread);
     for (std::size_t i = 0; i < parts_.size(); ++i) {

@@ -14,7 +14,6 @@
 #include <mutex>
 #include <semaphore>
 #include <string>
-#include <vector>
 
 #include "core/collective.h"
 #include "cpu/direct.h"
@@ -53,8 +52,7 @@ class Group : public ForkGuard {
   // Whether this is the thread of its work in the background.
   bool has_this_thread() const { return queue_.is_mine(); }
 
-  // Fault injection for tests: the rank sleeps before its next direct or ring collective, at most
-  // until end_delay(), which may be called once for each.
+  // For tests: the rank sleeps before its next direct or ring, at most until end_delay().
   void delay_rank(int rank, std::chrono::nanoseconds delay);
   void end_delay() { end_delay_.release(); }
 

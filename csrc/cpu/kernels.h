@@ -14,8 +14,7 @@
 
 namespace pyringar {
 
-// All sources in one pass through registers, to all destinations. divisor 1 leaves the result as it
-// is; kMean uses kSum's kernels with divisor = world_size.
+// All sources in one pass to all destinations. divisor: of a mean, whose kernels are kSum's.
 using FusedKernel = void (*)(const void* const* sources, int num_sources, void* const* destinations,
                              int num_destinations, std::size_t n, int divisor);
 FusedKernel fused_kernel(DType dtype, const Fold& fold);

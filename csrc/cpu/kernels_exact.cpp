@@ -31,8 +31,7 @@ PYRINGAR_INLINE __m512d add_towards(__m512d a, __m512d b) {
   return _mm512_maskz_add_round_pd(0xff, a, b, kDirection | _MM_FROUND_NO_EXC);
 }
 
-// A sum that was rounded up wherever it had to be, and one that was rounded down. What lies between
-// the two is the sum if they are equal.
+// A sum that was rounded up wherever it had to be, and one rounded down: exact if they are equal.
 template <typename V>
 struct ProvedSum {
   V up;
@@ -123,8 +122,7 @@ auto& lane_of(typename L::Vector& v, int i) {
   return partials[PairedLanes<L> ? i % 2 * (L::kLanes / 2) + i / 2 : i];
 }
 
-// As partial sums of L are; is_last: they are rounded to elements next, as if that were the first
-// time.
+// As partial sums of L are; is_last: they are rounded to elements next.
 template <typename L>
 typename L::Partial rounded(const ExactSum& sum, bool is_last) {
   if constexpr (sizeof(typename L::Partial) == 8) {

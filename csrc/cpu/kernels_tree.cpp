@@ -30,8 +30,7 @@ PYRINGAR_INLINE void keep_in_place(BFloat16PairLanes::Vector& v) {
 }
 
 // Trees of kNum leaves, in registers; 0: of any number, where sums wait in memory. A leaf is all of
-// a block's vectors of one source. g++ would add a vector of all sources before the next vector: a
-// source at a time takes up to a sixth less time, from memory as from the caches.
+// a block's vectors of one source: a source at a time takes up to a sixth less time.
 template <int kNum>
 struct InTree {
   template <typename L>

@@ -24,8 +24,7 @@
 
 namespace pyringar {
 
-// As wide as the registers: g++ keeps wider vectors on the stack, which made sums three times as
-// slow with AVX2.
+// As wide as the registers: g++ keeps wider vectors on the stack, three times as slow with AVX2.
 #if defined(__AVX512F__)
 inline constexpr int kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -96,9 +95,8 @@ struct BFloat16Lanes : HalfLanes {
   }
 };
 
-// The same, twice as wide, for loops in which no partial leaves the registers: the even elements
-// are the low halves of words and the odd ones the high halves, so that a shift and a mask widen
-// what took a shuffle.
+// The same, twice as wide, for loops in which no partial leaves the registers: a shift widens the
+// even elements, the low halves of words, and a mask the odd ones.
 struct BFloat16PairLanes {
   using Element = BFloat16;
   using Partial = float;

@@ -27,9 +27,8 @@
 
 namespace pyringar {
 
-// The deadline of one collective, and the failure that explains the others. A rank that does not
-// come makes its next wait, and so on round the ring; then no rank moves, and the one that waits
-// for the earliest turn waits for the culprit.
+// The deadline of one collective, and the failure that explains the others: when no rank moves, the
+// one that waits for the earliest turn waits for the culprit.
 class Watch {
  public:
   Watch(int world_size, std::chrono::nanoseconds timeout)
@@ -41,9 +40,8 @@ class Watch {
     count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
 
-  // Waits, as `rank`, for a counter of another. turn: which message or barrier this rank is at, a
-  // counter that all ranks share. False on timeout; of all ranks' describe() the one with the
-  // lowest turn is kept.
+  // Waits, as `rank`, for a counter of another. turn: which message or barrier this rank is at.
+  // False on timeout; of all ranks' describe() the one with the lowest turn is kept.
   template <typename Describe>
   bool wait(int rank, Flag& flag, std::uint32_t wanted, std::uint32_t turn, Describe&& describe) {
     if (try_for_flag(flag, wanted) || nap(rank, flag, wanted)) {

@@ -34,8 +34,7 @@ struct Link {
   Flag taken;  // messages consumed, by the reader
 };
 
-// What a communicator keeps between ring calls. links[r] leads from rank r to rank r + 1; all links
-// have carried `messages` messages.
+// links[r] leads from rank r to rank r + 1; all have carried `messages` messages.
 struct RingLinks {
   explicit RingLinks(int world_size)
       : links(static_cast<std::size_t>(world_size)),

@@ -9,9 +9,7 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <functional>
-#include <vector>
 
 #include "core/collective.h"
 

@@ -49,8 +49,7 @@ inline constexpr int kMaxLocalRanks = 64;
 
 inline constexpr std::size_t kFlagBytes = kFlagStride * sizeof(std::uint32_t);
 
-// The links of one rank, as seen on its device. Flags are kFlagStride words apart per channel;
-// slots are [channel][slot].
+// The links of one rank. Flags are kFlagStride words apart per channel; slots [channel][slot].
 struct RingPorts {
   const std::byte* in_slots;
   const std::uint32_t* in_flag;
@@ -80,8 +79,7 @@ struct RingArgs {
   void* output[kMaxLocalRanks];
 };
 
-// In a slot, element i of a piece lies at index shift + i, shift below this: a piece has as many
-// elements less than the slot's bytes would hold.
+// Elements that a piece has less than fit a slot, where it begins at an index below this.
 inline constexpr std::size_t kSlotSpareElems = 16;
 
 }  // namespace pyringar::cuda

@@ -50,8 +50,7 @@ class Devices {
   std::map<const void*, std::vector<int>> most_blocks_;  // by kernel
 };
 
-// An event on each device, used again and again. In a capture use one of its own: what a capture
-// recorded nobody else may wait for.
+// An event on each device, used again and again; a capture needs its own.
 class Events {
  public:
   explicit Events(std::vector<int> devices);  // each once
@@ -67,8 +66,7 @@ class Events {
   std::vector<Event> events_;
 };
 
-// For a device and those that it shares it with: on the device if they reach it there, else in the
-// host's memory.
+// On the device if the others reach it there, else in the host's memory.
 Memory shared_memory(int device, bool is_reachable, std::size_t bytes);
 
 }  // namespace pyringar::cuda

@@ -23,8 +23,7 @@ namespace pyringar::cuda {
 
 inline constexpr int kAnyBlocks = 1 << 30;
 
-// The launches of one list of tensors: each device folds its slice of every tensor. Made once, it
-// may be launched again while the tensors stay where they are; the list itself is not needed.
+// The launches of one list of tensors, of each device's slice; for as long as the tensors stay.
 class FusedLaunches {
  public:
   FusedLaunches(const TensorList& list, std::size_t num_devices);

@@ -56,8 +56,7 @@ class Group {
   GroupStats stats();
   // Waits for calls that use memory of the group's own. Raises a failure that no call has raised.
   void close();
-  // Kernels that wait leave, with anything in the tensors; every call raises from now on. Ends
-  // calls that wait for such kernels, close() included.
+  // Kernels that wait leave, with anything in the tensors; every call raises from now on.
   void abort();
   void withhold_rank(int rank);  // for tests: the rank's blocks leave at once; -1 for none
 

@@ -121,10 +121,9 @@ struct ElementOf<DType::kBFloat16> : BFloat16Element {};
 // A sum that is divided at the end. fused alone has kernels for it; ring's Sum divides, too.
 struct Mean : Sum {};
 
-// x / divisor, rounded once. Integers divide towards zero. Of fp32 it is fp64 arithmetic without a
-// branch: the fp64 quotient is correctly rounded, and rounding it again gives the fp32 quotient,
-// because x / divisor is either a tie or further from one than an fp64 rounding error. The division
-// of nvcc calls a function, which takes registers that loads in flight need.
+// x / divisor, rounded once. Integers divide towards zero. Of fp32 in fp64, where nvcc's division
+// would call a function: the quotient is correctly rounded, and rounding it again gives the fp32
+// quotient, because x / divisor is either a tie or further from one than an fp64 rounding error.
 template <typename T>
 PYRINGAR_DEVICE T divided(T x, const Divisor& divisor) {
   if constexpr (std::is_same_v<T, float>) {

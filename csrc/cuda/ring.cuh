@@ -75,8 +75,7 @@ struct RingShared {
   }
 };
 
-// One message: where its data comes from and where the result is written. run_ring_action fills it
-// in, BlockRing::perform moves the data.
+// One message: where its data comes from and where the result is written.
 template <typename E>
 class RingMove {
  public:

@@ -14,9 +14,8 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Slots of all links together. What a link reads next has just been written and is still in L2,
-// also where all slots are not; a message costs the same time to announce however small it is, so
-// that more in each is worth more than all in L2 (docs/cuda-kernels.md).
+// Slots of all links together. A message costs the same time to announce however small it is: more
+// in each is worth more than all in L2 (docs/cuda-kernels.md).
 constexpr std::size_t kSlotsBytes = std::size_t{128} << 20;
 constexpr std::size_t kMinSlotBytes = 4 * 1024;
 constexpr std::size_t kMaxSlotBytes = 64 * 1024;

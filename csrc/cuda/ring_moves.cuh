@@ -18,8 +18,7 @@ namespace pyringar::cuda {
 // What becomes of a sum: partials for the next rank, or a result, divided or as it is.
 enum class Outcome { kPartial, kResult, kMean };
 
-// Units that a thread loads before it uses the first: what 64 registers hold without spilling,
-// division being the dearest.
+// Units that a thread loads before it uses the first: what 64 registers hold without spilling.
 constexpr int ring_batch(std::size_t item, bool divides) {
   if (item == 1) return 1;
   if (divides) return item == 2 ? 1 : 2;

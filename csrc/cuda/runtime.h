@@ -14,7 +14,6 @@
 #endif
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -118,9 +117,8 @@ inline bool is_capturing(cudaStream_t stream, int device) {
   return capture_of(stream, device) != 0;
 }
 
-// Held while launches that wait for each other across devices are enqueued, so that two calls begin
-// in the same order on each device; and while a Group allocates or frees memory, which waits for
-// devices and would deadlock between two launches of a call.
+// Held while launches that wait for each other across devices are enqueued, in one order; and while
+// a Group allocates or frees memory, which would deadlock between two launches of a call.
 std::unique_lock<std::mutex> lock_launches();
 
 // For owners of memory in which kernels wait. The last reference may go where CUDA may not be

@@ -11,7 +11,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 #include "core/fold.h"
 
@@ -23,10 +22,8 @@ inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // of the CPU's, in 
 inline constexpr int kThreads = 256;
 #endif
 
-// Blocks of a fused kernel that the registers of a multiprocessor hold at once. 32 registers of a
-// thread hold 16 bytes of each of 8 sources; elements that are widened, and pairs of registers,
-// need more beside them. With a block more kernels spill or load the last sources late, and 4, 5
-// and 6 blocks are equally fast.
+// Blocks of a fused kernel that the registers of a multiprocessor hold at once. With a block more
+// kernels spill or load the last sources late; 4, 5 and 6 blocks are equally fast.
 PYRINGAR_HD constexpr int fused_blocks(std::size_t item) {
   return item == 4 ? 5 : item == 1 ? 3 : 4;
 }

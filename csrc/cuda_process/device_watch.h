@@ -25,7 +25,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -34,8 +33,7 @@
 
 namespace pyringar {
 
-// Whether a call that this rank has enqueued ended, or will end, without all of its data.
-// last: its last message.
+// Whether the call whose last message is `last` ended, or will end, without all of its data.
 bool is_void(const Segment& segment, std::uint32_t last);
 
 class DeviceWatch {

@@ -22,8 +22,7 @@ namespace pyringar::cuda {
 // Up to this, every rank reduces everything: one wait instead of two. Not measured yet.
 inline constexpr std::size_t kExchangeBytes = 256 * 1024;
 
-// The call's spans are of the device's memory. is_direct: an all_reduce where every rank reduces
-// its slice, else everything.
+// is_direct: an all_reduce where every rank reduces its slice, else everything.
 bool run_staged(const ProcessCall& call, bool is_direct, ProcessRank& self,
                 const ProcessStaging& staging, cudaStream_t stream);
 

@@ -38,8 +38,7 @@ bool all_others_are_gone(const ProcessGroup& group) {
   for (int rank = 0; rank < group.world_size(); ++rank) {
     if (rank == group.rank()) continue;
     const RankLine& line = group.segment().line(rank);
-    const auto state = static_cast<RankState>(line.state.load(std::memory_order_acquire));
-    if (state == RankState::kJoined && is_alive(line.process)) return false;
+    if (line.state.load() == RankState::kJoined && is_alive(line.process)) return false;
   }
   return true;
 }
@@ -320,8 +319,7 @@ bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const 
   return true;
 }
 
-// A call under way may wait inside CUDA for a rank that is late: it is let go of, once all know
-// why.
+// A call may wait inside CUDA for a late rank: it is let go of, once all know why.
 void CudaProcessGroup::release_streams() {
   if (host_->forked()) return;
   host_->leave_at_once("has aborted the group");

@@ -14,7 +14,6 @@
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <exception>
 #include <memory>
@@ -42,8 +41,7 @@ class CudaProcessGroup {
                    CudaProcessOptions options);
   ~CudaProcessGroup();
 
-  // Once all ranks have one: shows slots to the others, and tries theirs. What does not work on one
-  // rank is raised on all.
+  // Shows slots to the others, and tries theirs. What does not work on one rank is raised on all.
   void connect();
 
   ProcessGroup& host() { return *host_; }

@@ -81,8 +81,7 @@ class ProcessStaging {
   ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
                  const PeerWatch& host, std::span<const StagingHandles> all, int max_blocks);
 
-  // Do slots and words of the others deliver what they hold? Every rank writes, all meet, every
-  // rank looks. Returns what is wrong, or nothing.
+  // Every rank writes, all meet, every rank looks. Returns what does not arrive, or nothing.
   void write_probe();
   std::string look_at_probes();
 
@@ -145,8 +144,7 @@ class ProcessStaging {
   const std::unique_ptr<DeviceWatch> watch_;
 };
 
-// Around a call of this rank, whatever stream it is on: after the one before. However it ends, the
-// stream says when it has.
+// Around a call of this rank: after the one before. The stream says when it has ended.
 class StagedCall {
  public:
   // last: its last message.

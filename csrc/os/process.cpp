@@ -29,8 +29,7 @@ struct Stat {
   std::uint64_t start_ticks = 0;
 };
 
-// "PID (name) S ..." with flags and start time as fields 9 and 22; the name may hold anything, ')'
-// included.
+// "PID (name) S ...", flags and start time as fields 9 and 22; the name may hold a ')'.
 Stat read_stat(std::int32_t pid) {
   const std::string path = join("/proc/", pid, "/stat");
   std::FILE* file = std::fopen(path.c_str(), "re");

@@ -39,15 +39,13 @@ class ForkGuard {
   const std::uint32_t generation_ = fork_generation();
 };
 
-// Whether this process was forked and has not become another program (exec) since, also before this
-// library was loaded. False where there is no /proc.
+// Whether this process was forked, also before this library was loaded, with no exec since.
 bool is_forked_process();
 
 // The core this thread runs on, or -1.
 int current_core();
 
-// Has this thread run on another core than this one, if it may; which ones it may use stays as it
-// was.
+// Has this thread run on another core than this one, if it may.
 void move_off_core(int core);
 
 }  // namespace pyringar

@@ -75,8 +75,7 @@ std::byte* map(int fd, std::size_t bytes, const char* purpose) {
 }
 
 // An errno, or 0. The kernel would look for pages until it has to kill a process, so what cannot
-// fit is not asked for. A signal ends a search and undoes it: little by little, so that there is
-// progress between any two.
+// fit is not asked for. A signal undoes a search: hence little by little.
 int find_pages(int fd, std::size_t bytes) {
   constexpr std::size_t kStep = std::size_t{2} << 20;
   if (bytes > available_bytes()) return ENOMEM;

@@ -20,8 +20,7 @@
 
 namespace pyringar {
 
-// A rank that works on memory for long says at least so often, in bytes of its own data, that it
-// is under way.
+// A rank that works on memory for long says so often, in bytes, that it is under way.
 inline constexpr std::size_t kProgressBytes = std::size_t{1} << 20;
 
 class Stillness {

@@ -26,8 +26,7 @@ int CoreSet::count() const {
 
 namespace {
 
-// A core can have gone away since, or a cgroup may forbid it: then the thread stays where it is,
-// which is slower and nothing else.
+// A cgroup may forbid it: then the thread stays where it is, which is slower and nothing else.
 void run_on(std::thread& thread, const cpu_set_t& cores) {
   static_cast<void>(pthread_setaffinity_np(thread.native_handle(), sizeof cores, &cores));
 }

@@ -37,8 +37,7 @@ void ThreadPool::start_helpers() {
       helpers_.emplace_back([this, thread, seen] { help(thread, seen); });
     }
   } catch (const std::system_error&) {
-    // The system gives no more threads. Those that started help; without any the caller works
-    // alone.
+    // The system gives no more threads: those that started help.
   }
 }
 
@@ -61,8 +60,7 @@ void ThreadPool::run(const std::function<void(int)>& work, std::size_t max_helpe
   generation_.set(generation_.value.load(std::memory_order_relaxed) + 1, most);
   attempt_work(0);
   const std::uint32_t inside = state_.fetch_or(kClosed, std::memory_order_acq_rel);
-  // Blocks are short, so helpers that are inside leave soon; without a deadline, because the job
-  // lies on this stack.
+  // Without a deadline: the job lies on this stack, and blocks are short.
   if (inside > 0) wait_for_flag(left_, left_before + 1);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }

@@ -33,11 +33,9 @@ class ThreadPool {
 
   // Looks how many there may be now. Called once for each job.
   int look_for_helpers();
-  // Whether helpers sleep and nobody has asked for a while: waking them takes the caller tens of
-  // microseconds, which only a large job, or the next ones, bring back. Called once for each job.
+  // Whether helpers sleep, and jobs are rare: then waking them pays for large jobs only.
   bool is_cold();
-  // At most max_helpers join, and as many as the last look found: more would not help, and waking
-  // them is not free.
+  // At most max_helpers join, and as many as the last look found.
   void run(const std::function<void(int thread)>& work, std::size_t max_helpers = SIZE_MAX);
 
  private:

@@ -32,9 +32,7 @@ namespace pyringar::torch_team {
 int num_threads();
 
 // Whether this thread's team has two threads at least, and they are awake or have never worked for
-// us: then a region starts them where torch has not. Waking them costs up to
-// milliseconds, since a thread that wakes is often put on the core of the one that waits for it;
-// helpers of ours are kept off it (os/thread.h). Asked once for each job: two system calls.
+// us. Waking them costs up to milliseconds. Asked once for each job: two system calls.
 bool is_ready();
 
 // False, and nothing done, where another thread has its team at work. Only where is_ready().

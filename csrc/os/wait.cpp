@@ -2,7 +2,6 @@
 
 #include "os/wait.h"
 
-#include <algorithm>
 #include <thread>
 
 #include "core/ring_program.h"
@@ -87,8 +86,7 @@ constexpr auto kLongYield = std::chrono::microseconds(200);
 constexpr int kWaitsAfterLongYield = 64;
 thread_local int waits_without_yields = 0;
 
-// Counts this thread as asleep on a flag. A forked child leaves the count alone: it is the
-// parent's, and so may be the flag.
+// Counts this thread as asleep on a flag. A forked child leaves the count alone.
 class Sleeper {
  public:
   explicit Sleeper(Flag& flag) : flag_(flag) {

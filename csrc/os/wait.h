@@ -45,8 +45,7 @@ struct alignas(64) Flag {
   std::atomic<std::uint32_t> sleepers{0};
 
   void set(std::uint32_t n, int max_wake = kWakeAll, Scope scope = Scope::kThreads) {
-    // Store and load are sequentially consistent, as are the waiter's: one of the two sees the
-    // other.
+    // Sequentially consistent, as the waiter's are: one of the two sees the other.
     value.store(n, std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst) > 0) os_wake(value, max_wake, scope);
   }
@@ -59,8 +58,7 @@ inline constexpr Deadline kNoDeadline = Deadline::max();
 bool try_for_flag(const Flag& flag, std::uint32_t wanted);
 
 // Yields the core so often at most. Beside a thread that computes, a yield gives away a whole time
-// slice: the first that does ends this, and sets how many waits from now on had better sleep at
-// once, since waking up takes the core back.
+// slice: the first that does ends this, and sets how many waits from now on sleep at once.
 bool yield_for_flag(const Flag& flag, std::uint32_t wanted, int num_yields,
                     int& waits_without_yields);
 

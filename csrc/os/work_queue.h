@@ -27,8 +27,7 @@ namespace pyringar {
 // What a job does, in words, and what it waits for: for messages, from any thread.
 using Describe = std::function<std::string(bool has_begun)>;
 
-// The outcome of a submitted job. In a forked child those that were not done are refused: the
-// thread that would do them is the parent's.
+// The outcome of a submitted job. A forked child refuses those that were not done.
 class Work {
  public:
   explicit Work(Describe describe = nullptr, std::function<void()> interrupt = nullptr)

@@ -141,6 +141,15 @@ bool run_shares(const ProcessCall& call, ProcessRank& self) {
   return exchange(engine, self, engine.num_pieces());
 }
 
+bool move_data(const ProcessCall& call, ProcessRank& self) {
+  if (call.kind == CallKind::kAllReduce) {
+    return run_all_reduce(call, self, algorithm_of(call, self.segment));
+  }
+  if (call.kind != CallKind::kBarrier) return run_shares(call, self);
+  EmptyEngine engine(HostMemory(self, call.fold, 0));
+  return exchange(engine, self, 1);
+}
+
 // visit(part, where it lies in the dense copy)
 template <typename Visit>
 void for_each_dense_part(const PackedTensor& tensor, ProcessRank& self, Visit&& visit) {
@@ -230,30 +239,20 @@ void begin_call(const ProcessCall& call, ProcessRank& self, bool is_background,
   self.watch.begin_call(is_background, now);
 }
 
-void pack_inputs(const ProcessCall& call, ProcessRank& self) {
+bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background,
+                      Clock::time_point now) {
   for (const PackedTensor& tensor : call.packed) {
     if (tensor.is_input) for_each_dense_part(tensor, self, &pack);
   }
-}
-
-void unpack_outputs(const ProcessCall& call, ProcessRank& self) {
+  begin_call(call, self, is_background, now);
+  if (!move_data(call, self)) return false;
   const auto unpack_part = [](const StridedView& part, const std::byte* dense) {
     unpack(dense, part);
   };
   for (const PackedTensor& tensor : call.packed) {
     if (tensor.is_output) for_each_dense_part(tensor, self, unpack_part);
   }
-}
-
-bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background,
-                      Clock::time_point now) {
-  begin_call(call, self, is_background, now);
-  if (call.kind == CallKind::kAllReduce) {
-    return run_all_reduce(call, self, algorithm_of(call, self.segment));
-  }
-  if (call.kind != CallKind::kBarrier) return run_shares(call, self);
-  EmptyEngine engine(HostMemory(self, call.fold, 0));
-  return exchange(engine, self, 1);
+  return true;
 }
 
 ProcessCall in_index_order(const ProcessCall& call) {

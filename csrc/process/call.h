@@ -8,9 +8,7 @@
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
 
-#include <atomic>
 #include <chrono>
-#include <memory>
 #include <vector>
 
 #include "core/collective.h"
@@ -38,8 +36,7 @@ struct ProcessCall {
 
   std::vector<PackedTensor> packed;
 
-  // Outputs whose memory is theirs, but not in the order of their index: fine where it is so on all
-  // ranks.
+  // Dense outputs not in the order of their index: fine where it is so on all ranks.
   struct Permuted {
     std::size_t output;
     StridedView view;
@@ -83,8 +80,7 @@ struct ProcessRank {
   void sleep_in(Phase phase);
 };
 
-// Up to this, every rank reduces everything: one wait instead of two. Two ranks always do: each
-// would read as much from the other either way.
+// Up to this, every rank reduces everything: one wait instead of two. Two ranks always do.
 inline constexpr std::size_t kExchangeBytes = 32 * 1024;
 
 // What a call is cut to: of two ranks, and of more where it does not fit one slot, since ranks that
@@ -110,17 +106,13 @@ ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 void begin_call(const ProcessCall& call, ProcessRank& self, bool is_background,
                 Clock::time_point now = Clock::now());
 
-// Tensors with gaps, from and to their dense copies.
-void pack_inputs(const ProcessCall& call, ProcessRank& self);
-void unpack_outputs(const ProcessCall& call, ProcessRank& self);
-
-// Announces, compares, moves the data. False: a wait failed, or the ranks do not agree, and the
-// watch says why; or self.lies_otherwise, on all ranks, and nothing was written.
+// Packs tensors with gaps, announces, compares, moves the data, unpacks. False: a wait failed, or
+// the ranks do not agree, and the watch says why; or self.lies_otherwise, on all ranks, and nothing
+// was written.
 bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background,
                       Clock::time_point now = Clock::now());
 
-// The same call for ranks whose tensors lie otherwise than others': all in the order of their
-// index.
+// The same call for ranks whose tensors lie otherwise: in the order of their index, through slots.
 ProcessCall in_index_order(const ProcessCall& call);
 
 }  // namespace pyringar

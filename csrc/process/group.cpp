@@ -32,7 +32,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   // All ranks' counters begin alike, wherever that is.
   self_.messages = line.announced.value.load(std::memory_order_relaxed);
   watch_.publish_cores();
-  line.state.store(static_cast<std::uint32_t>(RankState::kJoined), std::memory_order_release);
+  line.state.store(RankState::kJoined, std::memory_order_release);
   watch_.set_on_nap(on_nap_);
   watch_.set_on_wait(options.on_wait);
   self_.on_announce = options.on_announce;
@@ -43,10 +43,7 @@ ProcessGroup::~ProcessGroup() { close(); }
 std::vector<int> ProcessGroup::absent_ranks() const {
   std::vector<int> absent;
   for (int rank = 0; rank < world_size(); ++rank) {
-    if (segment_.line(rank).state.load(std::memory_order_acquire) ==
-        static_cast<std::uint32_t>(RankState::kAbsent)) {
-      absent.push_back(rank);
-    }
+    if (segment_.line(rank).state.load() == RankState::kAbsent) absent.push_back(rank);
   }
   return absent;
 }
@@ -54,10 +51,6 @@ std::vector<int> ProcessGroup::absent_ranks() const {
 void ProcessGroup::check_usable() const {
   check_not_forked();
   if (closed_.load(std::memory_order_acquire)) fail_closed(watch_.shared_failure());
-}
-
-void ProcessGroup::check_not_failed() const {
-  if (watch_.failed()) fail_after(watch_.kind(), watch_.failure());
 }
 
 Turn::Held ProcessGroup::take_turn() {
@@ -74,13 +67,8 @@ Turn::Held ProcessGroup::take_turn() {
   }
 }
 
-Turn::Held ProcessGroup::take_background_turn() {
-  return turn_.take([this] { check_usable(); });
-}
-
 void ProcessGroup::run(const ProcessCall& call) {
-  const Turn::Held turn = take_turn();
-  run_locked(call, false);
+  run_program([&](ProcessRank&) { return run_call(call, false); });
 }
 
 // A job under the turn; an interrupt in a wait for it ends the group.
@@ -88,16 +76,15 @@ std::shared_ptr<Work> ProcessGroup::enqueue(std::function<void()> job, Describe 
   check_usable();
   return queue_.submit(
       [this, job = std::move(job)] {
-        const Turn::Held turn = take_background_turn();
+        const Turn::Held turn = turn_.take([this] { check_usable(); });
         job();
       },
       std::move(describe), [this] { leave_at_once(kInterrupted); });
 }
 
 std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
-  auto shared = std::make_shared<ProcessCall>(std::move(call));
-  return enqueue([this, shared] { run_locked(*shared, true); },
-                 [this, shared](bool has_begun) { return describe(*shared, has_begun); });
+  auto shared = std::make_shared<const ProcessCall>(std::move(call));
+  return submit_program([this, shared](ProcessRank&) { return run_call(*shared, true); }, shared);
 }
 
 // Of a call in the background.
@@ -130,29 +117,22 @@ std::shared_ptr<Work> ProcessGroup::submit_step(std::function<void()> step) {
 }
 
 void ProcessGroup::run_program_locked(const Program& program) {
-  check_ready();
+  check_usable();
+  if (watch_.failed()) fail_after(watch_.kind(), watch_.failure());
+  if (watch_.adopt_shared_failure()) watch_.raise();
+  const DefaultFloatMode mode;
   self_.sleep_in(Phase::kIdle);
   bool is_done = false;
   try {
     is_done = program(self_);
   } catch (const std::exception& error) {
-    tell_of(error);
+    // The others may know of this call, and must not take this rank's next one for it.
+    const auto* ours = dynamic_cast<const Error*>(&error);
+    watch_.report(ours != nullptr ? ours->kind() : ErrorKind::kState,
+                  join(watch_.name_of(rank_), ": ", error.what()));
     throw;
   }
   if (!is_done) raise_failure();
-}
-
-// The others know of this call, and must not take this rank's next one for it.
-void ProcessGroup::tell_of(const std::exception& error) {
-  const auto* ours = dynamic_cast<const Error*>(&error);
-  watch_.report(ours != nullptr ? ours->kind() : ErrorKind::kState,
-                join(watch_.name_of(rank_), ": ", error.what()));
-}
-
-void ProcessGroup::check_ready() {
-  check_usable();
-  check_not_failed();
-  if (watch_.adopt_shared_failure()) watch_.raise();
 }
 
 void ProcessGroup::raise_failure() const {
@@ -162,27 +142,17 @@ void ProcessGroup::raise_failure() const {
   watch_.raise();
 }
 
-void ProcessGroup::run_locked(const ProcessCall& call, bool is_background) {
-  check_ready();
-  const DefaultFloatMode mode;
-  self_.sleep_in(Phase::kIdle);
-  const std::uint64_t calls_before = self_.sequence;
-  try {
-    if (attempt(call, is_background)) return;
-    if (self_.lies_otherwise && attempt(in_index_order(call), is_background)) return;
-    if (self_.lies_otherwise) fail(ErrorKind::kState, "the other ranks are at another call");
-  } catch (const std::exception& error) {
-    if (self_.sequence != calls_before) tell_of(error);
-    throw;
-  }
-  raise_failure();
+bool ProcessGroup::run_call(const ProcessCall& call, bool is_background) {
+  if (attempt(call, is_background)) return true;
+  if (!self_.lies_otherwise) return false;
+  if (attempt(in_index_order(call), is_background)) return true;
+  if (self_.lies_otherwise) fail(ErrorKind::kState, "the other ranks are at another call");
+  return false;
 }
 
 bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
   const auto start = Clock::now();
-  pack_inputs(call, self_);
   if (!run_process_call(call, self_, is_background, start)) return false;
-  unpack_outputs(call, self_);
   const auto busy = Clock::now() - start;
   const std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_.add(algorithm_of(call, segment_), call.bytes(), busy);
@@ -210,8 +180,7 @@ bool ProcessGroup::end_calls(Leaving leaving) {
 
 bool ProcessGroup::close(Leaving leaving) {
   if (!end_calls(leaving)) return false;
-  segment_.line(rank_).state.store(static_cast<std::uint32_t>(RankState::kLeft),
-                                   std::memory_order_release);
+  segment_.line(rank_).state.store(RankState::kLeft, std::memory_order_release);
   memory_.close_fd();
   return true;
 }

@@ -36,8 +36,7 @@ struct ProcessGroupOptions {
   void (*on_announce)() = &ignore_naps;  // after a call is announced, before it writes
 };
 
-// What becomes of calls under way when a rank leaves: they end first; or at once, with an error,
-// here and on the other ranks.
+// Calls under way end first; or at once, with an error, here and on the other ranks.
 enum class Leaving { kAfterCalls, kAborting };
 
 using ProcessStats = CallStats<kNumProcessAlgorithms>;
@@ -52,8 +51,7 @@ class ProcessGroup : public ForkGuard {
   int world_size() const { return segment_.world_size(); }
   const Segment& segment() const { return segment_; }
 
-  // Ranks that have not made their ProcessGroup yet. Once there are none nobody else may open the
-  // memory, and nobody can after seal().
+  // Ranks that have not joined yet. After seal() no other process can open the memory.
   std::vector<int> absent_ranks() const;
   void seal() { memory_.close_fd(); }
 
@@ -70,9 +68,8 @@ class ProcessGroup : public ForkGuard {
   std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const ProcessCall> call);
   // A step on this rank alone, after all that was submitted before and before what comes later.
   std::shared_ptr<Work> submit_step(std::function<void()> step);
-  // Waits for the calls that other threads or the background make; refuses all that come later.
-  // False in a forked child, and in the thread of the background, which cannot wait for itself:
-  // there the rank leaves at once.
+  // Waits for calls that run; refuses all that come later. False in a forked child, and in the
+  // thread of the background, which cannot wait for itself: there the rank leaves at once.
   bool end_calls(Leaving leaving);
   // The same, then leaves the group. Unless it was false: then the next close() does.
   bool close(Leaving leaving = Leaving::kAfterCalls);
@@ -98,14 +95,10 @@ class ProcessGroup : public ForkGuard {
  private:
   std::string describe(const ProcessCall& call, bool has_begun) const;
   std::shared_ptr<Work> enqueue(std::function<void()> job, Describe describe);
-  void run_locked(const ProcessCall& call, bool is_background);
+  bool run_call(const ProcessCall& call, bool is_background);
   bool attempt(const ProcessCall& call, bool is_background);
   void run_program_locked(const Program& program);
-  void tell_of(const std::exception& error);
   Turn::Held take_turn();
-  Turn::Held take_background_turn();
-  void check_ready();
-  void check_not_failed() const;
   [[noreturn]] void raise_failure() const;
 
   SharedMemory memory_;

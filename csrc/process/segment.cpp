@@ -2,7 +2,6 @@
 
 #include "process/segment.h"
 
-#include <algorithm>
 #include <new>
 
 #include "core/error.h"

@@ -77,7 +77,7 @@ struct alignas(64) RankLine {
   Flag announced;  // see core/staged_program.h
   Flag reduced;
   std::array<CallRecord, 2> calls;  // of call s in calls[s % 2]: a rank is at most one call ahead
-  alignas(64) std::atomic<std::uint32_t> state{0};
+  alignas(64) std::atomic<RankState> state{RankState::kAbsent};
   std::atomic<std::int32_t> core{-1};      // where it ran when it last looked
   std::atomic<std::int64_t> heard_ns{0};   // on the monotonic clock; 0: never
   std::atomic<std::uint32_t> progress{0};  // grows within long work on a piece, or on none
@@ -88,8 +88,7 @@ struct alignas(64) RankLine {
 };
 
 // What the others look at first: one line in place of three (counter, record, slot), each of which
-// takes a tenth of a microsecond to come from another core. Written before `announced`, and free
-// again when the slot is.
+// takes 0.1 us to come from another core. Written before `announced`; free when the slot is.
 struct alignas(64) MessageHead {
   static constexpr std::size_t kPayloadBytes = 48;
   std::atomic<std::uint32_t> number{0};  // of the message; written last
@@ -98,9 +97,8 @@ struct alignas(64) MessageHead {
 };
 static_assert(sizeof(MessageHead) == 64, "one cache line");
 
-// How far a rank's GPU is, in messages as core/staged_program.h counts them; what each says, and
-// who may write it when, is said in cuda_process/device_watch.h. A line of the cache for each word:
-// a GPU writes it while others look at its neighbours.
+// How far a rank's GPU is: see cuda_process/device_watch.h. A cache line for each word: a GPU
+// writes it while others look at its neighbours.
 struct DeviceLine {
   struct alignas(64) Word {
     std::atomic<std::uint32_t> value{0};
@@ -132,8 +130,7 @@ struct SharedFailure {
   std::array<char, 504> text{};
 };
 
-// Of a staging slot. Small enough that what is under way stays in a core's L2: own tensor, own
-// slot, the others'.
+// Of a staging slot: small enough that own tensor, own slot and the others' stay in a core's L2.
 inline constexpr std::size_t kSlotBytes = 256 * 1024;
 
 inline constexpr std::size_t kTokenBytes = 32;

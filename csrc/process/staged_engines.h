@@ -39,8 +39,7 @@ constexpr Range slice_in_units(Range range, int world_size, int owner, std::size
           std::min(range.begin + units.end * unit, range.end)};
 }
 
-// The counters and waits of core/staged_program.h on the rank's line of the segment, and the
-// comparison of calls.
+// The counters and waits of core/staged_program.h, and the comparison of calls.
 class StagedCounters {
  public:
   explicit StagedCounters(ProcessRank& self)

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
 
 #include "os/thread.h"
 
@@ -44,10 +43,7 @@ void PeerWatch::count_cores() {
   CoreSet all;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     const RankLine& line = segment_.line(rank);
-    if (line.state.load(std::memory_order_acquire) ==
-        static_cast<std::uint32_t>(RankState::kAbsent)) {
-      return;  // not yet
-    }
+    if (line.state.load() == RankState::kAbsent) return;  // not yet
     for (std::size_t i = 0; i < all.words.size(); ++i) {
       all.words[i] |= line.cores[i].load(std::memory_order_relaxed);
     }
@@ -69,8 +65,7 @@ void PeerWatch::begin_call(bool is_background, Clock::time_point now) {
   line.heard_ns.store(now.time_since_epoch() / 1ns, std::memory_order_relaxed);
 }
 
-// Ranks that slept together are woken on one core and stay there, each waiting for the other to let
-// go of it. Of more than belong there, those with the highest numbers move.
+// Ranks that slept together are woken on one core and stay there: those with high numbers move.
 void PeerWatch::keep_apart() {
   const int core = current_core();
   if (core < 0) return;
@@ -129,11 +124,6 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
   // First: a rank that reported a failure may be gone by now, without being the cause.
   if (adopt_shared_failure()) return true;
   return is_lost(flag, wanted, peer, what) || is_late(peer, what);
-}
-
-bool PeerWatch::has_left(int rank) const {
-  return segment_.line(rank).state.load(std::memory_order_acquire) ==
-         static_cast<std::uint32_t>(RankState::kLeft);
 }
 
 const char* PeerWatch::how_gone(int rank) const {
@@ -206,9 +196,7 @@ std::uint64_t PeerWatch::progress() const {
   return all;
 }
 
-// The culprit of a wait: the rank that has done least, for which all others wait at last. Of ranks
-// that have done equally little, which do not wait for each other, the one that has stood still for
-// longest.
+// The culprit of a wait: the rank that has done least; of several, the one still for longest.
 int PeerWatch::most_behind(int suspect) const {
   int last = suspect;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {

@@ -84,7 +84,7 @@ class PeerWatch {
   // "rank 1 (process 4711 on host)"
   std::string name_of(int rank) const;
   std::string last_call_of(int rank) const;
-  bool has_left(int rank) const;
+  bool has_left(int rank) const { return segment_.line(rank).state.load() == RankState::kLeft; }
   const char* how_gone(int rank) const;  // null: it is there
   std::chrono::nanoseconds timeout() const { return stillness_.timeout(); }
   // Whom this rank waits for, and to do what; "" if for nobody. From any thread.
