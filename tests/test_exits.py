@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture
 def said(monkeypatch) -> list[str]:
-    """What owners of the test said, which no other owner is there to say."""
+    """Collect the words of the test's owners; other owners are set aside."""
     monkeypatch.setattr(exits, "_living", {})
     monkeypatch.setattr(exits, "_inherited", set())
     monkeypatch.setattr(exits, "_end_reading", lambda: None)
