@@ -68,7 +68,7 @@ def wrong_outcomes(calls: dict[str, Callable[[], Any]], harmless: set[str]) -> d
 
 
 def calls_of(comm: Any, data: Any, whole: Any) -> dict[str, Callable[[], Any]]:
-    """The calls that both transports have; ``data`` and ``whole``: all ranks' tensors, or own."""
+    """Return the calls of both transports, on tensors of all ranks or of one."""
     lists = [[tensor] for tensor in data] if isinstance(data, list) else [data]
     bound = comm.bind(data)
     done = comm.all_reduce(data, async_op=True)

@@ -49,7 +49,7 @@ def others_of(crew: Crew, rank: int) -> list[int]:
 
 
 def begin_call(crew: Crew, victim: int, phase: str, seconds: float, function=reduce) -> list[int]:
-    """All ranks call; the victim stays in this phase for so long. Returns the other ranks."""
+    """Have all ranks call, and the victim stay in this phase; return the other ranks."""
     crew.run(prepare, numel=PHASES[phase])
     crew[victim].call(stop_in, phase=phase.split()[0], seconds=seconds)
     crew.start(function, numel=PHASES[phase])
@@ -153,7 +153,7 @@ def fail(state) -> None:
     raise TypeError("of the program")
 
 
-# Event, and what rank 0 hears of rank 1 beside its name.
+# Event, and the words of rank 0's error beside the name of rank 1.
 ABSENT = {
     "killed": "it has called nothing yet",
     "zombie": "it has called nothing yet",  # not waited for: the system still knows it

@@ -89,7 +89,7 @@ WAITS = [
 
 
 def wait_with_handler(state, wait, number: int, handler) -> list[str]:
-    """Wait; the texts that the handler returned, if it did not raise."""
+    """Wait; return the texts of the handler, if it did not raise."""
     handled = []
 
     def handle(*_: object) -> None:
@@ -160,7 +160,7 @@ def test_ctrl_c_ends_joining(new_crew, rank):
 
 
 def use_group(state) -> list[str]:
-    """Use the communicator, or the work, that the interrupted call waits for; the errors."""
+    """Use the communicator or the work of the interrupted call; return the errors."""
     tensor = torch.ones(3)
     calls = [
         lambda: state.comm.all_reduce(tensor),

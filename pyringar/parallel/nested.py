@@ -202,18 +202,12 @@ def _rebuild(value: Any, parts: Mapping[Any, Any]) -> Any:
         ArgumentError: The class of the container does not allow it.
     """
     try:
-        twin = _rebuilt(value, parts)
-        held = _parts(twin) or {}
-        is_same = held.keys() == parts.keys() and all(held[key] is parts[key] for key in parts)
-        problem = "" if is_same else "a copy does not hold what it is given"
+        return _rebuilt(value, parts)
     except Exception as error:  # a user's class may raise anything
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
         raise ArgumentError(
-            f"a {type(value).__name__} cannot be copied with other tensors in it ({problem}); pass "
-            "the tensors in a list, tuple, dict or dataclass"
-        )
-    return twin
+            f"a {type(value).__name__} cannot be copied with other tensors in it "
+            f"({type(error).__name__}: {error}); pass them in a list, tuple, dict or dataclass"
+        ) from error
 
 
 def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:

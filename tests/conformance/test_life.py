@@ -1,4 +1,4 @@
-"""What a group does in the background, and what a closed group refuses, over all CPU transports."""
+"""Background calls, and the calls of a closed group, over the CPU transports."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def test_close_ends_background_calls(pair):
 def test_closed_group_refuses_calls(pair):
     two, four = ranks(2), ranks(4)
     lists = [[tensor] for tensor in two]
+    prepared = ranks(3)
+    pair.all_reduce(prepared)
     calls = [
+        lambda: pair.all_reduce(prepared),
         pair.bind(two),
         pair.bind_coalesced(lists),
         lambda: pair.all_reduce(two),
