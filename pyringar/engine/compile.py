@@ -55,7 +55,7 @@ NVCC_FLAGS = (
     "-Xcompiler",
     "-fPIC,-fvisibility=hidden",
     "-Xptxas",
-    "-v",  # registers and spills: into build.json
+    "-v",  # registers and spills: into build.log
 )
 # Of libcudart_static.a, which at run time needs neither libcudart.so nor a driver.
 CUDART_NEEDS = ("-ldl", "-lrt", "-lpthread")
@@ -295,7 +295,7 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         script = _ninja_script(work, plan, cuda, flags, name)
         (work / "build.ninja").write_text(script, encoding="utf-8")
         (work / toolchain.EXPORTS_FILE).write_text(toolchain.EXPORTS, encoding="utf-8")
-        output = _run_ninja(ninja, work, folder / "build.log", plan, verbose=verbose)
+        _run_ninja(ninja, work, folder / "build.log", plan, verbose=verbose)
         seconds = time.monotonic() - started
         record = {
             "content": plan.content,
@@ -307,7 +307,6 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         if cuda is not None:
             record["nvcc"] = str(cuda.toolkit)
             record["archs"] = list(cuda.archs)
-            record["kernels"] = [asdict(kernel) for kernel in toolchain.kernels_in(output)]
         (work / "build.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         for finished in ("build.json", name):
             _publish(work / finished, folder)
@@ -438,8 +437,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: bool) -> str:
-    """Run ninja in ``work`` and return its output, also in ``log_path``; if it fails, show it."""
+def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: bool) -> None:
+    """Run ninja in ``work``, its output in ``log_path``; show the output if it fails."""
     command = [ninja, "-v", "-j", str(toolchain.cores_allowed())]
     ending = ""
     with open(log_path, "wb") as output:
@@ -458,13 +457,12 @@ def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: b
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             ending = f"was ended after {COMPILE_DEADLINE_S:.0f} s"
-    said = log_path.read_text(encoding="utf-8", errors="replace")
-    lines = said.splitlines()
+    lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     if verbose:
         for line in lines:
             log.info("%s", line)
     if not ending:
-        return said
+        return
     failed = next((n for n, line in enumerate(lines) if line.startswith("FAILED")), 0)
     shown = lines[failed:]
     if len(shown) > 30:
