@@ -1,6 +1,6 @@
 """Short programs that gpu_check.py runs, one process each.
 
-python benchmarks/gpu_runs.py build              # both engines; prints the machine as a line of JSON
+python benchmarks/gpu_runs.py build              # both engines; prints the machine
 python benchmarks/gpu_runs.py reduce             # every path of the engines, for a sanitizer
 python benchmarks/gpu_runs.py launch ALGORITHM   # three large calls, for a profiler
 """

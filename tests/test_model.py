@@ -278,7 +278,11 @@ PLANTED = [
     ("announces-without-release", "direct:1", UNANNOUNCED),
     ("announces-without-release", "exchange:1", UNANNOUNCED),
     ("reduced-without-release", "direct:1", UNREDUCED),
-    ("reduced-without-release", "registered:1,registered:1", r", result: expected .*, found nothing$"),
+    (
+        "reduced-without-release",
+        "registered:1,registered:1",
+        r", result: expected .*, found nothing$",
+    ),
     ("announces-first", "direct:1", UNWRITTEN),
     ("announces-first", "exchange:1", UNWRITTEN),
     ("announced-not-awaited", "direct:1", UNANNOUNCED),
