@@ -145,7 +145,7 @@ def test_ctrl_c_ends_the_audit():
             time.sleep(0.05)
             ranks = [int(word) for word in children.read_text().split()]
         auditor.send_signal(signal.SIGINT)
-        assert auditor.wait(30) == 130
+        assert auditor.wait(10) == 130
         assert auditor.stderr.read() == "pyringar audit: interrupted\n"
     assert not any(map(runs, ranks))
 

@@ -57,7 +57,11 @@ class Ranks:
         Raises:
             TargetError: They did not start; says why.
         """
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,14 +116,16 @@ class Ranks:
 
         timer = threading.Timer(seconds, end)
         timer.start()
-        with contextlib.suppress(OSError):  # a rank is gone: it has no answer
-            for channel, request in zip(self._channels, requests, strict=False):
-                channel.send(request)
-        for rank, channel in enumerate(self._channels):
-            with contextlib.suppress(EOFError, OSError):
-                answers[rank] = channel.recv()
-        timer.cancel()
-        timer.join()
+        try:
+            with contextlib.suppress(OSError):  # a rank is gone: it has no answer
+                for channel, request in zip(self._channels, requests, strict=False):
+                    channel.send(request)
+            for rank, channel in enumerate(self._channels):
+                with contextlib.suppress(EOFError, OSError):
+                    answers[rank] = channel.recv()
+        finally:
+            timer.cancel()
+            timer.join()
         lost = late or [rank for rank in range(self.ranks) if rank not in answers]
         failed = [rank for rank, (kind, _) in answers.items() if kind == "failed"]
         if lost or 0 < len(failed) < self.ranks:  # the others may wait for these
