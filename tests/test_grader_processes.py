@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyringar.grading import grader, remote
+from pyringar.grading import grader, remote, worker
 from pyringar.grading.checks import CHECKS
-from pyringar.grading.remote import Limits, grade
+from pyringar.grading.remote import grade
 from pyringar.grading.solution import CannotLoadError, Target
 
 GOOD = """
@@ -22,14 +22,14 @@ def good(data):
     for t in data[1:]:
         t[:] = data[0]
 """
-LIMITS = Limits(timeout_s=20, memory_bytes=200 << 20)
-SHORT = Limits(timeout_s=0.3, memory_bytes=200 << 20)
+TIMEOUT_S, SHORT_S = 20.0, 0.3
 
 
 @pytest.fixture(autouse=True)
 def few_properties(monkeypatch):
     """One: what is tried here is what lies around it."""
     monkeypatch.setattr(grader, "CHECKS", CHECKS[:1])
+    monkeypatch.setattr(worker, "MEMORY_BYTES", 200 << 20)
 
 
 @pytest.fixture
@@ -38,15 +38,17 @@ def import_has_time(monkeypatch):
     load = remote._Process.load
 
     def patient(process):
-        process._limits = LIMITS
+        process._timeout_s = TIMEOUT_S
         return load(process)
 
     monkeypatch.setattr(remote._Process, "load", patient)
 
 
-def graded(code: str, limits: Limits = LIMITS, show=lambda text: None, file="/nowhere/solution.py"):
+def graded(
+    code: str, timeout_s: float = TIMEOUT_S, show=lambda text: None, file="/nowhere/solution.py"
+):
     source = (GOOD + textwrap.dedent(code)).encode()
-    return grade(Target(file, "allreduce", source), ["cpu"] * 4, limits, show)
+    return grade(Target(file, "allreduce", source), ["cpu"] * 4, timeout_s, show)
 
 
 # -- solutions that are right, and do something besides --------------------------------------------
@@ -172,7 +174,7 @@ def test_child_ends_with_the_solution():
         time.sleep(0.1)
         allreduce = good"""
     shown = []
-    assert graded(code, LIMITS, shown.append).passed
+    assert graded(code, TIMEOUT_S, shown.append).passed
     deadline = time.monotonic() + 5
     while (state := stat_of(int(b"".join(shown)))) is not None and state != "Z":
         assert time.monotonic() < deadline
@@ -199,7 +201,7 @@ NEVER_ANSWERS = {
 def test_unanswered_call_is_ended(import_has_time, code):
     began = time.monotonic()
     shown = []
-    report = graded(code, SHORT, shown.append)
+    report = graded(code, SHORT_S, shown.append)
     assert [p.verdict for p in report.properties] == ["timeout"]
     assert report["sum"].detail.endswith("positional values: no answer within 0.3 s")
     assert time.monotonic() - began < 15
@@ -209,7 +211,7 @@ def test_deadline_is_for_one_property(import_has_time, monkeypatch):
     """The next one gets a new process, and all of the time."""
     monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name in ("sum", "sizes", "list")])
     code = "def allreduce(data):\n    while data[0].numel() == 0: pass\n    good(data)"
-    verdicts = {p.name: p.verdict for p in graded(code, Limits(2, 1 << 30)).properties}
+    verdicts = {p.name: p.verdict for p in graded(code, 1.0).properties}
     assert verdicts == {"sum": "pass", "list": "pass", "sizes": "timeout"}
 
 
@@ -239,9 +241,9 @@ def null_bytes() -> Exception:
     ],
 )
 def test_failed_import_says_where(code, words):
-    limits = SHORT if "while" in code else LIMITS
+    timeout_s = SHORT_S if "while" in code else TIMEOUT_S
     with pytest.raises(CannotLoadError) as caught:
-        graded(code, limits)
+        graded(code, timeout_s)
     assert words in str(caught.value)
     assert str(Path(remote.__file__).parent) not in str(caught.value)
 
@@ -249,7 +251,7 @@ def test_failed_import_says_where(code, words):
 def test_prints_are_shown():
     shown = []
     assert graded(
-        "import os\nos.system('echo one')\nprint('two')\nallreduce = good", LIMITS, shown.append
+        "import os\nos.system('echo one')\nprint('two')\nallreduce = good", TIMEOUT_S, shown.append
     ).passed
     assert b"".join(shown) == b"one\ntwo\n"
 
@@ -281,7 +283,7 @@ def test_solution_waits_for_no_grader_thread(monkeypatch):
         assert graded("allreduce = good").passed
         assert torch.get_num_threads() == 2
         threads = "import torch\ntorch.set_num_threads(2)\nallreduce = good"
-        results.append(graded(threads, Limits(10, 1 << 30)))
+        results.append(graded(threads))
 
     before = torch.get_num_threads()
     results = []

@@ -45,7 +45,6 @@ examples:
 _LIBRARIES = ("gloo", "ringar", "nccl")
 _MAX_RANKS = 30  # sets of ranks are bits of an int32
 _MAX_ELEMENTS = 1 << 24
-_MEMORY_BYTES = 4 << 30  # that a function may use
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -135,7 +134,7 @@ def _function(args: argparse.Namespace) -> Iterator[Lists]:
     """Load a function in a process of its own."""
     from pyringar.cli.check import shower, target_of
     from pyringar.grading.lists import Lists
-    from pyringar.grading.remote import Limits, graded
+    from pyringar.grading.remote import graded
     from pyringar.grading.solution import CannotLoadError
 
     if ":" not in args.target:
@@ -144,9 +143,9 @@ def _function(args: argparse.Namespace) -> Iterator[Lists]:
             f"TARGET is {args.target!r}, expected one of {expected}, MODULE:FUNCTION, "
             f"FILE.py:FUNCTION{did_you_mean(args.target, _LIBRARIES)}"
         )
-    target, limits = target_of(args.target, ""), Limits(args.timeout, _MEMORY_BYTES)
+    target, show = target_of(args.target, ""), shower("pyringar audit")
     try:
-        with graded(target, ["cpu"] * args.ranks, limits, shower("pyringar audit")) as remote:
+        with graded(target, ["cpu"] * args.ranks, args.timeout, show) as remote:
             name = f"{os.path.basename(target.where)}:{target.function}"
             yield Lists(lambda case, x: remote.rested().run(case, x), name, args.ranks)
     except CannotLoadError as error:

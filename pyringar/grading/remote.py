@@ -18,7 +18,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,24 +31,11 @@ from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.grader import Report, judge_all
 from pyringar.grading.solution import CannotLoadError, Target, printable
 
-__all__ = ["Limits", "Remote", "grade", "graded"]
+__all__ = ["Remote", "grade", "graded"]
 
 _TICK_S = 0.05  # how often a silent process is looked at
 _LAST_WORDS_S = 1.0
 _MAX_WORDS = 1000
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a solution.
-
-    Attributes:
-        timeout_s: Seconds for its import, and for all calls of one property.
-        memory_bytes: Memory that each of its processes may allocate, and its largest file.
-    """
-
-    timeout_s: float
-    memory_bytes: int
 
 
 class EndedError(Exception):
@@ -59,7 +45,7 @@ class EndedError(Exception):
 def grade(
     target: Target,
     devices: list[str],
-    limits: Limits,
+    timeout_s: float,
     show: Callable[[bytes], object] = lambda text: None,
 ) -> Report:
     """Return the verdicts on a solution.
@@ -67,25 +53,25 @@ def grade(
     Args:
         target: The function to load.
         devices: One per rank.
-        limits: The limits of its process.
+        timeout_s: Seconds for its import, and for all calls of one property.
         show: Called with its prints.
 
     Raises:
         ArgumentError: A device is not there.
         CannotLoadError: The import fails or does not end, or there is no such function.
     """
-    with graded(target, devices, limits, show) as remote:
-        verdicts = judge_all(lambda check, _: check.look(remote), remote.rested, limits.timeout_s)
+    with graded(target, devices, timeout_s, show) as remote:
+        verdicts = judge_all(lambda check, _: check.look(remote), remote.rested, timeout_s)
         stem = os.path.basename(target.where).removesuffix(".py")
         return Report(f"{stem}.{target.function}", remote.device_names, verdicts)
 
 
 @contextlib.contextmanager
 def graded(
-    target: Target, devices: list[str], limits: Limits, show: Callable[[bytes], object]
+    target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
 ) -> Iterator[Remote]:
     """Start a solution in a process of its own, as `grade` says, and end it."""
-    with contextlib.closing(Remote(target, devices, limits, show)) as remote:
+    with contextlib.closing(Remote(target, devices, timeout_s, show)) as remote:
         # A forked process has torch's pool, but not its threads.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -99,14 +85,16 @@ class Remote(Subject):
     """A function in another process, which is started again after it ended."""
 
     def __init__(
-        self, target: Target, devices: list[str], limits: Limits, show: Callable[[bytes], object]
+        self, target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
     ) -> None:
         super().__init__(_never_called, (torch.device("cpu"),) * len(devices))
         arena = self._arena = Arena(len(devices))
-        self._start: Callable[[], _Process] = lambda: _Process(target, devices, arena, limits, show)
-        self._timeout_s = limits.timeout_s
+        self._start: Callable[[], _Process] = lambda: _Process(
+            target, devices, arena, timeout_s, show
+        )
+        self._timeout_s = timeout_s
         self._turn = 0
-        self._left_s = limits.timeout_s
+        self._left_s = timeout_s
         self._process = self._start()
         try:
             self.device_names = self._process.load()
@@ -205,10 +193,10 @@ class _Process:
         target: Target,
         devices: list[str],
         arena: Arena,
-        limits: Limits,
+        timeout_s: float,
         show: Callable[[bytes], object],
     ) -> None:
-        self._limits = limits
+        self._timeout_s = timeout_s
         self._show = show
         self._buffer = b""
         self.is_ended = False
@@ -222,7 +210,7 @@ class _Process:
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
-            worker.serve(target, devices, theirs, their_output, arena, limits.memory_bytes)
+            worker.serve(target, devices, theirs, their_output, arena)
         theirs.close()
         os.close(their_output)
         os.set_blocking(self._output, False)
@@ -239,7 +227,7 @@ class _Process:
             ArgumentError: A device is not there.
             CannotLoadError: The import fails, or there is no such function.
         """
-        timeout_s = self._limits.timeout_s
+        timeout_s = self._timeout_s
         try:
             message = self._receive(time.monotonic() + timeout_s)
         except TimeoutError:

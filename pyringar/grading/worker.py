@@ -26,7 +26,10 @@ from pyringar.grading.cases import Case, Other, layouts_of
 from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.solution import CannotLoadError, Target, load
 
-__all__ = ["serve"]
+__all__ = ["MEMORY_BYTES", "serve"]
+
+MEMORY_BYTES = 2 << 30
+"""Memory that each process of a solution may allocate, and its largest file."""
 
 _MAX_FILES = 1 << 16
 _PR_SET_PDEATHSIG = 1
@@ -39,7 +42,6 @@ def serve(
     channel: socket.socket,
     output: int,
     arena: Arena,
-    memory_bytes: int,
 ) -> NoReturn:
     """Load the function, then answer one call after the other until the grader hangs up.
 
@@ -49,10 +51,9 @@ def serve(
         channel: To the grader: a line of JSON for each call, and one back.
         output: The file descriptor that takes the solution's prints.
         arena: Memory of the tensors.
-        memory_bytes: Memory that a process may allocate, and its largest file.
     """
     try:
-        _settle_in(channel, output, memory_bytes)
+        _settle_in(channel, output)
         _serve(target, devices, channel, arena)
     except BaseException:  # the grader says that it ended, this says why
         traceback.print_exc()
@@ -60,7 +61,7 @@ def serve(
     _exit(0)
 
 
-def _settle_in(channel: socket.socket, output: int, memory_bytes: int) -> None:
+def _settle_in(channel: socket.socket, output: int) -> None:
     """Become a process that cannot disturb the grader's terminal, files or disk."""
     os.setsid()  # Ctrl-C is the grader's
     if sys.platform == "linux":
@@ -74,9 +75,9 @@ def _settle_in(channel: socket.socket, output: int, memory_bytes: int) -> None:
     os.closerange(3, channel.fileno())
     os.closerange(channel.fileno() + 1, _MAX_FILES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MEMORY_BYTES, MEMORY_BYTES))
     # Not RLIMIT_AS: torch reserves far more than it uses, tens of gigabytes with CUDA.
-    most = _data_bytes() + memory_bytes
+    most = _data_bytes() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     # The pool of threads that torch had before the fork is not here.
     torch.set_num_threads(1)
