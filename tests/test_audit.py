@@ -150,17 +150,6 @@ def test_order_of_fewer_ranks_has_several_names():
     )
 
 
-def test_sums_of_neighbours_on_fewer_ranks():
-    def tree(data):
-        return added(balanced(range(len(data))), data)
-
-    held = {k: audited(tree, k)["on fewer ranks"] for k in (4, 5, 6, 8)}
-    assert [held[k].verdict for k in (4, 5, 6, 8)] == ["yes", "-", "no", "yes"]
-    assert held[6].detail.endswith("on 2 that bring sums of 3 neighbours (the same on 3)")
-    assert held[8].detail == "4, 2 ranks that bring the sums of neighbours"
-    assert audited(lambda d: added(fold(range(len(d))), d), 4)["on fewer ranks"].verdict == "no"
-
-
 def test_chunks_are_found():
     by_rank = find_order(lists(lambda d: ring(d, piece=37), 4), 4, 300)
     starts = [region.start for region in by_rank[0]]

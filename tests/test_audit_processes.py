@@ -7,44 +7,21 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, programs
 
 from pyringar.audit.probes import TargetError, find_order
 from pyringar.audit.questions import audit, order_of
-from pyringar.audit.ranks import Ranks, find_launcher
+from pyringar.audit.ranks import Ranks
 from pyringar.audit.trees import describe, fold
 from pyringar.cli import main
-from pyringar.errors import ArgumentError
-
-ROOT = Path(__file__).resolve().parents[1]
-
-sys.path.append(str(ROOT))  # last: the installed pyringar comes first
-
-from benchmarks.peers.registry import PEERS, default_folder  # noqa: E402
 
 SUM = [torch.ones(3), torch.full((3,), 2.0)]
-
-
-def ranks_running(folder: str = "pyringar-audit-") -> list[int]:
-    """Processes of ranks that this one has started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = stat.read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if "pyringar.audit.rank" in words and folder in words:
-            found.append(int(stat.parent.name))
-    return found
-
-
-def folder_of(ranks: Ranks) -> str:
-    return ranks._errors.parent.name
 
 
 # -- libraries -------------------------------------------------------------------------------------
@@ -88,127 +65,89 @@ def test_ringar_keeps_its_order():
     assert {verdicts[n] for n in ("on every rank", "at every size", "async")} == {"yes"}
 
 
-DYNAMIC = {"OMPI_MCA_coll": "basic,libnbc,self,tuned", "OMPI_MCA_coll_tuned_use_dynamic_rules": "1"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("algorithm", "verdict", "detail"),
-    [
-        ("1", "rank, last first", "0+(1+(2+(3+4)))"),
-        ("3", "recursive doubling", "((0+1)+2)+(3+4)"),
-        ("4", "ring", "chunk c adds ranks c, c+1, ... (mod 5)"),
-    ],
-)
-def test_configured_mpi_order_is_found(algorithm, verdict, detail, monkeypatch):
-    """Open MPI's own settings name its algorithm: an answer that is independent of the audit."""
-    if why := PEERS["openmpi"].why_not():
-        pytest.skip(why)
-    variables = {**DYNAMIC, "OMPI_MCA_coll_tuned_allreduce_algorithm": algorithm}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    python = str(default_folder() / "openmpi/bin/python")
-    with Ranks("mpi", 5, launcher=find_launcher(python, 5), python=python) as mpi:
-        _, found = order_of(mpi, 5, 1000)
-    assert (found.verdict, found.detail.partition(";")[0]) == (verdict, detail)
-
-
-def test_missing_mpi_says_what_to_install(tmp_path):
-    bare = tmp_path / "python"
-    bare.write_text(
-        "#!/bin/sh\necho \"ModuleNotFoundError: No module named 'mpi4py'\" >&2\nexit 1\n"
-    )
-    bare.chmod(0o755)
-    with pytest.raises(ArgumentError, match=r"No module named 'mpi4py'.*pip install numpy mpi4py"):
-        find_launcher(str(bare), 2)
-    with pytest.raises(ArgumentError, match="python is '/no/such/python': No such file"):
-        find_launcher("/no/such/python", 2)
-    bare.write_text("#!/bin/sh\nexit 0\n")
-    with pytest.raises(ArgumentError, match="launcher is 'no-such-launcher', which is not there"):
-        find_launcher(str(bare), 2, "no-such-launcher")
-
-
 # -- processes -------------------------------------------------------------------------------------
 
 
 def test_killed_rank_is_named_and_replaced():
     with Ranks("gloo", 2) as gloo:
-        before, folder = gloo.reduce(SUM), folder_of(gloo)
-        victim = max(ranks_running(folder))
-        os.kill(victim, signal.SIGKILL)
-        with pytest.raises(TargetError, match=r"3 elements, 2 ranks, in place: rank . ended"):
+        before, processes = gloo.reduce(SUM), list(gloo._processes)
+        processes[1].kill()
+        processes[1].join()
+        with pytest.raises(TargetError, match="3 elements, 2 ranks, in place: rank 1 ended"):
             gloo.reduce(SUM)
-        assert ranks_running(folder) == []
+        assert active_children() == []
         assert [x.tolist() for x in gloo.reduce(SUM)] == [x.tolist() for x in before]
-        folder = folder_of(gloo)
-        assert len(ranks_running(folder)) == 2
-    assert ranks_running(folder) == []
+        assert len(active_children()) == 2
+    assert active_children() == []
 
 
-@pytest.mark.slow
 def test_stopped_rank_is_named_and_ended():
     with Ranks("gloo", 2, timeout_s=1.0) as gloo:
         gloo.reduce(SUM)
-        folder = folder_of(gloo)
-        stopped = max(ranks_running(folder))
-        os.kill(stopped, signal.SIGSTOP)
-        with pytest.raises(TargetError, match=r"no answer of rank|rank \d"):
+        os.kill(gloo._processes[1].pid, signal.SIGSTOP)
+        with pytest.raises(TargetError, match=r"no answer of rank 0, 1 in time|rank 1"):
             gloo.reduce([torch.ones(70_000), torch.ones(70_000)])
-        assert ranks_running(folder) == []
+        assert active_children() == []
 
 
-@pytest.mark.slow
 def test_error_of_a_rank_is_told():
     with Ranks("gloo", 2) as gloo:
-        folder = folder_of(gloo)
+        processes = list(gloo._processes)
         with pytest.raises(TargetError, match="float8_e5m2, 3 elements, 2 ranks, in place, rank 0"):
             gloo.reduce([x.to(torch.float8_e5m2) for x in SUM])
         assert gloo.reduce(SUM)[1].tolist() == [3.0, 3.0, 3.0]
-        assert folder_of(gloo) == folder
+        assert gloo._processes == processes
 
 
-@pytest.mark.slow
-def test_killed_auditor_leaves_no_rank(tmp_path):
-    script = """
-        import time, torch
-        from pyringar.audit.ranks import Ranks
-        ranks = Ranks("gloo", 2)
-        ranks.reduce([torch.ones(1), torch.ones(1)])
-        print(ranks._errors.parent.name, flush=True)
-        time.sleep(60)
-    """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as auditor:
-        folder = auditor.stdout.readline().strip()
-        assert len(ranks_running(folder)) == 2
-        auditor.kill()
-    deadline = time.monotonic() + 10
-    while ranks_running(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert ranks_running(folder) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_ranks(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "pyringar", "audit", "gloo", "--ranks", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as auditor:
-        deadline = time.monotonic() + 60
-        while len(ranks_running(str(tmp_path))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        auditor.send_signal(signal.SIGINT)
-        assert auditor.wait(30) == 130
-        assert auditor.stderr.read() == "pyringar audit: interrupted\n"
-    assert ranks_running(str(tmp_path)) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
 def test_failed_start_says_why():
-    with pytest.raises(TargetError, match=r"did not start: .*invalid|did not start: .*nonsense"):
+    with pytest.raises(TargetError, match=r"start of ringar, rank 0: .*order is 'nonsense'"):
         Ranks("ringar", 2, order="nonsense").reduce(SUM)
+
+
+KILLED = """
+import time, torch
+from pyringar.audit.ranks import Ranks
+ranks = Ranks("gloo", 2)
+ranks.reduce([torch.ones(1), torch.ones(1)])
+print(*(process.pid for process in ranks._processes), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_killed_auditor_leaves_no_rank():
+    with programs(KILLED, []) as (auditor,):
+        ranks = [int(word) for word in auditor.stdout.readline().split()]
+        os.kill(auditor.pid, signal.SIGKILL)
+        auditor.wait(10)
+        deadline = time.monotonic() + 10
+        while any(map(runs, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert not any(map(runs, ranks))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process exists, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_audit():
+    command = [sys.executable, "-m", "pyringar", "audit", "gloo", "--ranks", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as auditor:
+        children, ranks = Path(f"/proc/{auditor.pid}/task/{auditor.pid}/children"), []
+        deadline = time.monotonic() + 60
+        while len(ranks) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            ranks = [int(word) for word in children.read_text().split()]
+        auditor.send_signal(signal.SIGINT)
+        assert auditor.wait(10) == 130
+        assert auditor.stderr.read() == "pyringar audit: interrupted\n"
+    assert not any(map(runs, ranks))
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -257,15 +196,13 @@ def test_endless_function_ends(solution, capfd):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["glo"], "TARGET is 'glo', expected one of gloo, ringar, nccl, mpi, MODULE:FUNCTION, "
+        (["glo"], "TARGET is 'glo', expected one of gloo, ringar, nccl, MODULE:FUNCTION, "
                   "FILE.py:FUNCTION; did you mean 'gloo'?"),
         (["gloo", "--ranks", "1"], "--ranks is 1, expected 2 to 30"),
         (["gloo", "--sizes", "1,x"], "--sizes is '1,x', expected numbers from 1 to"),
         (["gloo", "--sizes", "0"], "--sizes is '0', expected numbers from 1 to"),
         (["gloo", "--timeout", "0"], "--timeout is 0, expected a positive number of seconds"),
         (["gloo", "--order", "rank"], "--order is 'rank', but only the target ringar takes one"),
-        (["gloo", "--python", "x"], "--python is 'x', but only the target mpi takes one"),
-        (["mpi", "--python", "/no/such"], "--python is '/no/such': No such file or directory"),
         (["no_such_file.py:f"], "there is no file 'no_such_file.py'"),
         (["no_such_module:f"], "nothing was audited: there is no module 'no_such_module'"),
     ],

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import json
+import argparse
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import unittest
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from doc_pages import blocks_of
 from programs import run_programs
 
-import pyringar as pr
+from pyringar import pytest_plugin
 from pyringar.cli import main
-from pyringar.train.trace import Trace
 
 PROGRAM = '''
 import argparse, os, pickle, sys
@@ -84,31 +82,12 @@ def test_module_runs(program, capsys):
     assert capsys.readouterr().out == "a package __main__\n" * 2
 
 
-ODD = """
-import logging, sys
-import torch.distributed as dist
-from .beside import number
-
-logging.basicConfig(level=logging.INFO, format="MINE %(message)s", stream=sys.stdout, force=True)
-dist.init_process_group("ringar")
-
-def add(x: int) -> int: ...
-
-first = sys.argv.pop(1)
-dist.barrier()
-print(first, number, add.__annotations__["x"], __package__)
-if dist.get_rank() == 0:
-    logging.info("logged")
-"""
-
-
 def test_module_finds_its_package(program, capsys):
     package = program.parent / "package"
-    (package / "odd.py").write_text(ODD)
+    (package / "odd.py").write_text("from .beside import number\nprint(number, __package__)\n")
     (package / "beside.py").write_text("number = 7\n")
-    assert main(["run", "--ranks", "2", "-m", "package.odd", "first"]) == 0
-    lines = sorted(capsys.readouterr().out.splitlines())
-    assert lines == ["MINE logged", *["first 7 <class 'int'> package"] * 2]
+    assert main(["run", "--ranks", "2", "-m", "package.odd"]) == 0
+    assert capsys.readouterr().out == "7 package\n" * 2
 
 
 def test_ranks_error_is_shown_as_by_python(program, capsys):
@@ -139,53 +118,11 @@ def test_mismatch_is_no_wrong_option(program, capsys):
         (["--ranks", "2", "--devices", "cpu", "train.py"], "--devices has 1 entries, expected 2"),
         (["--seed", "-1", "train.py"], "--seed is -1"),
         (["--timeout", "0", "train.py"], "--timeout is 0"),
-        (["--trace", "missing/t.json", "train.py"], "--trace"),
     ],
 )
 def test_wrong_options(program, capsys, arguments, text):
     assert main(["run", *arguments]) == 2
     assert text in capsys.readouterr().err
-
-
-# -- traces ----------------------------------------------------------------------
-
-
-def late_rank() -> None:
-    dist.init_process_group()
-    if dist.get_rank() == 1:
-        torch.ones(300, 300) @ torch.ones(300, 300)
-    dist.all_reduce(torch.ones(1))
-    dist.barrier()
-
-
-def test_trace_has_runs_and_waits(tmp_path, capsys):
-    file = tmp_path / "run.json"
-    pr.launch(late_rank, 2, trace=file)
-    trace = Trace.load(file)
-    assert trace.title == "2 ranks in turn, seed 0"
-    for rank in (0, 1):
-        own = sorted((s for s in trace.spans if s.rank == rank), key=lambda span: span.begin_s)
-        assert own[0].category == own[-1].category == "run"
-        assert all(a.end_s == pytest.approx(b.begin_s) for a, b in itertools.pairwise(own))
-    runs = sorted((s for s in trace.spans if s.category == "run"), key=lambda span: span.begin_s)
-    assert all(a.end_s <= b.begin_s + 1e-9 for a, b in itertools.pairwise(runs))
-    waits = {span.name for span in trace.spans if span.category == "wait"}
-    assert waits & {"all_reduce (op sum) for 0", "all_reduce (op sum) for 1"}
-    assert main(["trace", str(file)]) == 0
-    out = capsys.readouterr().out
-    assert "run" in out
-    assert "forward" not in out
-
-
-def test_trace_of_failed_ranks_is_written(tmp_path):
-    def program() -> None:
-        dist.init_process_group()
-        dist.recv(torch.ones(1), 1 - dist.get_rank())
-
-    with pytest.raises(pr.CollectiveTimeout):
-        pr.launch(program, 2, trace=tmp_path / "run.json")
-    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    assert {"recv (from 1) for 1", "recv (from 0) for 0"} <= {event["name"] for event in events}
 
 
 # -- pytest ----------------------------------------------------------------------------------------
@@ -210,6 +147,10 @@ def test_fails_on_one_rank():
 @pytest.mark.ranks(2, seed=4)
 def test_deadlock():
     dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+@pytest.mark.ranks(2)
+def test_exits():
+    raise SystemExit(0)
 
 @pytest.mark.ranks(2)
 def test_skipped():
@@ -243,21 +184,6 @@ def test_seeds_were_tried():
 """
 
 
-REFUSED = {
-    "async": (
-        "@pytest.mark.ranks(2)\nasync def test_it(): assert False\n",
-        "needs a function, not async def",
-    ),
-    "unittest": (
-        "import unittest\nclass TestIt(unittest.TestCase):\n    @pytest.mark.ranks(2)\n"
-        "    def test_it(self): pass\n",
-        "knows no unittest.TestCase",
-    ),
-    "exit": (
-        "import sys\n@pytest.mark.ranks(2)\ndef test_it(): sys.exit(0)\n",
-        "the test ended with SystemExit(0)",
-    ),
-}
 # The plugin by name: it is also found where it is in PYTHONPATH and not installed.
 PYTEST = """
 import sys, pytest
@@ -265,34 +191,43 @@ sys.exit(pytest.main(sys.argv[1:], plugins=["pyringar.pytest_plugin"]))
 """
 
 
-def run_pytest(*runs: Sequence[object]) -> list[str]:
-    """Run pytest in a process for each list of words, and return what they print."""
-    options = ["-n", "0", "-rs", "-p", "no:cacheprovider", "-p", "no:pyringar", "-c", "/dev/null"]
-    done = run_programs(PYTEST, *([*options, *words] for words in runs), timeout_s=100)
-    assert all(each.returncode == 1 or "ERROR: " in each.stderr for each in done)
-    return [each.stdout + each.stderr for each in done]
-
-
 def test_marked_tests_run_on_ranks(tmp_path):
     (tmp_path / "test_theirs.py").write_text(TESTS)
-    (told,) = run_pytest(["--strict-markers", "--ranks-seeds", "10", tmp_path])
-    assert "2 failed, 8 passed, 1 skipped" in told, told
+    options = ["-n", "0", "-rs", "-p", "no:cacheprovider", "-p", "no:pyringar", "-c", "/dev/null"]
+    words = [*options, "--strict-markers", "--ranks-seeds", "10", tmp_path]
+    (done,) = run_programs(PYTEST, words, timeout_s=100)
+    told = done.stdout + done.stderr
+    assert done.returncode == 1, told
+    assert "3 failed, 8 passed, 1 skipped" in told, told
     assert "AssertionError: rank one" in told
     assert "raised by rank 1 of 3" in told or sys.version_info < (3, 11)
     assert "CollectiveTimeout: all ranks wait for each other" in told
     assert "seed=4 repeats this run" in told
     assert "not here" in told
+    assert "the test ended with SystemExit(0)" in told
     assert "pytest_plugin.py" not in told, "failures are shown without our own lines"
 
 
-def test_tests_that_would_test_nothing_are_refused(tmp_path):
-    for name, (code, _) in REFUSED.items():
-        (tmp_path / f"test_{name}.py").write_text(f"import pytest\n{code}")
-    runs = [[tmp_path / f"test_{name}.py"] for name in REFUSED]
-    *told, seeds = run_pytest(*runs, ["--ranks-seeds", "0", tmp_path / "test_exit.py"])
-    for shown, (_, text) in zip(told, REFUSED.values(), strict=True):
-        assert text in shown, shown
-    assert "--ranks-seeds: is '0', expected a positive number" in seeds
+async def waits() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("test", "kind", "words"),
+    [
+        (waits, None, "needs a function, not async def"),
+        (print, unittest.TestCase, "knows no unittest.TestCase"),
+    ],
+)
+def test_mark_without_meaning_is_refused(test, kind, words):
+    item = SimpleNamespace(obj=test, cls=kind, nodeid="test", get_closest_marker=lambda name: name)
+    with pytest.raises(pytest.UsageError, match=words):
+        pytest_plugin.pytest_collection_modifyitems([item])
+
+
+def test_number_of_seeds_is_positive():
+    with pytest.raises(argparse.ArgumentTypeError, match="is '0', expected a positive number"):
+        pytest_plugin._positive("0")
 
 
 # -- torch's own tests -----------------------------------------------------------------------------

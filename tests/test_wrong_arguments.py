@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import pyringar as pr
-from pyringar.cluster.faults import Fault
 from pyringar.parallel.shards import (
     check_replicas_equal,
     count_correct,
@@ -149,15 +148,8 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.launch, "devices", NOTHING, lambda v: pr.launch(print, devices=v)),
     (pr.launch, "args", LISTS, lambda v: pr.launch(abs, args=v)),
     (pr.launch, "kwargs", NOTHING, lambda v: pr.launch(abs, kwargs=v)),
-    (pr.launch, "parallel", set(), lambda v: pr.launch(print, parallel=v)),
     (pr.launch, "seed", {"int"}, lambda v: pr.launch(print, seed=v)),
     (pr.launch, "timeout", NUMBER, lambda v: pr.launch(print, timeout=v)),
-    (pr.launch, "faults", {"empty list"}, lambda v: pr.launch(print, faults=v)),
-    (pr.launch, "trace", {"None", "str"}, lambda v: pr.launch(print, trace=v)),
-    (Fault, "kind", set(), lambda v: Fault(v, 0, 1)),
-    (Fault, "rank", {"int"}, lambda v: Fault("dies", v, 1)),
-    (Fault, "call", {"int"}, lambda v: Fault("dies", 0, v)),
-    (Fault, "late_s", NUMBER, lambda v: Fault("late", 0, 1, v)),
 ]
 
 

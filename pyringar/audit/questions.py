@@ -18,7 +18,6 @@ from pyringar.audit.probes import (
     TargetError,
     bits_of,
     dtype_name,
-    evaluate,
     find_order,
     has_bits,
     rounding_of,
@@ -26,7 +25,7 @@ from pyringar.audit.probes import (
     wider,
 )
 from pyringar.audit.report import Finding, Report, Section
-from pyringar.audit.trees import EXACT, Region, balanced, describe, same_trees
+from pyringar.audit.trees import EXACT, Region, describe, same_trees
 
 __all__ = ["SIZES", "audit", "order_of"]
 
@@ -230,7 +229,6 @@ class _Audit:
         yield self._ask("in several calls", self._split)
         yield self._ask("async", self._async)
         yield self._ask("ranks renumbered", self._renumbered)
-        yield self._ask("on fewer ranks", self._fewer)
 
     def _every_rank(self) -> str:
         for dtype, numel in self._messages():
@@ -298,25 +296,6 @@ class _Audit:
             got = self.target.reduce([inputs[r] for r in order])[0]
             _compare(plain, got, "as they are", f"if ranks have the values of {_listed(order)}")
         return f"{2 * self.k - 1} permutations of the inputs"
-
-    def _fewer(self) -> str | Finding:
-        """Let fewer ranks bring the sums of neighbours, themselves added as a balanced tree."""
-        counts = [k for k in range(2, self.k) if self.k % k == 0]
-        if not counts:
-            return Finding("", "-", f"{self.k} ranks are no smaller number of equal groups")
-        inputs = wide_values(self.k, self.few, torch.float32)
-        plain = self.target.reduce(inputs)[0]
-        held: list[int] = []
-        for k in reversed(counts):
-            size = self.k // k
-            region = Region(0, self.few, balanced(range(size)))
-            sums = [evaluate([region], inputs[r * size : (r + 1) * size]) for r in range(k)]
-            got = self.target.reduce(sums)[0]
-            same = f" (the same on {_listed(held)})" if held else ""
-            words = f"on {k} that bring sums of {size} neighbours{same}"
-            _compare(plain, got, f"on {self.k}", words)
-            held.append(k)
-        return f"{_listed(held)} ranks that bring the sums of neighbours"
 
     # -- special values ----------------------------------------------------------------------------
 

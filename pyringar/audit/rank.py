@@ -1,61 +1,55 @@
-"""One rank of an audited library: ``python rank.py KIND ADDRESS OPTIONS``.
-
-Its process runs this file and the library alone. A rank of MPI needs mpi4py and NumPy only, neither
-torch nor pyringar: it may have an environment of its own. Requests and answers are tuples, and
-bytes for the numbers, on a Unix socket. A thread ends the process when the socket is closed, also
-in the middle of a call that never returns.
-"""
+"""One rank of an audited library, in a process of its own."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import itertools
-import json
 import os
-import select
-import shutil
-import socket
-import sys
+import signal
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-Wait = Callable[[], object]
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d
+
+__all__ = ["memory_of", "serve"]
+
+Options = dict[str, Any]
 
 
 class TorchRank:
     """A rank of a backend of torch.distributed.
 
     Args:
-        options: ``kind``, ``rank``, ``ranks``, ``folder`` for the store, ``timeout_s``.
+        options: ``library``, ``rank``, ``ranks``, ``port`` of the store, ``timeout_s``.
     """
 
-    ways = ("in place", "async")
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        from datetime import timedelta
-
-        import torch
-
-        torch.set_num_threads(1)
-        self._torch, self._groups = torch, dict[int, Any]()
-        self.rank, self._ranks = options["rank"], options["ranks"]
-        self._is_nccl = options["kind"] == "nccl"
+    def __init__(self, options: Options) -> None:
+        self.rank: int = options["rank"]
+        self._groups: dict[int, Any] = {}
+        self._device = torch.device("cpu")
         self.version = f"torch {torch.__version__}"
-        if self._is_nccl:
-            torch.cuda.set_device(self.rank)
+        if options["library"] == "nccl":
+            self._device = torch.device("cuda", self.rank)
+            torch.cuda.set_device(self._device)
             nccl: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
             self.version = f"{'.'.join(map(str, nccl))}, {self.version}"
-        self._meet(options, timedelta(seconds=options["timeout_s"]))
+        self._meet(options, _distributed_c10d.TCPStore("127.0.0.1", options["port"]))
 
-    def _meet(self, options: dict[str, Any], timeout: Any) -> None:
-        self._torch.distributed.init_process_group(
-            options["kind"],
-            init_method=f"file://{options['folder']}/store",
+    def _meet(self, options: Options, store: Any) -> None:
+        dist.init_process_group(
+            options["library"],
+            store=store,
             rank=self.rank,
-            world_size=self._ranks,
-            timeout=timeout,
+            world_size=options["ranks"],
+            timeout=timedelta(seconds=options["timeout_s"]),
         )
 
     def prepare(self, k: int) -> None:
@@ -64,34 +58,31 @@ class TorchRank:
             self._groups[k] = self._group(k)
 
     def _group(self, k: int) -> Any:
-        return self._torch.distributed.new_group(range(k))
+        return dist.new_group(range(k))
 
-    def run(self, data: bytearray, dtype: str, k: int, way: str, edges: Sequence[int]) -> bytearray:
-        """Reduce a message, piece by piece; return what it has become."""
-        flat = self._torch.frombuffer(data, dtype=getattr(self._torch, dtype))
-        there = flat.to(f"cuda:{self.rank}") if self._is_nccl else flat
-        pieces = [there[a:b] for a, b in itertools.pairwise(edges)]
-        waits = [self._begin(piece, k, way == "async") for piece in pieces]
-        for wait in reversed(waits):
-            wait()
-        flat.copy_(there)
-        return data
+    def run(self, data: bytes, dtype: str, k: int, way: str, edges: Sequence[int]) -> Tensor:
+        """Reduce a message, piece by piece; return the result."""
+        flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).to(self._device)
+        pieces = [flat[a:b] for a, b in itertools.pairwise(edges)]
+        works = [self._begin(piece, k, way == "async") for piece in pieces]
+        for work in reversed(works):
+            if way == "async":
+                work.wait()
+        return flat.cpu()
 
-    def _begin(self, piece: Any, k: int, is_async: bool) -> Wait:
-        reduce: Any = self._torch.distributed.all_reduce
-        work = reduce(piece, group=self._groups[k], async_op=is_async)
-        return work.wait if is_async else lambda: None
+    def _begin(self, piece: Tensor, k: int, is_async: bool) -> Any:
+        return dist.all_reduce(piece, group=self._groups[k], async_op=is_async)
 
 
 class RingarRank(TorchRank):
     """A rank of `pyringar.ProcessCommunicator`, with ``order`` among the options."""
 
-    def _meet(self, options: dict[str, Any], timeout: Any) -> None:
+    def _meet(self, options: Options, store: Any) -> None:
         version = importlib.metadata.version("pyringar")
         self.version = f"{version}, order={options['order']}, {self.version}"
         self._options = {"order": options["order"], "timeout": options["timeout_s"]}
-        self._store = self._torch.distributed.FileStore(f"{options['folder']}/store", self._ranks)
-        self.prepare(self._ranks)  # compiles the engine if need be
+        self._store = store
+        self.prepare(options["ranks"])  # compiles the engine if need be
 
     def _group(self, k: int) -> Any:
         from pyringar.comm.process_communicator import ProcessCommunicator
@@ -99,96 +90,62 @@ class RingarRank(TorchRank):
         options = {"name": f"{k} ranks", **self._options}
         return ProcessCommunicator(self._store, self.rank, k, **options) if self.rank < k else None
 
-    def _begin(self, piece: Any, k: int, is_async: bool) -> Wait:
-        work = self._groups[k].all_reduce(piece, async_op=is_async)
-        return work.wait if is_async else lambda: None
+    def _begin(self, piece: Tensor, k: int, is_async: bool) -> Any:
+        return self._groups[k].all_reduce(piece, async_op=is_async)
 
 
-class MpiRank:
-    """A rank of an MPI library, through mpi4py."""
-
-    ways = ("in place", "async")
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        from mpi4py import MPI
-
-        self._mpi, self._world = MPI, MPI.COMM_WORLD
-        self.rank = self._world.rank
-        self._groups: dict[int, Any] = {}
-        library = MPI.Get_library_version().splitlines()[0].partition(", ")[0].rstrip("\0")
-        self.version = " ".join(library.replace("Version:", "").split())
-
-    def prepare(self, k: int) -> None:
-        """Make the group of the first ``k`` ranks; all ranks take part."""
-        if k not in self._groups:
-            self._groups[k] = self._world.Split(0 if self.rank < k else 1, self.rank)
-
-    def run(self, data: bytearray, dtype: str, k: int, way: str, edges: Sequence[int]) -> bytearray:
-        """Reduce a message, piece by piece; return what it has become."""
-        import numpy as np
-
-        if dtype == "bfloat16":
-            raise TypeError("mpi4py has no bfloat16")
-        flat = np.frombuffer(data, dtype)
-        group, given, add, pending = self._groups[k], self._mpi.IN_PLACE, self._mpi.SUM, []
-        for a, b in itertools.pairwise(edges):
-            if way == "async":
-                pending.append(group.Iallreduce(given, flat[a:b], add))
-            else:
-                group.Allreduce(given, flat[a:b], add)
-        for request in reversed(pending):
-            request.Wait()
-        return data
-
-
-KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
+_KINDS: dict[str, Callable[[Options], TorchRank]] = {
     "gloo": TorchRank,
     "nccl": TorchRank,
     "ringar": RingarRank,
-    "mpi": MpiRank,
 }
 
 
-def serve(address: str, options: dict[str, Any]) -> None:
-    """Join the other ranks, then answer requests until the auditor is gone."""
-    link = socket.socket(socket.AF_UNIX)
-    link.connect(address)
-    watch = threading.Thread(target=_end_with, args=(link.fileno(), address), daemon=True)
-    watch.start()
-    channel = Connection(os.dup(link.fileno()))
+def serve(channel: Connection, options: Options) -> None:
+    """Join the other ranks, then answer requests until the auditor hangs up.
+
+    A request is a dtype, a number of ranks, a way, edges of pieces, and this rank's bytes. Answers
+    begin with ``"done"`` or ``"failed"``.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the auditor's
+    threading.Thread(target=_end_with_auditor, daemon=True).start()
+    torch.set_num_threads(1)  # a forked process has torch's pool, but not its threads
     try:
-        rank = KINDS[options["kind"]](options)
+        rank = _KINDS[options["library"]](options)
+        channel.send(("done", rank.version))
+        while True:
+            channel.send(_answer(rank, *channel.recv()))
+    except (EOFError, OSError):
+        pass
     except Exception as error:
-        return channel.send(("cannot", _words(error)))
-    channel.send(("hello", rank.rank, rank.version, rank.ways))
-    while True:
-        try:
-            dtype, k, way, edges = channel.recv()
-            data = bytearray(channel.recv_bytes()) if rank.rank < k else bytearray()
-        except (EOFError, OSError):
-            return watch.join()
-        try:
-            rank.prepare(k)
-            result = rank.run(data, dtype, k, way, edges) if rank.rank < k else b""
-        except Exception as error:
-            channel.send(("failed", _words(error)))
-            continue
-        channel.send(("done",))
-        channel.send_bytes(result)
+        channel.send(("failed", _words(error)))
+    os._exit(0)
+
+
+def _answer(
+    rank: TorchRank, dtype: str, k: int, way: str, edges: Sequence[int], data: bytes
+) -> tuple[str, Any]:
+    try:
+        rank.prepare(k)
+        if rank.rank >= k:
+            return "done", b""
+        return "done", memory_of(rank.run(data, dtype, k, way, edges))
+    except Exception as error:
+        return "failed", _words(error)
+
+
+def memory_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a contiguous CPU tensor, without NumPy."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def _words(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
-def _end_with(descriptor: int, address: str) -> None:
-    """End this process when nobody is at the other end of its socket, whose folder goes, too."""
-    hung_up = select.poll()
-    hung_up.register(descriptor, select.POLLHUP)
-    hung_up.poll()
-    shutil.rmtree(os.path.dirname(address), ignore_errors=True)
+def _end_with_auditor() -> None:
+    """End this process when the auditor is gone, even in a call that never returns."""
+    auditor = parent_process()
+    assert auditor is not None
+    wait([auditor.sentinel])
     os._exit(1)
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], json.loads(sys.argv[2]))

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from pyringar.choices import ORDERS, did_you_mean
@@ -32,7 +31,6 @@ TARGET is a library, whose ranks are started as processes of this machine
   gloo     torch.distributed's backend for CPUs
   ringar   pyringar.ProcessCommunicator, with the --order that it is to promise
   nccl     torch.distributed's backend for GPUs, of which every rank has one
-  mpi      the MPI library of mpi4py
 or MODULE:FUNCTION or FILE.py:FUNCTION, which is called with a list of tensors,
 one per rank, and leaves their sum in all. That runs the code, with your rights.
 
@@ -43,12 +41,10 @@ examples:
   pyringar audit gloo --ranks 4
   pyringar audit ringar --ranks 3 --order rank
   pyringar audit solution.py:allreduce --ranks 5
-  pyringar audit mpi --python venv/bin/python --sizes 1,1000,100000
 """
-_LIBRARIES = ("gloo", "ringar", "nccl", "mpi")
+_LIBRARIES = ("gloo", "ringar", "nccl")
 _MAX_RANKS = 30  # sets of ranks are bits of an int32
 _MAX_ELEMENTS = 1 << 24
-_MEMORY_BYTES = 4 << 30  # that a function may use
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -74,14 +70,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=float,
         default=30.0,
         help="for a call, and for the import of a function (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--python", metavar="PATH", help="for mpi: an interpreter that has mpi4py (default: this)"
-    )
-    parser.add_argument(
-        "--launcher",
-        metavar="PATH",
-        help="for mpi: what starts ranks (default: mpiexec beside --python, else in PATH)",
     )
     add_json_option(parser)
     parser.set_defaults(run=run)
@@ -120,18 +108,15 @@ def _check(args: argparse.Namespace) -> None:
         raise ArgumentError(f"ranks is {args.ranks}, expected 2 to {_MAX_RANKS}")
     if not (args.timeout > 0 and math.isfinite(args.timeout)):
         raise ArgumentError(f"timeout is {args.timeout:g}, expected a positive number of seconds")
-    of = {"order": "ringar", "python": "mpi", "launcher": "mpi"}
-    for name, target in of.items():
-        value = getattr(args, name)
-        if value is not None and args.target != target:
-            raise ArgumentError(f"{name} is {value!r}, but only the target {target} takes one")
+    if args.order is not None and args.target != "ringar":
+        raise ArgumentError(f"order is {args.order!r}, but only the target ringar takes one")
 
 
 def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
     """Return what is audited, ready to be started."""
     if args.target not in _LIBRARIES:
         return _function(args)
-    from pyringar.audit.ranks import Ranks, find_launcher
+    from pyringar.audit.ranks import Ranks
 
     if args.target == "nccl":
         import torch
@@ -141,16 +126,7 @@ def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
                 f"ranks is {args.ranks}, but nccl needs a GPU for each, and there are "
                 f"{torch.cuda.device_count()}"
             )
-    python = args.python or sys.executable
-    launcher = find_launcher(python, args.ranks, args.launcher) if args.target == "mpi" else ()
-    return Ranks(
-        args.target,
-        args.ranks,
-        args.timeout,
-        order=args.order or "any",
-        launcher=launcher,
-        python=python,
-    )
+    return Ranks(args.target, args.ranks, args.timeout, order=args.order or "any")
 
 
 @contextlib.contextmanager
@@ -158,7 +134,7 @@ def _function(args: argparse.Namespace) -> Iterator[Lists]:
     """Load a function in a process of its own."""
     from pyringar.cli.check import shower, target_of
     from pyringar.grading.lists import Lists
-    from pyringar.grading.remote import Limits, graded
+    from pyringar.grading.remote import graded
     from pyringar.grading.solution import CannotLoadError
 
     if ":" not in args.target:
@@ -167,9 +143,9 @@ def _function(args: argparse.Namespace) -> Iterator[Lists]:
             f"TARGET is {args.target!r}, expected one of {expected}, MODULE:FUNCTION, "
             f"FILE.py:FUNCTION{did_you_mean(args.target, _LIBRARIES)}"
         )
-    target, limits = target_of(args.target, ""), Limits(args.timeout, _MEMORY_BYTES)
+    target, show = target_of(args.target, ""), shower("pyringar audit")
     try:
-        with graded(target, ["cpu"] * args.ranks, limits, shower("pyringar audit")) as remote:
+        with graded(target, ["cpu"] * args.ranks, args.timeout, show) as remote:
             name = f"{os.path.basename(target.where)}:{target.function}"
             yield Lists(lambda case, x: remote.rested().run(case, x), name, args.ranks)
     except CannotLoadError as error:

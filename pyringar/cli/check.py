@@ -18,7 +18,6 @@ from pyringar.errors import ArgumentError
 
 # The grader imports torch, for which `--help` need not wait.
 if TYPE_CHECKING:
-    from pyringar.grading.remote import Limits
     from pyringar.grading.solution import Target
 
 __all__ = ["add_parser", "run", "shower", "target_of"]
@@ -43,7 +42,6 @@ examples:
 """
 _DEFAULT_RANKS = 8
 _TIMEOUT_S = 10.0
-_MEMORY_BYTES = 2 << 30
 _WIDTH = 80
 _MAX_NAME = 32
 _MAX_SHOWN_BYTES = 1 << 16  # of what a solution prints
@@ -91,21 +89,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Grade what the arguments name, print the verdicts, and write the marks."""
-    limits = _limits(args)
+    if not (args.timeout > 0 and math.isfinite(args.timeout)):
+        raise ArgumentError(f"--timeout is {args.timeout:g}, expected a positive number")
     targets, is_class = _targets(args)
     path = check_output_path("--csv", args.csv, ".csv") if args.csv else None
     if is_class or path:
-        return _grade_class(targets, path, limits, args)
-    return _grade_one(targets[0], limits, args)
+        return _grade_class(targets, path, args)
+    return _grade_one(targets[0], args)
 
 
-def _grade_one(target: Target, limits: Limits, args: argparse.Namespace) -> int:
+def _grade_one(target: Target, args: argparse.Namespace) -> int:
     """Print all about one solution."""
     from pyringar.grading.remote import grade
     from pyringar.grading.solution import CannotLoadError
 
     try:
-        report = grade(target, args.devices, limits, shower("pyringar check"))
+        report = grade(target, args.devices, args.timeout, shower("pyringar check"))
     except CannotLoadError as error:
         raise ArgumentError(f"nothing was graded: {error}") from error
     if args.json:
@@ -115,9 +114,7 @@ def _grade_one(target: Target, limits: Limits, args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def _grade_class(
-    targets: list[Target], path: Path | None, limits: Limits, args: argparse.Namespace
-) -> int:
+def _grade_class(targets: list[Target], path: Path | None, args: argparse.Namespace) -> int:
     """Print a row per solution as it is graded, and write the marks."""
     from pyringar.grading.marks import REQUIRED, Marked, write_csv
     from pyringar.grading.remote import grade
@@ -131,7 +128,7 @@ def _grade_class(
     for target in targets:
         say(Marked(target, None).columns(_WIDTH, name_width)[0])
         try:
-            one = Marked(target, grade(target, args.devices, limits))
+            one = Marked(target, grade(target, args.devices, args.timeout))
         except CannotLoadError as error:
             one = Marked(target, None, str(error))
         except KeyboardInterrupt:
@@ -169,14 +166,6 @@ def shower(prog: str) -> Callable[[bytes], None]:
 
 
 # -- arguments -------------------------------------------------------------------------------------
-
-
-def _limits(args: argparse.Namespace) -> Limits:
-    from pyringar.grading.remote import Limits
-
-    if not (args.timeout > 0 and math.isfinite(args.timeout)):
-        raise ArgumentError(f"--timeout is {args.timeout:g}, expected a positive number")
-    return Limits(args.timeout, _MEMORY_BYTES)
 
 
 def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:

@@ -7,7 +7,6 @@ import sys
 import traceback
 from typing import Any
 
-from pyringar.cli.paths import check_output_path
 from pyringar.errors import RingarError
 
 __all__ = ["add_parser", "run"]
@@ -23,7 +22,6 @@ rank raised, or ranks waited in vain; 2 wrong arguments; 130 interrupted.
 examples:
   pyringar run --ranks 4 train.py --epochs 2
   pyringar run --ranks 2 --seed 7 -m my.package.train
-  pyringar run --ranks 4 --trace run.json train.py; pyringar trace run.json
 """
 
 
@@ -51,16 +49,12 @@ def add_parser(subparsers: Any) -> None:
         help="decides which rank goes next; the same seed, the same run (default: %(default)s)",
     )
     parser.add_argument(
-        "--parallel", action="store_true", help="let ranks compute at once, as far as Python does"
-    )
-    parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=float,
         default=30.0,
         help="that a rank may run while others wait for it (default: %(default)g)",
     )
-    parser.add_argument("--trace", metavar="FILE.json", help="write what ranks did when")
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     parser.add_argument(
@@ -74,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
     from pyringar.cluster.launch import launch
     from pyringar.cluster.script import as_program
 
-    if args.trace is not None:
-        args.trace = check_output_path("--trace", args.trace, ".json")
     devices = args.devices.split(",") if args.devices is not None else None
     try:
         with as_program(args.script, args.arguments, is_module=args.is_module) as program:
@@ -83,10 +75,8 @@ def run(args: argparse.Namespace) -> int:
                 program,
                 args.ranks,
                 devices=devices,
-                parallel=args.parallel,
                 seed=args.seed,
                 timeout=args.timeout,
-                trace=args.trace,
             )
     except Exception as error:
         if not isinstance(error, RingarError) or _is_of_ranks(error):

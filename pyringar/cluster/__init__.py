@@ -9,7 +9,7 @@
 
     losses = pr.launch(train, ranks=4)  # one result per rank
 
-One rank runs at a time and hands on only where it waits; which goes next is drawn from a seed, so
-that a run can be repeated, and other interleavings tried. Sums are the engine's, in rank order.
+One rank runs at a time, and another one when it waits; a seed decides which, so that a run can be
+repeated, and other interleavings tried. Sums are the engine's, in rank order.
 A rank that fails, a deadlock and calls that differ are one exception, which says who called what.
 """

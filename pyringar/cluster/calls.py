@@ -36,9 +36,9 @@ class Wait:
     """Something that a rank waits for.
 
     Args:
-        rank: Who waits.
+        rank: The rank that waits.
         what: In words: ``"the store's 'key'"``.
-        limit_s: How long the program wants to wait; None: as long as there is hope.
+        limit_s: How long the program wants to wait; None: as long as another rank may act.
     """
 
     def __init__(self, rank: Rank, what: str, limit_s: float | None = None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import itertools
 import logging
 import threading
 import time
@@ -16,29 +15,21 @@ import torch
 
 from pyringar.cluster import internals
 from pyringar.cluster.calls import Call, Pause, Wait, copy_of, names_of, text_of
-from pyringar.cluster.faults import Fault, RankDied
 from pyringar.cluster.group import ThreadGroup
-from pyringar.cluster.meeting import Meeting, World
-from pyringar.cluster.ranks import Rank, this_rank
+from pyringar.cluster.meeting import Meeting
+from pyringar.cluster.ranks import Rank, current, this_rank
 from pyringar.cluster.report import report
 from pyringar.cluster.schedule import Schedule
-from pyringar.cluster.state import environment_of
+from pyringar.cluster.state import ProcessState, environment_of
 from pyringar.cluster.store import ThreadStore
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.threads import starting_thread
-from pyringar.errors import (
-    ArgumentError,
-    CollectiveTimeout,
-    PeerLostError,
-    RingarError,
-)
-from pyringar.train.trace import Trace
+from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["Cluster"]
 
 logger = logging.getLogger(__name__)
 
-_places = itertools.count(1)
 # How long ranks that were interrupted may take to end.
 _GRACE_S = 5.0
 # How many times the timeout a rank may run while others wait for nothing but their turn.
@@ -51,33 +42,16 @@ class Cluster:
     See `pyringar.launch` for the arguments.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[torch.device],
-        *,
-        parallel: bool,
-        seed: int,
-        timeout_s: float,
-        faults: Sequence[Fault] = (),
-    ) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, seed: int, timeout_s: float) -> None:
         self.ranks = [
             Rank(index, device, environment_of(index, len(devices), device))
             for index, device in enumerate(devices)
         ]
-        self.schedule = Schedule(
-            self.ranks,
-            seed=seed,
-            is_parallel=parallel,
-            snapshot=None if parallel else internals.process_state,
-            stuck=self._all_wait,
-        )
-        self._is_parallel = parallel
+        self.schedule = Schedule(self.ranks, seed=seed, stuck=self._all_wait)
         self._seed = seed
         self._timeout_s = timeout_s
-        self._faults = {(fault.rank, fault.call): fault for fault in faults}
         self._store = ThreadStore(self.wait, self._ask, self.schedule.look)
         self._meetings: dict[Any, Meeting] = {}
-        self._worlds: dict[Any, World] = {}  # the last one of a size at each address
         self._engines: dict[tuple[torch.device, ...], Communicator] = {}
         self._failure: BaseException | None = None
         """What went wrong first."""
@@ -87,12 +61,8 @@ class Cluster:
 
     # -- running -----------------------------------------------------------------------------------
 
-    def run(self, program: Callable[[], Any], trace: Any = None) -> list[Any]:
+    def run(self, program: Callable[[], Any]) -> list[Any]:
         """Run a program on every rank; return the results by rank.
-
-        Args:
-            program: What to run.
-            trace: A file for what ranks did; None: nowhere.
 
         Raises:
             BaseException: What went wrong first: what a rank raised, or what ended its waits.
@@ -100,13 +70,9 @@ class Cluster:
         # Not by the first rank that adds: it may take minutes to compile, while others wait.
         for devices in ([torch.device("cpu")] * len(self.ranks), [r.device for r in self.ranks]):
             self.engine(devices)
-        outside = internals.process_state()
-        if trace is not None:
-            self.schedule.trace = Trace()
-            how = "at once" if self._is_parallel else f"in turn, seed {self._seed}"
-            self.schedule.trace.title = f"{len(self.ranks)} ranks {how}"
+        outside = ProcessState()
         try:
-            with internals.entered(self._make_group, self._store, is_parallel=self._is_parallel):
+            with internals.entered(self._make_group, self._store):
                 self._wait_for_end(program)
         finally:
             outside.restore()
@@ -114,8 +80,6 @@ class Cluster:
             errors = [rank.error for rank in self.ranks if rank.error is not None]
             is_fine = not errors and all(rank.has_ended for rank in self.ranks)
             self._let_go()
-            if trace is not None:
-                self.schedule.trace.save(trace)
         if not is_fine:
             raise failure or errors[0]
         return results
@@ -130,13 +94,12 @@ class Cluster:
             engine.close()
         for rank in self.ranks:
             rank.let_go()
-        self._meetings, self._worlds, self._engines, self._failure = {}, {}, {}, None
+        self._meetings, self._engines, self._failure = {}, {}, None
         self._store.let_go()
 
     def _start(self, program: Callable[[], Any]) -> None:
         for rank in self.ranks:
-            if not self._is_parallel:
-                rank.state = internals.fresh_state(rank.index)
+            rank.state = ProcessState.fresh(rank.index)
             # With the caller's context variables, as a process that it forked: torch's settings.
             run = functools.partial(contextvars.copy_context().run, self._run_rank, rank, program)
             rank.thread = threading.Thread(target=run, name=f"{rank}", daemon=True)
@@ -147,14 +110,13 @@ class Cluster:
     def _run_rank(self, rank: Rank, program: Callable[[], Any]) -> None:
         with contextlib.suppress(KeyboardInterrupt):  # another one, in these lines
             try:
-                self.schedule.begin(rank)
+                rank.go.acquire()
                 if self._told is not None:
                     raise copy_of(self._told)
                 rank.restore_state()
                 internals.run_in_thread_of(rank, program)
             except BaseException as error:
-                if not rank.is_dead:
-                    self._take_error(rank, error)
+                self._take_error(rank, error)
             finally:
                 self.schedule.end(rank)
 
@@ -167,7 +129,7 @@ class Cluster:
             with self.schedule.lock:
                 self._end_all(error, error)
                 self._ends_s = time.monotonic() + _GRACE_S
-            self.schedule.stop_taking_turns()  # also for a thread that has not begun yet
+            self.schedule.run_all()  # also for a thread that has not begun yet
             self._wait_while()
             raise
         finally:
@@ -215,7 +177,7 @@ class Cluster:
 
     def _interrupt(self) -> None:
         """Raise KeyboardInterrupt in all ranks, wherever they are; called again and again."""
-        self.schedule.stop_taking_turns()
+        self.schedule.run_all()
         for rank in self.ranks:
             if not rank.has_ended:
                 internals.interrupt(rank)
@@ -223,53 +185,30 @@ class Cluster:
     # -- groups ------------------------------------------------------------------------------------
 
     def _make_group(self, options: Any) -> ThreadGroup:
-        """Return this thread's rank's side of a group."""
-        rank = this_rank()
-        numbers = tuple(options.global_ranks_in_group)
-        with self.schedule.lock:
-            if not numbers:
-                numbers = tuple(range(options.group_size))
-                rank.home = self._world_of(rank, options)
-            name = (rank.home, options.group_id, numbers)
-            rank.num_groups[name] = number = rank.num_groups.get(name, 0) + 1
-            meeting = self._meetings.get((name, number))
-            if meeting is None:
-                self._meetings[name, number] = meeting = Meeting(self, rank.home, numbers)
-        return ThreadGroup(meeting, rank, options)
-
-    def _world_of(self, rank: Rank, options: Any) -> World:
-        """Return the world that a rank enters: with those that were given the same store.
+        """Return this thread's rank's side of a group.
 
         Raises:
-            ArgumentError: There are not so many ranks, or another one has this number.
+            ArgumentError: The world has other numbers than the cluster.
         """
-        number, size, store = options.group_rank, options.group_size, options.store
-        if not 0 <= number < size <= len(self.ranks):
-            raise ArgumentError(
-                f"init_process_group: rank is {number} and world_size {size}, expected a world of "
-                f"{len(self.ranks)} ranks or fewer, and one of their numbers"
-            )
-        if store.add("worlds", 1) == 1:
-            store.set("place", str(next(_places)))
-        place = store.get("place"), size
-        world = self._worlds.get(place)
-        if world is not None and number in world.there and len(world.there) < size:
-            other = world.ranks[number]
-            if other != rank.index:
+        rank, ranks = this_rank(), tuple(options.global_ranks_in_group)
+        if not ranks:
+            number, size = options.group_rank, options.group_size
+            ranks = tuple(range(len(self.ranks)))
+            if (number, size) != (rank.index, len(ranks)):
                 raise ArgumentError(
-                    f"init_process_group: rank is {number}, which is rank {other} of the cluster "
-                    "in this world already, expected another number"
+                    f"init_process_group: rank is {number} and world_size {size}, expected rank "
+                    f"{rank.index} and world_size {len(ranks)}, the numbers of pr.launch"
                 )
-        if world is None or number in world.there:
-            self._worlds[place] = world = World(size, len(self.ranks))
-        world.take(number, rank.index)
-        return world
+        with self.schedule.lock:
+            name = (options.group_id, ranks)
+            rank.num_groups[name] = number = rank.num_groups.get(name, 0) + 1
+            meeting = self._meetings.setdefault((name, number), Meeting(self, ranks))
+        return ThreadGroup(meeting, rank, options)
 
     def name_of(self, meeting: Meeting) -> str:
         """Return how people are told of a group: torch's own names are numbers and hashes."""
         is_world = len(meeting.ranks) == len(self.ranks)
-        ranks = ["?" if rank is None else str(rank) for rank in meeting.ranks]
-        name = "the world" if is_world else f"group {', '.join(ranks)}"
+        name = "the world" if is_world else f"group {', '.join(map(str, meeting.ranks))}"
         alike = [each for each in list(self._meetings.values()) if each.ranks == meeting.ranks]
         number = alike.index(meeting) + 1 if meeting in alike else 1
         return f"{name} #{number}" if number > 1 else name
@@ -285,62 +224,51 @@ class Cluster:
     # -- calls -------------------------------------------------------------------------------------
 
     def begin(self, call: Call, post: Callable[[], None]) -> None:
-        """Begin a rank's call, or play the fault that was ordered for it.
+        """Begin a rank's call.
 
         Args:
             call: Which.
             post: Begins it.
 
         Raises:
-            RingarError: The cluster has failed, or calls differ.
+            RingarError: The cluster has failed, or calls differ, or it is not the rank's thread.
         """
-        rank = call.rank
-        if rank.is_dead:
-            raise RankDied
+        self._check_told()
+        rank = this_rank()
         rank.num_calls += 1
         rank.asks_for, rank.has_asked = None, False
         self.schedule.last_event_s = time.monotonic()
-        fault = self._faults.get((rank.index, rank.num_calls))
-        if fault is not None and fault.kind == "dies":
-            self._lose(rank)
-            raise RankDied
-        if fault is not None and fault.kind == "late":
-            self.wait(_Late(self, rank, fault.late_s))
-        self._check_told()
-        if fault is not None and fault.kind == "swaps":
-            call.finish()  # or the rank would wait for it
-            rank.held_back = post
-            return
         post()
-        if rank.held_back is not None:
-            later, rank.held_back = rank.held_back, None
-            later()
 
     def wait(self, what: Wait) -> None:
         """Let other ranks run until a wait is over; raise what it ended with."""
         if not what.is_done:
             self._check_told()
-        self.schedule.wait(what)
-        self._go_on(what.rank)
+        if current() is what.rank or not what.is_done:
+            self.pause(what)
         what.raise_error()
 
-    def pause(self, what: Pause) -> None:
-        """Let other ranks run."""
+    def pause(self, what: Wait) -> None:
+        """Let other ranks run.
+
+        Raises:
+            RingarError: This is not the thread of the rank that waits.
+        """
+        if current() is not what.rank:
+            raise RingarError(
+                f"{what}: {what.rank} waits in another thread, expected its own: run programs that "
+                "call torch.distributed in several threads with torchrun"
+            )
         self.schedule.wait(what)
-        self._go_on(what.rank)
+        if isinstance(self._told, KeyboardInterrupt):
+            raise copy_of(self._told)
+        what.rank.complete_futures()
 
     def _ask(self, what: str) -> None:
         """Let other ranks run; fail where there is no hope."""
         self._check_told()
         self.pause(Pause(this_rank(), what))
         self._check_told()
-
-    def _go_on(self, rank: Rank) -> None:
-        """Do what is due when a rank goes on after a wait."""
-        if isinstance(self._told, KeyboardInterrupt):
-            raise copy_of(self._told)
-        if rank.thread is threading.current_thread():
-            rank.complete_futures()
 
     def _check_told(self) -> None:
         """Raise what ranks are told since something went wrong."""
@@ -360,14 +288,12 @@ class Cluster:
         """
         with self.schedule.lock:
             if self._told is None:
-                error = make_error(report(self.ranks, calls or {}, self._repeat("\n")))
+                error = make_error(
+                    report(self.ranks, calls or {}, f"\nseed={self._seed} repeats this run")
+                )
                 self._end_all(error, error)
             assert self._told is not None
             return self._told
-
-    def _repeat(self, separator: str) -> str:
-        """Return how to come here again."""
-        return "" if self._is_parallel else f"{separator}seed={self._seed} repeats this run"
 
     def _all_wait(self) -> None:
         """Fail: nobody can go on."""
@@ -375,7 +301,6 @@ class Cluster:
             for meeting in self._meetings.values():
                 meeting.compare()
         waits = [w for rank in self.ranks for w in (rank.waits_for, rank.asks_for) if w is not None]
-        waits += self.schedule.beside
         missing = sorted({index for wait in waits for index in wait.missing()})
         gone = [index for index in missing if self.ranks[index].has_ended]
         if gone:
@@ -396,26 +321,10 @@ class Cluster:
             if self._told is None:
                 self._end_all(error, PeerLostError(f"{rank} raised {text_of(error)}"))
                 with contextlib.suppress(Exception):  # Python 3.10 has none; others refuse
-                    note = f"raised by {rank} of {len(self.ranks)}{self._repeat(', ')}"
+                    note = (
+                        f"raised by {rank} of {len(self.ranks)}, seed={self._seed} repeats this run"
+                    )
                     cast("Any", error).add_note(note)
-
-    def pass_time(self, rank: Rank, late_s: float) -> None:
-        """Fail if that is longer than others would wait for a rank."""
-        if late_s > self._timeout_s:
-            what = f"{rank} is late by {late_s:g} s, and others waited {self._timeout_s:g} s for it"
-            self.fail(lambda text: CollectiveTimeout(what + text))
-
-    def _lose(self, rank: Rank) -> None:
-        """Let the groups of a rank that died fail, as if its process were gone."""
-        rank.is_dead = True
-        error = PeerLostError(
-            f"{rank} died, in its call {rank.num_calls}: a fault that was ordered"
-        )
-        with self.schedule.lock:
-            for meeting in self._meetings.values():
-                if rank.index in meeting.ranks:
-                    meeting.fail(error)
-        self.schedule.look()
 
     def _end_all(self, failure: BaseException, told: BaseException) -> None:
         self._failure, self._told = failure, told
@@ -425,21 +334,7 @@ class Cluster:
 
     def _end_waits(self, error: BaseException) -> None:
         with self.schedule.lock:
-            for wait in [*self.schedule.beside, *(rank.waits_for for rank in self.ranks)]:
-                if wait is not None:
-                    wait.finish(error)
+            for rank in self.ranks:
+                if rank.waits_for is not None:
+                    rank.waits_for.finish(error)
         self.schedule.look()
-
-
-class _Late(Wait):
-    """A wait that ends when all others wait: nothing happens before that time has passed."""
-
-    def __init__(self, cluster: Cluster, rank: Rank, late_s: float) -> None:
-        super().__init__(rank, f"{late_s:g} s: a fault that was ordered", late_s)
-        self._cluster = cluster
-
-    def give_up(self) -> None:
-        """Go on; the others have given up if it is later than the timeout."""
-        if self.limit_s is not None:
-            self._cluster.pass_time(self.rank, self.limit_s)
-        self.finish()

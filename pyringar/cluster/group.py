@@ -72,9 +72,7 @@ class ThreadGroup(PythonGroup):
 
         return self._meet("all_reduce", tensors, opts, act, op=op, alike=tensors, written=tensors)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Do `allreduce` of a list."""
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Any:
         """Reduce each tensor into the root's."""
@@ -85,66 +83,24 @@ class ThreadGroup(PythonGroup):
             for row in _rows(calls):
                 moves.copy(row[root], moves.reduced(self._engine, row, op))
 
+        written = tensors if self._rank == root else []
         return self._meet(
-            "reduce",
-            *(tensors, opts, act),
-            op=op,
-            root=root,
-            alike=tensors,
-            written=tensors if self._rank == root else [],
+            "reduce", tensors, opts, act, op=op, root=root, alike=tensors, written=written
         )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Any:
         """Reduce ``inputs[i][r]`` into rank ``r``'s ``outputs[i]``; ranks' sizes may differ."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = _with_op(opts, "ReduceScatterOptions")
-        op = reduction_name(opts.reduceOp, "reduce_scatter")
-        for row in inputs:
-            self._check_row(row, "reduce_scatter")
-
-        def act(calls: Sequence[Call]) -> None:
-            for i in range(len(outputs)):
-                rows = zip(*(call.args[1][i] for call in calls), strict=True)
-                sums = [moves.reduced(self._engine, list(row), op) for row in rows]
-                for call, total in zip(calls, sums, strict=True):
-                    moves.copy(call.args[0][i], total)
-
-        return self._meet(
-            "reduce_scatter",
-            *(outputs, opts, act),
-            op=op,
-            args=(_data(outputs), [_data(row) for row in inputs]),
-            alike=[t for row in inputs for t in row],
-            written=outputs,
-        )
+        return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Reduce each input over all ranks and leave this rank's part in the output beside it."""
-        opts = given_or_default(opts, "ReduceScatterOptions")
-        op = reduction_name(opts.reduceOp, "reduce_scatter_tensor")
+        """Reduce each input over all ranks; write this rank's part into the output beside it."""
+        name = "reduce_scatter_tensor"
         for output, input in zip(outputs, inputs, strict=True):
-            if output.dtype != input.dtype or output.numel() * self._size != input.numel():
-                raise ArgumentError(
-                    f"reduce_scatter: input has {input.numel()} elements of {input.dtype} and "
-                    f"output {output.numel()} of {output.dtype}; expected one dtype and "
-                    f"{self._size} times as many"
-                )
-
-        def act(calls: Sequence[Call]) -> None:
-            for i in range(len(outputs)):
-                total = moves.reduced(self._engine, [call.args[1][i] for call in calls], op)
-                for call, part in zip(calls, moves.parts(total, len(calls)), strict=True):
-                    moves.copy(call.args[0][i], part)
-
-        return self._meet(
-            "reduce_scatter_tensor",
-            *(outputs, opts, act),
-            op=op,
-            args=(_data(outputs), _data(inputs)),
-            alike=inputs,
-            written=outputs,
-        )
+            self._check_whole(name, input, output)
+        rows = [moves.parts(input.data, self._size) for input in inputs]
+        return self._reduce_scatter(name, outputs, rows, opts, inputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -153,6 +109,33 @@ class ThreadGroup(PythonGroup):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
+
+    def _reduce_scatter(
+        self, name: str, outputs: Any, rows: Any, opts: Any, inputs: Any = None
+    ) -> Any:
+        """Reduce ``rows[i][r]`` into rank ``r``'s ``outputs[i]``; ``inputs`` if rows are parts."""
+        opts = _with_op(opts, "ReduceScatterOptions")
+        op = reduction_name(opts.reduceOp, name)
+        for row in rows:
+            self._check_row(row, name)
+
+        def act(calls: Sequence[Call]) -> None:
+            for i in range(len(outputs)):
+                columns = zip(*(call.args[1][i] for call in calls), strict=True)
+                sums = [moves.reduced(self._engine, list(column), op) for column in columns]
+                for call, total in zip(calls, sums, strict=True):
+                    moves.copy(call.args[0][i], total)
+
+        return self._meet(
+            name,
+            outputs,
+            opts,
+            act,
+            op=op,
+            args=(_data(outputs), [_data(row) for row in rows]),
+            alike=[t for row in rows for t in row] if inputs is None else inputs,
+            written=outputs,
+        )
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -177,38 +160,21 @@ class ThreadGroup(PythonGroup):
             outputs, inputs = [outputs], [inputs]
         for row in outputs:
             self._check_row(row, "all_gather")
-        return self._gather_all("all_gather", outputs, inputs, opts, one_or_all(outputs))
+        return self._all_gather("all_gather", zip(*outputs, strict=True), inputs, opts, outputs)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Put rank ``r``'s ``inputs[i]`` into every rank's ``outputs[r][i]``."""
         self._check_row(outputs, "all_gather_coalesced")
-        rows = [[row[i] for row in outputs] for i in range(len(inputs))]
-        return self._gather_all("all_gather_coalesced", rows, inputs, opts, one_or_all(outputs))
+        return self._all_gather("all_gather_coalesced", outputs, inputs, opts, outputs)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Put all ranks' input, end to end in rank order, into the output beside it."""
+        name = "all_gather_into_tensor"
         for output, input in zip(outputs, inputs, strict=True):
-            if output.dtype != input.dtype or output.numel() != input.numel() * self._size:
-                raise ArgumentError(
-                    f"all_gather: output has {output.numel()} elements of {output.dtype} and "
-                    f"input {input.numel()} of {input.dtype}; expected one dtype and {self._size} "
-                    "times as many"
-                )
-
-        def act(calls: Sequence[Call]) -> None:
-            for i in range(len(inputs)):
-                whole = torch.cat([call.args[1][i].reshape(-1) for call in calls])
-                for call in calls:
-                    moves.copy(call.args[0][i], whole)
-
-        return self._meet(
-            "all_gather_into_tensor",
-            *(inputs, opts, act),
-            args=(_data(outputs), _data(inputs)),
-            alike=inputs,
-            written=outputs,
-            results=outputs,
-        )
+            self._check_whole(name, output, input)
+        rows = [moves.parts(output.data, self._size) for output in outputs]
+        into = zip(*rows, strict=True)
+        return self._all_gather(name, into, inputs, opts, [outputs], alike=inputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -218,20 +184,18 @@ class ThreadGroup(PythonGroup):
 
     _allgather_base = all_gather_single
 
-    def _gather_all(self, name: str, rows: Any, inputs: Any, opts: Any, results: Any) -> Any:
-        def act(calls: Sequence[Call]) -> None:
-            sent = [[tensor.clone() for tensor in call.args[1]] for call in calls]
-            for into in calls:
-                for i in range(len(inputs)):
-                    for r, mine in enumerate(sent):
-                        moves.copy(into.args[0][i][r], mine[i])
-
-        return self._meet(
+    def _all_gather(
+        self, name: str, into: Any, inputs: Any, opts: Any, rows: Any, alike: Any = None
+    ) -> Any:
+        return self._exchange(
             name,
-            *(inputs, opts, act),
-            args=([_data(row) for row in rows], _data(inputs)),
+            into,
+            [inputs] * self._size,
+            opts,
+            shown=inputs,
+            alike=alike,
             written=[t for row in rows for t in row],
-            results=results,
+            results=one_or_all(rows),
         )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Any:
@@ -239,18 +203,13 @@ class ThreadGroup(PythonGroup):
         opts, root = _with_root(opts, "GatherOptions")
         for row in outputs:
             self._check_row(row, "gather")
-
-        def act(calls: Sequence[Call]) -> None:
-            for i, row in enumerate(calls[root].args[0]):
-                sent = [call.args[1][i].clone() for call in calls]
-                for into, mine in zip(row, sent, strict=True):
-                    moves.copy(into, mine)
-
-        return self._meet(
+        return self._exchange(
             "gather",
-            *(inputs, opts, act),
+            zip(*outputs, strict=True),
+            [inputs if rank == root else [] for rank in range(self._size)],
+            opts,
+            shown=inputs,
             root=root,
-            args=([_data(row) for row in outputs], _data(inputs)),
             written=[t for row in outputs for t in row],
             results=outputs[0] if outputs else [],
         )
@@ -260,35 +219,37 @@ class ThreadGroup(PythonGroup):
         opts, root = _with_root(opts, "ScatterOptions")
         for row in inputs:
             self._check_row(row, "scatter")
-
-        def act(calls: Sequence[Call]) -> None:
-            for i, row in enumerate(calls[root].args[1]):
-                for call, part in zip(calls, [part.clone() for part in row], strict=True):
-                    moves.copy(call.args[0][i], part)
-
-        return self._meet(
+        return self._exchange(
             "scatter",
-            *(outputs, opts, act),
+            [outputs if rank == root else [] for rank in range(self._size)],
+            list(zip(*inputs, strict=True)) or [[]] * self._size,
+            opts,
+            shown=outputs,
             root=root,
-            args=(_data(outputs), [_data(row) for row in inputs]),
             written=outputs,
         )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Any:
         """Give every rank what the others have for it."""
-        opts = given_or_default(opts, "AllToAllOptions")
         self._check_row(outputs, "all_to_all")
         self._check_row(inputs, "all_to_all")
-        return self._exchange("all_to_all", outputs, inputs, opts, outputs)
+        into, out_of = [[t] for t in outputs], [[t] for t in inputs]
+        return self._exchange("all_to_all", into, out_of, opts, shown=inputs, written=outputs)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Any:
         """Give every rank what the others have for it, in one tensor."""
-        opts = given_or_default(opts, "AllToAllOptions")
         into = self._parts(output, out_splits, "output_split_sizes")
         out_of = self._parts(input, in_splits, "input_split_sizes")
-        return self._exchange("all_to_all_single", into, out_of, opts, [output])
+        return self._exchange(
+            "all_to_all_single",
+            [[part] for part in into],
+            [[part] for part in out_of],
+            opts,
+            shown=out_of,
+            written=[output],
+        )
 
     all_to_all_single = alltoall_base
 
@@ -308,19 +269,27 @@ class ThreadGroup(PythonGroup):
             )
         return list(torch.split(tensor.data, list(splits)))
 
-    def _exchange(self, name: str, into: Any, out_of: Any, opts: Any, results: Any) -> Any:
-        def act(calls: Sequence[Call]) -> None:
-            sent = [[part.clone() for part in call.args[1]] for call in calls]
-            for r, call in enumerate(calls):
-                for s, target in enumerate(call.args[0]):
-                    moves.copy(target, sent[s][r])
+    def _exchange(self, name: str, into: Any, out_of: Any, opts: Any, **options: Any) -> Any:
+        """Copy tensors between ranks.
 
-        return self._meet(
-            name,
-            *(out_of, opts, act),
-            args=(_data(into), _data(out_of)),
-            written=results,
-        )
+        Args:
+            name: As torch.distributed calls it.
+            into: For each rank of the group, the tensors to be filled with its; empty for none.
+            out_of: For each rank of the group, the tensors that go there; empty for none.
+            opts: torch's options.
+            **options: For `_meet`.
+        """
+
+        def act(calls: Sequence[Call]) -> None:
+            # Copies: an input may be a part of an output.
+            sent = [moves.clones(call.args[1]) for call in calls]
+            for me, call in enumerate(calls):
+                for other, targets in enumerate(call.args[0]):
+                    for target, source in zip(targets, sent[other][me], strict=True):
+                        moves.copy(target, source)
+
+        args = [_data(row) for row in into], list(out_of)
+        return self._meet(name, options.pop("shown"), opts, act, args=args, **options)
 
     # -- messages and barriers ---------------------------------------------------------------------
 
@@ -409,6 +378,16 @@ class ThreadGroup(PythonGroup):
                     f"{name}: ranks that are threads take tensors on the CPU and on CUDA GPUs, "
                     f"this one is on {tensor.device}"
                 )
+
+    def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
+        """Refuse a tensor that cannot hold ``part`` of every rank, end to end."""
+        if whole.dtype != part.dtype or whole.numel() != part.numel() * self._size:
+            raise ArgumentError(
+                f"{name}: tensors of {whole.numel()} elements of {whole.dtype} and "
+                f"{part.numel()} of {part.dtype}, expected one dtype and {self._size} times as many"
+            )
+        if not whole.is_contiguous():
+            raise ArgumentError(f"{name}: strides are {whole.stride()}, expected contiguous ones")
 
     def _check_row(self, row: Sequence[Any], operation: str) -> None:
         if len(row) != self._size:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
-import functools
 import importlib
 import logging
 import os
@@ -23,18 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyringar.cluster import interpreter
-from pyringar.cluster.interpreter import refill, replace, take_environment
 from pyringar.cluster.ranks import Rank, belong_to, current
-from pyringar.cluster.state import ProcessState
+from pyringar.cluster.state import Environment
 from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = [
+    "check_torch",
     "entered",
-    "fresh_state",
     "interrupt",
+    "is_future_for_reducer",
     "plain_torch",
-    "process_state",
     "run_in_thread_of",
 ]
 
@@ -131,148 +127,10 @@ def is_future_for_reducer(method: str) -> bool:
     return frame is not None
 
 
-def process_state() -> ProcessState:
-    """Return what the process has only once, as it is now."""
-    return ProcessState(_PARTS)
-
-
-def fresh_state(number: int) -> ProcessState:
-    """Return what a process that has just begun has."""
-    return ProcessState.fresh(number, _PARTS)
-
-
-# Hooks of all modules and optimizers, which contexts such as CommDebugMode set while they last.
-_HOOKS: list[dict[Any, Any]] = [
-    value
-    for module in (sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"])
-    for name, value in vars(module).items()
-    if name.startswith("_global_") and isinstance(value, dict)
-]
-
-
-def _read_hooks() -> list[dict[Any, Any]]:
-    return [dict(hooks) for hooks in _HOOKS]
-
-
-def _write_hooks(saved: list[dict[Any, Any]]) -> None:
-    for hooks, own in zip(_HOOKS, saved, strict=True):
-        refill(hooks, own)
-
-
-def _read_dtensor() -> Any:
-    """Return what a program sets of DTensor: random numbers, and how it treats operators."""
-    if "torch.distributed.tensor._api" not in sys.modules:
-        return None
-    numbers, dispatcher = _dtensor()
-    handlers = dispatcher._custom_op_handlers
-    return (
-        *(numbers._rng_tracker, dispatcher._allow_implicit_replication),
-        *(handlers, dict(handlers)),
-    )
-
-
-def _write_dtensor(saved: Any) -> None:
-    if "torch.distributed.tensor._api" not in sys.modules:
-        return
-    numbers, dispatcher = _dtensor()
-    if saved is None:  # another rank has imported it meanwhile
-        numbers._rng_tracker, dispatcher._allow_implicit_replication = None, False
-        return
-    numbers._rng_tracker, dispatcher._allow_implicit_replication, handlers, content = saved
-    dispatcher._custom_op_handlers = handlers
-    refill(handlers, content)
-
-
-def _dtensor() -> tuple[Any, Any]:
-    modules: Any = sys.modules
-    dispatcher = modules["torch.distributed.tensor._api"].DTensor._op_dispatcher
-    return modules["torch.distributed.tensor._random"], dispatcher
-
-
-def _read_profiler() -> Any:
-    """Return what FSDP is timing: it refuses to time anything twice at once."""
-    profiler = _profiler()
-    return None if profiler is None else (set(profiler.profiling), copy.copy(profiler.results))
-
-
-def _write_profiler(saved: Any) -> None:
-    profiler = _profiler()
-    if profiler is not None:
-        new: Any = (set(), type(profiler.results)(float))
-        profiler.profiling, profiler.results = new if saved is None else saved
-
-
-def _profiler() -> Any:
-    module: Any = sys.modules.get("torch.distributed.fsdp._debug_utils")
-    return getattr(module, "SimpleProfiler", None)
-
-
-# Which cache torch.compile looks into, see `_separate_compiled`.
-_frames: Any = torch._C._dynamo.eval_frame
-_get_region = getattr(_frames, "get_eval_frame_isolate_recompiles_id", lambda: -1)
-_set_region = getattr(_frames, "set_eval_frame_isolate_recompiles_id", lambda region: None)
-
-
-def _read_stance() -> Any:
-    """Return what torch.compiler.set_stance has set."""
-    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
-
-
-def _write_stance(saved: Any) -> None:
-    if saved is not None:
-        frames: Any = sys.modules["torch._dynamo.eval_frame"]
-        frames._stance = saved
-
-
-def _read_plans() -> dict[str, Any]:
-    """Return the plans that planners of checkpoints keep, if they are told to."""
-    planner = _planner()
-    return {name: dict(getattr(planner, name)) for name in _kept_plans(planner)}
-
-
-def _write_plans(saved: dict[str, Any]) -> None:
-    planner = _planner()
-    for name in _kept_plans(planner):
-        setattr(planner, name, saved.get(name, {}))
-
-
-def _planner() -> Any:
-    module: Any = sys.modules.get("torch.distributed.checkpoint.planner")
-    return getattr(module, "SavePlanner", None)
-
-
-@functools.cache
-def _kept_plans(planner: Any) -> tuple[str, ...]:
-    found = () if planner is None else vars(planner).items()
-    return tuple(n for n, v in found if n.startswith("_cached_") and isinstance(v, dict))
-
-
-# More that a process has only once: how to read it, and how to set it.
-_PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (_read_hooks, _write_hooks),
-    (_read_dtensor, _write_dtensor),
-    (_read_profiler, _write_profiler),
-    (_read_plans, _write_plans),
-    (_get_region, _set_region),
-    (_read_stance, _write_stance),
-    (  # the module whose forward pass runs, which torch.compile asks for
-        lambda: DistributedDataParallel._active_ddp_module,
-        lambda module: setattr(DistributedDataParallel, "_active_ddp_module", module),
-    ),
-    *interpreter.PARTS,
-    (
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda mode: torch.set_anomaly_enabled(*mode),
-    ),
-    (_distributed_c10d.get_debug_level, _distributed_c10d.set_debug_level),
-)
-
-
 def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
     """Make this thread a rank's while it runs its program: torch.distributed knows its groups."""
     rank.world = {name: make() for name, make in _WORLD.items()}
     belong_to(rank)
-    interpreter.start_waited_for_threads()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
@@ -281,7 +139,6 @@ def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
         with torch.autograd.set_multithreading_enabled(False):
             rank.result = program()
             rank.complete_futures()
-            rank.join_helpers()
     finally:
         _forget_groups(rank)
         # A thread's own, whose end would let Python objects go without the GIL.
@@ -314,20 +171,17 @@ def _takes_lock(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) -> Iterator[None]:
-    """Let threads of ranks have a torch.distributed of their own, in this process.
+def entered(make_group: Callable[[Any], Any], store: Any) -> Iterator[None]:
+    """Give the threads of ranks a torch.distributed each, in this process.
 
     Args:
         make_group: Returns the group of the rank that calls, given torch's options.
-        store: What ranks meet through.
-        is_parallel: Ranks run at once, and would import torch's compiler at once, which fails.
+        store: The store that ranks share.
     """
     # The one registers the backend. The other has the world's group for a default argument: that
     # of the rank which imports it, if there is one by then.
     importlib.import_module("pyringar.distributed")
     importlib.import_module("torch.distributed.nn.functional")
-    if is_parallel:
-        importlib.import_module("torch._dynamo")
     # FakeTensorMode, which DTensor uses, has it done by the first thread, in torch 2.11 and 2.12
     # for as long as that lives.
     torch._C._ensureCUDADeviceGuardSet()
@@ -339,29 +193,27 @@ def entered(make_group: Callable[[Any], Any], store: Any, *, is_parallel: bool) 
         undo.callback(c10d_cpp._set_thread_isolation_mode, False)
         replace(undo, sys, "excepthook", sys.excepthook)
         replace(undo, distributed_c10d, "_backend", distributed_c10d._backend)
-        replace(
-            *(undo, distributed_c10d, "_default_pg_init_method"),
-            distributed_c10d._default_pg_init_method,
-        )
-        replace(
-            *(undo, distributed_c10d, "_new_process_group_helper"),
-            _with_our_backend(distributed_c10d._new_process_group_helper),
-        )
+        init_method = distributed_c10d._default_pg_init_method
+        replace(undo, distributed_c10d, "_default_pg_init_method", init_method)
+        helper = _with_our_backend(distributed_c10d._new_process_group_helper)
+        replace(undo, distributed_c10d, "_new_process_group_helper", helper)
         _take_backend(undo, make_group)
         _take_recorder(undo)
-        _forget_numbers(undo)
         _take_stores(undo, store)
         _take_meshes(undo)
-        take_environment(undo)
+        _take_environment(undo)
         _take_operators(undo)
         _take_replicas(undo)
-        _take_compiler(undo, is_parallel=is_parallel)
-        interpreter.take_threads(undo, _in_helper_of)
-        interpreter.take_loggers(undo)
-        _take_collecting(undo)
+        _take_compiler(undo)
         threads = torch.get_num_threads()
         undo.callback(torch.set_num_threads, threads)
         yield
+
+
+def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until ``undo`` ends."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
@@ -369,7 +221,11 @@ def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
 
     def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         if current() is not None and str(backend).lower() != "fake":
-            _say_once(backend)
+            if str(backend) not in ("ringar", "undefined"):
+                _say_once(
+                    f"init_process_group: {str(backend)!r} was asked for, and ranks that are "
+                    "threads of one process get 'ringar', whose sums are in rank order"
+                )
             backend = "ringar"
             kwargs |= {"device_id": None, "backend_options": None}
         return helper(size, rank, ranks, backend, *args, **kwargs)
@@ -377,14 +233,10 @@ def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _say_once(backend: Any) -> None:
-    if str(backend) not in ("ringar", "undefined", *_said):
-        _said.add(str(backend))
-        logger.warning(
-            "init_process_group: %r was asked for, and ranks that are threads of one process get "
-            "'ringar', whose sums are in rank order",
-            str(backend),
-        )
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.warning(text)
 
 
 def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) -> None:
@@ -407,13 +259,6 @@ def _take_recorder(undo: contextlib.ExitStack) -> None:
             *(undo, distributed_c10d, name),
             lambda *args: own(*args) if current() is None else None,
         )
-
-
-def _forget_numbers(undo: contextlib.ExitStack) -> None:
-    """Let ranks begin without DTensor's random numbers, as new processes do."""
-    undo.callback(_write_dtensor, _read_dtensor())
-    if "torch.distributed.tensor._api" in sys.modules:
-        _dtensor()[0]._rng_tracker = None
 
 
 def _take_stores(undo: contextlib.ExitStack, store: Any) -> None:
@@ -450,70 +295,50 @@ def _take_meshes(undo: contextlib.ExitStack) -> None:
     replace(undo, device_mesh.DeviceMesh, "__init__", init)
 
 
-def _take_compiler(undo: contextlib.ExitStack, *, is_parallel: bool) -> None:
-    """Let each rank compile for itself: torch keeps with a code what it takes for constant."""
+def _take_environment(undo: contextlib.ExitStack) -> None:
+    environ: Any = os.environ
+    outside: dict[Any, Any] = environ._data
+    mine = Environment(outside, lambda: getattr(current(), "environment", None))
+
+    def put_back() -> None:
+        environ._data = os.environb._data = outside  # type: ignore[attr-defined]
+        for key in mine.changed:  # Python has set the process's, too
+            os.putenv(key, outside[key]) if key in outside else os.unsetenv(key)
+
+    undo.callback(put_back)
+    environ._data = os.environb._data = mine  # type: ignore[attr-defined]
+
+
+def _take_compiler(undo: contextlib.ExitStack) -> None:
+    """Run compiled functions of ranks as they are: ranks would share what torch compiles.
+
+    Dynamo keeps compiled code with the function, for the rank, group and mesh of the first caller.
+    """
     own: Any = torch.compile
 
     def compile_first(*args: Any, **kwargs: Any) -> Any:
         torch.compile = own
-        _separate_compiled(undo, is_parallel)
+        _compile_nothing(undo)
         return own(*args, **kwargs)
 
     if "torch._dynamo.eval_frame" in sys.modules:
-        _separate_compiled(undo, is_parallel)
+        _compile_nothing(undo)
     else:
         replace(undo, torch, "compile", compile_first)
 
 
-def _separate_compiled(undo: contextlib.ExitStack, is_parallel: bool) -> None:
+def _compile_nothing(undo: contextlib.ExitStack) -> None:
     frames: Any = importlib.import_module("torch._dynamo.eval_frame")
-    # torch has regions with caches of their own from 2.13 on, and one of each thread from 2.15 on.
-    if _version() < ((2, 15) if is_parallel else (2, 13)):
-        own = frames._callback_from_stance
+    own = frames._callback_from_stance
 
-        def say(callback: Any) -> Any:
-            if callback not in (None, False) and current() is not None:
-                _say_uncompiled()
+    def choose(callback: Any) -> Any:
+        if current() is None or callback in (None, False):
             return own(callback)
+        _say_once("torch.compile: ranks that are threads of one process run uncompiled")
+        return None
 
-        replace(undo, frames, "_callback_from_stance", say)
-        replace(undo, frames, "_stance", frames.DynamoStance("force_eager"))
-        return
-    config: Any = importlib.import_module("torch._dynamo.config")
-    regions: dict[Any, int] = {}
-
-    def enter(region: int) -> Any:
-        rank = current()
-        if rank is not None and region not in regions.values():
-            place = rank.identity, region
-            if place not in regions:
-                regions[place] = next(frames._next_isolate_recompiles_id)
-            region = regions[place]
-            config.accumulated_recompile_limit = sys.maxsize  # of all ranks; a thread's own setting
-        return _set_region(region)
-
-    replace(undo, frames, "set_eval_frame_isolate_recompiles_id", enter)
-    undo.callback(_forget_compiled, frames, regions)
-
-
-def _forget_compiled(frames: Any, regions: dict[Any, int]) -> None:
-    """Let go of what ranks have compiled: a function may have only so many versions."""
-    convert: Any = importlib.import_module("torch._dynamo.convert_frame")
-    for kept in (*convert.input_codes.seen, *convert.output_codes.seen):
-        code = kept()
-        if code is not None and any(
-            _frames._get_cache_entries_for_region(code, region) for region in regions.values()
-        ):
-            frames.reset_code(code)
-
-
-def _say_uncompiled() -> None:
-    if "compile" not in _said:
-        _said.add("compile")
-        logger.warning(
-            "torch.compile: ranks that are threads run uncompiled before torch 2.13, and at once "
-            "before 2.15: all would have one cache"
-        )
+    replace(undo, frames, "_callback_from_stance", choose)
+    replace(undo, frames, "_stance", frames.DynamoStance("force_eager"))  # fullgraph asks for it
 
 
 def _take_replicas(undo: contextlib.ExitStack) -> None:
@@ -552,34 +377,3 @@ def _take_operators(undo: contextlib.ExitStack) -> None:
         own(self, namespace, name, *args, **kwargs)
 
     replace(undo, module.CustomOpDef, "__init__", init)
-
-
-def _take_collecting(undo: contextlib.ExitStack) -> None:
-    """Wait for several futures before torch does, in C++, where no other rank would be let run."""
-    own: Any = torch._C._collect_all
-
-    def collect(futures: Any) -> Any:
-        for future in futures if current() is not None else ():
-            if hasattr(future, "settle"):
-                future.settle()
-        return own(futures)
-
-    replace(undo, torch._C, "_collect_all", collect)
-
-
-def _in_helper_of(rank: Rank, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs in any thread as what a rank's program does beside it."""
-
-    def run_as_rank(*args: Any, **kwargs: Any) -> Any:
-        if rank.is_gone or current() is rank:
-            return run(*args, **kwargs)
-        belong_to(rank)
-        try:
-            for group, name in list(rank.world["pg_names"].items()):
-                c10d_cpp._register_process_group(name, group)
-            return run(*args, **kwargs)
-        finally:
-            _forget_groups(rank)
-            belong_to(None)
-
-    return run_as_rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,7 +12,6 @@ import torch
 from pyringar.choices import kind_of
 from pyringar.cluster import internals
 from pyringar.cluster.cluster import Cluster
-from pyringar.cluster.faults import Fault
 from pyringar.cluster.ranks import current
 from pyringar.comm.arguments import check_timeout, is_count, is_list
 from pyringar.comm.topology import check_devices
@@ -34,11 +32,8 @@ def launch(
     devices: Sequence[str | torch.device] | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    parallel: bool = False,
     seed: int = 0,
     timeout: float = 30.0,
-    faults: Sequence[Fault] = (),
-    trace: str | os.PathLike[str] | None = None,
 ) -> list[Result]:
     """Call ``fn`` once per rank: ranks are threads, and torch.distributed is the real one.
 
@@ -48,28 +43,23 @@ def launch(
     torch.distributed runs in it as it is: DistributedDataParallel, FSDP2, DTensor, ZeRO,
     checkpoints. Sums have the bits of backend ``ringar`` under torchrun: rank order, rounded once.
 
-    One rank runs at a time and hands on where it waits. Each has torch's, Python's and NumPy's
-    random numbers for itself, which differ between ranks as between processes, and are the same in
-    each run; and its default dtype, gradient mode and autocast.
+    One rank runs at a time, and another one when it waits. Each has its own random numbers of
+    torch, Python and NumPy, which differ between ranks and repeat from run to run, its own default
+    dtype and device, gradient mode, autocast and current stream. All other state is the process's.
+    Ranks call torch.distributed in their own thread, and run uncompiled under torch.compile.
 
     Args:
-        fn: The program. Its modules are imported once: what they keep in global variables, ranks
-            share.
+        fn: The program. Its modules are imported once: ranks share their global variables.
         ranks: How many.
         devices: One per rank, such as ``["cuda:0"] * 4``: the rank's current CUDA device.
             None: the CPU.
         args: For ``fn``, the same objects on all ranks.
         kwargs: Likewise.
-        parallel: Let ranks compute at once, as far as Python does. Random states and the default
-            dtype are the process's then, and ``seed`` decides nothing.
         seed: Decides which rank goes next where several can. The same seed gives the same run.
         timeout: Seconds that a rank may run without a call while others wait for it, or for a turn.
-        faults: What goes wrong, to test the program's own handling.
-        trace: A file for what ranks did when, also if they fail: `pyringar trace` draws it, and
-            https://ui.perfetto.dev shows it.
 
     Returns:
-        What ``fn`` returned, by rank; None of a rank that a fault has ended.
+        What ``fn`` returned, by rank.
 
     Raises:
         ArgumentError: An argument is wrong; or ranks call different things: the message has a table
@@ -82,8 +72,8 @@ def launch(
         BaseException: What ``fn`` raised first on any rank. The others got a `PeerLostError` in
             their next call.
 
-    After it the process is as before: environment, groups, random states, threads. Ctrl-C ends all
-    ranks. A program that swallows KeyboardInterrupt, or waits outside Python, is left behind in
+    Afterwards the process is as before: environment, groups, random states, threads. Ctrl-C ends
+    all ranks. A program that swallows KeyboardInterrupt, or waits outside Python, is left behind in
     its thread, with a warning.
 
     Cost: 7 ms for four ranks. A collective of small tensors takes some 0.1 ms per rank, a tenth
@@ -97,26 +87,14 @@ def launch(
     if len(chosen) != ranks:
         raise ArgumentError(f"devices has {len(chosen)} entries, expected {ranks}, one per rank")
     program = partial(fn, *_checked_args(args), **_checked_kwargs(kwargs))
-    if not isinstance(parallel, bool):
-        raise ArgumentError(f"parallel is {parallel!r}, expected True or False")
     if not is_count(seed):
         raise ArgumentError(f"seed is {seed!r}, expected an int, 0 or more")
     timeout_s = check_timeout(timeout)
-    _check_faults(faults, ranks)
-    if not (trace is None or isinstance(trace, (str, os.PathLike))):
-        raise ArgumentError(f"trace is {kind_of(trace)}, expected a file name or None")
-    if trace is not None and (
-        os.path.isdir(trace) or not os.path.isdir(os.path.dirname(os.path.abspath(trace)))
-    ):
-        raise ArgumentError(
-            f"trace is {os.fspath(trace)!r}, expected a file in a folder that exists"
-        )
     internals.check_torch()
     if current() is not None or not _lock.acquire(blocking=False):
         raise RingarError("launch: another one has not ended, and a process can have one at a time")
     try:
-        cluster = Cluster(chosen, parallel=parallel, seed=seed, timeout_s=timeout_s, faults=faults)
-        return cluster.run(program, trace)
+        return Cluster(chosen, seed=seed, timeout_s=timeout_s).run(program)
     finally:
         _lock.release()
 
@@ -133,13 +111,3 @@ def _checked_kwargs(kwargs: Any) -> Mapping[str, Any]:
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise ArgumentError(f"kwargs is {kind_of(kwargs)}, expected a dict by names")
     return kwargs
-
-
-def _check_faults(faults: Any, ranks: int) -> None:
-    if not is_list(faults):
-        raise ArgumentError(f"faults is {kind_of(faults)}, expected a list of Fault")
-    for i, fault in enumerate(faults):
-        if not isinstance(fault, Fault):
-            raise ArgumentError(f"faults[{i}] is {kind_of(fault)}, expected a Fault")
-        if fault.rank >= ranks:
-            raise ArgumentError(f"faults[{i}].rank is {fault.rank}, expected 0 to {ranks - 1}")

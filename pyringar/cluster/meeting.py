@@ -13,27 +13,7 @@ from pyringar.errors import ArgumentError
 if TYPE_CHECKING:
     from pyringar.cluster.cluster import Cluster
 
-__all__ = ["Meeting", "World"]
-
-
-class World:
-    """The ranks that init_process_group has brought together, by their numbers there.
-
-    Args:
-        size: How many.
-        num_ranks: Of the cluster. A world of all is taken to have its numbers; of another one
-            nothing is known until its ranks come.
-    """
-
-    def __init__(self, size: int, num_ranks: int) -> None:
-        self.ranks: list[int | None] = [*range(size)] if size == num_ranks else [None] * size
-        self.there: set[int] = set()
-        """Numbers of those that have come."""
-
-    def take(self, number: int, rank: int) -> None:
-        """Take a rank of the cluster in, under a number."""
-        self.ranks[number] = rank
-        self.there.add(number)
+__all__ = ["Meeting"]
 
 
 class Meeting:
@@ -41,23 +21,16 @@ class Meeting:
 
     Args:
         cluster: Whose ranks they are.
-        world: Whose group it is.
-        numbers: The group's ranks, by their numbers in the world.
+        ranks: The group's ranks, by their numbers in the cluster.
     """
 
-    def __init__(self, cluster: Cluster, world: World, numbers: Sequence[int]) -> None:
+    def __init__(self, cluster: Cluster, ranks: Sequence[int]) -> None:
         self.cluster = cluster
-        self._world = world
-        self._in_world = numbers
-        self._numbers = [0] * len(numbers)
+        self.ranks = ranks
+        self._numbers = [0] * len(ranks)
         self._open: dict[int, dict[int, Call]] = {}  # of each number, by rank in the group
         self._messages: list[Call] = []  # of which the other side is missing
         self._error: BaseException | None = None
-
-    @property
-    def ranks(self) -> list[int | None]:
-        """Its ranks, by their numbers in the cluster; None: not known yet."""
-        return [self._world.ranks[number] for number in self._in_world]
 
     @property
     def name(self) -> str:
@@ -65,11 +38,10 @@ class Meeting:
         return self.cluster.name_of(self)
 
     def post(self, index: int, call: Call) -> None:
-        """Take part in a collective as the group's rank ``index``; wait for nobody.
+        """Take part in a collective as the group's rank ``index``, without a wait.
 
         Raises:
             ArgumentError: All ranks have called, and not the same.
-            PeerLostError: A rank of the group is lost.
         """
         with self.cluster.schedule.lock:
             self._check()
@@ -77,14 +49,14 @@ class Meeting:
             call.number = self._numbers[index]
             calls = self._open.setdefault(call.number, {})
             calls[index] = call
-            if len(calls) < len(self._in_world):
+            if len(calls) < len(self.ranks):
                 return
             self.compare(call.number)
             del self._open[call.number]
         self._act([calls[i] for i in range(len(calls))])
 
     def post_message(self, call: Call) -> None:
-        """Send, or receive; wait for nobody. See `post` for what it raises."""
+        """Send, or receive, without a wait."""
         with self.cluster.schedule.lock:
             self._check()
             other = next((each for each in self._messages if _belong_together(each, call)), None)
@@ -95,14 +67,12 @@ class Meeting:
         self._act([call, other] if call.operation == "send" else [other, call])
 
     def missing(self, call: Call) -> list[int]:
-        """Return the ranks, of the cluster, that have not done their part, as far as known."""
+        """Return the ranks, of the cluster, that have not done their part."""
         if call.is_done:
             return []
-        ranks, there = self.ranks, self._open.get(call.number, {})
-        others = (
-            [i for i in range(len(ranks)) if i not in there] if call.peers is None else call.peers
-        )
-        return [rank for rank in (ranks[i] for i in others) if rank is not None]
+        there = self._open.get(call.number, {})
+        others = range(len(self.ranks)) if call.peers is None else call.peers
+        return [self.ranks[i] for i in others if call.peers is not None or i not in there]
 
     def fail(self, error: BaseException) -> None:
         """End all calls that have not met, and refuse others."""

@@ -13,7 +13,7 @@ from pyringar.comm.arguments import OPS
 from pyringar.distributed.convert import for_reduction
 from pyringar.errors import ArgumentError
 
-__all__ = ["all_reduce", "check_reducible", "copy", "parts", "reduced"]
+__all__ = ["all_reduce", "check_reducible", "clones", "copy", "parts", "reduced"]
 
 _BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
@@ -39,9 +39,16 @@ def copy(target: Tensor, source: Tensor) -> None:
         target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
 
 
+def clones(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Return copies of lists of tensors, one copy of a tensor that stands in several."""
+    distinct = {id(tensor): tensor for row in rows for tensor in row}
+    copies = {key: tensor.clone() for key, tensor in distinct.items()}
+    return [[copies[id(tensor)] for tensor in row] for row in rows]
+
+
 def parts(tensor: Tensor, number: int) -> Sequence[Tensor]:
-    """Return so many equal parts of a tensor, flat, by the index of their elements."""
-    return torch.split(tensor.reshape(-1), [tensor.numel() // number] * number)
+    """Return so many equal parts of a contiguous tensor, flat."""
+    return torch.split(tensor.view(-1), [tensor.numel() // number] * number)
 
 
 def all_reduce(engine: Any, tensors: Sequence[Tensor], op: str) -> None:

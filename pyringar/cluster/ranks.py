@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pyringar.cluster.state import ProcessState
+from pyringar.errors import RingarError
 
 if TYPE_CHECKING:
     from pyringar.cluster.calls import Wait
 
-__all__ = ["Rank", "belong_to", "current", "place_of_wait", "this_rank"]
+__all__ = ["Rank", "belong_to", "current", "this_rank"]
 
 _here = threading.local()
 _identities = itertools.count(1)
-# Where threads wait for each other: modules, and their functions.
-_WAITING = (
-    *("threading", "queue", "concurrent.futures._base", "concurrent.futures.thread"),
-    "selectors",  # asyncio's loops
-)
-_WAITS = ("wait", "wait_for", "join", "_wait_for_tstate_lock", "acquire", "get", "result", "select")
 
 
 def current() -> Rank | None:
@@ -36,41 +29,32 @@ def current() -> Rank | None:
 
 
 def this_rank() -> Rank:
-    """Return the rank whose thread this is, in code that only ranks run."""
-    rank: Rank = _here.rank
+    """Return the rank whose thread this is.
+
+    Raises:
+        RingarError: It is no rank's.
+    """
+    rank = current()
+    if rank is None:
+        raise RingarError(
+            "torch.distributed was called in a thread that a rank has started, expected the rank's "
+            "own: run programs that call it in several threads with torchrun"
+        )
     return rank
 
 
 def belong_to(rank: Rank | None) -> None:
-    """Make this thread a rank's, or nobody's."""
+    """Make this thread a rank's; None: no rank's."""
     _here.rank = rank
 
 
-def place_of_wait(thread: threading.Thread | None) -> tuple[int, int] | None:
-    """Return where a thread waits for another by Python's own means, as a join; None: it does not.
-
-    Who looks again and finds the same place knows that it has not gone on meanwhile.
-    """
-    frame: Any = sys._current_frames().get(thread.ident or 0) if thread is not None else None
-    if frame is None or frame.f_globals.get("__name__", "") not in _WAITING:
-        return None
-    if frame.f_code.co_name not in _WAITS:
-        return None
-    caller: Any = frame
-    while caller is not None and caller.f_globals.get("__name__", "") in _WAITING:
-        if caller.f_code.co_name == "start":
-            return None  # until the other has begun
-        caller = caller.f_back
-    return id(frame), frame.f_lasti
-
-
 class Rank:
-    """Hold what belongs to one rank while its cluster runs.
+    """Hold the state of one rank while its cluster runs.
 
     Args:
         index: Its number.
         device: Where its tensors are, if its program asks.
-        environment: What it finds in ``os.environ``.
+        environment: Its ``os.environ``.
     """
 
     def __init__(self, index: int, device: torch.device, environment: Mapping[Any, Any]) -> None:
@@ -82,63 +66,46 @@ class Rank:
         self.thread: threading.Thread | None = None
 
         self.go = threading.Lock()
-        """Held while others run; released when it is this rank's turn."""
+        """Held while others run; released when the schedule chooses this rank."""
         self.go.acquire()
         self.is_running = False
-        self.keeps_turn = False
-        """It was chosen again while it handed on."""
-        self.has_deputy = False
-        """A thread that it has started, and for which it waits, waits for it."""
         self.waits_for: Wait | None = None
         """None while it runs, before it has begun and when it has ended."""
-        self.since_ns = 0
-        """When it began to do what it does."""
-        self.waits_on = ""
-        """The same as ``waits_for`` in words, and which ranks it waited for when it began to."""
         self.has_asked = False
-        """What it did last was to ask for something that was not there."""
+        """Its last call asked for something that was not there."""
         self.asks_for: Wait | None = None
-        """What it asks for again and again without waiting; None: it does not."""
-        self.is_dead = False
-        """A fault has ended it: what it still calls is not called."""
+        """What it polls without waiting; None: it does not poll."""
         self.has_ended = False
         self.is_gone = False
-        """Its cluster is over; threads that it has left behind are nobody's."""
-        self.helpers: list[threading.Thread] = []
-        """Threads that its program has started, and which a process would wait for at its end."""
-        self.tasks: set[Future[Any]] = set()
-        """What its program has given to pools of threads, and is not done."""
+        """Its cluster is over; a thread that is left behind belongs to no rank."""
         self.result: Any = None
         self.error: BaseException | None = None
 
         self.num_calls = 0
         """Collectives and messages that it has begun, in all groups."""
-        self.held_back: Callable[[], None] | None = None
-        """Begins a call that a fault has it make after the next one."""
         self.futures: list[Any] = []
-        """Of its works, not complete."""
+        """Futures of its works that are not complete."""
         self.pending_error: BaseException | None = None
-        """What a callback raised and torch would not let through."""
+        """An exception of a callback that torch would not let through."""
         self.world: dict[str, Any] = {}
         """Its groups, as torch.distributed keeps them."""
         self.main: ModuleType | None = None
         """Its ``__main__``, where it runs a script."""
-        self.home: Any = None
-        """The world that it has entered: others may have made another one, at another address."""
         self.num_groups: dict[Any, int] = {}
         """How many groups of a name it has made."""
         self.state: ProcessState | None = None
-        """The process's, as this rank left it."""
+        """The state of the process when this rank last ran."""
 
     def restore_state(self) -> None:
-        """Give the process what this rank left; nothing where ranks run at once."""
+        """Give the process the state that it had when this rank last ran."""
         if self.state is not None:
             self.state.restore()
 
     def complete_futures(self) -> None:
-        """Complete those whose works are done, one by one: callbacks may wait for others.
+        """Complete futures whose works are done, one by one: callbacks may wait for others.
 
-        Raises what a callback raised that no future can hold, such as KeyboardInterrupt.
+        Raises:
+            BaseException: A callback raised what no future can hold, such as KeyboardInterrupt.
         """
         for future in list(self.futures):
             if future in self.futures and future.is_over():
@@ -148,20 +115,12 @@ class Rank:
             error, self.pending_error = self.pending_error, None
             raise error
 
-    def join_helpers(self) -> None:
-        """Wait for what its program has left to other threads, as a process does at its end."""
-        while self.helpers or self.tasks:
-            wait(list(self.tasks))
-            while self.helpers:
-                self.helpers.pop().join()
-
     def let_go(self) -> None:
         """Forget its program's objects, when it has ended."""
-        self.is_gone, self.main, self.home = True, None, None
-        self.result = self.error = self.state = self.waits_for = self.held_back = None
+        self.is_gone, self.main = True, None
+        self.result = self.error = self.state = self.waits_for = None
         self.asks_for = self.pending_error = None
         self.world, self.environment, self.futures, self.num_groups = {}, {}, [], {}
-        self.helpers, self.tasks = [], set()
 
     def __str__(self) -> str:
         return f"rank {self.index}"

@@ -13,14 +13,12 @@ from typing import Any
 from pyringar.errors import RingarError
 from pyringar.grading.checks import CHECKS
 from pyringar.grading.grader import Report
-from pyringar.grading.solution import Target, escaped, printable
+from pyringar.grading.solution import Target, printable
 
 __all__ = ["REQUIRED", "Marked", "write_csv"]
 
 REQUIRED = tuple(check.name for check in CHECKS if check.verdict_on_failure == "fail")
 _MAX_MESSAGE = 500
-# A spreadsheet takes a cell that begins so for a formula.
-_FORMULA = ("=", "+", "-", "@")
 
 
 @dataclass(frozen=True)
@@ -90,18 +88,13 @@ def write_csv(path: Path, solutions: Iterable[Marked]) -> None:
     writer.writerow([*head, *REQUIRED, "first_look_at", "message"])
     for one in solutions:
         verdicts = {p.name: p.verdict for p in one.report.properties} if one.report else {}
-        name = [_cell(escaped(one.target.where)), _cell(escaped(one.target.function))]
+        name = [one.target.where, one.target.function]
         cells = [verdicts.get(name, "fail") for name in REQUIRED]
-        message = _cell(printable(one.message)[:_MAX_MESSAGE])
+        message = printable(one.message)[:_MAX_MESSAGE]
         writer.writerow([*name, one.marks, len(REQUIRED), *cells, one.first_look_at, message])
     try:
-        path.write_bytes(text.getvalue().encode())
+        path.write_bytes(text.getvalue().encode(errors="backslashreplace"))
     except OSError as error:
         raise RingarError(
             f"--csv is '{path}', which could not be written: {error.strerror}"
         ) from error
-
-
-def _cell(text: str) -> str:
-    """Return a text that a spreadsheet takes for no formula."""
-    return f"'{text}" if text.lstrip().startswith(_FORMULA) else text

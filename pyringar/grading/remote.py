@@ -12,12 +12,12 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,32 +29,13 @@ from pyringar.grading.arena import Arena
 from pyringar.grading.cases import Call, Case, Failure, Other
 from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.grader import Report, judge_all
-from pyringar.grading.processes import (
-    Family,
-    TooMuchError,
-    adopting_orphans,
-    children,
-    exit_words,
-)
 from pyringar.grading.solution import CannotLoadError, Target, printable
 
-__all__ = ["Limits", "Remote", "grade", "graded"]
+__all__ = ["Remote", "grade", "graded"]
 
-_TICK_S = 0.05  # how often memory is looked at
+_TICK_S = 0.05  # how often a silent process is looked at
+_LAST_WORDS_S = 1.0
 _MAX_WORDS = 1000
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a solution.
-
-    Attributes:
-        timeout_s: Seconds for its import, and for all calls of one property.
-        memory_bytes: Memory of its own, and the largest file that it may write.
-    """
-
-    timeout_s: float
-    memory_bytes: int
 
 
 class EndedError(Exception):
@@ -64,7 +45,7 @@ class EndedError(Exception):
 def grade(
     target: Target,
     devices: list[str],
-    limits: Limits,
+    timeout_s: float,
     show: Callable[[bytes], object] = lambda text: None,
 ) -> Report:
     """Return the verdicts on a solution.
@@ -72,54 +53,48 @@ def grade(
     Args:
         target: The function to load.
         devices: One per rank.
-        limits: The limits of its process.
+        timeout_s: Seconds for its import, and for all calls of one property.
         show: Called with its prints.
 
     Raises:
         ArgumentError: A device is not there.
         CannotLoadError: The import fails or does not end, or there is no such function.
     """
-    with graded(target, devices, limits, show) as remote:
-        verdicts = judge_all(lambda check, _: check.look(remote), remote.rested, limits.timeout_s)
+    with graded(target, devices, timeout_s, show) as remote:
+        verdicts = judge_all(lambda check, _: check.look(remote), remote.rested, timeout_s)
         stem = os.path.basename(target.where).removesuffix(".py")
         return Report(f"{stem}.{target.function}", remote.device_names, verdicts)
 
 
 @contextlib.contextmanager
 def graded(
-    target: Target, devices: list[str], limits: Limits, show: Callable[[bytes], object]
+    target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
 ) -> Iterator[Remote]:
     """Start a solution in a process of its own, as `grade` says, and end it."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(adopting_orphans())
-        remote = stack.enter_context(contextlib.closing(Remote(target, devices, limits, show)))
-        stack.enter_context(_one_thread())
-        yield remote
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread: a forked process has torch's pool, but not its threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with contextlib.closing(Remote(target, devices, timeout_s, show)) as remote:
+        # A forked process has torch's pool, but not its threads.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield remote
+        finally:
+            torch.set_num_threads(threads)
 
 
 class Remote(Subject):
     """A function in another process, which is started again after it ended."""
 
     def __init__(
-        self, target: Target, devices: list[str], limits: Limits, show: Callable[[bytes], object]
+        self, target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
     ) -> None:
         super().__init__(_never_called, (torch.device("cpu"),) * len(devices))
         arena = self._arena = Arena(len(devices))
-        self._start: Callable[[], _Process] = lambda: _Process(target, devices, arena, limits, show)
-        self._timeout_s = limits.timeout_s
+        self._start: Callable[[], _Process] = lambda: _Process(
+            target, devices, arena, timeout_s, show
+        )
+        self._timeout_s = timeout_s
         self._turn = 0
-        self._left_s = limits.timeout_s
+        self._left_s = timeout_s
         self._process = self._start()
         try:
             self.device_names = self._process.load()
@@ -218,31 +193,29 @@ class _Process:
         target: Target,
         devices: list[str],
         arena: Arena,
-        limits: Limits,
+        timeout_s: float,
         show: Callable[[bytes], object],
     ) -> None:
-        self._limits = limits
+        self._timeout_s = timeout_s
         self._show = show
         self._buffer = b""
         self.is_ended = False
         self._channel, theirs = socket.socketpair()
         self._output, their_output = os.pipe()
-        older = children()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or the child would have it, too
         with warnings.catch_warnings():
             # Python 3.12 warns of threads at a fork. Those here are pools of torch and NumPy,
             # idle, and the child uses none of them.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid == 0:
-            worker.serve(target, devices, theirs, their_output, arena, limits.memory_bytes)
+            self._pid = os.fork()
+        if self._pid == 0:
+            worker.serve(target, devices, theirs, their_output, arena)
         theirs.close()
         os.close(their_output)
         os.set_blocking(self._output, False)
         self._channel.setblocking(False)
-        self._family = Family(pid, older, limits.memory_bytes)
-        self._next_check = 0.0
+        self._status: int | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._channel, selectors.EVENT_READ)
         self._selector.register(self._output, selectors.EVENT_READ)
@@ -254,7 +227,7 @@ class _Process:
             ArgumentError: A device is not there.
             CannotLoadError: The import fails, or there is no such function.
         """
-        timeout_s = self._limits.timeout_s
+        timeout_s = self._timeout_s
         try:
             message = self._receive(time.monotonic() + timeout_s)
         except TimeoutError:
@@ -271,7 +244,7 @@ class _Process:
         """Return the answer to a request.
 
         Raises:
-            EndedError: The process ended, or was ended for what it took.
+            EndedError: The process ended.
             TimeoutError: There is none at the time ``ends``.
         """
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` tells
@@ -279,18 +252,32 @@ class _Process:
         return self._receive(ends)
 
     def end(self) -> None:
-        """Kill the process and all that it has started; hand on the rest of what it printed."""
+        """Kill the process and its group; show the rest of what it printed."""
         if self.is_ended:
             return
-        try:
-            self._family.end()
-        finally:
-            self.is_ended = True
-            with self._selector, self._channel, os.fdopen(self._output):
-                self._drain()
+        self.is_ended = True
+        for kill in (os.killpg, os.kill):  # it leads its group as soon as it runs
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a zombie
+                kill(self._pid, signal.SIGKILL)
+        if self._status is None:
+            os.waitpid(self._pid, 0)
+        with self._selector, self._channel, os.fdopen(self._output):
+            self._drain()
+
+    def _wait(self, seconds: float) -> int | None:
+        """Return the status of the process if it ends in time, else None."""
+        ends = time.monotonic() + seconds
+        while self._status is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self._status = status
+            elif time.monotonic() >= ends:
+                break
+            else:
+                time.sleep(0.001)
+        return self._status
 
     def _receive(self, ends: float) -> dict[str, Any]:
-        self._check_at_times()
         while b"\n" not in self._buffer:
             left = ends - time.monotonic()
             if left <= 0:
@@ -300,7 +287,8 @@ class _Process:
                 self._drain()
             if self._channel in ready:
                 self._read()
-            self._check_at_times()
+            elif not ready and self._wait(0) is not None:  # its children may hold the channel
+                raise EndedError(_exit_words(self._status))
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             message = json.loads(line)
@@ -316,24 +304,8 @@ class _Process:
         except ConnectionResetError:
             some = b""
         if not some:
-            status = self._family.wait(1.0)
-            what = "the process closed the grader's files" if status is None else exit_words(status)
-            raise EndedError(what)
+            raise EndedError(_exit_words(self._wait(_LAST_WORDS_S)))
         self._buffer += some
-
-    def _check_at_times(self) -> None:
-        """See that the process is within its limits and, while it owes an answer, alive."""
-        if time.monotonic() < self._next_check:
-            return
-        try:
-            self._family.check()
-        except TooMuchError as error:
-            raise EndedError(f"the process {error} and was ended") from None
-        self._next_check = time.monotonic() + _TICK_S
-        if b"\n" not in self._buffer and (status := self._family.wait(0)) is not None:
-            with contextlib.suppress(BlockingIOError):
-                return self._read()  # its last words
-            raise EndedError(exit_words(status))
 
     def _drain(self) -> None:
         """Take what was printed, a part at a time: who prints for ever has a deadline, too."""
@@ -343,3 +315,13 @@ class _Process:
                 self._show(text)
             elif self._output in self._selector.get_map():
                 self._selector.unregister(self._output)
+
+
+def _exit_words(status: int | None) -> str:
+    """Return how a process ended, from the status of ``os.waitpid``; None: it did not end."""
+    if status is None:
+        return "the process closed the grader's files"
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"the process ended with status {code} instead of answering"
+    return f"the process was ended by {signal.Signals(-code).name}"

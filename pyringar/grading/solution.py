@@ -17,7 +17,6 @@ __all__ = [
     "CannotLoadError",
     "Target",
     "call_words",
-    "escaped",
     "function_name",
     "load",
     "printable",
@@ -64,12 +63,8 @@ def function_name(fn: Callable[..., Any]) -> str:
 
 def printable(text: str) -> str:
     """Return a text on one line, with escapes for control characters."""
-    return escaped(" ".join(text.split()))
-
-
-def escaped(text: str) -> str:
-    """Return a text with escapes for line ends and control characters."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    words = " ".join(text.split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
 
 
 # -- loading ---------------------------------------------------------------------------------------

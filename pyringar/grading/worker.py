@@ -5,9 +5,12 @@ Nothing is judged here. The grader knows the inputs, and reads the results from 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 import traceback
@@ -21,12 +24,15 @@ from pyringar.errors import ArgumentError
 from pyringar.grading.arena import Arena, after
 from pyringar.grading.cases import Case, Other, layouts_of
 from pyringar.grading.checks import Raised, Subject
-from pyringar.grading.processes import die_with_parent
 from pyringar.grading.solution import CannotLoadError, Target, load
 
-__all__ = ["serve"]
+__all__ = ["MEMORY_BYTES", "serve"]
+
+MEMORY_BYTES = 2 << 30
+"""Memory that each process of a solution may allocate, and its largest file."""
 
 _MAX_FILES = 1 << 16
+_PR_SET_PDEATHSIG = 1
 _exit = os._exit  # a solution may put something else there
 
 
@@ -36,7 +42,6 @@ def serve(
     channel: socket.socket,
     output: int,
     arena: Arena,
-    max_file_bytes: int,
 ) -> NoReturn:
     """Load the function, then answer one call after the other until the grader hangs up.
 
@@ -46,10 +51,9 @@ def serve(
         channel: To the grader: a line of JSON for each call, and one back.
         output: The file descriptor that takes the solution's prints.
         arena: Memory of the tensors.
-        max_file_bytes: The largest file that it may write.
     """
     try:
-        _settle_in(channel, output, max_file_bytes)
+        _settle_in(channel, output)
         _serve(target, devices, channel, arena)
     except BaseException:  # the grader says that it ended, this says why
         traceback.print_exc()
@@ -57,10 +61,11 @@ def serve(
     _exit(0)
 
 
-def _settle_in(channel: socket.socket, output: int, max_file_bytes: int) -> None:
+def _settle_in(channel: socket.socket, output: int) -> None:
     """Become a process that cannot disturb the grader's terminal, files or disk."""
     os.setsid()  # Ctrl-C is the grader's
-    die_with_parent()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     null = os.open(os.devnull, os.O_RDONLY)
     for number, source in enumerate([null, output, output]):
         os.dup2(source, number)
@@ -70,9 +75,20 @@ def _settle_in(channel: socket.socket, output: int, max_file_bytes: int) -> None
     os.closerange(3, channel.fileno())
     os.closerange(channel.fileno() + 1, _MAX_FILES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MEMORY_BYTES, MEMORY_BYTES))
+    # Not RLIMIT_AS: torch reserves far more than it uses, tens of gigabytes with CUDA.
+    most = _data_bytes() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     # The pool of threads that torch had before the fork is not here.
     torch.set_num_threads(1)
+
+
+def _data_bytes() -> int:
+    """Return the memory that this process has allocated; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+        return 1024 * int(fields["VmData"].split()[0])
+    return 0
 
 
 def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Arena) -> None:
