@@ -161,7 +161,7 @@ def test_files_are_contiguous(data, tmp_path):
     saved = Checkpoint.decode((tmp_path / "checkpoint.bin").read_bytes(), tmp_path)
     save_state(result.state, tmp_path / "net.pt")
     state = torch.load(tmp_path / "net.pt", weights_only=True)
-    for tensor in [*saved.params, *saved.rank_tensors[1], *state.values()]:
+    for tensor in [*saved.tensors, *state.values()]:
         assert tensor.is_contiguous()
     net = resnet18(width=4)
     net.load_state_dict(state)

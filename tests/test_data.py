@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import math
 import os
 import struct
@@ -149,35 +148,6 @@ class TestNeverOthersThanAskedFor:
 def test_the_default_folder_is_the_users():
     assert default_data_dir().is_absolute()
     assert "pyringar" in default_data_dir().parts
-
-
-class TestDigits:
-    """Other sets come in files of the same names and sizes."""
-
-    @pytest.fixture
-    def whole_sizes(self, monkeypatch):
-        """Halves of 7 and 3 images are whole, and these are their labels."""
-        digests = {n: hashlib.sha256(bytes(range(n))).hexdigest() for n in (7, 3)}
-        whole = {"train": (7, digests[7]), "t10k": (3, digests[3])}
-        monkeypatch.setattr(data_module, "_WHOLE", whole)
-
-    @pytest.mark.usefixtures("whole_sizes")
-    def test_only_whole_set_is_named(self, tmp_path):
-        write_idx_set(tmp_path, 7, 3)
-        assert load_data("auto", tmp_path).name == "Fashion-MNIST"
-        write_idx_set(tmp_path, 6, 3)
-        for dataset in ("auto", "fashion-mnist"):  # of a part, nothing here could tell
-            assert load_data(dataset, tmp_path).name == "images in Fashion-MNIST's format"
-
-    @pytest.mark.usefixtures("whole_sizes")
-    @pytest.mark.parametrize("half", ["train", "t10k"])
-    def test_digits_are_not_taken_for_garments(self, tmp_path, half):
-        write_idx_set(tmp_path, 7, 3)
-        path = tmp_path / f"{half}-labels-idx1-ubyte"
-        path.write_bytes(path.read_bytes()[:-1] + b"\x09")
-        with pytest.raises(ArgumentError, match=f"{half}-labels-idx1-ubyte' is not Fashion-MNIST"):
-            load_data("fashion-mnist", tmp_path)
-        assert load_data("auto", tmp_path).name == "images in Fashion-MNIST's format"
 
 
 def header(*numbers: int) -> bytes:

@@ -159,5 +159,5 @@ def test_files_are_written_and_named(tmp_path, capsys):
     assert main(["trace", str(trace)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "LeNet on [cpu x 2 ranks]"
-    assert lines[1].split()[2:] == ["forward", "backward", "bucket", "wait", "optimizer", "hidden"]
+    assert lines[1].split()[2:] == ["forward", "backward", "bucket", "wait", "optimizer", "exposed"]
     assert all(float(cell) > 0 for cell in lines[2].split()[1:5])

@@ -11,7 +11,6 @@ import itertools
 import json
 import logging
 import os
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -254,17 +253,16 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
         real(*arguments)
         steps.append(1)
         if len(steps) == 6:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(Trainer, "_train_batch", interrupted)
     assert main([*options, "--save", folder]) == 130
     assert "interrupted" in capsys.readouterr().err
-    stopped, command = (record.getMessage() for record in caplog.records[-2:])
-    assert stopped == (f"stopped in epoch 2, after step 2 of 4; the checkpoint is in '{folder}'")
-    assert command == f"to go on: the same command with --resume '{folder}' instead of --save"
+    told = f"to go on: the same command with --resume '{folder}' instead of --save"
+    assert [record.getMessage() for record in caplog.records] == [told]
     assert main([*options, "--resume", folder]) == 0
     out = capsys.readouterr().out
-    assert "1 of 2 epochs and 2 steps are done; going on" in out
+    assert "1 of 2 epochs are done; going on" in " ".join(out.split())
     assert rows_of(out) == whole, "the table is that of a run that was not stopped"
     assert len((tmp_path / "l.csv").read_text().splitlines()) == 3
 
