@@ -95,13 +95,3 @@ def test_without_descriptors_there_are_errors_of_ours():
     assert "cannot create 40 bytes of shared memory" in first
     assert "x cannot be read" in second
     assert last == "10", "and afterwards all is well"
-
-
-# -- the command line ------------------------------------------------------------------------------
-
-
-def test_check_says_that_it_runs_the_code(capsys):
-    with pytest.raises(SystemExit):
-        main(["check", "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert "This runs the code that it grades, with your rights" in told

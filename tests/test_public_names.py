@@ -44,9 +44,6 @@ def test_reference_has_all_names():
     assert "::: pyringar.errors\n" in page
     names = set(pr.__all__) - set(errors.__all__)
     assert {name for name in names if f"::: pyringar.{name}\n" not in page} == set()
-
-
-def test_unknown_name_raises():
     with pytest.raises(AttributeError, match="'pyringar' has no attribute 'al_reduce'"):
         pr.al_reduce  # noqa: B018
 

@@ -32,11 +32,6 @@ def small():
     return garments(36, 30)
 
 
-@pytest.fixture(scope="module")
-def full():
-    return resnet18()
-
-
 class WithoutReset(nn.Module):
     def __init__(self):
         super().__init__()
@@ -44,17 +39,13 @@ class WithoutReset(nn.Module):
 
 
 class TestModel:
-    def test_it_has_the_numbers_of_the_chapters(self, full):
+    def test_numbers_and_names_of_the_chapters(self):
+        full = resnet18()
         params, buffers = list(full.parameters()), list(full.buffers())
         assert sum(param.numel() for param in params) == 11_175_818
         assert len(params) == 76
         assert (len(buffers), sum(buffer.numel() for buffer in buffers)) == (51, 7_825)
-        parts = list(full.modules())
-        assert sum(isinstance(part, nn.Conv2d) for part in parts) == 20
-        assert sum(isinstance(part, nn.BatchNorm2d) for part in parts) == 17
         assert sum(p.numel() for p in resnet18(width=8).parameters()) == 176_634
-
-    def test_it_has_the_names_of_the_chapters(self, full):
         layers = list(dict.fromkeys(name.rpartition(".")[0] for name in full.state_dict()))
         block = ["conv1", "conv2", "bn1", "bn2"]
         wide = ["conv1", "conv2", "conv3", "bn1", "bn2"]
@@ -84,7 +75,7 @@ class TestModel:
         assert torch.equal(double[0].weight.float(), first[0].weight)
 
     def test_initialising_again_forgets_everything(self):
-        net, fresh = resnet18(width=2, seed=3), resnet18(width=2, seed=4)
+        net, fresh = resnet18(width=16, seed=3), resnet18(width=16, seed=4)
         net(torch.rand(5, 1, 28, 28)).sum().backward()
         with torch.no_grad():
             for param in net.parameters():
@@ -92,11 +83,8 @@ class TestModel:
         initialise(net, seed=4)
         for name, tensor in net.state_dict().items():
             assert torch.equal(tensor, fresh.state_dict()[name]), name
-
-    def test_book_weights_have_std_001(self):
-        net = resnet18(width=16, init="book")
-        for part in (net.resnet_block4[1].conv2, net.resnet_block3[0].conv3):
-            assert 0.0095 < part.weight.std() < 0.0105
+        initialise(net, "book")
+        assert 0.0095 < net.resnet_block4[1].conv2.weight.std() < 0.0105
         assert torch.equal(net[1].weight, torch.ones(16))
 
     @pytest.mark.parametrize(
@@ -114,7 +102,7 @@ class TestModel:
 
 @pytest.mark.parametrize(
     ("dtype", "width", "tolerance"),
-    [(torch.float32, 64, 1e-5), (torch.float64, 8, 1e-12)],
+    [(torch.float32, 16, 1e-5), (torch.float64, 8, 1e-12)],
     ids=str,
 )
 def test_frozen_batch_norm_matches_one_rank(dtype, width, tolerance):
@@ -130,18 +118,11 @@ def test_frozen_batch_norm_matches_one_rank(dtype, width, tolerance):
 
 
 class TestTraining:
-    def test_a_run_repeats_itself_bit_by_bit(self, small):
-        first, second = (run(small, ranks=2) for _ in range(2))
-        assert first.losses == second.losses
-        assert first.curve == second.curve
-        assert first.state.keys() == resnet18(width=4).state_dict().keys()
-        for name, tensor in first.state.items():
-            assert torch.equal(tensor, second.state[name]), name
-
-    @pytest.mark.parametrize("options", [{"overlap": False}, {"bucket_cap_mb": 0.01}])
-    def test_buckets_change_no_bit(self, small, options):
-        ours, theirs = run(small, ranks=2), run(small, ranks=2, **options)
-        check_replicas_equal([ours.params, theirs.params])
+    @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"bucket_cap_mb": 0.01}])
+    def test_run_repeats_with_any_buckets(self, small, options):
+        result = run(small, ranks=2, **options)
+        training.same_results(result, run(small, ranks=2))
+        assert result.state.keys() == resnet18(width=4).state_dict().keys()
 
     def test_sync_batch_norm_matches_one_rank(self, small):
         options = {"batchnorm": "sync", "dtype": "float64", "lr": 0.01}
@@ -166,15 +147,12 @@ class TestTraining:
         assert all(param.dtype == torch.float32 for param in amp.params)
         assert 0 < abs(amp.losses[0] - plain.losses[0]) < 0.1
 
-    def test_last_batch_smaller_than_ranks(self):
-        result = run(garments(14, 10), ranks=4)
-        assert math.isfinite(result.losses[-1])
-
-    def test_the_short_form_trains_resnet18(self, small, monkeypatch):
-        monkeypatch.setattr("pyringar.train.trainer.load_data", lambda *_: small)
-        result = train_resnet18(2, 12, 0.05, width=2, epochs=1)
+    def test_the_short_form_trains_resnet18(self, monkeypatch):
+        monkeypatch.setattr("pyringar.train.trainer.load_data", lambda *_: garments(14, 10))
+        result = train_resnet18(5, 12, 0.05, width=2, epochs=1)
         assert result.config.model == "resnet18"
-        assert str(result).endswith("on [cpu x 2 ranks]")
+        assert math.isfinite(result.losses[-1])
+        assert str(result).endswith("on [cpu x 5 ranks]")
         with pytest.raises(pr.ArgumentError, match="no option 'depth'"):
             train_resnet18(2, 12, 0.05, depth=50)
 

@@ -62,6 +62,7 @@ def saved(images, tmp_path):
 
 MORE_RUNS = [
     {**LENET, "ranks": 1},
+    {**RESNET, "ranks": 2},
     {**LENET, "ranks": 2, "weights": (3, 1), "lr_schedule": "constant"},
     {**LENET, "ranks": 3, "dtype": "float64", "momentum": 0.9},
     {**RESNET, "ranks": 2, "batchnorm": "sync"},
@@ -73,7 +74,7 @@ MORE_RUNS = [
     "options",
     [
         {**LENET, "ranks": 3, "allreduce": "ring", "bucket_cap_mb": 0.1, "momentum": 0.9},
-        {**RESNET, "ranks": 2},
+        {**RESNET, "ranks": 2, "channels_last": True, "momentum": 0.9},
         *(pytest.param(run, marks=pytest.mark.slow) for run in MORE_RUNS),
     ],
     ids=lambda options: "-".join(map(str, options.values())),

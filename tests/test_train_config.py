@@ -37,6 +37,7 @@ from pyringar.train.devices import choose_devices, describe_devices
         ({"model": "resnet18", "batchnorm": "global"}, "batchnorm is 'global'"),
         ({"width": 8}, "width is 8, but the model is lenet"),
         ({"batchnorm": "sync"}, "batchnorm is 'sync', but the model is lenet"),
+        ({"channels_last": True}, "channels_last is True, but the model is lenet"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb is 0, expected a positive number"),
         ({"amp": True, "dtype": "float64"}, "amp is on and dtype 'float64', expected float32"),
         ({"weights": "car"}, "weights"),
@@ -63,14 +64,9 @@ def test_an_unknown_option_of_train_is_named():
         train(2, 64, 0.1, nesterov=True)
 
 
-def test_ranks_default_to_devices():
-    assert TrainConfig().world_size == 2
+def test_defaults_depend_on_other_choices():
+    assert (TrainConfig().world_size, TrainConfig().init) == (2, "he")
     assert TrainConfig(devices=("cpu",) * 3).world_size == 3
-    assert TrainConfig(ranks=3, devices=("cpu",) * 3).world_size == 3
-
-
-def test_init_depends_on_model():
-    assert TrainConfig().init == "he"
     assert TrainConfig(model="resnet18").init == "default"
     assert TrainConfig(model="resnet18", init="book").init == "book"
 
@@ -82,46 +78,34 @@ def test_linear_schedule_falls_to_zero():
     assert TrainConfig(lr=0.4, lr_schedule="constant").lr_at(3, 4) == 0.4
 
 
-class TestDevices:
-    @pytest.mark.parametrize(
-        ("ranks", "gpus", "expected"),
-        [
-            (3, 0, ["cpu"] * 3),
-            (1, 2, ["cuda:0"]),
-            (2, 2, ["cuda:0", "cuda:1"]),
-            (2, 4, ["cuda:0", "cuda:1"]),
-            (4, 1, ["cuda:0"] * 4),
-            (4, 2, ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]),
-            (3, 2, ["cuda:0", "cuda:0", "cuda:1"]),
-        ],
-    )
-    def test_ranks_are_spread_over_what_is_there(self, monkeypatch, ranks, gpus, expected):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(devices_module, "Communicator", mock.Mock())  # one that can do GPUs
-        assert [str(device) for device in choose_devices(ranks)] == expected
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "expected"),
+    [
+        (3, 0, "[cpu x 3 ranks]"),
+        (1, 0, "[cpu]"),
+        (1, 2, "[cuda:0]"),
+        (2, 4, "[cuda:0, cuda:1]"),
+        (4, 1, "[cuda:0 x 4 ranks]"),
+        (4, 2, "[cuda:0 x 2 ranks, cuda:1 x 2 ranks]"),
+        (3, 2, "[cuda:0 x 2 ranks, cuda:1]"),
+    ],
+)
+def test_ranks_are_spread_over_gpus(monkeypatch, ranks, gpus, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(devices_module, "Communicator", mock.Mock())  # one that can do GPUs
+    assert describe_devices(choose_devices(ranks)) == expected
 
-    def test_gpus_without_engine_stay_idle(self, monkeypatch, caplog):
-        refusal = mock.Mock(side_effect=UnsupportedError("an engine for CPU ranks only"))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(devices_module, "Communicator", refusal)
-        assert [str(device) for device in choose_devices(2)] == ["cpu", "cpu"]
-        assert "the 2 GPUs of this machine stay idle: an engine for CPU ranks only" in caplog.text
 
-    def test_missing_device_raises(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        message = r"devices\[1\] is 'cuda:1', which is not on this machine; .*: cpu, cuda:0$"
-        with pytest.raises(ArgumentError, match=message):
-            TrainConfig(devices=("cuda:0", "cuda:1"))
+def test_gpus_without_engine_stay_idle(monkeypatch, caplog):
+    refusal = mock.Mock(side_effect=UnsupportedError("an engine for CPU ranks only"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(devices_module, "Communicator", refusal)
+    assert describe_devices(choose_devices(2)) == "[cpu x 2 ranks]"
+    assert "the 2 GPUs of this machine stay idle: an engine for CPU ranks only" in caplog.text
 
-    @pytest.mark.parametrize(
-        ("devices", "words"),
-        [
-            (["cpu"], "[cpu]"),
-            (["cpu"] * 4, "[cpu x 4 ranks]"),
-            (["cuda:0", "cuda:1"], "[cuda:0, cuda:1]"),
-            (["cuda:0", "cuda:0", "cpu"], "[cuda:0 x 2 ranks, cpu]"),
-            (["cuda:1", "cuda:0", "cuda:1"], "[cuda:1, cuda:0, cuda:1]"),
-        ],
-    )
-    def test_words_for_devices(self, devices, words):
-        assert describe_devices([torch.device(device) for device in devices]) == words
+
+def test_missing_device_raises(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    message = r"devices\[1\] is 'cuda:1', which is not on this machine; .*: cpu, cuda:0$"
+    with pytest.raises(ArgumentError, match=message):
+        TrainConfig(devices=("cuda:0", "cuda:1"))

@@ -173,13 +173,6 @@ def test_the_command_under_torchrun(tmp_path):
     assert trace.stat().st_size > 1000
 
 
-@pytest.mark.slow  # the same, and two processes that import torch
-def test_the_command_refuses_what_makes_no_sense():
-    done = torchrun("lenet", "--dataset", "synthetic", "--devices", "cpu,cpu")
-    assert done.returncode != 0
-    assert "pyringar train: --devices is ('cpu', 'cpu'), which names the ranks" in done.stderr
-
-
 @pytest.mark.parametrize(("text", "wanted"), [(None, 1), ("1", 1), ("4", 4), ("two", None)])
 def test_torchrun_says_how_many_processes_there_are(monkeypatch, text, wanted):
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -76,12 +76,10 @@ class RankedModel:
         if config.compile:
             for replica in self.replicas:
                 replica.compile()
-        self.params = [list(replica.parameters()) for replica in self.replicas]
+        self.params: list[list[Tensor]] = [list(r.parameters()) for r in self.replicas]
         self.bucketer = self._make_bucketer(config, comm)
 
-    def _make_bucketer(
-        self, config: TrainConfig, comm: Communicator | RankCommunicator
-    ) -> GradientBucketer | AfterBackward:
+    def _make_bucketer(self, config: TrainConfig, comm: Any) -> GradientBucketer | AfterBackward:
         """Return a bucketer with hooks, or a call after backward if there is no compiled engine.
 
         A sharded step reduces by itself, and one rank has nothing to reduce: both need no hooks.
@@ -109,7 +107,8 @@ class RankedModel:
                 scores: Tensor = replica(X)
                 return scores
             weights = {name: param for name, param in replica.named_parameters() if param.dim() > 1}
-            casts = dict(zip(weights, _Cast.apply(*weights.values()), strict=True))
+            casted: Sequence[Tensor] = _Cast.apply(*weights.values())
+            casts = dict(zip(weights, casted, strict=True))
             scores = torch.func.functional_call(replica, casts, (X,))
             return scores
 
@@ -136,7 +135,7 @@ class RankedModel:
         return state
 
     def buffers(self) -> list[list[Tensor]]:
-        """Return the buffers of every rank, which may differ, such as running statistics."""
+        """Return the buffers of every rank; training makes running statistics differ."""
         return [list(replica.buffers()) for replica in self.replicas]
 
     def tensors(self) -> list[Tensor]:

@@ -217,7 +217,7 @@ class Trainer:
         self.config = config = config.resolve(self.devices, is_traced=trace is not None)
         if config.cuda_graph:
             check_ranks(self.devices, trace)
-        self._folder: Path | None = None
+        self._folder: Path | None  # of checkpoints
         checkpoint = self._open_checkpoints(save, resume)
         load = functools.partial(load_data, config.dataset, config.data_dir)
         loaded = data or self.group.load(load)
@@ -414,6 +414,7 @@ class Trainer:
         """Check that the folders can be used; return the checkpoint to resume from, if any."""
         name, path = ("resume", resume) if save is None else ("save", save)
         if path is None:
+            self._folder = None
             return None
         self._recipe = recipe_of(self.config, self.all_devices)
         target = self._folder = folder_of(name, path)
