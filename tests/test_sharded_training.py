@@ -162,30 +162,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, model):
             Trainer(config, data, resume=tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shards": 0}, "shards is 0, expected a whole number, 1 or more"),
-        ({"shards": True}, "shards is True"),
-        ({"shards": 8, "ranks": 3}, "shards is 8 on 3 ranks, .* fit on 1, 2, 4, 8 ranks"),
-        ({"shards": 6, "ranks": 2}, "shards is 6 on 2 ranks, .* fit on 1, 3, 6 ranks"),
-        ({"shards": 2, "ranks": 4}, "shards is 2 on 4 ranks, .* fit on 1, 2 ranks"),
-        ({"allreduce": "ring"}, "allreduce is 'ring' and shards 4, expected 'auto' or 'fused' or"),
-        ({"weights": (1, 1)}, "weights is .* and shards 4, expected None"),
-        ({"overlap": False}, "overlap is False"),
-        ({"bucket_cap_mb": 1}, "bucket_cap_mb is 1"),
-        ({"compile": True}, "compile is True"),
-        ({"cuda_graph": True}, "cuda_graph is True"),
-        ({"model": "resnet18", "batchnorm": "sync"}, "batchnorm is 'sync'"),
-        ({"shards": None, "momentum": 1.0}, "momentum is 1.0, expected a number from 0 to below 1"),
-        ({"shards": None, "momentum": "0.9"}, "momentum is '0.9'"),
-    ],
-)
-def test_a_choice_that_would_break_it_is_refused(options, message):
-    with pytest.raises(pr.ArgumentError, match=message):
-        TrainConfig(**{"ranks": 2, "shards": 4, **options})
-
-
 def command(*arguments, processes=1):
     start = [sys.executable]
     if processes > 1:

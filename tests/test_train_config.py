@@ -12,6 +12,8 @@ from pyringar.train import TrainConfig, train
 from pyringar.train import devices as devices_module
 from pyringar.train.devices import choose_devices, describe_devices
 
+SHARDS = {"ranks": 2, "shards": 4}
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -51,6 +53,23 @@ from pyringar.train.devices import choose_devices, describe_devices
         ({"ranks": 2, "weights": (0, 0)}, "expected at least one above 0"),
         ({"ranks": 2, "devices": ("cpu",)}, "ranks is 2, but devices names 1"),
         ({"devices": ()}, "devices is empty"),
+        ({**SHARDS, "shards": 0}, "shards is 0, expected a whole number, 1 or more"),
+        ({"shards": True}, "shards is True"),
+        ({"shards": 8, "ranks": 3}, "shards is 8 on 3 ranks, .* fit on 1, 2, 4, 8 ranks"),
+        ({"shards": 6, "ranks": 2}, "shards is 6 on 2 ranks, .* fit on 1, 3, 6 ranks"),
+        ({"shards": 2, "ranks": 4}, "shards is 2 on 4 ranks, .* fit on 1, 2 ranks"),
+        (
+            {**SHARDS, "allreduce": "ring"},
+            "allreduce is 'ring' and shards 4, expected 'auto' or 'fused' or",
+        ),
+        ({**SHARDS, "weights": (1, 1)}, "weights is .* and shards 4, expected None"),
+        ({**SHARDS, "overlap": False}, "overlap is False"),
+        ({**SHARDS, "bucket_cap_mb": 1}, "bucket_cap_mb is 1"),
+        ({**SHARDS, "compile": True}, "compile is True"),
+        ({**SHARDS, "cuda_graph": True}, "cuda_graph is True"),
+        ({**SHARDS, "model": "resnet18", "batchnorm": "sync"}, "batchnorm is 'sync'"),
+        ({"momentum": 1.0}, "momentum is 1.0, expected a number from 0 to below 1"),
+        ({"momentum": "0.9"}, "momentum is '0.9'"),
         ({"devices": "cpu"}, "devices is 'cpu', expected a list"),
     ],
 )
