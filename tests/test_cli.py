@@ -88,6 +88,19 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
     assert isinstance(json.loads(capsys.readouterr().out), dict)
 
 
+NONSENSE = [" ", "\t\n", "x" * 5000, "\udcff\udcfe", "~no-such-user/x", "/dev/null/x", "\x1b[2J"]
+
+
+@pytest.mark.parametrize("value", NONSENSE)
+def test_info_shows_any_environment(monkeypatch, capsys, tmp_path, value):
+    monkeypatch.chdir(tmp_path)
+    for name in ("PYRINGAR_NODE_ID", "CXX", "PYRINGAR_CACHE_DIR", "PYRINGAR_CUDA_ARCHS"):
+        monkeypatch.setenv(name, value)
+    assert main(["info"]) in (0, 1)
+    assert any(capsys.readouterr()), "a report, or one line of error"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -215,18 +215,6 @@ def test_divergence_between_replays_raises(data, recorder):
     assert len(steps) == 2
 
 
-def test_what_was_captured_is_undone(data, recorder):
-    with Trainer(TrainConfig(ranks=2), data) as trainer:
-        before = [tensor.clone() for tensor in trainer.model.tensors()]
-        X, y = data.train_images[:32], data.train_labels[:32]  # noqa: N806
-        captured = graph.GraphStep(trainer._run_step, [(X, y)], trainer.model.tensors())
-        assert captured.take_loss() == 0
-        check_replicas_equal([before, trainer.model.tensors()])
-        captured(X, y, 0.1 / 32)
-        assert captured.take_loss() > 0
-        assert recorder.num_replays == 1
-
-
 # -- the stand-in can tell -------------------------------------------------------------------------
 
 

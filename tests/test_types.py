@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -81,21 +80,3 @@ def test_a_program_that_uses_every_public_name(tmp_path):
     assert len(revealed) == len(names)
     unknown = [name for name, found in zip(names, revealed, strict=True) if found == "Any"]
     assert not unknown
-
-
-@pytest.mark.parametrize("package", ["", "train/"])
-def test_names_for_type_checkers_are_those_at_run_time(package):
-    """A lazy package says its names three times: at run time, to type checkers, and by home."""
-    tree = ast.parse((ROOT / f"pyringar/{package}__init__.py").read_text())
-    module = pr.train if package else pr
-    homes = {
-        (f"{module.__name__}.{home}", n) for home, names in module._HOMES.items() for n in names
-    }
-    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-    shown = {(node.module, alias.name) for node in imports for alias in node.names}
-    assert homes <= shown
-    assert {name for _, name in homes} == set(module.__all__)
-
-
-def test_the_marker_is_part_of_the_package():
-    assert (Path(pr.__file__).parent / "py.typed").is_file()

@@ -421,11 +421,12 @@ class Trainer:
         source = None if resume is None else folder_of("resume", resume)
 
         def prepare() -> bytes:
-            content, is_same = b"", False
-            if source is not None:
-                content, is_same = read_checkpoint(source), target.resolve() == source.resolve()
-                self._check_recipe(Checkpoint.decode(content, source), source)
-            prepare_folder(name, target, may_replace=is_same)
+            if source is None:
+                prepare_folder(name, target, may_replace=False)
+                return b""
+            content = read_checkpoint(source)
+            self._check_recipe(Checkpoint.decode(content, source), source)
+            prepare_folder(name, target, may_replace=target.resolve() == source.resolve())
             return content
 
         content = self.group.share(prepare)
