@@ -124,6 +124,13 @@ def test_info_shows_any_environment(monkeypatch, capsys, tmp_path, value):
         ("train lenet --devices gpu:0", "pyringar train: --devices[0] is 'gpu:0', expected a"),
         ("train lenet --devices gpu:0", "did you mean 'cuda:0'?"),
         ("train lenet --width 3", "pyringar train: --width is 3, but the model is lenet"),
+        ("train lenet --devices cuda:91", "--devices[0] is 'cuda:91', which is not on this"),
+        ("train lenet --ranks 3 --devices cpu,cpu", "--ranks is 3, but devices names 2"),
+        ("train lenet --weights 1,2,3", "--weights has 3 entries"),
+        ("train lenet --weights auto", "--weights: 'auto' is not numbers"),
+        ("train lenet --plot curve.pdf", "--plot is 'curve.pdf', expected"),
+        ("train lenet --trace x.png", "--trace is 'x.png', expected"),
+        ("train lenet --log x.jsonl", "--log is 'x.jsonl', expected"),
         ("trace /no/such.json", "/no/such.json"),
     ],
 )

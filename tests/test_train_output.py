@@ -1,16 +1,16 @@
-"""Do the files of ``pyringar train`` come out, or say before the first step why they cannot?
-
-And do the lines it prints fit a terminal, and say how far it is?
-"""
+"""``pyringar train``: its options, the files it writes, and the lines it prints."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import errno
 import itertools
 import json
 import logging
 import os
+import re
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +18,16 @@ import torch
 from training import garments
 
 from pyringar.cli import main, paths, train_output
-from pyringar.errors import ArgumentError
-from pyringar.train import LeNet, Trainer, resnet18
+from pyringar.cli import train as cli_train
+from pyringar.errors import ArgumentError, RingarError
+from pyringar.train import LeNet, TrainConfig, Trainer, config, resnet18
+from pyringar.train import data as data_module
 from pyringar.train import trainer as trainer_module
 from pyringar.train.trace import Trace
 
 LENET = ["train", "lenet", "--epochs", "2", "--batch-size", "20"]
 COLUMNS = 80
+LINE = r"test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]"
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +51,50 @@ def rows_of(out):
     """What the table of epochs says, but for the times."""
     rows = [line.split() for line in out.splitlines()]
     return [row[:3] for row in rows if len(row) == 4 and row[0].isdecimal()]
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    cli_train.add_parser(parser.add_subparsers())
+    return vars(parser.parse_args(["train", "lenet", *arguments]))
+
+
+def test_options_match_train_config():
+    commands = argparse.ArgumentParser().add_subparsers()
+    cli_train.add_parser(commands)
+    actions = {action.dest: action for action in commands.choices["train"]._actions}
+    defaults = {field.name: getattr(TrainConfig(), field.name) for field in fields(TrainConfig)}
+    del defaults["dtype"]  # for code that checks gradients
+    assert defaults.keys() <= actions.keys()
+    defaults["ranks"] = TrainConfig().world_size
+    for name, default in defaults.items():
+        if default is not None and not isinstance(default, bool) and name != "model":
+            assert f"({default})" in actions[name].help
+    for name in config.CHOICES.keys() & actions.keys():
+        assert tuple(actions[name].choices) == config.CHOICES[name]
+    assert parse() == {"model": "lenet", "run": cli_train.run}, (
+        "an option not given must not override a default"
+    )
+    assert parse("--devices", "cuda:0, cpu")["devices"] == ("cuda:0", "cpu")
+    assert parse("--weights", "3,1.5")["weights"] == (3.0, 1.5)
+
+
+@pytest.mark.parametrize("options", [["--data-dir", "/nope"], ["--dataset", "fashion-mnist"]])
+def test_missing_images_end_the_run(capsys, tmp_path, monkeypatch, options):
+    def fail(root):
+        raise RingarError("no network")
+
+    monkeypatch.setattr(trainer_module, "load_data", data_module.load_data)
+    monkeypatch.setattr(data_module, "default_data_dir", lambda: tmp_path / "default")
+    monkeypatch.setattr(data_module, "_download", fail)
+    assert main(["train", "lenet", *options]) != 0
+    captured = capsys.readouterr()
+    assert options[1] in captured.err
+    assert "train-images-idx3-ubyte" in captured.err
+    assert captured.out == ""
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -285,3 +332,41 @@ def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
     main(LENET)
     told = [record.getMessage() for record in caplog.records]
     assert told == ["epoch 1: step 3 of 4", "epoch 2: step 3 of 4"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("lenet --ranks 4", "garments, 75 training and 30 test images"),
+        ("lenet --devices cpu,cpu,cpu --weights 3,1,2 --allreduce ring", "shared 3:1:2"),
+        ("lenet --init book --lr-schedule constant --momentum 0.9", "constant momentum 0.9, book"),
+        ("lenet --no-overlap --bucket-cap-mb 0.1 --amp", "summed after backward"),
+        (
+            "resnet18 --width 4 --batchnorm sync",
+            "ResNet-18 of width 4, sync batch norm, 44,738 parameters in 76 tensors",
+        ),
+    ],
+)
+def test_command_prints_choices_and_curve(capsys, options, words):
+    assert main(["train", *options.split(), "--epochs", "2", "--batch-size", "50"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert words in " ".join(" ".join(lines[:-4]).split())
+    assert lines[-4].split() == ["epoch", "loss", "acc", "seconds"]
+    rows = [line.split() for line in lines[-3:-1]]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert all(len(row) == 4 and all(map(float, row)) for row in rows)
+    assert re.fullmatch(LINE, lines[-1])
+
+
+def test_files_are_written_and_named(tmp_path, capsys):
+    plot, trace = tmp_path / "p.png", tmp_path / "t.json"
+    options = ["--plot", str(plot), "--trace", str(trace)]
+    assert main(["train", "lenet", "--epochs", "1", *options]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:-1] == [f"plot       {plot}", f"trace      {trace}"]
+    assert main(["trace", str(trace)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "LeNet on [cpu x 2 ranks]"
+    assert lines[1].split()[2:] == ["forward", "backward", "bucket", "wait", "optimizer", "exposed"]
+    assert all(float(cell) > 0 for cell in lines[2].split()[1:5])
