@@ -17,12 +17,11 @@ import torch
 from cases import mostly_slow
 from ranks import Crew
 from sharded_runs import KINDS, MODELS, TEST, TRAIN, as_rank, in_one_process, table
-from training import garments
+from training import garments, run, same_results
 
 import pyringar as pr
 from pyringar.parallel import sharded_step
-from pyringar.parallel.shards import check_replicas_equal
-from pyringar.train import TrainConfig, Trainer, load_data
+from pyringar.train import load_data
 
 PLACES = {"1 process": "a", "2 processes": "aa", "4 processes": "aaaa", "2 machines of 2": "aabb"}
 
@@ -142,24 +141,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, model):
     options |= MODELS[model]
     data = garments(TRAIN, TEST)
 
-    def run(ranks, epochs, **folders):
-        config = TrainConfig(ranks=ranks, epochs=epochs, **options)
-        with Trainer(config, data, **folders) as trainer:
-            return trainer.run()
-
-    whole = run(1, 3)
-    run(4, 1, save=tmp_path / "run")
-    run(1, 2, resume=tmp_path / "run")
-    last = run(2, 3, resume=tmp_path / "run")
-    assert (last.digest, last.losses, last.curve) == (whole.digest, whole.losses, whole.curve)
-    check_replicas_equal([last.params, whole.params])
+    whole = run(data, ranks=1, epochs=3, **options)
+    run(data, ranks=4, epochs=1, save=tmp_path / "run", **options)
+    run(data, ranks=1, epochs=2, resume=tmp_path / "run", **options)
+    same_results(run(data, ranks=2, epochs=3, resume=tmp_path / "run", **options), whole)
     for name, value, words in (
         ("shards", 8, r"shards is 8, but the checkpoint has 4"),
         ("momentum", 0.5, r"momentum is 0\.5, but the checkpoint has 0\.9"),
     ):
-        config = TrainConfig(ranks=2, epochs=3, **{**options, name: value})
         with pytest.raises(pr.ArgumentError, match=words):
-            Trainer(config, data, resume=tmp_path / "run")
+            run(data, ranks=2, epochs=3, resume=tmp_path / "run", **{**options, name: value})
 
 
 def command(*arguments, processes=1):

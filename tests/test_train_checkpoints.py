@@ -11,15 +11,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from ranks import Crew
 from training import garments, same_results
 
-from pyringar.errors import ArgumentError, PeerLostError, RingarError
+from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import TrainConfig, Trainer, checkpoint, train
 from pyringar.train import trainer as trainer_module
 from pyringar.train.checkpoint import Checkpoint
-from pyringar.train.group import Processes
 
 LENET = {"batch_size": 20, "epochs": 3}  # 75 images: 4 steps an epoch, the last one smaller
 RESNET = {"model": "resnet18", "width": 4, "batch_size": 20, "epochs": 2}
@@ -31,16 +29,9 @@ def images():
     return garments(75, 30)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    made = Crew(2)
-    yield made
-    made.close()
-
-
-def go(images, options, stop_in=None, on_epoch=None, group=None, **folders):
+def go(images, options, stop_in=None, on_epoch=None, **folders):
     """Train; returns the result, or None if it was stopped in an epoch."""
-    with Trainer(TrainConfig(**options), images, group=group, **folders) as trainer:
+    with Trainer(TrainConfig(**options), images, **folders) as trainer:
 
         def step():
             if trainer.step == stop_in * trainer.steps_per_epoch - 1:
@@ -90,7 +81,7 @@ def test_resume_is_bit_identical(images, tmp_path, options):
 
 
 def test_checkpoint_holds_state_of_every_rank(images, tmp_path):
-    options = {**RESNET, "ranks": 2, "momentum": 0.9, "epochs": 1}
+    options = {**RESNET, "ranks": 2, "momentum": 0.9, "epochs": 1, "channels_last": True}
     with Trainer(TrainConfig(**options), images, save=tmp_path) as trainer:
         trainer.run()
         check_replicas_equal(trainer._tensors())
@@ -98,6 +89,8 @@ def test_checkpoint_holds_state_of_every_rank(images, tmp_path):
         check_replicas_equal([saved, trainer._tensors()[0]])
     with Trainer(TrainConfig(**options), images, resume=tmp_path) as trainer:
         check_replicas_equal([saved, *trainer._tensors()])
+        weights = [param for param in trainer.replicas[1] if param.dim() == 4]
+        assert all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
 
 
 def test_resume_restores_the_buckets(images, tmp_path):
@@ -157,9 +150,9 @@ def test_train_takes_both(images, tmp_path, monkeypatch):
 # -- refused ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
+def test_resume_with_other_options_raises(images, saved):
+    before = (saved / FILE).read_bytes()
+    for changed, words in [
         ({"model": "resnet18"}, "model is 'resnet18', but the checkpoint has 'lenet'"),
         ({"ranks": 3}, "ranks is 3, but the checkpoint has 2"),
         ({"batch_size": 10}, "batch_size is 10, but the checkpoint has 20"),
@@ -171,13 +164,10 @@ def test_train_takes_both(images, tmp_path, monkeypatch):
         ({"lr_schedule": "constant"}, "lr_schedule is 'constant', but"),
         ({"bucket_cap_mb": 1}, "bucket_cap_mb is 1.0, but"),
         ({"allreduce": "ring"}, "allreduce is 'in ring order', but the checkpoint has 'in rank"),
-    ],
-)
-def test_resume_with_other_options_raises(images, saved, changed, words):
-    before = (saved / FILE).read_bytes()
-    with pytest.raises(ArgumentError) as caught:
-        go(images, {**LENET, **changed}, resume=saved)
-    assert words in str(caught.value)
+    ]:
+        with pytest.raises(ArgumentError) as caught:
+            go(images, {**LENET, **changed}, resume=saved)
+        assert words in str(caught.value)
     assert (saved / FILE).read_bytes() == before
 
 
@@ -307,43 +297,6 @@ def test_failed_write_keeps_last_checkpoint(images, tmp_path, monkeypatch):
     assert len(told) == 2, "the epoch that could not be saved is told"
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert len(Checkpoint.decode((tmp_path / FILE).read_bytes(), tmp_path).epochs) == 1
-
-
-# -- processes -------------------------------------------------------------------------------------
-
-
-def go_as_rank(rank, world_size, store, options, stop_in, folders):
-    torch.set_num_threads(1)
-    options = {**options, "ranks": world_size}
-    group = Processes(TrainConfig(**options), store, rank, world_size)
-    return go(garments(75, 30), options, stop_in, group=group, **folders)
-
-
-@pytest.mark.parametrize("options", [LENET, {**RESNET, "weights": (3, 1)}], ids=["lenet", "resnet"])
-def test_resume_in_processes_and_back(pool, images, tmp_path, options):
-    whole = go(images, {**options, "ranks": 2})
-    there, back = tmp_path / "there", tmp_path / "back"
-    go(images, {**options, "ranks": 2}, 2, save=there)
-    for result in pool.check(go_as_rank, options, None, {"resume": there}):
-        same_results(result, whole)
-    pool.check(go_as_rank, options, 2, {"save": back})
-    same_results(go(images, {**options, "ranks": 2}, resume=back), whole)
-
-
-def refused_as_rank(rank, world_size, store, folders):
-    group = Processes(TrainConfig(ranks=world_size, **LENET), store, rank, world_size)
-    with pytest.raises(RingarError) as caught:
-        Trainer(TrainConfig(ranks=world_size, **LENET), garments(75, 30), group=group, **folders)
-    group.close()
-    return type(caught.value), str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["save", "resume"])
-def test_unusable_folder_raises_on_all_ranks(pool, tmp_path, name):
-    first, second = pool.check(refused_as_rank, {name: tmp_path / "no" / "where"})
-    assert first[0] is ArgumentError
-    assert f"{name} is '{tmp_path}/no/where'" in first[1]
-    assert second[0] is PeerLostError
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -353,33 +353,25 @@ def test_failed_capture_raises(monkeypatch, error, expected, message):
 # -- on a GPU --------------------------------------------------------------------------------------
 
 LARGER = {"model": "resnet18", "width": 8}
+GPU_RUNS = [
+    {"ranks": 3, **LARGER, "amp": True},
+    {"ranks": 1, **LARGER, "width": 64, "amp": True, "epochs": 1},
+    {"ranks": 2, "momentum": 0.9, "weights": (1, 0)},
+    {"ranks": 2, **LARGER, "batchnorm": "sync"},
+    {"ranks": 2, **LARGER, "batchnorm": "sync", "amp": True, "epochs": 1},
+    {"ranks": 2, **LARGER, "channels_last": True},
+]
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device here")
 class TestOnAGpu:
-    @pytest.mark.parametrize(
-        ("ranks", "options"),
-        [
-            (1, {}),
-            (2, {}),
-            (2, {"allreduce": "ring", "overlap": False}),
-            (3, {"weights": (3, 0, 1)}),
-            (2, {"amp": True}),
-            (2, {**LARGER, "epochs": 1}),
-            (3, {**LARGER, "amp": True}),
-            (1, {**LARGER, "width": 64, "amp": True, "epochs": 1}),
-            (2, {"momentum": 0.9, "weights": (1, 0)}),
-            (2, {**LARGER, "batchnorm": "sync"}),
-            (2, {**LARGER, "batchnorm": "sync", "amp": True, "epochs": 1}),
-            (2, {**LARGER, "channels_last": True}),
-        ],
-        ids=str,
-    )
-    def test_graph_has_bits_of_eager_run(self, data, monkeypatch, ranks, options):
+    @pytest.mark.parametrize("options", [*RUNS, *MORE_RUNS, *GPU_RUNS], ids=str)
+    def test_graph_has_bits_of_eager_run(self, data, monkeypatch, options):
         # Or two eager runs, too, could differ: convolutions add in any order.
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-        options = {"batch_size": 32, "epochs": 2, "devices": ["cuda:0"] * ranks, **options}
+        options = {"batch_size": 32, "epochs": 2, **options}
+        options["devices"] = ["cuda:0"] * options["ranks"]
         replayed, eager = (run(data, cuda_graph=on, **options) for on in (True, False))
         same_results(replayed, eager)
 

@@ -29,11 +29,11 @@ def pool():
     made.close()
 
 
-def as_rank(rank, world_size, store, options):
+def as_rank(rank, world_size, store, options, folders):
     torch.set_num_threads(1)
     config = TrainConfig(ranks=world_size, **options)
     group = Processes(config, store, rank, world_size)
-    with Trainer(config, garments(75, 30), group=group) as trainer:
+    with Trainer(config, garments(75, 30), group=group, **folders) as trainer:
         return trainer.run(), group.digest
 
 
@@ -54,11 +54,41 @@ MORE_RUNS = [
 @pytest.mark.parametrize("options", mostly_slow([*RUNS, *MORE_RUNS], *RUNS), ids=str)
 def test_processes_have_bits_of_one_process(pool, options):
     alone = run(garments(75, 30), ranks=2, **options)
-    answers = pool.check(as_rank, options)
+    answers = pool.check(as_rank, options, {})
     for result, digest in answers:
         same_results(result, alone)
         assert str(result).endswith("on [cpu x 2 ranks]")
         assert digest == answers[0][1] != ""
+
+
+@pytest.mark.parametrize("options", [LENET, {**RESNET, "weights": (3, 1)}], ids=str)
+def test_resume_in_processes_and_back(pool, tmp_path, options):
+    options = {**options, "lr_schedule": "constant", "momentum": 0.9}
+    data, first = garments(75, 30), {**options, "epochs": 1}
+    whole = run(data, ranks=2, **options)
+    there, back = tmp_path / "there", tmp_path / "back"
+    run(data, ranks=2, save=there, **first)
+    for result, _ in pool.check(as_rank, options, {"resume": there}):
+        same_results(result, whole)
+    pool.check(as_rank, first, {"save": back})
+    same_results(run(data, ranks=2, resume=back, **options), whole)
+
+
+def unusable_as_rank(rank, world_size, store, folders):
+    config = TrainConfig(ranks=world_size, **LENET)
+    group = Processes(config, store, rank, world_size)
+    with pytest.raises(pr.RingarError) as caught:
+        Trainer(config, garments(75, 30), group=group, **folders)
+    group.close()
+    return type(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["save", "resume"])
+def test_unusable_folder_raises_on_all_ranks(pool, tmp_path, name):
+    first, second = pool.check(unusable_as_rank, {name: tmp_path / "no" / "where"})
+    assert first[0] is pr.ArgumentError
+    assert f"{name} is '{tmp_path}/no/where'" in first[1]
+    assert second[0] is pr.PeerLostError
 
 
 def diverge_as_rank(rank, world_size, store):

@@ -28,8 +28,8 @@ def write_idx_set(folder: Path, num_train: int, num_test: int, suffix: str = "")
     return folder
 
 
-def run(data: ImageData, **options):
-    with Trainer(TrainConfig(**options), data) as trainer:
+def run(data: ImageData, save=None, resume=None, **options):
+    with Trainer(TrainConfig(**options), data, save=save, resume=resume) as trainer:
         return trainer.run()
 
 
