@@ -298,29 +298,46 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
     assert len((tmp_path / "l.csv").read_text().splitlines()) == 3
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "words"),
     [
-        ["lenet", "--ranks", "1"],
-        ["lenet", "--ranks", "16", "--weights", ",".join(["1.25", "3.875"] * 8)],
-        ["lenet", "--ranks", "16", "--allreduce", "ring"],
-        ["resnet18", "--width", "4", "--batchnorm", "sync", "--amp"],
+        ("lenet --ranks 1", "one rank has nothing to add"),
+        ("lenet --ranks 4", "garments, 75 training and 30 test images"),
+        (f"lenet --ranks 16 --weights {'1.25,3.875,' * 7}1.25,3.875", "shared 1.25 : 3.875 : 1.25"),
+        ("lenet --devices cpu,cpu,cpu --weights 3,1,2 --allreduce ring", "shared 3:1:2"),
+        ("lenet --init book --lr-schedule constant --momentum 0.9", "constant momentum 0.9, book"),
+        ("lenet --no-overlap --bucket-cap-mb 0.1 --amp", "summed after backward"),
+        (
+            "resnet18 --width 4 --batchnorm sync --amp",
+            "ResNet-18 of width 4, sync batch norm, 44,738 parameters in 76 tensors",
+        ),
     ],
-    ids=lambda options: " ".join(options)[:30],
 )
-def test_lines_fit_80_columns(capsys, tmp_path, monkeypatch, options):
+def test_command_prints_choices_and_curve(capsys, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
-    files = ["--plot", "p.png", "--out", "m.pt", "--log", "l.csv", "--save", "run"]
-    assert main(["train", *options, "--epochs", "1", "--batch-size", "75", *files]) == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= COLUMNS
-    assert "\nsave       run\n" in out
-    alone = options[-2:] == ["--ranks", "1"]
-    assert ("one rank has nothing to add" in out) == alone
-    assert ("bytes" in out) != alone
+    files = {"plot": "p.png", "trace": "t.json", "out": "m.pt", "log": "l.csv", "save": "run"}
+    options = [*options.split(), *(f"--{name}={file}" for name, file in files.items())]
+    assert main(["train", *options, "--epochs", "2", "--batch-size", "50"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= COLUMNS
+    begin = lines.index(f"{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}")
+    assert words in " ".join(" ".join(lines[:begin]).split())
+    rows = [line.split() for line in lines[begin + 1 : begin + 3]]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert all(len(row) == 4 and all(map(float, row)) for row in rows)
+    written = {f"{name:<10} {file}" for name, file in files.items()}
+    assert set(lines[begin + 3 : -1]) == written
+    assert re.fullmatch(LINE, lines[-1])
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["trace", "t.json"]) == 0
+    title, head, first, *_ = capsys.readouterr().out.splitlines()
+    assert "on [cpu" in title
+    columns = ["forward", "backward", "bucket", "wait", "optimizer", "exposed"]
+    assert head.split()[2:] == columns
+    assert all(float(cell) > 0 for cell in first.split()[1:4])
 
 
 def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
@@ -332,41 +349,3 @@ def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
     main(LENET)
     told = [record.getMessage() for record in caplog.records]
     assert told == ["epoch 1: step 3 of 4", "epoch 2: step 3 of 4"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("lenet --ranks 4", "garments, 75 training and 30 test images"),
-        ("lenet --devices cpu,cpu,cpu --weights 3,1,2 --allreduce ring", "shared 3:1:2"),
-        ("lenet --init book --lr-schedule constant --momentum 0.9", "constant momentum 0.9, book"),
-        ("lenet --no-overlap --bucket-cap-mb 0.1 --amp", "summed after backward"),
-        (
-            "resnet18 --width 4 --batchnorm sync",
-            "ResNet-18 of width 4, sync batch norm, 44,738 parameters in 76 tensors",
-        ),
-    ],
-)
-def test_command_prints_choices_and_curve(capsys, options, words):
-    assert main(["train", *options.split(), "--epochs", "2", "--batch-size", "50"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert words in " ".join(" ".join(lines[:-4]).split())
-    assert lines[-4].split() == ["epoch", "loss", "acc", "seconds"]
-    rows = [line.split() for line in lines[-3:-1]]
-    assert [row[0] for row in rows] == ["1", "2"]
-    assert all(len(row) == 4 and all(map(float, row)) for row in rows)
-    assert re.fullmatch(LINE, lines[-1])
-
-
-def test_files_are_written_and_named(tmp_path, capsys):
-    plot, trace = tmp_path / "p.png", tmp_path / "t.json"
-    options = ["--plot", str(plot), "--trace", str(trace)]
-    assert main(["train", "lenet", "--epochs", "1", *options]) == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-3:-1] == [f"plot       {plot}", f"trace      {trace}"]
-    assert main(["trace", str(trace)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "LeNet on [cpu x 2 ranks]"
-    assert lines[1].split()[2:] == ["forward", "backward", "bucket", "wait", "optimizer", "exposed"]
-    assert all(float(cell) > 0 for cell in lines[2].split()[1:5])
