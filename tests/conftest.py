@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from ranks import Crew, crews, store
 
 import pyringar as pr
 
+# For tests of benchmarks/. Last: an installed pyringar comes first.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 # A shell's background jobs are started with Ctrl-C ignored, and hand that down.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -18,13 +18,12 @@ import pytest
 import torch
 from cases import mostly_slow
 
+from benchmarks import gpu_check
+from benchmarks.gpu_check import Step
+from benchmarks.rows import Results, Row, read, text_of
+
 ROOT = Path(__file__).resolve().parents[1]
 
-sys.path.append(str(ROOT))  # last: the installed pyringar comes first
-
-from benchmarks import gpu_check  # noqa: E402
-from benchmarks.gpu_check import Step  # noqa: E402
-from benchmarks.rows import Results, Row, read, text_of  # noqa: E402
 
 ROW = Row("training_cuda", "LeNet", 1, "ringar", 1.0, 1.0, 1.0, 1.0, 2, True)
 
@@ -331,7 +330,6 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{root!r}, {tests!r}]
 import test_gpu_check as tests
-from benchmarks import gpu_check
 step = tests.benchmark(Path({rows!r}), {code!r})
 stages = [[tests.python("a", "pass")], [step], [tests.python("c", "pass")]]
 sys.exit(tests.check(Path({out!r}), *stages))

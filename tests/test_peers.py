@@ -13,17 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import peers_cuda, processes, run_all
+from benchmarks.bench import Run
+from benchmarks.peers import install, registry
+from benchmarks.peers.group import Answer, Group, GroupError
+from benchmarks.peers.rank import ROW, Sum
+from benchmarks.peers.registry import PEERS, STAMP, Peer, start_ranks
+
 ROOT = Path(__file__).resolve().parents[1]
 FAKE = (sys.executable, str(ROOT / "tests" / "fake_peer.py"))
-
-sys.path.append(str(ROOT))  # last: the installed pyringar comes first
-
-from benchmarks import peers_cuda, processes, run_all  # noqa: E402
-from benchmarks.bench import Run  # noqa: E402
-from benchmarks.peers import install, registry  # noqa: E402
-from benchmarks.peers.group import Answer, Group, GroupError  # noqa: E402
-from benchmarks.peers.rank import ROW, Sum  # noqa: E402
-from benchmarks.peers.registry import PEERS, STAMP, Peer, start_ranks  # noqa: E402
 
 
 def is_alive(pid):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import struct
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,16 +12,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from benchmarks import allreduce, orders, plots, report, run_all, sums, training
+from benchmarks.bench import Case
+from benchmarks.peers import registry
+from benchmarks.rows import Results, Row, limit_of, read
+from benchmarks.sections import SECTIONS
+from benchmarks.timing import Effort, Timing, in_turns
+
 ROOT = Path(__file__).resolve().parents[1]
-
-sys.path.append(str(ROOT))  # last: the installed pyringar comes first
-
-from benchmarks import allreduce, orders, plots, report, run_all, sums, training  # noqa: E402
-from benchmarks.bench import Case  # noqa: E402
-from benchmarks.peers import registry  # noqa: E402
-from benchmarks.rows import Results, Row, limit_of, read  # noqa: E402
-from benchmarks.sections import SECTIONS  # noqa: E402
-from benchmarks.timing import Effort, Timing, in_turns  # noqa: E402
 
 
 class Trial(NamedTuple):

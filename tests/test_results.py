@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import tables
+from benchmarks.rows import InputError, Results, Row, read, read_folder, text_of, write
+from benchmarks.sections import SECTIONS
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 FILES = sorted(RESULTS.glob("*.jsonl"))
-
-sys.path.append(str(ROOT))  # last: the installed pyringar comes first
-
-from benchmarks import tables  # noqa: E402
-from benchmarks.rows import InputError, Results, Row, read, read_folder, text_of, write  # noqa: E402
-from benchmarks.sections import SECTIONS  # noqa: E402
 
 
 @pytest.fixture
