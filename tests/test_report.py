@@ -258,12 +258,18 @@ def test_rounds_end_at_the_budget():
 # -- tables and pictures ---------------------------------------------------------------------------
 
 
+FACTORS = {"median_s": 1, "min_s": 0.8, "q1_s": 0.9, "q3_s": 1.1}
+
+
 def timed(limit_us=None, section="allreduce", **times_us):
     """One case, with a median per candidate."""
     rows = [
         Row(
-            *(section, "1 MiB fp32", 2, name),
-            *(us * factor * 1e-6 for factor in (1, 0.8, 0.9, 1.1)),
+            section=section,
+            case="1 MiB fp32",
+            world_size=2,
+            candidate=name,
+            **{name: us * factor * 1e-6 for name, factor in FACTORS.items()},
             rounds=5,
             correct=True,
             limit_s=limit_us and limit_us * 1e-6,

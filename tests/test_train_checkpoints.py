@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from cases import mostly_slow
 from training import garments, same_results
 
 from pyringar.errors import ArgumentError, RingarError
@@ -51,6 +52,10 @@ def saved(images, tmp_path):
     return tmp_path
 
 
+RUNS = [
+    {**LENET, "ranks": 3, "allreduce": "ring", "bucket_cap_mb": 0.1, "momentum": 0.9},
+    {**RESNET, "ranks": 2, "channels_last": True, "momentum": 0.9},
+]
 MORE_RUNS = [
     {**LENET, "ranks": 1},
     {**RESNET, "ranks": 2},
@@ -61,15 +66,7 @@ MORE_RUNS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {**LENET, "ranks": 3, "allreduce": "ring", "bucket_cap_mb": 0.1, "momentum": 0.9},
-        {**RESNET, "ranks": 2, "channels_last": True, "momentum": 0.9},
-        *(pytest.param(run, marks=pytest.mark.slow) for run in MORE_RUNS),
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
+@pytest.mark.parametrize("options", mostly_slow([*RUNS, *MORE_RUNS], *RUNS), ids=str)
 def test_resume_is_bit_identical(images, tmp_path, options):
     whole = go(images, options)
     here = tmp_path / "run"

@@ -33,11 +33,8 @@ def batch_of(n, dtype=torch.float32, seed=5):
 
 
 # Number of images and of ranks, and the ranks' weights. 61 divides by none of the numbers of ranks.
-SPLITS = [
-    *((61, k, None) for k in (1, 2, 3, 4, 8)),
-    *((n, 8, None) for n in (1, 3, 7)),
-    *((64, len(w), w) for w in [(192, 64), (3, 1), (224, 16, 16), (255, 1), (1, 0, 2)]),
-]
+SPLITS = [(61, k, None) for k in (1, 2, 3, 4, 8)] + [(n, 8, None) for n in (1, 3, 7)]
+SPLITS += [(64, len(w), w) for w in [(192, 64), (3, 1), (224, 16, 16), (255, 1), (1, 0, 2)]]
 
 
 @pytest.mark.parametrize(("n", "num_ranks", "weights"), SPLITS)

@@ -46,7 +46,7 @@ _RECIPE = ("model", *(field.name for field in fields(TrainConfig) if field.name 
 class Checkpoint:
     """The state of a run after one of its epochs."""
 
-    recipe: dict[str, Any]  # what decides the bits of the run, by option
+    recipe: dict[str, Any]  # options that decide the bits of the run
     setting: dict[str, Any]  # version and number of threads of torch, which decide them too
     num_epochs: int  # of the whole run
     epochs: list[list[float]]  # number, loss, accuracy and seconds of each finished epoch
