@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError
 
 __all__ = [
@@ -82,9 +83,7 @@ class Lines:
     Attributes:
         x: Positions of all curves. Each gets a tick if there are 10 or fewer.
         curves: By name, one value per position.
-        xlabel: Label of the x axis.
-        ylabel: Label of the y axis.
-        title: Title of the panel.
+        xlabel, ylabel, title: Texts of the panel.
         log: Logarithmic axes: ``""``, ``"x"``, ``"y"`` or ``"xy"``.
         ylim: Lowest and highest value shown.
         points: Dots ``(x, y)`` by name, in the colour of the curve with that name.
@@ -110,37 +109,29 @@ class Lines:
                     f"curves[{name!r}] has {len(values)} values, expected {len(self.x)}, as in x"
                 )
 
-    def draw(self, axes: Any) -> None:
-        """Draw into one set of axes.
-
-        Args:
-            axes: Axes of matplotlib.
-        """
-        names = list(dict.fromkeys([*self.curves, *self.points]))
-        color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
+    def _draw(self, axes: Any) -> None:
+        names = dict.fromkeys([*self.curves, *self.points])
+        color = dict(zip(names, itertools.cycle(COLORS), strict=False))
         is_marked = len(self.x) <= _MAX_MARKED
+        styles = itertools.cycle(zip(_STYLES, _MARKERS, strict=True) if is_marked else ["-"])
         for i, (name, values) in enumerate(self.curves.items()):
-            marker = _MARKERS[i % len(_MARKERS)] if is_marked else ""
-            line = _STYLES[i % len(_STYLES)] if is_marked else "-"
             size = max(3.0, 8.0 - 2 * i)
-            axes.plot(self.x, values, line, marker=marker, ms=size, color=color[name], label=name)
+            style = "".join(next(styles))
+            axes.plot(self.x, values, style, ms=size, color=color[name], label=name)
         for i, (name, pairs) in enumerate(self.points.items()):
             label = None if name in self.curves else name
             size = 5 if name in self.curves else max(4, 9 - 3 * i)
-            axes.plot(
-                *zip(*pairs, strict=True), "o", ms=size, color=color[name], alpha=0.6, label=label
-            )
-        for i, (name, y) in enumerate(self.levels.items()):
-            axes.axhline(y, color="#444444", ls=_STYLES[i % len(_STYLES)], lw=1.2, label=name)
-        for name, x in self.marks.items():
+            x, y = zip(*pairs, strict=True)
+            axes.plot(x, y, "o", ms=size, color=color[name], alpha=0.6, label=label)
+        for style, (name, level) in zip(
+            itertools.cycle(_STYLES), self.levels.items(), strict=False
+        ):
+            axes.axhline(level, color="#444444", ls=style, lw=1.2, label=name)
+        for name, mark in self.marks.items():
             label = None if name in color else name
-            axes.axvline(x, color=color.get(name, "#888888"), ls=":", label=label)
-        self._scale(axes)
-
-    def _scale(self, axes: Any) -> None:
-        for axis, name in ((axes.xaxis, "x"), (axes.yaxis, "y")):
-            if name in self.log:
-                _scale_by_powers(axes, axis, name)
+            axes.axvline(mark, color=color.get(name, "#888888"), ls=":", label=label)
+        for name in self.log:
+            _scale_by_powers(axes, name)
         if len(self.x) <= _MAX_TICKS:
             axes.set_xticks(self.x, [f"{x:g}" for x in self.x], minor=False)
         axes.minorticks_off()
@@ -156,8 +147,7 @@ class Bars:
 
     Attributes:
         values: By name, from top to bottom.
-        xlabel: Label of the x axis.
-        title: Title of the panel.
+        xlabel, title: Texts of the panel.
         form: Format of the values, as in ``format(value, form)``.
     """
 
@@ -166,11 +156,11 @@ class Bars:
     title: str = ""
     form: str = ".3g"
 
-    def draw(self, axes: Any) -> None:
-        """Draw into one set of axes. See `Lines.draw`."""
-        for i, (name, value) in enumerate(self.values.items()):
-            bars = axes.barh(name, value, height=0.7, color=COLORS[i % len(COLORS)])
-            axes.bar_label(bars, [format(value, self.form)], padding=3, fontsize=9)
+    def _draw(self, axes: Any) -> None:
+        colors = itertools.islice(itertools.cycle(COLORS), len(self.values))
+        bars = axes.barh([*self.values], [*self.values.values()], height=0.7, color=[*colors])
+        labels = [format(value, self.form) for value in self.values.values()]
+        axes.bar_label(bars, labels, padding=3, fontsize=9)
         axes.margins(x=0.15)
         axes.invert_yaxis()
         axes.set(xlabel=self.xlabel, title=self.title)
@@ -182,12 +172,9 @@ class Table:
     """Numbers in rows and columns, the larger the darker.
 
     Attributes:
-        rows: Labels of the rows.
-        columns: Labels of the columns.
+        rows, columns: Labels of the cells.
         values: ``values[row][column]``.
-        xlabel: Label of the x axis.
-        ylabel: Label of the y axis.
-        title: Title of the panel.
+        xlabel, ylabel, title: Texts of the panel.
     """
 
     rows: Sequence[float]
@@ -197,14 +184,12 @@ class Table:
     ylabel: str = ""
     title: str = ""
 
-    def draw(self, axes: Any) -> None:
-        """Draw into one set of axes. See `Lines.draw`."""
+    def _draw(self, axes: Any) -> None:
         axes.imshow(self.values, cmap="Blues", aspect="auto")
-        low = min(map(min, self.values))
-        high = max(map(max, self.values))
+        middle = (min(map(min, self.values)) + max(map(max, self.values))) / 2
         for i, row in enumerate(self.values):
             for j, value in enumerate(row):
-                color = "white" if value > (low + high) / 2 else "black"
+                color = "white" if value > middle else "black"
                 axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=color)
         axes.set_xticks(range(len(self.columns)), [f"{name:g}" for name in self.columns])
         axes.set_yticks(range(len(self.rows)), [f"{name:g}" for name in self.rows])
@@ -230,8 +215,7 @@ class Timeline:
     buckets: Sequence[tuple[int, float, float, float | None]]
     xlabel: str = "milliseconds"
 
-    def draw(self, axes: Any) -> None:
-        """Draw into one set of axes. See `Lines.draw`."""
+    def _draw(self, axes: Any) -> None:
         compute_ms, exposed_ms = self.compute_s * 1e3, self.exposed_s * 1e3
         total_ms = compute_ms + exposed_ms
         axes.barh(0, compute_ms, color=COLORS[0], label="computation")
@@ -240,10 +224,9 @@ class Timeline:
         for row, (nbytes, ready_s, begin_s, end_s) in enumerate(self.buckets, 1):
             begin_ms = begin_s * 1e3
             took_ms = (total_ms if end_s is None else end_s * 1e3) - begin_ms
-            label = "reduction" if row == 1 else None
-            axes.barh(row, took_ms, left=begin_ms, color=COLORS[1], ec=COLORS[1], label=label)
-            label = "last gradient came" if row == 1 else None
-            axes.plot(ready_s * 1e3, row, "k|", ms=10, label=label)
+            labels = ("reduction", "last gradient came") if row == 1 else (None, None)
+            axes.barh(row, took_ms, left=begin_ms, color=COLORS[1], ec=COLORS[1], label=labels[0])
+            axes.plot(ready_s * 1e3, row, "k|", ms=10, label=labels[1])
             names.append(f"{nbytes / 1e6:.1f} MB")
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.axvline(compute_ms, color="gray", ls=":")
@@ -265,12 +248,12 @@ def draw(
     """
     if not panels:
         raise ArgumentError("panels is empty, expected one or more")
-    if legend not in ("inside", "below"):
-        raise ArgumentError(f"legend is {legend!r}, expected 'inside' or 'below'")
+    check_choice("legend", legend, ("inside", "below"))
     figure = _figure(_NARROW if len(panels) == 1 else _WIDTH, height)
     handles: dict[str, Any] = {}
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        panel.draw(axes)
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(row, panels, strict=True):
+        panel._draw(axes)
         axes.title.set_fontsize(10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
@@ -279,9 +262,8 @@ def draw(
         if found and legend == "inside":
             axes.legend(frameon=False, fontsize=8)
     if handles and legend == "below":
-        place = {"loc": "outside lower center", "ncols": min(len(handles), 4)}
-        place["ncols"] = place["ncols"] if max(map(len, handles)) < 30 else 2
-        figure.legend([*handles.values()], [*handles], frameon=False, fontsize=9, **place)
+        columns = min(len(handles), 4) if max(map(len, handles)) < 30 else 2
+        _legend_below(figure, [*handles.values()], [*handles], columns)
     return Picture(figure)
 
 
@@ -295,9 +277,8 @@ def images(tensors: Any) -> Picture:
         tensors: ``(n, 1, height, width)``, the larger the darker.
     """
     figure = _figure(_WIDTH, 1.2)
-    for axes, image in zip(
-        figure.subplots(1, len(tensors), squeeze=False)[0], tensors, strict=True
-    ):
+    row = figure.subplots(1, len(tensors), squeeze=False)[0]
+    for axes, image in zip(row, tensors, strict=True):
         axes.imshow(image[0].tolist(), cmap="gray_r")
         axes.axis("off")
     return Picture(figure)
@@ -336,15 +317,17 @@ def ring_steps(frames: Sequence[Sequence[Sequence[Sequence[int]]]], schedule: An
     if len(frames[0]) != len(_CENTERS):
         raise ArgumentError(f"frames has {len(frames[0])} ranks, expected {len(_CENTERS)}")
     figure = _figure(11.0, 5.4)
-    start, *others = figure.subplots(2, 4).flatten()
-    _draw_ranks(start, "at the start", frames[0])
-    for step, moves in enumerate(schedule, 1):
-        what = "add what arrives" if moves[0].is_reduction else "keep what arrives"
-        _draw_ranks(others[step - 1], f"step {step}: {what}", frames[step])
+    axes = figure.subplots(2, 4).flatten()
+    for step, moves in enumerate([[], *schedule]):
+        title = "at the start"
+        if moves:
+            verb = "add" if moves[0].is_reduction else "keep"
+            title = f"step {step}: {verb} what arrives"
+        _draw_ranks(axes[step], title, frames[step])
         for move in moves:
-            _draw_message(others[step - 1], move)
-    for axes in others[len(schedule) :]:
-        axes.axis("off")
+            _draw_message(axes[step], move)
+    for empty in axes[len(schedule) + 1 :]:
+        empty.axis("off")
     places = ("top", "right", "bottom", "left")
     names = [f"from rank {rank} ({place})" for rank, place in enumerate(places)]
     _legend_of_colors(figure, names)
@@ -367,10 +350,7 @@ def _draw_ranks(axes: Any, title: str, held: Sequence[Sequence[Sequence[int]]]) 
 
 def _draw_message(axes: Any, move: Any) -> None:
     (x0, y0), (x1, y1) = _CENTERS[move.src], _CENTERS[move.dst]
-    begin, end = (
-        (0.68 * x0 + 0.32 * x1, 0.68 * y0 + 0.32 * y1),
-        (0.3 * x0 + 0.7 * x1, 0.3 * y0 + 0.7 * y1),
-    )
+    begin, end = ((x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in (0.32, 0.7))
     axes.annotate("", end, begin, arrowprops={"arrowstyle": "-|>", "color": "black"})
     where = (0.7 * (x0 + x1), 0.66 * (y0 + y1))
     axes.annotate(f"chunk {move.chunk}", where, ha="center", va="center", fontsize=8)
@@ -389,11 +369,12 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _scale_by_powers(axes: Any, axis: Any, name: str) -> None:
+def _scale_by_powers(axes: Any, name: str) -> None:
     """Make an axis logarithmic, with ticks at 1, 2 and 5 unless it reaches far."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     getattr(axes, f"set_{name}scale")("log")
+    axis = getattr(axes, f"{name}axis")
     low, high = axis.get_view_interval()
     if high < _DECADES * low:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -408,5 +389,9 @@ def _rectangle(corner: tuple[float, float], width: float, height: float, **style
 
 def _legend_of_colors(figure: Any, names: Sequence[str]) -> None:
     patches = [_rectangle((0, 0), 1, 1, color=color) for color in COLORS]
-    place = {"loc": "outside lower center", "ncols": len(names), "fontsize": 9}
-    figure.legend(patches, names, frameon=False, **place)
+    _legend_below(figure, patches, names, len(names))
+
+
+def _legend_below(figure: Any, handles: Sequence[Any], names: Sequence[str], columns: int) -> None:
+    place = {"loc": "outside lower center", "ncols": columns}
+    figure.legend(handles, names, frameon=False, fontsize=9, **place)

@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from ranks import Crew, crews, store
 
 import pyringar as pr
 
+# For tests of benchmarks/. Last: an installed pyringar comes first.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 # A shell's background jobs are started with Ctrl-C ignored, and hand that down.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

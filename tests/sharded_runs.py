@@ -11,7 +11,7 @@ import torch
 from training import garments
 
 from pyringar.train import TrainConfig, Trainer
-from pyringar.train.group import OneProcess, Processes
+from pyringar.train.group import Processes, TrainGroup
 
 # The last batch of 4 gives two of eight shards no image, and others one.
 RECIPE: dict[str, Any] = {"batch_size": 20, "epochs": 1, "shards": 8, "momentum": 0.9, "lr": 0.05}
@@ -48,7 +48,7 @@ def train(group: Any, config: TrainConfig, data: Any = None) -> list[str]:
 
 def in_one_process(ranks: int, data: Any = None, **options: Any) -> list[str]:
     config = TrainConfig(**{**RECIPE, **options}, ranks=ranks)
-    return train(OneProcess(config), config, data)
+    return train(TrainGroup(config), config, data)
 
 
 def as_rank(

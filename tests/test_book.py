@@ -85,7 +85,7 @@ def run_notebook(num_ranks, allreduce, num_steps=6):
     return device_params
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_notebook_with_our_allreduce_leaves_replicas_bit_equal(num_ranks):
     device_params = run_notebook(num_ranks, pyringar.allreduce)
     check_replicas_equal(device_params)
@@ -128,17 +128,13 @@ def test_the_toy_prints_what_the_book_prints(capsys):
     assert torch.equal(second, torch.tensor([[3.0, 3.0]]))
 
 
-def test_a_copied_parameter_prints_what_the_book_prints(capsys):
-    copies = pyringar.parallel.shards.get_params(first_params(seed=0), "cpu")
+def test_helpers_print_what_the_book_prints(capsys):
+    copies = pyringar.get_params(first_params(seed=0), "cpu")
     print("b1 weight:", copies[1])
     print("b1 grad:", copies[1].grad)
     printed = capsys.readouterr().out
     assert printed.startswith("b1 weight: tensor([0., 0.,")
     assert printed.endswith("requires_grad=True)\nb1 grad: None\n")
-
-
-def test_the_demonstration_of_splitting():
     rows = torch.arange(20).reshape(4, 5)
-    shards, _ = pyringar.parallel.shards.split_batch(rows, torch.zeros(4), ["cpu", "cpu"])
-    assert shards[0].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    assert shards[1].tolist() == [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]
+    shards, _ = pyringar.split_batch(rows, torch.zeros(4), ["cpu", "cpu"])
+    assert [shard.tolist() for shard in shards] == [rows[:2].tolist(), rows[2:].tolist()]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import logging
 import math
 import os
+import re
 import struct
 import sys
+import threading
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
 from training import run, write_idx_set
 
 from pyringar.errors import ArgumentError, RingarError
@@ -66,43 +71,34 @@ def test_precedence_of_layouts(tmp_path):
     assert len(load_data("auto", tmp_path).train_labels) == 7
 
 
-def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+def test_home_folder_needs_no_torchvision(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setenv("HOME", str(tmp_path))
     write_idx_set(tmp_path / "images", 2, 1)
-    assert len(load_data("auto", "~/images").train_labels) == 2
-
-
-def test_files_are_read_without_torchvision(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    write_idx_set(tmp_path, 2, 1)
-    assert len(load_data("fashion-mnist", tmp_path).train_labels) == 2
+    assert len(load_data("fashion-mnist", "~/images").train_labels) == 2
 
 
 @pytest.mark.usefixtures("offline")
 class TestNeverOthersThanAskedFor:
     @pytest.mark.parametrize("dataset", ["auto", "fashion-mnist"])
-    @pytest.mark.parametrize("kind", ["missing", "empty", "file", "below a file", "other files"])
-    def test_named_folder_is_never_replaced(self, tmp_path, caplog, dataset, kind):
+    @pytest.mark.parametrize("name", ["missing", "empty", "file", "file/folder", "other"])
+    def test_named_folder_is_never_replaced(self, tmp_path, caplog, dataset, name):
         write_idx_set(tmp_path / "default", 7, 3)
-        folder = tmp_path / "named"
-        if kind in ("empty", "other files"):
-            folder.mkdir()
-        if kind == "other files":
-            (folder / "train-images.idx3-ubyte").touch()
-        if "file" in kind and kind != "other files":
-            folder.touch()
-        if kind == "below a file":
-            folder = folder / "folder"
+        for folder in ("empty", "other"):
+            (tmp_path / folder).mkdir()
+        for file in ("file", "other/train-images.idx3-ubyte"):
+            (tmp_path / file).touch()
         with pytest.raises(ArgumentError, match=r"^data_dir is '") as caught:
-            load_data(dataset, folder)
-        words = str(caught.value)
-        for word in (str(folder), "FashionMNIST/raw", IMAGES, "no network"):
-            assert word in words
+            load_data(dataset, tmp_path / name)
+        for word in (str(tmp_path / name), "FashionMNIST/raw", IMAGES, "no network"):
+            assert word in str(caught.value)
         assert not caplog.records
 
-    def test_named_dataset_is_never_replaced(self, tmp_path, caplog):
+    def test_named_dataset_is_never_replaced(self, caplog):
         with pytest.raises(ArgumentError, match=f"^dataset is 'fashion-mnist', .*{IMAGES}"):
             load_data("fashion-mnist")
+        with pytest.raises(ArgumentError, match="dataset is 'cifar'"):
+            load_data("cifar")
         assert not caplog.records
 
     def test_fallback_to_synthetic_warns(self, tmp_path, caplog):
@@ -141,43 +137,10 @@ class TestNeverOthersThanAskedFor:
         with pytest.raises(ArgumentError, match=r"^data_dir is .*mine.*read \(Permission denied\)"):
             load_data("auto", tmp_path / "mine")
 
-    def test_an_unknown_data_set_is_named(self):
-        with pytest.raises(ArgumentError, match="dataset is 'cifar'"):
-            load_data("cifar")
-
 
 def test_the_default_folder_is_the_users():
     assert default_data_dir().is_absolute()
     assert "pyringar" in default_data_dir().parts
-
-
-class TestDigits:
-    """Other sets come in files of the same names and sizes."""
-
-    @pytest.fixture
-    def whole_sizes(self, monkeypatch):
-        """Halves of 7 and 3 images are whole, and these are their labels."""
-        digests = {n: hashlib.sha256(bytes(range(n))).hexdigest() for n in (7, 3)}
-        whole = {"train": (7, digests[7]), "t10k": (3, digests[3])}
-        monkeypatch.setattr(data_module, "_WHOLE", whole)
-
-    @pytest.mark.usefixtures("whole_sizes")
-    def test_only_whole_set_is_named(self, tmp_path):
-        write_idx_set(tmp_path, 7, 3)
-        assert load_data("auto", tmp_path).name == "Fashion-MNIST"
-        write_idx_set(tmp_path, 6, 3)
-        for dataset in ("auto", "fashion-mnist"):  # of a part, nothing here could tell
-            assert load_data(dataset, tmp_path).name == "images in Fashion-MNIST's format"
-
-    @pytest.mark.usefixtures("whole_sizes")
-    @pytest.mark.parametrize("half", ["train", "t10k"])
-    def test_digits_are_not_taken_for_garments(self, tmp_path, half):
-        write_idx_set(tmp_path, 7, 3)
-        path = tmp_path / f"{half}-labels-idx1-ubyte"
-        path.write_bytes(path.read_bytes()[:-1] + b"\x09")
-        with pytest.raises(ArgumentError, match=f"{half}-labels-idx1-ubyte' is not Fashion-MNIST"):
-            load_data("fashion-mnist", tmp_path)
-        assert load_data("auto", tmp_path).name == "images in Fashion-MNIST's format"
 
 
 def header(*numbers: int) -> bytes:
@@ -241,26 +204,12 @@ def test_a_damaged_archive_is_told(tmp_path):
     damaged = bytearray(whole)
     damaged[-6] ^= 1  # the checksum
     broken_code = whole[:10] + b"\xff" * (len(whole) - 10)
-    for content in (
-        b"",
-        b"plain",
-        whole[:-9],
-        whole[:4],
-        bytes(damaged),
-        broken_code,
-        whole + b"x",
-    ):
-        path.write_bytes(content)
+    contents = (b"", b"plain", whole[:-9], whole[:4], bytes(damaged), broken_code, whole + b"x")
+    for content in (*contents, None):
+        path.unlink()
+        path.mkdir() if content is None else path.write_bytes(content)
         with pytest.raises(ArgumentError, match=f"{IMAGES}.gz' (cannot be read|has 0 bytes)"):
             load_data("auto", tmp_path)
-
-
-def test_folder_instead_of_file_raises(tmp_path):
-    write_idx_set(tmp_path, 7, 3)
-    (tmp_path / LABELS).unlink()
-    (tmp_path / LABELS).mkdir()
-    with pytest.raises(ArgumentError, match=f"{LABELS}' cannot be read .IsADirectoryError"):
-        load_data("auto", tmp_path)
 
 
 def test_batches_cover_everything_once():
@@ -290,6 +239,9 @@ class TestSynthetic:
         assert (steps - steps.round()).abs().max() < 1e-4
         assert (images.flatten(1).amax(1) > 0.1).all(), "an image is blank"
         assert not torch.equal(labels, labels.sort().values)
+        assert synthetic_images(3, seed=0)[1].sort().values.tolist() == [0, 1, 2]
+        with pytest.raises(ArgumentError, match="n is 0"):
+            synthetic_images(0, seed=0)
 
     def test_seed_decides_images(self):
         first, second, other = (synthetic_images(500, seed) for seed in (3, 3, 4))
@@ -298,31 +250,12 @@ class TestSynthetic:
         assert not torch.equal(first[0], other[0])
         assert len(first[0].flatten(1).unique(dim=0)) == 500, "two images are alike"
 
-    def test_fewer_images_than_classes(self):
-        assert synthetic_images(3, seed=0)[1].sort().values.tolist() == [0, 1, 2]
-        with pytest.raises(ArgumentError, match="n is 0"):
-            synthetic_images(0, seed=0)
-
     def test_set_is_large_enough(self):
         images = load_data("synthetic")
         assert str(images) == "synthetic garments, 12,000 training and 1,000 test images"
         assert not torch.equal(images.train_images[:1000], images.test_images)
         num_steps = 10 * math.ceil(len(images.train_labels) / 256)  # of the book's recipe
         assert num_steps > 1.3 * BOOK_PLATEAU_STEPS
-
-    @pytest.mark.slow
-    def test_a_linear_model_falls_clearly_short(self):
-        # LeNet reaches 0.88 on these images; here a linear model gets 500 full steps.
-        images, labels = synthetic_images(1500, seed=1)
-        test_images, test_labels = synthetic_images(400, seed=2)
-        weight = torch.zeros(784, 10, requires_grad=True)
-        for _ in range(500):
-            loss = F.cross_entropy(images.flatten(1) @ weight, labels)
-            (slope,) = torch.autograd.grad(loss, weight)
-            weight.data -= 0.1 * slope
-        answers = (test_images.flatten(1) @ weight).argmax(1)
-        accuracy = (answers == test_labels).float().mean()
-        assert 0.4 < accuracy < 0.75
 
     @pytest.mark.thorough
     @pytest.mark.timeout(400)  # 50 s of work
@@ -331,3 +264,137 @@ class TestSynthetic:
         recipe = {"init": "book", "lr": 0.2, "lr_schedule": "constant", "batch_size": 256}
         result = run(load_data("synthetic"), ranks=2, epochs=10, **recipe)
         assert result.curve[-1] > 0.5
+
+
+# -- downloads -----------------------------------------------------------------------------------
+
+NAMES = [
+    f"{half}-{kind}-ubyte" for half in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
+]
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch):
+    """A folder with the four archives of a few images, which torchvision downloads by HTTP."""
+    try:
+        from torchvision.datasets import FashionMNIST
+    except (ImportError, RuntimeError, OSError) as error:
+        pytest.skip(f"torchvision cannot be imported: {error}")
+    folder = write_idx_set(tmp_path / "mirror", 7, 3, ".gz")
+    archives = [folder / f"{name}.gz" for name in NAMES]
+    digests = [(path.name, hashlib.md5(path.read_bytes()).hexdigest()) for path in archives]
+    monkeypatch.setenv("no_proxy", "*")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        monkeypatch.setattr(FashionMNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
+        monkeypatch.setattr(FashionMNIST, "resources", digests)
+        yield folder
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("mirror")
+def test_images_are_downloaded_once(tmp_path, monkeypatch, caplog, capsys):
+    caplog.set_level(logging.INFO)
+    folder = tmp_path / "not" / "yet"
+    assert load_data("auto", folder).train_labels.tolist() == list(range(7))
+    assert "downloading Fashion-MNIST (30 MB)" in caplog.text
+    assert re.search(r"100(\.0)?%", capsys.readouterr().err)  # with and without tqdm
+    assert {f"FashionMNIST/raw/{name}" for name in NAMES} <= set(tree(folder))
+    assert not list(folder.glob(".download-*"))
+    monkeypatch.setattr(data_module, "_download", None)
+    assert load_data("fashion-mnist", folder).test_labels.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("broken", "how"), [(0, "another"), (1, "cut short"), (2, "gone"), (3, "another")]
+)
+def test_broken_download_leaves_nothing(tmp_path, mirror, broken, how):
+    archive = mirror / f"{NAMES[broken]}.gz"
+    content = archive.read_bytes()
+    archive.write_bytes(content[:-1] if how == "cut short" else content[:-1] + b"!")
+    if how == "gone":
+        archive.unlink()
+    with pytest.raises(ArgumentError, match=r"^data_dir is .* and Fashion-MNIST cannot be dow"):
+        load_data("auto", tmp_path / "images")
+    assert tree(tmp_path / "images") == []
+    archive.write_bytes(content)
+    assert len(load_data("auto", tmp_path / "images").train_labels) == 7
+
+
+@pytest.mark.usefixtures("mirror")
+def test_interrupted_download_leaves_nothing(tmp_path, monkeypatch):
+    from torchvision.datasets import FashionMNIST
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FashionMNIST, "_load_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        load_data("auto", tmp_path / "images")
+    assert tree(tmp_path / "images") == []
+
+
+@pytest.mark.usefixtures("mirror")
+def test_killed_download_is_not_taken_for_images(tmp_path):
+    write_idx_set(tmp_path / "images" / ".download-killed" / "FashionMNIST" / "raw", 5, 5)
+    assert len(load_data("auto", tmp_path / "images").train_labels) == 7
+
+
+@pytest.mark.usefixtures("mirror")
+def test_slower_of_two_downloads_takes_the_files(tmp_path, monkeypatch):
+    from torchvision.datasets import FashionMNIST
+
+    real = FashionMNIST.__init__
+
+    def other_first(self, root, download):
+        monkeypatch.setattr(FashionMNIST, "__init__", real)
+        data_module._download(tmp_path / "images")
+        real(self, root, download=download)
+
+    monkeypatch.setattr(FashionMNIST, "__init__", other_first)
+    assert len(load_data("auto", tmp_path / "images").train_labels) == 7
+
+
+@pytest.mark.usefixtures("mirror")
+def test_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "FashionMNIST/raw").mkdir(parents=True)
+    (tmp_path / "FashionMNIST/raw/notes.txt").write_text("mine")
+    for folder, words in ((tmp_path / "file", "file"), (tmp_path, "not empty")):
+        with pytest.raises(ArgumentError, match=f"^data_dir is '{folder}'.*failed .*{words}"):
+            load_data("fashion-mnist", folder)
+    assert tree(tmp_path / "FashionMNIST") == ["raw", "raw/notes.txt"]
+
+
+def test_unreachable_mirror_is_named(mirror, tmp_path, monkeypatch):
+    from torchvision.datasets import FashionMNIST
+
+    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:1/"])
+    with pytest.raises(ArgumentError, match=r"download from http://127\.0\.0\.1:1/.*URLError"):
+        load_data("fashion-mnist", tmp_path / "images")
+    assert not (tmp_path / "images").exists()
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError, RuntimeError, OSError])
+def test_missing_torchvision_is_explained(tmp_path, caplog, monkeypatch, error):
+    class Broken:
+        """Stands for a torchvision whose import fails."""
+
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "torchvision":
+                raise error("no nms")
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    monkeypatch.setattr(data_module, "default_data_dir", lambda: tmp_path)
+    assert load_data("auto").name == "synthetic garments"
+    told = f"torchvision, which downloads it, cannot be imported ({error.__name__}: no nms)"
+    assert f"{told}; install the one for torch" in caplog.text

@@ -1,9 +1,10 @@
-"""The public names: which there are, that they are imported at first use, and their docstrings."""
+"""The public names: which there are, imports at first use, docstrings and types."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 
 import pyringar as pr
 from pyringar import cli, errors
+
+ROOT = Path(__file__).resolve().parents[1]
 
 NAMES = """
 allreduce Communicator ProcessCommunicator GradientBucketer ShardedStep DataParallel
@@ -40,13 +43,10 @@ def test_public_names_are_listed():
 
 
 def test_reference_has_all_names():
-    page = (Path(__file__).parents[1] / "docs/api/README.md").read_text()
+    page = (ROOT / "docs/api/README.md").read_text()
     assert "::: pyringar.errors\n" in page
     names = set(pr.__all__) - set(errors.__all__)
     assert {name for name in names if f"::: pyringar.{name}\n" not in page} == set()
-
-
-def test_unknown_name_raises():
     with pytest.raises(AttributeError, match="'pyringar' has no attribute 'al_reduce'"):
         pr.al_reduce  # noqa: B018
 
@@ -124,12 +124,72 @@ def test_docstrings_name_all_arguments(package):
         assert not re.search(r":\w+:`", inspect.getdoc(found) or ""), name
 
 
-def test_undocumented_arguments_are_found():
-    def planted(first: int, second: int) -> None:
-        """Do.
+# -- types ---------------------------------------------------------------------------------------
 
-        Args:
-            first: One.
-        """
+PACKAGES = {"pr": pr, "pr.train": pr.train}
+if hasattr(pr, "distributed"):
+    PACKAGES["pr.distributed"] = pr.distributed
 
-    assert undocumented(planted) == ["second"]
+PROGRAM = """
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import pyringar as pr
+from pyringar import *
+from pyringar.comm.topology import Plan
+from pyringar.comm.work import Work
+
+tensors = [torch.ones(3), torch.ones(3)]
+allreduce(tensors, op="mean")
+with Communicator(["cpu"] * 2, algorithm="ring") as comm:
+    work: Work | None = comm.all_reduce(tensors, async_op=True)
+    if work is not None:
+        ended: bool = work.wait(timeout=3)
+        error: BaseException | None = work.exception()
+    again: Callable[[], None] = comm.bind(tensors)
+    done: Work | None = comm.reduce(tensors[0], tensors, root=0, order="any")
+    comm.reduce_coalesced(tensors[:1], [[one] for one in tensors], async_op=True)
+    comm.broadcast_coalesced([[one] for one in tensors], root=1)
+    plan: Plan = comm.plan(1000)
+    steps: int = plan.steps
+replicas: list[nn.Module] = replicate(nn.Linear(2, 2), ["cpu"] * 2)
+with GradientBucketer(replicas, comm=comm) as bucketer, bucketer.no_sync():
+    buckets: list[list[int]] = bucketer.buckets
+net = DataParallel(nn.Linear(2, 2), ["cpu"])
+accuracy: float = evaluate_accuracy_gpus(net, [])
+accuracy = evaluate_accuracy_gpus(replicas, [], split_batch)
+accuracy = evaluate_accuracy_gpus(lambda X: X, [])
+optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+result: pr.train.TrainResult = pr.train.train(2, 64, 0.1, epochs=1)
+passed: bool = check_allreduce(pr.allreduce).passed
+try:
+    pass
+except (CollectiveTimeout, PeerLostError) as late:
+    raise RingarError(str(late)) from late
+"""
+
+
+@pytest.mark.slow  # half a minute: mypy reads torch
+def test_a_program_that_uses_every_public_name(tmp_path):
+    pytest.importorskip("mypy")
+    names = [f"{where}.{name}" for where, package in PACKAGES.items() for name in package.__all__]
+    reveal = "".join(f"reveal_type({name})\n" for name in names)
+    (tmp_path / "program.py").write_text(PROGRAM + reveal)
+    (tmp_path / "wrong.py").write_text("import pyringar as pr\n\npr.nothing\npr.allreduce(3)\n")
+    # As an installed package: found along sys.path, taken for its py.typed.
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "program.py", "wrong.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    errors = [line for line in done.stdout.splitlines() if "error:" in line]
+    assert [line.partition(":")[0] for line in errors] == ["wrong.py", "wrong.py"], done.stdout
+    assert "pyringar" not in errors[0].partition("error:")[0]
+    revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
+    assert len(revealed) == len(names)
+    unknown = [name for name, found in zip(names, revealed, strict=True) if found == "Any"]
+    assert not unknown

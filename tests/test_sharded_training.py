@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from unittest import mock
 
 import pytest
@@ -18,13 +17,11 @@ import torch
 from cases import mostly_slow
 from ranks import Crew
 from sharded_runs import KINDS, MODELS, TEST, TRAIN, as_rank, in_one_process, table
-from training import garments
+from training import garments, run, same_results
 
 import pyringar as pr
 from pyringar.parallel import sharded_step
-from pyringar.parallel.shards import check_replicas_equal
-from pyringar.train import TrainConfig, Trainer, load_data
-from pyringar.train.trace import Trace
+from pyringar.train import load_data
 
 PLACES = {"1 process": "a", "2 processes": "aa", "4 processes": "aaaa", "2 machines of 2": "aabb"}
 
@@ -121,8 +118,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", mostly_slow(MISTAKES, "ranks are folded"))
-def test_a_planted_mistake_is_caught(name, two_torch_threads):
-    options = MODELS["resnet18"]
+def test_planted_mistake_is_caught(name, two_torch_threads):
+    options = MODELS["lenet" if "folded" in name else "resnet18"]
     right = in_one_process(1, **options)
     with mock.patch.object(*MISTAKES[name]):
         rows = {f"{k} ranks": in_one_process(k, **options) for k in (1, 4)}
@@ -130,7 +127,7 @@ def test_a_planted_mistake_is_caught(name, two_torch_threads):
     assert rows["4 ranks"] != rows["1 ranks"]
 
 
-def test_a_plain_run_depends_on_the_number_of_ranks():
+def test_plain_run_depends_on_ranks():
     losses = {k: in_one_process(k, shards=None)[-2] for k in (1, 2)}
     assert losses[1] != losses[2]
 
@@ -144,59 +141,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, model):
     options |= MODELS[model]
     data = garments(TRAIN, TEST)
 
-    def run(ranks, epochs, **folders):
-        config = TrainConfig(ranks=ranks, epochs=epochs, **options)
-        with Trainer(config, data, **folders) as trainer:
-            return trainer.run()
-
-    whole = run(1, 3)
-    run(4, 1, save=tmp_path / "run")
-    run(1, 2, resume=tmp_path / "run")
-    last = run(2, 3, resume=tmp_path / "run")
-    assert (last.digest, last.losses, last.curve) == (whole.digest, whole.losses, whole.curve)
-    check_replicas_equal([last.params, whole.params])
+    whole = run(data, ranks=1, epochs=3, **options)
+    run(data, ranks=4, epochs=1, save=tmp_path / "run", **options)
+    run(data, ranks=1, epochs=2, resume=tmp_path / "run", **options)
+    same_results(run(data, ranks=2, epochs=3, resume=tmp_path / "run", **options), whole)
     for name, value, words in (
         ("shards", 8, r"shards is 8, but the checkpoint has 4"),
         ("momentum", 0.5, r"momentum is 0\.5, but the checkpoint has 0\.9"),
     ):
-        config = TrainConfig(ranks=2, epochs=3, **{**options, name: value})
         with pytest.raises(pr.ArgumentError, match=words):
-            Trainer(config, data, resume=tmp_path / "run")
-
-
-def test_trace_has_phases_of_every_shard():
-    trace = Trace()
-    config = TrainConfig(ranks=2, shards=4, epochs=1)
-    with Trainer(config, garments(64, 10), trace=trace) as trainer:
-        trainer.run()
-    counts = Counter((span.category, span.rank) for span in trace.spans)
-    wanted = {"forward": 2, "backward": 2, "wait": 1, "optimizer": 1}
-    assert counts == {(name, rank): n for name, n in wanted.items() for rank in range(2)}
-    assert trace.title == "LeNet on [cpu x 2 ranks]"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shards": 0}, "shards is 0, expected a whole number, 1 or more"),
-        ({"shards": True}, "shards is True"),
-        ({"shards": 8, "ranks": 3}, "shards is 8 on 3 ranks, .* fit on 1, 2, 4, 8 ranks"),
-        ({"shards": 6, "ranks": 2}, "shards is 6 on 2 ranks, .* fit on 1, 3, 6 ranks"),
-        ({"shards": 2, "ranks": 4}, "shards is 2 on 4 ranks, .* fit on 1, 2 ranks"),
-        ({"allreduce": "ring"}, "allreduce is 'ring' and shards 4, expected 'auto' or 'fused' or"),
-        ({"weights": (1, 1)}, "weights is .* and shards 4, expected None"),
-        ({"overlap": False}, "overlap is False"),
-        ({"bucket_cap_mb": 1}, "bucket_cap_mb is 1"),
-        ({"compile": True}, "compile is True"),
-        ({"cuda_graph": True}, "cuda_graph is True"),
-        ({"model": "resnet18", "batchnorm": "sync"}, "batchnorm is 'sync'"),
-        ({"shards": None, "momentum": 1.0}, "momentum is 1.0, expected a number from 0 to below 1"),
-        ({"shards": None, "momentum": "0.9"}, "momentum is '0.9'"),
-    ],
-)
-def test_a_choice_that_would_break_it_is_refused(options, message):
-    with pytest.raises(pr.ArgumentError, match=message):
-        TrainConfig(**{"ranks": 2, "shards": 4, **options})
+            run(data, ranks=2, epochs=3, resume=tmp_path / "run", **{**options, name: value})
 
 
 def command(*arguments, processes=1):

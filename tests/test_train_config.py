@@ -12,6 +12,8 @@ from pyringar.train import TrainConfig, train
 from pyringar.train import devices as devices_module
 from pyringar.train.devices import choose_devices, describe_devices
 
+SHARDS = {"ranks": 2, "shards": 4}
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -37,6 +39,7 @@ from pyringar.train.devices import choose_devices, describe_devices
         ({"model": "resnet18", "batchnorm": "global"}, "batchnorm is 'global'"),
         ({"width": 8}, "width is 8, but the model is lenet"),
         ({"batchnorm": "sync"}, "batchnorm is 'sync', but the model is lenet"),
+        ({"channels_last": True}, "channels_last is True, but the model is lenet"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb is 0, expected a positive number"),
         ({"amp": True, "dtype": "float64"}, "amp is on and dtype 'float64', expected float32"),
         ({"weights": "car"}, "weights"),
@@ -50,6 +53,23 @@ from pyringar.train.devices import choose_devices, describe_devices
         ({"ranks": 2, "weights": (0, 0)}, "expected at least one above 0"),
         ({"ranks": 2, "devices": ("cpu",)}, "ranks is 2, but devices names 1"),
         ({"devices": ()}, "devices is empty"),
+        ({**SHARDS, "shards": 0}, "shards is 0, expected a whole number, 1 or more"),
+        ({"shards": True}, "shards is True"),
+        ({"shards": 8, "ranks": 3}, "shards is 8 on 3 ranks, .* fit on 1, 2, 4, 8 ranks"),
+        ({"shards": 6, "ranks": 2}, "shards is 6 on 2 ranks, .* fit on 1, 3, 6 ranks"),
+        ({"shards": 2, "ranks": 4}, "shards is 2 on 4 ranks, .* fit on 1, 2 ranks"),
+        (
+            {**SHARDS, "allreduce": "ring"},
+            "allreduce is 'ring' and shards 4, expected 'auto' or 'fused' or",
+        ),
+        ({**SHARDS, "weights": (1, 1)}, "weights is .* and shards 4, expected None"),
+        ({**SHARDS, "overlap": False}, "overlap is False"),
+        ({**SHARDS, "bucket_cap_mb": 1}, "bucket_cap_mb is 1"),
+        ({**SHARDS, "compile": True}, "compile is True"),
+        ({**SHARDS, "cuda_graph": True}, "cuda_graph is True"),
+        ({**SHARDS, "model": "resnet18", "batchnorm": "sync"}, "batchnorm is 'sync'"),
+        ({"momentum": 1.0}, "momentum is 1.0, expected a number from 0 to below 1"),
+        ({"momentum": "0.9"}, "momentum is '0.9'"),
         ({"devices": "cpu"}, "devices is 'cpu', expected a list"),
     ],
 )
@@ -63,14 +83,9 @@ def test_an_unknown_option_of_train_is_named():
         train(2, 64, 0.1, nesterov=True)
 
 
-def test_ranks_default_to_devices():
-    assert TrainConfig().world_size == 2
+def test_defaults_depend_on_other_choices():
+    assert (TrainConfig().world_size, TrainConfig().init) == (2, "he")
     assert TrainConfig(devices=("cpu",) * 3).world_size == 3
-    assert TrainConfig(ranks=3, devices=("cpu",) * 3).world_size == 3
-
-
-def test_init_depends_on_model():
-    assert TrainConfig().init == "he"
     assert TrainConfig(model="resnet18").init == "default"
     assert TrainConfig(model="resnet18", init="book").init == "book"
 
@@ -82,46 +97,34 @@ def test_linear_schedule_falls_to_zero():
     assert TrainConfig(lr=0.4, lr_schedule="constant").lr_at(3, 4) == 0.4
 
 
-class TestDevices:
-    @pytest.mark.parametrize(
-        ("ranks", "gpus", "expected"),
-        [
-            (3, 0, ["cpu"] * 3),
-            (1, 2, ["cuda:0"]),
-            (2, 2, ["cuda:0", "cuda:1"]),
-            (2, 4, ["cuda:0", "cuda:1"]),
-            (4, 1, ["cuda:0"] * 4),
-            (4, 2, ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]),
-            (3, 2, ["cuda:0", "cuda:0", "cuda:1"]),
-        ],
-    )
-    def test_ranks_are_spread_over_what_is_there(self, monkeypatch, ranks, gpus, expected):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(devices_module, "Communicator", mock.Mock())  # one that can do GPUs
-        assert [str(device) for device in choose_devices(ranks)] == expected
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "expected"),
+    [
+        (3, 0, "[cpu x 3 ranks]"),
+        (1, 0, "[cpu]"),
+        (1, 2, "[cuda:0]"),
+        (2, 4, "[cuda:0, cuda:1]"),
+        (4, 1, "[cuda:0 x 4 ranks]"),
+        (4, 2, "[cuda:0 x 2 ranks, cuda:1 x 2 ranks]"),
+        (3, 2, "[cuda:0 x 2 ranks, cuda:1]"),
+    ],
+)
+def test_ranks_are_spread_over_gpus(monkeypatch, ranks, gpus, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(devices_module, "Communicator", mock.Mock())  # one that can do GPUs
+    assert describe_devices(choose_devices(ranks)) == expected
 
-    def test_gpus_without_engine_stay_idle(self, monkeypatch, caplog):
-        refusal = mock.Mock(side_effect=UnsupportedError("an engine for CPU ranks only"))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(devices_module, "Communicator", refusal)
-        assert [str(device) for device in choose_devices(2)] == ["cpu", "cpu"]
-        assert "the 2 GPUs of this machine stay idle: an engine for CPU ranks only" in caplog.text
 
-    def test_missing_device_raises(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        message = r"devices\[1\] is 'cuda:1', which is not on this machine; .*: cpu, cuda:0$"
-        with pytest.raises(ArgumentError, match=message):
-            TrainConfig(devices=("cuda:0", "cuda:1"))
+def test_gpus_without_engine_stay_idle(monkeypatch, caplog):
+    refusal = mock.Mock(side_effect=UnsupportedError("an engine for CPU ranks only"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(devices_module, "Communicator", refusal)
+    assert describe_devices(choose_devices(2)) == "[cpu x 2 ranks]"
+    assert "the 2 GPUs of this machine stay idle: an engine for CPU ranks only" in caplog.text
 
-    @pytest.mark.parametrize(
-        ("devices", "words"),
-        [
-            (["cpu"], "[cpu]"),
-            (["cpu"] * 4, "[cpu x 4 ranks]"),
-            (["cuda:0", "cuda:1"], "[cuda:0, cuda:1]"),
-            (["cuda:0", "cuda:0", "cpu"], "[cuda:0 x 2 ranks, cpu]"),
-            (["cuda:1", "cuda:0", "cuda:1"], "[cuda:1, cuda:0, cuda:1]"),
-        ],
-    )
-    def test_words_for_devices(self, devices, words):
-        assert describe_devices([torch.device(device) for device in devices]) == words
+
+def test_missing_device_raises(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    message = r"devices\[1\] is 'cuda:1', which is not on this machine; .*: cpu, cuda:0$"
+    with pytest.raises(ArgumentError, match=message):
+        TrainConfig(devices=("cuda:0", "cuda:1"))

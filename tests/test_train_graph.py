@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mostly_slow
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import garments, run
+from training import garments, run, same_results
 
 from pyringar import Communicator
 from pyringar.cli import main
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.parallel import shards
 from pyringar.parallel.shards import check_replicas_equal
-from pyringar.train import TrainConfig, Trainer, graph, group, train
+from pyringar.train import TrainConfig, Trainer, graph, group
 from pyringar.train import step as step_module
 from pyringar.train import trainer as trainer_module
 from pyringar.train.step import EagerStep, sgd
@@ -32,10 +33,6 @@ from pyringar.train.trace import Trace
 
 Function = Callable[[], None]
 NUM_GPUS = torch.cuda.device_count()
-needs_gpu = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device here"),
-]
 
 
 # -- graphs without a GPU --------------------------------------------------------------------------
@@ -115,7 +112,7 @@ class InOrder(graph.Branches):
 
 
 class Caller:
-    """The least that can be called a capture: a replay calls the function again."""
+    """A capture whose replay calls the function again."""
 
     def __init__(self) -> None:
         self.num_replays = 0
@@ -164,55 +161,40 @@ def data():
     return garments(100, 40)
 
 
-def assert_same(ours, theirs):
-    """Two results, bit for bit."""
-    assert ours.losses == theirs.losses
-    assert ours.curve == theirs.curve
-    check_replicas_equal([ours.params, theirs.params])
-    assert ours.state.keys() == theirs.state.keys()
-    check_replicas_equal([list(ours.state.values()), list(theirs.state.values())])
-
-
 # 100 images: three batches of 32 leave 4 over, which have a capture of their own.
-MORE_RUNS = [
-    {"ranks": 2},
-    {"ranks": 4, "allreduce": "ring", "dtype": "float64"},
-    {"ranks": 2, "batch_size": 128},  # all images are one batch
-    {"ranks": 2, "model": "resnet18", "width": 4, "epochs": 2},
-    {"ranks": 2, "lr_schedule": "constant", "overlap": False},
-    {"ranks": 2, "batch_size": 25},  # no batch is smaller
-    {"ranks": 5, "model": "resnet18", "width": 4, "epochs": 2, "batch_size": 3, "init": "book"},
-]
+RESNET = {"model": "resnet18", "width": 4}
 RUNS = [
     {"ranks": 1},
     {"ranks": 3, "weights": (3, 0, 1), "bucket_cap_mb": 0.05},
+    {"ranks": 2, "amp": True, "channels_last": True, **RESNET},
+]
+MORE_RUNS = [
+    {"ranks": 2},
     {"ranks": 2, "amp": True},
-    {"ranks": 2, "amp": True, "channels_last": True, "model": "resnet18", "width": 4},
-    *(pytest.param(options, marks=pytest.mark.slow) for options in MORE_RUNS),
+    {"ranks": 4, "allreduce": "ring", "dtype": "float64"},
+    {"ranks": 2, "batch_size": 128},  # all images are one batch
+    {"ranks": 2, **RESNET, "epochs": 2},
+    {"ranks": 2, "lr_schedule": "constant", "overlap": False},
+    {"ranks": 2, "batch_size": 25},  # no batch is smaller
+    {"ranks": 5, **RESNET, "epochs": 2, "batch_size": 3, "init": "book"},
 ]
 
 
-@pytest.mark.parametrize("options", RUNS, ids=str)
+@pytest.mark.parametrize("options", mostly_slow([*RUNS, *MORE_RUNS], *RUNS), ids=str)
 def test_replay_has_eager_bits(data, recorder, options):
     options = {"batch_size": 32, "epochs": 1 if "amp" in options else 2, **options}
     replayed = run(data, cuda_graph=True, **options)
     assert recorder.num_warm_ups == (6 if 100 % min(100, options["batch_size"]) else 3)
     assert recorder.num_replays == len(replayed.epochs) * math.ceil(100 / options["batch_size"])
-    assert_same(replayed, run(data, **options))
+    same_results(replayed, run(data, **options))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batchnorm": "sync"},
-        pytest.param({"amp": True, "batchnorm": "sync"}, marks=pytest.mark.slow),
-    ],
-)
-def test_synchronised_batch_norm_goes_with_it(data, caller, options):
-    options = {"model": "resnet18", "width": 4, "batch_size": 32, "epochs": 2, **options}
+@pytest.mark.parametrize("amp", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_synchronised_ranks_are_captured(data, caller, amp):
+    options = {**RESNET, "batchnorm": "sync", "batch_size": 32, "epochs": 1, "amp": amp}
     replayed = run(data, cuda_graph=True, **options)
-    assert caller.num_replays == 8
-    assert_same(replayed, run(data, **options))
+    assert caller.num_replays == 4
+    same_results(replayed, run(data, **options))
 
 
 def test_divergence_between_replays_raises(data, recorder):
@@ -231,18 +213,6 @@ def test_divergence_between_replays_raises(data, recorder):
     ):
         trainer.run(on_step=slip)
     assert len(steps) == 2
-
-
-def test_what_was_captured_is_undone(data, recorder):
-    with Trainer(TrainConfig(ranks=2), data) as trainer:
-        before = [tensor.clone() for tensor in trainer.model.tensors()]
-        X, y = data.train_images[:32], data.train_labels[:32]  # noqa: N806
-        captured = graph.GraphStep(trainer._run_step, [(X, y)], trainer.model.tensors())
-        assert captured.take_loss() == 0
-        check_replicas_equal([before, trainer.model.tensors()])
-        captured(X, y, 0.1 / 32)
-        assert captured.take_loss() > 0
-        assert recorder.num_replays == 1
 
 
 # -- the stand-in can tell -------------------------------------------------------------------------
@@ -283,7 +253,7 @@ def test_sgd_with_tensor_has_equal_bits(dtype):
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Streams that note what is called on them; the first is current at the beginning."""
+    """Streams that note the calls on them; the first is current at the beginning."""
     log: list[tuple[str, ...]] = []
 
     class Stream:
@@ -309,21 +279,10 @@ def streams(monkeypatch):
     return log, lambda what: log.append((current[-1].name, what))
 
 
-def test_branches_fork_and_join(streams):
-    log, note = streams
-    branches = graph.Branches(torch.device("cuda:0"), 3, lambda rank, X: X)  # noqa: N803
-    functions = {rank: lambda rank=rank: note(f"rank {rank}") or rank for rank in range(3)}
-    assert branches.run(functions) == {0: 0, 1: 1, 2: 2}
-    sides = ["stream 1", "stream 2"]
-    assert log[:2] == [(side, "waits for", "stream 0") for side in sides]
-    assert log[2:5] == [(f"stream {rank}", f"rank {rank}") for rank in range(3)]
-    assert log[5:] == [("stream 0", "waits for", side) for side in sides]
-
-
 def test_step_reduces_after_join(streams, data):
     """Each rank's forward and backward have its stream, the reduction the current one."""
     log, note = streams
-    params = [[torch.full((28 * 28, 10), 1e-3, requires_grad=True)] for _ in range(2)]
+    params = [[torch.full((28 * 28, 10), 1e-3, requires_grad=True)] for _ in range(3)]
 
     def score(rank, X):  # noqa: N803
         note(f"forward {rank}")
@@ -335,109 +294,89 @@ def test_step_reduces_after_join(streams, data):
         params,
         None,
         lambda: note("reduce"),
-        split=lambda X, y: (X.chunk(2), y.chunk(2)),  # noqa: N803
-        branches=graph.Branches(torch.device("cuda:0"), 2, score),
+        split=lambda X, y: (X.chunk(3), y.chunk(3)),  # noqa: N803
+        branches=graph.Branches(torch.device("cuda:0"), 3, score),
     )
-    step(data.train_images[:8], data.train_labels[:8], 0.1)
-    fork, join = ("stream 1", "waits for", "stream 0"), ("stream 0", "waits for", "stream 1")
-    ranks = [
-        (f"stream {rank}", f"{p} {rank}") for rank in range(2) for p in ("forward", "backward")
-    ]
-    assert log == [fork, *ranks, join, ("stream 0", "reduce"), fork, join]
+    step(data.train_images[:9], data.train_labels[:9], 0.1)
+    sides = ["stream 1", "stream 2"]
+    fork = [(side, "waits for", "stream 0") for side in sides]
+    join = [("stream 0", "waits for", side) for side in sides]
+    ranks = [(f"stream {r}", f"{p} {r}") for r in range(3) for p in ("forward", "backward")]
+    assert log == [*fork, *ranks, *join, ("stream 0", "reduce"), *fork, *join]
 
 
 # -- refusals --------------------------------------------------------------------------------------
 
 
-class TestRefusals:
-    def test_ranks_on_the_cpu(self, monkeypatch):
-        monkeypatch.setattr(trainer_module, "load_data", None)  # it is not come to that
-        monkeypatch.setattr(group, "Communicator", None)  # nor to an engine, to be compiled
-        message = r"cuda_graph is on and the ranks run on \[cpu x 2 ranks\], expected .* one GPU"
-        with pytest.raises(ArgumentError, match=message):
-            train(2, 64, 0.1, devices=["cpu", "cpu"], cuda_graph=True)
+def test_refusal_comes_before_images_and_engine(monkeypatch, capsys):
+    monkeypatch.setattr(trainer_module, "load_data", None)
+    monkeypatch.setattr(group, "Communicator", None)
+    assert main(["train", "lenet", "--devices", "cpu,cpu", "--cuda-graph"]) == 2
+    said = "--cuda-graph is on and the ranks run on [cpu x 2 ranks], expected all of them on one"
+    assert said in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        ("devices", "trace", "message"),
-        [
-            (["cuda:0", "cuda:1"], None, r"the ranks run on \[cuda:0, cuda:1\]"),
-            (["cuda:0", "cpu"], None, r"the ranks run on \[cuda:0, cpu\]"),
-            (["cpu"], None, r"the ranks run on \[cpu\]"),
-            (["cuda:0"], Trace(), "a trace is wanted, but the host sees one replay"),
-        ],
-    )
-    def test_graph_refuses_several_devices_and_trace(self, devices, trace, message):
-        with pytest.raises(ArgumentError, match=message):
-            graph.check_ranks([torch.device(device) for device in devices], trace)
-        graph.check_ranks([torch.device("cuda:1")] * 3, None)
 
-    def test_on_the_command_line(self, capsys):
-        assert main(["train", "lenet", "--devices", "cpu", "--cuda-graph"]) == 2
-        assert "the ranks run on [cpu], expected all of them on one GPU" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("devices", "trace", "message"),
+    [
+        (["cuda:0", "cuda:1"], None, r"the ranks run on \[cuda:0, cuda:1\]"),
+        (["cuda:0", "cpu"], None, r"the ranks run on \[cuda:0, cpu\]"),
+        (["cpu"], None, r"the ranks run on \[cpu\]"),
+        (["cuda:0"], Trace(), "a trace is wanted, but the host sees one replay"),
+    ],
+)
+def test_graph_refuses_several_devices_and_trace(devices, trace, message):
+    with pytest.raises(ArgumentError, match=message):
+        graph.check_ranks([torch.device(device) for device in devices], trace)
+    graph.check_ranks([torch.device("cuda:1")] * 3, None)
 
-    @pytest.mark.parametrize(
-        ("error", "expected", "message"),
-        [
-            (RuntimeError("not permitted"), CudaError, r"on cuda:0: not permitted; without"),
-            (ArgumentError("as it was"), ArgumentError, "^as it was$"),
-        ],
-    )
-    def test_a_capture_that_fails(self, monkeypatch, error, expected, message):
-        @contextlib.contextmanager
-        def nothing(*_: object, **__: object) -> Iterator[None]:
-            yield
 
-        def fail() -> None:
-            raise error
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (RuntimeError("not permitted"), CudaError, r"on cuda:0: not permitted; without"),
+        (ArgumentError("as it was"), ArgumentError, "^as it was$"),
+    ],
+)
+def test_failed_capture_raises(monkeypatch, error, expected, message):
+    def fail() -> None:
+        raise error
 
-        for name in ("CUDAGraph", "Stream", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-        for name in ("stream", "graph"):
-            monkeypatch.setattr(torch.cuda, name, nothing)
-        with pytest.raises(expected, match=message):
-            graph.CudaCapture(torch.device("cuda:0")).record(fail)
+    for name in ("CUDAGraph", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
+    with pytest.raises(expected, match=message):
+        graph.CudaCapture(torch.device("cuda:0")).record(fail)
 
 
 # -- on a GPU --------------------------------------------------------------------------------------
 
+LARGER = {"model": "resnet18", "width": 8}
+GPU_RUNS = [
+    {"ranks": 3, **LARGER, "amp": True},
+    {"ranks": 1, **LARGER, "width": 64, "amp": True, "epochs": 1},
+    {"ranks": 2, "momentum": 0.9, "weights": (1, 0)},
+    {"ranks": 2, **LARGER, "batchnorm": "sync"},
+    {"ranks": 2, **LARGER, "batchnorm": "sync", "amp": True, "epochs": 1},
+    {"ranks": 2, **LARGER, "channels_last": True},
+]
 
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device here")
 class TestOnAGpu:
-    pytestmark = needs_gpu
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"devices": ["cuda:0"]},
-            {"devices": ["cuda:0"] * 2},
-            {"devices": ["cuda:0"] * 2, "allreduce": "ring", "overlap": False},
-            {"devices": ["cuda:0"] * 3, "weights": (3, 0, 1)},
-            {"devices": ["cuda:0"] * 2, "amp": True},
-            {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "epochs": 1},
-            {"devices": ["cuda:0"] * 3, "model": "resnet18", "width": 8, "amp": True},
-            {"devices": ["cuda:0"], "model": "resnet18", "width": 64, "amp": True, "epochs": 1},
-            {"devices": ["cuda:0"] * 2, "momentum": 0.9, "weights": (1, 0)},
-            {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "batchnorm": "sync"},
-            {
-                "devices": ["cuda:0"] * 2,
-                "model": "resnet18",
-                "width": 8,
-                "batchnorm": "sync",
-                "amp": True,
-                "epochs": 1,
-            },
-            {"devices": ["cuda:0"] * 2, "model": "resnet18", "width": 8, "channels_last": True},
-        ],
-        ids=str,
-    )
-    def test_the_bits_of_the_eager_run(self, data, monkeypatch, options):
+    @pytest.mark.parametrize("options", [*RUNS, *MORE_RUNS, *GPU_RUNS], ids=str)
+    def test_graph_has_bits_of_eager_run(self, data, monkeypatch, options):
         # Or two eager runs, too, could differ: convolutions add in any order.
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
         options = {"batch_size": 32, "epochs": 2, **options}
+        options["devices"] = ["cuda:0"] * options["ranks"]
         replayed, eager = (run(data, cuda_graph=on, **options) for on in (True, False))
-        assert_same(replayed, eager)
+        same_results(replayed, eager)
 
     def test_amp_is_captured_with_channels_last(self, data):
-        options = {"model": "resnet18", "width": 8, "amp": True, "batch_size": 32, "epochs": 1}
+        options = {**LARGER, "amp": True, "batch_size": 32, "epochs": 1}
         with Trainer(TrainConfig(devices=["cuda:0"] * 2, **options), data) as trainer:
             assert isinstance(trainer._run_step, graph.GraphStep)
             trainer.run()
@@ -446,9 +385,8 @@ class TestOnAGpu:
                     assert param.is_contiguous(memory_format=torch.channels_last)
                     assert param.grad.is_contiguous(memory_format=torch.channels_last)
 
+    @pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")
     def test_one_of_several_gpus(self, data):
-        if NUM_GPUS < 2:
-            pytest.skip(f"needs two CUDA devices, here: {NUM_GPUS}")
         result = run(data, devices=["cuda:1"] * 2, cuda_graph=True, epochs=1)
         assert result.losses[0] > 0
 

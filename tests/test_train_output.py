@@ -1,17 +1,16 @@
-"""Do the files of ``pyringar train`` come out, or say before the first step why they cannot?
-
-And do the lines it prints fit a terminal, and say how far it is?
-"""
+"""``pyringar train``: its options, the files it writes, and the lines it prints."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import errno
 import itertools
 import json
 import logging
 import os
-import signal
+import re
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -19,13 +18,16 @@ import torch
 from training import garments
 
 from pyringar.cli import main, paths, train_output
-from pyringar.errors import ArgumentError
-from pyringar.train import LeNet, Trainer, resnet18
+from pyringar.cli import train as cli_train
+from pyringar.errors import ArgumentError, RingarError
+from pyringar.train import LeNet, TrainConfig, Trainer, config, resnet18
+from pyringar.train import data as data_module
 from pyringar.train import trainer as trainer_module
 from pyringar.train.trace import Trace
 
 LENET = ["train", "lenet", "--epochs", "2", "--batch-size", "20"]
 COLUMNS = 80
+LINE = r"test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]"
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +53,55 @@ def rows_of(out):
     return [row[:3] for row in rows if len(row) == 4 and row[0].isdecimal()]
 
 
+# -- options -------------------------------------------------------------------------------------
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    cli_train.add_parser(parser.add_subparsers())
+    return vars(parser.parse_args(["train", "lenet", *arguments]))
+
+
+def test_options_match_train_config():
+    commands = argparse.ArgumentParser().add_subparsers()
+    cli_train.add_parser(commands)
+    actions = {action.dest: action for action in commands.choices["train"]._actions}
+    defaults = {field.name: getattr(TrainConfig(), field.name) for field in fields(TrainConfig)}
+    del defaults["dtype"]  # for code that checks gradients
+    assert defaults.keys() <= actions.keys()
+    defaults["ranks"] = TrainConfig().world_size
+    for name, default in defaults.items():
+        if default is not None and not isinstance(default, bool) and name != "model":
+            assert f"({default})" in actions[name].help
+    for name in config.CHOICES.keys() & actions.keys():
+        assert tuple(actions[name].choices) == config.CHOICES[name]
+    assert parse() == {"model": "lenet", "run": cli_train.run}, (
+        "an option not given must not override a default"
+    )
+    assert parse("--devices", "cuda:0, cpu")["devices"] == ("cuda:0", "cpu")
+    assert parse("--weights", "3,1.5")["weights"] == (3.0, 1.5)
+
+
+@pytest.mark.parametrize("options", [["--data-dir", "/nope"], ["--dataset", "fashion-mnist"]])
+def test_missing_images_end_the_run(capsys, tmp_path, monkeypatch, options):
+    def fail(root):
+        raise RingarError("no network")
+
+    monkeypatch.setattr(trainer_module, "load_data", data_module.load_data)
+    monkeypatch.setattr(data_module, "default_data_dir", lambda: tmp_path / "default")
+    monkeypatch.setattr(data_module, "_download", fail)
+    assert main(["train", "lenet", *options]) != 0
+    captured = capsys.readouterr()
+    assert options[1] in captured.err
+    assert "train-images-idx3-ubyte" in captured.err
+    assert captured.out == ""
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["l.csv", "L.CSV"])
-def test_log_has_a_line_per_finished_epoch(capsys, tmp_path, monkeypatch, name):
-    path, lengths = tmp_path / name, []
+def test_log_has_a_line_per_finished_epoch(capsys, tmp_path, monkeypatch):
+    path, lengths = tmp_path / "L.CSV", []
     path.write_text("of an older run\n" * 9)
     real = train_output.Outputs.add_epoch
 
@@ -67,11 +112,10 @@ def test_log_has_a_line_per_finished_epoch(capsys, tmp_path, monkeypatch, name):
     monkeypatch.setattr(train_output.Outputs, "add_epoch", spy)
     assert main([*LENET, "--log", str(path)]) == 0
     assert lengths == [2, 3]
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [list(row) for row in rows] == [["epoch", "loss", "accuracy", "seconds"]] * 2
-    shown = [[f"{float(row['loss']):.4f}", f"{float(row['accuracy']):.3f}"] for row in rows]
-    assert shown == [row[1:] for row in rows_of(capsys.readouterr().out)]
+    head, *rows = csv.reader(path.read_text().splitlines())
+    assert head == ["epoch", "loss", "accuracy", "seconds"]
+    shown = [[n, f"{float(loss):.4f}", f"{float(share):.3f}"] for n, loss, share, _ in rows]
+    assert shown == rows_of(capsys.readouterr().out)
 
 
 def test_json_is_all_that_stdout_gets(capsys, tmp_path):
@@ -133,27 +177,21 @@ def test_unwritable_outputs_raise_before_training(capsys, tmp_path, name, monkey
 
 
 @pytest.mark.usefixtures("no_step")
-@pytest.mark.parametrize("target", ["no/x.pt", "link.pt"])
-def test_dangling_link_raises(capsys, tmp_path, target, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "link.pt").symlink_to(target)
-    assert main([*LENET, "--out", "link.pt"]) == 2
-    assert "--out is 'link.pt', which cannot be written: " in capsys.readouterr().err
-    assert os.readlink("link.pt") == target
-
-
-@pytest.mark.usefixtures("no_step")
-def test_irreplaceable_file_raises(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["no folder", "itself", "folder of others"])
+def test_irreplaceable_file_raises(capsys, tmp_path, monkeypatch, kind):
     path = tmp_path / "m.pt"
-    path.write_text("mine")
 
     def refuse(**_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(paths.tempfile, "TemporaryFile", refuse)  # root may write everywhere
+    if kind == "folder of others":  # root may write everywhere
+        path.write_text("mine")
+        monkeypatch.setattr(paths.tempfile, "TemporaryFile", refuse)
+    else:
+        path.symlink_to("no/x.pt" if kind == "no folder" else path)
     assert main([*LENET, "--out", str(path)]) == 2
-    assert "which cannot be written: Permission" in capsys.readouterr().err
-    assert path.read_text() == "mine"
+    assert f"--out is '{path}', which cannot be written: " in capsys.readouterr().err
+    assert path.is_symlink() or path.read_text() == "mine"
 
 
 def test_unusual_paths_are_written(capsys, tmp_path, monkeypatch):
@@ -187,19 +225,6 @@ def test_trace_of_resumed_and_finished_runs(capsys, tmp_path, monkeypatch, caplo
     assert (tmp_path / "m.pt").exists()
 
 
-def test_library_error_keeps_other_outputs(capsys, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise ArgumentError("step is None")
-
-    monkeypatch.setattr(Trace, "save", refuse)
-    files = [f"--trace={tmp_path / 'x.json'}", f"--out={tmp_path / 'x.pt'}"]
-    assert main([*LENET, *files]) == 1
-    captured = capsys.readouterr()
-    assert captured.out.splitlines()[-1].startswith("test acc: ")
-    assert "--trace is" in captured.err
-    assert os.listdir(tmp_path) == ["x.pt"]
-
-
 def test_resume_errors_name_the_flag(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*LENET, "--weights", "3,1", "--no-overlap", "--save", "run"]) == 0
@@ -215,7 +240,7 @@ def test_resume_errors_name_the_flag(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_step")
-def test_checks_change_no_file(capsys, tmp_path):
+def test_checks_change_no_file(tmp_path):
     plot, log = tmp_path / "p.png", tmp_path / "l.csv"
     log.write_text("mine")
     assert main([*LENET, "--log", str(log), "--plot", str(plot), "--out", "/proc/x.pt"]) != 0
@@ -223,24 +248,29 @@ def test_checks_change_no_file(capsys, tmp_path):
     assert not plot.exists()
 
 
-def test_full_disk_keeps_other_outputs(capsys, tmp_path, monkeypatch):
-    log, plot, out = tmp_path / "l.csv", tmp_path / "p.png", tmp_path / "m.pt"
-    out.write_text("an older one")
+def test_failed_writes_keep_other_outputs(capsys, tmp_path, monkeypatch):
+    names = {"log": "l.csv", "plot": "p.png", "out": "m.pt", "trace": "t.json"}
+    files = {name: tmp_path / file for name, file in names.items()}
+    files["out"].write_text("an older one")
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def refuse(*_):
+        raise ArgumentError("step is None")
+
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr(train_output.Outputs, "_write_line", full)
-    assert main([*LENET, "--log", str(log), "--out", str(out), "--plot", str(plot)]) == 1
+    monkeypatch.setattr(Trace, "save", refuse)
+    assert main([*LENET, *(f"--{name}={path}" for name, path in files.items())]) == 1
     captured = capsys.readouterr()
     assert len(rows_of(captured.out)) == 2
     assert captured.out.splitlines()[-1].startswith("test acc: ")
     (line,) = captured.err.splitlines()
-    assert f"--log is '{log}', which could not be written: No space left on device" in line
-    assert f"--out is '{out}', which could not be written: No space left on device" in line
-    assert plot.exists()
-    assert out.read_text() == "an older one"
+    for name, why in {**dict.fromkeys(("log", "out"), "No space left"), "trace": "step is"}.items():
+        assert f"--{name} is '{files[name]}', which could not be written: {why}" in line
+    assert files["plot"].exists()
+    assert files["out"].read_text() == "an older one"
 
 
 def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, caplog):
@@ -254,44 +284,60 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
         real(*arguments)
         steps.append(1)
         if len(steps) == 6:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(Trainer, "_train_batch", interrupted)
     assert main([*options, "--save", folder]) == 130
     assert "interrupted" in capsys.readouterr().err
-    stopped, command = (record.getMessage() for record in caplog.records[-2:])
-    assert stopped == (f"stopped in epoch 2, after step 2 of 4; the checkpoint is in '{folder}'")
-    assert command == f"to go on: the same command with --resume '{folder}' instead of --save"
+    told = f"to go on: the same command with --resume '{folder}' instead of --save"
+    assert [record.getMessage() for record in caplog.records] == [told]
     assert main([*options, "--resume", folder]) == 0
     out = capsys.readouterr().out
-    assert "1 of 2 epochs and 2 steps are done; going on" in out
+    assert "1 of 2 epochs are done; going on" in " ".join(out.split())
     assert rows_of(out) == whole, "the table is that of a run that was not stopped"
     assert len((tmp_path / "l.csv").read_text().splitlines()) == 3
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "words"),
     [
-        ["lenet", "--ranks", "1"],
-        ["lenet", "--ranks", "16", "--weights", ",".join(["1.25", "3.875"] * 8)],
-        ["lenet", "--ranks", "16", "--allreduce", "ring"],
-        ["resnet18", "--width", "4", "--batchnorm", "sync", "--amp"],
+        ("lenet --ranks 1", "one rank has nothing to add"),
+        ("lenet --ranks 4", "garments, 75 training and 30 test images"),
+        (f"lenet --ranks 16 --weights {'1.25,3.875,' * 7}1.25,3.875", "shared 1.25 : 3.875 : 1.25"),
+        ("lenet --devices cpu,cpu,cpu --weights 3,1,2 --allreduce ring", "shared 3:1:2"),
+        ("lenet --init book --lr-schedule constant --momentum 0.9", "constant momentum 0.9, book"),
+        ("lenet --no-overlap --bucket-cap-mb 0.1 --amp", "summed after backward"),
+        (
+            "resnet18 --width 4 --batchnorm sync --amp",
+            "ResNet-18 of width 4, sync batch norm, 44,738 parameters in 76 tensors",
+        ),
     ],
-    ids=lambda options: " ".join(options)[:30],
 )
-def test_lines_fit_80_columns(capsys, tmp_path, monkeypatch, options):
+def test_command_prints_choices_and_curve(capsys, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
-    files = ["--plot", "p.png", "--out", "m.pt", "--log", "l.csv", "--save", "run"]
-    assert main(["train", *options, "--epochs", "1", "--batch-size", "75", *files]) == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= COLUMNS
-    assert "\nsave       run\n" in out
-    alone = options[-2:] == ["--ranks", "1"]
-    assert ("one rank has nothing to add" in out) == alone
-    assert ("bytes" in out) != alone
+    files = {"plot": "p.png", "trace": "t.json", "out": "m.pt", "log": "l.csv", "save": "run"}
+    options = [*options.split(), *(f"--{name}={file}" for name, file in files.items())]
+    assert main(["train", *options, "--epochs", "2", "--batch-size", "50"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= COLUMNS
+    begin = lines.index(f"{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}")
+    assert words in " ".join(" ".join(lines[:begin]).split())
+    rows = [line.split() for line in lines[begin + 1 : begin + 3]]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert all(len(row) == 4 and all(map(float, row)) for row in rows)
+    written = {f"{name:<10} {file}" for name, file in files.items()}
+    assert set(lines[begin + 3 : -1]) == written
+    assert re.fullmatch(LINE, lines[-1])
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["trace", "t.json"]) == 0
+    title, head, first, *_ = capsys.readouterr().out.splitlines()
+    assert "on [cpu" in title
+    columns = ["forward", "backward", "bucket", "wait", "optimizer", "exposed"]
+    assert head.split()[2:] == columns
+    assert all(float(cell) > 0 for cell in first.split()[1:4])
 
 
 def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):

@@ -6,6 +6,7 @@ import gzip
 import math
 from pathlib import Path
 
+from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import ImageData, TrainConfig, Trainer
 from pyringar.train.synthetic import synthetic_images
 
@@ -27,9 +28,17 @@ def write_idx_set(folder: Path, num_train: int, num_test: int, suffix: str = "")
     return folder
 
 
-def run(data: ImageData, **options):
-    with Trainer(TrainConfig(**options), data) as trainer:
+def run(data: ImageData, save=None, resume=None, **options):
+    with Trainer(TrainConfig(**options), data, save=save, resume=resume) as trainer:
         return trainer.run()
+
+
+def same_results(ours, theirs):
+    """Raise unless two results have the same bits."""
+    assert ours.losses == theirs.losses
+    assert ours.curve == theirs.curve
+    assert list(ours.state) == list(theirs.state)
+    check_replicas_equal([list(ours.state.values()), list(theirs.state.values())])
 
 
 def relative_error(found, expected):

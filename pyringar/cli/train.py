@@ -17,8 +17,8 @@ from pyringar.errors import ArgumentError
 from pyringar.train.config import CHOICES, TrainConfig
 
 if TYPE_CHECKING:
-    from pyringar.train import EpochResult, Trainer, TrainResult
-    from pyringar.train.group import OneProcess, Processes
+    from pyringar.train import EpochResult, TrainResult
+    from pyringar.train.group import TrainGroup
 
 __all__ = ["add_parser", "run"]
 
@@ -108,7 +108,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
     },
     "output": {
-        "save": ("write a checkpoint after every epoch and on Ctrl-C", {"metavar": "DIR"}),
+        "save": ("write a checkpoint after every epoch", {"metavar": "DIR"}),
         "resume": (
             "resume from the checkpoint in DIR and save there, with the bits of a run that was "
             "never stopped; give the same other options, but --epochs may grow",
@@ -122,7 +122,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "log": ("write a line per epoch", {"metavar": "FILE.csv"}),
         "plot": ("write the curve as a picture", {"metavar": "FILE.png"}),
         "live": (
-            "draw the curve as text: in place as it grows in a terminal, else once at the end",
+            "draw the curve: a bar per epoch beside the table",
             _FLAG,
         ),
         "trace": (
@@ -186,8 +186,14 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
             return outputs, None
         outputs.open_log()
         print_header(trainer)
+        progress = Progress(trainer, is_live=is_live)
+
+        def tell(epoch: EpochResult) -> None:
+            progress.print_epoch(epoch)
+            outputs.add_epoch(epoch)
+
         try:
-            result = _train(trainer, outputs, is_live)
+            result = trainer.run(on_step=progress.step, on_epoch=tell)
         except BaseException:
             if trainer.checkpoint_dir is not None:
                 logger.warning(
@@ -209,34 +215,15 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
     return outputs, result
 
 
-def _join(options: Mapping[str, Any]) -> tuple[TrainConfig, OneProcess | Processes]:
+def _join(options: Mapping[str, Any]) -> tuple[TrainConfig, TrainGroup]:
     """Return the configuration and the ranks: torchrun's processes, or all in this process."""
-    from pyringar.train.group import OneProcess, Processes, num_processes
+    from pyringar.train.group import Processes, TrainGroup, num_processes
 
     if num_processes() == 1:
         config = TrainConfig(**options)
-        return config, OneProcess(config)
+        return config, TrainGroup(config)
     config = TrainConfig(**{"ranks": num_processes(), **options})
     group = Processes(config)
     if not group.is_main:  # rank 0 logs for all ranks
         logging.getLogger("pyringar").setLevel(logging.ERROR)
     return config, group
-
-
-def _train(trainer: Trainer, outputs: Outputs, is_live: bool) -> TrainResult:
-    """Train, with a line per epoch on stdout, and a log and a live plot if asked for."""
-    from pyringar.train.plots import LivePlot
-
-    progress = Progress(trainer)
-    plot = LivePlot(trainer.config.epochs, where="text") if is_live else None
-
-    def tell(epoch: EpochResult) -> None:
-        if plot is not None:
-            plot.erase()
-        progress.print_epoch(epoch)
-        outputs.add_epoch(epoch)
-        if plot is not None:
-            plot(epoch)
-
-    with plot or nullcontext():
-        return trainer.run(on_step=progress.step, on_epoch=tell)

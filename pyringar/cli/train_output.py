@@ -75,17 +75,16 @@ def _facts(trainer: Trainer) -> dict[str, str]:
         f"{config.init} init, {config.dtype}{amp}, seed {config.seed}"
     )
     if trainer.step:
-        epochs, steps = divmod(trainer.step, trainer.steps_per_epoch)
-        done = f"{epochs} of {config.epochs} epochs" + (f" and {steps} steps" if steps else "")
-        facts["resume"] = f"{done} are done; going on from the checkpoint"
+        done = trainer.step // trainer.steps_per_epoch
+        facts["resume"] = f"{done} of {config.epochs} epochs are done; going on from the checkpoint"
     return facts
 
 
 class Progress:
     """Logs a line about the current step every 10 seconds."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, *, is_live: bool) -> None:
+        self._trainer, self._is_live = trainer, is_live
         self._logged_s = time.monotonic()
 
     def step(self) -> None:
@@ -98,8 +97,12 @@ class Progress:
             logger.info("epoch %d: step %d of %d", epoch + 1, step + 1, per_epoch)
 
     def print_epoch(self, epoch: EpochResult) -> None:
-        """Print a line of the table."""
+        """Print a line of the table, with a bar in a live run."""
+        from pyringar.train.plots import accuracy_bar
+
         row = f"{epoch.epoch:5d}  {epoch.loss:7.4f}  {epoch.accuracy:6.3f}  {epoch.seconds:7.2f}"
+        if self._is_live:
+            row += f"  {accuracy_bar(epoch.accuracy)}"
         print(row, flush=True)
         self._logged_s = time.monotonic()
 

@@ -1,7 +1,7 @@
 """Checkpoints of a training run, from which it resumes bit for bit.
 
-A folder holds one checkpoint in one file: a first line, a digest, and the bytes of ``torch.save``.
-The next checkpoint replaces the file atomically, so there is a whole one at any moment.
+A folder holds the checkpoint of the last whole epoch in one file: a first line, a digest, and the
+bytes of ``torch.save``. The next one replaces the file atomically.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.train.config import TrainConfig
-from pyringar.train.data import ImageData
 from pyringar.train.devices import describe_devices
 
 __all__ = [
     "Checkpoint",
-    "CheckpointFolder",
-    "EpochProgress",
-    "check_same",
-    "images_digest",
+    "folder_of",
+    "has_checkpoint",
+    "prepare_folder",
+    "read_checkpoint",
     "recipe_of",
     "save_state",
     "to_file",
@@ -36,47 +35,46 @@ __all__ = [
 ]
 
 _FILE = "checkpoint.bin"
-_FIRST_LINE = b"pyringar checkpoint 2\n"
+_FIRST_LINE = b"pyringar checkpoint 3\n"
 _DIGEST_BYTES = 32
 # Options that do not decide the bits of a run, or that the recipe describes by other words.
 _FREE = {"ranks", "devices", "allreduce", "epochs", "dataset", "data_dir", "cuda_graph"}
 _RECIPE = ("model", *(field.name for field in fields(TrainConfig) if field.name not in _FREE))
 
 
-@dataclass
-class EpochProgress:
-    """Finished steps of an epoch, and their time."""
-
-    shuffle: Tensor  # state of the generator of the images' order before the epoch
-    steps: int = 0
-    seconds: float = 0.0
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after one of its steps."""
+    """The state of a run after one of its epochs."""
 
-    recipe: dict[str, Any]  # options that decide the bits of the run: see `recipe_of`
+    recipe: dict[str, Any]  # options that decide the bits of the run
     setting: dict[str, Any]  # version and number of threads of torch, which decide them too
     num_epochs: int  # of the whole run
     epochs: list[list[float]]  # number, loss, accuracy and seconds of each finished epoch
-    epoch_steps: int  # finished steps of the current epoch
-    epoch_seconds: float  # their time
-    images: str  # digest
-    data: str  # description of the images, for people
-    order: str  # in which ranks are added: "rank", "ring", "machine" or "tree"
-    shuffle: Tensor  # see EpochProgress
-    params: list[Tensor]  # equal on all ranks
-    # By rank: summed loss of the current epoch, buffers, and momentum buffers. With shards these
-    # are equal on all ranks and stored once.
-    rank_tensors: list[list[Tensor]]
+    shuffle: Tensor  # state of the generator of the images' order
+    # Parameters, buffers and momentum buffers. After the test of an epoch all ranks have the same.
+    tensors: list[Tensor]
 
-    def encode(self) -> bytes:
-        """Return the content of the file."""
+    def check(self, recipe: Mapping[str, Any]) -> None:
+        """Raise ArgumentError unless the run has these options."""
+        for name, value in recipe.items():
+            if self.recipe[name] != value:
+                told = "not given" if value is None else repr(value)
+                raise ArgumentError(
+                    f"{name} is {told}, but the checkpoint has {self.recipe[name]!r}"
+                )
+
+    def write(self, folder: Path) -> None:
+        """Replace the checkpoint of a folder. After a RingarError the last one is still there."""
         buffer = io.BytesIO()
         torch.save(vars(self), buffer)
         payload = buffer.getvalue()
-        return _FIRST_LINE + _digest(payload) + payload
+        try:
+            write_file(folder / _FILE, _FIRST_LINE + _digest(payload) + payload)
+        except OSError as error:
+            raise RingarError(
+                f"the checkpoint '{folder / _FILE}' cannot be written: {error.strerror}; the one "
+                "before it, if there was one, is whole"
+            ) from None
 
     @classmethod
     def decode(cls, content: bytes, folder: Path) -> Checkpoint:
@@ -93,57 +91,45 @@ class Checkpoint:
         return cls(**torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True))
 
 
-class CheckpointFolder:
-    """A folder with one checkpoint. Its methods raise ArgumentError unless they say otherwise."""
+def folder_of(name: str, path: str | Path) -> Path:
+    """Return the folder that the argument ``name`` gives."""
+    if not str(path):
+        raise ArgumentError(f"{name} is '', expected the path of a folder")
+    return Path(os.path.expanduser(path))
 
-    def __init__(self, path: str | Path, name: str) -> None:
-        if not str(path):
-            raise ArgumentError(f"{name} is '', expected the path of a folder")
-        self.name = name
-        self.path = Path(os.path.expanduser(path))
-        self.file = self.path / _FILE
 
-    def read(self) -> bytes:
-        """Return the content of the checkpoint's file."""
-        try:
-            return self.file.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            raise ArgumentError(
-                f"resume is '{self.path}', expected a folder that save has written: there is no "
-                f"'{self.file}'"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ArgumentError(
-                f"resume is '{self.path}', but its {_FILE} cannot be read: {_reason_of(error)}"
-            ) from None
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether a folder holds a checkpoint."""
+    return os.path.lexists(folder / _FILE)
 
-    def prepare(self, *, may_replace: bool) -> None:
-        """Make the folder if it is missing, and check that files can be written there."""
-        try:
-            if not may_replace and os.path.lexists(self.file):
-                raise ArgumentError(
-                    f"{self.name} is '{self.path}', which has a checkpoint: go on from it with "
-                    f"resume='{self.path}', name another folder, or remove '{self.file}'"
-                )
-            self.path.mkdir(exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        except ArgumentError:
-            raise
-        except (OSError, ValueError) as error:
-            raise ArgumentError(
-                f"{self.name} is '{self.path}', which cannot be written: {_reason_of(error)}"
-            ) from None
 
-    def write(self, checkpoint: Checkpoint) -> None:
-        """Replace the checkpoint. After a RingarError the last checkpoint is still there."""
-        try:
-            write_file(self.file, checkpoint.encode())
-        except OSError as error:
-            raise RingarError(
-                f"the checkpoint '{self.file}' cannot be written: {_reason_of(error)}; the one "
-                "before it, if there was one, is whole"
-            ) from None
+def read_checkpoint(folder: Path) -> bytes:
+    """Return the content of a folder's checkpoint."""
+    try:
+        return (folder / _FILE).read_bytes()
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            f"resume is '{folder}', expected a folder that save has written, but its {_FILE} "
+            f"cannot be read: {_reason_of(error)}"
+        ) from None
+
+
+def prepare_folder(name: str, folder: Path, *, may_replace: bool) -> None:
+    """Make a folder if it is missing, and check that files can be written there."""
+    try:
+        is_taken = not may_replace and has_checkpoint(folder)
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            f"{name} is '{folder}', which cannot be written: {_reason_of(error)}"
+        ) from None
+    if is_taken:
+        raise ArgumentError(
+            f"{name} is '{folder}', which has a checkpoint: go on from it with "
+            f"resume='{folder}', name another folder, or remove '{folder / _FILE}'"
+        )
 
 
 def _reason_of(error: Exception) -> str:
@@ -186,28 +172,6 @@ def save_state(state: Mapping[str, Tensor], path: str | Path) -> None:
     buffer = io.BytesIO()
     torch.save({name: to_file(tensor) for name, tensor in state.items()}, buffer)
     write_file(Path(path), buffer.getvalue())
-
-
-def check_same(found: Checkpoint, config: TrainConfig, recipe: Mapping[str, Any]) -> None:
-    """Raise ArgumentError unless a run has the options of the checkpoint."""
-    for name, value in recipe.items():
-        if found.recipe[name] != value:
-            told = "not given" if value is None else repr(value)
-            raise ArgumentError(f"{name} is {told}, but the checkpoint has {found.recipe[name]!r}")
-    if config.epochs < found.num_epochs:
-        raise ArgumentError(
-            f"epochs is {config.epochs}, but the checkpoint is of a run of {found.num_epochs}; "
-            "expected as many or more"
-        )
-
-
-def images_digest(data: ImageData) -> str:
-    """Return a digest of all images and labels. Cost: some 0.3 s for Fashion-MNIST."""
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in (data.train_images, data.train_labels, data.test_images, data.test_labels):
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _digest(payload: bytes) -> bytes:

@@ -7,7 +7,6 @@ training that is to be timed.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import logging
 import math
 import os
@@ -37,13 +36,8 @@ _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 12_000, 1_000
 _SYNTHETIC_SEEDS = (20, 21)
 # Where the files of a data_dir may be; the first is torchvision's layout.
 _PLACES = (Path("FashionMNIST", "raw"), Path("raw"), Path())
-# Number of images and SHA-256 of the labels of each whole half. Files of digits or letters have the
-# same names and sizes, but other labels.
-_WHOLE = {
-    "train": (60_000, "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7"),
-    "t10k": (10_000, "3d0e6c6ea990b53b6f8f500a41cac93881d981b315f84578b7d915342ade01e9"),
-}
-_FILES = [f"{half}-{kind}-ubyte" for half in _WHOLE for kind in ("images-idx3", "labels-idx1")]
+_HALVES = ("train", "t10k")
+_FILES = [f"{half}-{kind}-ubyte" for half in _HALVES for kind in ("images-idx3", "labels-idx1")]
 _SIDE = 28
 _NUM_CLASSES = 10
 _UINT8 = 0x0800  # magic number of an IDX file of bytes; the number of dimensions is added
@@ -124,7 +118,7 @@ def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> Imag
             images in this format.
 
     Returns:
-        float32 images on the CPU, with the name ``"Fashion-MNIST"`` if it is the whole set.
+        float32 images on the CPU.
 
     Raises:
         ArgumentError: Unknown ``dataset``; the images are missing and cannot be downloaded; a file
@@ -138,7 +132,7 @@ def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> Imag
     else:
         root, asked = _folder(data_dir), f"data_dir is {str(data_dir)!r}"
     try:
-        return _fashion_mnist(root, is_named=dataset == "fashion-mnist")
+        return _fashion_mnist(root)
     except RingarError as error:
         is_broken = isinstance(error, ArgumentError)
         if is_broken or data_dir is not None or dataset != "auto":
@@ -163,11 +157,11 @@ def _folder(data_dir: str | Path) -> Path:
     return Path(os.path.expanduser(data_dir))
 
 
-def _fashion_mnist(root: Path, is_named: bool) -> ImageData:
+def _fashion_mnist(root: Path) -> ImageData:
     """Read the four files, or download them first.
 
     Raises:
-        ArgumentError: A file is broken, or not Fashion-MNIST's if ``is_named``.
+        ArgumentError: A file is broken.
         RingarError: The files are missing and cannot be downloaded.
     """
     files = _find_files(root)
@@ -180,9 +174,8 @@ def _fashion_mnist(root: Path, is_named: bool) -> ImageData:
                 f"and its three companions, and Fashion-MNIST cannot be downloaded: {error}"
             ) from error
         files = _find_files(root)
-    train, test = (_read_half(files, half, is_named) for half in _WHOLE)
-    name = "Fashion-MNIST" if train[2] and test[2] else "images in Fashion-MNIST's format"
-    return ImageData(name, *train[:2], *test[:2])
+    train, test = (_read_half(files, half) for half in _HALVES)
+    return ImageData("images in Fashion-MNIST's format", *train, *test)
 
 
 def _find_files(root: Path) -> dict[str, Path]:
@@ -233,8 +226,8 @@ def _download(root: Path) -> None:
         ) from error
 
 
-def _read_half(files: dict[str, Path], half: str, is_named: bool) -> tuple[Tensor, Tensor, bool]:
-    """Return images, labels, and whether they are a whole half of Fashion-MNIST."""
+def _read_half(files: dict[str, Path], half: str) -> tuple[Tensor, Tensor]:
+    """Return images and labels."""
     images_path = files[f"{half}-images-idx3-ubyte"]
     labels_path = files[f"{half}-labels-idx1-ubyte"]
     images = _read_idx(images_path, "images", (_SIDE, _SIDE))
@@ -251,14 +244,7 @@ def _read_half(files: dict[str, Path], half: str, is_named: bool) -> tuple[Tenso
             f"'{labels_path}' has label {int(labels[index])} at index {index:,}, "
             f"expected 0 to {_NUM_CLASSES - 1}"
         )
-    whole, expected = _WHOLE[half]
-    found = hashlib.sha256(bytes(labels.tolist())).hexdigest()
-    if is_named and len(labels) == whole and found != expected:
-        raise ArgumentError(
-            f"'{labels_path}' is not Fashion-MNIST's: SHA-256 of the labels is {found}, expected "
-            f"{expected}; where other images are meant, name data_dir and leave out dataset"
-        )
-    return images.unsqueeze(1).float() / 255, labels.long(), found == expected
+    return images.unsqueeze(1).float() / 255, labels.long()
 
 
 def _read_idx(path: Path, what: str, shape: tuple[int, ...]) -> Tensor:

@@ -22,12 +22,11 @@ from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.stores import checked_store
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
 from pyringar.parallel.shards import Shards, digest_of, shard_sizes, split_batch
-from pyringar.train.checkpoint import to_file
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 from pyringar.train.devices import choose_devices
 
-__all__ = ["OneProcess", "Processes", "TrainGroup", "num_processes", "writes_files"]
+__all__ = ["Processes", "TrainGroup", "num_processes", "writes_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +50,27 @@ def writes_files() -> bool:
 
 
 class TrainGroup:
-    """The ranks of a run, as a trainer sees them. These methods are for one process."""
+    """The ranks of a run, all in this process.
 
-    comm: Communicator | RankCommunicator
-    devices: tuple[torch.device, ...]  # one per rank of this process
-    all_devices: tuple[torch.device, ...]  # one per rank of the run
-    ranks: range  # of this process
-    is_main = True  # has rank 0, which alone prints, draws and downloads
-    digest = ""  # of the parameters at the last check of all processes
+    Attributes:
+        devices: One per rank of this process.
+        all_devices: One per rank of the run.
+        is_main: Has rank 0, which alone prints, draws and downloads.
+        digest: Of the parameters at the last check of all processes.
+    """
+
+    is_main = True
+    digest = ""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.devices = self.all_devices = choose_devices(config.world_size, config.devices)
+        self._config = config
+
+    @functools.cached_property
+    def comm(self) -> Communicator | RankCommunicator:
+        """The communicator, made at first use: the CUDA engine may have to be compiled."""
+        names = [str(device) for device in self.devices]
+        return Communicator(names, algorithm=self._config.allreduce, order=self._config.order)
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
         """Call ``load`` in every process, first on rank 0."""
@@ -78,42 +90,15 @@ class TrainGroup:
         """Return the sum of a number over all processes: exact, in rank order."""
         return value
 
-    def any(self, value: bool) -> bool:
-        """Return whether the value is true in any process."""
-        return value
-
     def share(self, read: Callable[[], bytes]) -> bytes:
         """Call ``read`` in rank 0's process, and return its result in every process."""
         return read()
-
-    def gather(self, tensors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Return copies of the tensors of all ranks, on the CPU."""
-        return [[to_file(tensor) for tensor in mine] for mine in tensors]
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
         """Copy rank 0's buffers to all processes."""
 
     def check_equal(self, params: Sequence[Tensor]) -> None:
         """Raise RingarError unless all processes hold the same bits."""
-
-    def close(self) -> None:
-        """Close the communicator."""
-        self.comm.close()
-
-
-class OneProcess(TrainGroup):
-    """All ranks of a run, in this process."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.devices = self.all_devices = choose_devices(config.world_size, config.devices)
-        self.ranks = range(config.world_size)
-        self._config = config
-
-    @functools.cached_property
-    def comm(self) -> Communicator:  # type: ignore[override]
-        """The communicator, made at first use: the CUDA engine may have to be compiled."""
-        names = [str(device) for device in self.devices]
-        return Communicator(names, algorithm=self._config.allreduce, order=self._config.order)
 
     def close(self) -> None:
         """Close the communicator, if it was made."""
@@ -143,7 +128,6 @@ class Processes(TrainGroup):
         _check_config(config, world_size)
         self.devices = (torch.device("cpu"),)
         self.all_devices = self.devices * world_size
-        self.ranks = range(rank, rank + 1)
         self.is_main = rank == 0
         # On one machine "auto" and "direct" add in rank order.
         self.comm = communicator_for(
@@ -199,10 +183,6 @@ class Processes(TrainGroup):
         """Gather and add here: an all-reduce could add in another order."""
         return sum(self._gather(value))
 
-    def any(self, value: bool) -> bool:
-        """Gather and test here."""
-        return any(self._gather(int(value)))
-
     def share(self, read: Callable[[], bytes]) -> bytes:
         """Broadcast the result; if ``read`` fails, close, so that no rank waits."""
         try:
@@ -216,16 +196,6 @@ class Processes(TrainGroup):
         tensor = torch.frombuffer(bytearray(content or size), dtype=torch.uint8)
         self.comm.broadcast(tensor, 0)
         return tensor.numpy().tobytes()
-
-    def gather(self, tensors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Broadcast every rank's."""
-        found = []
-        for rank in range(self.comm.world_size):
-            copies = super().gather(tensors)[0]
-            for copy in copies:
-                self.comm.broadcast(copy, rank)
-            found.append(copies)
-        return found
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
         """Broadcast the buffers."""

@@ -110,4 +110,4 @@ class LeNet(nn.Module):
 
     def forward(self, X: Tensor) -> Tensor:  # noqa: N803
         """Score images. See `lenet`."""
-        return lenet(X, [self.get_parameter(name) for name in PARAM_NAMES])
+        return lenet(X, [getattr(self, name) for name in PARAM_NAMES])

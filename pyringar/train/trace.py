@@ -1,4 +1,4 @@
-"""Record where the time of a training step goes: spans by rank, as a file and as tables.
+"""Record where the time of a training step goes: spans by rank, as a file and as a table.
 
 The file has the Chrome format, which https://ui.perfetto.dev and chrome://tracing show: one row for
 each rank's computation and one for its buckets.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ _MOST_REASON = 120  # characters
 _NOTES = """\
 ms of a step in which a rank was in a phase; what ranks do at once counts once
 bucket: gradients that are summed over all ranks together when backward has them
-hidden: share of the buckets' time in which ranks still computed and none waited"""
+exposed: ms of the buckets' time in which a rank waited"""
 
 
 @dataclass(frozen=True)
@@ -173,82 +173,37 @@ class Trace:
         return [span for span in self.spans if span.step == step]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the tables of ``str()`` as values for JSON; times in milliseconds."""
-        steps = {step: _step_times(self.of_step(step)) for step in self.steps()}
-        return {
-            "title": self.title,
-            "steps": [{"step": step, **times} for step, times in steps.items()],
-            "mean": _mean(list(steps.values())) if steps else None,
-            "buckets": [{"name": name, **row} for name, row in self._buckets().items()],
-        }
+        """Return the table of ``str()`` as values for JSON; times in milliseconds."""
+        rows = [_step_times(self.of_step(step)) for step in self.steps()]
+        means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+        steps = [{"step": step, **row} for step, row in zip(self.steps(), rows, strict=True)]
+        return {"title": self.title, "steps": steps, "mean": means}
 
     def __str__(self) -> str:
-        """Return a table of steps and a table of buckets; times in milliseconds."""
-        kinds = _kinds_of(self.spans)
+        """Return a table of steps; times in milliseconds."""
+        categories = {span.category for span in self.spans}
+        is_program = "run" in categories
+        kinds = [k for k in CATEGORIES if (k in categories if is_program else k != "run")]
+        columns = ["total", *kinds, "exposed"]
         facts = self.as_json()
         lines = [self.title] if self.title else []
-        lines += [f"{'step':>5}  {'ms':>8}{''.join(f'  {k:>9}' for k in kinds)}  {'hidden':>6}"]
-        rows = {str(row["step"]): row for row in facts["steps"]}
-        if rows:
-            rows["mean"] = facts["mean"]
-        for name, row in rows.items():
-            cells = "".join(f"  {row[f'{kind}_ms']:9.2f}" for kind in kinds)
-            lines.append(f"{name:>5}  {row['total_ms']:8.2f}{cells}  {_percent(row['hidden']):>6}")
-        if facts["buckets"]:
-            lines += ["", f"{'':<12}  {'bytes':>12}  {'begins, ms':>10}  {'ms':>9}  {'hidden':>6}"]
-        for row in facts["buckets"]:
-            lines.append(
-                f"{row['name']:<12}  {row['nbytes']:>12,}  {row['launched_ms']:10.2f}  "
-                f"{row['took_ms']:9.3f}  {_percent(row['hidden']):>6}"
-            )
+        lines.append(f"{'step':>5}{''.join(f' {name:>9}' for name in columns)}")
+        for row in (*facts["steps"], {"step": "mean", **facts["mean"]}):
+            cells = "".join(f" {row[f'{name}_ms']:9.2f}" for name in columns)
+            lines.append(f"{row['step']:>5}{cells}")
         return "\n".join([*lines, "", _NOTES])
 
-    def _buckets(self) -> dict[str, dict[str, Any]]:
-        """Return, by the name of each bucket, its means over the steps."""
-        found: dict[str, list[tuple[Span, float, float]]] = {}
-        for step in self.steps():
-            spans = self.of_step(step)
-            begin_s = min(span.begin_s for span in spans)
-            waits = [span for span in spans if span.category == "wait"]
-            buckets = [span for span in spans if span.category == "bucket"]
-            for span in {span.name: span for span in reversed(buckets)}.values():
-                exposed_s = _overlap_s([span], waits)
-                found.setdefault(span.name, []).append((span, span.begin_s - begin_s, exposed_s))
-        return {
-            name: {
-                "nbytes": rows[-1][0].nbytes,
-                "steps": len(rows),
-                "launched_ms": sum(launched_s for _, launched_s, _ in rows) / len(rows) * 1e3,
-                "took_ms": sum(span.seconds for span, _, _ in rows) / len(rows) * 1e3,
-                "hidden": _hidden(sum(s.seconds for s, _, _ in rows), sum(e for _, _, e in rows)),
-            }
-            for name, rows in sorted(found.items(), key=lambda item: item[1][0][0].begin_s)
-        }
 
-
-def _kinds_of(spans: Sequence[Span]) -> list[str]:
-    """Return the categories of a training step, or those that a program has."""
-    there = {span.category for span in spans}
-    return [kind for kind in CATEGORIES if (kind in there if "run" in there else kind != "run")]
-
-
-def _step_times(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return milliseconds of a step in all, by category, and the hidden share of its buckets."""
+def _step_times(spans: Sequence[Span]) -> dict[str, float]:
+    """Return milliseconds of a step: in all, by category, and the exposed time of its buckets."""
     of = {kind: [span for span in spans if span.category == kind] for kind in CATEGORIES}
     total_s = max(span.end_s for span in spans) - min(span.begin_s for span in spans)
-    return {
-        "total_ms": total_s * 1e3,
-        **{f"{kind}_ms": covered_s(of[kind]) * 1e3 for kind in CATEGORIES},
-        "hidden": _hidden(covered_s(of["bucket"]), _overlap_s(of["bucket"], of["wait"])),
+    seconds = {
+        "total": total_s,
+        **{kind: covered_s(found) for kind, found in of.items()},
+        "exposed": _overlap_s(of["bucket"], of["wait"]),
     }
-
-
-def _mean(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    names = [name for name in steps[0] if name != "hidden"]
-    bucket_ms = sum(step["bucket_ms"] for step in steps)
-    exposed_ms = sum(step["bucket_ms"] * (1 - (step["hidden"] or 0.0)) for step in steps)
-    means = {name: sum(step[name] for step in steps) / len(steps) for name in names}
-    return {**means, "hidden": _hidden(bucket_ms, exposed_ms)}
+    return {f"{name}_ms": value * 1e3 for name, value in seconds.items()}
 
 
 def covered_s(spans: Iterable[Span]) -> float:
@@ -263,14 +218,6 @@ def covered_s(spans: Iterable[Span]) -> float:
 def _overlap_s(spans: Sequence[Span], others: Sequence[Span]) -> float:
     """Return how many seconds lie both in one of ``spans`` and in one of ``others``."""
     return covered_s(spans) + covered_s(others) - covered_s([*spans, *others])
-
-
-def _hidden(total_s: float, exposed_s: float) -> float | None:
-    return 1 - exposed_s / total_s if total_s > 0 else None
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _span_of(event: Any) -> Span:

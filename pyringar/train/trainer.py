@@ -22,10 +22,10 @@ from pyringar.parallel.sharded_step import torch_threads
 from pyringar.parallel.shards import check_replicas_equal, count_correct, digest_of
 from pyringar.train.checkpoint import (
     Checkpoint,
-    CheckpointFolder,
-    EpochProgress,
-    check_same,
-    images_digest,
+    folder_of,
+    has_checkpoint,
+    prepare_folder,
+    read_checkpoint,
     recipe_of,
     to_file,
 )
@@ -33,10 +33,9 @@ from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import describe_devices, synchronize
 from pyringar.train.graph import Branches, GraphStep, check_ranks
-from pyringar.train.group import OneProcess, TrainGroup
-from pyringar.train.interrupts import Interrupts
+from pyringar.train.group import TrainGroup
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
-from pyringar.train.models import autocast, build_model, threads_per_rank
+from pyringar.train.models import RankedModel, autocast, threads_per_rank
 from pyringar.train.shard_step import ShardStep
 from pyringar.train.step import EagerStep, RankBranches
 from pyringar.train.trace import Trace
@@ -176,9 +175,7 @@ class Trainer:
         group: The rank of this process, if every rank is a process. ``devices`` and ``replicas``
             are then of this rank alone. Closed with the trainer.
         save: Folder for a checkpoint, which each epoch replaces. A folder with the checkpoint of
-            another run is refused. On Ctrl-C or SIGTERM the trainer finishes and saves the current
-            step before it raises ``KeyboardInterrupt`` or ``SystemExit``. A second signal acts at
-            once.
+            another run is refused.
         resume: Folder with the checkpoint to resume from. The run then saves there, or in
             ``save``. The result has the bits of a run that was never stopped, in one process or in
             many, with the same torch and number of torch threads: a difference is logged. With
@@ -213,19 +210,18 @@ class Trainer:
     ) -> None:
         self._trace = trace
         # Before the data, because a wrong device should not cost a download.
-        self.group = group or OneProcess(config)
+        self.group = group or TrainGroup(config)
         self.devices = self.group.devices
         self.all_devices = self.group.all_devices
         self.is_main = self.group.is_main
         self.config = config = config.resolve(self.devices, is_traced=trace is not None)
         if config.cuda_graph:
             check_ranks(self.devices, trace)
-        self._folder: CheckpointFolder | None = None
+        self._folder: Path | None  # of checkpoints
         checkpoint = self._open_checkpoints(save, resume)
         load = functools.partial(load_data, config.dataset, config.data_dir)
         loaded = data or self.group.load(load)
         self.description = str(loaded)
-        self._images = images_digest(loaded) if self._folder is not None else ""
         # Batches are cut on the first GPU, if there is one: a step copies nothing from the host.
         home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
         self._data = loaded.to(home, config.torch_dtype)
@@ -233,7 +229,7 @@ class Trainer:
         self._num_steps = self.steps_per_epoch * config.epochs
         self._warn_of_plateau()
         self._shuffle = torch.Generator().manual_seed(config.seed)
-        self.model = build_model(config, self.devices, self.group.comm)
+        self.model = RankedModel(config, self.devices, self.group.comm)
         if trace is not None:
             trace.title = f"{self.model.title} on {describe_devices(self.all_devices)}"
         self.replicas = self.model.params
@@ -242,7 +238,8 @@ class Trainer:
         self._unchecked: deque[_QueuedStep] = deque()
         self._has_run = False
         self._done: list[EpochResult] = []  # from the checkpoint
-        self._progress: EpochProgress | None = None  # in the epoch that was interrupted
+        if self._folder is not None:
+            self._recipe |= self._found_recipe(loaded)
         if checkpoint is not None:
             self._resume_from(checkpoint)
 
@@ -250,7 +247,7 @@ class Trainer:
     def checkpoint_dir(self) -> Path | None:
         """The folder with the run's newest checkpoint; None if there is none yet."""
         folder = self._folder
-        return folder.path if folder is not None and folder.file.exists() else None
+        return folder if folder is not None and has_checkpoint(folder) else None
 
     @property
     def plan(self) -> Plan:
@@ -277,7 +274,6 @@ class Trainer:
         Raises:
             RingarError: The replicas diverged, a checkpoint could not be written, or a second call
                 is refused.
-            KeyboardInterrupt, SystemExit: A signal stopped the run; the checkpoint is written.
         """
         can_continue = self.config.lr_schedule == "constant" and self._folder is None
         if self._has_run and not can_continue:
@@ -285,21 +281,19 @@ class Trainer:
                 "run was called before: make another Trainer, with resume to go on from a save"
             )
         self._has_run = True
+        on_epoch = on_epoch or (lambda result: None)
         epochs = list(self._done)
-        with Interrupts(self._folder is not None) as interrupts:
-            for result in epochs:
-                if on_epoch is not None:
-                    on_epoch(result)
-            while len(epochs) < self.config.epochs:
-                loss, seconds = self._train_epoch(on_step, epochs, interrupts)
-                result = EpochResult(len(epochs) + 1, loss, self.evaluate(), seconds)
-                self.group.check_equal(self.replicas[0])
-                epochs.append(result)
-                try:
-                    self._save(epochs, self._new_progress())
-                finally:  # also report an epoch whose checkpoint could not be written
-                    if on_epoch is not None:
-                        on_epoch(result)
+        for result in epochs:
+            on_epoch(result)
+        while len(epochs) < self.config.epochs:
+            loss, seconds = self._train_epoch(on_step)
+            result = EpochResult(len(epochs) + 1, loss, self.evaluate(), seconds)
+            self.group.check_equal(self.replicas[0])
+            epochs.append(result)
+            try:
+                self._save(epochs)
+            finally:  # also report an epoch whose checkpoint could not be written
+                on_epoch(result)
         return TrainResult(
             config=self.config,
             devices=self.all_devices,
@@ -362,43 +356,19 @@ class Trainer:
         sizes = {min(config.batch_size, len(labels)), len(labels) % config.batch_size} - {0}
         return GraphStep(eager, [(images[:n], labels[:n]) for n in sizes], self.model.tensors())
 
-    def _train_epoch(
-        self,
-        on_step: Callable[[], None] | None,
-        epochs: Sequence[EpochResult],
-        interrupts: Interrupts,
-    ) -> tuple[float, float]:
-        """Return mean loss and seconds of one pass over the training images, or of its rest."""
-        data = self._data
-        progress, self._progress = self._progress or self._new_progress(), None
+    def _train_epoch(self, on_step: Callable[[], None] | None) -> tuple[float, float]:
+        """Return mean loss and seconds of one pass over the training images."""
+        images, labels = self._data.train_images, self._data.train_labels
         synchronize(self.devices)
-        begin_s = time.perf_counter() - progress.seconds
-        shuffled = batches(
-            data.train_images, data.train_labels, self.config.batch_size, self._shuffle
-        )
-        for images, labels in itertools.islice(shuffled, progress.steps, None):
-            self._train_batch(images, labels)
-            progress.steps += 1
+        begin_s = time.perf_counter()
+        for batch in batches(images, labels, self.config.batch_size, self._shuffle):
+            self._train_batch(*batch)
             if on_step is not None:
                 on_step()
-            if self._folder is not None and self.group.any(interrupts.asked is not None):
-                self._check_steps(0)
-                progress.seconds = time.perf_counter() - begin_s
-                self.group.check_equal(self.replicas[0])
-                self._save(epochs, progress)
-                if self.is_main:
-                    logger.warning(
-                        "stopped in epoch %d, after step %d of %d; the checkpoint is in '%s'",
-                        len(epochs) + 1,
-                        progress.steps,
-                        self.steps_per_epoch,
-                        self._folder.path,
-                    )
-                interrupts.stop()
         self._check_steps(0)
         synchronize(self.devices)
         seconds = time.perf_counter() - begin_s
-        loss: float = self.group.total(self._run_step.take_loss()) / len(data.train_labels)
+        loss: float = self.group.total(self._run_step.take_loss()) / len(labels)
         return loss, seconds
 
     def _train_batch(self, images: Tensor, labels: Tensor) -> None:
@@ -438,113 +408,92 @@ class Trainer:
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    def _new_progress(self) -> EpochProgress:
-        return EpochProgress(self._shuffle.get_state())
-
-    def _save(self, epochs: Sequence[EpochResult], progress: EpochProgress) -> None:
-        """Write a checkpoint if there is a folder. All ranks take part; rank 0 writes."""
-        if self._folder is None:
-            return
-        rank_tensors = self.group.gather(self._rank_tensors())
-        if self.config.shards is not None:
-            rank_tensors = rank_tensors[:1]
-        if not self.is_main:
-            return
-        self._folder.write(
-            Checkpoint(
-                recipe=recipe_of(self.config, self.all_devices),
-                setting=self._setting,
-                num_epochs=self.config.epochs,
-                epochs=[list(astuple(epoch)) for epoch in epochs],
-                epoch_steps=progress.steps,
-                epoch_seconds=progress.seconds,
-                images=self._images,
-                data=self.description,
-                order=self._order,
-                shuffle=progress.shuffle,
-                params=[to_file(param) for param in self.replicas[0]],
-                rank_tensors=rank_tensors,
-            )
-        )
-
-    @property
-    def _order(self) -> str:
-        return self.plan.order if self.config.shards is None else self.config.order
-
-    def _rank_tensors(self) -> list[list[Tensor]]:
-        """Return each rank's summed loss of this epoch, buffers, and momentum buffers."""
-        velocities = self._run_step.momentum.velocities
-        parts = zip(self._run_step.sums, self.model.buffers(), velocities, strict=True)
-        return [[total, *buffers, *last] for total, buffers, last in parts]
-
     def _open_checkpoints(
         self, save: str | Path | None, resume: str | Path | None
     ) -> Checkpoint | None:
         """Check that the folders can be used; return the checkpoint to resume from, if any."""
         name, path = ("resume", resume) if save is None else ("save", save)
         if path is None:
+            self._folder = None
             return None
-        target = self._folder = CheckpointFolder(path, name)
-        source = None if resume is None else CheckpointFolder(resume, "resume")
+        self._recipe = recipe_of(self.config, self.all_devices)
+        target = self._folder = folder_of(name, path)
+        source = None if resume is None else folder_of("resume", resume)
 
         def prepare() -> bytes:
             if source is None:
-                target.prepare(may_replace=False)
+                prepare_folder(name, target, may_replace=False)
                 return b""
-            content = source.read()
-            found = Checkpoint.decode(content, source.path)
-            check_same(found, self.config, recipe_of(self.config, self.all_devices))
-            target.prepare(may_replace=target.path.resolve() == source.path.resolve())
-            for name, value in self._setting.items():
-                if found.setting[name] != value:
-                    logger.warning(
-                        "%s: %s here, %s where the checkpoint in '%s' was written; the bits may "
-                        "differ from those of a run that was not stopped",
-                        name,
-                        value,
-                        found.setting[name],
-                        source.path,
-                    )
+            content = read_checkpoint(source)
+            self._check_recipe(Checkpoint.decode(content, source), source)
+            prepare_folder(name, target, may_replace=target.resolve() == source.resolve())
             return content
 
         content = self.group.share(prepare)
-        return None if source is None else Checkpoint.decode(content, source.path)
+        return None if source is None else Checkpoint.decode(content, source)
+
+    def _check_recipe(self, checkpoint: Checkpoint, folder: Path) -> None:
+        """Raise ArgumentError for other options; log another version or number of threads."""
+        checkpoint.check(self._recipe)
+        if self.config.epochs < checkpoint.num_epochs:
+            raise ArgumentError(
+                f"epochs is {self.config.epochs}, but the checkpoint is of a run of "
+                f"{checkpoint.num_epochs}; expected as many or more"
+            )
+        for name, value in self._setting.items():
+            if checkpoint.setting[name] != value:
+                logger.warning(
+                    "%s: %s here, %s where the checkpoint in '%s' was written; the bits may differ "
+                    "from those of a run that was not stopped",
+                    name,
+                    value,
+                    checkpoint.setting[name],
+                    folder,
+                )
 
     @property
     def _setting(self) -> dict[str, Any]:
         threads = threads_per_rank(self.config)
         return {"torch": str(torch.__version__), "torch threads per rank": threads}
 
+    def _found_recipe(self, data: ImageData) -> dict[str, str]:
+        """Return the part of the recipe that is known after the images are loaded."""
+        images = (data.train_images, data.train_labels, data.test_images, data.test_labels)
+        order = self.plan.order if self.config.shards is None else self.config.order
+        return {"dataset": f"{data}, digest {digest_of(images)}", "allreduce": f"in {order} order"}
+
+    def _save(self, epochs: Sequence[EpochResult]) -> None:
+        """Write a checkpoint on rank 0 if there is a folder."""
+        if self._folder is not None and self.is_main:
+            checkpoint = Checkpoint(
+                recipe=self._recipe,
+                setting=self._setting,
+                num_epochs=self.config.epochs,
+                epochs=[list(astuple(epoch)) for epoch in epochs],
+                shuffle=self._shuffle.get_state(),
+                tensors=[to_file(tensor) for tensor in self._tensors()[0]],
+            )
+            checkpoint.write(self._folder)
+
+    def _tensors(self) -> list[list[Tensor]]:
+        """Return each rank's parameters, buffers and momentum buffers."""
+        kinds = (self.replicas, self.model.buffers(), self._run_step.momentum.velocities)
+        return [[*itertools.chain(*of_rank)] for of_rank in zip(*kinds, strict=True)]
+
     def _resume_from(self, checkpoint: Checkpoint) -> None:
         """Restore the state of the run that wrote the checkpoint."""
-        if checkpoint.images != self._images:
-            raise ArgumentError(
-                f"dataset is {self.description}, but the checkpoint was trained on other images: "
-                f"{checkpoint.data}"
-            )
-        if checkpoint.order != self._order:
-            raise ArgumentError(
-                f"allreduce is {self.config.allreduce!r}, which adds in {self._order} order here, "
-                f"but the run of the checkpoint added in {checkpoint.order} order"
-            )
+        checkpoint.check(self._recipe)
         # The first step decides the layout of gradients in buckets, and so the bits of a ring.
         size = self.config.batch_size
         self._run_step(self._data.train_images[:size], self._data.train_labels[:size], 0.0)
-        for rank, params, own in zip(
-            self.group.ranks, self.replicas, self._rank_tensors(), strict=True
-        ):
-            saved = checkpoint.rank_tensors[rank if self.config.shards is None else 0]
-            with torch.no_grad():
-                for target, tensor in zip(
-                    [*params, *own], [*checkpoint.params, *saved], strict=True
-                ):
-                    target.copy_(tensor)
+        self._run_step.take_loss()
+        with torch.no_grad():
+            for tensors in self._tensors():
+                for target, saved in zip(tensors, checkpoint.tensors, strict=True):
+                    target.copy_(saved)
         self._shuffle.set_state(checkpoint.shuffle)
         self._done = [EpochResult(int(n), *rest) for n, *rest in checkpoint.epochs]
-        self.step = len(self._done) * self.steps_per_epoch + checkpoint.epoch_steps
-        self._progress = EpochProgress(
-            checkpoint.shuffle, checkpoint.epoch_steps, checkpoint.epoch_seconds
-        )
+        self.step = len(self._done) * self.steps_per_epoch
 
 
 class _QueuedStep:
