@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import pyringar as pr
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.comm.stores import default_store
 
 torch.set_num_threads(1)
 kind, out = sys.argv[1:3]
