@@ -53,6 +53,8 @@ def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int
 
 @functools.cache  # one per process: rank 0's listens on the port that the environment names
 def _environment_store() -> tuple[Any, int, int]:
+    from torch.distributed.rendezvous import rendezvous
+
     wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in wanted if name not in os.environ]
     if missing:
@@ -61,7 +63,7 @@ def _environment_store() -> tuple[Any, int, int]:
             f"{'is' if len(missing) == 1 else 'are'} not in the environment: start the processes "
             "with torchrun, or pass store, rank and world_size"
         )
-    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    store, rank, world_size = next(iter(rendezvous("env://")))
     return store, rank, world_size
 
 
