@@ -223,7 +223,7 @@ def test_unknown_network_is_named(pool):
 def absent(rank: int, size: int, store: Any) -> tuple[str, str]:
     """Rank 1 meets rank 0, and does not connect."""
     if rank == 1:
-        hierarchical.Column = lambda *_: time.sleep(3)
+        hierarchical.Column = lambda *_: time.sleep(1.5)
     try:
         return error_of(lambda: join(rank, store, timeout=1.0))
     finally:

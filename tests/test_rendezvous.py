@@ -6,11 +6,9 @@ Restarts on one store, survivors on a new one, ranks that give up and come again
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import os
-import re
 import signal
 import threading
 import time
@@ -274,32 +272,6 @@ def test_rank_stops_after_all_came(new_crew):
 
 
 # -- why there is no group -------------------------------------------------------------------------
-
-
-def join_undumpable(state, rank: int, **options) -> None:
-    """As `nobody`, whom others may not look into; then join."""
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-    pr_set_dumpable = 4
-    ctypes.CDLL(None).prctl(pr_set_dumpable, int(rank != 0), 0, 0, 0)
-    join(state, rank=rank, **options)
-
-
-def test_unreadable_memory_fails_all_ranks(new_crew):
-    if os.geteuid() != 0:
-        pytest.skip("must be root to become somebody else")
-    crew = new_crew(3)
-    crew.start_group(None, join_undumpable, timeout=60.0)
-    outcomes = crew.outcomes()
-    for outcome in outcomes:
-        assert outcome.error == "RingarError", outcome
-        assert outcome.seconds < PROMPT_S + 5
-        assert "Permission denied" in outcome.text
-        for cause in ("one user", "one user namespace", "PR_SET_DUMPABLE 0"):
-            assert cause in outcome.text
-        assert "  " not in outcome.text
-    assert re.search(r"^rank [12] \(process \d+ .*could not make the group", outcomes[0].text)
 
 
 def fail_to_map(state, port: int, name: str, rank: int, world_size: int) -> None:
