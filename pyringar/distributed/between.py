@@ -61,7 +61,7 @@ class Between:
         flats = [_flat(group) for group in groups.values()]  # first: memory may run out
         self.compare(what)
         for flat, group in zip(flats, groups.values(), strict=True):
-            pieces = list(torch.split(flat, self._piece_elements())) if len(flat) else []
+            pieces = list(torch.split(flat, self.piece_elements())) if len(flat) else []
             if short := -len(flat) % len(self.members):
                 last, pieces[-1] = pieces[-1], pad(pieces[-1], (0, short))
             _run_overlapped(self._reduce_piece(piece, op) for piece in pieces)
@@ -97,19 +97,16 @@ class Between:
         data = data.view(-1).view(torch.uint8)
         padded = pad(data, (0, -len(data) % len(self.members)))
         self.compare(what)
-        pieces = torch.split(padded, 4 * self._piece_elements()) if len(data) else []
+        pieces = torch.split(padded, 4 * self.piece_elements()) if len(data) else []
         _run_overlapped(self._broadcast_piece(piece, root) for piece in pieces)
         if self.machines.rank != root:
             copy_all([(tensor, padded[: len(data)].view(tensor.dtype).view(tensor.shape))])
 
-    def num_pieces(self, numel: int) -> int:
-        """Return in how many pieces an all_reduce of so many elements crosses."""
-        return -(-numel // self._piece_elements())
-
     def _row_elements(self) -> int:
         return max(1, PIECE_ELEMENTS // len(self.members))
 
-    def _piece_elements(self) -> int:
+    def piece_elements(self) -> int:
+        """Return the number of elements of all ranks that cross at once."""
         return self._row_elements() * len(self.members)
 
     # -- pieces: each yields where it must wait for other machines ---------------------------------

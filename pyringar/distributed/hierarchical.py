@@ -281,7 +281,7 @@ class HierarchicalCommunicator(OwnRank):
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
         """See `pyringar.ProcessCommunicator.plan`."""
         check_plan(nbytes, dtype)
-        pieces = self._between.num_pieces(nbytes // dtype.itemsize)
+        pieces = -(-nbytes // dtype.itemsize // self._between.piece_elements())
         return Plan(
             algorithm="hierarchical",
             order="machine" if self._order == "any" else self._order,
