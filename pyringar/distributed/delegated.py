@@ -22,8 +22,8 @@ from pyringar.distributed.convert import (
     has_plain_memory,
 )
 from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.waits import Completer, Message, Threads
-from pyringar.distributed.work import Part, PendingWork, StepPart
+from pyringar.distributed.waits import Completer, End
+from pyringar.distributed.work import Part, PendingWork
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
 __all__ = ["Delegated", "WatchedPart", "flat", "given_or_default"]
@@ -44,8 +44,7 @@ class WatchedPart:
         operation: For error messages.
         peers: The ranks without which the call cannot end.
         begin: Begins it; returns gloo's work.
-        waiters: Wait for it if it is a send or receive, which nobody else can.
-        copies: What follows a receive.
+        copies: Made when the call has ended well, whether or not a thread waits for it.
 
     Raises PeerLostError if one of ``peers`` is gone, RingarError if the group failed or is closed.
     """
@@ -57,8 +56,6 @@ class WatchedPart:
         operation: str,
         peers: Sequence[int],
         begin: Callable[[], Any],
-        *,
-        waiters: Threads | None = None,
         copies: Sequence[Copy] = (),
     ) -> None:
         self._comm = comm
@@ -67,15 +64,15 @@ class WatchedPart:
         self._peers = [rank for rank in peers if rank != comm.rank]
         self._gone_since = 0.0
         self._error: RuntimeError | None = None
-        self._message: Message | None = None
         self._check(self._peers)
         try:
             self.work = begin()
         except RuntimeError as error:  # a message that could not connect, or an argument
             self._check(self._peers)
             self._raise_named(error)
-        if waiters is not None:
-            self._message = Message(waiters, partial(_receive, self.work, copies))
+        self._end = End(fallback.waiters, partial(_end_with, self.work, copies))
+        if copies:
+            self._end.wait(0)
 
     def wait(self, timeout: float | None = None) -> object:
         """Block until it is done.
@@ -88,28 +85,17 @@ class WatchedPart:
             RingarError: The group was aborted.
         """
         ends = time.monotonic() + (float("inf") if timeout is None else timeout)
-        while not self._is_done_soon(max(0.001, min(_LOOK_S, ends - time.monotonic()))):
+        while not self._end.wait(max(0.001, min(_LOOK_S, ends - time.monotonic()))):
             if time.monotonic() > ends:
                 raise CollectiveTimeout(f"{self._operation} is not done after {timeout:.3g} s")
             self._check_while_waiting()
-        return True
-
-    def _is_done_soon(self, seconds: float) -> bool:
-        if self._message is not None:
-            if self._message.wait(seconds) and self._message.error is not None:
-                self._raise_named(self._message.error)
-            return self._message.is_done
-        try:
-            self.work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            if self.work.is_completed():  # its own error, else it is not done yet
-                self._raise_named(error)
-            return False
+        if self._end.error is not None:
+            self._raise_named(self._end.error)
         return True
 
     def is_completed(self) -> bool:
         """Return whether it is done. Never blocks."""
-        return bool(self.work.is_completed() if self._message is None else self._message.wait(0))
+        return self._end.wait(0)
 
     def _raise_named(self, error: Exception) -> NoReturn:
         if not any(word in str(error) for word in _CONNECTION):
@@ -195,7 +181,7 @@ def _handed(
         conversions: Of the first arguments: tensors, or lists of them.
         names: Of the backend's method, if not ``operation``; the first that it has.
         peers: Returns the ranks without which the call cannot end; None: all.
-        is_message: Whether threads of ours must wait for it.
+        is_message: A barrier says nothing about it.
     """
 
     def hand_over(self: Delegated, *arguments: Any) -> Any:
@@ -211,7 +197,7 @@ def _handed(
             names=names,
             results=flat(given[0]),
             peers=peers(self, *arguments),
-            waiters=self._fallback.waiters if is_message else None,
+            is_message=is_message,
         )
 
     return hand_over
@@ -293,7 +279,7 @@ class Delegated:
         names: tuple[str, ...] = (),
         results: Any = None,
         peers: Sequence[int] | None = None,
-        waiters: Threads | None = None,
+        is_message: bool = False,
     ) -> Any:
         """Return the work of a call of the backend for these tensors.
 
@@ -305,7 +291,7 @@ class Delegated:
             names: Of the backend's method, if not ``operation``; the first that it has.
             results: What the call writes, if not ``tensors``.
             peers: The ranks without which it cannot end, if not all.
-            waiters: See `WatchedPart`.
+            is_message: A barrier says nothing about it.
         """
         backend = self._fallback.for_tensors(tensors, operation)
         if arguments[-1] is None:  # its options: the backend has a default
@@ -313,7 +299,7 @@ class Delegated:
         begin = partial(_by_any_name(backend, *(names or (operation,))), *arguments)
         if tensors and tensors[0].device.type != "cpu":
             return self._noted(begin())
-        parts = self._watched(operation, begin, copies, peers, waiters)
+        parts = self._watched(operation, begin, copies, peers, is_message=is_message)
         results = tensors if results is None else results
         return self._noted(_DelegatedWork(self._completer, parts, results))
 
@@ -323,25 +309,16 @@ class Delegated:
         begin: Callable[[], Any],
         copies: Sequence[Copy],
         peers: Sequence[int] | None = None,
-        waiters: Threads | None = None,
+        *,
+        is_message: bool = False,
     ) -> list[Part]:
-        """Begin a call of gloo's; return it and the copies that follow it."""
-        part = WatchedPart(
-            self._comm,
-            self._fallback,
-            operation,
-            range(self._comm.world_size) if peers is None else peers,
-            begin,
-            waiters=waiters,
-            copies=copies,
-        )
-        parts: list[Part] = [part]
+        """Begin a call of gloo that copies follow."""
+        peers = range(self._comm.world_size) if peers is None else peers
+        part = WatchedPart(self._comm, self._fallback, operation, peers, begin, copies)
         count_changes([into for into, _ in copies])
-        if waiters is None:
-            if copies:
-                parts.append(StepPart(part.work.get_future(), lambda: copy_all(copies)))
-            self._fallback.add(*parts)
-        return parts
+        if not is_message:
+            self._fallback.add(part)
+        return [part]
 
     def _noted(self, work: Any) -> Any:
         """Return a work, which belongs to what is coalesced now."""
@@ -354,8 +331,8 @@ class Delegated:
         return range(self._comm.world_size) if any(t.numel() for t in tensors) else []
 
 
-def _receive(work: Any, copies: Sequence[Copy]) -> None:
-    """Wait for a message, and copy what came."""
+def _end_with(work: Any, copies: Sequence[Copy]) -> None:
+    """Wait for a call of gloo, then copy its results."""
     work.wait()
     copy_all(copies)
 

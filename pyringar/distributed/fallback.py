@@ -48,7 +48,7 @@ class Fallback:
         self._nccl: Any = None
         # Without a lock, as the works of an EngineCommunicator: each use is one step.
         self._under_way: set[Part] = set()
-        self.waiters = Threads("messages")
+        self.waiters = Threads("calls of gloo")
         self._is_closed = False
         self._error: Exception | None = None
         try:

@@ -1,4 +1,4 @@
-"""Threads that wait for gloo's messages, and threads that complete futures.
+"""Threads that wait for gloo's calls, and threads that complete futures.
 
 Gloo lets a message be waited for once: a second wait is for another message. Its wait hears of no
 signal, and a wait that times out closes all connections. So a thread of ours waits once, and other
@@ -18,7 +18,7 @@ from pyringar.comm.jobs import Jobs
 from pyringar.comm.threads import Latch, start_thread
 from pyringar.errors import RingarError
 
-__all__ = ["Completer", "Message", "Threads"]
+__all__ = ["Completer", "End", "Threads"]
 
 # How long a callback may run before another thread runs the callbacks behind it, for each thread.
 _PATIENCE_S = 0.01
@@ -70,10 +70,10 @@ class Threads:
             self._idle.put(None)
 
 
-class Message:
-    """A message's end, for any number of threads, and handlers that interrupt them, to wait for.
+class End:
+    """A call's end, for any number of threads, and handlers that interrupt them, to wait for.
 
-    ``wait`` blocks until the message has ended, or raises its error. One of ``waiters`` calls it,
+    ``wait`` blocks until the call has ended, or raises its error. One of ``waiters`` calls it,
     when a thread waits here.
     """
 
@@ -83,11 +83,6 @@ class Message:
         self._is_asked_for = False
         self._end = Latch()
         self.error: Exception | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether it has ended, well or not."""
-        return self._end.is_open
 
     def wait(self, seconds: float) -> bool:
         """Return whether it has ended, after at most so many seconds."""

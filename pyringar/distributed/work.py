@@ -11,7 +11,7 @@ somebody waits, is interrupted while waiting, or has dropped it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,7 +26,6 @@ __all__ = [
     "DoneWork",
     "Part",
     "PendingWork",
-    "StepPart",
     "done_work",
     "error_of",
     "one_or_all",
@@ -60,30 +59,6 @@ class DelegatedPart:
     def is_completed(self) -> bool:
         """Return whether it is done."""
         return bool(self._work.is_completed())
-
-
-class StepPart:
-    """Wrap what follows another backend's call, in that backend's thread, as a `Part`.
-
-    Args:
-        future: Of that call.
-        step: Called when it has ended well; waits for nobody.
-    """
-
-    def __init__(self, future: Future[Any], step: Callable[[], object]) -> None:
-        def run(done: Future[Any]) -> None:
-            done.value()  # raises what the call failed with
-            step()
-
-        self._future = future.then(run)
-
-    def wait(self, timeout: float | None = None) -> object:
-        """Block until the step is done."""
-        return self._future.wait()
-
-    def is_completed(self) -> bool:
-        """Return whether the step is done."""
-        return self._future.done()
 
 
 def error_of(part: Part) -> Exception | None:
