@@ -5,7 +5,6 @@ Cases that compare with gloo have a group of each in the same processes.
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
@@ -317,40 +316,6 @@ def callbacks_wait(rank: int, size: int) -> None:
     assert num_future_threads() <= 9
 
 
-def callbacks_wait_for_later_ones(rank: int, size: int) -> None:
-    """For a future that was asked for before the callback ran."""
-    xs = [numbers(rank) for _ in range(8)]
-    if rank == 0:
-        store().wait(["all begun"])
-    futures = [future_of(x) for x in xs]
-    chained = [
-        first.then(lambda _, second=second: second.wait()[0].clone())
-        for first, second in itertools.pairwise(futures)
-    ]
-    if rank == 1:
-        store().set("all begun", "")
-    total = total_of(size)
-    for future in chained:
-        assert_equal(future.wait(), total)
-
-
-def many_futures(rank: int, size: int) -> None:
-    """Need no more threads than a few, and their group's end ends these."""
-    group = dist.new_group()
-    before = num_future_threads()
-    seen: list[int] = []
-    futures = []
-    for i in range(300):
-        x = numbers(rank)
-        future = dist.all_reduce(x, async_op=True, group=group).get_future()
-        futures.append(future.then(lambda _, i=i: seen.append(i)))
-    torch.futures.wait_all(futures)
-    assert sorted(seen) == list(range(300))
-    assert num_future_threads() - before <= 6
-    dist.destroy_process_group(group)
-    assert num_future_threads() == before
-
-
 def hooks_of_torch(rank: int, size: int) -> None:
     """DistributedDataParallel with torch's communication hooks ends with gloo's parameters.
 
@@ -396,8 +361,6 @@ CASES: dict[str, Case] = {
         later_calls_see_the_result,
         in_inference_mode,
         callbacks_wait,
-        callbacks_wait_for_later_ones,
-        many_futures,
     )
 }
 

@@ -183,54 +183,47 @@ def test_asynchronous_call_breaks_the_graph(comm):
 # -- what is wrong ---------------------------------------------------------------------------------
 
 
+TRACED_ERRORS = [
+    (lambda c, x: c.all_reduce([x, x + 1, x[:2] + 1]), r"tensors\[2\] has shape \(2,\)"),
+    (lambda c, x: c.all_reduce([x, x.clone(), x.double()]), r"tensors\[2\] has dtype float64"),
+    (lambda c, x: c.all_reduce([x, x.clone()]), "tensors has 2 entries, expected 3"),
+    (lambda c, x: c.all_reduce([x, x + 1, x + 2], order="trees"), "order is 'trees'"),
+    (lambda c, x: c.all_reduce_coalesced([[x], [x + 1]]), "lists has 2 entries, expected 3"),
+    (
+        lambda c, x: c.all_reduce_coalesced([[x, x + 1], [x + 2, x[1:]], [x + 3, x + 4]]),
+        r"lists\[1\]\[1\] has shape",
+    ),
+    (lambda c, x: pr.ops.all_reduce(c, [x, x[:2], x]), r"tensors\[1\] has shape \(2,\)"),
+]
+UNTRACED_ERRORS = [
+    lambda c, x: c.all_reduce(x),  # rows of a tensor are not ranks
+    lambda c, x: c.all_reduce_coalesced(x),
+    lambda c, x: c.all_reduce_coalesced([x, x + 1, x + 2]),
+    lambda c, x: c.all_reduce_coalesced([[x], [x + 1, x + 2], [x + 3]]),
+    lambda c, x: c.all_reduce([x, x + 1, x + 2], "plus"),
+    lambda c, x: pr.allreduce(x),
+    lambda c, x: pr.ops.all_reduce(c, x),
+    lambda c, x: pr.ops.all_reduce_coalesced(c, x),
+    lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x, x], [x]]),
+]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda c, x: c.all_reduce([x, x + 1, x[:2] + 1]), r"tensors\[2\] has shape \(2,\)"),
-        (lambda c, x: c.all_reduce([x, x.clone(), x.double()]), r"tensors\[2\] has dtype float64"),
-        (lambda c, x: c.all_reduce([x, x.clone()]), "tensors has 2 entries, expected 3"),
-        (lambda c, x: c.all_reduce([x, x + 1, x + 2], order="trees"), "order is 'trees'"),
-        (lambda c, x: c.all_reduce_coalesced([[x], [x + 1]]), "lists has 2 entries, expected 3"),
-        (
-            lambda c, x: c.all_reduce_coalesced([[x, x + 1], [x + 2, x[1:]], [x + 3, x + 4]]),
-            r"lists\[1\]\[1\] has shape",
-        ),
-        (lambda c, x: pr.ops.all_reduce(c, [x, x[:2], x]), r"tensors\[1\] has shape \(2,\)"),
-    ],
+    ("call", "words"), [*TRACED_ERRORS, *((call, None) for call in UNTRACED_ERRORS)]
 )
 def test_errors_are_those_of_eager(comm, call, words, backend):
-    x = torch.ones(4)
-    compiled = torch.compile(lambda x: call(comm, x), fullgraph=True, backend=backend)
-    for function in (lambda x: call(comm, x), compiled):
+    """Without words the program cannot be one graph."""
+    x = torch.ones(K, 2) if words is None else torch.ones(4)
+    before = x.clone()
+    compiled = torch.compile(lambda x: call(comm, x), fullgraph=bool(words), backend=backend)
+    for run in (lambda x: call(comm, x), compiled):
         with pytest.raises(pr.ArgumentError, match=words):
-            function(x)
-    assert x.tolist() == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda c, x: c.all_reduce(x),  # rows of a tensor are not ranks
-        lambda c, x: c.all_reduce_coalesced(x),
-        lambda c, x: c.all_reduce_coalesced([x, x + 1, x + 2]),
-        lambda c, x: c.all_reduce_coalesced([[x], [x + 1, x + 2], [x + 3]]),
-        lambda c, x: c.all_reduce([x, x + 1, x + 2], "plus"),
-        lambda c, x: pr.allreduce(x),
-        lambda c, x: pr.ops.all_reduce(c, x),
-        lambda c, x: pr.ops.all_reduce_coalesced(c, x),
-        lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x, x], [x]]),
-    ],
-)
-def test_bad_arguments_are_refused_as_in_eager(comm, call, backend):
-    x = torch.ones(K, 2)
-    for run in (lambda x: call(comm, x), torch.compile(lambda x: call(comm, x), backend=backend)):
-        with pytest.raises(pr.ArgumentError):
             run(x)
-    assert torch.equal(x, torch.ones(K, 2))
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
-        torch.compile(lambda x: call(comm, x), fullgraph=True)(x)
+    assert torch.equal(x, before)
+    if words is None:
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+            torch.compile(lambda x: call(comm, x), fullgraph=True)(x)
 
 
 def test_closed_communicator_is_named():
@@ -411,20 +404,10 @@ def test_forward_mode_is_refused(comm):
     ("call", "words"),
     [
         (lambda c, x: pr.ops.all_reduce(None, [x, x, x]), "comm is None, expected a Communicator"),
-        (
-            lambda c, x: pr.ops.all_reduce(c, [x, 2, x]),
-            r"tensors\[1\] is an int, expected a tensor",
-        ),
         (lambda c, x: pr.ops.all_reduce(c, [x, x, x.numpy()]), r"tensors\[2\] is a .*ndarray"),
-        (lambda c, x: pr.ops.all_reduce(c, [x, x, x], algorithm=3), "algorithm is 3"),
         (lambda c, x: pr.ops.all_reduce(c, [x, x, x], order=3), "order is 3"),
-        (lambda c, x: pr.ops.all_reduce_coalesced(c, []), "lists is empty"),
         (lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], 3, [x]]), r"lists\[1\] is an int"),
         (lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x], []]), r"lists\[2\] has 0 entries"),
-        (
-            lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x], [3]]),
-            r"lists\[2\]\[0\] is an int",
-        ),
     ],
 )
 def test_wrong_argument_is_named(comm, call, words):
@@ -445,7 +428,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("requires_grad", mostly_slow([False, True], True))
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mostly_slow(list(LAYOUTS), "gaps", "expanded"))
 def test_opcheck_of_new_tensors(comm, layout, requires_grad):
     tensors = [LAYOUTS[layout](t.requires_grad_(requires_grad)) for t in ranks(shape=(4, 6))]
     for num_lists in (0, K):
@@ -453,7 +436,7 @@ def test_opcheck_of_new_tensors(comm, layout, requires_grad):
         opcheck(torch.ops.pyringar.all_reduce.default, arguments)
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"expanded"}))
+@pytest.mark.parametrize("layout", mostly_slow(sorted(LAYOUTS.keys() - {"expanded"}), "gaps"))
 def test_opcheck_in_place(comm, layout):
     tensors = [LAYOUTS[layout](t) for t in ranks(shape=(4, 6))]
     for num_lists in (0, K):

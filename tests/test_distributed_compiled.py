@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_group
@@ -39,6 +40,7 @@ def compiled(rank: int, size: int) -> Any:
     return rows.tolist(), same
 
 
+@pytest.mark.slow
 def test_compiled_programs():
     results = run_group(compiled, 2, timeout_s=60, limit_s=120)
     assert results == [([[0, 1, 2], [1, 2, 3]], True)] * 2, results

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed_faults import error_of
 from ranks import run_group
 
-from pyringar.distributed.messages import Waiters
+from pyringar.distributed.waits import Threads
 from pyringar.distributed.work import DelegatedPart
 
 
@@ -126,7 +126,7 @@ def test_timeout_reaches_coalesced_works():
 
 
 def test_waits_reuse_threads():
-    waiters = Waiters()
+    waiters = Threads("messages")
     gates = [threading.Event() for _ in range(3)]
     begun = [threading.Event() for _ in range(3)]
 

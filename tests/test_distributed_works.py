@@ -16,7 +16,7 @@ from torch.futures import Future
 
 import pyringar as pr
 from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.work import Completer
+from pyringar.distributed.waits import Completer
 
 
 @pytest.mark.parametrize("size", [2, 3])

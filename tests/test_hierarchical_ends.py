@@ -15,7 +15,8 @@ import torch
 from cases import mostly_slow
 from ranks import Crew
 
-from pyringar.distributed import HierarchicalCommunicator, between, column, hierarchical
+from pyringar.distributed import HierarchicalCommunicator, between, hierarchical
+from pyringar.distributed.machines import Column
 
 
 @pytest.fixture(scope="module")
@@ -222,11 +223,11 @@ def test_unknown_network_is_named(pool):
 def absent(rank: int, size: int, store: Any) -> tuple[str, str]:
     """Rank 1 meets rank 0, and does not connect."""
     if rank == 1:
-        hierarchical.Column = lambda *_: time.sleep(3)
+        hierarchical.Column = lambda *_: time.sleep(1.5)
     try:
         return error_of(lambda: join(rank, store, timeout=1.0))
     finally:
-        hierarchical.Column = column.Column
+        hierarchical.Column = Column
 
 
 def test_machine_that_does_not_connect_is_named(pool):
@@ -236,7 +237,7 @@ def test_machine_that_does_not_connect_is_named(pool):
     assert "has ranks [1]" in text
 
 
-class SlowColumn(column.Column):
+class SlowColumn(Column):
     """Connections over which 4,000 bytes take 0.3 s."""
 
     def exchange(self, sent: Any, received: Any) -> Any:
@@ -254,7 +255,7 @@ def slowly(rank: int, size: int, store: Any) -> list[float]:
             comm.broadcast(tensor, 0)
             return tensor[-5:].tolist()
     finally:
-        hierarchical.Column = column.Column
+        hierarchical.Column = Column
 
 
 def test_timeout_counts_time_without_progress():

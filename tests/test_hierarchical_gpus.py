@@ -88,7 +88,7 @@ def stood_for_as_rank(rank, world_size, store, machines):
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
     with HierarchicalCommunicator(store, rank, world_size, timeout=20.0) as comm:
         column = comm._column
-        if column is not None:
+        if column._gloo is not None:
             column._nccl = OnHost(column._gloo)
             exchange = column.exchange
             column.exchange = lambda sent, received: (
@@ -99,8 +99,7 @@ def stood_for_as_rank(rank, world_size, store, machines):
         mine, parts = oracle.random(4001, torch.float32, rank), torch.empty(4000)
         comm.all_reduce(mine)
         comm.all_gather(parts, mine[:1000])
-        if column is not None:
-            column._nccl = None
+        column._nccl = None
         return mine, parts
 
 

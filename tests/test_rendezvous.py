@@ -5,15 +5,14 @@ Restarts on one store, survivors on a new one, ranks that give up and come again
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import functools
+import json
 import os
-import re
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -22,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import mostly_slow
-from process_checks import needs_linux, settled
-from ranks import Died, connect, join, new_name, value_of
+from process_checks import mapped_memories, needs_linux, open_memories, settled
+from ranks import Crew, connect, join, new_name, value_of
 
 import pyringar as pr
 from pyringar.comm.member import Member, node_id
@@ -56,13 +55,6 @@ def meet(state, **arguments) -> None:
     state.comm.close()
 
 
-def meet_on_file(state, path: str, rank: int, world_size: int) -> None:
-    store = dist.FileStore(path, world_size)
-    state.comm = pr.ProcessCommunicator(store, rank, world_size, timeout=LONG_S)
-    reduce(state)
-    state.comm.close()
-
-
 def meet_only(state, port: int, name: str, rank: int, world_size: int) -> None:
     """As far as the others know it has come; it never maps the memory."""
     with Rendezvous(connect(port), rank, world_size, name, LONG_S) as meeting:
@@ -73,6 +65,28 @@ def call_only(state, port: int, name: str) -> None:
     """Rank 0 at its first step."""
     caller = Member.this_process(0, attempt="ca11" * 8)
     connect(port).set(f"pyringar/{name}/call", caller.text())
+
+
+class CountingStore(dist.Store):
+    """Counts the calls of a store."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner = inner
+        self.num_calls = 0
+
+    def ask(self, question, *arguments):
+        self.num_calls += 1
+        return question(*arguments)
+
+    def set(self, key, value):
+        self.ask(self.inner.set, key, value)
+
+    def get(self, key):
+        return self.ask(self.inner.get, key)
+
+    def check(self, keys):
+        return self.ask(self.inner.check, keys)
 
 
 # -- stores that were used before ------------------------------------------------------------------
@@ -108,17 +122,6 @@ def test_dead_call_is_ignored(new_crew):
     assert outcome.seconds >= 1.0
 
 
-@pytest.mark.parametrize("newcomer", [0, 1])
-def test_survivor_meets_newcomer(new_crew, tmp_path, newcomer):
-    """A process that has made groups meets one that has made none, on a new store and the old."""
-    crew = new_crew(2)
-    crew[1 - newcomer].call(meet_on_file, path=str(tmp_path / "a"), rank=0, world_size=1)
-    for path in ("b", "b", "a"):
-        for rank in range(2):
-            crew[rank].start(meet_on_file, path=str(tmp_path / path), rank=rank, world_size=2)
-        crew.values()
-
-
 def test_deadline_begins_after_compiling(monkeypatch):
     """Where the first one is compiled, that takes longer than the others are waited for."""
     loaded = []
@@ -135,33 +138,6 @@ def test_deadline_begins_after_compiling(monkeypatch):
         loaded.clear()
         meeting = Rendezvous(dist.HashStore(), 0, 2, f"slow {kind}", 10.0, kind)
         assert meeting._deadline - loaded[0] >= 10.3
-
-
-def gloo_on(state, port: int, prefix: str, rank: int) -> None:
-    """A call that goes to gloo, on a store that another job has used."""
-    import pyringar.distributed  # noqa: F401
-
-    store = dist.PrefixStore(prefix, connect(port))
-    wait = timedelta(seconds=LONG_S)
-    dist.init_process_group("ringar", store=store, rank=rank, world_size=2, timeout=wait)
-    if rank == 0:
-        dist.send(torch.arange(4), 1)
-    else:
-        got = torch.zeros(4, dtype=torch.int64)
-        dist.recv(got, 0)
-        assert torch.equal(got, torch.arange(4))
-    dist.barrier()
-    os._exit(0)  # nothing is taken back
-
-
-def test_gloo_ignores_dead_addresses(new_crew):
-    prefix = new_name()
-    for _ in range(2):
-        crew = new_crew(2)
-        for rank in (1, 0):  # rank 1 sees the store before rank 0 has written anything
-            crew[rank].start(gloo_on, port=crew.port, prefix=prefix, rank=rank)
-            time.sleep(0.3)
-        assert [rank.result(LONG_S) for rank in crew.ranks] == [Died(0)] * 2
 
 
 # -- ranks that give up, and come again ------------------------------------------------------------
@@ -222,20 +198,27 @@ def exchange(state, port: int, rank: int, world_size: int, name: str, timeout: f
         assert len(meeting.exchange_members()) == world_size
 
 
-@pytest.mark.parametrize("is_killed", [False, True], ids=["gives up", "killed"])
-def test_rank_answers_new_call(new_crew, is_killed):
-    """Rank 1 has answered a rank 0 that gives up or dies, and waits for the next one."""
+def test_rank_answers_new_call(new_crew):
+    """Rank 1 has answered a rank 0 that dies on another machine, and waits for the next one."""
     crew = new_crew(4)
-    options = {"function": exchange, "world_size": 3, "name": new_name()}
-    crew.start_group([0], timeout=LONG_S if is_killed else 1.0, **options)
-    crew.start_group([1], timeout=LONG_S, **options)
+    options = {"function": exchange, "world_size": 3, "name": new_name(), "timeout": LONG_S}
+    crew.start_group([0, 1], **options)
     time.sleep(0.5)
-    if is_killed:
-        crew[0].kill()
-    else:
-        assert crew[0].outcome().error == "CollectiveTimeout"
-    crew.start_group({3: 0, 2: 2}, timeout=LONG_S, **options)
+    crew[0].kill()
+    crew.start_group({3: 0, 2: 2}, **options)
     crew.values([1, 2, 3])
+
+
+def test_answering_rank_hears_of_timeout(new_crew):
+    """Rank 1 has time left, and is told whom rank 0 did not wait for any longer."""
+    crew = new_crew(2)
+    options = {"function": meet, "world_size": 3, "name": new_name()}
+    crew.start_group([1], timeout=LONG_S, **options)
+    crew.start_group([0], timeout=1.0, **options)
+    for outcome in crew.outcomes():
+        assert outcome.error == "CollectiveTimeout", outcome
+        assert "rank 0 waited 1 s for ranks [2] to join" in outcome.text
+        assert outcome.seconds < PROMPT_S
 
 
 # -- ranks that die --------------------------------------------------------------------------------
@@ -291,32 +274,6 @@ def test_rank_stops_after_all_came(new_crew):
 # -- why there is no group -------------------------------------------------------------------------
 
 
-def join_undumpable(state, rank: int, **options) -> None:
-    """As `nobody`, whom others may not look into; then join."""
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-    pr_set_dumpable = 4
-    ctypes.CDLL(None).prctl(pr_set_dumpable, int(rank != 0), 0, 0, 0)
-    join(state, rank=rank, **options)
-
-
-def test_unreadable_memory_fails_all_ranks(new_crew):
-    if os.geteuid() != 0:
-        pytest.skip("must be root to become somebody else")
-    crew = new_crew(3)
-    crew.start_group(None, join_undumpable, timeout=60.0)
-    outcomes = crew.outcomes()
-    for outcome in outcomes:
-        assert outcome.error == "RingarError", outcome
-        assert outcome.seconds < PROMPT_S + 5
-        assert "Permission denied" in outcome.text
-        for cause in ("one user", "one user namespace", "PR_SET_DUMPABLE 0"):
-            assert cause in outcome.text
-        assert "  " not in outcome.text
-    assert re.search(r"^rank [12] \(process \d+ .*could not make the group", outcomes[0].text)
-
-
 def fail_to_map(state, port: int, name: str, rank: int, world_size: int) -> None:
     with Rendezvous(connect(port), rank, world_size, name, LONG_S) as meeting:
         meeting.exchange_members()
@@ -353,29 +310,152 @@ def test_no_thread_left_raises(monkeypatch, store_port):
         pr.ProcessCommunicator(store, 0, 2, name=new_name(), timeout=1)
 
 
-# -- cost ------------------------------------------------------------------------------------------
+# -- malformed values ------------------------------------------------------------------------------
+
+ATTEMPT = "ab" * 16
+GARBAGE = [b"", b"\0\xff\xfe", b"null", b"[]", b"3", b"{", b"{}", b"[" * 4000, b"9" * 4000]
+GARBAGE += [b"{" + b" " * 1_000_000 + b"}"]
+WELL = {"node": "here", "host": "here", "pid": 1, "start_ticks": 1, "kind": "cpu", "version": 5}
 
 
-class CountingStore(dist.Store):
-    """Counts the calls of a store."""
+def member(rank: int) -> str:
+    return Member.this_process(rank, attempt=ATTEMPT).text()
 
-    def __init__(self, inner: dist.Store) -> None:
-        super().__init__()
-        self.inner = inner
-        self.num_calls = 0
+
+def bad_members(rank: int) -> list[bytes]:
+    well = WELL | {"rank": rank, "attempt": ATTEMPT}
+    changes = [{"version": 4}, {"rank": 5}, {"rank": True}, {"pid": "1"}, {"node": 5}, {"more": 1}]
+    return [json.dumps(well | change).encode() for change in changes]
+
+
+def wait_for(store, key: str) -> bytes:
+    deadline = time.monotonic() + LONG_S
+    while not store.check([key]):
+        assert time.monotonic() < deadline, key
+        time.sleep(0.001)
+    return store.get(key)
+
+
+def play_peer(store, key: str, text: str) -> None:
+    """Take the steps of the other of two ranks up to ``key``, and write ``text`` there."""
+    if key == "member/1":
+        store.set(f"{Member.parse(wait_for(store, 'call'), 0).attempt}/{key}", text)
+        return
+    store.set("call", text if key == "call" else member(0))
+    if key != "call":
+        other = wait_for(store, f"{ATTEMPT}/member/1").decode()
+        if key == "segment":
+            store.set(f"{ATTEMPT}/members", json.dumps({"members": [member(0), other]}))
+        store.set(f"{ATTEMPT}/{key}", text)
+
+
+@contextlib.contextmanager
+def written(port: int, name: str, key: str, text: bytes):
+    """The other rank meanwhile, in a thread."""
+    store = dist.PrefixStore(f"pyringar/{name}", connect(port))
+    thread = threading.Thread(target=play_peer, args=(store, key, text.decode("latin-1")))
+    thread.start()
+    yield store
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("member/1", bad_members(1)),
+        ("call", bad_members(0)),
+        ("members", [b'{"members": 5}', b'{"members": [5]}', b'{"members": ["{", null]}']),
+        ("failed", []),
+        ("segment", [b'{"fd": "3"}', b'{"fd": true}', b'{"fd": 3, "more": 1}']),
+    ],
+)
+def test_malformed_value_raises(store_port, key, bad):
+    """An error, at once, that names the rank that wrote it; nothing is left open."""
+    writer = 1 if key == "member/1" else 0
+    for text in [*GARBAGE, *bad]:
+        name = new_name()
+        start = time.monotonic()
+        with (
+            written(store_port, name, key, text),
+            pytest.raises(pr.RingarError, match=rf"^rank {writer} wrote .* into the") as caught,
+        ):
+            pr.ProcessCommunicator(connect(store_port), 1 - writer, 2, name=name, timeout=60)
+        assert len(str(caught.value)) < 2000
+        assert time.monotonic() - start < LONG_S
+    assert open_memories() + mapped_memories() == []
+
+
+@pytest.mark.parametrize("words", ["cannot open", "another group's"])
+def test_wrong_memory_raises(store_port, words):
+    """A descriptor that is closed, or another group's memory; the other ranks are told."""
+    name, memory = new_name(), load.engine().create_segment(2, b"t" * 32)
+    fd = 1_000_000 if words == "cannot open" else memory.fd
+    with written(store_port, name, "segment", b'{"fd": %d}' % fd) as store:
+        with pytest.raises(pr.RingarError, match=words):
+            pr.ProcessCommunicator(connect(store_port), 1, 2, name=name, timeout=60)
+        told = json.loads(wait_for(store, f"{ATTEMPT}/failed"))
+        assert told["error"].startswith("rank 1 (process ")
+
+
+# -- deaths between steps --------------------------------------------------------------------------
+
+
+class LastStore(CountingStore):
+    """The process dies at its n-th question, before or after it was asked."""
+
+    def __init__(self, inner, last_call: int, is_asked: bool) -> None:
+        super().__init__(inner)
+        self.last_call = last_call
+        self.is_asked = is_asked
 
     def ask(self, question, *arguments):
         self.num_calls += 1
-        return question(*arguments)
+        is_last = self.num_calls == self.last_call
+        if is_last and not self.is_asked:
+            os.kill(os.getpid(), 9)
+        answer = question(*arguments)
+        if is_last:
+            os.kill(os.getpid(), 9)
+        return answer
 
-    def set(self, key, value):
-        self.ask(self.inner.set, key, value)
 
-    def get(self, key):
-        return self.ask(self.inner.get, key)
+def die_while_meeting(
+    state, port: int, rank: int, name: str, world_size: int, step: int, is_asked: bool
+) -> None:
+    store = LastStore(connect(port), step, is_asked)
+    pr.ProcessCommunicator(store, rank, world_size, name=name, timeout=LONG_S)
+    os.kill(os.getpid(), 9)  # it took fewer questions
 
-    def check(self, keys):
-        return self.ask(self.inner.check, keys)
+
+STEPS = [
+    # Rank 1 has looked for the call; has answered it; waits for the members.
+    pytest.param(step, marks=[] if step in (1, 5, 8) else pytest.mark.thorough)
+    for step in range(1, 25)
+]
+
+
+@pytest.mark.parametrize("is_asked", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dead", mostly_slow([0, 1, 2], 1))
+@pytest.mark.parametrize("step", STEPS)
+def test_death_at_step(dead, step, is_asked):
+    """The others hear of it, or wait for one that comes; then all meet, on the same keys."""
+    survivors = [rank for rank in range(3) if rank != dead]
+    options = {"world_size": 3, "name": new_name()}
+    with Crew(4) as crew:
+        crew.start_group(survivors, meet, timeout=1.0, **options)
+        crew.start_group([dead], die_while_meeting, step=step, is_asked=is_asked, **options)
+        for outcome in crew.outcomes(survivors):
+            assert outcome.error in ("PeerLostError", "CollectiveTimeout"), outcome
+            told = (f"rank {dead} (process", f"ranks [{dead}]", "ranks [0]")  # 0 alone knows all
+            assert any(words in outcome.text for words in told), outcome.text
+        crew[dead].reap()
+        again = [*survivors, 3]
+        ranks = dict(zip(again, [*survivors, dead], strict=True))
+        crew.start_group(ranks, meet, timeout=LONG_S, **options)
+        crew.values(again)
+
+
+# -- cost ------------------------------------------------------------------------------------------
 
 
 def test_store_calls_and_threads_are_bounded():

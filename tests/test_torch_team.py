@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import shutil
 import subprocess
@@ -85,6 +84,7 @@ def test_the_team_of_a_real_runtime(team_test):
     team_test(("-fopenmp",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -123,26 +123,6 @@ def test_bits_do_not_depend_on_threads(torch_threads, num_threads):
                     if async_op:
                         work.wait()
                     assert_all_ranks(given, wanted, f"{dtype} {numel} {shifts} {num_threads}")
-
-
-@pytest.mark.parametrize("num_threads", [2, 3])
-def test_lists_have_the_same_bits_in_a_team(torch_threads, num_threads):
-    torch_threads(num_threads)
-    shapes = [(100_003,), (7,), (0,), (333, 127), (1,), (50_000,)]
-    pairs = list(zip(itertools.cycle((torch.float32, torch.bfloat16)), shapes, strict=False))
-    parts = [[p.view(s) for p in inputs(s.numel(), d, 4)] for d, s in sized(pairs)]
-    lists = [[part[rank].clone() for part in parts] for rank in range(4)]
-    with pr.Communicator(["cpu"] * 4) as comm:
-        call = comm.bind_coalesced(lists)
-        operate()
-        call()
-    for i, part in enumerate(parts):
-        wanted = expected([p.flatten() for p in part], "sum", "fused")
-        assert_all_ranks([mine[i].flatten() for mine in lists], wanted, f"tensor {i}")
-
-
-def sized(pairs):
-    return [(dtype, torch.Size(shape)) for dtype, shape in pairs]
 
 
 # -- whose threads ---------------------------------------------------------------------------------
@@ -301,6 +281,7 @@ def test_inside_of_a_parallel_region_the_caller_is_alone(torch_threads):
 # -- a process of its own --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_forked_children_do_without():
     """Also one that loads the engine only then; torch's own operations would hang, so NumPy's."""
     done = run_fresh(
@@ -331,67 +312,14 @@ in_child("the engine loaded")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-FAKE = """
-#include <dlfcn.h>
-typedef void (*parallel_t)(void (*)(void*), void*, unsigned, unsigned);
-typedef int (*number_t)(void);
-static void* next(const char* name) { return dlsym(RTLD_NEXT, name); }
-int regions = 0;
-void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) {
-  ++regions;
-  ((parallel_t)next("GOMP_parallel"))(body, data, threads, flags);
-}
-int omp_get_thread_num(void) { return ((number_t)next("omp_get_thread_num"))(); }
-int omp_get_num_threads(void) { return ((number_t)next("omp_get_num_threads"))(); }
-int omp_get_thread_limit(void) { return ((number_t)next("omp_get_thread_limit"))(); }
-int omp_get_max_threads(void) { return ((number_t)next("omp_get_max_threads"))(); }
-#ifndef LACKS
-int omp_in_parallel(void) { return ((number_t)next("omp_in_parallel"))(); }
-#endif
-"""
-
-
-@pytest.mark.parametrize("lacks", mostly_slow([False, True], False))
-def test_a_runtime_that_comes_before_torchs_is_the_one(tmp_path, lacks):
-    """As Intel's does that is preloaded: a call is one region of it, or none if it cannot be."""
-    compiler = shutil.which("gcc") or pytest.skip("gcc is not installed")
-    (tmp_path / "fake.c").write_text("#define _GNU_SOURCE\n" + "#define LACKS\n" * lacks + FAKE)
-    library = tmp_path / "libfakeomp.so"
-    words = (compiler, "-shared", "-fPIC", tmp_path / "fake.c", "-o", library, "-ldl")
-    subprocess.run(words, check=True)
-    done = run_fresh(
-        f"""
-import ctypes, time, torch, pyringar as pr
-torch.set_num_threads(2)
-regions = ctypes.c_int.in_dll(ctypes.CDLL({str(library)!r}), "regions")
-tensors = [torch.ones(1 << 21) for _ in range(2)]
-with pr.Communicator(["cpu"] * 2) as comm:
-    call, counts, end = comm.bind(tensors), set(), time.monotonic() + {0 if lacks else PATIENCE_S}
-    while not counts or (1 not in counts and time.monotonic() < end):
-        time.sleep(0.01)
-        torch.ones(1 << 17).mul_(2)
-        before = regions.value
-        call()
-        counts.add(regions.value - before)
-    assert before > 0, "torch does not use it"
-    told = comm.plan(1 << 26).threads
-assert counts == {{0}} if {lacks} else 1 in counts and counts <= {{0, 1}}, counts
-assert ("libfakeomp.so" in told) != {lacks}, told
-assert ("it lacks functions of OpenMP" in told) == {lacks}, told
-""",
-        timeout_s=120,
-        LD_PRELOAD=str(library),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
         ("OMP_THREAD_LIMIT", "1", "on the caller's thread"),
-        pytest.param("OMP_THREAD_LIMIT", "2", "on torch's 2 threads", marks=pytest.mark.slow),
-        pytest.param("OMP_MAX_ACTIVE_LEVELS", "0", "", marks=pytest.mark.slow),
-        pytest.param("OMP_DYNAMIC", "true", "", marks=pytest.mark.slow),
+        ("OMP_THREAD_LIMIT", "2", "on torch's 2 threads"),
+        ("OMP_MAX_ACTIVE_LEVELS", "0", ""),
+        ("OMP_DYNAMIC", "true", ""),
     ],
 )
 def test_openmp_gives_fewer_threads_than_torch_asks_for(variable, value, told):

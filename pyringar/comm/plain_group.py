@@ -14,7 +14,7 @@ from pyringar.comm.arguments import DTYPES, check_lists
 from pyringar.comm.arrays import as_tensor, is_array
 from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
 
-__all__ = ["PlainGroup"]
+__all__ = ["PlainGroup", "check_tensor"]
 
 
 class PlainGroup:
@@ -63,7 +63,8 @@ class PlainGroup:
             for i, value in enumerate(given):
                 name = rank if rank.startswith("tensors") else f"{rank}[{i}]"
                 tensor = as_tensor(value) if is_array(value) else value
-                _check_tensor(name, tensor, device)
+                check_tensor(name, tensor, device)
+                _check_no_overlap(name, tensor)
                 if len(first) == i:
                     first.append(tensor)
                 for what in ("shape", "dtype"):
@@ -92,7 +93,8 @@ class PlainGroup:
     reduce = reduce_coalesced = broadcast_coalesced = bind = bind_coalesced = _refuse
 
 
-def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:
+def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bool = True) -> None:
+    """Refuse all but a dense tensor on ``device``; if it is written, also one with a gradient."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         raise ArgumentError(f"{name} is {kind_of(tensor)}, expected a dense tensor")
     if tensor.dtype not in DTYPES:
@@ -102,11 +104,14 @@ def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:
         )
     if tensor.device != device:
         raise ArgumentError(f"{name} is on {tensor.device}, expected {device}, the rank's device")
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if is_written and tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
             f"{name} requires grad, and autograd would not see this in-place change; call it under "
             "torch.no_grad(), or pass .detach()"
         )
+
+
+def _check_no_overlap(name: str, tensor: Tensor) -> None:
     by_stride = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     if not by_stride.is_contiguous() and len(torch.unique(_addresses(tensor))) < tensor.numel():
         raise ArgumentError(f"{name} has elements that share memory")

@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
@@ -69,8 +69,7 @@ class Rendezvous:
         timeout_s: float,
         kind: str = "cpu",
     ) -> None:
-        # Not every build of torch has it.
-        from torch._C._distributed_c10d import PrefixStore
+        from torch._C._distributed_c10d import PrefixStore  # not in every build of torch
 
         # Before the clock starts: they may have to be compiled. The CPU's tells processes apart.
         cpu_engine = load.engine()
@@ -84,12 +83,9 @@ class Rendezvous:
         prefixed = PrefixStore(f"pyringar/{name}", store)
         self._store = PatientStore(prefixed, name, rank, self._deadline)
         self._own = Member.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES))
-        # The known members, by rank. Of rank 0, that of its last call.
-        self._members = {rank: self._own}
+        self._members = {rank: self._own}  # the known members; of rank 0, that of its last call
         self._has_answered = False
-        self._given_up = ""  # why the last call came to nothing
-        self._is_agreed = False
-        self._was_told = False  # by another rank why there will be no group
+        self._may_tell = rank == 0  # the other ranks why there will be no group
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -101,7 +97,7 @@ class Rendezvous:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None and not self._was_told and (self._is_agreed or self.rank == 0):
+            if error is not None and self._may_tell:
                 with suppress(RingarError):  # the store may be what failed
                     self._tell(error)
         finally:
@@ -114,9 +110,15 @@ class Rendezvous:
 
     def exchange_members(self) -> list[Member]:
         """Return every rank's member, in rank order, when all have come."""
-        members = self._collect() if self.rank == 0 else self._join()
+        if self.rank == 0:
+            self._store.set("call", self._own.text())
+            members = self._poll(self._read_answers, self._missing, "to join")
+            texts = [member.text() for member in members]
+            self._store.set(self._key("members"), json.dumps({"members": texts}))
+        else:
+            members = self._poll(self._answer, self._not_answered, "to join")
         self._members = dict(enumerate(members))
-        self._is_agreed = True
+        self._may_tell = True
         if len(members) != self.world_size:
             raise ArgumentError(
                 f"world_size is {self.world_size} for rank {self.rank} and {len(members)} for "
@@ -160,66 +162,49 @@ class Rendezvous:
 
     # -- rank 0 ------------------------------------------------------------------------------------
 
-    def _collect(self) -> list[Member]:
-        """Call, and return the members that answered."""
-        self._store.set("call", self._own.text())
-        members = self._poll(self._read_answers, self._missing, "to join")
-        texts = [member.text() for member in members]
-        self._store.set(self._key("members"), json.dumps({"members": texts}))
-        return members
-
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank not in self._members]
-
     def _read_answers(self) -> list[Member] | None:
-        self._read_members(self._missing())
+        self._members |= self._answers(self._missing())
         if self._missing():
             self._check_alive()
             return None
         # The last answer of a rank that gave up and came again counts.
-        self._read_members(range(1, self.world_size))
+        self._members |= self._answers(range(1, self.world_size))
         return [self._members[rank] for rank in range(self.world_size)]
 
-    def _read_members(self, ranks: Iterable[int]) -> None:
-        for rank, text in self._answers(ranks).items():
-            if text is not None:
-                self._members[rank] = Member.parse(text, rank)
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self._members]
 
-    def _answers(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return the answers to rank 0's call by rank, None for a rank without an answer."""
-        keys = {rank: self._key(f"member/{rank}") for rank in ranks}
-        return dict(zip(keys, self._store.look_up(list(keys.values())), strict=True))
+    def _answers(self, ranks: Sequence[int]) -> dict[int, Member]:
+        """Return the answers to rank 0's call that are there."""
+        texts = self._store.look_up([self._key(f"member/{rank}") for rank in ranks])
+        answers = zip(ranks, texts, strict=True)
+        return {rank: Member.parse(text, rank) for rank, text in answers if text is not None}
 
     # -- other ranks -------------------------------------------------------------------------------
 
-    def _join(self) -> list[Member]:
-        """Answer the call, and return the members of the group that names this attempt."""
-        return self._poll(self._answer, self._not_answered, "to join")
-
     def _answer(self) -> list[Member] | None:
+        """Answer the call, and return the members of the group that names this attempt."""
         (text,) = self._store.look_up(["call"])
         if text is None:
             return None
         caller = Member.parse(text, 0)
-        if self._members.setdefault(0, caller).attempt != caller.attempt:
-            self._members[0] = caller  # rank 0 has called anew
+        if self._members.get(0) != caller:  # rank 0 has called, or called anew
+            self._members[0] = caller
             self._has_answered = False
-            self._given_up = ""
         is_alive = self._is_alive(caller)  # before the look, so that its last value counts
         members, failed = self._store.look_up([self._key("members"), self._key("failed")])
         if members is not None:
             self._has_answered = False  # the call is over, perhaps without this rank
             group = Member.parse_all(members)
             return group if self._own in group else None
-        if failed is not None:
-            if self._has_answered:
-                self._raise_told(failed)
-            self._has_answered = False
-        elif self._has_answered and not is_alive:
+        if not self._has_answered:
+            if failed is None and is_alive:
+                self._store.set(self._key(f"member/{self.rank}"), self._own.text())
+                self._has_answered = True
+        elif failed is not None:
+            self._raise_told(failed)
+        elif not is_alive:
             self._check_alive()
-        elif is_alive and not self._has_answered:
-            self._store.set(self._key(f"member/{self.rank}"), self._own.text())
-            self._has_answered = True
         return None
 
     def _not_answered(self) -> list[int]:
@@ -227,7 +212,7 @@ class Rendezvous:
         if not self._has_answered:
             return [0]
         answers = self._answers(range(1, self.world_size))
-        return [rank for rank, text in answers.items() if text is None] or [0]
+        return [rank for rank in range(1, self.world_size) if rank not in answers] or [0]
 
     # -- the memory --------------------------------------------------------------------------------
 
@@ -250,11 +235,7 @@ class Rendezvous:
 
     def _raise_told(self, text: bytes) -> None:
         told = read_fields(text, 0, {"error": str, "kind": str})
-        # Before there are members, a rank 0 that did not wait long enough may call again.
-        if told["kind"] == CollectiveTimeout.__name__ and not self._is_agreed:
-            self._given_up = f"; {told['error']}"
-            return
-        self._was_told = True
+        self._may_tell = False
         raise _KINDS.get(told["kind"], RingarError)(told["error"])
 
     def _is_alive(self, member: Member) -> bool:
@@ -290,7 +271,5 @@ class Rendezvous:
         names = [m.name + ("" if self._is_alive(m) else ", which is gone") for m in known]
         return CollectiveTimeout(
             f"rank {self.rank} waited {self._timeout_s:g} s for ranks {absent} {what} in group "
-            f"{self.name} of {self.world_size} ranks"
-            + (f": {', '.join(names)}" if names else "")
-            + self._given_up
+            f"{self.name} of {self.world_size} ranks" + (f": {', '.join(names)}" if names else "")
         )

@@ -13,56 +13,40 @@ import torch.distributed as dist
 from pyringar.comm.jobs import Jobs
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError
 
-__all__ = ["PatientStore", "checked_store", "default_store"]
+__all__ = ["PatientStore", "checked_store"]
 
 _LEAST_S = 0.25  # for an answer after the deadline, so that a rank can tell why it gave up
 
 
-def default_store() -> tuple[Any, int, int]:
-    """Return the store, rank and world size of this job: torch.distributed's, or torchrun's.
+def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
+    """Return the store, rank and world size that a caller gave, or those of this job.
 
     Raises:
-        ArgumentError: Neither is there.
+        ArgumentError: A wrong value, only some of the three, or no store in this job.
         UnsupportedError: This torch was built without torch.distributed.
     """
     if not dist.is_available():
         raise UnsupportedError(
             "this torch has no torch.distributed; one process can drive all ranks"
         )
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        return store, dist.get_rank(), dist.get_world_size()
-    wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in wanted if name not in os.environ]
-    if missing:
-        raise ArgumentError(
-            f"no store is given, torch.distributed is not initialised, and {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not in the environment: start the processes "
-            "with torchrun, or pass store, rank and world_size"
-        )
-    return _environment_store()
-
-
-def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
-    """Return the store, rank and world size that a caller gave, or `default_store`'s.
-
-    Raises as `default_store`, and ArgumentError for a wrong value or only some of the three.
-    """
     if store is None:
         if rank is not None or world_size is not None:
             raise ArgumentError(
                 f"rank is {rank!r} and world_size {world_size!r} without a store; pass all three "
                 "or none"
             )
-        return default_store()
+        if dist.is_initialized():
+            default = dist.distributed_c10d._get_default_store()
+            return default, dist.get_rank(), dist.get_world_size()
+        return _environment_store()
     for name, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ArgumentError(f"{name} is {value!r}, expected an integer beside store")
-    if not (world_size >= 1 and 0 <= rank < world_size):
+    if not 0 <= rank < world_size:
         raise ArgumentError(
             f"rank is {rank} and world_size {world_size}, expected 0 <= rank < world_size"
         )
-    if not (dist.is_available() and isinstance(store, dist.distributed_c10d.Store)):
+    if not isinstance(store, dist.distributed_c10d.Store):
         raise ArgumentError(f"store is {store!r}, expected a torch.distributed.Store")
     return store, rank, world_size
 
@@ -71,6 +55,14 @@ def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int
 def _environment_store() -> tuple[Any, int, int]:
     from torch.distributed.rendezvous import rendezvous
 
+    wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in wanted if name not in os.environ]
+    if missing:
+        raise ArgumentError(
+            f"no store is given, torch.distributed is not initialised, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not in the environment: start the processes "
+            "with torchrun, or pass store, rank and world_size"
+        )
     store, rank, world_size = next(iter(rendezvous("env://")))
     return store, rank, world_size
 

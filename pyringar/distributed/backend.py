@@ -24,7 +24,8 @@ from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.distributed.work import Completer, DoneWork, PendingWork
+from pyringar.distributed.waits import Completer
+from pyringar.distributed.work import DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 
 __all__ = ["NAME", "PythonGroup", "keep_dynamo_out", "register"]

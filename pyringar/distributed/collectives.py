@@ -6,7 +6,7 @@ at: that keeps every check out of the way of the calls that need none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,10 +28,10 @@ from pyringar.distributed.convert import (
     for_reduction,
     reduction_name,
 )
-from pyringar.distributed.delegated import Delegated, by_any_name, given_or_default
+from pyringar.distributed.delegated import Delegated, flat, given_or_default
 from pyringar.distributed.fallback import Fallback
+from pyringar.distributed.waits import Completer
 from pyringar.distributed.work import (
-    Completer,
     DelegatedPart,
     Part,
     PendingWork,
@@ -49,6 +49,51 @@ class _Call(NamedTuple):
 
     parts: list[Part]
     copies: list[Copy]
+
+
+def _options(kind: str, given: Any) -> Any:
+    """Return a call's options of this class: as given, by default, or with the given ReduceOp."""
+    if given is None or hasattr(given, "asyncOp"):
+        return given_or_default(given, kind)
+    options = getattr(c10d, kind)()
+    options.reduceOp = given
+    return options
+
+
+def _of_pairs(
+    operation: str,
+    begin: Callable[..., None],
+    options: str,
+    *names: str,
+    results: Callable[[Any], Any] = list,
+) -> Callable[..., Any]:
+    """Make a method that takes one output and one input, or lists of them.
+
+    Args:
+        operation: Its name in torch.distributed.
+        begin: Adds the parts and copies of one pair to a `_Call`.
+        options: The class of its options.
+        names: Of the method of other backends; the first that they have.
+        results: Returns the results of the work from the outputs.
+    """
+
+    def method(self: Any, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        opts = _options(options, opts)
+        tensors = [*flat(inputs), *flat(outputs)]
+        if _are_elsewhere(tensors):
+            return self._hand_over(operation, tensors, (outputs, inputs, opts), names=names)
+        if isinstance(inputs, Tensor) or isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        if len(outputs) != len(inputs):
+            raise ArgumentError(
+                f"{operation}: {len(outputs)} outputs and {len(inputs)} inputs, expected one each"
+            )
+        call = _Call([], [])
+        for output, input in zip(outputs, inputs, strict=True):
+            begin(self, output, input, opts, call)
+        return self._finished(call, results(outputs), opts)
+
+    return method
 
 
 class Collectives(Delegated):
@@ -86,7 +131,7 @@ class Collectives(Delegated):
         try:
             reduce_op, is_async = opts.reduceOp, opts.asyncOp
         except AttributeError:
-            opts = _reduce_options(c10d.AllreduceOptions(), opts)
+            opts = _options("AllreduceOptions", opts)
             reduce_op, is_async = opts.reduceOp, opts.asyncOp
         try:
             op = "sum" if reduce_op == SUM else reduction_name(reduce_op, "all_reduce")
@@ -134,7 +179,7 @@ class Collectives(Delegated):
         whole = tensor.resolve_neg().contiguous()
         if whole is not tensor:
             after.insert(0, (tensor, whole))
-        options = _reduce_options(c10d.AllreduceOptions(), reduce_op)
+        options = _options("AllreduceOptions", reduce_op)
         gloo = self._fallback.for_tensors([whole], "all_reduce")
         begin = partial(gloo.allreduce, [whole], options)
         call.parts.extend(self._watched("all_reduce", begin, after, self._met_over([whole])))
@@ -186,65 +231,7 @@ class Collectives(Delegated):
 
     # -- all_gather --------------------------------------------------------------------------------
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Put all ranks' ``input``, end to end in rank order, into ``output``.
-
-        Args:
-            output: As many elements as all inputs together.
-            input: Of one size and dtype on all ranks; may be its part of ``output``.
-            opts: ``AllgatherOptions``.
-        """
-        if not _is_async(opts) and _are_plain(output, input):
-            self._comm.all_gather(output, input)
-            return done_work(lambda: self._pieces_of(output))
-        if begin := self._elsewhere("all_gather", [input, output], "_allgather_base"):
-            return begin(output, input, given_or_default(opts, "AllgatherOptions"))
-        call = _Call([], [])
-        self._gather_into(output, input, call)
-        return self._finished(call, lambda: self._pieces_of(output), opts)
-
-    _allgather_base = all_gather_single
-
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
-        """Do `all_gather_single` of each pair."""
-        operation = "all_gather_into_tensor_coalesced"
-        _check_pairs(outputs, inputs, operation)
-        names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-        if begin := self._elsewhere(operation, [*inputs, *outputs], *names):
-            return begin(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
-        call = _Call([], [])
-        for output, input in zip(outputs, inputs, strict=True):
-            self._gather_into(output, input, call)
-        return self._finished(call, outputs, opts)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Put rank ``r``'s input into all ranks' ``outputs[i][r]``; ranks' sizes may differ."""
-        if isinstance(inputs, Tensor):
-            outputs, inputs = [outputs], [inputs]
-        _check_pairs(outputs, inputs, "all_gather")
-        if begin := self._elsewhere("all_gather", inputs, "allgather"):
-            return begin(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
-        call = _Call([], [])
-        for row, input in zip(outputs, inputs, strict=True):
-            self._check_row(row, "all_gather")
-            self._gather_row(row, input, call)
-        return self._finished(call, one_or_all(outputs), opts)
-
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Put rank ``r``'s ``inputs[i]`` into every rank's ``outputs[r][i]``."""
-        self._check_row(outputs, "all_gather_coalesced")
-        if begin := self._elsewhere("all_gather_coalesced", inputs, "allgather_coalesced"):
-            return begin(outputs, inputs, given_or_default(opts, "AllgatherOptions"))
-        call = _Call([], [])
-        for i, input in enumerate(inputs):
-            self._gather_row([row[i] for row in outputs], input, call)
-        return self._finished(call, one_or_all(outputs), opts)
-
-    def _gather_into(self, output: Tensor, input: Tensor, call: _Call) -> None:
+    def _gather_into(self, output: Tensor, input: Tensor, opts: Any, call: _Call) -> None:
         if output.dtype != input.dtype:
             raise ArgumentError(
                 f"all_gather: output has dtype {output.dtype} and input {input.dtype}"
@@ -258,7 +245,8 @@ class Collectives(Delegated):
             self._copy_in_turn([(source, input.detach())], call)
         call.parts.append(self._comm.all_gather(into, part, async_op=True))
 
-    def _gather_row(self, row: Sequence[Tensor], input: Tensor, call: _Call) -> None:
+    def _gather_row(self, row: Sequence[Tensor], input: Tensor, opts: Any, call: _Call) -> None:
+        self._check_row(row, "all_gather")
         rank = self._comm.rank
         if row[rank].numel() != input.numel() or any(t.dtype != input.dtype for t in row):
             raise ArgumentError(
@@ -270,7 +258,7 @@ class Collectives(Delegated):
             check_no_overlap(f"tensor_list[{i}]", tensor)
         if all(t.numel() == input.numel() for t in row):
             flat = torch.empty(len(row) * input.numel(), dtype=input.dtype)
-            self._gather_into(flat, input, call)
+            self._gather_into(flat, input, opts, call)
             pieces = flat.chunk(len(row)) if flat.numel() else []
             call.copies.extend(
                 (t.detach(), p.view(t.shape)) for t, p in zip(row, pieces, strict=False)
@@ -280,66 +268,51 @@ class Collectives(Delegated):
         for root, tensor in enumerate(row):
             self._broadcast_one(tensor, root, call)
 
-    # -- reduce_scatter ----------------------------------------------------------------------------
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Reduce ``input`` over all ranks and leave this rank's part in ``output``.
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Put all ranks' ``input``, end to end in rank order, into ``output``.
 
         Args:
-            output: ``n`` elements.
-            input: ``size * n`` elements; part ``r`` is for rank ``r``.
-            opts: ``ReduceScatterOptions``.
+            output: As many elements as all inputs together.
+            input: Of one size and dtype on all ranks; may be its part of ``output``.
+            opts: ``AllgatherOptions``.
         """
-        opts = given_or_default(opts, "ReduceScatterOptions")
+        if not _is_async(opts) and _are_plain(output, input):
+            self._comm.all_gather(output, input)
+            return done_work(lambda: self._pieces_of(output))
+        work = self._gather_single(output, input, opts)
+        if isinstance(work, PendingWork):
+            work._results = lambda: self._pieces_of(output)
+        return work
+
+    def _pieces_of(self, output: Tensor) -> list[Tensor]:
+        return list(output.chunk(self._comm.world_size)) if output.dim() else [output]
+
+    _gather_single = _of_pairs("all_gather", _gather_into, "AllgatherOptions", "_allgather_base")
+    _allgather_base = all_gather_single
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _of_pairs(
+        "all_gather_into_tensor_coalesced",
+        _gather_into,
+        "AllgatherOptions",
+        "all_gather_single_coalesced",
+        "allgather_into_tensor_coalesced",
+    )
+    # Rank r's input comes into all ranks' outputs[i][r]; ranks' sizes may differ.
+    allgather = _of_pairs(
+        "all_gather", _gather_row, "AllgatherOptions", "allgather", results=one_or_all
+    )
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Put rank ``r``'s ``inputs[i]`` into every rank's ``outputs[r][i]``."""
+        self._check_row(outputs, "all_gather_coalesced")
+        work = self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
+        if isinstance(work, PendingWork):
+            work._results = one_or_all(outputs)
+        return work
+
+    # -- reduce_scatter ----------------------------------------------------------------------------
+
+    def _scatter_from(self, output: Tensor, input: Tensor, opts: Any, call: _Call) -> None:
         op = reduction_name(opts.reduceOp, "reduce_scatter")
-        if not opts.asyncOp and op in OPS and _are_plain(output, input):
-            self._comm.reduce_scatter(output, input, op)
-            return done_work([output])
-        if begin := self._elsewhere("reduce_scatter", [input, output], "_reduce_scatter_base"):
-            return begin(output, input, opts)
-        call = _Call([], [])
-        self._scatter_from(output, input, op, opts, call)
-        return self._finished(call, [output], opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
-        """Do `reduce_scatter_single` of each pair."""
-        opts = given_or_default(opts, "ReduceScatterOptions")
-        operation = "reduce_scatter_tensor_coalesced"
-        _check_pairs(outputs, inputs, operation)
-        names = ("reduce_scatter_single_coalesced", operation)
-        if begin := self._elsewhere(operation, [*inputs, *outputs], *names):
-            return begin(outputs, inputs, opts)
-        op = reduction_name(opts.reduceOp, operation)
-        call = _Call([], [])
-        for output, input in zip(outputs, inputs, strict=True):
-            self._scatter_from(output, input, op, opts, call)
-        return self._finished(call, outputs, opts)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> Any:
-        """Reduce ``inputs[i][r]`` into rank ``r``'s ``outputs[i]``; ranks' sizes may differ."""
-        if isinstance(outputs, Tensor):
-            outputs, inputs = [outputs], [inputs]
-        if not hasattr(opts, "reduceOp"):
-            opts = _reduce_options(c10d.ReduceScatterOptions(), opts)
-        _check_pairs(outputs, inputs, "reduce_scatter")
-        if begin := self._elsewhere("reduce_scatter", outputs, "reduce_scatter"):
-            return begin(outputs, inputs, opts)
-        op = reduction_name(opts.reduceOp, "reduce_scatter")
-        call = _Call([], [])
-        for output, row in zip(outputs, inputs, strict=True):
-            self._check_row(row, "reduce_scatter")
-            self._scatter_row(output, row, op, opts, call)
-        return self._finished(call, outputs, opts)
-
-    def _scatter_from(self, output: Tensor, input: Tensor, op: str, opts: Any, call: _Call) -> None:
         size = self._comm.world_size
         if output.dtype != input.dtype or output.numel() * size != input.numel():
             raise ArgumentError(
@@ -355,12 +328,11 @@ class Collectives(Delegated):
         if is_native:
             call.parts.append(self._comm.reduce_scatter(output.detach(), flat, op, async_op=True))
         else:
-            self._scatter_slice(output, flat, self._comm.rank * output.numel(), op, opts, call)
+            self._scatter_slice(output, flat, self._comm.rank * output.numel(), opts, call)
 
-    def _scatter_row(
-        self, output: Tensor, row: Sequence[Tensor], op: str, opts: Any, call: _Call
-    ) -> None:
-        rank = self._comm.rank
+    def _scatter_row(self, output: Tensor, row: Sequence[Tensor], opts: Any, call: _Call) -> None:
+        self._check_row(row, "reduce_scatter")
+        rank, op = self._comm.rank, reduction_name(opts.reduceOp, "reduce_scatter")
         if row[rank].numel() != output.numel() or any(t.dtype != output.dtype for t in row):
             raise ArgumentError(
                 f"reduce_scatter: output is {tuple(output.shape)} of {output.dtype}, expected as "
@@ -370,15 +342,16 @@ class Collectives(Delegated):
         check_no_overlap("output", output)
         flat = self._flat_copy(row, op, call)
         if all(t.numel() == output.numel() for t in row):
-            self._scatter_from(output, flat, op, opts, call)
+            self._scatter_from(output, flat, opts, call)
         else:
             begin = sum(t.numel() for t in row[:rank])
-            self._scatter_slice(output, flat, begin, op, opts, call)
+            self._scatter_slice(output, flat, begin, opts, call)
 
     def _scatter_slice(
-        self, output: Tensor, flat: Tensor, begin: int, op: str, opts: Any, call: _Call
+        self, output: Tensor, flat: Tensor, begin: int, opts: Any, call: _Call
     ) -> None:
         """All-reduce ``flat``, which is ours, and copy a slice of it: for what is rare."""
+        op = reduction_name(opts.reduceOp, "reduce_scatter")
         target = output.detach()
         part = flat[begin : begin + target.numel()].view(target.shape)
         self._reduce_stand_in(for_reduction(flat, op), opts.reduceOp, call, (target, part))
@@ -396,6 +369,37 @@ class Collectives(Delegated):
             copy_all(copies)
         return flat
 
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Reduce ``input`` over all ranks and leave this rank's part in ``output``.
+
+        Args:
+            output: ``n`` elements.
+            input: ``size * n`` elements; part ``r`` is for rank ``r``.
+            opts: ``ReduceScatterOptions``.
+        """
+        opts = _options("ReduceScatterOptions", opts)
+        op = reduction_name(opts.reduceOp, "reduce_scatter")
+        if not opts.asyncOp and op in OPS and _are_plain(output, input):
+            self._comm.reduce_scatter(output, input, op)
+            return done_work([output])
+        return self._scatter_single(output, input, opts)
+
+    _scatter_single = _of_pairs(
+        "reduce_scatter", _scatter_from, "ReduceScatterOptions", "_reduce_scatter_base"
+    )
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _of_pairs(
+        "reduce_scatter_tensor_coalesced",
+        _scatter_from,
+        "ReduceScatterOptions",
+        "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+    )
+    # The sum of all ranks' inputs[i][r] comes into rank r's outputs[i]; ranks' sizes may differ.
+    reduce_scatter = _of_pairs(
+        "reduce_scatter", _scatter_row, "ReduceScatterOptions", "reduce_scatter"
+    )
+
     # -- several calls with one work ---------------------------------------------------------------
 
     def start_coalescing(self, *_: Any) -> None:
@@ -412,17 +416,8 @@ class Collectives(Delegated):
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _elsewhere(self, operation: str, tensors: Sequence[Tensor], *names: str) -> Any:
-        """Return another backend's method, by one of its names, if the tensors are its; or None."""
-        if not _are_elsewhere(tensors):
-            return None
-        return by_any_name(self._fallback.for_tensors(tensors, operation), *names)
-
     def _pending(self, parts: Sequence[Part], results: Any) -> Any:
         return self._noted(PendingWork(self._completer, parts, results))
-
-    def _pieces_of(self, output: Tensor) -> list[Tensor]:
-        return list(output.chunk(self._comm.world_size)) if output.dim() else [output]
 
     def _copy_in_turn(self, copies: Sequence[Copy], call: _Call) -> None:
         """Copy in the engine's thread, after earlier calls and their copies, before later ones."""
@@ -484,16 +479,3 @@ def _is_async(opts: Any) -> bool:
 
 def _decline(*_call: object) -> bool:
     return False
-
-
-def _reduce_options(options: Any, reduce_op: Any) -> Any:
-    if reduce_op is not None:
-        options.reduceOp = reduce_op
-    return options
-
-
-def _check_pairs(outputs: Sequence[Any], inputs: Sequence[Any], operation: str) -> None:
-    if len(outputs) != len(inputs):
-        raise ArgumentError(
-            f"{operation}: {len(outputs)} outputs and {len(inputs)} inputs, expected one each"
-        )

@@ -13,7 +13,8 @@ from pyringar.choices import check_choice
 from pyringar.comm.arguments import check_timeout
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.distributed.work import Completer, PendingWork
+from pyringar.distributed.waits import Completer
+from pyringar.distributed.work import PendingWork
 
 __all__ = ["HookState", "ddp_hook"]
 

@@ -22,11 +22,11 @@ from pyringar.distributed.convert import (
     has_plain_memory,
 )
 from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.messages import Message, Waiters
-from pyringar.distributed.work import Completer, Part, PendingWork, StepPart
+from pyringar.distributed.waits import Completer, End
+from pyringar.distributed.work import Part, PendingWork
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
-__all__ = ["Delegated", "WatchedPart", "by_any_name", "given_or_default"]
+__all__ = ["Delegated", "WatchedPart", "flat", "given_or_default"]
 
 _LOOK_S = 0.2
 # What a rank sent before it went is on its way for less than this.
@@ -44,8 +44,7 @@ class WatchedPart:
         operation: For error messages.
         peers: The ranks without which the call cannot end.
         begin: Begins it; returns gloo's work.
-        waiters: Wait for it if it is a send or receive, which nobody else can.
-        copies: What follows a receive.
+        copies: Made when the call has ended well, whether or not a thread waits for it.
 
     Raises PeerLostError if one of ``peers`` is gone, RingarError if the group failed or is closed.
     """
@@ -57,8 +56,6 @@ class WatchedPart:
         operation: str,
         peers: Sequence[int],
         begin: Callable[[], Any],
-        *,
-        waiters: Waiters | None = None,
         copies: Sequence[Copy] = (),
     ) -> None:
         self._comm = comm
@@ -67,15 +64,15 @@ class WatchedPart:
         self._peers = [rank for rank in peers if rank != comm.rank]
         self._gone_since = 0.0
         self._error: RuntimeError | None = None
-        self._message: Message | None = None
         self._check(self._peers)
         try:
             self.work = begin()
         except RuntimeError as error:  # a message that could not connect, or an argument
             self._check(self._peers)
             self._raise_named(error)
-        if waiters is not None:
-            self._message = Message(waiters, partial(_receive, self.work, copies))
+        self._end = End(fallback.waiters, partial(_end_with, self.work, copies))
+        if copies:
+            self._end.wait(0)
 
     def wait(self, timeout: float | None = None) -> object:
         """Block until it is done.
@@ -88,28 +85,17 @@ class WatchedPart:
             RingarError: The group was aborted.
         """
         ends = time.monotonic() + (float("inf") if timeout is None else timeout)
-        while not self._is_done_soon(max(0.001, min(_LOOK_S, ends - time.monotonic()))):
+        while not self._end.wait(max(0.001, min(_LOOK_S, ends - time.monotonic()))):
             if time.monotonic() > ends:
                 raise CollectiveTimeout(f"{self._operation} is not done after {timeout:.3g} s")
             self._check_while_waiting()
-        return True
-
-    def _is_done_soon(self, seconds: float) -> bool:
-        if self._message is not None:
-            if self._message.wait(seconds) and self._message.error is not None:
-                self._raise_named(self._message.error)
-            return self._message.is_done
-        try:
-            self.work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            if self.work.is_completed():  # its own error, else it is not done yet
-                self._raise_named(error)
-            return False
+        if self._end.error is not None:
+            self._raise_named(self._end.error)
         return True
 
     def is_completed(self) -> bool:
         """Return whether it is done. Never blocks."""
-        return bool(self.work.is_completed() if self._message is None else self._message.wait(0))
+        return self._end.wait(0)
 
     def _raise_named(self, error: Exception) -> NoReturn:
         if not any(word in str(error) for word in _CONNECTION):
@@ -148,6 +134,94 @@ class _DelegatedWork(PendingWork):
         return rank
 
 
+def _read(_: list[Copy], tensor: Tensor) -> Tensor:
+    """Return a tensor that gloo can send: as it is, its bytes, or those of a copy."""
+    return _movable(_whole(tensor))
+
+
+def _written(copies: list[Copy], tensor: Tensor) -> Tensor:
+    """Return a tensor that gloo can receive into: as it is, its bytes, or those of a copy."""
+    return _movable(_reduced(copies, tensor))
+
+
+def _reduced(copies: list[Copy], tensor: Tensor) -> Tensor:
+    """Return a tensor that gloo can reduce in place, or one that is copied into it after."""
+    stand_in = _whole(tensor)
+    if stand_in is not tensor:
+        check_no_overlap("tensor", tensor)
+        copies.append((tensor.detach(), stand_in))
+    return stand_in
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return it as gloo takes for granted: its elements end to end, as its memory has them."""
+    is_strided_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    if not is_strided_here or (tensor.is_contiguous() and has_plain_memory(tensor)):
+        return tensor
+    return tensor.detach().resolve_neg().resolve_conj().contiguous()
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """Return a tensor that gloo can move: as it is, or its bytes, same in the first dimension."""
+    is_movable = tensor.dtype in NATIVE or tensor.layout is not torch.strided
+    return tensor if is_movable or tensor.device.type != "cpu" else as_bytes(tensor)
+
+
+def _handed(
+    operation: str,
+    *conversions: Callable[[list[Copy], Tensor], Tensor],
+    names: tuple[str, ...] = (),
+    peers: Callable[..., Sequence[int] | None] = lambda *_: None,
+    is_message: bool = False,
+) -> Callable[..., Any]:
+    """Make a method that hands a call to the backend for its tensors.
+
+    Args:
+        operation: Its name in torch.distributed.
+        conversions: Of the first arguments: tensors, or lists of them.
+        names: Of the backend's method, if not ``operation``; the first that it has.
+        peers: Returns the ranks without which the call cannot end; None: all.
+        is_message: A barrier says nothing about it.
+    """
+
+    def hand_over(self: Delegated, *arguments: Any) -> Any:
+        copies: list[Copy] = []
+        given = arguments[: len(conversions)]
+        pairs = zip(conversions, given, strict=True)
+        moved = [_each(partial(convert, copies), argument) for convert, argument in pairs]
+        return self._hand_over(
+            operation,
+            [tensor for argument in given for tensor in flat(argument)],
+            (*moved, *arguments[len(conversions) :]),
+            copies,
+            names=names,
+            results=flat(given[0]),
+            peers=peers(self, *arguments),
+            is_message=is_message,
+        )
+
+    return hand_over
+
+
+def _each(convert: Callable[[Tensor], Tensor], given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return convert(given)
+    return [_each(convert, one) for one in given]
+
+
+def flat(given: Any) -> list[Tensor]:
+    """Return the tensors of nested lists."""
+    if isinstance(given, Tensor):
+        return [given]
+    return [tensor for one in given for tensor in flat(one)]
+
+
+def _to_or_from_root(group: Delegated, _outputs: Any, _inputs: Any, opts: Any) -> Sequence[int]:
+    """Return the ranks that this rank needs: all at the root, elsewhere the root alone."""
+    is_root = opts.rootRank == group._comm.rank
+    return range(group._comm.world_size) if is_root else [opts.rootRank]
+
+
 class Delegated:
     """Hand the calls that the engine does not know to gloo, which moves any dtype as bytes."""
 
@@ -157,83 +231,20 @@ class Delegated:
     _timeout: timedelta
     _batch: list[Any] | None  # the works of what is coalesced now
 
-    def reduce(self, tensors: Any, opts: Any, *more: Any) -> Any:
-        """Reduce to the root; gloo does, or the backend for the tensors' device."""
-        copies: list[Copy] = []
-        moved = [_reduced(t, copies) for t in tensors]
-        peers = self._met_over(tensors)
-        return self._hand_over("reduce", tensors, (moved, opts, *more), copies, peers=peers)
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any, *more: Any) -> Any:
-        """Gather at the root."""
-        copies: list[Copy] = []
-        rows = [[_written(t, copies) for t in row] for row in outputs]
-        moved = [_read(t) for t in inputs]
-        return self._hand_over(
-            "gather",
-            inputs,
-            (rows, moved, opts, *more),
-            copies,
-            results=outputs[0] if outputs else [],  # as gloo's future has it
-            peers=self._others(opts.rootRank),
-        )
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any, *more: Any) -> Any:
-        """Scatter from the root."""
-        copies: list[Copy] = []
-        rows = [[_read(t) for t in row] for row in inputs]
-        moved = [_written(t, copies) for t in outputs]
-        peers = self._others(opts.rootRank)
-        return self._hand_over("scatter", outputs, (moved, rows, opts, *more), copies, peers=peers)
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Any:
-        """Give every rank what the others have for it."""
-        opts = given_or_default(opts, "AllToAllOptions")
-        copies: list[Copy] = []
-        outs, ins = [_written(t, copies) for t in outputs], [_read(t) for t in inputs]
-        arguments = (outs, ins, opts, *more)
-        return self._hand_over("all_to_all", outputs, arguments, copies, names=("alltoall",))
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
-    ) -> Any:
-        """Give every rank what the others have for it, in one tensor."""
-        opts = given_or_default(opts, "AllToAllOptions")
-        copies: list[Copy] = []
-        arguments = (_written(output, copies), _read(input), out_splits, in_splits, opts)
-        names = ("all_to_all_single", "alltoall_base")
-        return self._hand_over("all_to_all_single", [output], arguments, copies, names=names)
-
-    all_to_all_single = alltoall_base
-
-    def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
-        """Send to a rank."""
-        arguments = ([_read(t) for t in tensors], rank, tag)
-        waiters = self._fallback.waiters
-        return self._hand_over("send", tensors, arguments, peers=[rank], waiters=waiters)
-
-    def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
-        """Receive from a rank."""
-        return self._receive(tensors, "recv", (rank, tag), [rank])
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive from whichever rank sends."""
-        return self._receive(tensors, "recv_anysource", (tag,), [])
-
+    reduce = _handed("reduce", _reduced, peers=lambda group, tensors, _: group._met_over(tensors))
+    gather = _handed("gather", _written, _read, peers=_to_or_from_root)
+    scatter = _handed("scatter", _written, _read, peers=_to_or_from_root)
+    alltoall = _handed("all_to_all", _written, _read, names=("alltoall",))
+    all_to_all_single = _handed(
+        "all_to_all_single", _written, _read, names=("all_to_all_single", "alltoall_base")
+    )
+    alltoall_base = all_to_all_single
+    send = _handed("send", _read, peers=lambda _, tensors, rank, *tag: [rank], is_message=True)
+    recv = _handed("recv", _written, peers=lambda _, tensors, rank, *tag: [rank], is_message=True)
+    recv_anysource = _handed(
+        "recv", _written, names=("recv_anysource",), peers=lambda *_: [], is_message=True
+    )
     recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
-
-    def _receive(self, tensors: Any, name: str, more: tuple[Any, ...], peers: Sequence[int]) -> Any:
-        copies: list[Copy] = []
-        moved = [_written(t, copies) for t in tensors]
-        return self._hand_over(
-            "recv",
-            tensors,
-            (moved, *more),
-            copies,
-            names=(name,),
-            peers=peers,
-            waiters=self._fallback.waiters,
-        )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Return when all ranks have called it; raise on rank 0 if some have not, naming them.
@@ -268,7 +279,7 @@ class Delegated:
         names: tuple[str, ...] = (),
         results: Any = None,
         peers: Sequence[int] | None = None,
-        waiters: Waiters | None = None,
+        is_message: bool = False,
     ) -> Any:
         """Return the work of a call of the backend for these tensors.
 
@@ -280,13 +291,15 @@ class Delegated:
             names: Of the backend's method, if not ``operation``; the first that it has.
             results: What the call writes, if not ``tensors``.
             peers: The ranks without which it cannot end, if not all.
-            waiters: See `WatchedPart`.
+            is_message: A barrier says nothing about it.
         """
         backend = self._fallback.for_tensors(tensors, operation)
-        begin = partial(by_any_name(backend, *(names or (operation,))), *arguments)
+        if arguments[-1] is None:  # its options: the backend has a default
+            arguments = arguments[:-1]
+        begin = partial(_by_any_name(backend, *(names or (operation,))), *arguments)
         if tensors and tensors[0].device.type != "cpu":
             return self._noted(begin())
-        parts = self._watched(operation, begin, copies, peers, waiters)
+        parts = self._watched(operation, begin, copies, peers, is_message=is_message)
         results = tensors if results is None else results
         return self._noted(_DelegatedWork(self._completer, parts, results))
 
@@ -296,25 +309,16 @@ class Delegated:
         begin: Callable[[], Any],
         copies: Sequence[Copy],
         peers: Sequence[int] | None = None,
-        waiters: Waiters | None = None,
+        *,
+        is_message: bool = False,
     ) -> list[Part]:
-        """Begin a call of gloo's; return it and the copies that follow it."""
-        part = WatchedPart(
-            self._comm,
-            self._fallback,
-            operation,
-            self._others() if peers is None else peers,
-            begin,
-            waiters=waiters,
-            copies=copies,
-        )
-        parts: list[Part] = [part]
+        """Begin a call of gloo that copies follow."""
+        peers = range(self._comm.world_size) if peers is None else peers
+        part = WatchedPart(self._comm, self._fallback, operation, peers, begin, copies)
         count_changes([into for into, _ in copies])
-        if waiters is None:
-            if copies:
-                parts.append(StepPart(part.work.get_future(), lambda: copy_all(copies)))
-            self._fallback.add(*parts)
-        return parts
+        if not is_message:
+            self._fallback.add(part)
+        return [part]
 
     def _noted(self, work: Any) -> Any:
         """Return a work, which belongs to what is coalesced now."""
@@ -326,15 +330,9 @@ class Delegated:
         """Return the ranks that reduce these with this one: gloo meets nobody over no elements."""
         return range(self._comm.world_size) if any(t.numel() for t in tensors) else []
 
-    def _others(self, root: int | None = None) -> Sequence[int]:
-        """Return the ranks that this one needs: all at the root, elsewhere the root alone."""
-        if root is None or root == self._comm.rank:
-            return range(self._comm.world_size)
-        return [root]
 
-
-def _receive(work: Any, copies: Sequence[Copy]) -> None:
-    """Wait for a message, and copy what came."""
+def _end_with(work: Any, copies: Sequence[Copy]) -> None:
+    """Wait for a call of gloo, then copy its results."""
     work.wait()
     copy_all(copies)
 
@@ -380,42 +378,9 @@ def given_or_default(opts: Any, kind: str) -> Any:
     return getattr(c10d, kind)() if opts is None else opts
 
 
-def by_any_name(backend: Any, *names: str) -> Any:
+def _by_any_name(backend: Any, *names: str) -> Any:
     """Return a method that has another name in older versions of torch."""
     for name in names:
         if hasattr(backend, name):
             return getattr(backend, name)
     raise UnsupportedError(f"this torch's {type(backend).__name__} has no {names[-1]}")
-
-
-def _read(tensor: Tensor) -> Tensor:
-    """Return a tensor that gloo can send: as it is, its bytes, or those of a copy."""
-    return _movable(_whole(tensor))
-
-
-def _written(tensor: Tensor, copies: list[Copy]) -> Tensor:
-    """Return a tensor that gloo can receive into: as it is, its bytes, or those of a copy."""
-    return _movable(_reduced(tensor, copies))
-
-
-def _reduced(tensor: Tensor, copies: list[Copy]) -> Tensor:
-    """Return a tensor that gloo can reduce in place, or one that is copied into it after."""
-    stand_in = _whole(tensor)
-    if stand_in is not tensor:
-        check_no_overlap("tensor", tensor)
-        copies.append((tensor.detach(), stand_in))
-    return stand_in
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return it as gloo takes for granted: its elements end to end, as its memory has them."""
-    is_strided_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    if not is_strided_here or (tensor.is_contiguous() and has_plain_memory(tensor)):
-        return tensor
-    return tensor.detach().resolve_neg().resolve_conj().contiguous()
-
-
-def _movable(tensor: Tensor) -> Tensor:
-    """Return a tensor that gloo can move: as it is, or its bytes, same in the first dimension."""
-    is_movable = tensor.dtype in NATIVE or tensor.layout is not torch.strided
-    return tensor if is_movable or tensor.device.type != "cpu" else as_bytes(tensor)

@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyringar.comm.exits import close_at_exit, is_inherited, never_destroy
-from pyringar.distributed.messages import Waiters
 from pyringar.distributed.torch_groups import break_off, closed_peers, make_gloo, make_nccl
+from pyringar.distributed.waits import Threads
 from pyringar.distributed.work import Part
 from pyringar.errors import RingarError, UnsupportedError
 
 __all__ = ["Fallback"]
+
+# How long close() waits for each thread whose wait was ended.
+_GRACE_S = 1.0
 
 
 class Fallback:
@@ -45,7 +48,7 @@ class Fallback:
         self._nccl: Any = None
         # Without a lock, as the works of an EngineCommunicator: each use is one step.
         self._under_way: set[Part] = set()
-        self.waiters = Waiters()  # of messages
+        self.waiters = Threads("calls of gloo")
         self._is_closed = False
         self._error: Exception | None = None
         try:
@@ -130,7 +133,7 @@ class Fallback:
         self._is_closed = True
         if self.waiters.is_busy():
             self.abort()
-        self.waiters.close()
+        self.waiters.close(_GRACE_S)
         if self.under_way() or self.waiters.is_busy():
             never_destroy(self._gloo)
         self._gloo = None

@@ -5,35 +5,28 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyringar.choices import check_choice, kind_of
-from pyringar.comm.arguments import (
-    DTYPES,
-    check_list,
-    check_plan,
-    check_root,
-    check_timeout,
-    op_name,
-)
+from pyringar.choices import check_choice
+from pyringar.comm.arguments import check_list, check_plan, check_root, check_timeout, op_name
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.jobs import Jobs
 from pyringar.comm.member import Member, check_agreed, ranks_by_node
+from pyringar.comm.plain_group import check_tensor
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
 from pyringar.distributed.between import Between
-from pyringar.distributed.column import Column, Notice
 from pyringar.distributed.convert import check_no_overlap, count_changes
-from pyringar.distributed.machines import Machines
+from pyringar.distributed.machines import Column, Machines
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -44,9 +37,15 @@ from pyringar.errors import (
 
 __all__ = ["HierarchicalCommunicator", "communicator_for"]
 
-# Ranks that wait inside for a rank that waits for another machine hear its reason.
+# Ranks wait longer inside a machine, so that a rank that waits for another machine fails first.
 _INSIDE_GRACE_S = 1.0
-Tensors = Tensor | Sequence[Tensor]
+
+
+def _meeting(
+    store: Any, rank: int | None, world_size: int | None, name: str, timeout: float, device: Any
+) -> Rendezvous:
+    store, rank, world_size = checked_store(store, rank, world_size)
+    return Rendezvous(store, rank, world_size, name, check_timeout(timeout), device.type)
 
 
 def communicator_for(
@@ -61,7 +60,7 @@ def communicator_for(
     device: str | torch.device | int | None = None,
     compares_shapes: bool = True,
 ) -> ProcessCommunicator | HierarchicalCommunicator:
-    """Make the communicator for this job: of one machine, or of several.
+    """Return this rank's communicator, for a job on one machine or on several.
 
     Args:
         algorithm: For every call that names none itself; on several machines ``"auto"``.
@@ -69,19 +68,13 @@ def communicator_for(
     See `HierarchicalCommunicator` for the other arguments and errors.
     """
     place = check_device("cpu" if device is None else device, "device")
-    store, rank, world_size = checked_store(store, rank, world_size)
-    with Rendezvous(store, rank, world_size, name, check_timeout(timeout), place.type) as meeting:
+    options: Any = {"order": order, "timeout": timeout, "compares_shapes": compares_shapes}
+    with _meeting(store, rank, world_size, name, timeout, place) as meeting:
         members = meeting.exchange_members()
         num_nodes = len(ranks_by_node(members))
         if num_nodes == 1:
             return ProcessCommunicator._of_meeting(
-                meeting,
-                members,
-                place,
-                algorithm=algorithm,
-                order=order,
-                timeout=timeout,
-                compares_shapes=compares_shapes,
+                meeting, members, place, algorithm=algorithm, **options
             )
     if algorithm != "auto":
         raise ArgumentError(
@@ -89,39 +82,38 @@ def communicator_for(
             "are added to each other: expected 'auto'"
         )
     made = HierarchicalCommunicator.__new__(HierarchicalCommunicator)
-    made._join(meeting, members, place, order, timeout, compares_shapes)
+    made._join(meeting, members, place, **options)
     return made
 
 
 class HierarchicalCommunicator(RankCommunicator):
-    """This process's rank in a group of processes on several machines, which reduce together.
+    """One rank of a group of processes on several machines.
 
-    It uses a `pyringar.ProcessCommunicator` inside each machine, and gloo (tensors on the CPU) or
-    NCCL (GPUs) between machines, over connections of its own: ``torch.distributed`` need not be
-    initialised. ``GLOO_SOCKET_IFNAME`` names the network.
+    A `pyringar.ProcessCommunicator` reduces inside each machine. Gloo (CPU tensors) or NCCL (GPUs)
+    reduces between machines, over its own connections. ``GLOO_SOCKET_IFNAME`` names the network.
 
-    With tensors on GPUs each rank needs a GPU of its own. Calls are enqueued on the current stream
-    of the caller; the host waits for the other ranks, never for a GPU. A work is completed when its
-    call is enqueued. A rank that is lost later is told by the next call; results may be void until
-    then. No machine with several GPUs has run this yet.
+    Each rank with tensors on a GPU needs its own GPU. Calls are enqueued on the caller's current
+    stream: the host waits for other ranks, never for a GPU. A work completes when its call is
+    enqueued. The next call reports a rank that is lost later; results may be invalid until then. No
+    machine with several GPUs has run this yet.
 
     Args:
-        order: ``"any"``: each machine's sum in rank order, then the sum of these in the order of
-            the machines' first ranks; ``"tree"``: the bits of one machine with all ranks, for
-            machines of equally many, a power of two, that follow each other.
+        order: ``"any"`` adds each machine's ranks in rank order, then the machines' sums in the
+            order of their first ranks. ``"tree"`` gives the bits of one machine, if each machine
+            has consecutive ranks, equally many and a power of two.
 
     See `pyringar.ProcessCommunicator` for the other arguments and errors.
 
     Attributes:
-        device: Of this rank's tensors.
-        members: Every rank's process and host, in rank order.
-        nodes: The ranks of every machine, in the order in which machines are added.
+        device: Device of this rank's tensors.
+        members: Process and host of every rank, in rank order.
+        nodes: Ranks of every machine, in the order in which machines are added.
         timeout_s: Seconds that a call waits for other ranks.
 
-    Cost: with L ranks on each of M machines a rank sends ``2 (M - 1) / M`` of ``N / L`` bytes.
-    Where machines have different numbers of ranks, the first rank of each sends all. Another 128
-    bytes of each rank say whether all call the same. One contiguous tensor of 32 bits or more is
-    reduced where it lies; other tensors are packed first.
+    Cost: with L ranks on each of M machines an all_reduce of N bytes sends ``2 (M - 1) / M`` of
+    ``N / L`` bytes per rank, and 128 to each other machine to compare calls. If machines have
+    different numbers of ranks, the first rank of each sends all bytes. All but one contiguous
+    tensor of 32 bits or more are packed.
     """
 
     def __init__(
@@ -137,10 +129,7 @@ class HierarchicalCommunicator(RankCommunicator):
         compares_shapes: bool = True,
     ) -> None:
         place = check_device("cpu" if device is None else device, "device")
-        store, rank, world_size = checked_store(store, rank, world_size)
-        with Rendezvous(
-            store, rank, world_size, name, check_timeout(timeout), place.type
-        ) as meeting:
+        with _meeting(store, rank, world_size, name, timeout, place) as meeting:
             members = meeting.exchange_members()
         self._join(meeting, members, place, order, timeout, compares_shapes)
 
@@ -153,35 +142,28 @@ class HierarchicalCommunicator(RankCommunicator):
         timeout: float,
         compares_shapes: bool,
     ) -> None:
-        """Connect to the ranks of this machine, and to those on the others."""
+        """Connect to the ranks of this machine and of the others."""
         self._rank, self._world_size, self._store = meeting.rank, meeting.world_size, meeting.store
         self._name, self.timeout_s, self.device = meeting.name, timeout, device
         self._order, self._compares_shapes = order, compares_shapes
         check_agreed(members)
         self.members = tuple(members)
         self.nodes = ranks_by_node(members)
-        self._machines = machines = Machines.of(self.nodes, self._rank)
+        self._machines = machines = Machines(self.nodes, self._rank)
         machines.check_order(order)
         self._intra = host = self._inside("machine", device)
-        if device.type != "cpu":  # what ranks tell each other waits for no GPU
+        if device.type != "cpu":  # comparing calls must not wait for a GPU
             host = self._inside("words of machine", torch.device("cpu"))
         self._inside_groups = {host, self._intra}
-        self._notice = Notice(self._store, self._rank)
-        self._column: Column | None = None
-        if machines.others and machines.is_carrier:
-            self._column = Column(self._store, machines, members, self._notice, timeout, device)
+        self._column = Column(self._store, machines, members, timeout, device)
         self._between = Between(machines, members, self._intra, host, self._column, order)
         self._jobs = Jobs("machines")
         weakref.finalize(self, self._jobs.end).atexit = False
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._stats = {"calls": 0, "bytes": 0}
-        close_at_exit(
-            self,
-            HierarchicalCommunicator.close,
-            abort=HierarchicalCommunicator.abort,
-            progress=HierarchicalCommunicator._progress,
-        )
+        self._num_calls = 0
+        kind = HierarchicalCommunicator
+        close_at_exit(self, kind.close, abort=kind.abort, progress=kind._progress)
         self.barrier()  # a rank that leaves now would look lost to ranks that still connect
 
     def _inside(self, name: str, device: torch.device) -> ProcessCommunicator:
@@ -196,89 +178,67 @@ class HierarchicalCommunicator(RankCommunicator):
         )
 
     def set_timeout(self, timeout: float) -> None:
-        """Set the limit of waits that begin from now on. See `ProcessCommunicator.set_timeout`."""
+        """Let waits that begin from now on last so many seconds without progress."""
         self.timeout_s = check_timeout(timeout)
         for group in self._inside_groups:
             group.set_timeout(self.timeout_s + _INSIDE_GRACE_S)
-        if self._column is not None:
-            self._column.set_timeout(self.timeout_s)
+        self._column.set_timeout(self.timeout_s)
 
     # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(
         self,
-        tensors: Tensors,
+        tensors: Tensor | Sequence[Tensor],
         op: Any = "sum",
         *,
         algorithm: str | None = None,
         order: str | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce this rank's tensor, or tensors, over all ranks; every rank then holds the result.
+        """Reduce tensors over all ranks in place, after comparing the calls of all machines.
 
-        Args:
-            algorithm: ``"auto"``, or not given.
-            order: The communicator's, or not given.
-
-        See `pyringar.ProcessCommunicator.all_reduce` for the other arguments and errors, which name
-        machines, too. Calls are compared between machines before data moves.
+        See `pyringar.ProcessCommunicator.all_reduce` for arguments and errors. ``algorithm`` can
+        only be ``"auto"``, and ``order`` the order of the communicator.
         """
         check_choice("algorithm", "auto" if algorithm is None else algorithm, ("auto",))
         check_choice("order", self._order if order is None else order, (self._order,))
         given: list[Any] = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         for i, tensor in enumerate(given):
-            _check_tensor(f"tensors[{i}]", tensor, self.device)
+            self._check_writable(f"tensors[{i}]", tensor)
         name = op_name(op)
-        what = f"all_reduce ({name}) of {self._describe(given)}{self._in_order()}"
+        what = f"all_reduce ({name}) of {self._describe(given)}"
         call = partial(self._between.all_reduce, given, name, what)
-        return self._submit(what, call, given, given, async_op)
+        return self._submit(what, call, given, async_op)
 
     def all_reduce_coalesced(
-        self,
-        tensors: Sequence[Tensor],
-        op: Any = "sum",
-        *,
-        algorithm: str | None = None,
-        order: str | None = None,
-        async_op: bool = False,
+        self, tensors: Sequence[Tensor], op: Any = "sum", **options: Any
     ) -> Work | None:
         """Reduce a list. See `all_reduce` for arguments and errors."""
         check_list("all_reduce_coalesced", tensors)
-        return self.all_reduce(tensors, op, algorithm=algorithm, order=order, async_op=async_op)
+        return self.all_reduce(tensors, op, **options)
 
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: Any = "sum", *, async_op: bool = False
     ) -> Work | None:
-        """Reduce ``input`` over all ranks and leave this rank's part of the result in ``output``.
-
-        See `pyringar.ProcessCommunicator.reduce_scatter` for arguments and errors.
-
-        Cost: with L of k ranks on each machine a rank sends ``(k - L) n / L`` elements to others.
-        """
+        """See `pyringar.ProcessCommunicator.reduce_scatter` for arguments and errors."""
         self._check_parts("reduce_scatter", output, input, output, input)
         name = op_name(op)
-        what = f"reduce_scatter ({name}) of {self._describe([input])}{self._in_order()}"
+        what = f"reduce_scatter ({name}) of {self._describe([input])}"
         call = partial(self._between.reduce_scatter, output, input, name, what)
-        return self._submit(what, call, [input, output], [output], async_op)
+        return self._submit(what, call, [output], async_op)
 
     def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work | None:
-        """Put all ranks' ``input``, end to end in rank order, into ``output``.
-
-        See `pyringar.ProcessCommunicator.all_gather` for arguments and errors.
-
-        Cost: with M machines of L ranks a rank sends ``(M - 1) n`` elements to others.
-        """
+        """See `pyringar.ProcessCommunicator.all_gather` for arguments and errors."""
         self._check_parts("all_gather", output, input, input, output)
         what = f"all_gather of {self._describe([input])}"
         call = partial(self._between.all_gather, output, input, what)
-        return self._submit(what, call, [output, input], [output], async_op)
+        return self._submit(what, call, [output], async_op)
 
     def _check_parts(
         self, operation: str, output: Tensor, input: Tensor, part: Tensor, whole: Tensor
     ) -> None:
-        """Refuse what cannot be written, and sizes and dtypes that do not belong together."""
-        _check_tensor("output", output, self.device)
-        _check_tensor("input", input, self.device, is_written=False)
+        self._check_writable("output", output)
+        check_tensor("input", input, self.device, is_written=False)
         size = self._world_size
         if part.dtype != whole.dtype or part.numel() * size != whole.numel():
             raise ArgumentError(
@@ -287,46 +247,41 @@ class HierarchicalCommunicator(RankCommunicator):
                 f"{'input' if whole is input else 'output'} {size} times as long"
             )
 
+    def _check_writable(self, name: str, tensor: Any) -> None:
+        check_tensor(name, tensor, self.device)
+        check_no_overlap(name, tensor)
+
     def _describe(self, tensors: Sequence[Tensor]) -> str:
-        """Return words that are equal for lists of equal sizes, or shapes, and dtypes alone."""
+        """Describe what must be equal on all ranks: dtypes, sizes or shapes, and the order."""
         numel = sum(tensor.numel() for tensor in tensors)
         is_by_shape = self._compares_shapes
         kinds = repr([(tuple(t.shape) if is_by_shape else t.numel(), t.dtype) for t in tensors])
         digest = hashlib.blake2b(kinds.encode(), digest_size=4).hexdigest()
         dtype = f" {tensors[0].dtype}" if tensors else ""
         shapes = "shapes" if is_by_shape else "sizes"
-        return f"{numel}{dtype} elements in {len(tensors)} tensors ({shapes} {digest})"
-
-    def _in_order(self) -> str:
-        return "" if self._order == "any" else f" in {self._order} order"
+        order = "" if self._order == "any" else f" in {self._order} order"
+        return f"{numel}{dtype} elements in {len(tensors)} tensors ({shapes} {digest}){order}"
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
-        """Copy the tensor of rank ``root`` into every other rank's.
-
-        See `pyringar.ProcessCommunicator.broadcast` for arguments and errors.
-
-        Cost: ``N`` bytes to every other machine, ``N / L`` from each of L ranks.
-        """
+        """See `pyringar.ProcessCommunicator.broadcast` for arguments and errors."""
         check_root(root, self._world_size)
-        _check_tensor("tensor", tensor, self.device)
+        self._check_writable("tensor", tensor)
         what = f"broadcast from rank {root} of {self._describe([tensor])}"
         call = partial(self._between.broadcast, tensor, root, what)
-        written = [tensor] if root != self._rank else []
-        return self._submit(what, call, [tensor], written, async_op)
+        return self._submit(what, call, [tensor] if root != self._rank else [], async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
-        """See `ProcessCommunicator.barrier`. On GPUs only the hosts wait."""
-        call = partial(self._between.compare, "barrier")
-        return self._submit("barrier", call, [], [], async_op)
+        """Return when all ranks have called it. On GPUs only the hosts wait."""
+        return self._submit("barrier", partial(self._between.compare, "barrier"), [], async_op)
 
     def _submit_step(self, step: Callable[[], object]) -> Work:
-        """Call ``step``, which waits for no work, after earlier calls and before later ones."""
+        """Run ``step``, which must not wait, between earlier and later calls."""
         return Work(self._jobs.submit(step, "step"), {}, "step")
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
         """See `pyringar.ProcessCommunicator.plan`."""
         check_plan(nbytes, dtype)
-        pieces = self._between.num_pieces(nbytes // dtype.itemsize)
+        pieces = -(-nbytes // dtype.itemsize // self._between.piece_elements())
         return Plan(
             algorithm="hierarchical",
             order="machine" if self._order == "any" else self._order,
@@ -336,21 +291,20 @@ class HierarchicalCommunicator(RankCommunicator):
         )
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return the calls and bytes of this rank, and its exchanges with other machines."""
-        sent = {"calls": 0, "bytes": 0} if self._column is None else self._column.sent
-        return {"hierarchical": dict(self._stats), "inter": dict(sent)}
+        """Return this rank's calls, and the exchanges and bytes that it sent to other machines."""
+        return {"hierarchical": {"calls": self._num_calls}, "inter": dict(self._column.sent)}
 
     # -- life --------------------------------------------------------------------------------------
 
     def check_peers(self, ranks: Sequence[int]) -> None:
-        """See `ProcessCommunicator.check_peers`. Knows the ranks of this machine alone."""
+        """Raise the error of the next call if this machine knows it. Never waits."""
         self._check_not_failed()
         here = self._machines.here
         local = [here.index(rank) for rank in ranks if rank in here]
         self._between.call_inside(lambda: self._intra.check_peers(local))
 
     def _tell(self, error: RuntimeError) -> None:
-        """Tell the other ranks of this machine why this one gives up."""
+        """Tell the other ranks of this machine why this rank gives up."""
         for group in self._inside_groups:
             group._tell(error)
 
@@ -366,34 +320,31 @@ class HierarchicalCommunicator(RankCommunicator):
         except BaseException as error:
             self._break_off(error)
             raise
-        if self._column is not None:
-            self._column.close()
+        self._column.close()
         for group in self._inside_groups:
             group.close()
 
     def abort(self) -> None:
-        """Fail what runs, here and on the other ranks, then `close`."""
+        """Fail the running calls on all ranks, then `close`."""
         if is_inherited(self):
             return
         self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
         self.close()
 
     def _progress(self) -> tuple[int, int] | None:
-        """Return the calls that run and the chunks that have crossed."""
         num = self._jobs.num_under_way()
-        return (num, self._column.num_chunks if self._column is not None else 0) if num else None
+        return (num, self._column.num_chunks) if num else None
 
     def _break_off(self, why: BaseException) -> None:
-        """Make the call that runs fail, and those that wait for it."""
+        """Fail the running call and all later ones."""
         if self._failure is None:
             self._failure = why
-            self._notice.write(why)  # before other machines see connections close
+            self._column.keep_error(why)  # before other machines see connections close
         for group in self._inside_groups:
             if isinstance(self._failure, (PeerLostError, CollectiveTimeout)):
                 group._tell(self._failure)
             group._abort(_text_of(self._failure))
-        if self._column is not None:
-            self._column.abort()
+        self._column.abort()
 
     def __repr__(self) -> str:
         closed = "closed, " if self._is_closed else ""
@@ -406,12 +357,7 @@ class HierarchicalCommunicator(RankCommunicator):
     # -- one call, on the communicator's own thread ------------------------------------------------
 
     def _submit(
-        self,
-        what: str,
-        call: Callable[[], None],
-        tensors: Sequence[Tensor],
-        written: Sequence[Tensor],
-        async_op: bool,
+        self, what: str, call: Callable[[], None], written: Sequence[Tensor], async_op: bool
     ) -> Work | None:
         if is_inherited(self):
             raise RingarError(
@@ -420,12 +366,10 @@ class HierarchicalCommunicator(RankCommunicator):
             )
         if self._is_closed:
             raise RingarError("this communicator is closed")
-        if self.device.type == "cuda":
-            call = self._on_current_stream(what, call)
+        stream = self._current_stream(what)
         count_changes(written)
         in_words = f"{what} of rank {self._rank} of {self._world_size}"
-        run = partial(self._run, what, call, sum(t.numel() * t.itemsize for t in tensors))
-        job = self._jobs.submit(run, in_words)
+        job = self._jobs.submit(partial(self._run, what, call, stream), in_words)
         if async_op:
             return Work(job, {}, what)
         try:
@@ -438,21 +382,16 @@ class HierarchicalCommunicator(RankCommunicator):
             raise
         return None
 
-    def _on_current_stream(self, what: str, call: Callable[[], None]) -> Callable[[], None]:
-        """Return a call that enqueues on the caller's stream, from any thread."""
+    def _current_stream(self, what: str) -> Any:
+        if self.device.type == "cpu":
+            return nullcontext()
         with torch.cuda.device(self.device):
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError(
                     f"{what}: ranks on several machines meet on the host in every call, which a "
                     "CUDA graph cannot capture; call it outside of the graph"
                 )
-        stream = torch.cuda.current_stream(self.device)
-
-        def enqueue() -> None:
-            with torch.cuda.stream(stream):
-                call()
-
-        return enqueue
+        return torch.cuda.stream(torch.cuda.current_stream(self.device))
 
     def _check_not_failed(self) -> None:
         if self._failure is not None:
@@ -460,11 +399,11 @@ class HierarchicalCommunicator(RankCommunicator):
             why = _text_of(self._failure)
             raise kind(f"this communicator failed before and cannot be used again: {why}")
 
-    def _run(self, what: str, call: Callable[[], None], nbytes: int) -> None:
+    def _run(self, what: str, call: Callable[[], None], stream: Any) -> None:
         self._check_not_failed()
         self._between.is_told = False
         try:
-            with torch.no_grad():
+            with torch.no_grad(), stream:
                 call()
         except BaseException as error:
             if self._failure is None and not self._between.is_told:
@@ -476,29 +415,7 @@ class HierarchicalCommunicator(RankCommunicator):
             if self._failure is named:
                 raise named from error
             raise RingarError(f"{what} was broken off: {_text_of(self._failure)}") from error
-        self._stats["calls"] += 1
-        self._stats["bytes"] += nbytes
-
-
-def _check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bool = True) -> None:
-    """Refuse a tensor that cannot be reduced or, if it is not written, moved."""
-    if not isinstance(tensor, Tensor):
-        raise ArgumentError(f"{name} is {kind_of(tensor)}, expected a tensor")
-    if tensor.device != device:
-        raise ArgumentError(f"{name} is on {tensor.device}, expected {device}, this rank's device")
-    if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-        raise UnsupportedError(
-            f"{name} is {tensor.layout} {tensor.dtype}, expected strided and one of "
-            f"{', '.join(map(str, DTYPES))}"
-        )
-    if not is_written:
-        return
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise ArgumentError(
-            f"{name} requires grad, and autograd would not see this in-place change; call it under "
-            "torch.no_grad(), or pass .detach()"
-        )
-    check_no_overlap(name, tensor)
+        self._num_calls += 1
 
 
 def _text_of(error: BaseException | None) -> str:

@@ -1,98 +1,192 @@
-"""Say which ranks are on which machine, and which of them meet ranks of other machines."""
+"""Which machine each rank is on, and the connections between machines."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from pyringar.choices import ORDERS, check_choice
-from pyringar.errors import ArgumentError
+from pyringar.comm.exits import close_at_exit, is_inherited
+from pyringar.comm.member import Member
+from pyringar.comm.stores import PatientStore
+from pyringar.distributed.torch_groups import break_off, closed_peers, make_gloo, make_nccl
+from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
-__all__ = ["Machines"]
+__all__ = ["Column", "Machines", "Wait"]
+
+Wait = Callable[[], object]
+
+_CHUNK_BYTES = 16 * 2**20  # each chunk has its own deadline
+_STORE_S = 1.0  # to reach the store, which may be on a lost machine
 
 
-class Machines(NamedTuple):
+class Machines:
     """The ranks of every machine, and the place of this process's rank.
 
-    Where machines have equally many ranks, the ranks of one local rank form a column, and each
-    column carries an equal part of the data. Else there is one column: the first rank of each
-    machine.
-
-    Attributes:
-        nodes: The ranks of every machine, in the order in which machines are added.
-        node: This rank's machine.
-        local_rank: This rank's index on its machine.
+    Where machines have equally many ranks, the ranks with one local rank form a column, which
+    carries an equal part of the data. Else the first rank of each machine carries all.
     """
 
-    nodes: list[list[int]]
-    node: int
-    local_rank: int
-
-    @classmethod
-    def of(cls, nodes: list[list[int]], rank: int) -> Machines:
-        """Return the place of ``rank``."""
-        node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
-        return cls(nodes, node, nodes[node].index(rank))
-
-    @property
-    def here(self) -> list[int]:
-        """The ranks of this machine."""
-        return self.nodes[self.node]
-
-    @property
-    def others(self) -> list[int]:
-        """The other machines, in order."""
-        return [node for node in range(len(self.nodes)) if node != self.node]
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether all machines have the same number of ranks."""
-        return len({len(ranks) for ranks in self.nodes}) == 1
-
-    @property
-    def num_columns(self) -> int:
-        """The number of columns."""
-        return len(self.here) if self.are_equal else 1
-
-    @property
-    def is_carrier(self) -> bool:
-        """Whether this rank is in a column."""
-        return self.local_rank < self.num_columns
-
-    @property
-    def column(self) -> list[int]:
-        """The ranks of this rank's column, by machine; of the first one, if it is in none."""
-        return [ranks[self.local_rank if self.is_carrier else 0] for ranks in self.nodes]
-
-    @property
-    def block_order(self) -> list[int]:
-        """All ranks by column, then by machine: the order of their parts in flat data."""
-        if self.are_equal:
-            return [rank for column in zip(*self.nodes, strict=True) for rank in column]
-        return [rank for ranks in self.nodes for rank in ranks]
-
-    def where(self, rank: int) -> int:
-        """Return the machine of a rank."""
-        return next(i for i, ranks in enumerate(self.nodes) if rank in ranks)
+    def __init__(self, nodes: list[list[int]], rank: int) -> None:
+        self.nodes = nodes  # the ranks of every machine, in the order in which machines are added
+        self.rank = rank
+        self.node = next(i for i, ranks in enumerate(nodes) if rank in ranks)  # its machine
+        self.others = [node for node in range(len(nodes)) if node != self.node]
+        self.here = nodes[self.node]
+        self.local_rank = self.here.index(rank)
+        self.are_equal = len({len(ranks) for ranks in nodes}) == 1
+        self.num_columns = len(self.here) if self.are_equal else 1
+        self.is_carrier = self.local_rank < self.num_columns
+        # All ranks by column, then by machine: the order of their parts in flat data.
+        columns = zip(*nodes, strict=True) if self.are_equal else nodes
+        self.block_order = [rank for column in columns for rank in column]
 
     def check_order(self, order: str) -> None:
         """Refuse an order that sums of machines' sums do not have."""
         check_choice("order", order, ORDERS)
-        flat = [rank for ranks in self.nodes for rank in ranks]
-        each = len(self.here)
-        is_tree = self.are_equal and each & (each - 1) == 0 and flat == sorted(flat)
-        if order == "any" or len(self.nodes) == 1 or (order == "tree" and is_tree):
-            return
-        needs = (
-            "equally many ranks on each, a power of two, that follow each other"
-            if order == "tree"
-            else "'any' or 'tree', for machines' sums are added to each other"
-        )
-        raise ArgumentError(
-            f"order is {order!r} and the ranks are on {len(self.nodes)} machines: "
-            f"{', '.join(map(str, self.nodes))}; expected {needs}"
-        )
+        ranks = [rank for node in self.nodes for rank in node]
+        size = len(self.here)
+        are_subtrees = self.are_equal and size & (size - 1) == 0 and ranks == sorted(ranks)
+        is_possible = order == "any" or (order == "tree" and are_subtrees)
+        if not is_possible and self.others:
+            raise ArgumentError(
+                f"order is {order!r} and the ranks are on {len(self.nodes)} machines: "
+                f"{', '.join(map(str, self.nodes))}; expected 'any', or 'tree' where each machine "
+                "has consecutive ranks, equally many and a power of two"
+            )
 
     def __str__(self) -> str:
         sizes = sorted({len(ranks) for ranks in self.nodes})
-        each = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        return f"{len(self.nodes)} machines of {each} ranks"
+        return f"{len(self.nodes)} machines of {' or '.join(map(str, sizes))} ranks"
+
+
+class Column:
+    """Connections between one rank of every machine; no connections for a rank without such peers.
+
+    All methods raise PeerLostError or CollectiveTimeout, which names ranks and machines. It quotes
+    the first error of the group, for a rank that fails closes connections of others.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        machines: Machines,
+        members: Sequence[Member],
+        timeout_s: float,
+        device: torch.device,
+    ) -> None:
+        from torch._C._distributed_c10d import PrefixStore  # not in every build of torch
+
+        self._machines = machines
+        self._members = members
+        self._store = store
+        self.set_timeout(timeout_s)
+        self.num_chunks = 0  # that have crossed
+        self.sent = {"calls": 0, "bytes": 0}
+        self._gloo: Any = None
+        self._nccl: Any = None
+        if machines.others and machines.is_carrier:
+            own = PrefixStore(f"column {machines.local_rank}/", store)
+            endpoint = (own, machines.node, len(machines.nodes), self._timeout)
+            self._gloo = self._checked(machines.others, make_gloo, *endpoint)
+            if device.type == "cuda":
+                self._nccl = make_nccl(*endpoint)
+        close_at_exit(self, Column.close)
+
+    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Wait:
+        """Begin to send and receive contiguous tensors, by machine.
+
+        The returned function waits. With GPUs the current stream waits, and the host does not.
+        """
+        if self._gloo is None:
+            return lambda: None
+        self.sent["calls"] += 1
+        self.sent["bytes"] += sum(tensor.numel() * tensor.itemsize for tensor in sent.values())
+        if any(tensor.is_cuda for tensor in (*sent.values(), *received.values())):
+            return self._exchange_on_gpu(sent, received)
+        works = [
+            (node, self._checked([node], begin, [chunk], node, 0))
+            for begin, messages in ((self._gloo.recv, received), (self._gloo.send, sent))
+            for node, tensor in messages.items()
+            if tensor.numel()
+            for chunk in torch.split(tensor.view(-1), _CHUNK_BYTES // tensor.itemsize)
+        ]
+
+        def wait() -> None:
+            for node, work in works:
+                self._checked([node], work.wait, self._timeout)
+                self.num_chunks += 1
+
+        return wait
+
+    def _exchange_on_gpu(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Wait:
+        nothing = next(iter((*sent.values(), *received.values()))).new_empty(0)
+        nodes = range(len(self._machines.nodes))
+        outputs = [received.get(node, nothing) for node in nodes]
+        inputs = [sent.get(node, nothing) for node in nodes]
+        options = torch._C._distributed_c10d.AllToAllOptions()
+        wait: Wait = self._nccl.alltoall(outputs, inputs, options).wait
+        return wait
+
+    def _checked(self, nodes: Sequence[int], call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call gloo, and name ranks and machines in its errors."""
+        try:
+            return call(*arguments)
+        except RingarError:
+            raise
+        except RuntimeError as error:
+            machines, why = self._machines, str(error)
+            nodes = (closed_peers(self._gloo) if self._gloo is not None else []) or nodes
+            places = "; ".join(
+                f"machine {node}, {self._members[machines.nodes[node][0]].host}, has ranks "
+                f"{machines.nodes[node]}"
+                for node in nodes
+            )
+            peers = [machines.nodes[node][machines.local_rank] for node in nodes]
+            cause = self.keep_error()
+            is_late = "timed out" in why.lower() or "timeout" in why.lower()
+            raise (CollectiveTimeout if is_late else PeerLostError)(
+                f"rank {machines.rank} waited for ranks {peers} of the "
+                f"other machines ({places}): {why}{'; ' if cause else ''}{cause}"
+            ) from error
+
+    def keep_error(self, error: BaseException | None = None) -> str:
+        """Write the error to the store, if it is the first of the group.
+
+        Return the first error if another rank wrote it, else nothing.
+        """
+        mark = f"rank {self._machines.rank}: "
+        store = PatientStore(self._store, "failure", 0, time.monotonic() + _STORE_S)
+        with suppress(RingarError), closing(store):
+            found = store.look_up(["failure"])[0]
+            if found is not None:
+                text: str = found.decode(errors="replace")
+                return "" if text.startswith(mark) else text
+            if error is not None:
+                store.set("failure", mark + (str(error) or type(error).__name__))
+        return ""
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let later waits last so many seconds without a chunk."""
+        self._timeout = timedelta(seconds=min(seconds, 1e6))
+
+    def abort(self) -> None:
+        """Close the connections, so that the calls of all their ranks fail."""
+        if self._gloo is not None:
+            break_off(self._gloo)
+
+    def close(self) -> None:
+        """Release the connections. May be called again."""
+        if is_inherited(self):
+            return
+        self._gloo = None
+        if self._nccl is not None:
+            with suppress(RuntimeError):  # a rank is lost
+                self._nccl.shutdown()
+            self._nccl = None

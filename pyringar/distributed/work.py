@@ -10,10 +10,8 @@ somebody waits, is interrupted while waiting, or has dropped it.
 
 from __future__ import annotations
 
-import collections
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,23 +19,17 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from pyringar.comm.threads import start_thread
-from pyringar.errors import RingarError
+from pyringar.distributed.waits import Completer
 
 __all__ = [
-    "Completer",
     "DelegatedPart",
     "DoneWork",
     "Part",
     "PendingWork",
-    "StepPart",
     "done_work",
     "error_of",
     "one_or_all",
 ]
-
-# How long a callback may run before another thread completes the futures behind it, at first.
-_GRACE_S = 0.01
 
 _BaseWork: Any = dist.distributed_c10d.Work
 
@@ -67,30 +59,6 @@ class DelegatedPart:
     def is_completed(self) -> bool:
         """Return whether it is done."""
         return bool(self._work.is_completed())
-
-
-class StepPart:
-    """Wrap what follows another backend's call, in that backend's thread, as a `Part`.
-
-    Args:
-        future: Of that call.
-        step: Called when it has ended well; waits for nobody.
-    """
-
-    def __init__(self, future: Future[Any], step: Callable[[], object]) -> None:
-        def run(done: Future[Any]) -> None:
-            done.value()  # raises what the call failed with
-            step()
-
-        self._future = future.then(run)
-
-    def wait(self, timeout: float | None = None) -> object:
-        """Block until the step is done."""
-        return self._future.wait()
-
-    def is_completed(self) -> bool:
-        """Return whether the step is done."""
-        return self._future.done()
 
 
 def error_of(part: Part) -> Exception | None:
@@ -211,97 +179,3 @@ def done_work(results: Any) -> DoneWork:
     work: DoneWork = DoneWork()
     work._results = results
     return work
-
-
-class Completer:
-    """Completes futures of works, in the order in which they were asked for, in its own threads.
-
-    A future's callbacks run in the thread that completes it, and may wait for other futures. At
-    most one thread waits for a work; the others run callbacks, or are idle. When only one is idle
-    and the callbacks do not return, because they wait for futures that are not completed yet, it
-    starts another and goes on: there are as many threads as callbacks were blocked at once, and
-    two. The first future starts them, `close` ends them.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._changed = threading.Condition()
-        self._queue: collections.deque[tuple[Future[None], Callable[[], object]]]
-        self._queue = collections.deque()
-        self._threads: list[threading.Thread] = []
-        self._num_idle = 0
-        self._is_led = False  # a thread waits for the work of the next future
-        self._is_closing = False
-
-    def complete(self, future: Future[None], settle: Callable[[], object]) -> None:
-        """Complete ``future`` when ``settle``, which waits for a work, has returned.
-
-        Raises:
-            RingarError: The first threads cannot start.
-        """
-        with self._changed:
-            if not self._is_closing:
-                while len(self._threads) < 2:
-                    self._start_thread()
-                self._queue.append((future, settle))
-                self._changed.notify()
-                return
-        settle()
-        future.set_result(None)
-
-    def close(self) -> None:
-        """Complete what was asked for, then end the threads. Call when the engine is closed."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-        for thread in self._threads:  # grows while callbacks are blocked
-            if thread is not threading.current_thread():
-                thread.join()
-
-    def _start_thread(self) -> None:
-        # At exit it is joined by close(), which ends what it waits for first.
-        self._threads.append(start_thread(f"futures {self._name}", self._run))
-        self._num_idle += 1
-
-    def _run(self) -> None:
-        while self._complete_next():
-            pass
-
-    def _complete_next(self) -> bool:
-        """Complete the next future. False: there will be none."""
-        with self._changed:
-            if not self._wait_for_turn():
-                return False
-            future, settle = self._queue.popleft()
-            self._num_idle -= 1
-            self._is_led = True
-        settle()
-        with self._changed:
-            self._is_led = False
-            self._changed.notify_all()
-        future.set_result(None)
-        with self._changed:
-            self._num_idle += 1
-        return True
-
-    def _wait_for_turn(self) -> bool:
-        """Wait, holding the lock, until this thread is to take a future. False: none will come."""
-        until: float | None = None
-        while True:
-            if self._is_led or not self._queue:
-                if self._is_closing and not self._queue:
-                    return False
-                until = None
-                self._changed.wait()
-            elif self._num_idle > 1:
-                return True
-            elif until is None:
-                # With the number of threads, so that callbacks that are only slow start few.
-                until = time.monotonic() + _GRACE_S * len(self._threads)
-            elif (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
-            else:
-                try:
-                    self._start_thread()
-                except RingarError:  # then a callback that waits for a later future is stuck
-                    return True
