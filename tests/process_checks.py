@@ -29,9 +29,6 @@ import pyringar as pr
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
-# On this many cores or fewer; more ranks than cores must work, too.
-WORLD_SIZES = (1, 2, 3, 4)
-
 # What other programs on this machine may take of what follows, at worst; seldom.
 BUSY_S = 1.0
 # Survivors hear of a death within this, and of a deadline not later than this after it.
@@ -125,19 +122,6 @@ def settled(read: Callable[[], Any], want: object) -> Any:
     while (value := read()) != want and time.monotonic() < deadline:
         time.sleep(0.01)
     return value
-
-
-def exit_code_of(child: int) -> int:
-    """Wait for a forked child; -99 if it had to be killed."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return -99
 
 
 # -- ranks that fail -------------------------------------------------------------------------------

@@ -87,36 +87,17 @@ def test_gradient_that_lies_elsewhere_is_reduced(nets, comm, which, change):
 
 
 def test_memory_goes_with_gradients(nets, comm):
-    with warm_bucketer(nets, comm) as bucketer:
-        watches = watches_of(grads_of(nets))
-        assert all(watch() is not None for watch in watches)
-        clear(nets)
-        gc.collect()
-        assert all(watch() is None for watch in watches)
-        step(nets, bucketer, seed=7, set_to_none=True)
-
-
-def test_kept_gradient_keeps_no_others(nets, comm):
-    with warm_bucketer(nets, comm) as bucketer:
-        kept = [nets[0].get_parameter(name).grad for name, _ in nets[0].named_parameters()]
-        watches = watches_of(grads_of(nets[1:]))
-        clear(nets)
-        step(nets, bucketer, set_to_none=True)
-        gc.collect()
-        assert all(watch() is None for watch in watches)
-        assert len(kept) == 6
-
-
-def test_no_garbage_collection_is_needed(nets, comm):
+    """Without the garbage collector; a gradient that is kept keeps no other gradient."""
     gc.collect()
     gc.disable()
     try:
-        bucketer = warm_bucketer(nets, comm)
-        watches = watches_of(grads_of(nets))
-        clear(nets)
-        assert all(watch() is None for watch in watches)
-        step(nets, bucketer)
-        bucketer.close()
+        with warm_bucketer(nets, comm) as bucketer:
+            kept = [param.grad for param in nets[0].parameters()]
+            watches = watches_of(grads_of(nets[1:]))
+            clear(nets)
+            assert all(watch() is None for watch in watches)
+            step(nets, bucketer, seed=7, set_to_none=True)
+            assert len(kept) == 6
     finally:
         gc.enable()
 

@@ -194,10 +194,13 @@ def differ_as_rank(rank, world_size, store, what):
     ("what", "words"),
     [
         ("number", "differ in its number of parameters: 4 here, 2 there"),
-        ("shape", "the shape or dtype of parameter 0 ((30, 6) torch.float32)"),
-        ("dtype", "the shape or dtype of parameter 4"),
+        (
+            "shape",
+            "the shape or dtype of parameter 0: (30, 6) torch.float32 here, (30, 7) torch.float32",
+        ),
+        ("dtype", "parameter 4: (5, 40) torch.float32 here, (5, 40) torch.float64 there"),
         ("cap", "its bucket_cap_mb: 1 here, 7000000 there"),
-        ("op", "its op: 0 here, 1 there"),
+        ("op", "its op: sum here, mean there"),
     ],
 )
 def test_different_ranks_are_named(pools, what, words):

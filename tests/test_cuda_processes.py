@@ -19,7 +19,6 @@ from ranks import crews, new_name
 
 import pyringar as pr
 from pyringar import errors
-from pyringar.comm.shared_tensors import shared_empty
 from pyringar.engine import load
 
 WORLD_SIZES = (2, 3)
@@ -286,8 +285,6 @@ def on_rank_arguments(state) -> None:
         state.comm.all_reduce(torch.ones(3, dtype=torch.complex64, device="cuda"))
     with pytest.raises(errors.UnsupportedError, match="algorithm is 'ring'"):
         state.comm.all_reduce(host.cuda(), algorithm="ring")
-    with pytest.raises(errors.UnsupportedError, match="shared_empty"):
-        state.comm.register(shared_empty(3))
     with (
         pr.ProcessCommunicator(
             state.store, state.rank, state.world_size, name=state.name + "/cpu"
@@ -308,15 +305,6 @@ def on_rank_bind_and_stats(state) -> None:
     assert after["exchange"]["calls"] == before.get("exchange", {"calls": 0})["calls"] + 3
 
 
-def on_rank_sub_group(state) -> None:
-    ranks = list(reversed(range(state.world_size)))
-    with state.comm.new_group(ranks) as comm:
-        assert str(comm.device) == "cuda:0"
-        mine = torch.full((5,), float(state.rank), device="cuda")
-        comm.broadcast(mine, root=0)
-        assert mine.tolist() == [state.world_size - 1.0] * 5
-
-
 CASES = [
     on_rank_lists,
     on_rank_layouts,
@@ -326,7 +314,6 @@ CASES = [
     on_rank_capture,
     on_rank_arguments,
     on_rank_bind_and_stats,
-    on_rank_sub_group,
 ]
 
 

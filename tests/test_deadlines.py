@@ -7,21 +7,22 @@ no speed of a machine decides. Everything runs in processes of its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from cases import mostly_slow
 from oracle import assert_bits
-from ranks import LONG_S, Crew, Outcome, Rank, value_of
+from process_checks import stop_in
+from ranks import LONG_S, Rank, value_of
 
 import pyringar as pr
-from pyringar.comm.shared_tensors import shared_empty
 
 TIMEOUT_S = 1.0
 # Of a stop, and the processor's time that a rank gets between two: short, so that a call takes
@@ -48,46 +49,29 @@ def expected(numel: int, world_size: int) -> torch.Tensor:
 
 
 def prepare(state, numel: int, how: str) -> None:
-    """Everything that takes long before the call; registering is a call, too, and comes first."""
-    if how == "registered":
-        state.tensor = shared_empty(numel)
-        state.comm.register(state.tensor)
-    elif how == "strided":
-        state.tensor = torch.empty(2 * numel)[::2]
+    """Everything that takes long before the call."""
+    if how in ("local ring", "local direct"):  # ranks in one process
+        numel, count, rank = 2 * numel, 3, 0
+        comm = pr.Communicator(["cpu"] * count, timeout=TIMEOUT_S)
+        state.tensors = [filled(numel, i) for i in range(count)]
+        state.call = functools.partial(comm.all_reduce, state.tensors, algorithm=how.split()[1])
     else:
-        state.tensor = torch.empty(numel)
-    state.tensor.copy_(filled(numel, state.rank))
-    state.expected = expected(numel, state.world_size)
+        count, rank = state.world_size, state.rank
+        tensor = torch.empty(2 * numel)[::2] if how == "strided" else torch.empty(numel)
+        tensor.copy_(filled(numel, rank))
+        state.tensors = [tensor]
+        state.call = functools.partial(state.comm.all_reduce, tensor)
+    state.expected = expected(numel, count)
 
 
 def reduce(state) -> float:
     """One call, checked; the seconds that it took."""
     began = time.monotonic()
-    state.comm.all_reduce(state.tensor)
-    seconds = time.monotonic() - began
-    assert_bits(state.tensor, state.expected)
-    return seconds
-
-
-def prepare_in_process(state, numel: int, how: str) -> None:
-    state.algorithm = how
-    state.tensors = [filled(2 * numel, rank) for rank in range(3)]
-    state.expected = expected(2 * numel, 3)
-    state.group = pr.Communicator(["cpu"] * 3, timeout=TIMEOUT_S)
-
-
-def reduce_in_process(state) -> float:
-    began = time.monotonic()
-    state.group.all_reduce(state.tensors, algorithm=state.algorithm)
+    state.call()
     seconds = time.monotonic() - began
     for tensor in state.tensors:
         assert_bits(tensor, state.expected)
-    state.group.close()
     return seconds
-
-
-def nap(state, seconds: float) -> None:
-    time.sleep(seconds)
 
 
 def processor_s(rank: Rank) -> float:
@@ -122,14 +106,18 @@ def stopped_again_and_again(rank: Rank) -> Iterator[None]:
 # -- a call may take long --------------------------------------------------------------------------
 
 
-def make_it_long(
-    crew: Crew, prepares: Callable[..., None], reduces: Callable[..., float], how: str
-) -> None:
-    """Stop the last rank in calls that grow until one takes every rank longer than the timeout."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    [(2, "exchange"), (2, "strided"), (3, "direct"), (1, "local ring"), (1, "local direct")],
+)
+def test_long_call_is_not_late(joined_crew, world_size, how):
+    """The last rank is stopped in calls that grow until one takes longer than the timeout."""
+    crew = joined_crew(world_size, timeout=TIMEOUT_S)
     for numel in (LARGE, 2 * LARGE, 4 * LARGE):
-        crew.run(prepares, numel=numel, how=how)
-        with stopped_again_and_again(crew[len(crew.ranks) - 1]):
-            crew.start(reduces)
+        crew.run(prepare, numel=numel, how=how)
+        with stopped_again_and_again(crew[world_size - 1]):
+            crew.start(reduce)
             # The stops end with the long part, so that the test does.
             time.sleep(6 * STOPPED_S)
         if min(map(value_of, crew.outcomes())) > 1.1 * TIMEOUT_S:
@@ -137,27 +125,10 @@ def make_it_long(
     pytest.fail("too fast a call: it shows nothing")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "how"),
-    [(2, "exchange"), (3, "registered"), (2, "strided"), (3, "direct")],
-)
-def test_long_call_is_not_late(joined_crew, world_size, how):
-    crew = joined_crew(world_size, timeout=TIMEOUT_S)
-    make_it_long(crew, prepare, reduce, how)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
-def test_long_local_call_is_not_late(new_crew, algorithm):
-    make_it_long(new_crew(1), prepare_in_process, reduce_in_process, algorithm)
-
-
 def test_stopped_group_goes_on(joined_crew):
     """As on a laptop that sleeps, for longer than the timeout: nobody could have come."""
     crew = joined_crew(3, timeout=TIMEOUT_S)
     crew.run(prepare, numel=SMALL, how="")
-    crew[2].start(nap, seconds=0.5)
     crew.start(reduce, [0, 1])
     time.sleep(0.2)  # these wait for rank 2
     for rank in crew.ranks:
@@ -165,7 +136,6 @@ def test_stopped_group_goes_on(joined_crew):
     time.sleep(2 * TIMEOUT_S)
     for rank in crew.ranks:
         rank.send(signal.SIGCONT)
-    value_of(crew[2].outcome())
     crew[2].start(reduce)
     crew.values()
 
@@ -173,31 +143,21 @@ def test_stopped_group_goes_on(joined_crew):
 # -- a rank that stands still ----------------------------------------------------------------------
 
 
-def assert_named(outcomes: list[Outcome], late: int, crew: Crew) -> None:
-    for outcome in outcomes:
-        assert outcome.error == "CollectiveTimeout", outcome
-        assert f"for rank {late} (process {crew[late].pid} on " in outcome.text, outcome.text
-        assert f"for {TIMEOUT_S:g} s" in outcome.text
-
-
 @pytest.mark.slow
 def test_stopped_rank_is_named_beside_busy_rank(joined_crew):
     """Rank 0 waits for rank 1, which is busy for several timeouts, but not late; rank 2 is."""
     crew = joined_crew(3, timeout=TIMEOUT_S)
-    crew.run(prepare, numel=LARGE, how="registered")
-    crew[2].call(pause_in_reduce, seconds=LONG_S)
+    crew.run(prepare, numel=LARGE, how="strided")  # to be packed for several timeouts
+    crew[2].call(stop_in, phase="announce", seconds=LONG_S)
     with stopped_again_and_again(crew[1]):
         began = time.monotonic()
         crew.start(reduce)
         outcome = crew[0].outcome()
-    assert_named([outcome], 2, crew)
     assert outcome.at - began < TIMEOUT_S + 2 * BUSY_S
-    assert_named([crew[1].outcome()], 2, crew)
-
-
-def pause_in_reduce(state, seconds: float) -> None:
-    """Stay in this phase of the next call for so long."""
-    state.comm._group.delay("reduce", seconds)
+    for told in (outcome, crew[1].outcome()):
+        assert told.error == "CollectiveTimeout", told
+        assert f"for {crew.name(2)}" in told.text, told.text
+        assert f"for {TIMEOUT_S:g} s" in told.text
 
 
 # -- Work.wait -------------------------------------------------------------------------------------

@@ -2,65 +2,86 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import threading
 import time
+import weakref
 
 import pytest
 from cases import mostly_slow
 from programs import programs, run_programs
 
+from pyringar.comm import exits
 from pyringar.engine import load
 
 SLOW = pytest.mark.slow
 
-CLOSING = """
-import os, sys
-from pyringar.comm.exits import close_at_exit, is_inherited
 
-class Owner:
-    def __init__(self, name):
-        self.name = name
-        close_at_exit(self, Owner.close)
-    def close(self):
-        print("close", self.name, flush=True)
-        if self.name == "b":
-            raise ValueError("in the middle")
-    def __del__(self):
-        print("del", self.name, flush=True)
-
-class Shared:
-    def close(self):
-        print("close shared", os.getpid() == parent, flush=True)
-    def forget(self):
-        print("forget", flush=True)
-
-parent = os.getpid()
-a, b, c = Owner("a"), Owner("b"), Owner("c")
-shared = Shared()
-close_at_exit(shared, Shared.close, in_child=Shared.forget)
-Owner("dropped")
-pid = os.fork()
-if pid == 0:
-    assert is_inherited(a) and not is_inherited(shared)
-    del a
-    own = Owner("child")
-    sys.exit(0)
-assert os.waitpid(pid, 0)[1] == 0
-assert not is_inherited(a)
-print("parent", flush=True)
-"""
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    """Collect the words of the test's owners; other owners are set aside."""
+    monkeypatch.setattr(exits, "_living", {})
+    monkeypatch.setattr(exits, "_inherited", set())
+    monkeypatch.setattr(exits, "_end_reading", lambda: None)
+    monkeypatch.setattr(exits, "_GRACE_S", 0.2)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    return []
 
 
-@pytest.mark.slow
-def test_owners_close_newest_first():
-    [done] = run_programs(CLOSING, [])
-    before, parent = done.stdout.split("parent\n")
-    in_child = before.splitlines()
-    assert in_child[:4] == ["del dropped", "forget", "close child", "close shared False"]
-    assert not {"del a", "del b", "del c"} & set(in_child), "threads behind it are the parent's"
-    assert [line for line in parent.splitlines() if line.startswith("close")] == [
-        *("close shared True", "close c", "close b", "close a"),
-    ]
-    assert "in the middle" in done.stderr
+def test_owners_close_newest_first(said):
+    def close_b(_) -> None:
+        said.append("b")
+        raise ValueError("in the middle")
+
+    closes = {"a": lambda _: said.append("a"), "b": close_b, "c": lambda _: said.append("c")}
+    owners = [threading.Event() for _ in closes]
+    for owner, close in zip(owners, closes.values(), strict=True):
+        exits.close_at_exit(owner, close)
+    exits.close_at_exit(threading.Event(), lambda _: said.append("dropped"))
+    with pytest.raises(ValueError, match="in the middle"):
+        exits._close_all()
+    assert said == ["c", "b", "a"]
+
+
+def test_child_leaves_owners_alone(said):
+    owner, shared = threading.Event(), threading.Event()
+    exits.close_at_exit(owner, lambda _: said.append("close"))
+    exits.close_at_exit(
+        shared, lambda _: said.append("close shared"), in_child=lambda _: said.append("forget")
+    )
+    exits._leave_to_parent()  # as after os.fork()
+    assert exits.is_inherited(owner)
+    assert not exits.is_inherited(shared)
+    exits._close_all()
+    assert said == ["forget", "close shared"]
+    watch = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert watch() is not None, "threads behind it are the parent's"
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [("goes on", ["close"]), ("stands still", ["abort", "close"]), ("is over", ["close"])],
+)
+def test_still_calls_are_aborted(said, state, expected):
+    began, owner = time.monotonic(), threading.Event()
+
+    def progress(_) -> int:
+        runs_s = time.monotonic() - began
+        if state == "goes on":
+            return int(20 * runs_s) + 1 if runs_s < 0.6 else 0
+        return state == "stands still"
+
+    exits.close_at_exit(
+        owner,
+        lambda _: said.append("close"),
+        abort=lambda _: said.append("abort"),
+        progress=progress,
+    )
+    exits._close_all()
+    assert said == expected
 
 
 # Everything of ours that lives in a process, and gloo connected.
@@ -136,44 +157,6 @@ def test_forked_child_ends(how, size, tmp_path):
         assert done.returncode == 0, done
         assert "Traceback" not in done.stdout + done.stderr
         assert "terminate called" not in done.stdout + done.stderr
-
-
-STILL = """
-import sys, time
-from pyringar.comm import exits
-
-exits._GRACE_S = 1.0
-began = time.monotonic()
-
-class Owner:
-    def progress(self):
-        runs_s = time.monotonic() - began
-        if sys.argv[1] == "goes on":
-            return int(10 * runs_s) + 1 if runs_s < 3 else 0
-        return sys.argv[1] == "stands still"
-
-    def close(self):
-        print("close", flush=True)
-
-    def abort(self):
-        print("abort", flush=True)
-
-owner = Owner()
-exits.close_at_exit(owner, Owner.close, abort=Owner.abort, progress=Owner.progress)
-"""
-
-
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [
-        pytest.param("goes on", ["close"], marks=SLOW),
-        ("stands still", ["abort", "close"]),
-        pytest.param("is over", ["close"], marks=SLOW),
-    ],
-)
-def test_still_calls_are_aborted(what, expected):
-    [done] = run_programs(STILL, [what])
-    assert done.stdout.split() == expected, done.stderr
 
 
 # -- programs that fail ----------------------------------------------------------------------------

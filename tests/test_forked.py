@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from process_checks import LARGE
+from ranks import value_of
 
 import pyringar as pr
-from pyringar.comm.shared_tensors import shared_empty
 from pyringar.comm.work import Work
 
 pytestmark = [
@@ -67,9 +67,32 @@ def wrong_outcomes(calls: dict[str, Callable[[], Any]], harmless: set[str]) -> d
     return wrong
 
 
-def methods_of(group: Any) -> set[str]:
-    public = {name: value for name, value in vars(type(group)).items() if not name.startswith("_")}
-    return {name for name, value in public.items() if not isinstance(value, type)}
+def calls_of(comm: Any, data: Any, whole: Any) -> dict[str, Callable[[], Any]]:
+    """Return the calls of both transports, on tensors of all ranks or of one."""
+    lists = [[tensor] for tensor in data] if isinstance(data, list) else [data]
+    bound = comm.bind(data)
+    done = comm.all_reduce(data, async_op=True)
+    done.wait()
+    return {
+        "all_reduce": lambda: comm.all_reduce(data),
+        "async": lambda: comm.all_reduce(data, async_op=True),
+        "coalesced": lambda: comm.all_reduce_coalesced(lists),
+        "reduce_scatter": lambda: comm.reduce_scatter(data, whole),
+        "all_gather": lambda: comm.all_gather(whole, data, async_op=True),
+        "broadcast": lambda: comm.broadcast(data),
+        "bind": lambda: comm.bind(data),
+        "bind_coalesced": lambda: comm.bind_coalesced(lists),
+        "bound": bound,
+        "check": comm.check,
+        "stats": comm.stats,
+        "plan": lambda: comm.plan(100),
+        "done": done.wait,
+        "close": comm.close,
+        "repr": lambda: repr(comm),
+    }
+
+
+HARMLESS_CALLS = {"plan", "done", "close", "repr", "own group"}
 
 
 def calls_of_work(work: Work) -> dict[str, Callable[[], Any]]:
@@ -80,87 +103,33 @@ def calls_of_work(work: Work) -> dict[str, Callable[[], Any]]:
 # -- one process drives all ranks ------------------------------------------------------------------
 
 
-def calls_of_threads(group, two, four) -> dict:
-    lists = [[t] for t in two]
-    how = "sum", "fused", "rank"
-    return {
-        "all_reduce": lambda: group.all_reduce(two, *how, None),
-        "all_reduce_coalesced": lambda: group.all_reduce_coalesced(lists, *how, None),
-        "reduce_scatter": lambda: group.reduce_scatter(two, four, *how, {}),
-        "all_gather": lambda: group.all_gather(four, two, "ring", {}),
-        "broadcast": lambda: group.broadcast(two, 0, None),
-        "broadcast_coalesced": lambda: group.broadcast_coalesced(lists, 0, None),
-        "reduce": lambda: group.reduce(two[0], two, *how, 0, None),
-        "reduce_coalesced": lambda: group.reduce_coalesced(two[:1], lists, *how, 0, {}),
-        "bind": lambda: group.bind(two, *how),
-        "bind_coalesced": lambda: group.bind_coalesced(lists, *how),
-        "check": lambda: group.check(two),
-        "check_usable": group.check_usable,
-        "check_coalesced": lambda: group.check_coalesced(lists),
-        "close": group.close,
-        "stats": group.stats,
-        "delay_rank": lambda: group.delay_rank(0, 0.0),
-        "end_delay": group.end_delay,
-    }
+def reduce_two() -> None:
+    """The default group of `pr.allreduce` is made anew."""
+    two = [torch.ones(1_000), torch.ones(1_000)]
+    pr.allreduce(two)
+    assert torch.equal(two[0], torch.full((1_000,), 2.0))
 
 
-def test_every_method_of_threads():
+def test_child_cannot_use_threads():
+    reduce_two()
     comm = pr.Communicator(["cpu"] * 2, timeout=60)
-    group = comm._group
-    two = [torch.ones(4), torch.ones(4)]
-    four = [torch.ones(8), torch.ones(8)]
-    bound = comm.bind(two)
-    done = comm.all_reduce(two, async_op=True)
-    done.wait()
-    group.delay_rank(1, 20.0)
-    work = comm.all_reduce([torch.ones(4), torch.ones(4)], algorithm="ring", async_op=True)
-    group_calls = calls_of_threads(group, two, four)
-    assert set(group_calls) == methods_of(group)
-    others = {
-        "bound": bound,
-        "done": done.wait,
+    two, four = ([torch.ones(n), torch.ones(n)] for n in (4, 8))
+    calls = calls_of(comm, two, four) | {
+        "reduce": lambda: comm.reduce(torch.empty(4), two),
+        "reduce_coalesced": lambda: comm.reduce_coalesced(two[:1], [two[:1], two[1:]]),
+        "broadcast_coalesced": lambda: comm.broadcast_coalesced([two[:1], two[1:]]),
         "naive": lambda: comm.all_reduce(two, algorithm="naive"),
-        "comm.close": comm.close,
-        "plan": lambda: comm.plan(100),
-        "comm.stats": comm.stats,
-        "repr": lambda: repr(comm),
-        "allreduce": lambda: pr.allreduce(two),
+        "own group": reduce_two,
     }
-    harmless = {"close", "end_delay", "comm.close", "plan", "repr", "allreduce", "done"}
-    assert wrong_outcomes({**others, **calls_of_work(work), **group_calls}, harmless) == {}
-    group.end_delay()
+    comm._group.delay_rank(1, 20.0)
+    work = comm.all_reduce([torch.ones(4), torch.ones(4)], algorithm="ring", async_op=True)
+    assert wrong_outcomes(calls | calls_of_work(work), HARMLESS_CALLS) == {}
+    comm._group.end_delay()
     assert work.wait(), "the parent goes on"
     comm.close()
 
 
 # -- one rank per process --------------------------------------------------------------------------
-
-
-def calls_of_rank(group, shared, one, two) -> dict:
-    return {
-        "absent_ranks": group.absent_ranks,
-        "seal": group.seal,
-        "all_reduce": lambda: group.all_reduce(shared, "sum", "rank", None),
-        "reduce_scatter": lambda: group.reduce_scatter(one, two, "sum", "rank", None),
-        "all_gather": lambda: group.all_gather(two, one, {}),
-        "broadcast": lambda: group.broadcast(one, 0, None),
-        "barrier": lambda: group.barrier(None),
-        "bind": lambda: group.bind(one, "sum", "rank"),
-        "plain_all_reduce": lambda: group.plain_all_reduce("rank")(one, "sum", None, None),
-        "close": group.close,
-        "delay": lambda: group.delay("idle", 0.0),
-        "add_region": lambda: None,  # wants memory of the others', which register() cannot ask for
-        "remove_region": lambda: group.remove_region(0),
-        "plan": lambda: group.plan(100),
-        "stats": group.stats,
-        "abort": group.abort,
-        "check": group.check,
-        "check_peers": lambda: group.check_peers([1]),
-        "tell": lambda: group.tell("rank 1 is gone", False),
-        "progress": group.progress,
-        "set_timeout": lambda: group.set_timeout(7.0),
-        "submit_step": lambda: group.submit_step(print),
-    }
 
 
 def make_own_group() -> None:
@@ -172,55 +141,31 @@ def make_own_group() -> None:
         assert torch.equal(tensor, torch.ones(3))
 
 
-def on_rank_forks_in_every_method(state) -> dict[str, str]:
-    comm, group = state.comm, state.comm._group
-    shared = shared_empty(100)
-    comm.register(shared)
-    one, two = torch.ones(4), torch.ones(4 * state.world_size)
-    bound = comm.bind(one)
-    bound()
-    done = comm.all_reduce(one, async_op=True)
-    done.wait()
+def on_rank_forks_in_every_call(state) -> dict[str, str]:
+    comm = state.comm
+    calls = calls_of(comm, torch.ones(4), torch.ones(4 * state.world_size)) | {
+        "barrier": comm.barrier,
+        "check_peers": lambda: comm.check_peers([1]),
+        "abort": comm.abort,
+        "set_timeout": lambda: comm.set_timeout(7.0),
+        "own group": make_own_group,
+    }
     if state.rank != 0:
         time.sleep(0.5)
         return {}
     work = comm.all_reduce(torch.ones(LARGE), async_op=True)
     time.sleep(0.1)  # its thread waits
-    group_calls = calls_of_rank(group, shared, one, two)
-    assert set(group_calls) == methods_of(group), methods_of(group) ^ set(group_calls)
-    others = {
-        "bound": bound,
-        "done": done.wait,
-        "register": lambda: comm.register(shared_empty(3)),
-        "comm.all_reduce": lambda: comm.all_reduce(one, async_op=True),
-        "comm.close": comm.close,
-        "repr": lambda: repr(comm),
-        "own group": make_own_group,
-    }
-    harmless = {
-        "own group",
-        "absent_ranks",
-        "seal",
-        "close",
-        "add_region",
-        "remove_region",
-        "plan",
-        "abort",
-    }
-    harmless |= {"done", "comm.close", "repr", "set_timeout"}
-    return wrong_outcomes({**group_calls, **others, **calls_of_work(work)}, harmless)
+    return wrong_outcomes(calls | calls_of_work(work), HARMLESS_CALLS | {"abort", "set_timeout"})
 
 
 def reduce_large(state) -> None:
     state.comm.all_reduce(torch.ones(LARGE))
 
 
-def test_every_method_of_rank(joined_crew):
+def test_child_cannot_use_rank(joined_crew):
     crew = joined_crew(2, timeout=60)
-    crew.start(on_rank_forks_in_every_method)
-    outcome = crew[0].outcome()
-    assert not outcome.error, outcome.trace
-    assert outcome.value == {}
+    crew.start(on_rank_forks_in_every_call)
+    assert value_of(crew[0].outcome()) == {}
     # The parent's call goes on, and is as it was.
     crew[1].outcome()
     crew[1].call(reduce_large)
@@ -261,38 +206,29 @@ def outcome_in_forked_handler(wait: Callable[[], Any]) -> str:
     return said
 
 
-def on_rank_forks_in_a_handler(state, is_async: bool) -> str:
+def on_rank_forks_in_a_handler(state) -> str:
     tensor = torch.full((1000,), float(state.rank + 1))
     said = ""
     if state.rank != 0:
         time.sleep(1.5)
         state.comm.all_reduce(tensor)
-    elif is_async:
-        state.comm.all_reduce(tensor, async_op=True)
-        said = outcome_in_forked_handler(state.comm.barrier)
     else:
         said = outcome_in_forked_handler(lambda: state.comm.all_reduce(tensor))
-    if state.rank != 0 and is_async:
-        state.comm.barrier()
     assert torch.equal(tensor, torch.full((1000,), 3.0)), tensor
     state.comm.all_reduce(tensor)  # the parent is as good a rank as before
     return said
 
 
-@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_handler_forks_while_rank_waits(joined_crew, is_async):
-    """The child returns into the wait, which is not its own: it says so, and changes nothing."""
-    crew = joined_crew(2, timeout=60)
-    said = crew.run(on_rank_forks_in_a_handler, is_async=is_async)[0]
+def test_handler_forks_while_rank_waits(joined_crew):
+    """The child returns into the wait, which is its parent's: it gets an error."""
+    said = joined_crew(2, timeout=60).run(on_rank_forks_in_a_handler)[0]
     assert "a signal handler has called fork() while" in said
 
 
-@pytest.mark.parametrize("is_closing", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_handler_forks_while_threads_wait(is_closing):
+def test_handler_forks_while_threads_wait():
     with pr.Communicator(["cpu"] * 2) as comm:
         comm._group.delay_rank(1, 1.5)
         tensors = [torch.ones(3), torch.ones(3)]
         comm.all_reduce(tensors, algorithm="ring", async_op=True)
-        call = comm.close if is_closing else lambda: comm.all_reduce(tensors)
-        said = outcome_in_forked_handler(call)
+        said = outcome_in_forked_handler(lambda: comm.all_reduce(tensors))
     assert "a signal handler has called fork() while" in said

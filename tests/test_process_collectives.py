@@ -105,30 +105,6 @@ def test_two_communicators_at_once(state):
         return found
 
 
-@on_ranks(4)
-def test_sub_groups(state):
-    comm, rank = state.comm, state.rank
-    for ranks in ([0, 1], [3, 1], [2], [0, 1], [2, 3, 0]):
-        group = comm.new_group(ranks)
-        assert (group is None) == (rank not in ranks)
-        if group is not None:
-            assert (group.rank, group.world_size) == (ranks.index(rank), len(ranks))
-            tensor = torch.full((3000,), 10.0**rank)
-            group.all_reduce(tensor)
-            assert torch.equal(tensor, torch.full((3000,), float(sum(10**r for r in ranks))))
-            gathered = torch.zeros(len(ranks))
-            group.all_gather(gathered, torch.tensor([float(rank)]))
-            assert gathered.tolist() == [float(r) for r in ranks]
-            if len(ranks) == 3:
-                inner = group.new_group([2, 1])
-                assert (inner is None) == (rank == 2)
-                if inner is not None:
-                    inner.barrier()
-                    inner.close()
-            group.close()
-        comm.barrier()
-
-
 def on_rank_describe(state) -> list:
     comm = state.comm
     assert comm.rank == state.rank
@@ -142,15 +118,6 @@ def on_rank_describe(state) -> list:
 def test_members_plan_and_repr(crew_of):
     crew = crew_of(3)
     assert crew.agree(on_rank_describe) == [rank.pid for rank in crew.ranks]
-
-
-@on_ranks(2)
-def test_ranks_that_ask_for_other_orders_are_told(state):
-    order = ("tree", "rank")[state.rank]
-    with another(state) as comm, pytest.raises(pr.ArgumentError) as error:
-        comm.all_reduce(torch.ones(3), order=order)
-    assert "all_reduce (sum in tree order) of 3" in str(error.value)
-    assert "all_reduce (sum) of 3" in str(error.value)
 
 
 @on_ranks(3)

@@ -1,7 +1,7 @@
-"""Survivors hear of a rank that dies, stops, leaves or is late, at any moment of a call.
+"""How a group of processes ends: a rank is killed, stops, leaves, raises or is late.
 
-The right error, with the right name, in time; the group refuses from then on, the same processes
-can make a new one, and nothing is left behind.
+The survivors get the right error, with the right name, in time. The group refuses from then on,
+the same processes can make a new one, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from process_checks import (
     leave_nothing,
     prepare,
     reduce,
-    refuse,
     stop_in,
     tensor_is_untouched,
 )
 from ranks import Crew, Outcome, value_of
 
 import pyringar as pr
-from pyringar.comm.shared_tensors import shared_empty
 
 TIMEOUT_S = 1.0
 PHASES = {
@@ -43,75 +41,91 @@ PHASES = {
     "reduce of many pieces": LARGE,
     "gather of many pieces": LARGE,
 }
+GROUPS = [(2, 0), (3, 1), (2, 1), (4, 3)]  # world size, victim
 
 
 def others_of(crew: Crew, rank: int) -> list[int]:
     return [other for other in range(crew.world_size) if other != rank]
 
 
-# -- SIGKILL ---------------------------------------------------------------------------------------
-
-
-def kill_in_call(crew: Crew, dead: int, phase: str, function, **arguments) -> float:
-    """Kill a rank in this phase of a call that all make; when."""
-    crew[dead].call(stop_in, phase=phase)
-    crew.start(function, **arguments)
+def begin_call(crew: Crew, victim: int, phase: str, seconds: float, function=reduce) -> list[int]:
+    """Have all ranks call, and the victim stay in this phase; return the other ranks."""
+    crew.run(prepare, numel=PHASES[phase])
+    crew[victim].call(stop_in, phase=phase.split()[0], seconds=seconds)
+    crew.start(function, numel=PHASES[phase])
     time.sleep(0.2)  # all are in the call, and where they wait
-    return crew[dead].kill()
+    return others_of(crew, victim)
+
+
+def assert_describes(outcome: Outcome, phase: str) -> None:
+    """The error names the third call, and the victim's last."""
+    assert f"all_reduce (sum) of {PHASES[phase]} float32 elements" in outcome.text, outcome.text
+    last = 2 if phase == "idle" else 3
+    assert f"its last was call {last}, all_reduce" in outcome.text, outcome.text
+
+
+def assert_timed_out(outcomes: list[Outcome], late: int, crew: Crew) -> None:
+    for outcome in outcomes:
+        assert outcome.error == "CollectiveTimeout", outcome
+        assert "TimeoutError" in outcome.classes
+        assert crew.name(late) in outcome.text, outcome.text
+        assert f"for {TIMEOUT_S:g} s" in outcome.text
+        has_called = "it has called nothing yet" not in outcome.text
+        assert has_called == ("last heard of" in outcome.text), outcome.text
+        assert TIMEOUT_S - 0.3 < outcome.seconds < TIMEOUT_S + LATE_S, outcome.seconds
+
+
+# -- in the midst of a call ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(
-    ("world_size", "dead"),
-    mostly_slow([(2, 0), (3, 1), (2, 1), (4, 3)], (2, 0)),
-)
-def test_killed(joined_crew, world_size, dead, phase):
+@pytest.mark.parametrize(("world_size", "victim"), mostly_slow(GROUPS, GROUPS[0]))
+def test_killed_rank_is_named(joined_crew, world_size, victim, phase):
     crew = joined_crew(world_size)
     crew.run(reduce, calls=2)
-    crew.run(prepare, numel=PHASES[phase])
-    survivors = others_of(crew, dead)
-    died_at = kill_in_call(crew, dead, phase.split()[0], reduce, numel=PHASES[phase])
-    for outcome in crew.outcomes(survivors):
-        if phase == "reduce":  # of one wait: the dead had announced, so that nothing is missing
-            assert outcome.error is None, outcome
-        else:
-            assert_lost(outcome, dead, crew, died_at)
-            assert "all_reduce (sum) of" in outcome.text
-            assert f"{PHASES[phase]} float32 elements" in outcome.text
-            last = 2 if phase == "idle" else 3
-            assert f"its last was call {last}, all_reduce" in outcome.text, outcome.text
-    if phase == "reduce":
-        crew.start(reduce, survivors)
-        for outcome in crew.outcomes(survivors):
-            assert_lost(outcome, dead, crew, outcome.at - outcome.seconds)
-    elif phase.split()[0] in ("idle", "announce"):
-        assert all(crew.run(tensor_is_untouched, survivors))
-    assert_survivors_go_on(crew, survivors)
+    others = begin_call(crew, victim, phase, 50.0)
+    died_at = crew[victim].kill()
+    outcomes = crew.outcomes(others)
+    if phase == "reduce":  # of one wait: the victim had announced, so that nothing is missing
+        assert [outcome.error for outcome in outcomes] == [None] * len(others)
+        crew.start(reduce, others)
+        assert_all_lost(crew, others, victim, time.monotonic())
+    else:
+        for outcome in outcomes:
+            assert_lost(outcome, victim, crew, died_at)
+            assert_describes(outcome, phase)
+    if phase in ("idle", "announce"):
+        assert all(crew.run(tensor_is_untouched, others))
+    assert_survivors_go_on(crew, others)
 
 
-def reduce_registered(state) -> None:
-    if not hasattr(state, "shared"):
-        state.shared = shared_empty(LARGE)
-        state.comm.register(state.shared)
-    state.shared.fill_(1.0)
-    state.comm.all_reduce(state.shared)
-    assert torch.equal(state.shared, torch.full((LARGE,), float(state.world_size)))
-
-
-def forget_registered(state) -> None:
-    del state.shared
-
-
-@pytest.mark.parametrize("phase", ["idle", "announce", "reduce"])
-def test_killed_with_registered_tensors(joined_crew, phase):
-    crew = joined_crew(3)
-    crew.run(reduce_registered)
-    died_at = kill_in_call(crew, 1, phase, reduce_registered)
-    for outcome in crew.outcomes([0, 2]):
-        assert_lost(outcome, 1, crew, died_at)
-        assert "registered" in outcome.text
-    crew.run(forget_registered, [0, 2])
-    assert_survivors_go_on(crew, [0, 2])
+@pytest.mark.parametrize(
+    "phase", mostly_slow((p for p in PHASES if p != "reduce"), "idle", "gather of many pieces")
+)
+@pytest.mark.parametrize(
+    ("world_size", "victim"), [pytest.param(2, 1, marks=pytest.mark.slow), (3, 0)]
+)
+def test_stopped_rank_is_named(joined_crew, world_size, victim, phase):
+    crew = joined_crew(world_size, timeout=TIMEOUT_S)
+    crew.run(reduce, calls=2)
+    others = begin_call(crew, victim, phase, 0.8)
+    crew[victim].send(signal.SIGSTOP)
+    outcomes = crew.outcomes(others)
+    assert_timed_out(outcomes, victim, crew)
+    for outcome in outcomes:
+        assert_describes(outcome, phase)
+    # Awake again it hears of it, in this call or in the next.
+    crew[victim].send(signal.SIGCONT)
+    outcome = crew[victim].outcome()
+    if outcome.error is None:
+        crew[victim].start(reduce)
+        outcome = crew[victim].outcome()
+    assert outcome.error == "CollectiveTimeout", outcome
+    assert crew.name(victim) in outcome.text
+    crew.run(leave_nothing, [victim])
+    assert_survivors_go_on(crew, others, "CollectiveTimeout")
+    crew.join()
+    crew.run(reduce, numel=LARGE)
 
 
 def reduce_and_leave(state, **arguments) -> None:
@@ -124,38 +138,53 @@ def reduce_and_leave(state, **arguments) -> None:
 def test_leavers_after_death_are_not_blamed(joined_crew):
     """The first to hear of it leaves at once; others wait for that one, and hear of the dead."""
     crew = joined_crew(4)
-    crew.run(prepare, numel=LARGE)
-    died_at = kill_in_call(crew, 1, "reduce", reduce_and_leave, numel=LARGE)
-    assert_all_lost(crew, [0, 2, 3], 1, died_at)
+    others = begin_call(crew, 1, "reduce of many pieces", 50.0, reduce_and_leave)
+    assert_all_lost(crew, others, 1, crew[1].kill())
 
 
-def test_leaver_is_named(joined_crew):
-    crew = joined_crew(2)
-    crew[1].start(reduce_and_leave)
-    crew[0].start(reduce, calls=2)
-    value_of(crew[1].outcome())
-    outcome = crew[0].outcome()
-    assert_lost(outcome, 1, crew, outcome.at)
-    assert "which has left the group; its last was call 1" in outcome.text
+# -- a rank that makes no call ---------------------------------------------------------------------
 
 
-def test_zombie_is_gone(joined_crew):
-    """The dead process was not waited for: the system still knows it."""
-    crew = joined_crew(2)
+def leave(state) -> None:
+    state.comm.close()
+
+
+def fail(state) -> None:
+    raise TypeError("of the program")
+
+
+# Event, and the words of rank 0's error beside the name of rank 1.
+ABSENT = {
+    "killed": "it has called nothing yet",
+    "zombie": "it has called nothing yet",  # not waited for: the system still knows it
+    "left": "which has left the group; it has called nothing yet",
+    "raised": "it has called nothing yet",
+}
+
+
+@pytest.mark.parametrize("event", ABSENT)
+def test_absent_rank_is_named(joined_crew, event):
+    crew = joined_crew(2, timeout=TIMEOUT_S if event == "raised" else 20.0)
     crew[0].start(reduce)
     time.sleep(0.2)
-    died_at = crew[1].kill(reaped=False)
-    assert_all_lost(crew, [0], 1, died_at)
-    crew[1].reap()
-
-
-def test_dead_before_first_call(joined_crew):
-    crew = joined_crew(3)
-    died_at = crew[2].kill()
-    crew.start(reduce, [0, 1])
-    for outcome in crew.outcomes([0, 1]):
-        assert_lost(outcome, 2, crew, died_at)
-        assert "it has called nothing yet" in outcome.text
+    at = time.monotonic()
+    if event in ("killed", "zombie"):
+        crew[1].kill(reaped=event == "killed")
+    else:
+        crew[1].start(leave if event == "left" else fail)
+        assert crew[1].outcome().error == (None if event == "left" else "TypeError")
+    outcome = crew[0].outcome()
+    assert ABSENT[event] in outcome.text, outcome
+    if event == "raised":
+        assert_timed_out([outcome], 1, crew)
+        crew[1].start(reduce)
+        told = crew[1].outcome()
+        assert told.error == "CollectiveTimeout"
+        assert crew.name(1) in told.text
+    else:
+        assert_lost(outcome, 1, crew, at)
+    if event == "zombie":
+        crew[1].reap()
 
 
 def submit_many(state, calls: int) -> list[str]:
@@ -180,59 +209,11 @@ def test_death_fails_all_background_work(joined_crew):
     assert_survivors_go_on(crew, [0])
 
 
-# -- SIGSTOP, and ranks that are late --------------------------------------------------------------
-
-
-def assert_timed_out(outcomes: list[Outcome], late: int, crew: Crew) -> None:
-    for outcome in outcomes:
-        assert outcome.error == "CollectiveTimeout", outcome
-        assert "TimeoutError" in outcome.classes
-        assert crew.name(late) in outcome.text, outcome.text
-        assert f"for {TIMEOUT_S:g} s" in outcome.text
-        has_called = "it has called nothing yet" not in outcome.text
-        assert has_called == ("last heard of" in outcome.text), outcome.text
-        assert TIMEOUT_S - 0.3 < outcome.seconds < TIMEOUT_S + LATE_S, outcome.seconds
-
-
-@pytest.mark.parametrize(
-    "phase", mostly_slow((p for p in PHASES if p != "reduce"), "idle", "gather of many pieces")
-)
-@pytest.mark.parametrize(
-    ("world_size", "stopped"), [pytest.param(2, 1, marks=pytest.mark.slow), (3, 0)]
-)
-def test_stopped(joined_crew, world_size, stopped, phase):
-    crew = joined_crew(world_size, timeout=TIMEOUT_S)
-    crew.run(reduce)
-    crew.run(prepare, numel=PHASES[phase])
-    others = others_of(crew, stopped)
-    crew[stopped].call(stop_in, phase=phase.split()[0], seconds=0.3)
-    crew[stopped].start(reduce, numel=PHASES[phase])
-    time.sleep(0.1)
-    crew[stopped].send(signal.SIGSTOP)
-    crew.start(reduce, others, numel=PHASES[phase])
-    outcomes = crew.outcomes(others)
-    assert_timed_out(outcomes, stopped, crew)
-    last = 1 if phase == "idle" else 2
-    for outcome in outcomes:
-        assert "call 2" in outcome.text, outcome.text
-        assert f"its last was call {last}, all_reduce" in outcome.text, outcome.text
-    crew.run(refuse, others, words="failed before and cannot be used", error="CollectiveTimeout")
-    # Awake again it hears of it, in this call or in the next.
-    crew[stopped].send(signal.SIGCONT)
-    outcome = crew[stopped].outcome()
-    if outcome.error is None:
-        crew[stopped].start(reduce)
-        outcome = crew[stopped].outcome()
-    assert outcome.error == "CollectiveTimeout", outcome
-    assert crew.name(stopped) in outcome.text
-    # All can meet again.
-    crew.run(leave_nothing)
-    crew.join()
-    crew.run(reduce, numel=LARGE)
+# -- late, but in time -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
-def test_late_but_in_time(joined_crew, world_size):
+def test_rank_may_be_late(joined_crew, world_size):
     crew = joined_crew(world_size, timeout=20.0)
     for phase in ("idle", "announce", "reduce", "gather"):
         crew[world_size - 1].call(stop_in, phase=phase, seconds=0.3)
@@ -240,16 +221,3 @@ def test_late_but_in_time(joined_crew, world_size):
         # A delay is for one call.
         crew.start(reduce, numel=LARGE)
         assert all(outcome.seconds < 0.3 + BUSY_S for outcome in crew.outcomes())
-
-
-def test_exception_in_one_rank(joined_crew):
-    """A rank whose own program fails makes no call: the others wait until the deadline."""
-    crew = joined_crew(2, timeout=TIMEOUT_S)
-    crew[1].start(reduce, numel="many")
-    assert crew[1].outcome().error == "TypeError"
-    crew[0].start(reduce)
-    assert_timed_out([crew[0].outcome()], 1, crew)
-    crew[1].start(reduce)
-    outcome = crew[1].outcome()
-    assert outcome.error == "CollectiveTimeout"
-    assert crew.name(1) in outcome.text

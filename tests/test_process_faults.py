@@ -25,7 +25,6 @@ from ranks import join
 from torch.distributed import TCPStore
 
 import pyringar as pr
-from pyringar.comm.shared_tensors import shared_empty
 
 pytestmark = needs_linux
 
@@ -50,6 +49,7 @@ def call_something(state, usual: str, odd: str) -> None:
         "mixed otherwise": lambda: comm.all_reduce([tensor[:19].view(torch.int32), tensor[19:]]),
         "other op": lambda: comm.all_reduce(tensor, "max"),
         "mean": lambda: comm.all_reduce(tensor, "mean"),
+        "tree order": lambda: comm.all_reduce(tensor, order="tree"),
         "barrier": comm.barrier,
         "broadcast": lambda: comm.broadcast(tensor),
         "other root": lambda: comm.broadcast(tensor, 1),
@@ -70,6 +70,7 @@ DIFFERENT = [
     ("mixed dtypes", "mixed otherwise", "float32", "int32"),
     ("all_reduce", "other op", "(sum)", "(max)"),
     ("all_reduce", "mean", "(sum)", "(mean)"),
+    ("all_reduce", "tree order", "(sum) of 600", "(sum in tree order) of 600"),
     ("all_reduce", "barrier", "all_reduce", "barrier"),
     ("broadcast", "other root", "from rank 0", "from rank 1"),
     ("all_gather", "reduce_scatter", "all_gather", "reduce_scatter"),
@@ -138,35 +139,6 @@ def test_no_room_for_segment(new_crew):
     crew.run(reduce)
 
 
-def used_bytes() -> int:
-    """Of this process's address space."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def register_without_room(state) -> str:
-    """Rank 1 has no address space left for the others' memory."""
-    shared = shared_empty(64 << 20, torch.uint8)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    if state.rank == 1:
-        resource.setrlimit(resource.RLIMIT_AS, (used_bytes() + (32 << 20), before[1]))
-    try:
-        with pytest.raises(pr.RingarError) as caught:
-            state.comm.register(shared)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    reduce(state)
-    return str(caught.value)
-
-
-def test_no_room_for_registered_tensor(joined_crew):
-    crew = joined_crew(3)
-    texts = crew.run(register_without_room)
-    assert "cannot map 67108864 bytes" in texts[1]
-    for rank in (0, 2):
-        assert crew.name(1) in texts[rank]
-        assert "could not map" in texts[rank]
-
-
 # -- the store -------------------------------------------------------------------------------------
 
 
@@ -176,16 +148,23 @@ def serve(state) -> int:
     return state.server.port
 
 
-def test_store_dies_while_joining(new_crew):
+@pytest.mark.parametrize("event", ["killed", "stopped"])
+def test_store_ends_while_joining(new_crew, event):
+    """A store that is stopped neither answers nor breaks off; its own timeout is far away."""
     crew = new_crew(3)
     crew.port = crew[0].call(serve)
-    crew.start_group([1, 2], world_size=3)
+    crew.start_group([1, 2], world_size=3, timeout=2.0 if event == "stopped" else 30.0)
     time.sleep(0.5)
-    died_at = crew[0].kill()
-    for outcome in crew.outcomes([1, 2]):
-        assert outcome.error == "PeerLostError", outcome
-        assert "the store of group" in outcome.text
-        assert outcome.at - died_at < PROMPT_S
+    ended_at = time.monotonic()
+    crew[0].send(signal.SIGKILL if event == "killed" else signal.SIGSTOP)
+    for outcome in crew.outcomes([1, 2], 20):
+        assert "store" in outcome.text, outcome
+        if event == "killed":
+            assert outcome.error == "PeerLostError", outcome
+            assert outcome.at - ended_at < PROMPT_S
+        else:
+            assert outcome.error in ("CollectiveTimeout", "PeerLostError"), outcome
+            assert outcome.seconds < 2.0 + LATE_S
 
 
 def test_store_dies_later(new_crew):
@@ -201,25 +180,12 @@ def test_store_dies_later(new_crew):
     crew.run(reduce, [1, 2])
 
 
-def test_store_stops_while_joining(new_crew):
-    """It neither answers nor breaks off; its own timeout is far away."""
-    crew = new_crew(2)
-    crew.port = crew[0].call(serve)
-    crew.start_group([1], world_size=2, timeout=2.0)
-    time.sleep(0.5)
-    crew[0].send(signal.SIGSTOP)
-    outcome = crew[1].outcome(20)
-    assert outcome.error in ("CollectiveTimeout", "PeerLostError"), outcome
-    assert "store" in outcome.text
-    assert outcome.seconds < 2.0 + LATE_S
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def test_too_large_memory_raises():
-    with pytest.raises(pr.RingarError, match=r"cannot allocate .* of which [0-9]+ bytes are left"):
-        shared_empty(2**45, torch.uint8)
+def used_bytes() -> int:
+    """Of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def run_out_of_memory(state) -> list[str]:

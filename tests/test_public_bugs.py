@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import types
 
 import pytest
 import torch
@@ -138,37 +137,8 @@ def test_writes_into_input_are_right(write, run, requires_grad):
     assert_same(net, wanted, 1e-5)
 
 
-# -- 04 pytorch#47562: autograd.grad; learn2learn#128 is in test_parallel_module.py ---
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_grad_of_parameters_is_the_whole_batchs(create_graph):
-    plain, x = nn.Linear(2, 1, bias=False), torch.arange(8.0).view(4, 2)
-    net = parallel(copy.deepcopy(plain))
-    (wanted,) = torch.autograd.grad(plain(x).square().sum(), plain.weight)
-    (found,) = torch.autograd.grad(
-        net(x).square().sum(), list(net.parameters()), create_graph=create_graph
-    )
-    torch.testing.assert_close(found, wanted)
-    net(x).square().sum().backward(inputs=list(net.parameters()))
-    torch.testing.assert_close(net.module.weight.grad, wanted)
-
-
-# -- 11 pytorch#37410: states of optimizers; 05 pytorch#30439 is in test_parallel_module.py ---
-# -- 13 pytorch#117275 and #136929: see test_parameter_attributes_are_kept in test_replicate.py ---
-
-
-def test_optimizer_state_can_be_reset():
-    net = parallel(nn.Linear(4, 1, bias=False))
-    nn.init.zeros_(net.module.weight)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(torch.ones(4, 4)).mean().backward()
-        optimizer.step()
-        assert [*optimizer.state[net.module.weight]] == ["momentum_buffer"]
-        optimizer.state = collections.defaultdict(dict)
-    assert torch.equal(net.module.weight, torch.full((1, 4), -2.0))
+# -- 04 pytorch#47562, learn2learn#128 and 05 pytorch#30439 are in test_parallel_module.py ---
+# -- 13 pytorch#117275 and #136929: test_parameter_attributes_are_kept in test_replicate.py ---
 
 
 # -- 07 pytorch#65907, #22095, #175024: buffers between forward and backward ---
@@ -246,17 +216,6 @@ class Encoding(collections.UserDict):  # as of transformers: takes other argumen
         self.note = note
 
 
-class Slots:
-    __slots__ = ("x",)
-
-    def __init__(self, x):
-        self.x = x
-
-
-def hold(x):
-    return types.SimpleNamespace(x=x)
-
-
 Named = collections.namedtuple("Named", "x y")
 SPLIT = {
     "dict": (lambda x: {"x": x}, lambda b: b["x"]),
@@ -269,13 +228,6 @@ SPLIT = {
     "frozen dataclass": (Frozen, lambda b: b.x),
     "deque": (lambda x: collections.deque([x], maxlen=1), lambda b: b[0]),
     "nested": (lambda x: [({"a": Batch(x)},)], lambda b: b[0][0]["a"].x),
-}
-REFUSED = {
-    "object": (hold, lambda b: b.x),
-    "slots": (Slots, lambda b: b.x),
-    "set": (lambda x: {x}, lambda b: next(iter(b))),
-    "object in a list": (lambda x: [hold(x)], lambda b: b[0].x),
-    "list in an object": (lambda x: hold([x]), lambda b: b.x[0]),
 }
 
 
@@ -296,22 +248,14 @@ def test_containers_are_split_and_gathered(make, read):
     assert torch.equal(read(found), x)
 
 
-@pytest.mark.parametrize(("make", "read"), REFUSED.values(), ids=REFUSED)
-def test_hidden_batches_are_refused(make, read):
-    x = torch.arange(8.0).view(4, 2)
-    with pytest.raises(pr.ArgumentError, match=r"args\[0\].* tensor of 4 samples"):
-        parallel(Repacks(make, read))(make(x), x)
+# -- states of plain modules ---
 
 
-# -- 17 pytorch#188346: load_state_dict(assign=True) of tied weights ---
-
-
-@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("has_prefix", [False, True])
-def test_tied_weights_load_and_train(assign, has_prefix):
+def test_tied_weights_load_and_train(has_prefix):
     source, net = Tied(), parallel(Tied())
     state = (parallel(source) if has_prefix else source).state_dict()
-    assert not net.load_state_dict(state, assign=assign).missing_keys
+    assert not net.load_state_dict(state).missing_keys
     assert net.module.out.weight is net.module.embedding.weight
     for module in (source, net):
         module(tokens(4)[0]).square().sum().backward()

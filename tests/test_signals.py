@@ -23,7 +23,6 @@ from programs import run_programs
 from ranks import LONG_S, connect, new_name, value_of
 
 import pyringar as pr
-from pyringar.comm.shared_tensors import shared_empty
 from pyringar.comm.work import Work
 
 # Of a wait that a signal ends.
@@ -50,7 +49,7 @@ def wait_for_work(state) -> None:
 
 
 def wait_behind_background(state) -> None:
-    state.comm.all_reduce(torch.ones(SMALL), async_op=True)
+    state.work = state.comm.all_reduce(torch.ones(SMALL), async_op=True)
     state.comm.barrier()
 
 
@@ -78,13 +77,19 @@ def wait_at_end_of_with(state) -> None:
         state.comm.all_reduce(torch.ones(SMALL), async_op=True)
 
 
-CALLS = [wait_in_call, wait_in_bound_call]
-BACKGROUND = [wait_for_work, wait_behind_background, wait_behind_thread]
-CLOSES = [wait_in_close, wait_at_end_of_with]
+WAITS = [
+    wait_in_call,
+    wait_in_bound_call,
+    wait_for_work,
+    wait_behind_background,
+    wait_behind_thread,
+    wait_in_close,
+    wait_at_end_of_with,
+]
 
 
 def wait_with_handler(state, wait, number: int, handler) -> list[str]:
-    """Wait; what the handler returned, if it did not raise."""
+    """Wait; return the texts of the handler, if it did not raise."""
     handled = []
 
     def handle(*_: object) -> None:
@@ -113,7 +118,7 @@ HANDLERS = {signal.SIGINT: (interrupt, "KeyboardInterrupt"), signal.SIGTERM: (le
 
 
 @pytest.mark.parametrize("number", HANDLERS, ids=["ctrl-c", "sigterm"])
-@pytest.mark.parametrize("wait", mostly_slow(CALLS + BACKGROUND + CLOSES, *CALLS, *BACKGROUND[:2]))
+@pytest.mark.parametrize("wait", mostly_slow(WAITS, *WAITS[:4]))
 def test_signal_ends_wait_and_group(new_crew, wait, number):
     crew = new_crew(2)
     handler, error = HANDLERS[number]
@@ -151,19 +156,20 @@ def test_ctrl_c_ends_joining(new_crew, rank):
     crew.run(reduce)
 
 
-# -- what handlers may use -------------------------------------------------------------------------
+# -- what handlers are refused ---------------------------------------------------------------------
 
 
-def use_own(state) -> list[str]:
-    """Use the communicator that waits; the errors."""
+def use_group(state) -> list[str]:
+    """Use the communicator or the work of the interrupted call; return the errors."""
     tensor = torch.ones(3)
-    calls = (
+    calls = [
         lambda: state.comm.all_reduce(tensor),
         lambda: state.comm.barrier(),
         lambda: state.comm.all_reduce(tensor, async_op=True),
-        lambda: state.comm.register(shared_empty(3)),
         lambda: state.comm.close(),
-    )
+    ]
+    if hasattr(state, "work"):
+        calls = [state.work.wait]
     errors = []
     for call in calls:
         with pytest.raises(pr.RingarError) as caught:
@@ -175,61 +181,24 @@ def use_own(state) -> list[str]:
     return errors
 
 
-def use_another(state) -> list[str]:
-    tensor = torch.ones(3)
-    with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as other:
-        other.all_reduce(tensor)
-    with pr.Communicator(["cpu"] * 2) as other:
-        other.all_reduce([tensor, torch.ones(3)], algorithm="ring")
-    assert torch.equal(tensor, torch.full((3,), 2.0))
-    return ["fine"]
-
-
-@pytest.mark.parametrize("handler", [use_own, use_another])
-@pytest.mark.parametrize("wait", CALLS)
-def test_handler_uses_communicators(new_crew, wait, handler):
-    """Its own one refuses; the call that waits goes on."""
+@pytest.mark.parametrize("wait", [wait_in_call, wait_in_bound_call, wait_behind_background])
+def test_handler_cannot_use_waiting_group(new_crew, wait):
+    """The call that waits goes on."""
     crew = new_crew(2)
     name = crew.join(timeout=20)
     number = signal.SIGUSR1
-    crew[0].start(wait_with_handler, wait=wait, number=number, handler=handler)
+    crew[0].start(wait_with_handler, wait=wait, number=number, handler=use_group)
     time.sleep(0.4)
     crew[0].send(number)
     connect(crew.port).wait([f"{name} handled"], timedelta(seconds=LONG_S))
     crew[1].start(wait)
     told = value_of(crew[0].outcome())
     value_of(crew[1].outcome())
-    if handler is use_own:
-        assert len(told) == 5
-        assert all("a signal handler cannot use this communicator" in text for text in told), told
-    else:
-        assert told == ["fine"]
+    is_work = wait is wait_behind_background
+    words = "wait for a work" if is_work else "use this communicator"
+    assert len(told) == (1 if is_work else 4)
+    assert all(f"a signal handler cannot {words}" in text for text in told), told
     crew.run(reduce)
-
-
-def wait_for_work_in_handler(state) -> str:
-    """The handler waits for a work that the interrupted call precedes; what it is told."""
-    told = []
-
-    def handle(*_: object) -> None:
-        try:
-            work.wait()
-        except pr.RingarError as error:
-            told.append(str(error))
-            raise Alarm from error
-
-    work = state.comm.all_reduce(torch.ones(SMALL), async_op=True)
-    signal.signal(signal.SIGUSR1, handle)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    with pytest.raises(Alarm):
-        state.comm.barrier()
-    return told[0]
-
-
-def test_handler_cannot_wait_for_work(joined_crew):
-    crew = joined_crew(2, timeout=20)
-    told = crew[0].call(wait_for_work_in_handler)
-    assert "a signal handler cannot wait for a work" in told
 
 
 # -- waits of other threads ------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from ranks import Crew, connect, fork_server, value_of
 from test_forked import wrong_outcomes
 
 import pyringar as pr
-from pyringar.comm.shared_tensors import shared_empty
 
 TIMEOUT_S = 2.0
 LONG_RUN = [pytest.mark.thorough, pytest.mark.timeout(1800)]
@@ -58,10 +57,8 @@ def reduce_until_told(state, seed: int) -> None:
     try:
         signal.signal(signal.SIGTERM, end)
         state.store.add(f"{state.name} ready", 1)
-        shared = shared_empty(SIZES[2], dtype=torch.int32)
-        comm.register(shared)
         while True:
-            numel, kind = choice.choice(SIZES), choice.randrange(6)
+            numel, kind = choice.choice(SIZES), choice.randrange(5)
             tensor = positions(numel, state.rank)
             if kind == 0:
                 comm.all_reduce_coalesced([tensor])
@@ -70,14 +67,9 @@ def reduce_until_told(state, seed: int) -> None:
                 for work in works:
                     work.wait()
             elif kind == 2:
-                shared.copy_(positions(SIZES[2], state.rank))
-                comm.all_reduce(shared)
-                assert torch.equal(shared, summed(SIZES[2], k)), (seed, "registered")
-                continue
-            elif kind == 3:
                 comm.barrier()
                 continue
-            elif kind == 4:
+            elif kind == 3:
                 comm.broadcast(tensor, numel % k)
                 assert torch.equal(tensor, positions(numel, numel % k)), (seed, "broadcast")
                 continue

@@ -15,7 +15,6 @@ from torch import nn
 
 import pyringar as pr
 from pyringar.cluster.faults import Fault
-from pyringar.comm.shared_tensors import shared_empty
 from pyringar.parallel.shards import (
     check_replicas_equal,
     count_correct,
@@ -145,8 +144,6 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (mismatch_flags, "replicas", set(), lambda v: mismatch_flags(v)),
     (pr.check_allreduce, "fn", set(), lambda v: pr.check_allreduce(v)),
     (pr.check_allreduce, "devices", NOTHING, lambda v: pr.check_allreduce(pr.allreduce, v)),
-    (shared_empty, "shape", SIZES, lambda v: shared_empty(v)),
-    (shared_empty, "dtype", set(), lambda v: shared_empty(3, v)),
     (pr.launch, "fn", set(), lambda v: pr.launch(v)),
     (pr.launch, "ranks", {"int"}, lambda v: pr.launch(print, v)),
     (pr.launch, "devices", NOTHING, lambda v: pr.launch(print, devices=v)),

@@ -1,7 +1,7 @@
 // cuda_process: the class ProcessGroup of ranks whose tensors are on GPUs.
 //
 // Contract  its calls are those of the CPU engine's ProcessGroup, so that the communicator treats
-//           both alike; what a GPU does not do (registered tensors) is not there.
+//           both alike.
 // Tests     tests/test_cuda_processes.py
 
 #include <memory>

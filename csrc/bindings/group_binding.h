@@ -290,12 +290,8 @@ void def_process_calls(Class& cls) {
   using Ptr = const typename Engine::GroupPtr&;
   const auto prepare = [](Ptr group, py::handle tensors, py::handle op, py::handle order,
                           const char* operation) {
-    PreparedCall prepared = prepare_process_all_reduce(Engine::local_rank(*group), tensors,
-                                                       parse_reduction(op, order), operation);
-    if constexpr (requires { group->find_registered(prepared.call); }) {
-      group->find_registered(prepared.call);
-    }
-    return prepared;
+    return prepare_process_all_reduce(Engine::local_rank(*group), tensors,
+                                      parse_reduction(op, order), operation);
   };
   cls.def("absent_ranks", [](Ptr group) { return Engine::host(*group).absent_ranks(); })
       .def("seal", [](Ptr group) { Engine::host(*group).seal(); })

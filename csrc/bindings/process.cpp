@@ -77,7 +77,6 @@ struct PlainAllReduce {
         py::reinterpret_borrow<py::object>(is_list ? PyList_GET_ITEM(given, 0) : given);
     if (!make_plain_all_reduce(Engine::local_rank(*group), tensor.ptr(), {*op, order}, &call))
       return false;
-    group->find_registered(call);
     group->check_usable();
     Engine::mark_and_run(*group, call, py::make_tuple(tensor).ptr());
     return true;
@@ -102,39 +101,8 @@ Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, cons
                           GroupDeleter<Engine>{});
 }
 
-// bases[r]: (process id, descriptor, address) of rank r's memory; own memory is not mapped again.
-void add_region(ProcessGroup& group, std::uint64_t id, const py::list& descriptors,
-                const SharedMemory& own) {
-  std::vector<SharedMemory> mapped;
-  std::vector<std::byte*> bases;
-  for (int rank = 0; rank < group.world_size(); ++rank) {
-    if (rank == group.rank()) {
-      bases.push_back(own.data());
-      continue;
-    }
-    const auto [pid, fd] = descriptors[static_cast<std::size_t>(rank)].cast<std::pair<int, int>>();
-    mapped.push_back(SharedMemory::open(pid, fd, own.bytes(), "registered tensors"));
-    bases.push_back(mapped.back().data());
-  }
-  group.add_region(id, std::move(mapped), std::move(bases), own.bytes());
-}
-
 void bind_shared_memory(py::module_& m) {
-  py::class_<SharedMemory>(m, "SharedMemory", py::buffer_protocol())
-      .def(py::init([](std::size_t bytes, const char* purpose) {
-             const PythonCall python_call;  // a tenth of a second for each GiB
-             return SharedMemory::create(bytes, purpose);
-           }),
-           py::arg("nbytes"), py::arg("purpose"))
-      .def_buffer([](SharedMemory& memory) {
-        return py::buffer_info(reinterpret_cast<std::uint8_t*>(memory.data()),
-                               static_cast<py::ssize_t>(memory.bytes()));
-      })
-      .def_property_readonly("nbytes", &SharedMemory::bytes)
-      .def_property_readonly("fd", &SharedMemory::fd)
-      .def_property_readonly("address", [](const SharedMemory& memory) {
-        return reinterpret_cast<std::uintptr_t>(memory.data());
-      });
+  py::class_<SharedMemory>(m, "SharedMemory").def_property_readonly("fd", &SharedMemory::fd);
   m.def("create_segment", &create_segment);
   m.def("open_segment", &open_segment);
   m.def("process_id", [] {
@@ -155,8 +123,6 @@ void bind_process_group(py::module_& m) {
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
            py::arg("token"), py::arg("timeout_s"), py::arg("compares_shapes") = true)
       .def("plain_all_reduce", &plain_all_reduce)
-      .def("add_region", &add_region)
-      .def("remove_region", &ProcessGroup::remove_region, py::call_guard<PythonCall>())
       .def("submit_step", &ProcessGroup::submit_step);  // the step takes the GIL by itself
 }
 

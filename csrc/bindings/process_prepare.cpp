@@ -116,8 +116,6 @@ bool make_plain_all_reduce(LocalRank self, PyObject* tensor, Reduction reduction
   call->outputs.assign(1, {view.data, view.numel, view.dtype});
   call->shapes = 0;
   if (self.compares_shapes) mix_sizes(*call, view);
-  call->registered.clear();
-  call->offsets = 0;
   return true;
 }
 

@@ -6,7 +6,7 @@
 //           crash later. The kernel frees them with the last mapping. Only processes of the same
 //           user that may look into the creator can open it, by its process id and descriptor.
 // Threads   any; one object belongs to one thread at a time.
-// Tests     tests/test_process_registered.py
+// Tests     tests/cpp/process_test.cpp
 #pragma once
 
 #include <cstddef>

@@ -97,41 +97,6 @@ class HostMemory : public StagedCounters {
   const bool fits_head_;
 };
 
-// Tensors that all ranks can reach: each rank reduces its slice where it lies, for all. Once some
-// rank has failed, memory is its owner's again: a late rank stops at the next block.
-class RegisteredEngine : public StagedCounters {
- public:
-  RegisteredEngine(ProcessRank& self, const ProcessCall& call)
-      : StagedCounters(self), call_(call) {}
-
-  void copy_in(std::size_t, std::uint32_t) {}
-  void reduce(std::size_t, std::uint32_t) {
-    for (std::size_t i = 0; i < call_.outputs.size(); ++i) {
-      const TensorSpan& tensor = call_.outputs[i];
-      if (tensor.numel == 0) continue;
-      const std::vector<void*>& all = call_.registered[i];
-      const std::vector<const void*> sources(all.begin(), all.end());
-      const Buffers everywhere{sources.data(), all.data(),   world_size_,
-                               world_size_,    tensor.numel, tensor.dtype};
-      fuse_blocks(everywhere, call_.fold, chunk_range(tensor.numel, world_size_, self_.rank),
-                  [this] {
-                    self_.watch.progressed();
-                    return !self_.watch.adopt_shared_failure();
-                  });
-    }
-  }
-  void publish_reduced(std::uint32_t n) {
-    if (!self_.watch.adopt_shared_failure()) StagedCounters::publish_reduced(n);
-  }
-  bool wait_reduced(std::uint32_t n) {
-    return !self_.watch.failed() && StagedCounters::wait_reduced(n);
-  }
-  void copy_out(std::size_t, std::uint32_t) {}
-
- private:
-  const ProcessCall& call_;
-};
-
 template <class Engine>
 bool exchange(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
   const StagedProgram program{self.messages, num_pieces};
@@ -178,10 +143,7 @@ bool run_shares(const ProcessCall& call, ProcessRank& self) {
 
 bool move_data(const ProcessCall& call, ProcessRank& self) {
   if (call.kind == CallKind::kAllReduce) {
-    const ProcessAlgorithm algorithm = algorithm_of(call, self.segment);
-    if (algorithm != ProcessAlgorithm::kRegistered) return run_all_reduce(call, self, algorithm);
-    RegisteredEngine engine(self, call);
-    return direct(engine, self, 1);
+    return run_all_reduce(call, self, algorithm_of(call, self.segment));
   }
   if (call.kind != CallKind::kBarrier) return run_shares(call, self);
   EmptyEngine engine(HostMemory(self, call.fold, 0));
@@ -203,7 +165,7 @@ void for_each_dense_part(const PackedTensor& tensor, ProcessRank& self, Visit&& 
 }  // namespace
 
 const char* process_algorithm_name(ProcessAlgorithm algorithm) {
-  constexpr const char* kNames[kNumProcessAlgorithms] = {"exchange", "direct", "registered"};
+  constexpr const char* kNames[kNumProcessAlgorithms] = {"exchange", "direct"};
   return kNames[static_cast<int>(algorithm)];
 }
 
@@ -238,7 +200,6 @@ ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
   if (call.kind != CallKind::kAllReduce || segment.world_size() == 1) {
     return ProcessAlgorithm::kExchange;
   }
-  if (call.offsets != 0) return ProcessAlgorithm::kRegistered;
   return staged_algorithm(call.bytes(), segment);
 }
 
@@ -256,7 +217,6 @@ CallRecord ProcessCall::record() const {
   record.order = fold.order;
   record.root = root;
   record.num_tensors = static_cast<std::uint32_t>(outputs.size());
-  record.offsets = offsets;
   record.strides = strides;
   record.shapes = shapes;
   if (!outputs.empty()) record.dtype = outputs[0].dtype;
@@ -298,8 +258,6 @@ bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_backgr
 ProcessCall in_index_order(const ProcessCall& call) {
   ProcessCall ordered = call;
   ordered.strides = 0;
-  ordered.offsets = 0;
-  ordered.registered.clear();
   ordered.permuted.clear();
   for (const ProcessCall::Permuted& permuted : call.permuted) {
     TensorSpan& span = ordered.outputs[permuted.output];

@@ -19,8 +19,8 @@
 
 namespace pyringar {
 
-enum class ProcessAlgorithm : std::uint8_t { kExchange, kDirect, kRegistered };
-inline constexpr int kNumProcessAlgorithms = 3;
+enum class ProcessAlgorithm : std::uint8_t { kExchange, kDirect };
+inline constexpr int kNumProcessAlgorithms = 2;
 const char* process_algorithm_name(ProcessAlgorithm algorithm);
 
 struct ProcessCall {
@@ -43,10 +43,6 @@ struct ProcessCall {
     bool is_output;
   };
   std::vector<Permuted> permuted;
-
-  // Where all ranks' copies of each output lie, if every one is registered: peers[i][rank].
-  std::vector<std::vector<void*>> registered;
-  std::uint64_t offsets = 0;
 
   std::size_t bytes() const;
   CallRecord record() const;  // without a sequence
@@ -99,7 +95,7 @@ inline constexpr std::size_t kReadsAheadBytes = 2 * 1024 * 1024;
 // Which algorithm a call takes, alike on all ranks that agree on the call.
 ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment);
 
-// What an all_reduce of so many bytes would do, if its tensors are not registered.
+// What an all_reduce of so many bytes would do.
 struct ProcessPlan {
   ProcessAlgorithm algorithm;
   std::size_t num_pieces;  // each of them takes the algorithm's rounds

@@ -1,4 +1,4 @@
-// group: joining, locks, registered memory, refusals.
+// group: joining, locks, refusals.
 
 #include "process/group.h"
 
@@ -182,8 +182,6 @@ bool ProcessGroup::close(Leaving leaving) {
   if (!end_calls(leaving)) return false;
   segment_.line(rank_).state.store(RankState::kLeft, std::memory_order_release);
   memory_.close_fd();
-  const std::lock_guard<std::mutex> regions_lock(regions_mutex_);
-  regions_.clear();
   return true;
 }
 
@@ -213,47 +211,6 @@ ProcessStats ProcessGroup::stats() {
   check_not_forked();
   const std::lock_guard<std::mutex> lock(stats_mutex_);
   return stats_;
-}
-
-void ProcessGroup::add_region(std::uint64_t id, std::vector<SharedMemory> mapped,
-                              std::vector<std::byte*> bases, std::size_t bytes) {
-  check_usable();
-  const std::lock_guard<std::mutex> lock(regions_mutex_);
-  regions_.push_back({id, std::move(mapped), std::move(bases), bytes});
-}
-
-void ProcessGroup::remove_region(std::uint64_t id) {
-  if (forked()) return;
-  const std::lock_guard<std::mutex> lock(regions_mutex_);
-  std::erase_if(regions_, [id](const Region& region) { return region.id == id; });
-}
-
-void ProcessGroup::find_registered(ProcessCall& call) {
-  if (call.kind != CallKind::kAllReduce) return;
-  check_usable();
-  const std::lock_guard<std::mutex> lock(regions_mutex_);
-  if (regions_.empty()) return;
-  std::uint64_t offsets = 1;
-  std::vector<std::vector<void*>> registered;
-  for (const TensorSpan& tensor : call.outputs) {
-    if (tensor.numel == 0) {
-      registered.emplace_back();
-      continue;
-    }
-    const auto found = std::find_if(regions_.begin(), regions_.end(), [&](const Region& region) {
-      const std::byte* base = region.bases[static_cast<std::size_t>(rank_)];
-      return tensor.data >= base && tensor.data + tensor.bytes() <= base + region.bytes;
-    });
-    if (found == regions_.end()) return;
-    const auto offset =
-        static_cast<std::size_t>(tensor.data - found->bases[static_cast<std::size_t>(rank_)]);
-    offsets = mix(mix(offsets, found->id), offset);
-    registered.emplace_back();
-    for (std::byte* base : found->bases) registered.back().push_back(base + offset);
-  }
-  if (call.bytes() == 0) return;
-  call.offsets = offsets;
-  call.registered = std::move(registered);
 }
 
 void ProcessGroup::delay(Phase phase, std::chrono::nanoseconds time) {

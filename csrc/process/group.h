@@ -88,24 +88,11 @@ class ProcessGroup : public ForkGuard {
   void leave_at_once(const std::string& how);
   // Whether this is the thread of its work in the background.
   bool has_this_thread() const { return queue_.is_mine(); }
-  // Memory that all ranks have mapped: bases[r] is where rank r's lies here. For the tensors that
-  // lie in it, fills in call.registered and call.offsets, if all do.
-  void add_region(std::uint64_t id, std::vector<SharedMemory> mapped, std::vector<std::byte*> bases,
-                  std::size_t bytes);
-  void remove_region(std::uint64_t id);
-  void find_registered(ProcessCall& call);
 
   // For tests: stops before the given phase of the next call.
   void delay(Phase phase, std::chrono::nanoseconds time);
 
  private:
-  struct Region {
-    std::uint64_t id;
-    std::vector<SharedMemory> mapped;
-    std::vector<std::byte*> bases;
-    std::size_t bytes;
-  };
-
   std::string describe(const ProcessCall& call, bool has_begun) const;
   std::shared_ptr<Work> enqueue(std::function<void()> job, Describe describe);
   bool run_call(const ProcessCall& call, bool is_background);
@@ -126,10 +113,6 @@ class ProcessGroup : public ForkGuard {
 
   std::mutex stats_mutex_;  // never held while one waits
   ProcessStats stats_;
-
-  // Never held across a wait: find_registered() is called with the GIL.
-  std::mutex regions_mutex_;
-  std::vector<Region> regions_;
 
   WorkQueue queue_{turn_};
   std::atomic<bool> closed_{false};

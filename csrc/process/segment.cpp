@@ -52,7 +52,7 @@ bool CallRecord::agrees(const CallRecord& other) const {
 std::uint64_t CallRecord::digest() const {
   std::uint64_t digest = 0;
   for (const std::uint64_t word :
-       {sequence, numel, shapes, strides, offsets,
+       {sequence, numel, shapes, strides,
         std::uint64_t{num_tensors} << 32 | std::uint32_t{divisor} << 8 |
             static_cast<std::uint32_t>(order),
         std::uint64_t{static_cast<std::uint32_t>(root)} << 32 |
@@ -75,8 +75,7 @@ std::string CallRecord::text() const {
   return join(call, reduces ? join(" (", op_text, order_text, ")") : "",
               kind == CallKind::kBroadcast ? join(" from rank ", root) : "", " of ", numel, " ",
               dtype_name(dtype), " elements",
-              num_tensors > 1 ? join(" in ", num_tensors, " tensors") : "",
-              offsets != 0 ? ", registered" : "");
+              num_tensors > 1 ? join(" in ", num_tensors, " tensors") : "");
 }
 
 std::size_t Segment::bytes_for(int world_size) { return Layout(world_size).total; }

@@ -54,7 +54,6 @@ struct alignas(64) CallRecord {
   std::uint64_t numel = 0;     // of all its tensors
   std::uint64_t shapes = 0;    // digest of sizes and dtypes of all its tensors
   std::uint64_t strides = 0;   // of those not in the order of their index; 0: all are
-  std::uint64_t offsets = 0;   // digest of where registered tensors lie; 0: not all are registered
   std::uint32_t num_tensors = 0;
   std::int32_t root = 0;
   CallKind kind = CallKind::kBarrier;
@@ -65,9 +64,7 @@ struct alignas(64) CallRecord {
 
   // Whether it is the same call. How each rank's own tensors lie is another question.
   bool agrees(const CallRecord& other) const;
-  bool lies_like(const CallRecord& other) const {
-    return strides == other.strides && offsets == other.offsets;
-  }
+  bool lies_like(const CallRecord& other) const { return strides == other.strides; }
   std::uint64_t digest() const;  // equal digests: the same call, and tensors that lie alike
   std::string text() const;
 };

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Closing",
     "EngineCommunicator",
-    "OwnRank",
     "RankCommunicator",
     "communicator_of",
     "handle_of",
@@ -78,49 +77,6 @@ def is_traced() -> bool:
     )
 
 
-@runtime_checkable
-class RankCommunicator(Protocol):
-    """One rank of a group whose other ranks are in other processes.
-
-    All ranks make the same calls in the same order.
-    """
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def store(self) -> Any:
-        """The part of the torch.distributed store that belongs to this group and to no other."""
-
-    def all_reduce_coalesced(
-        self,
-        tensors: Sequence[Tensor],
-        op: Any = "sum",
-        *,
-        algorithm: str | None = None,
-        order: str | None = None,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Reduce this rank's tensors over all ranks, in place."""
-
-    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
-        """Copy the tensor of rank ``root`` into every other rank's."""
-
-    def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Any:
-        """Return what an all_reduce of ``nbytes`` per rank would do, and why."""
-
-    def abort(self) -> None:
-        """Fail the calls that run, on all ranks, then `close`."""
-
-    def close(self) -> None:
-        """Leave the group; others that go on calling are told."""
-
-
 class Closing:
     """Close a communicator where its ``with`` block ends, and say what it promises until then."""
 
@@ -149,8 +105,11 @@ class Closing:
             self.close()
 
 
-class OwnRank(Closing):
-    """Know this process's rank; the base of communicators with one rank per process."""
+class RankCommunicator(Closing):
+    """One rank of a group whose other ranks are in other processes.
+
+    All ranks make the same calls in the same order.
+    """
 
     _rank: int
     _world_size: int
@@ -170,6 +129,30 @@ class OwnRank(Closing):
     def store(self) -> Any:
         """The part of the torch.distributed store that belongs to this group and to no other."""
         return self._store
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce this rank's tensors over all ranks, in place."""
+        raise NotImplementedError
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
+        """Copy the tensor of rank ``root`` into every other rank's."""
+        raise NotImplementedError
+
+    def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Any:
+        """Return what an all_reduce of ``nbytes`` per rank would do, and why."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Fail the calls that run, on all ranks, then `close`."""
+        raise NotImplementedError
 
 
 # What close() tells of calls that had returned, on GPUs.

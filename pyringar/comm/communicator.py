@@ -143,11 +143,6 @@ class Communicator(EngineCommunicator):
         """The device of every rank."""
         return self._devices
 
-    @property
-    def topology(self) -> Topology:
-        """Return which ranks share a memory."""
-        return self._topology
-
     # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(
@@ -496,7 +491,7 @@ class Communicator(EngineCommunicator):
     def __repr__(self) -> str:
         closed = "closed, " if self._is_closed else ""
         return (
-            f"Communicator({closed}{self.topology}, algorithm={self._algorithm!r}, "
+            f"Communicator({closed}{self._topology}, algorithm={self._algorithm!r}, "
             f"order={self._order!r}, timeout={self._timeout_s:g} s)"
         )
 

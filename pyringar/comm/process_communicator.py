@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,21 +16,19 @@ from pyringar.comm.arguments import (
     check_plan,
     check_root,
     check_timeout,
-    is_count,
     is_list,
     op_name,
 )
 from pyringar.comm.auto import choose
-from pyringar.comm.base import EngineCommunicator, OwnRank, handle_of, is_traced
+from pyringar.comm.base import EngineCommunicator, RankCommunicator, handle_of, is_traced
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.member import Member, check_agreed, check_one_node
 from pyringar.comm.orders import engine_order
 from pyringar.comm.rendezvous import Rendezvous
-from pyringar.comm.shared_tensors import check_one_size, memory_of, remove_region
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
-from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError, UnsupportedError
+from pyringar.errors import ArgumentError, CollectiveTimeout, UnsupportedError
 
 __all__ = ["ProcessCommunicator"]
 
@@ -41,7 +38,7 @@ _AUTO, _WHY = choose("processes")
 Tensors = Tensor | Sequence[Tensor]
 
 
-class ProcessCommunicator(OwnRank, EngineCommunicator):
+class ProcessCommunicator(EngineCommunicator, RankCommunicator):
     """This process's rank in a group of processes on one machine, which reduce together.
 
     All ranks make the same calls in the same order. Calls that differ raise on every rank before
@@ -180,7 +177,6 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
             f"device={str(self._device)!r}, algorithm={self._algorithm!r}, order={self._order!r}"
         )
         self._handle = handle_of(self, what)
-        self._num_regions = 0
         # Tells the others that this rank has left, sooner than they would find its process gone.
         close_at_exit(
             self,
@@ -289,7 +285,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         Cost: data goes through slots that fit the caches, in pieces. Two ranks, and up to 32 KiB
         any number, each reduce everything: one wait per piece, ``(k + 1) N`` bytes read and ``2 N``
         written by every rank. Otherwise each reduces a slice: two waits per piece,
-        ``(3 - 2 / k) N`` read and ``2 N`` written. Registered tensors: two waits, ``2 k N`` in all.
+        ``(3 - 2 / k) N`` read and ``2 N`` written.
         """
         if (
             not async_op
@@ -425,100 +421,13 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         check_list("bind_coalesced", tensors)
         return self.bind(tensors, op, algorithm=algorithm, order=order)
 
-    # -- registered tensors ------------------------------------------------------------------------
-
-    def register(self, tensor: Tensor) -> None:
-        """Show a tensor of `shared_empty` to all ranks; every rank calls it with its own.
-
-        From then on `all_reduce` of tensors in that memory (the tensor, its views) reduces
-        them where they lie, if they lie at the same offset on all ranks. Ranks then write into each
-        other's memory: after `all_reduce` has raised CollectiveTimeout, the late rank still ends
-        the block of at most 1 MiB that it works on.
-
-        Args:
-            tensor: Lies in memory of `shared_empty`, of one size on all ranks.
-
-        Raises:
-            ArgumentError: It does not, or sizes differ; on every rank if on one.
-            RingarError: A rank could not map it; on every rank.
-            UnsupportedError: This rank's tensors are on a GPU.
-            PeerLostError, CollectiveTimeout: A rank is gone, or late.
-        """
-        if self._device.type != "cpu":
-            raise UnsupportedError(
-                f"register: this rank's tensors are on {self._device}, memory of shared_empty() is "
-                "the CPU's"
-            )
-        if not isinstance(tensor, Tensor):
-            raise ArgumentError(f"register: tensor is {tensor!r}, expected a tensor")
-        memory = memory_of(tensor)
-        pid = self._members[self._rank].pid
-        rows = self._tell_all([0, 0, 0] if memory is None else [pid, memory.fd, memory.nbytes])
-        check_one_size([nbytes for _, _, nbytes in rows])
-        region = self._num_regions
-        self._num_regions += 1
-        problem: RingarError | None = None
-        try:
-            self._group.add_region(region, [(p, fd) for p, fd, _ in rows], memory)
-        except RingarError as error:
-            problem = error
-        could_not = self._tell_all([int(problem is not None)])
-        if [1] in could_not:
-            self._group.remove_region(region)
-            culprit = self._members[could_not.index([1])].name
-            raise problem or RingarError(f"register: {culprit} could not map the others' memory")
-        forget = weakref.finalize(memory, remove_region, weakref.ref(self._group), region)
-        # The process's end unmaps it anyway, after calls in the background that still reduce there.
-        forget.atexit = False
-
-    def _tell_all(self, values: list[int]) -> list[list[int]]:
-        """Return what every rank tells all others by this call."""
-        gathered = torch.empty(len(values) * self._world_size, dtype=torch.int64)
-        self.all_gather(gathered, torch.tensor(values))
-        rows: list[list[int]] = gathered.view(-1, len(values)).tolist()
-        return rows
-
-    # -- groups, plans, statistics -----------------------------------------------------------------
-
-    def new_group(self, ranks: Sequence[int]) -> ProcessCommunicator | None:
-        """Make a communicator of some ranks; every rank of this one calls it, with equal ranks.
-
-        Args:
-            ranks: Ranks of this communicator; their order gives the new ranks.
-
-        Returns:
-            The new communicator, or None for a rank that is not among ``ranks``.
-
-        Raises:
-            ArgumentError: An out-of-range or repeated rank, or none.
-        """
-        is_listed = isinstance(ranks, Sequence) and not isinstance(ranks, str)
-        chosen = list(ranks) if is_listed else []
-        if not all(is_count(rank, 0, self._world_size - 1) for rank in chosen):
-            raise ArgumentError(
-                f"ranks is {ranks!r}, expected ranks from 0 to {self._world_size - 1}"
-            )
-        if not chosen or len(set(chosen)) != len(chosen):
-            raise ArgumentError(f"ranks is {ranks!r}, expected different ranks, at least one")
-        if self._rank not in chosen:
-            return None
-        return ProcessCommunicator(
-            self._store,
-            chosen.index(self._rank),
-            len(chosen),
-            name=f"{self._name}/{'-'.join(map(str, chosen))}",
-            algorithm=self._algorithm,
-            order=self._order,
-            timeout=self._timeout_s,
-            device=self._device,
-            **self._limits,
-        )
+    # -- plans, statistics -------------------------------------------------------------------------
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
         """Return what an all_reduce of ``nbytes`` per rank would do, and why.
 
         Args:
-            nbytes: Bytes of one rank's tensors, which are not registered.
+            nbytes: Bytes of one rank's tensors.
             dtype: Their dtype.
 
         Returns:
@@ -537,7 +446,7 @@ class ProcessCommunicator(OwnRank, EngineCommunicator):
         )
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return what ran: ``{"exchange" | "direct" | "registered": {"calls", ...}}``.
+        """Return what ran: ``{"exchange" | "direct": {"calls", ...}}``.
 
         ``exchange`` is ``direct`` for small tensors, and what other collectives do.
         """

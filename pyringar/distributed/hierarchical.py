@@ -21,7 +21,7 @@ from pyringar.comm.arguments import (
     check_timeout,
     op_name,
 )
-from pyringar.comm.base import OwnRank, RankCommunicator
+from pyringar.comm.base import RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.jobs import Jobs
 from pyringar.comm.member import Member, check_agreed, ranks_by_node
@@ -93,7 +93,7 @@ def communicator_for(
     return made
 
 
-class HierarchicalCommunicator(OwnRank):
+class HierarchicalCommunicator(RankCommunicator):
     """This process's rank in a group of processes on several machines, which reduce together.
 
     It uses a `pyringar.ProcessCommunicator` inside each machine, and gloo (tensors on the CPU) or
@@ -503,6 +503,3 @@ def _check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: b
 
 def _text_of(error: BaseException | None) -> str:
     return str(error) or type(error).__name__
-
-
-_: type[RankCommunicator] = HierarchicalCommunicator  # mypy holds it to the same calls

@@ -71,7 +71,7 @@ def _run_in_threads(
 ) -> list[Any]:
     """Call the functions at the same time, each in a new thread with the caller's torch settings.
 
-    No executor: its locks would hang a signal handler that interrupts this, and calls it again.
+    No executor: it would forget a thread whose start is interrupted, and not wait for its end.
 
     Args:
         functions: One per thread.

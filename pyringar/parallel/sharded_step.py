@@ -28,14 +28,13 @@ from pyringar.comm.communicator import Communicator
 from pyringar.engine.toolchain import read_cpu
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_replicas
+from pyringar.parallel.bucket_ranks import texts_of_ranks
 from pyringar.parallel.own_memory import give_own_memory
 from pyringar.parallel.shards import check_replicas_equal, digest_of
 
 __all__ = ["ShardedStep", "check_shards", "torch_threads"]
 
 logger = logging.getLogger(__name__)
-
-_SETTING_BYTES = 300  # length limit of the text in _check_alike
 
 LossOf = Callable[[Any, int], Tensor | None]
 
@@ -143,7 +142,7 @@ class ShardedStep:
         self._comm = comm
         rank, k = _place(comm, len(devices))
         if isinstance(comm, RankCommunicator):
-            _check_alike(comm, _setting(num_shards, num_threads, seed, devices[0]))
+            _check_alike(comm, _setting(num_shards, num_threads, seed, devices[0]), devices[0])
         check_shards(num_shards, k)
         each = num_shards // k
         ranks = range(rank, rank + len(devices))
@@ -273,7 +272,8 @@ class ShardedStep:
         check_replicas_equal(everything)
         self._is_unchecked = False
         if isinstance(self._comm, RankCommunicator):
-            _check_alike(self._comm, f"parameters and buffers {digest_of(everything[0])}")
+            text = f"parameters and buffers {digest_of(everything[0])}"
+            _check_alike(self._comm, text, _device_of(self._replicas[0]))
 
 
 class _Rank:
@@ -390,13 +390,9 @@ def _setting(num_shards: int, num_threads: int, seed: int | None, device: torch.
     )
 
 
-def _check_alike(comm: RankCommunicator, mine: str) -> None:
+def _check_alike(comm: RankCommunicator, mine: str, device: torch.device) -> None:
     """Raise on all ranks if a rank has another text than rank 0."""
-    rows = torch.zeros(comm.world_size, _SETTING_BYTES, dtype=torch.uint8)
-    text = mine.encode()[:_SETTING_BYTES]
-    rows[comm.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    comm.all_reduce_coalesced([rows])
-    texts = [bytes(row).rstrip(b"\0").decode() for row in rows.tolist()]
+    texts = texts_of_ranks(comm, mine, device)
     for rank, other in enumerate(texts):
         if other != texts[0]:
             raise ArgumentError(

@@ -43,13 +43,13 @@ class RankPair:
                 raise error
         return [future.result() for future in futures]
 
-    def _call(self, name: str, *by_rank: Sequence[Any], **options: Any) -> None:
-        self.on_ranks(
+    def _call(self, name: str, *by_rank: Sequence[Any], **options: Any) -> list[Any]:
+        return self.on_ranks(
             lambda rank: getattr(self.comms[rank], name)(*[arg[rank] for arg in by_rank], **options)
         )
 
-    def all_reduce(self, tensors: Sequence[Any], op: Any = "sum", **options: Any) -> None:
-        self._call("all_reduce", tensors, [op] * K, **options)
+    def all_reduce(self, tensors: Sequence[Any], op: Any = "sum", **options: Any) -> list[Any]:
+        return self._call("all_reduce", tensors, [op] * K, **options)
 
     def all_reduce_coalesced(self, lists: Sequence[Any], op: Any = "sum", **options: Any) -> None:
         self._call("all_reduce_coalesced", lists, [op] * K, **options)

@@ -21,7 +21,7 @@ from pyringar.comm.orders import engine_order
 from pyringar.engine import load
 
 
-@pytest.fixture(params=["threads", "processes"])
+@pytest.fixture(params=["threads", "processes"], scope="module")
 def pair(request):
     with make_pair(request.param) as made:
         yield made
@@ -230,6 +230,38 @@ def test_wrong_lists(comm, what, algorithm):
     assert [tensor._version for tensor in tensors] == [0] * 3
 
 
+class Hostile:
+    """Says that it is an array, and fails when it is asked for its memory."""
+
+    def __init__(self, error, **attributes):
+        self._error = error
+        vars(self).update(attributes)
+
+    def __dlpack__(self, **_options):
+        raise self._error
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+HOSTILE = {
+    "KeyError": (Hostile(KeyError("mine")), KeyError, "mine"),
+    "Ctrl-C": (Hostile(KeyboardInterrupt("now")), KeyboardInterrupt, "now"),
+    "interface": (Hostile(None, __array_interface__=5), pr.ArgumentError, "interface__ is 5"),
+}
+
+
+@pytest.mark.parametrize(("hostile", "error", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_errors_of_arrays_are_raised(comm, hostile, error, words):
+    tensors = [*ranks(2), hostile]
+    for call in (pr.allreduce, comm.all_reduce, comm.broadcast):
+        with pytest.raises(error, match=words):
+            call(tensors)
+    with pytest.raises(error, match=words):
+        comm.all_reduce_coalesced([(tensor,) for tensor in tensors])
+    comm.all_reduce(ranks(3))
+
+
 def set_entry(rank, i, value):
     return lambda lists: lists[rank].__setitem__(i, value)
 
@@ -344,27 +376,10 @@ def test_algorithms_without_a_call(algorithm):
     assert all(map(torch.equal, inputs, ranks(3, (6,))))
 
 
-@pytest.mark.parametrize("devices", [[], "cpu", 4, None, ["gpu"], ["cpu", 3.5]])
-def test_devices(devices):
-    refuse(lambda: pr.Communicator(devices), "devices")
-
-
 def test_missing_devices_are_named():
     missing = f"cuda:{torch.cuda.device_count() + 7}"
     refuse(lambda: pr.Communicator(["cpu", missing]), r"devices\[1\]", missing, "cpu")
     refuse(lambda: pr.Communicator(["mps"]), r"devices\[0\]", "mps", "cpu")
-
-
-@pytest.mark.parametrize("algorithm", ["auto", ("fused", 5, "ring"), ["fused"], 3, "\udc80"])
-def test_engine_knows_names_only(algorithm):
-    group = load.engine().Group(2, 5.0)
-    tensors = ranks()
-    refuse(
-        lambda: group.all_reduce(tensors, "sum", algorithm, "rank", None),
-        "expected one of fused, direct, ring",
-    )
-    assert torch.equal(tensors[0], ranks()[0])
-    group.close()
 
 
 def test_python_has_the_names_of_the_engine():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from oracle import limit_bytes
-from pairs import K, make_pair
+from pairs import make_pair
 from ranks import another, on_ranks
 
-import pyringar as pr
-from pyringar.comm import communicator
 from pyringar.comm.auto import choose
 from pyringar.comm.orders import Guarantee
 from pyringar.comm.topology import Topology
@@ -69,7 +66,6 @@ def test_stats_of_threads(make_comm):
         before = comm.stats()["fused"]["calls"]
         call()
         assert comm.stats()["fused"]["calls"] == before + 1, "one call for all tensors"
-    assert comm.topology.memories == {"host": (0, 1)}
     assert comm.world_size == 2
     assert "ranks [0, 1]" in repr(comm)
 
@@ -167,37 +163,3 @@ def test_places(devices, place):
 
 def test_auto_takes_what_documents_say():
     assert {place: choose(place)[0] for place in TAKEN} == TAKEN
-
-
-class Group:
-    """Stands in for an engine between GPUs: notes the algorithms that it is told to run."""
-
-    def __init__(self):
-        self.taken = []
-
-    def bind(self, tensors, op, algorithm, order):
-        self.taken.append(algorithm)
-
-    def __getattr__(self, name):
-        return lambda *arguments: self.taken.append(
-            next(a for a in arguments if a in ("direct", "ring", "fused"))
-        )
-
-    def close(self):
-        return True
-
-
-@pytest.mark.parametrize("order", ["any", "rank"])
-def test_default_kernels_do_not_wait(monkeypatch, order):
-    monkeypatch.setattr(Topology, "place", "gpus")
-    monkeypatch.setattr(communicator, "_make_group", lambda *arguments: Group())
-    with pr.Communicator(["cpu"] * K) as comm:
-        for numel in (2, 1 << 20):
-            whole, half = ([torch.zeros(n) for _ in range(K)] for n in (numel, numel // 2))
-            comm.all_reduce(whole, order=order)
-            comm.all_reduce_coalesced([half, half], order=order)
-            comm.bind(whole, order=order)
-            comm.reduce_scatter(half, whole)
-            comm.all_gather(whole, half)
-            comm.all_reduce([np.zeros(numel, np.float32)] * K, order=order)
-        assert comm._group.taken == ["direct"] * 12
