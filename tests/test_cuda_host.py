@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 from cuda_model import Builder, check_noticed, check_right
-from test_cuda_emulated import EMULATED, Mistake
+from test_cuda_emulated import Mistake
 from test_stress import COMPILE_TIMEOUT_S, CSRC, RUN_TIMEOUT_S, STRESS, some
 
 pytestmark = pytest.mark.slow
@@ -20,24 +20,9 @@ CHANGING = [CSRC / f"cuda/{part}.cpp" for part in PARTS.split()]
 ROUNDS = 24
 
 MISTAKES = {
-    "every-device-from-the-start": Mistake(
-        "tables.h", "slice.begin * item_bytes(tensor.dtype)", "0"
-    ),
     "one-device-does-all": Mistake(
         "tables.h", "kSliceElems, num_devices, d);", "kSliceElems, 1, d == 0 ? 0 : 1);"
     ),
-    "one-part-too-many": Mistake(
-        "tables.h",
-        "if (next->dtype == dtype && !add_slices(builders, *next)) break;",
-        "if (next->dtype == dtype) add_slices(builders, *next);",
-    ),
-    "ring-the-wrong-way-round": Mistake(
-        "ring_links.cpp", "as<std::byte>(next.slots)", "as<std::byte>(prev.slots)"
-    ),
-    "results-stay-in-staging": Mistake(
-        "group.cpp", "        staging_->copy_out(collective, staged, streams);\n", ""
-    ),
-    "failures-unread": Mistake("group.cpp", "  failure_ = new_failure();\n", ""),
     "failures-unread-at-the-end": Mistake(
         "group.cpp", "  if (failure.empty()) return;\n  failure_ = failure;", "  return;"
     ),
@@ -71,11 +56,6 @@ MISTAKES = {
     ),
     "freed-under-way": Mistake("group.cpp", "    last_use_->wait_for();\n", ""),
     "broken-captures-are-none": Mistake("runtime.cpp", "return {kBrokenCapture};", "return {};"),
-    "one-stream-asked": Mistake(
-        "group.cpp",
-        "d < streams.size(); ++d) {\n    const CaptureId",
-        "d < 1; ++d) {\n    const CaptureId",
-    ),
     "graphs-lose-links": Mistake(
         "group.cpp",
         "    keep_with_graph(streams[0], devices()[0], links);\n",
@@ -87,16 +67,12 @@ MISTAKES = {
     "graphs-share-links": Mistake(
         "group.cpp", "if (is_ring && capture != 0) return", "if (is_ring && capture == 1) return"
     ),
-    "captured-rings-at-once": Mistake("group.cpp", "    found->last->make_wait(streams);\n", ""),
     "loaded-by-the-launch": Mistake(
         "devices.cpp",
         'check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes", device.index);',
         "",
     ),
     "launches-not-in-turn": Mistake("staging.cpp", "  const auto lock = lock_launches();\n", ""),
-    "loaded-in-captures": Mistake(
-        "devices.cpp", "    const BesideCaptures beside;\n    // Loads it", "    // Loads it"
-    ),
     "asked-in-captures": Mistake(
         "runtime.cpp",
         "  const BesideCaptures beside;\n  const cudaError_t status = cudaEventQuery",
@@ -124,9 +100,6 @@ MISTAKES = {
     "slots-no-peer-reaches": Mistake(
         "devices.cpp", ": host_memory(device, bytes)", ": device_memory(device, bytes)"
     ),
-    "tensors-no-peer-sees": Mistake(
-        "staging.cpp", "pointer != nullptr && !is_peer", "pointer == nullptr && !is_peer"
-    ),
     "buffers-freed-under-way": Mistake(
         "staging.cpp", "if (last_use != nullptr) last_use->wait_for();", ""
     ),
@@ -146,9 +119,6 @@ MISTAKES = {
         "one.num_tiles",
     ),
     "gradients-of-now": Mistake("background.cpp", "if (bucket.ready != nullptr) {", "if (false) {"),
-    "one-stream-of-gradients": Mistake(
-        "ready.cpp", "known.stream == stream", "known.event != nullptr"
-    ),
     "gradient-again-unseen": Mistake(
         "ready.cpp",
         "  if (!is_new) return found->event->record(stream);\n",
@@ -160,7 +130,7 @@ MISTAKES = {
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("host")
-    return Builder(folder, STRESS / "cuda_host", CHANGING, [EMULATED / "tensors.cpp"])
+    return Builder(folder, STRESS / "cuda_host", CHANGING)
 
 
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)

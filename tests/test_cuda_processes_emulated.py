@@ -25,7 +25,7 @@ ROUNDS = 40
 ENGINE, STAGING = "cuda_process/engine.cpp", "cuda_process/staging.h"
 GROUP, WATCH = "cuda_process/group.cpp", "cuda_process/device_watch.cpp"
 STAGED = "cuda_process/staging.cpp"
-PROGRAM, ENGINES = "core/staged_program.h", "process/staged_engines.h"
+PROGRAM = "core/staged_program.h"
 MISTAKES = {
     # -- words and slots
     "announced-not-awaited": (ENGINE, {"    staging_.await_announced(n, stream_);\n": ""}),
@@ -39,26 +39,12 @@ MISTAKES = {
             "      engine.announce(n + 1);\n      engine.copy_in(piece + 1, n + 1);\n",
         },
     ),
-    "word-before-reduction": (
-        PROGRAM,
-        {
-            "    engine.reduce(piece, n);\n    engine.publish_reduced(n);\n": ""
-            "    engine.publish_reduced(n);\n    engine.reduce(piece, n);\n"
-        },
-    ),
     "stream-before-host": (
         ENGINE,
         {
             "    if (!StagedCounters::wait_announced(n)) return false;\n": "",
             "    staging_.await_announced(n, stream_);\n    return true;": "    "
             "staging_.await_announced(n, stream_);\n    return StagedCounters::wait_announced(n);",
-        },
-    ),
-    "awaits-the-one-before": (
-        STAGING,
-        {
-            ".announced.value, message, stream);\n    }": ""
-            ".announced.value, message - 1, stream);\n    }"
         },
     ),
     "awaits-equality": (
@@ -73,28 +59,8 @@ MISTAKES = {
         STAGED,
         {"  if (is_far_behind) staging_.write_reduced(last_, stream_);\n": ""},
     ),
-    "slot-off-by-one": (ENGINE, {"return slot(rank_, n); }": "return slot(rank_, n + 1); }"}),
     "slot-too-few": (STAGING, {"message % kStagingSlots * own": "message % 3 * own"}),
-    "calls-not-in-order": (
-        STAGED,
-        {"  staging_.last_call_.make_wait(stream, staging_.own_.device);\n": ""},
-    ),
     "end-not-recorded": (STAGED, {"  staging_.last_call_.record(stream_);\n": ""}),
-    "finished-not-in-order": (
-        STAGED,
-        {
-            "  staging_.last_call_.record(stream_);\n": "",
-            "  is_open_ = false;\n": "  is_open_ = false;\n"
-            "  staging_.last_call_.record(stream_);\n",
-        },
-    ),
-    "last-rank-first": (
-        ENGINES,
-        {
-            "sources[static_cast<std::size_t>(rank)] =": "sources["
-            "static_cast<std::size_t>(world_size_ - 1 - rank)] ="
-        },
-    ),
     "reducer-waits-for-nobody": (
         STAGING,
         {
@@ -102,7 +68,6 @@ MISTAKES = {
             "return;\n    watch_->expect_announced(message);\n"
         },
     ),
-    "everybody-is-the-reducer": (ENGINE, {"owner == 0 ? last": "owner == rank_ ? last"}),
     # -- ranks that are lost or late
     "not-released-after-death": (WATCH, {"  release(culprit);\n": ""}),
     "released-whatever-fails": (
@@ -144,7 +109,6 @@ MISTAKES = {
         GROUP,
         {"[&] { done->record": "[&] { if (is_enqueued) done->record"},
     ),
-    "blocks-without-a-limit": (ENGINE, {"staging_.max_blocks()": "kAnyBlocks"}),
     "probe-unread": (STAGED, {"differs.first != found.end()": "false"}),
     "bits-not-kept": (
         "cuda/folds.cpp",
@@ -156,7 +120,9 @@ MISTAKES = {
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    return Builder(folder, STRESS / "cuda_processes", CHANGING, ENGINE_SOURCES)
+    return Builder(
+        folder, STRESS / "cuda_processes", CHANGING, [*ENGINE_SOURCES, STRESS / "process_calls.cpp"]
+    )
 
 
 @pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)

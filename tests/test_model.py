@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/cpp/model"
 PROGRAM = (ROOT / "csrc/core/staged_program.h").read_text()
 STAGING_SLOTS = int(re.findall(r"kStagingSlots = (\d+);", PROGRAM)[0])
-RUN_TIMEOUT_S = 300
+RUN_TIMEOUT_S = 60
 
 # Exchanges leave `reduced` behind; at this distance a comparison of counters turns around.
 TURNS = 2**31
@@ -51,17 +51,14 @@ class Verdict:
 Check = Callable[..., Verdict]
 
 
-def strict(compiler: str) -> list[str]:
-    return [compiler, *BASE_FLAGS, "-O2", "-Wall", "-Wextra", "-Werror"]
-
-
 @pytest.fixture(scope="module")
 def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     """``check(calls, ranks=2, slots=4)``: the verdict on a list of calls; see model.cpp."""
     require("g++")
     folder = tmp_path_factory.mktemp("model")
     objects = {source: folder / f"{source.stem}.o" for source in sorted(MODEL.glob("*.cpp"))}
-    compile_all([[*strict("g++"), "-c", source, "-o", o] for source, o in objects.items()])
+    compiler = ["g++", *BASE_FLAGS, "-O2", "-Wall", "-Wextra", "-Werror"]
+    compile_all([[*compiler, "-c", source, "-o", o] for source, o in objects.items()])
     program = folder / "model"
     compile_all([["g++", *objects.values(), "-o", program]])
 
@@ -117,29 +114,19 @@ SINGLE = ["direct:1", "exchange:1", "registered:1"]
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_staged_calls(check: Check, ranks: int) -> None:
     prove(check, mixes(STAGED, 1), ranks=ranks)
-    prove(check, mixes(STAGED, 2), ranks=ranks, base=WRAPS)
-
-
-def test_three_staged_calls(check: Check) -> None:
-    prove(check, mixes(STAGED, 3), base=WRAPS)
-
-
-@pytest.mark.timeout(RUN_TIMEOUT_S)
-def test_three_staged_calls_of_three_ranks(check: Check) -> None:
-    prove(check, mixes(STAGED, 3), ranks=3, base=WRAPS)
+    for length in (2, 3):
+        prove(check, mixes(STAGED, length), ranks=ranks, base=WRAPS)
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(RUN_TIMEOUT_S)
 def test_four_staged_calls(check: Check) -> None:
     prove(check, mixes(pieces("direct", "exchange", most=4), 3), base=WRAPS)
     prove(check, mixes(STAGED, 4), base=WRAPS)
 
 
-@pytest.mark.timeout(RUN_TIMEOUT_S)
 def test_four_ranks(check: Check) -> None:
-    prove(check, [*pieces("direct", "exchange", most=2), *mixes(SINGLE, 2)], ranks=4, base=WRAPS)
-    prove(check, mixes(STAGED, 2), ranks=4, base=WRAPS, reduction="all")
+    prove(check, mixes(SINGLE, 2), ranks=4, base=WRAPS)
+    prove(check, mixes(STAGED, 2), ranks=4, base=WRAPS)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -179,12 +166,6 @@ def test_reduced_far_behind(check: Check, ranks: int, behind: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_results_compared_by_digest(check: Check, ranks: int) -> None:
-    lists = [f"{a},digest:1,{b},digest:1,exchange:1" for a, b in itertools.product(SINGLE, SINGLE)]
-    prove(check, [*lists, "direct:3,digest:1,exchange:3,digest:1"], ranks=ranks, base=WRAPS)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
 def test_refused_calls_end_on_every_rank(check: Check, ranks: int) -> None:
     refused = pieces("refused", "refused-exchange")
     lists = [f"{before},{call}" for before, call in itertools.product(STAGED, refused)]
@@ -196,51 +177,22 @@ def test_calls_after_refused_ones(check: Check, ranks: int) -> None:
     """A call that ranks make again, since their tensors lie otherwise than those of others."""
     refused = ["refused:1", "refused:2", "refused-exchange:1", "refused-exchange:3"]
     lists = [f"{a},{b},{c}" for a, b, c in itertools.product(SINGLE, refused, STAGED)]
-    lists += ["direct:3,refused:3,direct:3", "exchange:1,refused:2,ring:1,refused:2,direct:2"]
+    lists.append("direct:3,refused:3,direct:3")
     prove(check, lists, ranks=ranks, base=WRAPS)
 
 
 # -- Rings -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phases", ["ring", "scatter", "gather"])
-def test_rings(check: Check, phases: str) -> None:
-    prove(check, [f"{phases}:{n}" for n in range(1, 7)], base=WRAPS)
-    prove(check, [f"{phases}:1", f"{phases}:2"], ranks=3, base=WRAPS)
-
-
-def test_ring_phases_after_each_other(check: Check) -> None:
-    prove(check, mixes(pieces("ring", "scatter", "gather", most=2), 2), base=WRAPS)
-    prove(check, ["scatter:1,gather:1,ring:1"], ranks=3, base=WRAPS)
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(RUN_TIMEOUT_S)
-def test_long_rings(check: Check) -> None:
-    prove(check, mixes(pieces("ring", "scatter", "gather"), 2), base=WRAPS)
-    prove(
-        check,
-        ["ring:3", "ring:4", "scatter:4", "gather:4", "scatter:2,gather:2"],
-        ranks=3,
-        base=WRAPS,
-    )
-    prove(check, ["ring:3", "ring:4"], ranks=3, ring_slots=6)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_long_rings_on_one_path(check: Check, ranks: int) -> None:
-    lists = ["ring:12", "scatter:12,gather:12", "exchange:1,ring:12,direct:3,exchange:1,ring:3"]
-    prove(check, lists, ranks=ranks, base=-9, reduction="all")
+def test_rings(check: Check, ranks: int) -> None:
+    lists = [f"{phases}:{n}" for phases in ("ring", "scatter", "gather") for n in (1, 2, 3, 6, 12)]
+    prove(check, lists, ranks=ranks, base=WRAPS)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_rings_of_processes(check: Check, ranks: int) -> None:
-    """Each is announced first, and may stand between staged calls."""
-    lists = ["exchange:1,ring:1,exchange:1,ring:1", "exchange:1,ring:1,direct:2,exchange:2"]
-    lists += ["direct:3,exchange:1,ring:1,direct:3", "exchange:1,ring:1,digest:1,registered:1"]
-    prove(check, lists, ranks=ranks, base=WRAPS)
-    if ranks == 2:
-        prove(check, ["exchange:1,ring:3,exchange:3,exchange:1,ring:3"], base=WRAPS)
+def test_ring_phases_after_each_other(check: Check, ranks: int) -> None:
+    prove(check, mixes(pieces("ring", "scatter", "gather"), 2), ranks=ranks, base=WRAPS)
 
 
 # -- How many slots are enough ---------------------------------------------------------------------
@@ -298,17 +250,14 @@ def test_smallest_number_of_ring_slots(check: Check, ranks: int) -> None:
             r"rank 0: waits for taken of link 0 >= \d+, and it is \d+ for ever",
             ranks=ranks,
             ring_slots=slots,
-            reduction="all",
         )
-    prove(check, ["ring:12"], ranks=ranks, ring_slots=2 * ranks, reduction="all")
-    if ranks <= 3:
-        prove(check, ["ring:2", "scatter:2", "gather:2"], ranks=ranks, ring_slots=2 * ranks)
+    prove(check, ["ring:12", "scatter:2", "gather:2"], ranks=ranks, ring_slots=2 * ranks)
 
 
 # -- Planted bugs ----------------------------------------------------------------------------------
 
 # What is found in place of a message: nothing yet, or the ranks' parts before they are added up.
-UNWRITTEN = r"message (\d), .*half \d: expected message \1: ranks? [\d+]+, found nothing$"
+UNWRITTEN = r"message (\d), [^:]+: expected message \1: ranks? [\d+]+, found nothing$"
 UNREDUCED = r"expected message 1: ranks 0\+1[+2]*, found message 1: rank \d$"
 UNANNOUNCED = r"reads calls.1. of rank 1, call 1: expected call 1, found nothing$"
 SAME_NUMBER = r"expected (message \d: ranks? [\d+]+), found \1(, which it wrote there itself)?$"
@@ -326,10 +275,14 @@ PLANTED = [
     ("base-stays", "direct:1,direct:1", SAME_NUMBER),
     ("base-stays", "exchange:1,exchange:1", SAME_NUMBER),
     ("base-stays", "ring:1,ring:1", SAME_NUMBER),
-    ("announces-without-release", "direct:1", UNWRITTEN),
-    ("announces-without-release", "exchange:1", UNWRITTEN),
+    ("announces-without-release", "direct:1", UNANNOUNCED),
+    ("announces-without-release", "exchange:1", UNANNOUNCED),
     ("reduced-without-release", "direct:1", UNREDUCED),
-    ("reduced-without-release", "registered:1,registered:1", r", result: .*, found message 1: "),
+    (
+        "reduced-without-release",
+        "registered:1,registered:1",
+        r", result: expected .*, found nothing$",
+    ),
     ("announces-first", "direct:1", UNWRITTEN),
     ("announces-first", "exchange:1", UNWRITTEN),
     ("announced-not-awaited", "direct:1", UNANNOUNCED),
@@ -362,7 +315,7 @@ def test_planted_bug_is_refuted(
     check: Check, bug: str, calls: str, pattern: str, ranks: int
 ) -> None:
     refute(check, calls, pattern, ranks=ranks, swaps=0, base=-2, bug=bug)
-    prove(check, [calls], ranks=ranks, base=-2, bug="none", reduction="all")
+    prove(check, [calls], ranks=ranks, base=-2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -386,14 +339,12 @@ def test_trace_is_minimal(check: Check) -> None:
     trace = refute(check, "direct:1", UNREDUCED, **options).text.splitlines()[:-1]
     assert trace == [
         "1. rank 1: writes calls[1] of rank 1, call 1",
-        "2. rank 1: writes slot 1 of rank 1, message 1, slice 0, half 0",
-        "3. rank 1: writes slot 1 of rank 1, message 1, slice 0, half 1",
-        "4. rank 1: writes slot 1 of rank 1, message 1, slice 1, half 0",
-        "5. rank 1: writes slot 1 of rank 1, message 1, slice 1, half 1",
-        "6. rank 1: publishes announced of rank 1 = 1",
-        "7. rank 0: waits for announced of rank 1 >= 1, and it is 1",
-        "8. rank 0: waits for reduced of rank 1 >= 1, and it is 2147483648",
-        "9. rank 0: reads slot 1 of rank 1, message 1, slice 1, half 0: "
+        "2. rank 1: writes slot 1 of rank 1, message 1, slice 0",
+        "3. rank 1: writes slot 1 of rank 1, message 1, slice 1",
+        "4. rank 1: publishes announced of rank 1 = 1",
+        "5. rank 0: waits for announced of rank 1 >= 1, and it is 1",
+        "6. rank 0: waits for reduced of rank 1 >= 1, and it is 2147483648",
+        "7. rank 0: reads slot 1 of rank 1, message 1, slice 1: "
         "expected message 1: ranks 0+1, found message 1: rank 1",
     ]
 
@@ -422,21 +373,21 @@ SHORT = [
     ("scatter:3", {"ring_slots": 1}),
 ]
 
-REDUCTIONS = ["none", "payload", "all"]
 
-
-def verdicts(check: Check, calls: str, **options: object) -> list[Verdict]:
-    return [check(calls, reduction=reduction, swaps=0, **options) for reduction in REDUCTIONS]
+def verdicts(check: Check, calls: str, **options: object) -> tuple[Verdict, Verdict]:
+    """Search in every order, then with the reduction."""
+    every, reduced = (check(calls, every_order=n, swaps=0, **options) for n in (1, 0))
+    return every, reduced
 
 
 @pytest.mark.parametrize(("calls", "options"), SHORT)
-def test_reductions_agree(check: Check, calls: str, options: dict[str, int]) -> None:
-    none, payload, every = verdicts(check, calls, **options)
-    assert none.is_proved == payload.is_proved == every.is_proved, [none, payload, every]
-    if none.is_proved:
-        assert none.num_states >= payload.num_states >= every.num_states
+def test_reduction_agrees(check: Check, calls: str, options: dict[str, int]) -> None:
+    every, reduced = verdicts(check, calls, **options)
+    assert every.is_proved == reduced.is_proved, [every, reduced]
+    if every.is_proved:
+        assert every.num_states >= reduced.num_states
 
 
 @pytest.mark.parametrize(("bug", "calls"), [(bug, calls) for bug, calls, _ in PLANTED])
-def test_reductions_agree_on_planted_bugs(check: Check, bug: str, calls: str) -> None:
-    assert [v.is_proved for v in verdicts(check, calls, base=-2, bug=bug)] == [False] * 3
+def test_reduction_agrees_on_planted_bugs(check: Check, bug: str, calls: str) -> None:
+    assert [v.is_proved for v in verdicts(check, calls, base=-2, bug=bug)] == [False] * 2

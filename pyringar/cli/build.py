@@ -16,7 +16,7 @@ from pyringar.errors import CompilerNotFoundError
 
 __all__ = ["add_parser", "run"]
 
-_RECORDED = ("compiler", "flags", "nvcc", "archs", "kernels", "build_s")
+_RECORDED = ("compiler", "flags", "nvcc", "archs", "build_s")
 
 
 def add_parser(subparsers: Any) -> None:

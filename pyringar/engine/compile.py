@@ -55,7 +55,7 @@ NVCC_FLAGS = (
     "-Xcompiler",
     "-fPIC,-fvisibility=hidden",
     "-Xptxas",
-    "-v",  # registers and spills: into build.json
+    "-v",  # registers and spills: into build.log
 )
 # Of libcudart_static.a, which at run time needs neither libcudart.so nor a driver.
 CUDART_NEEDS = ("-ldl", "-lrt", "-lpthread")
@@ -251,21 +251,6 @@ def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> Plan:
     return Plan(recipe, compiler, nvcc, content, made_with)
 
 
-@dataclass(frozen=True)
-class _Cuda:
-    """The toolkit of a build, and the architectures that it compiles for."""
-
-    toolkit: CudaToolkit
-    archs: tuple[str, ...]
-
-
-def _cuda_of(plan: Plan) -> _Cuda | None:
-    if plan.nvcc is None:
-        return None
-    toolkit = toolchain.read_cuda_toolkit(plan.nvcc, plan.compiler)
-    return _Cuda(toolkit, toolchain.cuda_archs_built(plan.content["archs"], toolkit))
-
-
 def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
     """Compile, and put the engine and its record into ``folder``, the record first.
 
@@ -276,13 +261,14 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
     """
     started, kind = time.monotonic(), plan.recipe.kind
     version, ninja = toolchain.compiler_version(plan.compiler), toolchain.find_ninja()
-    cuda = _cuda_of(plan)
+    toolkit = toolchain.read_cuda_toolkit(plan.nvcc, plan.compiler) if plan.nvcc else None
+    archs = toolchain.cuda_archs_built(plan.content["archs"], toolkit) if toolkit else ()
     name = f"{kind.module}{toolchain.extension_suffix()}"
     # A warning is shown even if nobody configured logging.
     log.warning(
         "compiling %s for %s with %s, once; it is kept in %s",
         kind.title,
-        _target(plan, cuda),
+        _target(plan, archs),
         plan.compilers,
         folder,
     )
@@ -292,10 +278,10 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         work = Path(temporary)
         _copy_sources(plan, work / "csrc")
         flags = _accepted_flags(plan, work)
-        script = _ninja_script(work, plan, cuda, flags, name)
+        script = _ninja_script(work, plan, toolkit, archs, flags, name)
         (work / "build.ninja").write_text(script, encoding="utf-8")
         (work / toolchain.EXPORTS_FILE).write_text(toolchain.EXPORTS, encoding="utf-8")
-        output = _run_ninja(ninja, work, folder / "build.log", plan, verbose=verbose)
+        _run_ninja(ninja, work, folder / "build.log", plan, verbose=verbose)
         seconds = time.monotonic() - started
         record = {
             "content": plan.content,
@@ -304,19 +290,17 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
             "flags": flags,
             "build_s": round(seconds, 2),
         }
-        if cuda is not None:
-            record["nvcc"] = str(cuda.toolkit)
-            record["archs"] = list(cuda.archs)
-            record["kernels"] = [asdict(kernel) for kernel in toolchain.kernels_in(output)]
+        if toolkit is not None:
+            record |= {"nvcc": str(toolkit), "archs": list(archs)}
         (work / "build.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         for finished in ("build.json", name):
             _publish(work / finished, folder)
     log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / name)
 
 
-def _target(plan: Plan, cuda: _Cuda | None) -> str:
-    if cuda is not None:
-        return f"compute capability {', '.join(cuda.archs)}"
+def _target(plan: Plan, archs: Sequence[str]) -> str:
+    if archs:
+        return f"compute capability {', '.join(archs)}"
     return "any CPU of this architecture" if plan.recipe.baseline else "this CPU"
 
 
@@ -375,7 +359,12 @@ def _translation_units(work: Path, kind: EngineKind) -> list[str]:
 
 
 def _ninja_script(
-    work: Path, plan: Plan, cuda: _Cuda | None, flags: Sequence[str], output: str
+    work: Path,
+    plan: Plan,
+    toolkit: CudaToolkit | None,
+    archs: Sequence[str],
+    flags: Sequence[str],
+    output: str,
 ) -> str:
     """Return the build.ninja that compiles ``work``/csrc and links it into ``output``."""
     inputs = _translation_units(work, plan.recipe.kind)
@@ -385,14 +374,13 @@ def _ninja_script(
 
     # Names in csrc hold neither blanks nor colons: nothing to escape.
     objects = [re.sub(r"[/.]", "_", name) + ".o" for name in inputs]
-    includes = [
-        *toolchain.python_include_dirs(),
-        *(map(str, cuda.toolkit.includes) if cuda else ()),
-    ]
+    includes = toolchain.python_include_dirs()
+    if toolkit:
+        includes += map(str, toolkit.includes)
     system = [word for include in includes for word in ("-isystem", include)]
     compile_words = command(*plan.compiler.command, *flags, "-I", "csrc", *system)
     link_words = command(*plan.compiler.command, *flags, *toolchain.link_flags())
-    libraries = command(str(cuda.toolkit.cudart), *CUDART_NEEDS) if cuda else ""
+    libraries = command(str(toolkit.cudart), *CUDART_NEEDS) if toolkit else ""
     lines = [
         "rule compile",
         f"  command = {compile_words} $floor_flags -c $in -o $out",
@@ -401,10 +389,12 @@ def _ninja_script(
         f"  command = {link_words} $in {libraries} -o $out",
         "  description = link $out",
     ]
-    if cuda:
+    if toolkit:
+        nvcc = [*toolkit.nvcc.command, *toolchain.nvcc_host_flags(plan.compiler), *NVCC_FLAGS]
+        nvcc += [*toolchain.gencode_flags(archs), "-I", "csrc"]
         lines += [
             "rule compile_cuda",
-            f"  command = {command(*_nvcc_words(plan, cuda))} -c $in -o $out",
+            f"  command = {command(*nvcc)} -c $in -o $out",
             "  description = compile $out",
         ]
     for obj, name in zip(objects, inputs, strict=True):
@@ -414,18 +404,6 @@ def _ninja_script(
             lines.append(f"  floor_flags = {BINDINGS_FLAG}")
     lines += [f"build {output}: link {' '.join(objects)}", f"default {output}"]
     return "\n".join(lines) + "\n"
-
-
-def _nvcc_words(plan: Plan, cuda: _Cuda) -> list[str]:
-    """Return the command that compiles a .cu file, without the file."""
-    return [
-        *cuda.toolkit.nvcc.command,
-        *toolchain.nvcc_host_flags(plan.compiler),
-        *NVCC_FLAGS,
-        *toolchain.gencode_flags(cuda.archs),
-        "-I",
-        "csrc",
-    ]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -438,8 +416,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: bool) -> str:
-    """Run ninja in ``work`` and return its output, also in ``log_path``; if it fails, show it."""
+def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: bool) -> None:
+    """Run ninja in ``work``, its output in ``log_path``; show the output if it fails."""
     command = [ninja, "-v", "-j", str(toolchain.cores_allowed())]
     ending = ""
     with open(log_path, "wb") as output:
@@ -458,13 +436,12 @@ def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: b
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             ending = f"was ended after {COMPILE_DEADLINE_S:.0f} s"
-    said = log_path.read_text(encoding="utf-8", errors="replace")
-    lines = said.splitlines()
+    lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     if verbose:
         for line in lines:
             log.info("%s", line)
     if not ending:
-        return said
+        return
     failed = next((n for n, line in enumerate(lines) if line.startswith("FAILED")), 0)
     shown = lines[failed:]
     if len(shown) > 30:

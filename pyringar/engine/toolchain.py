@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,21 +28,18 @@ __all__ = [
     "Compiler",
     "Cpu",
     "CudaToolkit",
-    "Kernel",
     "baseline_flags",
     "compiler_version",
     "cores_allowed",
     "cuda_archs_built",
     "cuda_archs_cover",
     "cuda_archs_wanted",
-    "demangled",
     "extension_suffix",
     "find_compiler",
     "find_ninja",
     "find_nvcc",
     "gencode_flags",
     "indent",
-    "kernels_in",
     "libc_version",
     "link_flags",
     "nvcc_host_flags",
@@ -479,49 +476,6 @@ def gencode_flags(archs: Sequence[str]) -> list[str]:
         if arch.endswith("+PTX"):
             flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
     return flags
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """Figures of ptxas for one kernel and architecture ("sm_90"); bytes are per thread.
-
-    The functions that a kernel calls are counted in: a spill in one of them costs as much.
-    """
-
-    name: str
-    arch: str
-    registers: int
-    stack_bytes: int
-    spill_store_bytes: int
-    spill_load_bytes: int
-
-
-def kernels_in(output: str) -> list[Kernel]:
-    """Read the kernels' registers and spills from the output of ``ptxas -v``, sorted by name."""
-    entry = r"Compiling entry function '([^']+)' for '([^']+)'"
-    kernels = []
-    _, *parts = re.split(entry, output)
-    for name, arch, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-        uses = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", text)
-        stack, stores, loads = (
-            sum(int(count) for count, what in uses if what == kind)
-            for kind in ("stack frame", "spill stores", "spill loads")
-        )
-        registers = re.search(r"Used (\d+) registers", text)
-        if registers is not None:
-            kernels.append(Kernel(name, arch, int(registers[1]), stack, stores, loads))
-    readable = demangled([kernel.name for kernel in kernels])
-    named = (replace(kernel, name=readable[kernel.name]) for kernel in kernels)
-    return sorted(named, key=lambda kernel: (kernel.name, _arch_number(kernel.arch)))
-
-
-def demangled(names: Sequence[str]) -> dict[str, str]:
-    """Return the C++ names as written in the source, or unchanged if there is no c++filt."""
-    tool, readable = shutil.which("c++filt"), names
-    if tool is not None and names:
-        said = run_tool([tool], f"{tool} does not work", input="\n".join(names))
-        readable = said.splitlines()
-    return dict(zip(names, readable, strict=True))
 
 
 # -- running tools ---------------------------------------------------------------------------------

@@ -107,14 +107,6 @@ def test_info_lists_gpus_and_links(cache, monkeypatch, capsys):
 
 
 @needs_compiler
-def test_info_shows_a_refused_cache(cache, capsys):
-    cache.mkdir()
-    cache.chmod(0o777)
-    assert main(["info"]) == 0
-    assert str(cache) in capsys.readouterr().out
-
-
-@needs_compiler
 def test_build_command(cache, tiny, unloaded, monkeypatch, capsys, caplog):
     monkeypatch.setattr(build.Recipe, "root", lambda self: self.source_root or tiny.source_root)
     caplog.set_level(logging.INFO)

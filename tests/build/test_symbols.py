@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from nvcc import needs_nvcc
 from test_stress import require, some
 from tiny_engine import COMPILERS, REPO, needs_compiler, run, script
 
@@ -52,18 +51,6 @@ TOLD = r"""all_reduce: tensors\[1\] has shape \(7,\), but tensors\[0\] has \(5,\
 all_reduce: ring sum of 5 float32 .* 2 ranks: rank 0 waited 0\.25 s for rank 1 to send at step 0 .*
 cannot open /proc/0/fd/0, the [0-9]+ bytes of shared memory for a group of processes: .*
 alive: True False
-"""
-USE_CUDA = """
-import torch
-import pyringar as pr
-from pyringar.engine import load
-
-engine = load.cuda_engine()
-print(sorted(vars(engine)))
-try:
-    engine.peer_links([0, 5000])
-except pr.RingarError as error:
-    print(error)
 """
 
 
@@ -113,17 +100,3 @@ def test_static_libstdcxx_beside_torch(cache, static, compiler):
     environment = {"PYRINGAR_CACHE_DIR": cache, "CXX": cxx}
     told = run(sys.executable, "-c", USE, cwd=REPO, **environment)
     assert re.fullmatch(TOLD, told), told
-
-
-@needs_compiler
-@needs_nvcc
-@pytest.mark.thorough
-@pytest.mark.timeout(900)
-def test_cuda_engine_beside_torch(cache, static, monkeypatch):
-    monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "9.0")
-    cxx = static("g++")
-    assert exported(build.build_engine(build.Recipe(kind=build.CUDA))) == ["PyInit__cuda_engine"]
-    environment = {"PYRINGAR_CACHE_DIR": cache, "CXX": cxx, "PYRINGAR_CUDA_ARCHS": "9.0"}
-    told = run(sys.executable, "-c", USE_CUDA, cwd=REPO, **environment)
-    assert "'Group', 'ProcessGroup', 'ProcessWork'" in told
-    assert re.search(r"cudaDeviceCanAccessPeer on cuda:\d+: .+ \(cudaError\w+\)\n", told), told

@@ -1,27 +1,20 @@
 // group_test: collectives through a Group: mixed back to back, from several threads, queued and
-// closed, late, and side by side.
+// closed, and without memory.
 
 #include "cpu/group.h"
 
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <cfenv>
 #include <deque>
 #include <fstream>
 
-#include "cpu/strided.h"
 #include "oracle.h"
-#include "parts.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
 namespace {
-
-using std::chrono::milliseconds;
-
-// Of groups with a late rank: long enough for the others to be in time on a busy machine.
-constexpr auto kTimeout = milliseconds(250);
 
 // Sanitizers need address space without end.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -46,7 +39,7 @@ class Call {
   Call(Random& random, int world_size, std::size_t most_elems = 20'000)
       : algorithm_(random_algorithm(random)), fold_(random_fold(random, world_size)) {
     for (int i = random.between(1, 4); i > 0; --i) {
-      tensors_.emplace_back(random, world_size, random_dtype(random),
+      tensors_.emplace_back(random, random_dtype(random), static_cast<std::size_t>(world_size),
                             random_numel(random, most_elems));
     }
   }
@@ -56,25 +49,25 @@ class Call {
     Collective made;
     made.algorithm = algorithm_;
     made.fold = fold_;
-    for (const RankTensors& t : tensors_) {
+    for (const Tensors& t : tensors_) {
       made.bytes += t.bytes();
       made.tensors.push_back(t.buffers());
     }
     return made;
   }
   void check_done() const {
-    for (const RankTensors& t : tensors_) {
+    for (const Tensors& t : tensors_) {
       t.check_all_reduced(fold_, algorithm_ == Algorithm::kRing, algorithm_name(algorithm_));
     }
   }
   void check_untouched() const {
-    for (const RankTensors& t : tensors_) t.check_unchanged();
+    for (const Tensors& t : tensors_) t.check_unchanged();
   }
 
  private:
   Algorithm algorithm_;
   Fold fold_;
-  std::deque<RankTensors> tensors_;
+  std::deque<Tensors> tensors_;
 };
 
 void submit_and_wait(Group& group, const Call& call) {
@@ -92,43 +85,6 @@ rlimit limit_memory_bytes(std::size_t room) {
   if (pages > 0 && !kSanitized) setrlimit(RLIMIT_AS, &limited);
   return before;
 }
-
-// Denormals flushed, where the processor can, and rounding upwards.
-class AwkwardFloatMode {
- public:
-  AwkwardFloatMode() {
-    std::fegetenv(&before_);
-    std::fesetround(FE_UPWARD);
-#if defined(__SSE__)
-    __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() | 0x8040);
-#elif defined(__aarch64__)
-    set_fpcr(fpcr() | 1u << 24);
-#endif
-  }
-  ~AwkwardFloatMode() { std::fesetenv(&before_); }
-  AwkwardFloatMode(const AwkwardFloatMode&) = delete;
-  AwkwardFloatMode& operator=(const AwkwardFloatMode&) = delete;
-
-  bool still_set() const {
-#if defined(__SSE__)
-    if ((__builtin_ia32_stmxcsr() & 0x8040) != 0x8040) return false;
-#elif defined(__aarch64__)
-    if ((fpcr() >> 24 & 1) == 0) return false;
-#endif
-    return std::fegetround() == FE_UPWARD;
-  }
-
- private:
-#if defined(__aarch64__)
-  static std::uint64_t fpcr() {
-    std::uint64_t value;
-    __asm__ __volatile__("mrs %0, fpcr" : "=r"(value));
-    return value;
-  }
-  static void set_fpcr(std::uint64_t value) { __asm__ __volatile__("msr fpcr, %0" : : "r"(value)); }
-#endif
-  std::fenv_t before_;
-};
 
 void delay_somebody(Random& random, Group& group) {
   if (!random.one_in(3)) return;
@@ -150,44 +106,6 @@ void run_some(Random& random, Group& group, int calls) {
   }
 }
 
-// A rank's tensor with gaps: every second column of a matrix.
-void run_staged(Random& random, Group& group) {
-  const int k = group.world_size();
-  const std::size_t rows = random.below(30);
-  const std::size_t columns = 1 + random.below(30);
-  const std::size_t numel = rows * columns;
-  RankTensors wide(random, k, DType::kFloat32, 2 * numel);
-  Collective collective;
-  std::vector<std::vector<std::byte>> packed;
-  std::vector<const void*> sources;
-  for (int rank = 0; rank < k; ++rank) {
-    const StridedView view = {static_cast<std::byte*>(wide.pointers()[rank]),
-                              4,
-                              {static_cast<std::int64_t>(rows), static_cast<std::int64_t>(columns)},
-                              {2 * static_cast<std::int64_t>(columns), 2}};
-    packed.emplace_back(numel * 4);
-    pack(view, packed.back().data());
-    sources.push_back(packed.back().data());
-    auto dense = std::make_unique<std::byte[]>(numel * 4);
-    collective.pointers.push_back(dense.get());
-    collective.packed.push_back({view, std::move(dense), true, true});
-  }
-  void* const* table = collective.pointers.data();
-  collective.tensors.push_back({table, table, k, k, numel, DType::kFloat32});
-  group.run(collective);
-  const std::vector<std::byte> expected =
-      expected_reduction(DType::kFloat32, Fold{}, sources, numel, false);
-  for (int rank = 0; rank < k; ++rank) {
-    const auto* before = static_cast<const std::byte*>(wide.before(rank));
-    const auto* after = static_cast<const std::byte*>(wide.pointers()[rank]);
-    for (std::size_t i = 0; i < numel; ++i) {
-      check_same(DType::kFloat32, after + 8 * i, expected.data() + 4 * i, 1, "staged");
-      CHECK(std::equal(after + 8 * i + 4, after + 8 * i + 8, before + 8 * i + 4),
-            "the gap behind element ", i, " was written");
-    }
-  }
-}
-
 // Reduce-scatter and all-gather without a ring: reductions with one destination, or one source.
 void run_scatter_and_gather(Random& random, Group& group) {
   const int k = group.world_size();
@@ -195,9 +113,9 @@ void run_scatter_and_gather(Random& random, Group& group) {
   const DType dtype = random_dtype(random);
   const std::size_t chunk_bytes = random_numel(random, 3000) * item_bytes(dtype);
   const std::size_t chunk_elems = chunk_bytes / item_bytes(dtype);
-  const RankTensors wholes(random, k, dtype, chunk_elems * ranks);
-  const RankTensors chunks(random, k, dtype, chunk_elems);
-  const RankTensors gathered(random, k, dtype, chunk_elems * ranks);
+  const Tensors wholes(random, dtype, ranks, chunk_elems * ranks);
+  const Tensors chunks(random, dtype, ranks, chunk_elems);
+  const Tensors gathered(random, dtype, ranks, chunk_elems * ranks);
   const auto at_chunk = [&](void* whole, std::size_t chunk) -> void* {
     return static_cast<std::byte*>(whole) + chunk * chunk_bytes;
   };
@@ -213,19 +131,18 @@ void run_scatter_and_gather(Random& random, Group& group) {
       gather.pointers.push_back(at_chunk(gathered.pointers()[rank], chunk));
     }
     scatter.tensors.push_back({sources, chunks.pointers() + chunk, k, 1, chunk_elems, dtype});
-    gather.tensors.push_back({chunks.inputs() + chunk, destinations, 1, k, chunk_elems, dtype});
+    gather.tensors.push_back({chunks.pointers() + chunk, destinations, 1, k, chunk_elems, dtype});
   }
   group.run(scatter);
   wholes.check_unchanged();
   group.run(gather);
 
-  const std::vector<const void*> sources(wholes.inputs(), wholes.inputs() + k);
   const std::vector<std::byte> expected =
-      expected_reduction(dtype, Fold{}, sources, chunk_elems * ranks, false);
+      expected_reduction(dtype, Fold{}, wholes.before(), chunk_elems * ranks, false);
   for (std::size_t rank = 0; rank < ranks; ++rank) {
-    check_same(dtype, chunks.inputs()[rank], expected.data() + rank * chunk_bytes, chunk_elems,
+    check_same(dtype, chunks[rank], expected.data() + rank * chunk_bytes, chunk_elems,
                "reduce_scatter");
-    check_same(dtype, gathered.inputs()[rank], expected.data(), chunk_elems * ranks, "all_gather");
+    check_same(dtype, gathered[rank], expected.data(), chunk_elems * ranks, "all_gather");
   }
 }
 
@@ -313,59 +230,16 @@ void run_between(Random random, Group& group) {
   }
 }
 
-// After a failure a group refuses everything, with that reason, and touches nothing.
-void check_refuses(Random& random, Group& group, const std::string& failure) {
-  const Call refused(random, group.world_size());
-  check_throws(ErrorKind::kTimeout, failure, [&] { group.run(refused.collective()); });
-  check_throws(ErrorKind::kTimeout, "failed before", [&] { group.try_run(refused.collective()); });
-  const std::shared_ptr<Work> work = group.submit(refused.collective());
-  check_throws(ErrorKind::kTimeout, failure, [&] { work->wait(kLong); });
-  CHECK(work->is_completed() && work->exception(), "failed, and not");
-  refused.check_untouched();
-}
-
-// A rank comes after the deadline: a timeout that names it. "" or what was wrong.
-std::string complaint_about_late_rank(Random& random) {
-  const int world_size = random.between(2, 6);
-  const int late = random.between(0, world_size - 1);
-  Group group(world_size, kTimeout);
-  if (random.one_in(2)) {
-    const Call in_time(random, world_size, 300);
-    try {
-      group.run(in_time.collective());
-    } catch (const Error& error) {
-      return error.what();
-    }
-    in_time.check_done();
-  }
-  std::unique_ptr<Call> call;
-  do {
-    call = std::make_unique<Call>(random, world_size, 300);
-  } while (call->algorithm() == Algorithm::kFused);
-  group.delay_rank(late, 2 * kTimeout);
-  const Stopwatch stopwatch;
-  const std::string message = message_of(ErrorKind::kTimeout, [&] {
-    random.one_in(2) ? group.run(call->collective()) : submit_and_wait(group, *call);
-  });
-  check_refuses(random, group, message);
-  if (stopwatch.seconds() > kGraceSeconds) return join("took ", stopwatch.seconds(), " s");
-  const std::string culprit = join("for rank ", late, " ");
-  return message.find(culprit) != std::string::npos ? "" : message + ", expected " + culprit;
-}
-
-}  // namespace
-
 void group_round(Random& random) {
   const int world_size = random.one_in(8) ? random.between(2, 17) : random.between(2, 8);
   Group group(world_size, kLong);
   const int calls = random.between(0, 8);
   run_some(random, group, calls);
-  run_staged(random, group);
   run_scatter_and_gather(random, group);
   const GroupStats stats = group.stats();
   std::uint64_t counted = 0;
   for (const std::uint64_t n : stats.calls) counted += n;
-  CHECK(counted >= 3, counted, " calls counted");
+  CHECK(counted >= 2, counted, " calls counted");
   if (random.one_in(2)) {
     group.close();
     group.close();
@@ -374,10 +248,6 @@ void group_round(Random& random) {
     check_throws(ErrorKind::kState, "closed",
                  [&] { group.submit(Call(random, world_size).collective()); });
   }
-}
-
-void late_rank_round(Random& random) {
-  check_one_of_three([&] { return complaint_about_late_rank(random); });
 }
 
 void async_round(Random& random) {
@@ -402,32 +272,6 @@ void async_round(Random& random) {
   if (closer.joinable()) closer.join();
 }
 
-void two_groups_round(Random& random) {
-  Random other_random = random.fork();
-  std::thread other([&] {
-    Group group(other_random.between(2, 4), kLong);
-    run_some(other_random, group, 6);
-  });
-  Group group(random.between(2, 4), kLong);
-  run_some(random, group, 6);
-  other.join();
-}
-
-// The calling thread flushes denormals and rounds up; its helpers, started before, do not.
-void float_mode_round(Random& random) {
-  Group group(random.between(2, 4), kLong);
-  run_some(random, group, 2);
-  for (int i = 0; i < 20; ++i) {
-    Call call(random, group.world_size(), 100'000);
-    {
-      const AwkwardFloatMode mode;
-      random.one_in(2) ? group.run(call.collective()) : submit_and_wait(group, call);
-      CHECK(mode.still_set(), "the caller's own mode was not put back");
-    }
-    call.check_done();
-  }
-}
-
 // In a process that has memory for some threads' stacks, but not for all ranks': an error or, if
 // the stacks fit after all, the sum; and the sum once there is room.
 void no_threads_round(Random& random) {
@@ -450,5 +294,11 @@ void no_threads_round(Random& random) {
     group.close();
   });
 }
+
+const Part kGroup("group", &group_round);
+const Part kAsync("async", &async_round);
+const Part kNoThreads("no-threads", &no_threads_round, 10);
+
+}  // namespace
 
 }  // namespace pyringar::stress

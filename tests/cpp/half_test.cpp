@@ -7,7 +7,7 @@
 #include "core/half.h"
 #include "cpu/lanes.h"
 #include "oracle.h"
-#include "parts.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -157,35 +157,13 @@ void check_type(Random& random) {
   check_narrowing<H, typename Traits<H>::FusedLanes>(values);
 }
 
-void check_named_values() {
-  using Limits = std::numeric_limits<float>;
-  const struct {
-    float value;
-    std::uint16_t half, bfloat;
-  } cases[] = {
-      {65504.0f, 0x7bff, 0x4780},           {std::nextafter(65520.0f, 0.0f), 0x7bff, 0x4780},
-      {65520.0f, 0x7c00, 0x4780},           {65536.0f, 0x7c00, 0x4780},
-      {0x1p-14f, 0x0400, 0x3880},           {0x1p-24f, 0x0001, 0x3380},
-      {0x1p-25f, 0x0000, 0x3300},           {std::nextafter(0x1p-25f, 1.0f), 0x0001, 0x3300},
-      {0x1.8p-24f, 0x0002, 0x33c0},         {Limits::max(), 0x7c00, 0x7f80},
-      {Limits::min(), 0x0000, 0x0080},      {Limits::denorm_min(), 0x0000, 0x0000},
-      {Limits::infinity(), 0x7c00, 0x7f80}, {1.0f + 0x1p-8f, 0x3c04, 0x3f80},
-      {1.0f + 0x3p-8f, 0x3c0c, 0x3f82},
-  };
-  for (const auto& c : cases) {
-    CHECK(narrow_to_float16(c.value).bits == c.half, show(c.value));
-    CHECK(narrow_to_bfloat16(c.value).bits == c.bfloat, show(c.value));
-    CHECK(narrow_to_float16(-c.value).bits == (c.half | 0x8000), show(-c.value));
-    CHECK(narrow_to_bfloat16(-c.value).bits == (c.bfloat | 0x8000), show(-c.value));
-  }
-}
-
-}  // namespace
-
 void half_round(Random& random) {
-  check_named_values();
   check_type<Float16>(random);
   check_type<BFloat16>(random);
 }
+
+const Part kHalf("half", &half_round, kOnce);
+
+}  // namespace
 
 }  // namespace pyringar::stress

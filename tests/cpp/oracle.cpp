@@ -4,6 +4,7 @@
 #include "core/exact_sum.h"
 #include "core/tree.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -12,6 +13,8 @@
 namespace pyringar::stress {
 
 namespace {
+
+constexpr std::size_t kLineBytes = 64;
 
 struct Format {
   int mantissa_bits;
@@ -239,10 +242,6 @@ Fold random_gpu_fold(Random& random, int world_size) {
   return Fold::of({random_op(random), order}, world_size);
 }
 
-DType partial_dtype(DType dtype) {
-  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? DType::kFloat32 : dtype;
-}
-
 void fill(Random& random, DType dtype, void* to, std::size_t n) {
   const auto values = static_cast<Values>(random.below(4));
   const std::size_t salt = random.below(1000);
@@ -250,18 +249,6 @@ void fill(Random& random, DType dtype, void* to, std::size_t n) {
     using T = decltype(element);
     for (std::size_t i = 0; i < n; ++i) put<T>(to, i, random_value<T>(random, values, i, salt));
   });
-}
-
-std::vector<int> rank_order(int world_size) {
-  std::vector<int> order;
-  for (int rank = 0; rank < world_size; ++rank) order.push_back(rank);
-  return order;
-}
-
-std::vector<int> ring_order(int world_size, int chunk) {
-  std::vector<int> order;
-  for (int i = 1; i <= world_size; ++i) order.push_back((chunk + i) % world_size);
-  return order;
 }
 
 namespace {
@@ -278,6 +265,27 @@ P left_fold(ReduceOp op, const std::vector<P>& x) {
   P sum = x[0];
   for (std::size_t r = 1; r < x.size(); ++r) sum = combine(op, sum, x[r]);
   return sum;
+}
+
+std::vector<int> ring_order(int world_size, int chunk) {
+  std::vector<int> order;
+  for (int i = 1; i <= world_size; ++i) order.push_back((chunk + i) % world_size);
+  return order;
+}
+
+// Of sources[order[0]], sources[order[1]], ..., from left to right.
+void reduce_elements(DType dtype, ReduceOp op, int divisor, const void* const* sources,
+                     const std::vector<int>& order, Range range, void* expected) {
+  with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    for (std::size_t i = range.begin; i < range.end; ++i) {
+      auto sum = Element<T>::widen(at<T>(sources[order[0]], i));
+      for (std::size_t r = 1; r < order.size(); ++r) {
+        sum = combine(op, sum, Element<T>::widen(at<T>(sources[order[r]], i)));
+      }
+      put<T>(expected, i, finished<T>(sum, divisor));
+    }
+  });
 }
 
 // is_last: rounded to 16 bits next, as if that were the first time.
@@ -308,50 +316,6 @@ void fold_elements(DType dtype, const Fold& fold, const std::vector<const void*>
                     : fold.order == Order::kTree ? tree_of(fold.op, x, 0, k)
                                                  : left_fold(fold.op, x);
       put<T>(expected, i, finished<T>(sum, fold.divisor));
-    }
-  });
-}
-
-void reduce_elements(DType dtype, ReduceOp op, int divisor, const void* const* sources,
-                     const std::vector<int>& order, Range range, void* expected) {
-  with_element(dtype, [&](auto element) {
-    using T = decltype(element);
-    for (std::size_t i = range.begin; i < range.end; ++i) {
-      auto sum = Element<T>::widen(at<T>(sources[order[0]], i));
-      for (std::size_t r = 1; r < order.size(); ++r) {
-        sum = combine(op, sum, Element<T>::widen(at<T>(sources[order[r]], i)));
-      }
-      put<T>(expected, i, finished<T>(sum, divisor));
-    }
-  });
-}
-
-void widen_elements(DType dtype, const void* own, void* partial, std::size_t n) {
-  with_element(dtype, [&](auto element) {
-    using T = decltype(element);
-    for (std::size_t i = 0; i < n; ++i) put(partial, i, Element<T>::widen(at<T>(own, i)));
-  });
-}
-
-void accumulate_elements(DType dtype, ReduceOp op, const void* partial, const void* own, void* out,
-                         std::size_t n) {
-  with_element(dtype, [&](auto element) {
-    using T = decltype(element);
-    using P = typename Element<T>::Partial;
-    for (std::size_t i = 0; i < n; ++i) {
-      put(out, i, combine(op, at<P>(partial, i), Element<T>::widen(at<T>(own, i))));
-    }
-  });
-}
-
-void finish_elements(DType dtype, ReduceOp op, int divisor, const void* partial, const void* own,
-                     void* out, std::size_t n) {
-  with_element(dtype, [&](auto element) {
-    using T = decltype(element);
-    using P = typename Element<T>::Partial;
-    for (std::size_t i = 0; i < n; ++i) {
-      const P sum = combine(op, at<P>(partial, i), Element<T>::widen(at<T>(own, i)));
-      put<T>(out, i, finished<T>(sum, divisor));
     }
   });
 }
@@ -388,47 +352,110 @@ std::vector<std::byte> expected_reduction(DType dtype, const Fold& fold,
   return expected;
 }
 
-RankTensors::RankTensors(Random& random, int world_size, DType dtype, std::size_t numel)
+Addresses random_addresses(Random& random) { return static_cast<Addresses>(random.below(3)); }
+
+Tensors::Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel,
+                 Addresses addresses)
     : dtype_(dtype), numel_(numel) {
-  for (int rank = 0; rank < world_size; ++rank) {
-    tensors_.emplace_back(random, bytes());
-    fill(random, dtype, tensors_.back().data(), numel);
-    pointers_.push_back(tensors_.back().data());
-    const_pointers_.push_back(tensors_.back().data());
-  }
-  remember();
-}
-
-void RankTensors::remember() {
-  before_.clear();
-  for (const Guarded& tensor : tensors_) {
-    before_.emplace_back(tensor.data(), tensor.data() + tensor.size());
-  }
-}
-
-void RankTensors::check_unchanged() const {
-  for (std::size_t rank = 0; rank < tensors_.size(); ++rank) {
-    CHECK(std::equal(before_[rank].begin(), before_[rank].end(), tensors_[rank].data()),
-          "tensor of rank ", rank, " was written");
-    tensors_[rank].check_canaries();
+  const std::size_t places = kLineBytes / item_bytes(dtype);
+  const std::size_t common = addresses == Addresses::kAligned ? 0 : random.below(places);
+  for (std::size_t i = 0; i < count; ++i) {
+    std::size_t place = common;
+    if (addresses == Addresses::kApart && i > 0) {
+      place = i == 1 ? (common + 1) % places : random.below(places);
+    }
+    std::size_t offset = place * item_bytes(dtype);
+    if (addresses == Addresses::kAnyByte) offset = random.below(kLineBytes);
+    std::byte* data = memory_.emplace_back(random, bytes(), offset).data();
+    fill(random, dtype, data, numel);
+    pointers_.push_back(data);
+    before_.emplace_back(data, data + bytes());
   }
 }
 
-void RankTensors::check_all_reduced(Fold fold, bool in_ring_order, const char* what) const {
-  std::vector<const void*> sources;
-  for (const auto& tensor : before_) sources.push_back(tensor.data());
+std::vector<const void*> Tensors::before() const {
+  std::vector<const void*> pointers;
+  for (const auto& bytes : before_) pointers.push_back(bytes.data());
+  return pointers;
+}
+
+void Tensors::set(std::size_t i, const void* contents) {
+  std::memcpy(pointers_[i], contents, bytes());
+  std::memcpy(before_[i].data(), contents, bytes());
+}
+
+Buffers Tensors::buffers() const {
+  const auto k = static_cast<int>(count());
+  return {pointers(), pointers(), k, k, numel_, dtype_};
+}
+
+void Tensors::check_canaries() const {
+  for (const Guarded& memory : memory_) memory.check_canaries();
+}
+
+void Tensors::check_unchanged() const {
+  check_canaries();
+  for (std::size_t i = 0; i < count(); ++i) {
+    const auto* now = static_cast<const std::byte*>(pointers_[i]);
+    CHECK(std::equal(before_[i].begin(), before_[i].end(), now), "tensor ", i, " was written");
+  }
+}
+
+void Tensors::check_all_reduced(Fold fold, bool in_ring_order, const char* what) const {
   const std::vector<std::byte> expected =
-      expected_reduction(dtype_, fold, sources, numel_, in_ring_order);
-  for (int rank = 0; rank < world_size(); ++rank) {
-    const Guarded& tensor = tensors_[static_cast<std::size_t>(rank)];
-    check_same(dtype_, tensor.data(), expected.data(), numel_,
+      expected_reduction(dtype_, fold, before(), numel_, in_ring_order);
+  for (std::size_t rank = 0; rank < count(); ++rank) {
+    check_same(dtype_, pointers_[rank], expected.data(), numel_,
                join(what, " ", op_name(fold.op), " in ", order_name(fold.order), " order over ",
-                    world_size(), " ranks, rank ", rank));
-    tensor.check_canaries();
+                    count(), " ranks, rank ", rank));
     // P2: the same bits on all ranks, NaN included.
-    CHECK(bytes() == 0 || std::memcmp(tensor.data(), tensors_[0].data(), bytes()) == 0, what,
-          ": rank ", rank, " holds other bits than rank 0");
+    CHECK(bytes() == 0 || std::memcmp(pointers_[rank], pointers_[0], bytes()) == 0, what, ": rank ",
+          rank, " holds other bits than rank 0");
   }
+  check_canaries();
+}
+
+RingTensors::RingTensors(Random& random, const Fold& fold, const Buffers& shape, bool in_place,
+                         Addresses (*at)(Random& random))
+    : fold_(fold), shape_(shape), in_place_(in_place) {
+  for (int rank = 0; rank < shape.num_sources; ++rank) {
+    const std::size_t own = chunk_range(shape.numel, shape.num_sources, rank).size();
+    const bool has_chunk = shape.phases == RingPhases::kAllGather;
+    inputs_.emplace_back(random, shape.dtype, 1, has_chunk ? own : shape.numel, at(random));
+    if (in_place) continue;
+    const bool gets_chunk = shape.phases == RingPhases::kReduceScatter;
+    outputs_.emplace_back(random, shape.dtype, 1, gets_chunk ? own : shape.numel, at(random));
+  }
+}
+
+std::vector<std::byte> RingTensors::expected() const {
+  std::vector<const void*> sources;
+  std::vector<std::byte> gathered;
+  for (const Tensors& input : inputs_) {
+    sources.push_back(input.before()[0]);
+    const auto* bytes = static_cast<const std::byte*>(sources.back());
+    gathered.insert(gathered.end(), bytes, bytes + input.bytes());
+  }
+  if (shape_.phases == RingPhases::kAllGather) return gathered;
+  return expected_reduction(shape_.dtype, fold_, sources, shape_.numel, true);
+}
+
+void RingTensors::check() const {
+  const std::vector<std::byte> whole = expected();
+  const std::size_t item = item_bytes(shape_.dtype);
+  for (int rank = 0; rank < shape_.num_sources; ++rank) {
+    const bool is_chunk = shape_.phases == RingPhases::kReduceScatter;
+    const Range range =
+        is_chunk ? chunk_range(shape_.numel, shape_.num_sources, rank) : Range{0, shape_.numel};
+    check_same(shape_.dtype, output(rank), whole.data() + range.begin * item, range.size(),
+               join("ring phases ", static_cast<int>(shape_.phases), " ", op_name(fold_.op),
+                    " over ", shape_.num_sources, " ranks, rank ", rank));
+    // The same bits on all ranks, NaN included.
+    CHECK(is_chunk || std::memcmp(output(rank), output(0), shape_.numel * item) == 0, "rank ", rank,
+          " holds other bits than rank 0");
+  }
+  for (const Tensors& input : inputs_) in_place_ ? input.check_canaries() : input.check_unchanged();
+  for (const Tensors& output : outputs_) output.check_canaries();
 }
 
 }  // namespace pyringar::stress

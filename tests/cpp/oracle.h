@@ -37,56 +37,46 @@ Fold random_gpu_fold(Random& random, int world_size);
 // type. One kind per call.
 void fill(Random& random, DType dtype, void* to, std::size_t n);
 
-std::vector<int> rank_order(int world_size);
-std::vector<int> ring_order(int world_size, int chunk);
-
 // Folds elements [range) of all sources into expected[range).
 void fold_elements(DType dtype, const Fold& fold, const std::vector<const void*>& sources,
                    Range range, void* expected);
-// The same of sources[order[0]], sources[order[1]], ..., from left to right.
-void reduce_elements(DType dtype, ReduceOp op, int divisor, const void* const* sources,
-                     const std::vector<int>& order, Range range, void* expected);
-
-// The three stages of a ring, element by element.
-void widen_elements(DType dtype, const void* own, void* partial, std::size_t n);
-void accumulate_elements(DType dtype, ReduceOp op, const void* partial, const void* own, void* out,
-                         std::size_t n);
-void finish_elements(DType dtype, ReduceOp op, int divisor, const void* partial, const void* own,
-                     void* out, std::size_t n);
 
 void check_same(DType dtype, const void* got, const void* expected, std::size_t n,
                 const std::string& what);
-DType partial_dtype(DType dtype);
 
-// One tensor per rank with random contents, and what they held before.
-class RankTensors {
+// Where tensors lie: on cache lines; at any element's address, as torch's views do, all alike, or
+// the first two apart modulo 16 bytes; at any byte's.
+enum class Addresses { kAligned, kAlike, kApart, kAnyByte };
+Addresses random_addresses(Random& random);  // of an element
+
+// Tensors of one size with random contents, and what they held before; canaries before them, and
+// behind every other one. One for each rank, where it is about ranks.
+class Tensors {
  public:
-  RankTensors(Random& random, int world_size, DType dtype, std::size_t numel);
+  Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel,
+          Addresses addresses = Addresses::kAnyByte);
 
   void* const* pointers() const { return pointers_.data(); }
-  const void* const* inputs() const { return const_pointers_.data(); }
-  int world_size() const { return static_cast<int>(pointers_.size()); }
-  // Reduced in place.
-  Buffers buffers() const {
-    return {inputs(), pointers(), world_size(), world_size(), numel_, dtype_};
-  }
+  void* operator[](std::size_t i) const { return pointers_[i]; }
+  std::size_t count() const { return pointers_.size(); }
   std::size_t numel() const { return numel_; }
   DType dtype() const { return dtype_; }
   std::size_t bytes() const { return numel_ * item_bytes(dtype_); }
-  const void* before(int rank) const { return before_[static_cast<std::size_t>(rank)].data(); }
+  std::vector<const void*> before() const;
+  // Replaces the contents of tensor i, and what it held before.
+  void set(std::size_t i, const void* contents);
+  Buffers buffers() const;  // reduced in place
 
-  // What is there now counts as the input of the next collective.
-  void remember();
+  void check_canaries() const;
   void check_unchanged() const;
-  // Every rank holds the reduction of what all held before: in the fold's order, or the ring's.
+  // All hold the reduction of what they held before: in the fold's order, or the ring's.
   void check_all_reduced(Fold fold, bool in_ring_order, const char* what) const;
 
  private:
   DType dtype_;
   std::size_t numel_;
-  std::vector<Guarded> tensors_;
+  std::vector<Guarded> memory_;
   std::vector<void*> pointers_;
-  std::vector<const void*> const_pointers_;
   std::vector<std::vector<std::byte>> before_;
 };
 
@@ -94,5 +84,32 @@ class RankTensors {
 std::vector<std::byte> expected_reduction(DType dtype, const Fold& fold,
                                           const std::vector<const void*>& sources,
                                           std::size_t numel, bool in_ring_order);
+
+// One collective of a ring, of one phase: each rank's input and output, and what those must hold.
+class RingTensors {
+ public:
+  // at: where each tensor lies.
+  RingTensors(Random& random, const Fold& fold, const Buffers& shape, bool in_place,
+              Addresses (*at)(Random& random));
+
+  const Fold& fold() const { return fold_; }
+  std::size_t numel() const { return shape_.numel; }
+  DType dtype() const { return shape_.dtype; }
+  RingPhases phases() const { return shape_.phases; }
+  void* input(int rank) const { return inputs_[static_cast<std::size_t>(rank)][0]; }
+  void* output(int rank) const {
+    return (in_place_ ? inputs_ : outputs_)[static_cast<std::size_t>(rank)][0];
+  }
+  void check() const;
+
+ private:
+  std::vector<std::byte> expected() const;
+
+  Fold fold_;
+  Buffers shape_;  // no pointers
+  bool in_place_;
+  std::vector<Tensors> inputs_;
+  std::vector<Tensors> outputs_;
+};
 
 }  // namespace pyringar::stress

@@ -9,7 +9,7 @@
 #include "oracle.h"
 #include "os/thread_pool.h"
 #include "os/wait.h"
-#include "parts.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -124,7 +124,7 @@ void run_failing_job(Random& random, ThreadPool& pool) {
 }
 
 struct Job {
-  std::vector<RankTensors> tensors;
+  std::vector<Tensors> tensors;
   std::vector<Buffers> buffers;
 };
 
@@ -140,15 +140,13 @@ Job random_job(Random& random, int world_size) {
     const std::size_t numel = large && i == 0
                                   ? 4 * block_elems + random.below(9)
                                   : random_numel(random, large ? 2 * block_elems : 3000);
-    job.tensors.emplace_back(random, world_size, each, numel);
+    job.tensors.emplace_back(random, each, static_cast<std::size_t>(world_size), numel);
   }
-  for (const RankTensors& t : job.tensors) {
+  for (const Tensors& t : job.tensors) {
     job.buffers.push_back(t.buffers());
   }
   return job;
 }
-
-}  // namespace
 
 void waits_round(Random& random) {
   play_ping_pong(random);
@@ -177,20 +175,20 @@ void fused_round(Random& random) {
   const Fold fold = random_fold(random, world_size);
   Job job = random_job(random, world_size);
   run_fused(job.buffers, fold, pool, random.one_in(2) ? Beside::kNothing : Beside::kTorch);
-  for (const RankTensors& t : job.tensors) t.check_all_reduced(fold, false, "fused");
+  for (const Tensors& t : job.tensors) t.check_all_reduced(fold, false, "fused");
 
   // A range alone: what lies around it stays.
-  RankTensors tensors(random, world_size, random_dtype(random), random_numel(random, 2000));
+  const Tensors tensors(random, random_dtype(random), static_cast<std::size_t>(world_size),
+                        random_numel(random, 2000));
   const int chunk = random.between(0, world_size - 1);
   const Range range = chunk_range(tensors.numel(), world_size, chunk);
   std::vector<std::byte> expected(tensors.bytes());
-  const std::vector<const void*> sources(tensors.inputs(), tensors.inputs() + world_size);
-  fold_elements(tensors.dtype(), fold, sources, range, expected.data());
+  fold_elements(tensors.dtype(), fold, tensors.before(), range, expected.data());
   fuse_range(tensors.buffers(), fold, range);
   const std::size_t item = item_bytes(tensors.dtype());
-  for (int rank = 0; rank < world_size; ++rank) {
-    const auto* before = static_cast<const std::byte*>(tensors.before(rank));
-    const auto* after = static_cast<const std::byte*>(tensors.inputs()[rank]);
+  for (std::size_t rank = 0; rank < tensors.count(); ++rank) {
+    const auto* before = static_cast<const std::byte*>(tensors.before()[rank]);
+    const auto* after = static_cast<const std::byte*>(tensors[rank]);
     check_same(tensors.dtype(), after + range.begin * item, expected.data() + range.begin * item,
                range.size(), "fuse_range");
     CHECK(std::equal(before, before + range.begin * item, after) &&
@@ -199,5 +197,11 @@ void fused_round(Random& random) {
           "fuse_range of chunk ", chunk, " wrote outside it");
   }
 }
+
+const Part kWaits("waits", &waits_round);
+const Part kPool("pool", &pool_round);
+const Part kFused("fused", &fused_round);
+
+}  // namespace
 
 }  // namespace pyringar::stress

@@ -10,11 +10,11 @@
 #include <limits>
 #include <thread>
 
-#include "oracle.h"
 #include "os/process.h"
-#include "parts.h"
 #include "process/flat_view.h"
 #include "process/group.h"
+#include "process_calls.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -22,7 +22,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Of groups with a late rank: long enough for the others to be in time on a busy machine.
 constexpr auto kTimeout = milliseconds(250);
 constexpr SegmentToken kToken = {7, 1, 2};
 
@@ -71,93 +70,41 @@ std::unique_ptr<ProcessGroup> make_group(const SharedSegment& shared, int rank,
                                         rank, ProcessGroupOptions{timeout});
 }
 
-// One call of all ranks, and what must come of it.
-class Call {
- public:
-  Call(Random& random, int world_size, std::size_t most_elems = 60'000)
-      : world_size_(world_size),
-        kind_(static_cast<CallKind>(random.below(random.one_in(2) ? 1 : kNumCallKinds))),
-        fold_(random_fold(random, world_size)),
-        root_(random.between(0, world_size - 1)) {
-    const int count = kind_ != CallKind::kAllReduce ? 1
-                      : random.one_in(8)            ? 60
-                                                    : random.between(0, 4);
-    const auto ranks = static_cast<std::size_t>(world_size);
-    for (int i = 0; i < count; ++i) {
-      const DType dtype = random_dtype(random);
-      const std::size_t numel = random_numel(random, count > 4 ? 200 : most_elems);
-      const bool scatters = kind_ == CallKind::kReduceScatter;
-      const bool gathers = kind_ == CallKind::kAllGather;
-      inputs_.emplace_back(random, world_size, dtype, scatters ? numel * ranks : numel);
-      if (scatters || gathers) {
-        outputs_.emplace_back(random, world_size, dtype, gathers ? numel * ranks : numel);
-      }
+Case random_case(Random& random, int world_size) {
+  const auto kind = static_cast<CallKind>(random.below(random.one_in(2) ? 1 : kNumCallKinds));
+  Case made{
+      kind, random_fold(random, world_size), random.between(0, world_size - 1), {}, random.bits()};
+  const int count = kind != CallKind::kAllReduce ? 1 : random.one_in(8) ? 60 : random.between(0, 4);
+  for (int i = 0; i < count; ++i) {
+    made.shapes.push_back({random_dtype(random), random_numel(random, count > 4 ? 200 : 60'000)});
+  }
+  return made;
+}
+
+// One call of all ranks.
+struct Call {
+  Call(Random& random, int world_size) : made(random_case(random, world_size)) {
+    for (int rank = 0; rank < world_size; ++rank) {
+      tensors.push_back(make_tensors(made, world_size, rank));
     }
   }
 
   ProcessCall of_rank(int rank) const {
-    ProcessCall call;
-    call.kind = kind_;
-    call.fold = fold_;
-    call.root = kind_ == CallKind::kBroadcast ? root_ : 0;
-    if (kind_ == CallKind::kBarrier) return call;
-    for (const RankTensors& t : inputs_) call.inputs.push_back(span(t, rank));
-    for (const RankTensors& t : outputs_) call.outputs.push_back(span(t, rank));
-    if (outputs_.empty()) call.outputs = call.inputs;
-    return call;
+    return call_of(made, tensors[static_cast<std::size_t>(rank)]);
   }
   void check_done() const {
-    if (kind_ == CallKind::kBarrier) return check_untouched();
-    if (kind_ == CallKind::kAllReduce) return check_all_reduced();
-    if (kind_ == CallKind::kBroadcast) return check_broadcast();
-    const RankTensors& in = inputs_[0];
-    const RankTensors& out = outputs_[0];
-    in.check_unchanged();
-    const auto k = static_cast<std::size_t>(world_size());
-    for (std::size_t rank = 0; rank < k; ++rank) {
-      if (kind_ == CallKind::kReduceScatter) {
-        const std::vector<const void*> sources(in.inputs(), in.inputs() + k);
-        const auto all = expected_reduction(in.dtype(), fold_, sources, in.numel(), false);
-        check_same(in.dtype(), out.inputs()[rank], all.data() + rank * out.bytes(), out.numel(),
-                   "reduce_scatter");
-      } else {
-        for (std::size_t from = 0; from < k; ++from) {
-          const auto* got = static_cast<const std::byte*>(out.inputs()[rank]) + from * in.bytes();
-          check_same(in.dtype(), got, in.inputs()[from], in.numel(), "all_gather");
-        }
-      }
+    std::vector<const CallTensors*> all;
+    for (const CallTensors& rank : tensors) all.push_back(&rank);
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      check_case(made, all, static_cast<int>(rank));
     }
   }
   void check_untouched() const {
-    for (const RankTensors& t : inputs_) t.check_unchanged();
-    for (const RankTensors& t : outputs_) t.check_unchanged();
+    for (const CallTensors& rank : tensors) check_unchanged(rank);
   }
 
- private:
-  static TensorSpan span(const RankTensors& t, int rank) {
-    return {static_cast<std::byte*>(t.pointers()[rank]), t.numel(), t.dtype()};
-  }
-  int world_size() const { return world_size_; }
-  void check_all_reduced() const {
-    for (const RankTensors& t : inputs_) {
-      t.check_all_reduced(fold_, false, "among processes");
-    }
-  }
-  void check_broadcast() const {
-    const RankTensors& t = inputs_[0];
-    for (int rank = 0; rank < t.world_size(); ++rank) {
-      const bool same =
-          t.bytes() == 0 || std::memcmp(t.inputs()[rank], t.before(root_), t.bytes()) == 0;
-      CHECK(same, "rank ", rank, " has not what root ", root_, " had");
-    }
-  }
-
-  int world_size_;
-  CallKind kind_;
-  Fold fold_;
-  int root_;
-  std::deque<RankTensors> inputs_;
-  std::deque<RankTensors> outputs_;
+  Case made;
+  std::deque<CallTensors> tensors;
 };
 
 std::deque<Call> random_calls(Random& random, int world_size, int count) {
@@ -186,8 +133,6 @@ void run_all(Random random, ProcessGroup& group, const std::deque<Call>& calls) 
   }
   for (const auto& work : works) CHECK(work->wait(kLong), "not done after minutes");
 }
-
-}  // namespace
 
 // Random calls of random ranks, each compared with the oracle.
 void processes_round(Random& random) {
@@ -252,7 +197,8 @@ void process_mismatch_round(Random& random) {
   const int k = shared.world_size();
   const int odd = random.between(0, k - 1);
   const std::deque<Call> usual = random_calls(random, k, 1);
-  RankTensors others(random, k, DType::kInt32, 70'001);  // longer than any other
+  Tensors others(random, DType::kInt32, static_cast<std::size_t>(k),
+                 70'001);  // longer than any other
   on_all_ranks(k, [&](int rank) {
     const auto group = make_group(shared, rank, kLong);
     while (!group->absent_ranks().empty()) std::this_thread::yield();
@@ -273,71 +219,6 @@ void process_mismatch_round(Random& random) {
   others.check_unchanged();
 }
 
-namespace {
-
-// A rank stays away from a call: a timeout that names it, on all who came.
-std::string complaint_about_missing_rank(Random& random) {
-  const SharedSegment shared = random_segment(random, 4);
-  const int k = shared.world_size();
-  const int late = random.between(0, k - 1);
-  const std::deque<Call> calls = random_calls(random, k, 1);
-  const std::deque<Call> missed = random_calls(random, k, 1);
-  std::vector<std::string> complaints(static_cast<std::size_t>(k));
-  std::atomic<int> num_done{0};
-  on_all_ranks(k, [&](int rank) {
-    std::string& complaint = complaints[static_cast<std::size_t>(rank)];
-    const auto group = make_group(shared, rank, kTimeout);
-    while (!group->absent_ranks().empty()) std::this_thread::yield();
-    try {
-      group->run(calls[0].of_rank(rank));
-      if (rank != late) {
-        const Stopwatch stopwatch;
-        const std::string message =
-            message_of(ErrorKind::kTimeout, [&] { group->run(missed[0].of_rank(rank)); });
-        if (message.find(join("for rank ", late, " (")) == std::string::npos) complaint = message;
-        if (stopwatch.seconds() > kGraceSeconds) complaint = "much too late";
-        check_throws(ErrorKind::kTimeout, "failed before",
-                     [&] { group->run(missed[0].of_rank(rank)); });
-      }
-    } catch (const Error& error) {
-      complaint = error.what();
-    }
-    num_done.fetch_add(1);
-    while (num_done.load() < k) std::this_thread::sleep_for(milliseconds(1));
-    if (rank == late && complaint.empty()) {
-      // It hears of it when it comes.
-      check_throws(ErrorKind::kTimeout, join("for rank ", late),
-                   [&] { group->run(missed[0].of_rank(rank)); });
-    }
-  });
-  std::string all;
-  for (const std::string& complaint : complaints) all += complaint;
-  if (all.empty()) missed[0].check_untouched();
-  return all;
-}
-
-// A rank leaves: the others that go on hear of it at once.
-void check_one_that_leaves(Random& random) {
-  const SharedSegment shared = random_segment(random, 4);
-  const int k = shared.world_size();
-  const int leaves = random.between(0, k - 1);
-  const std::deque<Call> calls = random_calls(random, k, 2);
-  on_all_ranks(k, [&](int rank) {
-    const auto group = make_group(shared, rank, kLong);
-    while (!group->absent_ranks().empty()) std::this_thread::yield();
-    group->run(calls[0].of_rank(rank));
-    if (rank == leaves) return;
-    const std::string message =
-        message_of(ErrorKind::kPeerLost, [&] { group->run(calls[1].of_rank(rank)); });
-    CHECK(message.find(join("rank ", leaves, " (process")) != std::string::npos, message);
-    CHECK(message.find("has left the group") != std::string::npos, message);
-    // Not before all have: who leaves would be another one to name.
-    while (!group->segment().failure().state.load()) std::this_thread::yield();
-  });
-  calls[0].check_done();
-  calls[1].check_untouched();
-}
-
 // Ranks 0 and 1 are through with their parts and wait for rank 2, which is slow but moves, for
 // longer than the timeout. Nobody is late then, rank 1 no more than rank 0.
 void check_that_to_wait_is_not_to_be_late() {
@@ -356,16 +237,12 @@ void check_that_to_wait_is_not_to_be_late() {
   CHECK(watch.wait(slow, 1, 2, "to reduce"), watch.failure());
 }
 
-}  // namespace
-
-void process_failures_round(Random& random) {
+void process_failures_round(Random&) {
   // Emulators of a processor show each thread another start of its process: nobody seems alive.
   const ProcessId self = this_process();
   bool is_seen = false;
   std::thread([&] { is_seen = is_alive(self); }).join();
   if (!is_seen) return;
-  check_one_of_three([&] { return complaint_about_missing_rank(random); });
-  check_one_that_leaves(random);
   check_that_to_wait_is_not_to_be_late();
   // Another token.
   const SharedSegment shared(2, false);
@@ -373,8 +250,6 @@ void process_failures_round(Random& random) {
   auto* memory = reinterpret_cast<std::byte*>(&segment.line(0));
   check_throws(ErrorKind::kState, "another group's", [&] { Segment::attach(memory, 2, kToken); });
 }
-
-namespace {
 
 // The plainest account of where each byte of a flat view lies.
 struct PlainView {
@@ -406,8 +281,6 @@ struct PlainView {
   }
 };
 
-}  // namespace
-
 void flat_view_round(Random& random) {
   const PlainView plain(random);
   const std::vector<std::byte*>& bytes = plain.bytes;
@@ -432,5 +305,13 @@ void flat_view_round(Random& random) {
     CHECK(visited[i] == bytes[i], "another byte at ", i);
   }
 }
+
+const Part kFlatView("flat-view", &flat_view_round);
+const Part kProcesses("processes", &processes_round);
+const Part kCounters("counters", &process_counters_round);
+const Part kMismatch("mismatch", &process_mismatch_round);
+const Part kFailures("failures", &process_failures_round, 10);
+
+}  // namespace
 
 }  // namespace pyringar::stress

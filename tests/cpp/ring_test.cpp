@@ -8,7 +8,7 @@
 
 #include "cpu/direct.h"
 #include "oracle.h"
-#include "parts.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -16,72 +16,34 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// One collective of one phase over tensors of any kind: numbers in, numbers expected.
+// A collective of one phase, and the tables of its pointers.
 struct RingCall {
-  RingCall(Random& random, int world_size)
-      : phases(static_cast<RingPhases>(random.below(3))),
-        fold(phases == RingPhases::kAllGather ? Fold{} : random_fold(random, world_size)),
-        dtype(random_dtype(random)),
-        numel(random_numel(random, 60'000)) {
+  RingCall(Random& random, int world_size) : tensors(random_tensors(random, world_size)) {
     for (int rank = 0; rank < world_size; ++rank) {
-      const std::size_t own = chunk_range(numel, world_size, rank).size() * item_bytes(dtype);
-      const std::size_t whole = numel * item_bytes(dtype);
-      inputs.emplace_back(random, phases == RingPhases::kAllGather ? own : whole);
-      fill(random, dtype, inputs.back().data(), inputs.back().size() / item_bytes(dtype));
-      before.emplace_back(inputs.back().data(), inputs.back().data() + inputs.back().size());
-      if (phases != RingPhases::kAllReduce) {
-        outputs.emplace_back(random, phases == RingPhases::kAllGather ? whole : own);
-      }
+      inputs.push_back(tensors.input(rank));
+      outputs.push_back(tensors.output(rank));
     }
-    const std::deque<Guarded>& written = phases == RingPhases::kAllReduce ? inputs : outputs;
-    for (const Guarded& input : inputs) input_pointers.push_back(input.data());
-    for (const Guarded& output : written) output_pointers.push_back(output.data());
   }
-
+  static RingTensors random_tensors(Random& random, int world_size) {
+    Buffers shape{};
+    shape.num_sources = world_size;
+    shape.phases = static_cast<RingPhases>(random.below(3));
+    shape.dtype = random_dtype(random);
+    shape.numel = random_numel(random, 60'000);
+    const bool gathers = shape.phases == RingPhases::kAllGather;
+    const Fold fold = gathers ? Fold{} : random_fold(random, world_size);
+    const bool in_place = shape.phases == RingPhases::kAllReduce;
+    return {random, fold, shape, in_place, [](Random&) { return Addresses::kAnyByte; }};
+  }
   Buffers buffers() const {
-    const int k = static_cast<int>(inputs.size());
-    return {input_pointers.data(), output_pointers.data(), k, k, numel, dtype, phases};
+    const auto k = static_cast<int>(inputs.size());
+    return {inputs.data(),   outputs.data(),  k, k, tensors.numel(),
+            tensors.dtype(), tensors.phases()};
   }
 
-  std::vector<std::byte> expected() const {
-    if (phases == RingPhases::kAllGather) {
-      std::vector<std::byte> all;
-      for (const auto& part : before) all.insert(all.end(), part.begin(), part.end());
-      return all;
-    }
-    std::vector<const void*> sources;
-    for (const auto& input : before) sources.push_back(input.data());
-    return expected_reduction(dtype, fold, sources, numel, true);
-  }
-
-  void check() const {
-    const std::vector<std::byte> whole = expected();
-    const int k = static_cast<int>(inputs.size());
-    for (int rank = 0; rank < k; ++rank) {
-      const bool is_chunk = phases == RingPhases::kReduceScatter;
-      const Range range = is_chunk ? chunk_range(numel, k, rank) : Range{0, numel};
-      check_same(dtype, output_pointers[static_cast<std::size_t>(rank)],
-                 whole.data() + range.begin * item_bytes(dtype), range.size(),
-                 join("ring phases ", static_cast<int>(phases), " ", op_name(fold.op), " over ", k,
-                      " ranks, rank ", rank));
-    }
-    for (const Guarded& input : inputs) input.check_canaries();
-    for (const Guarded& output : outputs) output.check_canaries();
-    for (std::size_t rank = 0; phases != RingPhases::kAllReduce && rank < inputs.size(); ++rank) {
-      CHECK(std::equal(before[rank].begin(), before[rank].end(), inputs[rank].data()),
-            "the input of rank ", rank, " was written");
-    }
-  }
-
-  RingPhases phases;
-  Fold fold;
-  DType dtype;
-  std::size_t numel;
-  std::deque<Guarded> inputs;
-  std::deque<Guarded> outputs;
-  std::vector<std::vector<std::byte>> before;
-  std::vector<const void*> input_pointers;
-  std::vector<void*> output_pointers;
+  RingTensors tensors;
+  std::vector<void*> inputs;
+  std::vector<void*> outputs;
 };
 
 void start_at(RingLinks& ring, std::uint32_t base) {
@@ -138,8 +100,6 @@ void wait_for_a_slow_rank() {
   });
 }
 
-}  // namespace
-
 void ring_round(Random& random) {
   const int world_size = random_world_size(random);
   RingLinks ring(world_size);
@@ -154,11 +114,11 @@ void ring_round(Random& random) {
     for (const RingCall& call : calls) {
       dawdle(randoms[static_cast<std::size_t>(rank)]);
       const Buffers buffers = call.buffers();
-      CHECK(ring_rank(rank, buffers, call.fold, ring, base, watch), watch.failure());
+      CHECK(ring_rank(rank, buffers, call.tensors.fold(), ring, base, watch), watch.failure());
       base += ring_num_messages(ring_program(rank, buffers, ring, base));
     }
   });
-  for (const RingCall& call : calls) call.check();
+  for (const RingCall& call : calls) call.tensors.check();
 }
 
 void direct_round(Random& random) {
@@ -167,30 +127,31 @@ void direct_round(Random& random) {
   barrier.passed = random_base(random);
   for (Flag& arrived : barrier.arrived) arrived.value = barrier.passed;
   const Fold fold = random_fold(random, world_size);
-  std::deque<RankTensors> tensors;
+  std::deque<Tensors> tensors;
   for (int i = random.between(1, 6); i > 0; --i) {
-    tensors.emplace_back(random, world_size, random_dtype(random), random_numel(random, 20'000));
+    tensors.emplace_back(random, random_dtype(random), static_cast<std::size_t>(world_size),
+                         random_numel(random, 20'000));
   }
   std::vector<Random> randoms = random.forks(world_size);
   Watch watch(world_size, kLong);
   on_all_ranks(world_size, [&](int rank) {
     std::uint32_t base = barrier.passed;
-    for (const RankTensors& t : tensors) {
+    for (const Tensors& t : tensors) {
       dawdle(randoms[static_cast<std::size_t>(rank)]);
       const Buffers buffers = t.buffers();
       CHECK(direct_rank(rank, {&buffers, 1}, fold, barrier, base, watch), watch.failure());
       base += kDirectBarriers;
     }
   });
-  for (const RankTensors& t : tensors) t.check_all_reduced(fold, false, "direct");
+  for (const Tensors& t : tensors) t.check_all_reduced(fold, false, "direct");
 }
 
 void withheld_round(Random& random) {
   const int world_size = random.between(2, 6);
   const int absent = random.between(0, world_size - 1);
   // From a few bytes to many pieces: it is noticed in the first step or when slots run out.
-  const RankTensors tensors(random, world_size, DType::kFloat32,
-                            random.one_in(2) ? 100 : 1'000'000);
+  const Tensors tensors(random, DType::kFloat32, static_cast<std::size_t>(world_size),
+                        random.one_in(2) ? 100 : 1'000'000);
   const Buffers buffers = tensors.buffers();
   check_one_of_three([&] {
     RingLinks ring(world_size);
@@ -207,5 +168,11 @@ void withheld_round(Random& random) {
   });
   wait_for_a_slow_rank();
 }
+
+const Part kRing("ring", &ring_round);
+const Part kDirect("direct", &direct_round);
+const Part kWithheld("withheld", &withheld_round, 10);
+
+}  // namespace
 
 }  // namespace pyringar::stress

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "parts.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -39,8 +39,6 @@ class Scene {
   Clock::time_point now_{std::chrono::hours(1)};
 };
 
-}  // namespace
-
 void stillness_round(Random& random) {
   const auto timeout = milliseconds(random.between(4, 3000));
   Scene scene(3, timeout);
@@ -74,5 +72,9 @@ void stillness_round(Random& random) {
   scene.watch(timeout, -1);
   CHECK(stillness.all_are_late(), "nobody moves");
 }
+
+const Part kStillness("stillness", &stillness_round);
+
+}  // namespace
 
 }  // namespace pyringar::stress

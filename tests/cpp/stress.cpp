@@ -1,50 +1,122 @@
-// stress: the CPU engine without Python: every part again and again with random inputs, until
-// rounds or seconds are over.
-//
-//   stress [--rounds N | --seconds S] [--seed X] [--only PART] [--from-round R]
-//
-// Build     g++ -std=c++20 -O2 -pthread -ffp-contract=off -Icsrc tests/cpp/*.cpp
-//           csrc/{os,cpu,process}/*.cpp
-//           tests/test_stress.py builds and runs it with sanitizers, other compilers and for Arm.
-// Output    a line per part; the first failed check ends it with status 1.
+// stress: see the header.
 
-#include "parts.h"
-#include "rounds.h"
+#include "stress.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
 
 namespace pyringar::stress {
 
 namespace {
 
-constexpr Part kParts[] = {
-    {"half", &half_round, Often::kOnce},
-    {"kernels", &kernels_round, Often::kMany},
-    {"strided", &strided_round, Often::kMany},
-    {"waits", &waits_round, Often::kMany},
-    {"stillness", &stillness_round, Often::kMany},
-    {"pool", &pool_round, Often::kMany},
-    {"turn", &turn_round, Often::kMany},
-    {"fused", &fused_round, Often::kMany},
-    {"ring", &ring_round, Often::kMany},
-    {"direct", &direct_round, Often::kMany},
-    {"withheld", &withheld_round, Often::kFew},
-    {"group", &group_round, Often::kMany},
-    {"late-rank", &late_rank_round, Often::kFew},
-    {"async", &async_round, Often::kMany},
-    {"two-groups", &two_groups_round, Often::kMany},
-    {"float-mode", &float_mode_round, Often::kFew},
-    {"no-threads", &no_threads_round, Often::kFew},
-    {"packed-line", &flat_view_round, Often::kMany},
-    {"processes", &processes_round, Often::kMany},
-    {"counters", &process_counters_round, Often::kMany},
-    {"mismatch", &process_mismatch_round, Often::kMany},
-    {"failures", &process_failures_round, Often::kFew},
+struct Options {
+  std::uint64_t rounds = 20;
+  double seconds = 0;  // or so long, a share of it for each part
+  std::uint64_t seed = 1;
+  std::string only;
+  std::uint64_t from_round = 0;
 };
 
+std::vector<Part>& all_parts() {
+  static std::vector<Part> parts;
+  return parts;
+}
+
+// A round is a second at most on an idle machine; this many is a hang.
+constexpr unsigned kHangSeconds = 300;
+
+void report_hang(int) {
+  constexpr char kText[] = "a round hangs; the part is the one after the last line above\n";
+  [[maybe_unused]] const auto written = write(STDERR_FILENO, kText, sizeof kText - 1);
+  std::_Exit(3);
+}
+
+void run_round(const Part& part, std::uint64_t seed, std::uint64_t round) {
+  set_position({part.name, seed, round});
+  alarm(kHangSeconds);
+  Random random(seed * 1'000'003 + round);
+  try {
+    part.round(random);
+  } catch (const std::exception& error) {
+    CHECK(false, error.what());
+  }
+  alarm(0);
+}
+
+// One round at least.
+void run_part(const Part& part, const Options& options, double share_seconds) {
+  const Stopwatch stopwatch;
+  const auto one_in = static_cast<std::uint64_t>(part.one_in);
+  const std::uint64_t most = part.one_in == kOnce ? 1 : (options.rounds + one_in - 1) / one_in;
+  const bool by_time = options.seconds > 0 && part.one_in != kOnce;
+  std::uint64_t done = 0;
+  do {
+    run_round(part, options.seed, options.from_round + done++);
+  } while (by_time ? stopwatch.seconds() < share_seconds : done < most);
+  std::printf("%-16s %6llu rounds %8.2f s\n", part.name, static_cast<unsigned long long>(done),
+              stopwatch.seconds());
+  std::fflush(stdout);
+}
+
+Options parse_options(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; i += 2) {
+    const std::string name = argv[i];
+    const char* value = i + 1 < argc ? argv[i + 1] : "";
+    if (name == "--rounds") {
+      options.rounds = std::strtoull(value, nullptr, 10);
+    } else if (name == "--seconds") {
+      options.seconds = std::strtod(value, nullptr);
+    } else if (name == "--seed") {
+      options.seed = std::strtoull(value, nullptr, 10);
+    } else if (name == "--only") {
+      options.only = value;
+    } else if (name == "--from-round") {
+      options.from_round = std::strtoull(value, nullptr, 10);
+    } else {
+      std::fprintf(stderr, "unknown option %s; stress.h lists them\n", argv[i]);
+      std::exit(2);
+    }
+  }
+  return options;
+}
+
+int run_parts(const Options& options) {
+  std::signal(SIGALRM, &report_hang);
+  std::vector<Part>& parts = all_parts();
+  std::sort(parts.begin(), parts.end(),
+            [](const Part& a, const Part& b) { return std::string(a.name) < b.name; });
+  std::printf("seed %llu\n", static_cast<unsigned long long>(options.seed));
+  bool found = false;
+  for (const Part& part : parts) {
+    if (!options.only.empty() && options.only != part.name) continue;
+    found = true;
+    const auto shares = static_cast<double>(options.only.empty() ? parts.size() : 1);
+    run_part(part, options, options.seconds / shares);
+  }
+  if (!found) {
+    std::fprintf(stderr, "there is no part %s\n", options.only.c_str());
+    return 2;
+  }
+  std::printf("ok\n");
+  return 0;
+}
+
 }  // namespace
+
+Part::Part(const char* name, Round round, int one_in) : name(name), round(round), one_in(one_in) {
+  all_parts().push_back(*this);
+}
 
 }  // namespace pyringar::stress
 
 int main(int argc, char** argv) {
   using namespace pyringar::stress;
-  return run_parts(kParts, parse_options(argc, argv));
+  return run_parts(parse_options(argc, argv));
 }

@@ -6,7 +6,7 @@
 #include <map>
 #include <set>
 
-#include "parts.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -115,8 +115,6 @@ void check_overlap(const StridedView& a, const StridedView& b) {
   CHECK(overlap(b, a) == shared, "overlap depends on the order");
 }
 
-}  // namespace
-
 void strided_round(Random& random) {
   Guarded memory(random, kMemoryBytes);
   for (std::size_t i = 0; i < memory.size(); ++i) memory.data()[i] = std::byte(random.bits() & 255);
@@ -130,5 +128,9 @@ void strided_round(Random& random) {
     check_overlap(a, b);
   }
 }
+
+const Part kStrided("strided", &strided_round);
+
+}  // namespace
 
 }  // namespace pyringar::stress

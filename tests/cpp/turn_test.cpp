@@ -6,7 +6,7 @@
 
 #include "os/turn.h"
 #include "os/work_queue.h"
-#include "parts.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -83,13 +83,15 @@ void interrupt_a_close(Random& random) {
   CHECK(slow->is_completed() && later->is_completed(), "something has not run");
 }
 
-}  // namespace
-
 void turn_round(Random& random) {
   count_in_turns(random);
   if (!random.one_in(10)) return;
   interrupt_a_wait(random);
   interrupt_a_close(random);
 }
+
+const Part kTurn("turn", &turn_round);
+
+}  // namespace
 
 }  // namespace pyringar::stress

@@ -12,13 +12,10 @@ from oracle import (
     FLOATS,
     NATIVE,
     OPS,
-    assert_bits,
     expected,
     inputs,
-    positional,
     reduced,
     same_bits,
-    tree_reduced,
 )
 from torch import nn
 
@@ -50,39 +47,6 @@ def test_sizes_and_alignments(ranks_of, algorithm, dtype, world_size):
         parts = gpu.drawn(numel, dtype, world_size)
         for shifts in gpu.ALIGNMENTS:
             gpu.check(ranks_of(world_size), parts, "sum", algorithm, shifts)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ops(ranks_of, dtype, op):
-    for world_size in (1, 2, 3, 5, 8):
-        for numel in (257, tile_elems(dtype) + 3):
-            parts = gpu.drawn(numel, dtype, world_size)
-            for algorithm in (*NATIVE, "naive", "sharded"):
-                for shifts in (gpu.ALIKE, gpu.APART):
-                    gpu.check(ranks_of(world_size), parts, op, algorithm, shifts)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world_size", [*range(1, 10), 16, 70])
-def test_tree_order(ranks_of, dtype, world_size):
-    comm = ranks_of(world_size)
-    for numel in (37, 257, tile_elems(dtype) + 3):
-        parts = gpu.drawn(numel, dtype, world_size)
-        for op in OPS:
-            tensors = gpu.placed(comm, parts)
-            comm.all_reduce(tensors, op, order="tree")
-            context = f"{op} of {world_size} in tree order"
-            gpu.assert_ranks(tensors, tree_reduced(parts, op), context)
-
-
-@pytest.mark.parametrize("algorithm", NATIVE)
-def test_positions(ranks_of, algorithm):
-    """Integers that name position and rank: an element in the wrong place has the wrong sum."""
-    for dtype in DTYPES:
-        for world_size in (2, 5):
-            parts = [positional(30_011, dtype, rank) for rank in range(world_size)]
-            gpu.check(ranks_of(world_size), parts, "sum", algorithm, gpu.APART)
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 16])
@@ -125,33 +89,6 @@ def test_more_ranks_than_a_launch_takes(make_ranks, world_size, algorithm, words
 
 # -- layouts and lists -----------------------------------------------------------------------------
 
-LAYOUTS = {
-    "channels_last": lambda base: base.view(6, 5, 7, 4).permute(0, 3, 1, 2),
-    "transposed": lambda base: base.view(28, 30).t(),
-    "every other": lambda base: base[::2],
-    "inner columns": lambda base: base.view(20, 42)[:, 5:30],
-    "one column": lambda base: base.view(84, 10)[:, 3],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("algorithm", NATIVE)
-def test_layouts(ranks_of, algorithm, layout):
-    """Elements between those of a view stay what they are."""
-    view_of = LAYOUTS[layout]
-    for dtype in (torch.float32, torch.float16, torch.int64):
-        parts = gpu.drawn(840, dtype, 3)
-        bases = gpu.placed(ranks_of(3), parts)
-        ranks_of(3).all_reduce([view_of(base) for base in bases], algorithm=algorithm)
-        is_dense = layout in ("channels_last", "transposed")
-        flats = [part if is_dense else view_of(part).reshape(-1) for part in parts]
-        wanted = expected(flats, "sum", algorithm)
-        for base, part in zip(bases, parts, strict=True):
-            after = part.clone()
-            target = after if is_dense else view_of(after)
-            target.copy_(wanted.view(target.shape))
-            assert_bits(base.cpu(), after, f"{algorithm} {dtype} {layout}")
-
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("algorithm", NATIVE)
@@ -162,16 +99,6 @@ def test_gradients_of_a_network(ranks_of, algorithm, world_size):
         lists = gpu.placed(ranks_of(world_size), parts)
         ranks_of(world_size).all_reduce_coalesced(lists, "mean", algorithm=algorithm)
         gpu.assert_lists(lists, parts, "mean", algorithm)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("algorithm", NATIVE)
-def test_lists_of_all_dtypes(ranks_of, algorithm, op):
-    shapes = [(n,) for n in (0, 1, 5, 257, 4099, 33, 0, 1000, 7, 8193, 2)] * 3
-    parts = gpu.lists_of(shapes, DTYPES, 3)
-    lists = gpu.placed(ranks_of(3), parts)
-    ranks_of(3).all_reduce_coalesced(lists, op, algorithm=algorithm)
-    gpu.assert_lists(lists, parts, op, algorithm)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <limits>
 #include <optional>
 
 #include "emulated.h"
 #include "launched.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -222,8 +224,6 @@ void fused_dtype(Random& random, DType dtype) {
   }
 }
 
-}  // namespace
-
 void fused_all_round(Random& random) {
   for (const DType dtype : kAllDTypes) fused_dtype(random, dtype);
 }
@@ -255,5 +255,11 @@ void fused_round(Random& random) {
   for (int i = random.between(1, 30); i > 0; --i) sizes.push_back(random_numel(random, 3000));
   run_fused(random, call, sizes);
 }
+
+const Part kFusedAll("fused-all", &fused_all_round, kOnce);
+const Part kFusedMean("fused-mean", &fused_mean_round, kOnce);
+const Part kFused("fused", &fused_round);
+
+}  // namespace
 
 }  // namespace pyringar::stress

@@ -4,8 +4,10 @@
 #include "cuda/ring.cuh"
 
 #include <algorithm>
+#include <deque>
 
 #include "emulated.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -19,80 +21,62 @@ using cuda::RingArgs;
 using cuda::RingPorts;
 using emulator::Launch;
 
+// Nothing that a test should see the end of.
+constexpr std::uint64_t kLongNs = 600'000'000'000;
 // Pieces are cut for so much less than a slot: what is between must stay as it was.
 constexpr std::uint32_t kUnusedSlotBytes = 64;
 constexpr std::uint32_t kCanaryWord = 0xa5a5a5a5;
 constexpr std::uint32_t kSlotBytes = 320;
 constexpr int kMostDevices = 3;
 
+// Flags that begin at `base`; what else is on their lines is zero, as hosts leave it.
+std::vector<std::uint32_t> flags_from(std::uint32_t base, std::size_t count) {
+  std::vector<std::uint32_t> words(count * kFlagStride);
+  for (std::size_t i = 0; i < words.size(); i += kFlagStride) words[i] = base;
+  return words;
+}
+
 struct RingShape {
   int world_size;
   int num_channels;
 };
-
-struct RingKind {
-  RingPhases phases;
-  ReduceOp op;
-  DType dtype;
-};
-
-RingKind random_kind(Random& random) {
-  const auto phases = static_cast<RingPhases>(random.below(3));
-  const ReduceOp op = phases == RingPhases::kAllGather ? ReduceOp::kSum : random_op(random);
-  return {phases, op, random_dtype(random)};
-}
 
 // Elements of a piece that fills its slot.
 std::size_t largest_piece(DType dtype) {
   return (kSlotBytes - kUnusedSlotBytes) / partial_bytes(dtype) - cuda::kSlotSpareElems;
 }
 
-// One collective of one phase: numbers in, numbers expected.
+// One collective of one phase, and how the kernel cuts it.
 struct RingCall {
-  RingCall(Random& random, const RingShape& shape, const RingKind& kind, std::size_t numel)
-      : phases(kind.phases),
-        op(kind.op),
-        divisor(op == ReduceOp::kMean ? shape.world_size : 1),
-        dtype(kind.dtype),
-        numel(numel),
-        in_place(phases == RingPhases::kAllReduce && random.one_in(2)),
+  RingCall(Random& random, const RingShape& shape, std::size_t numel)
+      : tensors(random_tensors(random, shape.world_size, numel)),
         num_channels(random.between(1, shape.num_channels)),
-        num_threads(static_cast<unsigned>(random.between(1, 3))) {
-    piece_elems = largest_piece(dtype);
+        num_threads(static_cast<unsigned>(random.between(1, 3))),
+        piece_elems(largest_piece(tensors.dtype())) {
     if (random.one_in(3)) piece_elems = 1 + random.below(piece_elems);
-    for (int rank = 0; rank < shape.world_size; ++rank) {
-      const std::size_t own = chunk_range(numel, shape.world_size, rank).size();
-      inputs.emplace_back(random, dtype, 1, phases == RingPhases::kAllGather ? own : numel,
-                          random_addresses(random));
-      if (in_place) continue;
-      outputs.emplace_back(random, dtype, 1, phases == RingPhases::kReduceScatter ? own : numel,
-                           random_addresses(random));
-    }
   }
-
-  void* output(int rank) const {
-    return (in_place ? inputs : outputs)[static_cast<std::size_t>(rank)][0];
+  static RingTensors random_tensors(Random& random, int world_size, std::size_t numel) {
+    Buffers shape{};
+    shape.num_sources = world_size;
+    shape.phases = static_cast<RingPhases>(random.below(3));
+    shape.dtype = random_dtype(random);
+    shape.numel = numel;
+    const bool gathers = shape.phases == RingPhases::kAllGather;
+    const ReduceOp op = gathers ? ReduceOp::kSum : random_op(random);
+    const Fold fold{op, op == ReduceOp::kMean ? world_size : 1};
+    const bool in_place = shape.phases == RingPhases::kAllReduce && random.one_in(2);
+    return {random, fold, shape, in_place, &random_addresses};
   }
   std::uint32_t num_messages(int world_size, int channel) const {
-    return ring_num_messages({0, world_size, numel, piece_elems, phases, 0,
+    return ring_num_messages({0, world_size, tensors.numel(), piece_elems, tensors.phases(), 0,
                               static_cast<std::size_t>(channel),
                               static_cast<std::size_t>(num_channels)});
   }
 
-  void check() const;
-  std::vector<std::byte> expected() const;
-
-  RingPhases phases;
-  ReduceOp op;
-  int divisor;
-  DType dtype;
-  std::size_t numel;
-  bool in_place;
+  RingTensors tensors;
   int num_channels;
   unsigned num_threads;
-  std::size_t piece_elems = 0;
-  std::deque<Tensors> inputs;
-  std::deque<Tensors> outputs;
+  std::size_t piece_elems;
 };
 
 // Mostly a few pieces per channel.
@@ -100,38 +84,6 @@ std::size_t random_size(Random& random, int world_size) {
   const auto k = static_cast<std::size_t>(world_size);
   if (random.one_in(4)) return random.below(2 * k);
   return random.below(k * (kSlotBytes / 4 + (random.one_in(4) ? 500 : 0)));
-}
-
-std::vector<std::byte> RingCall::expected() const {
-  std::vector<const void*> sources;
-  std::vector<std::byte> gathered;
-  for (const Tensors& input : inputs) {
-    sources.push_back(input.before()[0]);
-    const auto* bytes = static_cast<const std::byte*>(sources.back());
-    if (phases == RingPhases::kAllGather) {
-      gathered.insert(gathered.end(), bytes, bytes + input.bytes());
-    }
-  }
-  if (phases == RingPhases::kAllGather) return gathered;
-  return expected_reduction(dtype, {op, divisor}, sources, numel, true);
-}
-
-void RingCall::check() const {
-  const std::vector<std::byte> whole = expected();
-  const int k = static_cast<int>(inputs.size());
-  for (int rank = 0; rank < k; ++rank) {
-    const bool is_chunk = phases == RingPhases::kReduceScatter;
-    const Range range = is_chunk ? chunk_range(numel, k, rank) : Range{0, numel};
-    check_same(dtype, output(rank), whole.data() + range.begin * item_bytes(dtype), range.size(),
-               join("ring phases ", static_cast<int>(phases), " ", op_name(op), " over ", k,
-                    " ranks, rank ", rank));
-    // The same bits on all ranks, NaN included.
-    CHECK(is_chunk || numel == 0 ||
-              std::memcmp(output(rank), output(0), numel * item_bytes(dtype)) == 0,
-          "rank ", rank, " holds other bits than rank 0");
-  }
-  for (const Tensors& input : inputs) in_place ? input.check_canaries() : input.check_unchanged();
-  for (const Tensors& output : outputs) output.check_canaries();
 }
 
 // Ranks on devices, links wired as in cuda/ring_links.cpp.
@@ -210,20 +162,20 @@ RingPorts RingDevices::ports(int r, const std::vector<int>& local) {
 RingArgs RingDevices::args(std::size_t device, const RingCall& call, int withheld) {
   RingArgs args{};
   args.ports = ports_[device].data();
-  args.numel = call.numel;
+  args.numel = call.tensors.numel();
   args.piece_elems = static_cast<std::uint32_t>(call.piece_elems);
   args.num_slots = num_slots_;
   args.slot_bytes = kSlotBytes;
   args.world_size = world_size_;
   args.num_channels = call.num_channels;
-  args.divisor = Divisor::of(call.divisor);
-  args.phases = call.phases;
+  args.divisor = Divisor::of(call.tensors.fold().divisor);
+  args.phases = call.tensors.phases();
   args.patience = {timeout_ns_, &gave_up_[device], &failures_[device], withheld};
   for (std::size_t i = 0; i < ranks_[device].size(); ++i) {
     const int rank = ranks_[device][i];
     args.rank[i] = rank;
-    args.input[i] = call.inputs[static_cast<std::size_t>(rank)][0];
-    args.output[i] = call.output(rank);
+    args.input[i] = call.tensors.input(rank);
+    args.output[i] = call.tensors.output(rank);
   }
   return args;
 }
@@ -249,7 +201,8 @@ void RingDevices::check_slots() const {
 }
 
 Launch launch_of(RingDevices& devices, std::size_t device, const RingCall& call, int withheld) {
-  const auto kernel = kernel_of<RingArgs>(call.dtype, {call.op}, cuda::KernelKind::kRing);
+  const auto kernel =
+      kernel_of<RingArgs>(call.tensors.dtype(), {call.tensors.fold().op}, cuda::KernelKind::kRing);
   const RingArgs args = devices.args(device, call, withheld);
   const auto blocks = devices.ranks(device).size() * static_cast<std::size_t>(call.num_channels);
   return {static_cast<unsigned>(blocks), call.num_threads, [=] { kernel(args); },
@@ -300,7 +253,7 @@ std::string withhold_rank(Random& random, int world_size, int absent) {
   const RingShape shape{world_size, random.between(1, 2)};
   const std::uint32_t base = random_base(random);
   RingDevices devices(random, shape, base, static_cast<std::uint64_t>(kTimeoutSeconds * 1e9));
-  const RingCall call(random, shape, random_kind(random),
+  const RingCall call(random, shape,
                       2 * static_cast<std::size_t>(world_size) + random_size(random, world_size));
   std::vector<std::vector<Launch>> streams;
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
@@ -329,17 +282,16 @@ void check_later_steps_wait_longer() {
         " ns");
 }
 
-struct RingWanted {
-  RingKind kind;
-  std::size_t numel;
-};
-
 // Call after call on the same links.
-void run_calls(Random& random, const RingShape& shape, const std::vector<RingWanted>& wanted) {
+void ring_round(Random& random) {
+  const int world_size = random_world_size(random);
+  const RingShape shape{world_size, random.between(1, world_size > 5 ? 2 : 3)};
   const std::uint32_t base = random_base(random);
   RingDevices devices(random, shape, base, kLongNs);
   std::deque<RingCall> calls;
-  for (const auto& [kind, numel] : wanted) calls.emplace_back(random, shape, kind, numel);
+  for (int i = random.between(1, 4); i > 0; --i) {
+    calls.emplace_back(random, shape, random_size(random, world_size));
+  }
   std::vector<std::vector<Launch>> streams(devices.num_devices());
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
     for (const RingCall& call : calls) {
@@ -347,7 +299,7 @@ void run_calls(Random& random, const RingShape& shape, const std::vector<RingWan
     }
   }
   emulator::run_streams(random, streams);
-  for (const RingCall& call : calls) call.check();
+  for (const RingCall& call : calls) call.tensors.check();
   devices.check_slots();
   for (int channel = 0; channel < shape.num_channels; ++channel) {
     std::uint32_t wanted = base;
@@ -358,23 +310,16 @@ void run_calls(Random& random, const RingShape& shape, const std::vector<RingWan
   }
 }
 
-}  // namespace
-
-void ring_round(Random& random) {
-  const int world_size = random_world_size(random);
-  const int num_channels = random.between(1, world_size > 5 ? 2 : 3);
-  std::vector<RingWanted> wanted;
-  for (int i = random.between(1, 4); i > 0; --i) {
-    wanted.push_back({random_kind(random), random_size(random, world_size)});
-  }
-  run_calls(random, {world_size, num_channels}, wanted);
-}
-
 void ring_withheld_round(Random& random) {
   const int world_size = random.between(2, 6);
   const int absent = random.between(0, world_size - 1);
   check_later_steps_wait_longer();
   check_one_of_three([&] { return withhold_rank(random, world_size, absent); });
 }
+
+const Part kRing("ring", &ring_round);
+const Part kRingWithheld("ring-withheld", &ring_withheld_round, 10);
+
+}  // namespace
 
 }  // namespace pyringar::stress

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "emulated.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -36,28 +37,6 @@ void check_one_segment(std::size_t item, std::size_t numel, std::size_t source,
   CHECK(table.num_pointers == (in_place ? 2u : 3u), what, ": ", table.num_pointers, " pointers");
   CHECK((segment.vector == 1) == (source == destination && source % item == 0), what);
   CHECK(segment.head < 16 / item || segment.head == 0, what, ": head ", segment.head);
-}
-
-// As many as fit are taken, one more is refused and changes nothing.
-template <typename T>
-void check_refuses_when_full(int num_sources, int num_destinations) {
-  T table;
-  TableBuilder<T> builder(table, 4, num_sources, num_destinations, 1);
-  const std::vector<void*> sources(static_cast<std::size_t>(num_sources), address(0));
-  const std::vector<void*> destinations(static_cast<std::size_t>(num_destinations), address(0));
-  void* const* to = destinations.data();
-  if (num_destinations == 0) {  // in place
-    table.num_destinations = num_sources;
-    to = sources.data();
-  }
-  const int room = std::min(T::kMaxPointers / (num_sources + num_destinations), T::kMaxSegments);
-  for (int i = 0; i < room; ++i) {
-    CHECK(builder.add(sources.data(), to, 100), "refused ", i, " of ", room);
-  }
-  const std::uint32_t tiles = table.num_tiles;
-  CHECK(!builder.add(sources.data(), to, 100), "took more than ", room);
-  CHECK(table.num_tiles == tiles && table.num_segments == static_cast<std::uint32_t>(room),
-        table.num_segments, " segments, not ", room);
 }
 
 // A list takes as few launches as the largest table allows, of one in the smallest table that does.
@@ -100,8 +79,6 @@ void check_launches_around_borders() {
   }
 }
 
-}  // namespace
-
 void table_round(Random& random) {
   for (const std::size_t item : {1, 2, 4, 8}) {
     for (std::size_t source = 0; source < 16; ++source) {
@@ -112,15 +89,11 @@ void table_round(Random& random) {
       }
     }
   }
-  for (const int k : {1, 2, 3, 8, 17, 32, 48}) {
-    check_refuses_when_full<SmallTable>(k, k);
-    check_refuses_when_full<SmallTable>(k, 0);
-    check_refuses_when_full<LargeTable>(k, k);
-    check_refuses_when_full<LargeTable>(k, 0);
-    check_refuses_when_full<LargeTable>(k, 1);
-    check_refuses_when_full<LargeTable>(1, k);
-  }
   check_launches_around_borders();
 }
+
+const Part kTable("table", &table_round, kOnce);
+
+}  // namespace
 
 }  // namespace pyringar::stress

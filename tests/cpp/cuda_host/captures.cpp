@@ -3,8 +3,9 @@
 
 #include <deque>
 
+#include "cases.h"
 #include "cuda/background.h"
-#include "parts.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -224,15 +225,13 @@ void check_beside_capture(Random& random) {
   ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
 }
 
-constexpr Part kParts[] = {{"graphs", &check_graphs, 1},
-                           {"half-captured", &check_half_captured, 4},
-                           {"broken-capture", &check_broken_capture, 4},
-                           {"captured-between", &check_captured_between, 8},
-                           {"captured-background", &check_captured_background, 2},
-                           {"beside-capture", &check_beside_capture, 4}};
+const Part kGraphs("graphs", &check_graphs);
+const Part kHalfCaptured("half-captured", &check_half_captured, 4);
+const Part kBrokenCapture("broken-capture", &check_broken_capture, 4);
+const Part kCapturedBetween("captured-between", &check_captured_between, 8);
+const Part kCapturedBackground("captured-background", &check_captured_background, 2);
+const Part kBesideCapture("beside-capture", &check_beside_capture, 4);
 
 }  // namespace
-
-std::span<const Part> capture_parts() { return kParts; }
 
 }  // namespace pyringar::stress

@@ -19,6 +19,22 @@ bool is_peer_visible(const void*) {
 
 namespace pyringar::stress {
 
+void start(Random& random, model::Options options) {
+  options.one_in = random.one_in(2) ? 0 : random.between(1, 30);
+  options.blocks_per_multiprocessor = random.between(1, 2);
+  model::start(random.bits(), options);
+}
+
+cuda::GroupOptions random_options(Random& random) {
+  return {kLong, random.one_in(3) ? random.between(1, 8) : cuda::kAnyBlocks};
+}
+
+Streams make_capturable(const cuda::Group& group) {
+  Streams streams;
+  for (const int device : group.devices()) streams.push_back(make_stream(device));
+  return streams;
+}
+
 cudaStream_t make_stream(int device) {
   const cuda::OnDevice guard(device);
   cudaStream_t stream = nullptr;
@@ -26,8 +42,8 @@ cudaStream_t make_stream(int device) {
   return stream;
 }
 
-std::vector<cudaStream_t> make_streams(Random& random, const cuda::Group& group) {
-  std::vector<cudaStream_t> streams;
+Streams make_streams(Random& random, const cuda::Group& group) {
+  Streams streams;
   for (const int device : group.devices()) {
     streams.push_back(random.one_in(4) ? nullptr : make_stream(device));
   }
@@ -42,8 +58,7 @@ void order(cudaStream_t before, int before_device, cudaStream_t after, int after
 
 namespace {
 
-cudaStream_t stream_of(const cuda::Group& group, const std::vector<cudaStream_t>& streams,
-                       int device) {
+cudaStream_t stream_of(const cuda::Group& group, const Streams& streams, int device) {
   const auto found = std::find(group.devices().begin(), group.devices().end(), device);
   return device == kHost ? nullptr
                          : streams[static_cast<std::size_t>(found - group.devices().begin())];
@@ -119,7 +134,7 @@ Case::~Case() {
   }
 }
 
-void Case::fill(const cuda::Group& group, const std::vector<cudaStream_t>& streams) {
+void Case::fill(const cuda::Group& group, const Streams& streams) {
   for (std::size_t rank = 0; rank < of_rank_.size(); ++rank) {
     fill_rank(rank, stream_of(group, streams, of_rank_[rank]));
   }
@@ -143,7 +158,7 @@ void Case::fill_rank(std::size_t rank, cudaStream_t stream) {
   }
 }
 
-void Case::read(const cuda::Group& group, const std::vector<cudaStream_t>& streams) {
+void Case::read(const cuda::Group& group, const Streams& streams) {
   for (Part& part : parts_) {
     const std::size_t bytes = part.tensors.bytes();
     for (std::size_t i = 0; bytes > 0 && i < part.tensors.count(); ++i) {

@@ -22,9 +22,16 @@ inline void ok(cudaError_t status, const char* what) {
   CHECK(status == cudaSuccess, what, ": error ", static_cast<int>(status));
 }
 
+using Streams = std::vector<cudaStream_t>;
+using Ranks = std::vector<int>;
+
+// The model, forgetting all that was; where devices do what they like.
+void start(Random& random, model::Options options = {});
+cuda::GroupOptions random_options(Random& random);
+Streams make_capturable(const cuda::Group& group);  // none is the null stream
 cudaStream_t make_stream(int device);  // as frameworks make them: not ordered with the null stream
 // One for each device of a group: the null stream now and then.
-std::vector<cudaStream_t> make_streams(Random& random, const cuda::Group& group);
+Streams make_streams(Random& random, const cuda::Group& group);
 void order(cudaStream_t before, int before_device, cudaStream_t after, int after_device);
 
 // One call: tensors of every rank, reduced in place. Calls that are no ring may also reduce to one
@@ -38,9 +45,9 @@ class Case {
   ~Case();
 
   const Collective& collective() const { return collective_; }
-  void fill(const cuda::Group& group, const std::vector<cudaStream_t>& streams);
+  void fill(const cuda::Group& group, const Streams& streams);
   void fill_rank(std::size_t rank, cudaStream_t stream);
-  void read(const cuda::Group& group, const std::vector<cudaStream_t>& streams);
+  void read(const cuda::Group& group, const Streams& streams);
   void check() const;  // once all is done
 
  private:

@@ -1,33 +1,14 @@
 // group_test: cuda/group and its parts on the modelled runtime, with the kernels' own source: bits,
 // streams, captures and replays, what is refused, what is told, and what is left behind.
-//
-//   group_test SEED ROUNDS [PART]
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
-#include <string>
 
+#include "cases.h"
 #include "cuda/background.h"
-#include "parts.h"
+#include "stress.h"
 
 namespace pyringar::stress {
-
-void start(Random& random, model::Options options) {
-  options.one_in = random.one_in(2) ? 0 : random.between(1, 30);
-  options.blocks_per_multiprocessor = random.between(1, 2);
-  model::start(random.bits(), options);
-}
-
-cuda::GroupOptions random_options(Random& random) {
-  return {kLong, random.one_in(3) ? random.between(1, 8) : cuda::kAnyBlocks};
-}
-
-Streams make_capturable(const cuda::Group& group) {
-  Streams streams;
-  for (const int device : group.devices()) streams.push_back(make_stream(device));
-  return streams;
-}
 
 namespace {
 
@@ -453,49 +434,24 @@ void check_sticky(Random& random) {
   group.close();
 }
 
-constexpr Part kParts[] = {{"bits", &check_bits, 1},
-                           {"again", &check_again, 4},
-                           {"growth", &check_growth, 4},
-                           {"links", &check_links, 2},
-                           {"background", &check_background, 2},
-                           {"gradients", &check_gradients, 2},
-                           {"frees", &check_frees, 1},
-                           {"between-launches", &check_between_launches, 1},
-                           {"launch-blocking", &check_launch_blocking, 8},
-                           {"late-device", &check_late_device, 4},
-                           {"withheld", &check_withheld, 2},
-                           {"refused-launch", &check_refused_launch, 1},
-                           {"refused-background", &check_refused_background, 1},
-                           {"abort", &check_abort, 2},
-                           {"contexts", &check_contexts, 2},
-                           {"sticky", &check_sticky, 8},
-                           {"closed", &check_closed, 8}};
+const Part kBits("bits", &check_bits);
+const Part kAgain("again", &check_again, 4);
+const Part kGrowth("growth", &check_growth, 4);
+const Part kLinks("links", &check_links, 2);
+const Part kBackground("background", &check_background, 2);
+const Part kGradients("gradients", &check_gradients, 2);
+const Part kFrees("frees", &check_frees);
+const Part kBetweenLaunches("between-launches", &check_between_launches);
+const Part kLaunchBlocking("launch-blocking", &check_launch_blocking, 8);
+const Part kLateDevice("late-device", &check_late_device, 4);
+const Part kWithheld("withheld", &check_withheld, 2);
+const Part kRefusedLaunch("refused-launch", &check_refused_launch);
+const Part kRefusedBackground("refused-background", &check_refused_background);
+const Part kAbort("abort", &check_abort, 2);
+const Part kContexts("contexts", &check_contexts, 2);
+const Part kSticky("sticky", &check_sticky, 8);
+const Part kClosed("closed", &check_closed, 8);
 
 }  // namespace
 
 }  // namespace pyringar::stress
-
-int main(int argc, char** argv) {
-  using namespace pyringar::stress;
-  const std::uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
-  const std::uint64_t rounds = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 20;
-  const std::string only = argc > 3 ? argv[3] : "";
-  std::vector<Part> parts(std::begin(kParts), std::end(kParts));
-  parts.insert(parts.end(), capture_parts().begin(), capture_parts().end());
-  for (std::uint64_t round = 0; round < rounds; ++round) {
-    for (const Part& part : parts) {
-      if (only.empty() ? round % static_cast<std::uint64_t>(part.one_in) != 0 : only != part.name) {
-        continue;
-      }
-      set_position({part.name, seed, round});
-      Random random(seed * 1000003 + round);
-      try {
-        part.check(random);
-      } catch (const pyringar::model::Broken& broken) {
-        CHECK(false, broken.what());
-      }
-    }
-  }
-  std::printf("ok: %llu rounds\n", static_cast<unsigned long long>(rounds));
-  return 0;
-}

@@ -2,49 +2,9 @@
 
 #include "clocks.h"
 
-#include <cxxabi.h>
-#include <dlfcn.h>
-#include <execinfo.h>
-
-#include <cstdlib>
-
 #include "core/error.h"
 
 namespace pyringar::model {
-
-namespace {
-
-std::string function_at(void* address) {
-  Dl_info info{};
-  if (dladdr(address, &info) == 0 || info.dli_sname == nullptr) return "";
-  int status = 0;
-  char* plain = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
-  std::string name = status == 0 ? plain : info.dli_sname;
-  std::free(plain);
-  return name.substr(0, name.find('('));
-}
-
-}  // namespace
-
-Site Site::here() {
-  Site site;
-  site.count_ = backtrace(site.frames_.data(), static_cast<int>(site.frames_.size()));
-  return site;
-}
-
-std::string Site::text() const {
-  std::string text;
-  int shown = 0;
-  for (int i = 0; i < count_ && shown < 4; ++i) {
-    const std::string name = function_at(frames_[static_cast<std::size_t>(i)]);
-    const bool is_callers = name.find("pyringar::") != std::string::npos &&
-                            name.find("pyringar::model::") == std::string::npos &&
-                            name.find("std::") != 0 && name.find("void std::") != 0;
-    if (!is_callers) continue;
-    text += (shown++ > 0 ? " < " : "") + name;
-  }
-  return text.empty() ? "a place without a name" : text;
-}
 
 void Shadow::split(std::uintptr_t at) {
   auto next = ranges_.upper_bound(at);
@@ -65,8 +25,7 @@ std::string Shadow::note(const Access& access, const Epoch& now, const Clock& cl
   };
   const auto race_of = [&](std::uintptr_t at, const Epoch& other, const char* how) {
     return join(now.what, access.touch == Touch::kWrite ? " writes " : " reads ", access.bytes,
-                " bytes, which ", other.what, " ", how, ", unordered, at byte ", at - access.begin,
-                "\n    now:    ", now.site.text(), "\n    before: ", other.site.text());
+                " bytes, which ", other.what, " ", how, ", unordered, at byte ", at - access.begin);
   };
   std::uintptr_t at = access.begin;
   for (auto found = ranges_.lower_bound(at); at < end; ++found) {

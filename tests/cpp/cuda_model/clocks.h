@@ -3,14 +3,13 @@
 //
 // Contract  An actor is a stream, a node of a graph or a host thread; each has a clock of its own.
 //           What an actor does comes after all that its clock has joined. Two accesses to the same
-//           bytes, one of them a write, that are ordered neither way are a race, reported with both
-//           call sites. Bytes that flags protect are only checked for being there, and what comes
+//           bytes, one of them a write, that are ordered neither way are a race, reported with what
+//           both were. Bytes that flags protect are only checked for being there, and what comes
 //           after a wait that a host has ended is not checked.
 // Threads   one at a time.
 // Source    Flanagan and Freund, "FastTrack", 2009: the epochs; djit+: the clocks.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -49,17 +48,6 @@ class Clock {
   std::map<Actor, std::uint64_t> times_;
 };
 
-// Where a call into the runtime came from.
-class Site {
- public:
-  static Site here();
-  std::string text() const;  // functions of the engine or a test, the innermost first
-
- private:
-  std::array<void*, 12> frames_{};
-  int count_ = 0;
-};
-
 enum class Touch { kRead, kWrite, kFlags };
 
 struct Access {
@@ -76,7 +64,6 @@ struct Epoch {
   Actor actor = kNobody;
   std::uint64_t time = 0;
   std::string what;
-  Site site;
   bool is_released = false;
 };
 

@@ -63,8 +63,8 @@ void Machine::start(std::uint64_t seed, const Options& how) {
   received_bytes.clear();
   shadow = {};
   std::erase_if(memory, [](const auto& entry) { return entry.second.is_tensor; });
-  CHECK(memory.empty(), memory.size(), " allocations are left, one made at ",
-        memory.begin()->second.site.text());
+  CHECK(memory.empty(), memory.size(), " allocations are left, one of ",
+        memory.begin()->second.bytes, " bytes");
 }
 
 void Interlude::run_if_due() {
@@ -119,8 +119,7 @@ std::uintptr_t Machine::canonical(std::uintptr_t address, std::size_t bytes,
   const auto* found = allocation_of(address, bytes);
   if (found == nullptr) {
     throw Broken("freed",
-                 join(now.what, " uses ", bytes, " bytes that are not allocated (any more)",
-                      "\n    at ", now.site.text()));
+                 join(now.what, " uses ", bytes, " bytes that are not allocated (any more)"));
   }
   return found->second.canonical + (address - found->first);
 }
@@ -143,8 +142,8 @@ void Machine::check_reach(const Work& work, const Access& access) {
     return;
   }
   const std::string where = there.device < 0 ? "the host" : join("cuda:", there.device);
-  throw Broken("peer", join(work.what, " on cuda:", work.device, " uses memory of ", where, ", ",
-                            why, "\n    at ", work.site.text()));
+  throw Broken("peer",
+               join(work.what, " on cuda:", work.device, " uses memory of ", where, ", ", why));
 }
 
 std::string Machine::user_of(std::uintptr_t begin, std::size_t bytes) const {
@@ -155,13 +154,12 @@ std::string Machine::user_of(std::uintptr_t begin, std::size_t bytes) const {
              return access.begin < begin + bytes && begin < access.begin + access.bytes;
            });
   };
-  const auto text = [](const Work& work) { return work.what + ", of " + work.site.text(); };
   for (const Running& one : running) {
-    if (uses(one.work)) return text(one.work);
+    if (uses(one.work)) return one.work.what;
   }
   for (const auto& stream : streams) {
     const auto found = std::find_if(stream->entries.begin(), stream->entries.end(), uses);
-    if (found != stream->entries.end()) return text(*found);
+    if (found != stream->entries.end()) return found->what;
   }
   return "";
 }
@@ -178,8 +176,7 @@ void Machine::note(const std::vector<Access>& accesses, const Epoch& now, const 
 
 void Machine::note_host(const void* begin, std::size_t bytes, Touch touch, const char* what) {
   Clock& clock = host_clock();
-  note({access(begin, bytes, touch)}, {host_actor(), clock.tick(host_actor()), what, Site::here()},
-       clock);
+  note({access(begin, bytes, touch)}, {host_actor(), clock.tick(host_actor()), what}, clock);
 }
 
 // -- streams --------------------------------------------------------------------------------------
@@ -203,7 +200,6 @@ cudaError_t Machine::enqueue(StreamState* stream, Work work) {
   if (!processes[stream->process].is_alive) return cudaSuccess;
   work.process = host().process;
   work.device = stream->device;
-  work.site = Site::here();
   work.from_host = host_clock();
   const bool is_null = stream == null_streams[{stream->process, stream->device}];
   if (stream->capture != nullptr) return add_node(stream, std::move(work));
@@ -342,7 +338,7 @@ void Machine::begin(Work work, StreamState* stream, GraphRun* graph, std::size_t
 
 void Machine::run_work(const Work& work, Clock& clock, Actor actor) {
   if (work.kind == Work::Kind::kWait) return clock.join(work.event->clocks[work.record]);
-  const Epoch now{actor, clock.tick(actor), work.what, work.site, clock.is_released()};
+  const Epoch now{actor, clock.tick(actor), work.what, clock.is_released()};
   if (work.kind == Work::Kind::kAwaitWord) {
     const auto word = words.find(canonical(work.accesses[0].begin, sizeof work.value, now));
     const bool was_written =
@@ -397,12 +393,10 @@ std::string Machine::waiting() const {
   for (const auto& stream : streams) {
     if (stream->entries.empty()) continue;
     const Work& next = stream->entries.front();
-    text += join("\n    process ", stream->process, ", cuda:", stream->device, ": ", next.what,
-                 ", of ", next.site.text());
+    text += join("\n    process ", stream->process, ", cuda:", stream->device, ": ", next.what);
   }
   for (const Running& one : running) {
-    text += join("\n    cuda:", one.work.device, ": blocks of ", one.work.what, " wait, of ",
-                 one.work.site.text());
+    text += join("\n    cuda:", one.work.device, ": blocks of ", one.work.what, " wait");
   }
   return text.empty() ? " nothing is under way" : text;
 }

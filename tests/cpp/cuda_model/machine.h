@@ -58,7 +58,6 @@ struct Work {
   std::uint32_t value = 0;
   std::uint64_t ticket = 0;  // in the order in which things are enqueued
   std::shared_ptr<Graph> graph = nullptr;
-  Site site = {};
   Clock from_host = {};
 };
 
@@ -128,8 +127,7 @@ struct Allocation {
   int fd;  // -1: the heap's
   bool is_tensor;
   int num_mapped = 0;
-  std::uintptr_t canonical = 0;  // where its owner has it
-  Site site;
+  std::uintptr_t canonical = 0;    // where its owner has it
   std::uintptr_t opened_from = 0;  // of another process's memory
   std::string file = {};           // what registered memory is mapped from
 };

@@ -72,8 +72,7 @@ cudaError_t allocate(void** memory, std::size_t bytes, bool is_host) {
   const int fd = make_file(whole);
   std::byte* made = map(fd, whole);
   const auto at = reinterpret_cast<std::uintptr_t>(made);
-  machine.memory[at] = {whole, is_host ? -1 : device, host().process, fd, false, 0,
-                        at,    Site::here()};
+  machine.memory[at] = {whole, is_host ? -1 : device, host().process, fd, false, 0, at};
   return *memory = made, cudaSuccess;
 }
 
@@ -188,7 +187,7 @@ void show_tensor(const void* memory, std::size_t bytes, int device) {
   const std::lock_guard lock(Machine::get().mutex);
   const auto at = reinterpret_cast<std::uintptr_t>(memory);
   Machine::get().memory[at] = {
-      std::max<std::size_t>(bytes, 1), device, host().process, -1, true, 0, at, Site::here()};
+      std::max<std::size_t>(bytes, 1), device, host().process, -1, true, 0, at};
 }
 
 void hide_tensor(const void* memory) {
@@ -246,7 +245,7 @@ cudaError_t cudaHostRegister(void* memory, std::size_t bytes, unsigned) {
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   if (call.process().refused == Refused::kRegistration) return error(cudaErrorNotSupported);
   const auto at = reinterpret_cast<std::uintptr_t>(memory);
-  Allocation made{bytes, -1, host().process, -2, false, 0, at, Site::here()};
+  Allocation made{bytes, -1, host().process, -2, false, 0, at};
   // What several processes have mapped is one memory, wherever each has it.
   made.file = file_at(at);
   for (const auto& [other, registered] : call.machine().memory) {
@@ -320,7 +319,6 @@ cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsig
   own.fd = fd;
   own.num_mapped = 0;
   if (is_other) own.canonical = reinterpret_cast<std::uintptr_t>(mapped);
-  own.site = Site::here();
   own.opened_from = at;
   machine.memory[reinterpret_cast<std::uintptr_t>(mapped)] = own;
   return cudaSuccess;

@@ -4,7 +4,7 @@
 // Contract  Memory is the host's. Streams are queues that run late and in any order that the
 //           documents allow, drawn from a seed; kernels are the engine's own source. What CUDA
 //           refuses gets CUDA's error code. What CUDA leaves undefined, or where a program would
-//           hang, throws Broken, with the rule and the call sites. Rules, each with the section of
+//           hang, throws Broken, with the rule. Rules, each with the section of
 //           the CUDA C++ Programming Guide (G), the Runtime API (R) or the Driver API (D):
 //
 //             order      entries of a stream follow each other, streams do not; none comes on a

@@ -130,9 +130,9 @@ Case make_case(Random& random, int world_size, std::size_t slot_bytes) {
   Case made{static_cast<CallKind>(random.below(kNumCallKinds)),
             random_gpu_fold(random, world_size),
             random.between(0, world_size - 1),
-            random.one_in(3),
             {},
-            random.bits()};
+            random.bits(),
+            random.one_in(3)};
   if (random.one_in(2)) made.kind = CallKind::kAllReduce;
   if (made.fold.op == ReduceOp::kMean) made.fold.op = ReduceOp::kSum;
   const bool has_many = made.kind == CallKind::kAllReduce && random.one_in(4);
@@ -153,65 +153,46 @@ Case make_case(Random& random, int world_size, std::size_t slot_bytes) {
 }
 
 Case plain_case(std::size_t numel) {
-  return {CallKind::kAllReduce, Fold{}, 0, false, {{DType::kFloat32, numel}}, 1};
+  return {CallKind::kAllReduce, Fold{}, 0, {{DType::kFloat32, numel}}, 1};
 }
 
-Tensors make_tensors(const Case& made, int world_size, int rank) {
-  Random random(made.seed * 31 + static_cast<std::uint64_t>(rank));
-  Tensors tensors;
-  if (made.kind == CallKind::kBarrier) return tensors;
-  const auto add = [&](auto& to, Shape shape) {
-    to.push_back(std::make_unique<Tensors::One>(random, shape));
-  };
-  const auto k = static_cast<std::size_t>(world_size);
-  for (const Shape& shape : made.shapes) {
-    const Shape whole{shape.dtype, shape.numel * k};
-    add(tensors.inputs, made.kind == CallKind::kReduceScatter ? whole : shape);
-    if (made.kind == CallKind::kReduceScatter) add(tensors.outputs, shape);
-    if (made.kind == CallKind::kAllGather) add(tensors.outputs, whole);
+AllTensors::AllTensors(const Case& made, int world_size) {
+  for (int rank = 0; rank < world_size; ++rank) {
+    tensors_.push_back(std::make_unique<CallTensors>(make_tensors(made, world_size, rank)));
+    for (const Tensors& result : tensors_.back()->results()) {
+      tensors_.back()->after.emplace_back(result.bytes());
+    }
   }
-  return tensors;
+}
+
+AllTensors::~AllTensors() {
+  for (const auto& tensors : tensors_) hide(*tensors);
+}
+
+void AllTensors::check(const Case& made, int rank) const {
+  std::vector<const CallTensors*> all;
+  for (const auto& tensors : tensors_) all.push_back(tensors.get());
+  check_case(made, all, rank);
+}
+
+std::vector<AllTensors> make_all_tensors(const std::vector<Case>& cases, int world_size) {
+  std::vector<AllTensors> all;
+  for (const Case& made : cases) all.emplace_back(made, world_size);
+  return all;
+}
+
+void hide(const CallTensors& tensors) {
+  for (const auto* all : {&tensors.inputs, &tensors.outputs}) {
+    for (const Tensors& tensor : *all) hide_tensor(tensor[0]);
+  }
 }
 
 namespace {
 
-ProcessCall call_of(const Case& made, const Tensors& tensors) {
-  ProcessCall call;
-  call.kind = made.kind;
-  call.fold = made.fold;
-  call.root = made.kind == CallKind::kBroadcast ? made.root : 0;
-  for (const auto& tensor : tensors.results()) call.outputs.push_back(tensor->span());
-  if (made.kind == CallKind::kBroadcast) call.inputs = call.outputs;
-  if (!tensors.outputs.empty()) call.inputs.push_back(tensors.inputs[0]->span());
-  return call;
-}
-
-// What result i of this rank must be, from what went in on all ranks.
-std::vector<std::byte> expected_of(const Case& made, const std::vector<Tensors>& all, int rank,
-                                   std::size_t i) {
-  const Tensors::One& first = *all[0].inputs[i];
-  const Shape shape = first.shape;
-  if (made.kind == CallKind::kBroadcast) return all[static_cast<Rank>(made.root)].inputs[i]->before;
-  std::vector<const void*> sources;
-  std::vector<std::byte> gathered;
-  for (const Tensors& tensors : all) {
-    const std::vector<std::byte>& before = tensors.inputs[i]->before;
-    sources.push_back(before.data());
-    gathered.insert(gathered.end(), before.begin(), before.end());
-  }
-  if (made.kind == CallKind::kAllGather) return gathered;
-  std::vector<std::byte> reduced =
-      expected_reduction(shape.dtype, made.fold, sources, shape.numel, false);
-  if (made.kind == CallKind::kAllReduce) return reduced;
-  const auto share = static_cast<std::ptrdiff_t>(reduced.size() / all.size());
-  const auto begin = reduced.begin() + share * rank;
-  return {begin, begin + share};
-}
-
 // As whoever has let go of a call's memory, and gets it back.
-void write_again(const Tensors& tensors) {
+void write_again(const CallTensors& tensors) {
   for (const auto* all : {&tensors.inputs, &tensors.outputs}) {
-    for (const auto& tensor : *all) host_writes(tensor->memory.data(), tensor->bytes());
+    for (const Tensors& tensor : *all) host_writes(tensor[0], tensor.bytes());
   }
 }
 
@@ -221,16 +202,14 @@ void copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
 
 }  // namespace
 
-CudaProcessGroup::Submitted enqueue_case(const Case& made, Tensors& tensors,
+CudaProcessGroup::Submitted enqueue_case(const Case& made, CallTensors& tensors,
                                          CudaProcessGroup& group, cudaStream_t stream) {
   for (const auto* all : {&tensors.inputs, &tensors.outputs}) {
-    for (const auto& tensor : *all) {
-      show_tensor(tensor->memory.data(), tensor->bytes(), group.device());
-    }
+    for (const Tensors& tensor : *all) show_tensor(tensor[0], tensor.bytes(), group.device());
   }
-  for (const auto& tensor : tensors.inputs) {
-    std::memset(tensor->memory.data(), 0x5a, tensor->bytes());
-    copy(tensor->memory.data(), tensor->before.data(), tensor->bytes(), stream);
+  for (const Tensors& tensor : tensors.inputs) {
+    std::memset(tensor[0], 0x5a, tensor.bytes());
+    copy(tensor[0], tensor.before()[0], tensor.bytes(), stream);
   }
   CudaProcessGroup::Submitted work;
   if (made.is_async) {
@@ -247,46 +226,10 @@ CudaProcessGroup::Submitted enqueue_case(const Case& made, Tensors& tensors,
     group.run(call_of(made, tensors), stream);
     work = group.enqueued(stream);
   }
-  for (const auto& tensor : tensors.results()) {
-    copy(tensor->after.data(), tensor->memory.data(), tensor->bytes(), stream);
+  for (std::size_t i = 0; i < tensors.after.size(); ++i) {
+    copy(tensors.after[i].data(), tensors.results()[i][0], tensors.after[i].size(), stream);
   }
   return work;
-}
-
-void check_case(const Case& made, const std::vector<Tensors>& all, int rank) {
-  const Tensors& own = all[static_cast<Rank>(rank)];
-  for (std::size_t i = 0; i < own.results().size(); ++i) {
-    const Tensors::One& result = *own.results()[i];
-    const std::vector<std::byte> expected = expected_of(made, all, rank, i);
-    check_same(result.shape.dtype, result.after.data(), expected.data(), result.shape.numel,
-               join(call_name(made.kind), ", rank ", rank, " of ", all.size(), ", tensor ", i,
-                    " of ", own.results().size(), made.is_async ? ", async" : ""));
-    const bool is_copy = made.kind == CallKind::kAllGather || made.kind == CallKind::kBroadcast;
-    CHECK(!is_copy || result.after == expected, "a NaN has other bits");
-    result.memory.check_canaries();
-  }
-  for (std::size_t i = 0; i < own.outputs.size(); ++i) {
-    const Tensors::One& input = *own.inputs[i];
-    CHECK(std::memcmp(input.memory.data(), input.before.data(), input.bytes()) == 0,
-          "an input was written");
-  }
-}
-
-void check_unchanged(const Tensors& tensors) {
-  for (const auto& tensor : tensors.inputs) {
-    CHECK(std::memcmp(tensor->memory.data(), tensor->before.data(), tensor->bytes()) == 0,
-          "a tensor was written although ranks do not agree");
-  }
-}
-
-std::vector<std::vector<Tensors>> make_all_tensors(const std::vector<Case>& cases, int world_size) {
-  std::vector<std::vector<Tensors>> all(cases.size());
-  for (std::size_t i = 0; i < cases.size(); ++i) {
-    for (int rank = 0; rank < world_size; ++rank) {
-      all[i].push_back(make_tensors(cases[i], world_size, rank));
-    }
-  }
-  return all;
 }
 
 void synchronize(cudaStream_t stream) {

@@ -11,7 +11,7 @@
 
 #include "check.h"
 #include "cuda_process/group.h"
-#include "oracle.h"
+#include "process_calls.h"
 #include "runtime_model.h"
 
 namespace pyringar::stress {
@@ -59,67 +59,28 @@ CudaProcessOptions random_options(Random& random);
 
 // -- one call, and what it must give --------------------------------------------------------------
 
-struct Shape {
-  DType dtype;
-  std::size_t numel;
-};
-
-struct Case {
-  CallKind kind;
-  Fold fold;
-  int root;
-  bool is_async;
-  std::vector<Shape> shapes;  // all_reduce: of all tensors; else of the share
-  std::uint64_t seed;
-};
-
 Case make_case(Random& random, int world_size, std::size_t slot_bytes);
 Case plain_case(std::size_t numel);  // an all_reduce of one fp32 tensor
 
-// One rank's tensors of a case: what goes in, the device's memory once a call is enqueued, and what
-// came out.
-struct Tensors {
-  struct One {
-    Shape shape;
-    std::vector<std::byte> before;
-    Guarded memory;
-    std::vector<std::byte> after;
+// Each rank's tensors of a case, which are its device's memory once a call is enqueued.
+class AllTensors {
+ public:
+  AllTensors(const Case& made, int world_size);
+  AllTensors(AllTensors&&) = default;
+  ~AllTensors();
 
-    One(Random& random, Shape s)
-        : shape(s), before(bytes()), memory(random, bytes()), after(bytes()) {
-      fill(random, s.dtype, before.data(), s.numel);
-    }
-    ~One() { hide_tensor(memory.data()); }
-    One(const One&) = delete;
-    One& operator=(const One&) = delete;
-    std::size_t bytes() const { return shape.numel * item_bytes(shape.dtype); }
-    TensorSpan span() const { return {memory.data(), shape.numel, shape.dtype}; }
-  };
-  std::vector<std::unique_ptr<One>> inputs;
-  std::vector<std::unique_ptr<One>> outputs;  // where they are not the inputs
-  const std::vector<std::unique_ptr<One>>& results() const {
-    return outputs.empty() ? inputs : outputs;
-  }
+  CallTensors& operator[](int rank) { return *tensors_[static_cast<Rank>(rank)]; }
+  void check(const Case& made, int rank) const;
+
+ private:
+  std::vector<std::unique_ptr<CallTensors>> tensors_;
 };
-
-Tensors make_tensors(const Case& made, int world_size, int rank);
-// Of each case, each rank's.
-std::vector<std::vector<Tensors>> make_all_tensors(const std::vector<Case>& cases, int world_size);
+std::vector<AllTensors> make_all_tensors(const std::vector<Case>& cases, int world_size);
+void hide(const CallTensors& tensors);  // from the device
 
 // Fills, calls and reads on one stream: nothing but its order says that the call is in between.
-CudaProcessGroup::Submitted enqueue_case(const Case& made, Tensors& tensors,
+CudaProcessGroup::Submitted enqueue_case(const Case& made, CallTensors& tensors,
                                          CudaProcessGroup& group, cudaStream_t stream);
-void check_case(const Case& made, const std::vector<Tensors>& all, int rank);
-void check_unchanged(const Tensors& tensors);
 void synchronize(cudaStream_t stream);
-
-// -- what the program does ------------------------------------------------------------------------
-
-struct Part {
-  const char* name;
-  void (*check)(Random& random);
-  int one_in;  // rounds
-};
-extern const std::vector<Part> kFaults;
 
 }  // namespace pyringar::stress

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "crew.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -25,15 +26,17 @@ bool is_void(CudaProcessGroup& group, const Submitted& work) {
 // Calls on streams of their own, and what became of each.
 struct Calls {
   const std::vector<Case>& cases;
-  std::vector<std::vector<Tensors>>& tensors;
+  std::vector<AllTensors>& tensors;
   CudaProcessGroup& group;
   const int rank;
   const cuda::Stream stream{group.device()};
   std::vector<Submitted> works{};
 
+  void enqueue_all() {
+    for (std::size_t i = 0; i < cases.size(); ++i) enqueue(i);
+  }
   void enqueue(std::size_t i) {
-    Tensors& own = tensors[i][static_cast<Rank>(rank)];
-    works.push_back(enqueue_case(cases[i], own, group, stream.get()));
+    works.push_back(enqueue_case(cases[i], tensors[i][rank], group, stream.get()));
   }
   // Until one fails; returns why.
   std::string enqueue_from(std::size_t first, ErrorKind kind) {
@@ -54,7 +57,7 @@ struct Calls {
       if (is_void(group, works[i])) {
         num_void += 1;
       } else {
-        check_case(cases[i], tensors[i], rank);
+        tensors[i].check(cases[i], rank);
       }
     }
     return num_void;
@@ -79,23 +82,44 @@ struct Calls {
   }
 };
 
-std::vector<Case> random_cases(Random& random, int world_size, const CudaProcessOptions& options) {
-  std::vector<Case> cases;
-  const std::size_t num_cases = 1 + random.below(6);
-  for (std::size_t i = 0; i < num_cases; ++i) {
-    cases.push_back(make_case(random, world_size, options.slot_bytes));
-  }
-  return cases;
-}
-
-std::vector<Case> plain_cases(Random& random, std::size_t count) {
-  std::vector<Case> cases;
-  for (std::size_t i = 0; i < count; ++i) cases.push_back(plain_case(1 + random.below(6000)));
-  return cases;
-}
-
 // What a nap of the calling thread does.
 thread_local std::function<void()> nap;
+
+CudaProcessOptions options_with(Random& random, std::chrono::nanoseconds timeout) {
+  CudaProcessOptions options = random_options(random);
+  options.timeout = timeout;
+  options.on_nap = [] {
+    if (nap) nap();
+  };
+  return options;
+}
+
+// A few cases, on two to four ranks, one of them the odd one out.
+struct Scene {
+  explicit Scene(Random& random, std::size_t num_cases, std::chrono::nanoseconds timeout = kLong,
+                 int num_ranks = 0)
+      : world_size(num_ranks > 0 ? num_ranks : random.between(2, 4)),
+        odd(random.between(0, world_size - 1)),
+        crew(random, world_size, options_with(random, timeout), random.between(1, 30), true) {
+    for (std::size_t i = 0; i < num_cases; ++i) cases.push_back(plain_case(1 + random.below(6000)));
+  }
+
+  // program(calls), on all ranks at once.
+  void run(const std::function<void(Calls& calls)>& program) {
+    tensors = make_all_tensors(cases, world_size);
+    crew.run([&](CudaProcessGroup& group, int rank) {
+      group.connect();
+      Calls calls{cases, tensors, group, rank};
+      program(calls);
+    });
+  }
+
+  const int world_size;
+  const int odd;
+  const Crew crew;
+  std::vector<Case> cases{};
+  std::vector<AllTensors> tensors{};
+};
 
 // How the process of one rank comes to its end: between two calls, or while its host waits in one;
 // with its device far behind, somewhere, or at the end of all it was asked to do.
@@ -151,112 +175,86 @@ struct Death {
 };
 
 void check_death(Random& random) {
-  const int world_size = random.between(2, 4);
-  CudaProcessOptions options = random_options(random);
-  options.on_nap = [] {
-    if (nap) nap();
-  };
-  const Crew crew(random, world_size, options, random.one_in(2) ? 0 : random.between(1, 30), true);
-  const std::vector<Case> cases = random_cases(random, world_size, options);
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
-  Death death(random, world_size, cases);
+  Scene scene(random, 0);
+  const std::size_t num_cases = 1 + random.below(6);
+  for (std::size_t i = 0; i < num_cases; ++i) {
+    const std::size_t slot_bytes = scene.crew.options().slot_bytes;
+    scene.cases.push_back(make_case(random, scene.world_size, slot_bytes));
+  }
+  Death death(random, scene.world_size, scene.cases);
   const std::uint64_t seed = random.bits();
-  crew.run([&](CudaProcessGroup& group, int rank) {
-    group.connect();
-    Calls calls{cases, tensors, group, rank};
-    Random own(seed + static_cast<std::uint64_t>(rank));
-    rank == death.victim ? death.meet(crew, calls) : death.survive(own, calls);
+  scene.run([&](Calls& calls) {
+    Random own(seed + static_cast<std::uint64_t>(calls.rank));
+    calls.rank == death.victim ? death.meet(scene.crew, calls) : death.survive(own, calls);
   });
 }
 
 // A device that does not come to a call is late where another's has come; with its host's.
 void check_late(Random& random) {
-  const int world_size = random.between(2, 4);
-  const int culprit = random.between(0, world_size - 1);
-  CudaProcessOptions options = random_options(random);
-  options.timeout = 300ms;
-  const Crew crew(random, world_size, options, random.between(1, 30), true);
-  const std::vector<Case> cases = plain_cases(random, 1 + random.below(4));
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
+  Scene scene(random, 1 + random.below(4), 300ms);
   const std::uint64_t seed = random.bits();
   std::atomic<int> num_done{0};
-  crew.run([&](CudaProcessGroup& group, int rank) {
-    group.connect();
-    if (rank == culprit) hold(rank, true);
-    Calls calls{cases, tensors, group, rank};
+  scene.run([&](Calls& calls) {
+    const bool is_odd = calls.rank == scene.odd;
+    if (is_odd) hold(calls.rank, true);
     std::string why = calls.enqueue_from(0, ErrorKind::kTimeout);
-    if (rank == culprit) {
-      while (num_done < world_size - 1) std::this_thread::yield();
-      hold(rank, false);
+    if (is_odd) {
+      while (num_done < scene.world_size - 1) std::this_thread::yield();
+      hold(calls.rank, false);
     }
     const Stopwatch watch;
     synchronize(calls.stream.get());
     CHECK(watch.seconds() < kGraceSeconds, "streams waited for long");
     num_done += 1;
     if (why.empty()) {
-      CHECK(is_void(group, calls.works.back()), "nobody noticed");
-      const auto again = [&] { calls.enqueue(0); };
+      CHECK(is_void(calls.group, calls.works.back()), "nobody noticed");
       if (seed % 2 == 0) {
-        check_throws(ErrorKind::kTimeout, late_name_of(culprit), again);
+        check_throws(ErrorKind::kTimeout, late_name_of(scene.odd), [&] { calls.enqueue(0); });
         why = "told";
       }
     }
-    while (num_done < world_size) std::this_thread::yield();
+    while (num_done < scene.world_size) std::this_thread::yield();
     Random own(seed);
-    calls.check_told(own, ErrorKind::kTimeout, culprit, !why.empty());
+    calls.check_told(own, ErrorKind::kTimeout, scene.odd, !why.empty());
   });
 }
 
 // A device that stops within a call, for which its peers wait: it is late, and they are not.
 void check_late_midway(Random& random) {
-  const int world_size = random.between(2, 4);
-  const int culprit = random.between(0, world_size - 1);
-  CudaProcessOptions options = random_options(random);
-  options.timeout = 300ms;
-  const Crew crew(random, world_size, options, random.between(1, 30), true);
-  const std::vector<Case> cases = plain_cases(random, 4);
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
+  Scene scene(random, 4, 300ms);
   const std::uint64_t seed = random.bits();
   std::atomic<int> num_done{0};
-  crew.run([&](CudaProcessGroup& group, int rank) {
-    group.connect();
-    Calls calls{cases, tensors, group, rank};
+  scene.run([&](Calls& calls) {
     const std::string why = calls.enqueue_from(0, ErrorKind::kTimeout);
-    if (rank == culprit && why.empty()) {
-      const DeviceLine& own = group.host().segment().device(rank);
+    if (calls.rank == scene.odd && why.empty()) {
+      const DeviceLine& own = calls.group.host().segment().device(calls.rank);
       const std::uint32_t last = *calls.works.back().last;
       while (own.announced.value == own.finished.value && own.finished.value != last) cpu_pause();
-      hold(rank, true);
-      while (num_done < world_size - 1) std::this_thread::yield();
-      hold(rank, false);
+      hold(calls.rank, true);
+      while (num_done < scene.world_size - 1) std::this_thread::yield();
+      hold(calls.rank, false);
     }
     synchronize(calls.stream.get());
     num_done += 1;
-    while (num_done < world_size) std::this_thread::yield();
+    while (num_done < scene.world_size) std::this_thread::yield();
     Random own(seed);
-    calls.check_told(own, ErrorKind::kTimeout, culprit, !why.empty());
+    calls.check_told(own, ErrorKind::kTimeout, scene.odd, !why.empty());
   });
 }
 
 // All devices do other work for longer than the timeout: nobody waits for anybody.
 void check_busy(Random& random) {
-  const int world_size = random.between(2, 4);
-  CudaProcessOptions options = random_options(random);
-  options.timeout = 500ms;
-  const Crew crew(random, world_size, options, random.between(1, 30), true);
-  const std::vector<Case> cases = plain_cases(random, 2);
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
+  constexpr auto kTimeout = 500ms;
+  Scene scene(random, 2, kTimeout);
   std::atomic<int> num_enqueued{0};
-  crew.run([&](CudaProcessGroup& group, int rank) {
-    group.connect();
-    hold(rank, true);
-    Calls calls{cases, tensors, group, rank};
-    for (std::size_t i = 0; i < cases.size(); ++i) calls.enqueue(i);
+  scene.run([&](Calls& calls) {
+    hold(calls.rank, true);
+    calls.enqueue_all();
     num_enqueued += 1;
-    while (num_enqueued < world_size) std::this_thread::yield();
-    if (rank == 0) {
-      std::this_thread::sleep_for(2 * options.timeout);
-      for (int r = 0; r < world_size; ++r) hold(r, false);
+    while (num_enqueued < scene.world_size) std::this_thread::yield();
+    if (calls.rank == 0) {
+      std::this_thread::sleep_for(2 * kTimeout);
+      for (int rank = 0; rank < scene.world_size; ++rank) hold(rank, false);
     }
     synchronize(calls.stream.get());
     CHECK(calls.check_results() == 0, "void without need");
@@ -265,46 +263,34 @@ void check_busy(Random& random) {
 
 // A failure that leaves all devices be: calls that were enqueued before it are right.
 void check_earlier_calls(Random& random) {
-  const int world_size = random.between(2, 4);
-  const int odd = random.between(0, world_size - 1);
-  CudaProcessOptions options = random_options(random);
-  const Crew crew(random, world_size, options, random.between(1, 30), true);
-  const std::vector<Case> cases = plain_cases(random, 1 + random.below(3));
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
-  crew.run([&](CudaProcessGroup& group, int rank) {
-    group.connect();
-    if (rank == odd) hold(rank, true);
-    Calls calls{cases, tensors, group, rank};
-    for (std::size_t i = 0; i < cases.size(); ++i) calls.enqueue(i);
-    const Case differs = plain_case(rank == odd ? 10 : 20);
-    Tensors others = make_tensors(differs, world_size, rank);
-    check_throws(ErrorKind::kArgument, "ranks call different things",
-                 [&] { enqueue_case(differs, others, group, calls.stream.get()); });
-    if (rank == odd) {
+  Scene scene(random, 1 + random.below(3));
+  scene.run([&](Calls& calls) {
+    const bool is_odd = calls.rank == scene.odd;
+    if (is_odd) hold(calls.rank, true);
+    calls.enqueue_all();
+    const Case differs = plain_case(is_odd ? 10 : 20);
+    AllTensors others(differs, scene.world_size);
+    check_throws(ErrorKind::kArgument, "ranks call different things", [&] {
+      enqueue_case(differs, others[calls.rank], calls.group, calls.stream.get());
+    });
+    if (is_odd) {
       std::this_thread::sleep_for(200ms);
-      hold(rank, false);
+      hold(calls.rank, false);
     }
     synchronize(calls.stream.get());
     CHECK(calls.check_results() == 0, "void without need");
-    check_unchanged(others);
+    check_unchanged(others[calls.rank]);
   });
 }
 
 // One rank's launch fails in the midst of a call: nothing waits for what it did not enqueue.
 void check_refused_launch(Random& random) {
-  const int world_size = random.between(2, 4);
-  const int odd = random.between(0, world_size - 1);
-  const CudaProcessOptions options = random_options(random);
-  const Crew crew(random, world_size, options, random.between(1, 30), true);
-  const std::vector<Case> cases = plain_cases(random, 4);
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
+  Scene scene(random, 4);
   const int after = random.between(0, 6);
-  crew.run([&](CudaProcessGroup& group, int rank) {
-    group.connect();
-    if (rank == odd) refuse_launch(rank, after);
-    Calls calls{cases, tensors, group, rank};
-    const std::string why =
-        calls.enqueue_from(0, rank == odd ? ErrorKind::kCuda : ErrorKind::kState);
+  scene.run([&](Calls& calls) {
+    const bool is_odd = calls.rank == scene.odd;
+    if (is_odd) refuse_launch(calls.rank, after);
+    const std::string why = calls.enqueue_from(0, is_odd ? ErrorKind::kCuda : ErrorKind::kState);
     CHECK(why.empty() || why.find("launch of fused") != std::string::npos, why);
     synchronize(calls.stream.get());
     CHECK(calls.check_results() == 0, "void without need");
@@ -313,87 +299,75 @@ void check_refused_launch(Random& random) {
 
 // One rank ends the group for all, at once, whatever its stream waits for.
 void check_abort(Random& random) {
-  const int world_size = random.between(2, 4);
-  const int busy = random.between(0, world_size - 1);
-  const int aborting = (busy + 1) % world_size;
-  CudaProcessOptions options = random_options(random);
-  const Crew crew(random, world_size, options, random.between(1, 30), true);
-  const std::vector<Case> cases = plain_cases(random, 1 + random.below(3));
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
+  Scene scene(random, 1 + random.below(3));
+  const int aborting = (scene.odd + 1) % scene.world_size;
   std::atomic<int> num_enqueued{0};
   std::atomic<bool> has_aborted{false};
-  crew.run([&](CudaProcessGroup& group, int rank) {
-    group.connect();
-    if (rank == busy) hold(rank, true);
-    Calls calls{cases, tensors, group, rank};
-    for (std::size_t i = 0; i < cases.size(); ++i) calls.enqueue(i);
+  scene.run([&](Calls& calls) {
+    if (calls.rank == scene.odd) hold(calls.rank, true);
+    calls.enqueue_all();
     num_enqueued += 1;
-    while (num_enqueued < world_size) std::this_thread::yield();
-    if (rank == aborting) {
+    while (num_enqueued < scene.world_size) std::this_thread::yield();
+    if (calls.rank == aborting) {
       const Stopwatch watch;
-      CHECK(group.close(Leaving::kAborting), "it has not closed");
+      CHECK(calls.group.close(Leaving::kAborting), "it has not closed");
       CHECK(watch.seconds() < kGraceSeconds, "abort waited for long");
       has_aborted = true;
     } else {
       while (!has_aborted) std::this_thread::yield();
     }
-    if (rank == busy) hold(rank, false);
+    if (calls.rank == scene.odd) hold(calls.rank, false);
     synchronize(calls.stream.get());
     const int num_void = calls.check_results();
-    if (rank != aborting && num_void > 0) {
-      check_throws(ErrorKind::kPeerLost, "has aborted", [&] { group.close(); });
+    if (calls.rank != aborting && num_void > 0) {
+      check_throws(ErrorKind::kPeerLost, "has aborted", [&] { calls.group.close(); });
     }
   });
 }
 
-// A rank closes while its GPU is busy with other work: it is told, once, and its tensors stay in
-// use until the GPU has come to its calls. A signal's handler may end the wait.
-void check_close_of_a_busy_rank(Random& random) {
-  struct Interrupt {};
-  CudaProcessOptions options = random_options(random);
-  options.timeout = 100ms;
-  options.on_nap = [] {
-    if (nap) nap();
+struct Interrupt {};
+
+// The wait of close() ends where a signal's handler throws.
+void interrupt_close(CudaProcessGroup& group) {
+  nap = [&] {
+    check_throws(ErrorKind::kState, "signal handler", [&] { group.close(); });
+    throw Interrupt{};
   };
-  const Crew crew(random, 2, options, random.between(1, 30), true);
-  std::vector<Case> cases = plain_cases(random, 1);
-  cases[0].is_async = true;
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, 2);
+  try {
+    group.close();
+    CHECK(false, "no handler ran");
+  } catch (const Interrupt&) {
+  }
+  nap = {};
+}
+
+// A rank closes while its GPU is busy with other work: it is told, once, and its tensors stay in
+// use until the GPU has come to its calls.
+void check_close_of_a_busy_rank(Random& random) {
+  Scene scene(random, 1, 100ms, 2);
+  scene.cases[0].is_async = true;
   const bool is_interrupted = random.one_in(2);
   const bool is_missed = random.one_in(2);  // by the other rank, which calls it late first
   std::atomic<int> num_enqueued{0};
   std::atomic<bool> is_over{false};
-  crew.run([&](CudaProcessGroup& group, int rank) {
-    group.connect();
-    if (rank == 0 || !is_missed) hold(rank, true);
-    Calls calls{cases, tensors, group, rank};
+  scene.run([&](Calls& calls) {
+    if (calls.rank == 0 || !is_missed) hold(calls.rank, true);
     calls.enqueue(0);
     num_enqueued += 1;
     while (num_enqueued < 2) std::this_thread::yield();
-    if (rank == 0 && is_interrupted) {
-      nap = [&] {
-        check_throws(ErrorKind::kState, "signal handler", [&] { group.close(); });
-        throw Interrupt{};
-      };
-      try {
-        group.close();
-        CHECK(false, "no handler ran");
-      } catch (const Interrupt&) {
-      }
-      nap = {};
-    }
-    if (rank == 0) {
-      check_throws(ErrorKind::kTimeout, "has not come to the end", [&] { group.close(); });
-      CHECK(!group.close(), "tensors in use are let go of");
+    if (calls.rank == 0) {
+      if (is_interrupted) interrupt_close(calls.group);
+      check_throws(ErrorKind::kTimeout, "has not come to the end", [&] { calls.group.close(); });
+      CHECK(!calls.group.close(), "tensors in use are let go of");
       is_over = true;
     }
     while (!is_over) std::this_thread::yield();
-    hold(rank, false);
+    hold(calls.rank, false);
     synchronize(calls.stream.get());
-    if (rank == 0) {
-      CHECK(group.close(), "its GPU is not done");
+    if (calls.rank == 0) {
+      CHECK(calls.group.close(), "its GPU is not done");
     } else if (calls.check_results() > 0) {
-      check_throws(ErrorKind::kTimeout, name_of(0), [&] { group.close(); });
+      check_throws(ErrorKind::kTimeout, name_of(0), [&] { calls.group.close(); });
     }
   });
 }
@@ -422,18 +396,16 @@ void check_broken_capture(Random& random) {
   });
 }
 
-}  // namespace
+const Part kDeath("death", &check_death);
+const Part kLate("late", &check_late, 10);
+const Part kLateMidway("late-midway", &check_late_midway, 10);
+const Part kBusy("busy", &check_busy, 20);
+const Part kEarlierCalls("earlier-calls", &check_earlier_calls, 5);
+const Part kRefusedLaunch("refused-launch", &check_refused_launch, 4);
+const Part kAbort("abort", &check_abort, 5);
+const Part kCloseBusy("close-busy", &check_close_of_a_busy_rank, 10);
+const Part kBrokenCapture("broken-capture", &check_broken_capture, 8);
 
-const std::vector<Part> kFaults = {
-    {"death", &check_death, 1},
-    {"late", &check_late, 10},
-    {"late-midway", &check_late_midway, 10},
-    {"busy", &check_busy, 20},
-    {"earlier-calls", &check_earlier_calls, 5},
-    {"refused-launch", &check_refused_launch, 4},
-    {"abort", &check_abort, 5},
-    {"close-busy", &check_close_of_a_busy_rank, 10},
-    {"broken-capture", &check_broken_capture, 8},
-};
+}  // namespace
 
 }  // namespace pyringar::stress

@@ -1,16 +1,13 @@
 // group_test: ranks in processes with tensors on GPUs, as threads on devices that are host memory:
 // cuda_process/group and all below it, with the kernels' own source.
-//
-//   group_test SEED ROUNDS [PART]
-
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <string>
 
 #include <unistd.h>
 
+#include <cstring>
+#include <string>
+
 #include "crew.h"
+#include "stress.h"
 
 namespace pyringar::stress {
 
@@ -26,7 +23,7 @@ void check_collectives(Random& random) {
   for (std::size_t i = 0; i < num_cases; ++i) {
     cases.push_back(make_case(random, world_size, options.slot_bytes));
   }
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
+  std::vector<AllTensors> tensors = make_all_tensors(cases, world_size);
   const std::uint64_t seed = random.bits();
   crew.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
@@ -37,7 +34,7 @@ void check_collectives(Random& random) {
     const cudaStream_t streams[] = {first.get(), second.get(), nullptr};
     for (std::size_t i = 0; i < num_cases; ++i) {
       if (own.one_in(8)) dawdle(own);
-      enqueue_case(cases[i], tensors[i][static_cast<Rank>(rank)], group, streams[own.below(3)]);
+      enqueue_case(cases[i], tensors[i][rank], group, streams[own.below(3)]);
     }
     CHECK(contexts() == std::set<int>{crew.place(rank)}, "a context on another device");
     if (own.one_in(2)) return;  // close() has to wait for them
@@ -47,7 +44,7 @@ void check_collectives(Random& random) {
     CHECK(behind <= 1u << 30, "a word falls behind by ", behind);
   });
   for (std::size_t i = 0; i < num_cases; ++i) {
-    for (int rank = 0; rank < world_size; ++rank) check_case(cases[i], tensors[i], rank);
+    for (int rank = 0; rank < world_size; ++rank) tensors[i].check(cases[i], rank);
   }
 }
 
@@ -61,7 +58,7 @@ void check_two_groups(Random& random) {
     cases.push_back(make_case(random, world_size, options.slot_bytes));
     cases.back().is_async = false;
   }
-  std::vector<std::vector<Tensors>> tensors = make_all_tensors(cases, world_size);
+  std::vector<AllTensors> tensors = make_all_tensors(cases, world_size);
   crew.run_groups(2, [&](const Crew::Groups& groups, int rank) {
     for (const auto& group : groups) group->connect();
     on_all_ranks(2, [&](int which) {
@@ -69,13 +66,13 @@ void check_two_groups(Random& random) {
       const cuda::OnDevice guard(group.device());
       const cuda::Stream stream(group.device());
       for (std::size_t i = static_cast<Rank>(which); i < cases.size(); i += 2) {
-        enqueue_case(cases[i], tensors[i][static_cast<Rank>(rank)], group, stream.get());
+        enqueue_case(cases[i], tensors[i][rank], group, stream.get());
       }
       synchronize(stream.get());
     });
   });
   for (std::size_t i = 0; i < cases.size(); ++i) {
-    for (int rank = 0; rank < world_size; ++rank) check_case(cases[i], tensors[i], rank);
+    for (int rank = 0; rank < world_size; ++rank) tensors[i].check(cases[i], rank);
   }
 }
 
@@ -87,7 +84,6 @@ void check_mismatch(Random& random) {
   const Crew crew(random, world_size, random_options(random));
   const std::size_t numel = 1 + random.below(3000);
   const int what = random.between(0, 3);
-  std::vector<Tensors> tensors;
   std::vector<Case> cases;
   for (int rank = 0; rank < world_size; ++rank) {
     Case made = plain_case(numel);
@@ -95,17 +91,17 @@ void check_mismatch(Random& random) {
     if (rank == odd && what == 1) made.shapes[0].dtype = DType::kInt32;
     if (rank == odd && what == 2) made.fold.op = ReduceOp::kMax;
     if (rank == odd && what == 3) made.kind = CallKind::kBroadcast;
-    tensors.push_back(make_tensors(made, world_size, rank));
     cases.push_back(made);
   }
+  std::vector<AllTensors> tensors = make_all_tensors(cases, world_size);
   crew.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     const auto r = static_cast<Rank>(rank);
     const cuda::Stream stream(group.device());
-    const auto call = [&] { enqueue_case(cases[r], tensors[r], group, stream.get()); };
+    const auto call = [&] { enqueue_case(cases[r], tensors[r][rank], group, stream.get()); };
     check_throws(ErrorKind::kArgument, "ranks call different things", call);
     run_to_end();
-    check_unchanged(tensors[r]);
+    check_unchanged(tensors[r][rank]);
     check_throws(ErrorKind::kArgument, "failed before", call);
   });
 }
@@ -118,14 +114,10 @@ void check_absence(Random& random) {
   options.timeout = std::chrono::milliseconds(300);
   const Crew crew(random, world_size, options);
   const Case made = plain_case(1 + random.below(3000));
-  std::vector<Tensors> tensors;
-  for (int rank = 0; rank < world_size; ++rank) {
-    tensors.push_back(make_tensors(made, world_size, rank));
-  }
+  AllTensors tensors(made, world_size);
   std::atomic<int> num_done{0};
   crew.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
-    const auto r = static_cast<Rank>(rank);
     const cuda::Stream stream(group.device());
     if (rank == absent) {
       if (leaves) group.close();
@@ -134,9 +126,9 @@ void check_absence(Random& random) {
     }
     const std::string culprit = join("for rank ", absent, " (process ");
     check_throws(leaves ? ErrorKind::kPeerLost : ErrorKind::kTimeout, culprit,
-                 [&] { enqueue_case(made, tensors[r], group, stream.get()); });
+                 [&] { enqueue_case(made, tensors[rank], group, stream.get()); });
     run_to_end();
-    check_unchanged(tensors[r]);
+    check_unchanged(tensors[rank]);
     num_done += 1;
   });
 }
@@ -144,11 +136,10 @@ void check_absence(Random& random) {
 void check_capture(Random& random) {
   const Crew crew(random, 2, random_options(random));
   const Case made = plain_case(100);
-  std::vector<Tensors> tensors;
-  for (int rank = 0; rank < 2; ++rank) tensors.push_back(make_tensors(made, 2, rank));
+  AllTensors tensors(made, 2);
   crew.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
-    Tensors& own = tensors[static_cast<Rank>(rank)];
+    CallTensors& own = tensors[rank];
     const cuda::Stream stream(group.device());
     if (rank == 0) {
       const auto mode = cudaStreamCaptureModeRelaxed;
@@ -165,7 +156,7 @@ void check_capture(Random& random) {
     }
     enqueue_case(made, own, group, stream.get());  // nobody was told
   });
-  for (int rank = 0; rank < 2; ++rank) check_case(made, tensors, rank);
+  for (int rank = 0; rank < 2; ++rank) tensors.check(made, rank);
 }
 
 // The others still have open what this rank has closed.
@@ -174,22 +165,19 @@ void check_early_close(Random& random) {
   const int early = random.between(0, world_size - 1);
   const Crew crew(random, world_size, random_options(random));
   const Case made = plain_case(1 + random.below(3000));
-  std::vector<Tensors> tensors;
-  for (int rank = 0; rank < world_size; ++rank) {
-    tensors.push_back(make_tensors(made, world_size, rank));
-  }
+  AllTensors tensors(made, world_size);
   std::atomic<bool> has_closed{false};
   crew.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     const cuda::Stream stream(group.device());
-    enqueue_case(made, tensors[static_cast<Rank>(rank)], group, stream.get());
+    enqueue_case(made, tensors[rank], group, stream.get());
     if (rank == early) {
       group.close();
       has_closed = true;
     }
     while (!has_closed) std::this_thread::yield();
   });
-  for (int rank = 0; rank < world_size; ++rank) check_case(made, tensors, rank);
+  for (int rank = 0; rank < world_size; ++rank) tensors.check(made, rank);
 }
 
 // What keeps one rank from connecting is raised on all, with what may help.
@@ -256,35 +244,15 @@ void check_plans(Random& random) {
   CHECK(!apart.shares_gpu && apart.slot_bytes == least, "not on one GPU");
 }
 
-std::vector<Part> all_parts() {
-  std::vector<Part> parts = {
-      {"collectives", &check_collectives, 1}, {"two-groups", &check_two_groups, 2},
-      {"mismatch", &check_mismatch, 4},       {"absence", &check_absence, 20},
-      {"capture", &check_capture, 10},        {"early-close", &check_early_close, 20},
-      {"connecting", &check_connecting, 2},   {"plans", &check_plans, 1}};
-  parts.insert(parts.end(), kFaults.begin(), kFaults.end());
-  return parts;
-}
+const Part kCollectives("collectives", &check_collectives);
+const Part kTwoGroups("two-groups", &check_two_groups, 2);
+const Part kMismatch("mismatch", &check_mismatch, 4);
+const Part kAbsence("absence", &check_absence, 20);
+const Part kCapture("capture", &check_capture, 10);
+const Part kEarlyClose("early-close", &check_early_close, 20);
+const Part kConnecting("connecting", &check_connecting, 2);
+const Part kPlans("plans", &check_plans);
 
 }  // namespace
 
 }  // namespace pyringar::stress
-
-int main(int argc, char** argv) {
-  using namespace pyringar::stress;
-  const std::uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
-  const std::uint64_t rounds = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 20;
-  const std::string only = argc > 3 ? argv[3] : "";
-  for (std::uint64_t round = 0; round < rounds; ++round) {
-    for (const Part& part : all_parts()) {
-      if (only.empty() ? round % static_cast<std::uint64_t>(part.one_in) != 0 : only != part.name) {
-        continue;
-      }
-      set_position({part.name, seed, round});
-      Random random(seed * 1000003 + round);
-      part.check(random);
-    }
-  }
-  std::printf("ok: %llu rounds\n", static_cast<unsigned long long>(rounds));
-  return 0;
-}

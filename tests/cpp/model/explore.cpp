@@ -3,63 +3,14 @@
 #include "explore.h"
 
 #include <algorithm>
+#include <unordered_set>
+#include <vector>
 
 #include "core/error.h"
 
 namespace pyringar::model {
 
 namespace {
-
-struct Hash {
-  std::uint64_t low = 0;
-  std::uint64_t high = 0;
-  bool operator==(const Hash&) const = default;
-  void flip(const Hash& other) {
-    low ^= other.low;
-    high ^= other.high;
-  }
-};
-
-// SplitMix64 (Steele, Lea, Flood 2014).
-std::uint64_t next_random(std::uint64_t& state) {
-  std::uint64_t z = state += 0x9e3779b97f4a7c15u;
-  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-  return z ^ z >> 31;
-}
-
-class HashSet {
- public:
-  HashSet() : slots_(1 << 12) {}
-  std::size_t size() const { return size_; }
-  // False where it was there already.
-  bool insert(const Hash& hash) {
-    if (2 * size_ >= slots_.size()) grow();
-    Hash& slot = find(slots_, hash);
-    if (slot == hash) return false;
-    slot = hash;
-    ++size_;
-    return true;
-  }
-
- private:
-  // Linear probing; zero is an empty slot.
-  static Hash& find(std::vector<Hash>& slots, const Hash& hash) {
-    std::size_t at = hash.low & (slots.size() - 1);
-    while (!(slots[at] == Hash{}) && !(slots[at] == hash)) at = (at + 1) & (slots.size() - 1);
-    return slots[at];
-  }
-  void grow() {
-    std::vector<Hash> more(2 * slots_.size());
-    for (const Hash& hash : slots_) {
-      if (!(hash == Hash{})) find(more, hash) = hash;
-    }
-    slots_.swap(more);
-  }
-
-  std::vector<Hash> slots_;
-  std::size_t size_ = 0;
-};
 
 bool is_store(const Event& event) {
   return event.action == Action::kWrite || event.action == Action::kPublish;
@@ -71,7 +22,7 @@ class Memory {
   explicit Memory(const Recording& recording)
       : recording_(recording),
         events_(recording.events()),
-        done_(events_.size(), 0),
+        done_(events_.size(), false),
         missing_(events_.size(), 0),
         first_(static_cast<std::size_t>(recording.num_ranks()) + 1, events_.size()),
         versions_(recording.words().size(), 0) {
@@ -89,7 +40,8 @@ class Memory {
     begin_ = first_;
   }
 
-  bool is_done(std::size_t at) const { return done_[at] != 0; }
+  bool is_done(std::size_t at) const { return done_[at]; }
+  const std::vector<bool>& done() const { return done_; }
   std::size_t num_done() const { return num_done_; }
   std::size_t version(std::size_t word) const { return versions_[word]; }
   bool is_ready(std::size_t at) const { return !is_done(at) && missing_[at] == 0; }
@@ -107,7 +59,7 @@ class Memory {
 
   void happen(std::size_t at) {
     const Event& event = events_[at];
-    done_[at] = 1;
+    done_[at] = true;
     ++num_done_;
     if (is_store(event)) ++versions_[event.word];
     for (const std::size_t later : event.before) --missing_[later];
@@ -116,7 +68,7 @@ class Memory {
   }
   void undo(std::size_t at) {
     const Event& event = events_[at];
-    done_[at] = 0;
+    done_[at] = false;
     --num_done_;
     if (is_store(event)) --versions_[event.word];
     for (const std::size_t later : event.before) ++missing_[later];
@@ -143,7 +95,7 @@ class Memory {
  private:
   const Recording& recording_;
   const std::vector<Event>& events_;
-  std::vector<char> done_;
+  std::vector<bool> done_;
   std::vector<std::size_t> missing_;
   std::vector<std::size_t> first_;  // by rank, the first event that has not happened
   std::vector<std::size_t> begin_;
@@ -153,16 +105,11 @@ class Memory {
 
 class Search {
  public:
-  Search(const Recording& recording, Reduction reduction, std::size_t most_states)
+  Search(const Recording& recording, bool tries_every_order)
       : recording_(recording),
         events_(recording.events()),
-        reduction_(reduction),
-        most_states_(most_states),
+        tries_every_order_(tries_every_order),
         memory_(recording) {
-    std::uint64_t seed = 1;
-    for (std::size_t at = 0; at < events_.size(); ++at) {
-      keys_.push_back({next_random(seed), next_random(seed)});
-    }
     for (const Word& word : recording.words()) always_passes_.push_back(only_lets_pass(word));
   }
 
@@ -181,13 +128,7 @@ class Search {
 
  private:
   bool visit() {
-    Hash marked = hash_;
-    marked.low |= 1;  // never the empty slot's zero
-    if (!states_.insert(marked)) return true;
-    if (states_.size() > most_states_) {
-      report_ = join("more than ", most_states_, " states\n");
-      return false;
-    }
+    if (!states_.insert(memory_.done()).second) return true;
     std::vector<std::size_t> possible;
     memory_.list_possible(possible);
     if (possible.empty()) return memory_.num_done() == events_.size() || report_deadlock();
@@ -196,33 +137,22 @@ class Search {
     }
     choose(possible);
     for (const std::size_t at : possible) {
-      step(at);
+      memory_.happen(at);
+      path_.push_back(at);
       if (!visit()) return false;
-      step_back();
+      path_.pop_back();
+      memory_.undo(at);
     }
     return true;
   }
 
-  void step(std::size_t at) {
-    memory_.happen(at);
-    hash_.flip(keys_[at]);
-    path_.push_back(at);
-  }
-  void step_back() {
-    hash_.flip(keys_[path_.back()]);
-    memory_.undo(path_.back());
-    path_.pop_back();
-  }
-
   // Keeps one event alone, if there is one that no other minds.
   void choose(std::vector<std::size_t>& possible) {
-    if (reduction_ == Reduction::kNone || possible.size() == 1) return;
+    if (tries_every_order_ || possible.size() == 1) return;
     for (const std::size_t at : possible) {
       const Event& event = events_[at];
       const bool is_payload = event.action == Action::kWrite || event.action == Action::kRead;
-      const bool is_alone = is_payload
-                                ? no_other_minds(at)
-                                : reduction_ == Reduction::kAll && always_passes_[event.word];
+      const bool is_alone = is_payload ? no_other_minds(at) : always_passes_[event.word];
       if (!is_alone) continue;
       possible = {at};
       return;
@@ -353,12 +283,9 @@ class Search {
 
   const Recording& recording_;
   const std::vector<Event>& events_;
-  const Reduction reduction_;
-  const std::size_t most_states_;
+  const bool tries_every_order_;
   Memory memory_;
-  HashSet states_;
-  Hash hash_{};
-  std::vector<Hash> keys_;
+  std::unordered_set<std::vector<bool>> states_;
   std::vector<bool> always_passes_;  // by word
   std::vector<std::size_t> path_;
   std::string report_;
@@ -366,8 +293,8 @@ class Search {
 
 }  // namespace
 
-Verdict explore(const Recording& recording, Reduction reduction, std::size_t most_states) {
-  return Search(recording, reduction, most_states).run();
+Verdict explore(const Recording& recording, bool tries_every_order) {
+  return Search(recording, tries_every_order).run();
 }
 
 }  // namespace pyringar::model

@@ -26,15 +26,14 @@ void record_rank(const Setup& setup, int rank, Recording& recording) {
   for (const Call& call : setup.calls) {
     bool returned = true;
     if (call.is_staged()) {
-      if (call.kind != CallKind::kDigest) ++sequence;
+      ++sequence;
       StagedRecorder engine(setup, call, rank, sequence, staged, recording);
       const StagedProgram program{staged, call.pieces};
-      if (call.kind != CallKind::kDigest) engine.write_record();
-      const bool is_exchange = call.kind == CallKind::kExchange || call.kind == CallKind::kDigest;
-      returned =
-          is_exchange ? run_staged_exchange(engine, program) : run_staged_direct(engine, program);
+      engine.write_record();
+      returned = call.kind == CallKind::kExchange ? run_staged_exchange(engine, program)
+                                                  : run_staged_direct(engine, program);
       const auto pieces = static_cast<std::uint32_t>(call.pieces);
-      if (setup.bug != Bug::kBaseStays) staged += call.refused ? kMostRefused : pieces;
+      if (setup.bug != "base-stays") staged += call.refused ? kMostRefused : pieces;
     } else {
       RingProgram program{};
       program.rank = rank;
@@ -46,7 +45,7 @@ void record_rank(const Setup& setup, int rank, Recording& recording) {
       RingRecorder engine(setup, program, recording);
       returned = run_ring(engine, program);
       engine.check_kept();
-      if (setup.bug != Bug::kBaseStays) sent += ring_num_messages(program);
+      if (setup.bug != "base-stays") sent += ring_num_messages(program);
     }
     if (returned == call.refused) {
       recording.complain(join("rank ", rank, ": a call returned ", returned));

@@ -1,23 +1,25 @@
 // recorders: engines that run csrc/core's templates and record what would happen to shared memory.
 //
-// Contract  A Bug changes what is recorded, never the template. Every message's payload is new, so
+// Contract  A bug changes what is recorded, never the template. Every message's payload is new, so
 //           that a stale or torn one shows.
 // Memory    Laid out as the engines of processes lay it out:
 //
-//             staged      rank r's slot s holds k slices of two halves, one per rank that will
-//                         reduce it; an exchange reads all of it. That engine reads a rank's own
-//                         slice where it lies; here it goes through the slot, which is more.
+//             staged      rank r's slot s holds k slices, one per rank that will reduce it; an
+//                         exchange reads all of it. That engine reads a rank's own slice where it
+//                         lies; here it goes through the slot, which is more.
 //             record      what call s is lies in calls[s % 2] of each rank, written before the
-//                         call's program begins; digests likewise
-//             registered  rank r's tensor holds k slices of two halves, each of them two words:
-//                         what rank r filled in, and the result, which the slice's rank writes
-//                         over it. One word in truth, with two writers; but where all reads are
-//                         right, these writes take turns: a result is made of what was filled in,
-//                         and rank r fills in again what it has taken out.
-//             ring        a link's slot holds two halves
+//                         call's program begins
+//             registered  rank r's tensor holds k slices, each of them two words: what rank r
+//                         filled in, and the result, which the slice's rank writes over it. One
+//                         word in truth, with two writers; but where all reads are right, these
+//                         writes take turns: a result is made of what was filled in, and rank r
+//                         fills in again what it has taken out.
+//             ring        a link's slot is one word
+//
+//           A slice is one word: its bytes are all written between the same two counters, so no
+//           order can tear them that does not also let a reader find a whole slice too early.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -28,54 +30,8 @@
 
 namespace pyringar::model {
 
-// None; three of both programs; those of the staged programs; the last six of the ring.
-enum class Bug {
-  kNone,
-  kWaitsWithoutAcquire,
-  kComparesWithoutWrap,
-  kBaseStays,
-  kAnnouncesWithoutRelease,
-  kReducedWithoutRelease,
-  kAnnouncesFirst,
-  kAnnouncedNotAwaited,
-  kReducedNotAwaited,
-  kOneRankNotAwaited,
-  kTwoAhead,
-  kAddsOneTwice,
-  kReducedLeftBehind,
-  kOneCallRecord,
-  kPublishesWithoutRelease,
-  kFreesWithoutRelease,
-  kPublishesFirst,
-  kFreesBeforeReading,
-  kSlotNotAwaited,
-  kMessageNotAwaited
-};
-inline constexpr const char* kBugNames[] = {"none",
-                                            "waits-without-acquire",
-                                            "compares-without-wrap",
-                                            "base-stays",
-                                            "announces-without-release",
-                                            "reduced-without-release",
-                                            "announces-first",
-                                            "announced-not-awaited",
-                                            "reduced-not-awaited",
-                                            "one-rank-not-awaited",
-                                            "two-ahead",
-                                            "adds-one-twice",
-                                            "reduced-left-behind",
-                                            "one-call-record",
-                                            "publishes-without-release",
-                                            "frees-without-release",
-                                            "publishes-first",
-                                            "frees-before-reading",
-                                            "slot-not-awaited",
-                                            "message-not-awaited"};
-
-// A ring belongs to the call that was announced before it; so does a digest, which is an exchange
-// of one piece that compares what another exchange or direct call left behind.
 // A registered call is a direct one of one piece, on tensors that all ranks reach.
-enum class CallKind { kDirect, kRegistered, kExchange, kDigest, kRing, kScatter, kGather };
+enum class CallKind { kDirect, kRegistered, kExchange, kRing, kScatter, kGather };
 
 struct Call {
   CallKind kind;
@@ -92,7 +48,7 @@ struct Setup {
   std::uint32_t base = 0;            // of staged messages and of the ring's
   std::uint32_t reduced_behind = 0;  // how far `reduced` is behind base: messages exchanged since
   std::vector<Call> calls{};
-  Bug bug = Bug::kNone;
+  std::string bug{};  // by name, as tests/test_model.py lists them
 };
 
 // All calls on all ranks, finished.

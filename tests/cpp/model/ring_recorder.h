@@ -1,8 +1,6 @@
 // ring_recorder: what the ring program does to memory that ranks share; see recorders.h.
 #pragma once
 
-#include <array>
-
 #include "core/error.h"
 #include "recorders.h"
 
@@ -25,28 +23,28 @@ class RingRecorder {
   }
 
   bool wait_message(std::uint32_t n, int) {
-    if (setup_.bug != Bug::kMessageNotAwaited) {
-      recording_.wait(rank_, flag(in_), n, setup_.bug != Bug::kWaitsWithoutAcquire,
-                      setup_.bug != Bug::kComparesWithoutWrap);
+    if (setup_.bug != "message-not-awaited") {
+      recording_.wait(rank_, flag(in_), n, setup_.bug != "waits-without-acquire",
+                      setup_.bug != "compares-without-wrap");
     }
-    if (setup_.bug == Bug::kFreesBeforeReading) recording_.publish(rank_, taken(in_), n, true);
+    if (setup_.bug == "frees-before-reading") recording_.publish(rank_, taken(in_), n, true);
     return true;
   }
   bool wait_slot(std::uint32_t n, int) {
-    if (setup_.bug != Bug::kSlotNotAwaited) {
-      recording_.wait(rank_, taken(out_), n - num_slots(), setup_.bug != Bug::kWaitsWithoutAcquire,
-                      setup_.bug != Bug::kComparesWithoutWrap);
+    if (setup_.bug != "slot-not-awaited") {
+      recording_.wait(rank_, taken(out_), n - num_slots(), setup_.bug != "waits-without-acquire",
+                      setup_.bug != "compares-without-wrap");
     }
-    if (setup_.bug == Bug::kPublishesFirst) recording_.publish(rank_, flag(out_), n, true);
+    if (setup_.bug == "publishes-first") recording_.publish(rank_, flag(out_), n, true);
     return true;
   }
   void publish(std::uint32_t n) {
-    if (setup_.bug == Bug::kPublishesFirst) return;
-    recording_.publish(rank_, flag(out_), n, setup_.bug != Bug::kPublishesWithoutRelease);
+    if (setup_.bug == "publishes-first") return;
+    recording_.publish(rank_, flag(out_), n, setup_.bug != "publishes-without-release");
   }
   void free_message(std::uint32_t n) {
-    if (setup_.bug == Bug::kFreesBeforeReading) return;
-    recording_.publish(rank_, taken(in_), n, setup_.bug != Bug::kFreesWithoutRelease);
+    if (setup_.bug == "frees-before-reading") return;
+    recording_.publish(rank_, taken(in_), n, setup_.bug != "frees-without-release");
   }
   void send_own(Range range, std::uint32_t n_out) { send(range, n_out, own()); }
   void reduce_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
@@ -54,7 +52,7 @@ class RingRecorder {
   }
   void reduce_finish(Range range, std::uint32_t n_in) { keep(range, receive(range, n_in, true)); }
   void reduce_finish_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
-    const Halves sum = receive(range, n_in, true);
+    const Sum sum = receive(range, n_in, true);
     keep(range, sum);
     send(range, n_out, sum);
   }
@@ -63,7 +61,7 @@ class RingRecorder {
     send(range, n_out, own());
   }
   void copy_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
-    const Halves result = receive(range, n_in, false);
+    const Sum result = receive(range, n_in, false);
     keep(range, result);
     send(range, n_out, result);
   }
@@ -82,12 +80,9 @@ class RingRecorder {
   }
 
  private:
-  using Halves = std::array<Sum, 2>;
-
   std::uint32_t message(std::uint32_t n) const { return n - setup_.base; }
-  std::size_t part(int link, std::uint32_t n, int half) {
-    return recording_.word(join("slot ", n % num_slots(), " of link ", link), join("half ", half),
-                           link);
+  std::size_t slot(int link, std::uint32_t n) {
+    return recording_.word(join("slot ", n % num_slots(), " of link ", link), "all", link);
   }
   std::size_t flag(int link) {
     return recording_.counter(join("flag of link ", link), link, setup_.base);
@@ -96,25 +91,18 @@ class RingRecorder {
     return recording_.counter(join("taken of link ", link), (link + 1) % program_.world_size,
                               setup_.base);
   }
-  Halves own() const { return {Sum{{rank_}, {}}, Sum{{rank_}, {}}}; }
-  Halves receive(Range range, std::uint32_t n, bool add_own) {
+  Sum own() const { return {{rank_}, {}}; }
+  Sum receive(Range range, std::uint32_t n, bool add_own) {
     recording_.expect_range(rank_, join("link ", in_), message(n), range.begin, range.end);
-    Halves halves;
-    for (int half = 0; half < 2; ++half) {
-      Sum& sum = halves[static_cast<std::size_t>(half)];
-      sum.reads.push_back(recording_.read(rank_, part(in_, n, half), message(n), Stage::kPart));
-      if (add_own) sum.own.push_back(rank_);
-    }
-    return halves;
+    Sum sum{{}, {recording_.read(rank_, slot(in_, n), message(n), Stage::kPart)}};
+    if (add_own) sum.own.push_back(rank_);
+    return sum;
   }
-  void send(Range range, std::uint32_t n, const Halves& halves) {
+  void send(Range range, std::uint32_t n, const Sum& sum) {
     recording_.give_range(join("link ", out_), message(n), range.begin, range.end);
-    for (int half = 0; half < 2; ++half) {
-      recording_.write(rank_, part(out_, n, half), message(n), Stage::kPart,
-                       halves[static_cast<std::size_t>(half)]);
-    }
+    recording_.write(rank_, slot(out_, n), message(n), Stage::kPart, sum);
   }
-  void keep(Range range, const Halves& halves) {
+  void keep(Range range, const Sum& sum) {
     for (std::size_t at = range.begin; at < range.end; ++at) {
       ++kept_[at];
       std::vector<int> expected;
@@ -124,7 +112,7 @@ class RingRecorder {
       for (int rank = 0; rank < program_.world_size; ++rank) {
         if (program_.phases != RingPhases::kAllGather) expected.push_back(rank);
       }
-      for (const Sum& half : halves) recording_.keep(rank_, join("element ", at), half, expected);
+      recording_.keep(rank_, join("element ", at), sum, expected);
     }
   }
 

@@ -6,8 +6,6 @@
 
 namespace pyringar::model {
 
-inline constexpr int kHalves = 2;
-
 // What run_staged_direct and run_staged_exchange ask of an engine.
 class StagedRecorder {
  public:
@@ -25,10 +23,10 @@ class StagedRecorder {
   void write_record() { recording_.write(rank_, record(rank_), sequence_, Stage::kCall, {}); }
 
   void copy_in(std::size_t piece, std::uint32_t n) {
-    if (setup_.bug == Bug::kAnnouncesFirst) {
+    if (setup_.bug == "announces-first") {
       recording_.publish(rank_, announced(rank_), n, true);
     }
-    if (setup_.bug != Bug::kTwoAhead) return write_message(n);
+    if (setup_.bug != "two-ahead") return write_message(n);
     // The template is one ahead; so is this, once more.
     if (piece == 0) {
       write_message(n);
@@ -40,11 +38,11 @@ class StagedRecorder {
     }
   }
   void announce(std::uint32_t n) {
-    if (setup_.bug == Bug::kAnnouncesFirst || setup_.bug == Bug::kTwoAhead) return;
-    recording_.publish(rank_, announced(rank_), n, setup_.bug != Bug::kAnnouncesWithoutRelease);
+    if (setup_.bug == "announces-first" || setup_.bug == "two-ahead") return;
+    recording_.publish(rank_, announced(rank_), n, setup_.bug != "announces-without-release");
   }
   bool wait_announced(std::uint32_t n) {
-    if (setup_.bug == Bug::kAnnouncedNotAwaited) return true;
+    if (setup_.bug == "announced-not-awaited") return true;
     for (int owner = 0; owner < setup_.num_ranks; ++owner) await(announced(owner), n);
     return true;
   }
@@ -56,77 +54,65 @@ class StagedRecorder {
   }
   void reduce(std::size_t, std::uint32_t n) {
     if (call_.kind == CallKind::kRegistered) return reduce_registered(n);
-    for (int half = 0; half < kHalves; ++half) {
-      Sum sum;
-      for (int owner = 0; owner < setup_.num_ranks; ++owner) {
-        const bool twice = setup_.bug == Bug::kAddsOneTwice && owner == 1;
-        sum.reads.push_back(recording_.read(rank_, part(twice ? 0 : owner, n, rank_, half),
-                                            message(n), Stage::kPart));
-      }
-      recording_.write(rank_, part(rank_, n, rank_, half), message(n), Stage::kSum, sum);
+    Sum sum;
+    for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+      const bool twice = setup_.bug == "adds-one-twice" && owner == 1;
+      sum.reads.push_back(read(part(twice ? 0 : owner, n, rank_), n, Stage::kPart));
     }
+    recording_.write(rank_, part(rank_, n, rank_), message(n), Stage::kSum, sum);
   }
   void publish_reduced(std::uint32_t n) {
-    if (setup_.bug == Bug::kReducedLeftBehind && n == base_) return;
-    recording_.publish(rank_, reduced(rank_), n, setup_.bug != Bug::kReducedWithoutRelease);
+    if (setup_.bug == "reduced-left-behind" && n == base_) return;
+    recording_.publish(rank_, reduced(rank_), n, setup_.bug != "reduced-without-release");
   }
   bool wait_reduced(std::uint32_t n) {
-    if (setup_.bug == Bug::kReducedNotAwaited) return true;
+    if (setup_.bug == "reduced-not-awaited") return true;
     for (int owner = 0; owner < setup_.num_ranks; ++owner) {
       const bool forgotten = owner == (rank_ + 1) % setup_.num_ranks;
-      if (setup_.bug == Bug::kOneRankNotAwaited && forgotten) continue;
+      if (setup_.bug == "one-rank-not-awaited" && forgotten) continue;
       await(reduced(owner), n);
     }
     return true;
   }
   void copy_out(std::size_t piece, std::uint32_t n) {
-    if (call_.refused) recording_.complain(join("rank ", rank_, ": takes out what it refused"));
-    if (call_.kind == CallKind::kRegistered) return take_out_registered(n);
+    check_agreed();
     for (int slice = 0; slice < setup_.num_ranks; ++slice) {
-      for (int half = 0; half < kHalves; ++half) {
-        const std::size_t read =
-            recording_.read(rank_, part(slice, n, slice, half), message(n), Stage::kSum);
-        recording_.keep(rank_, join("slice ", slice, " of piece ", piece), {{}, {read}},
-                        everybody());
-      }
+      const bool is_registered = call_.kind == CallKind::kRegistered;
+      const std::size_t word = is_registered ? result(rank_, slice) : part(slice, n, slice);
+      keep(piece, slice, {{}, {read(word, n, Stage::kSum)}});
     }
   }
   void combine(std::size_t piece, std::uint32_t n) {
-    if (call_.refused) recording_.complain(join("rank ", rank_, ": takes out what it refused"));
-    if (call_.kind == CallKind::kDigest) return;
+    check_agreed();
     for (int slice = 0; slice < setup_.num_ranks; ++slice) {
-      for (int half = 0; half < kHalves; ++half) {
-        Sum sum;
-        for (int owner = 0; owner < setup_.num_ranks; ++owner) {
-          sum.reads.push_back(
-              recording_.read(rank_, part(owner, n, slice, half), message(n), Stage::kPart));
-        }
-        recording_.keep(rank_, join("slice ", slice, " of piece ", piece), sum, everybody());
+      Sum sum;
+      for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+        sum.reads.push_back(read(part(owner, n, slice), n, Stage::kPart));
       }
+      keep(piece, slice, sum);
     }
   }
 
  private:
   std::uint32_t message(std::uint32_t n) const { return n - setup_.base; }
-  std::size_t part(int owner, std::uint32_t n, int slice, int half) {
+  std::size_t part(int owner, std::uint32_t n, int slice) {
     const bool swaps = setup_.swaps && setup_.num_ranks == 2;
     const StagingSlot slot = swaps ? staging_slot(owner, setup_.num_ranks, n, setup_.slots)
                                    : StagingSlot{owner, n % setup_.slots};
     return recording_.word(join("slot ", slot.index, " of rank ", slot.owner),
-                           join("slice ", slice, ", half ", half), swaps ? kNobody : owner);
+                           join("slice ", slice), swaps ? kNobody : owner);
   }
-  std::size_t filled(int owner, int slice, int half) {
-    return recording_.word(join("tensor of rank ", owner),
-                           join("slice ", slice, ", half ", half, ", filled in"), owner);
+  std::size_t filled(int owner, int slice) {
+    return recording_.word(join("tensor of rank ", owner), join("slice ", slice, ", filled in"),
+                           owner);
   }
-  std::size_t result(int owner, int slice, int half) {
-    return recording_.word(join("tensor of rank ", owner),
-                           join("slice ", slice, ", half ", half, ", result"), slice);
+  std::size_t result(int owner, int slice) {
+    return recording_.word(join("tensor of rank ", owner), join("slice ", slice, ", result"),
+                           slice);
   }
   std::size_t record(int owner) {
-    const std::uint32_t parity = setup_.bug == Bug::kOneCallRecord ? 0 : sequence_ % 2;
-    const char* name = call_.kind == CallKind::kDigest ? "digests" : "calls";
-    return recording_.word(join(name, "[", parity, "] of rank ", owner), "", owner);
+    const std::uint32_t parity = setup_.bug == "one-call-record" ? 0 : sequence_ % 2;
+    return recording_.word(join("calls[", parity, "] of rank ", owner), "", owner);
   }
   std::size_t announced(int owner) {
     return recording_.counter(join("announced of rank ", owner), owner, setup_.base);
@@ -135,45 +121,36 @@ class StagedRecorder {
     return recording_.counter(join("reduced of rank ", owner), owner,
                               setup_.base - setup_.reduced_behind);
   }
+  std::size_t read(std::size_t word, std::uint32_t n, Stage stage) {
+    return recording_.read(rank_, word, message(n), stage);
+  }
   void write_message(std::uint32_t n) {
-    if (call_.kind == CallKind::kDigest) return write_record();
     for (int slice = 0; slice < setup_.num_ranks; ++slice) {
-      for (int half = 0; half < kHalves; ++half) {
-        const std::size_t word = call_.kind == CallKind::kRegistered ? filled(rank_, slice, half)
-                                                                     : part(rank_, n, slice, half);
-        recording_.write(rank_, word, message(n), Stage::kPart, {{rank_}, {}});
-      }
+      const bool is_registered = call_.kind == CallKind::kRegistered;
+      const std::size_t word = is_registered ? filled(rank_, slice) : part(rank_, n, slice);
+      recording_.write(rank_, word, message(n), Stage::kPart, {{rank_}, {}});
     }
   }
   void reduce_registered(std::uint32_t n) {
-    for (int half = 0; half < kHalves; ++half) {
-      Sum sum;
-      for (int owner = 0; owner < setup_.num_ranks; ++owner) {
-        sum.reads.push_back(
-            recording_.read(rank_, filled(owner, rank_, half), message(n), Stage::kPart));
-      }
-      for (int owner = 0; owner < setup_.num_ranks; ++owner) {
-        recording_.write(rank_, result(owner, rank_, half), message(n), Stage::kSum, sum);
-      }
+    Sum sum;
+    for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+      sum.reads.push_back(read(filled(owner, rank_), n, Stage::kPart));
+    }
+    for (int owner = 0; owner < setup_.num_ranks; ++owner) {
+      recording_.write(rank_, result(owner, rank_), message(n), Stage::kSum, sum);
     }
   }
-  void take_out_registered(std::uint32_t n) {
-    for (int slice = 0; slice < setup_.num_ranks; ++slice) {
-      for (int half = 0; half < kHalves; ++half) {
-        const std::size_t read =
-            recording_.read(rank_, result(rank_, slice, half), message(n), Stage::kSum);
-        recording_.keep(rank_, join("slice ", slice), {{}, {read}}, everybody());
-      }
-    }
+  void check_agreed() {
+    if (call_.refused) recording_.complain(join("rank ", rank_, ": takes out what it refused"));
+  }
+  void keep(std::size_t piece, int slice, const Sum& sum) {
+    std::vector<int> all_ranks;
+    for (int rank = 0; rank < setup_.num_ranks; ++rank) all_ranks.push_back(rank);
+    recording_.keep(rank_, join("slice ", slice, " of piece ", piece), sum, all_ranks);
   }
   void await(std::size_t counter, std::uint32_t n) {
-    recording_.wait(rank_, counter, n, setup_.bug != Bug::kWaitsWithoutAcquire,
-                    setup_.bug != Bug::kComparesWithoutWrap);
-  }
-  std::vector<int> everybody() const {
-    std::vector<int> ranks;
-    for (int rank = 0; rank < setup_.num_ranks; ++rank) ranks.push_back(rank);
-    return ranks;
+    recording_.wait(rank_, counter, n, setup_.bug != "waits-without-acquire",
+                    setup_.bug != "compares-without-wrap");
   }
 
   const Setup& setup_;
