@@ -25,7 +25,7 @@ ROUNDS = 40
 ENGINE, STAGING = "cuda_process/engine.cpp", "cuda_process/staging.h"
 GROUP, WATCH = "cuda_process/group.cpp", "cuda_process/device_watch.cpp"
 STAGED = "cuda_process/staging.cpp"
-PROGRAM, ENGINES = "core/staged_program.h", "process/staged_engines.h"
+PROGRAM = "core/staged_program.h"
 MISTAKES = {
     # -- words and slots
     "announced-not-awaited": (ENGINE, {"    staging_.await_announced(n, stream_);\n": ""}),

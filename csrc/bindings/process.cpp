@@ -8,10 +8,8 @@
 
 #include <memory>
 #include <optional>
-#include <vector>
 
 #include "bindings/group_binding.h"
-#include "core/error.h"
 #include "process/group.h"
 
 namespace pyringar {

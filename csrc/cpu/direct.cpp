@@ -42,10 +42,8 @@ bool direct_rank(int rank, std::span<const Buffers> tensors, Fold fold, Barrier&
   const auto describe_call = [&] { return describe(tensors, fold.op); };
   if (!pass(rank, barrier, base + 1, "opening", watch, describe_call)) return false;
   for (const Buffers& tensor : tensors) {
-    fuse_blocks(tensor, fold, chunk_range(tensor.numel, world_size, rank), [&] {
-      watch.progressed(rank);
-      return true;
-    });
+    fuse_blocks(tensor, fold, chunk_range(tensor.numel, world_size, rank),
+                [&] { watch.progressed(rank); });
   }
   return pass(rank, barrier, base + 2, "closing", watch, describe_call);
 }

@@ -34,12 +34,13 @@ std::string describe_workers(std::size_t traffic_bytes);
 // The elements [range) of one tensor, on this thread.
 void fuse_range(const Buffers& tensor, Fold fold, Range range);
 
-// The same in blocks of kProgressBytes; asks before each whether it should go on.
-template <typename GoesOn>
-void fuse_blocks(const Buffers& tensor, Fold fold, Range range, GoesOn&& goes_on) {
+// The same in blocks of kProgressBytes; calls progressed() after each.
+template <typename Progressed>
+void fuse_blocks(const Buffers& tensor, Fold fold, Range range, Progressed&& progressed) {
   const std::size_t block_elems = kProgressBytes / item_bytes(tensor.dtype);
-  for (std::size_t begin = range.begin; begin < range.end && goes_on(); begin += block_elems) {
+  for (std::size_t begin = range.begin; begin < range.end; begin += block_elems) {
     fuse_range(tensor, fold, {begin, std::min(begin + block_elems, range.end)});
+    progressed();
   }
 }
 

@@ -7,9 +7,7 @@
 #include <span>
 #include <thread>
 
-#include "core/error.h"
 #include "cpu/copy.h"
-#include "cpu/fused.h"
 #include "cpu/kernels.h"
 #include "process/staged_engines.h"
 
