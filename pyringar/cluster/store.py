@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -52,7 +51,6 @@ class ThreadStore(_Store):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._values: dict[str, bytes] = {}
-        self._lock = threading.RLock()  # ranks may run at once
         self._wait = wait
         self._ask = ask
         self._changed = changed
@@ -72,27 +70,22 @@ class ThreadStore(_Store):  # type: ignore[misc]
         """Add to a number, and return the sum."""
         if amount == 0:
             self._ask(f"the store's {_short(key)}")
-        with self._lock:
-            total = int(self._values.get(key, b"0")) + amount
-            self._values[key] = str(total).encode()
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
         self._changed()
         return total
 
     def append(self, key: str, value: bytes | str) -> None:
         """Put more at the end of a key's value."""
         more = value.encode() if isinstance(value, str) else bytes(value)
-        with self._lock:
-            self._values[key] = self._values.get(key, b"") + more
+        self._values[key] = self._values.get(key, b"") + more
         self._changed()
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set a key if it has the expected value, or if it has none and none is expected."""
-        with self._lock:
-            found = self._values.get(key)
-            is_expected = found == bytes(expected) or (found is None and not expected)
-            if is_expected:
-                self._values[key] = bytes(desired)
-        if is_expected:
+        found = self._values.get(key)
+        if found == bytes(expected) or (found is None and not expected):
+            self._values[key] = bytes(desired)
             self._changed()
             return bytes(desired)
         self._ask(f"the store's {_short(key)}")
