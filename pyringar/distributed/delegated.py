@@ -293,11 +293,12 @@ class Delegated:
             peers: The ranks without which it cannot end, if not all.
             is_message: A barrier says nothing about it.
         """
-        backend = self._fallback.for_tensors(tensors, operation)
+        device = tensors[0].device.type if tensors else "cpu"
+        backend = self._fallback.for_device(device, operation)
         if arguments[-1] is None:  # its options: the backend has a default
             arguments = arguments[:-1]
         begin = partial(_by_any_name(backend, *(names or (operation,))), *arguments)
-        if tensors and tensors[0].device.type != "cpu":
+        if device != "cpu":
             return self._noted(begin())
         parts = self._watched(operation, begin, copies, peers, is_message=is_message)
         results = tensors if results is None else results
