@@ -36,12 +36,6 @@ def test_training(case, machines):
     check(verdicts("training", len(machines), machines=machines), case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", distributed_training.CASES)
-def test_training_in_detail_debug(case):
-    check(verdicts("training", 2, debug="DETAIL", machines="ab"), case)
-
-
 @pytest.mark.parametrize("case", distributed_works.CASES)
 def test_works(case):
     check(verdicts("works", 2, machines="ab"), case)

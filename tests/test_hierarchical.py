@@ -75,11 +75,7 @@ def sums_as_rank(rank, world_size, store, machines, op):
             found[dtype, numel] = part, mine, uneven
         listed = [values(numel, dtype, rank) for numel in (3, 700) for dtype in oracle.DTYPES]
         comm.all_reduce_coalesced(listed, op)
-        canvas = torch.zeros(4, 6)
-        strided = values(12 * world_size, torch.float32, rank).view(-1, 12).t().contiguous().t()
-        assert comm.reduce_scatter(canvas[:, ::2], strided, op, async_op=True).wait()
-        assert not canvas[:, 1::2].any()
-        return found, listed, canvas[:, ::2].clone(), comm.nodes
+        return found, listed, comm.nodes
 
 
 @pytest.mark.parametrize("op", mostly_slow(list(oracle.OPS), "mean"))
@@ -98,10 +94,8 @@ def test_sums_have_promised_bits(pool, machines, op, in_machine_order):
         oracle.assert_all_ranks(uneven, wanted(numel + 1, dtype), case)
         oracle.assert_bits(torch.cat(parts), wanted(4 * numel, dtype), case)
     for at, (numel, dtype) in enumerate(itertools.product((3, 700), oracle.DTYPES)):
-        lists = [listed[at] for _, listed, *_ in answers]
+        lists = [listed[at] for _, listed, _ in answers]
         oracle.assert_all_ranks(lists, wanted(numel, dtype), (machines, dtype, numel))
-    strided = torch.cat([part.reshape(-1) for *_, part, _ in answers])
-    oracle.assert_bits(strided, wanted(48, torch.float32))
     places = [[r for r in range(4) if machines[r] == m] for m in dict.fromkeys(machines)]
     assert answers[0][-1] == places
 
@@ -116,26 +110,20 @@ def copies_as_rank(rank, world_size, store, machines):
             for root, tensor in enumerate(sent):
                 comm.broadcast(tensor, root)
             found[dtype, numel] = [gathered, torch.cat(sent)]
-        canvas = torch.zeros(world_size * 3, 4)
-        turned = values(12, torch.float32, rank).view(4, 3).t()
-        assert comm.all_gather(canvas[:, ::2], turned[:, :2], async_op=True).wait()
-        assert not canvas[:, 1::2].any()
         place = torch.empty(world_size * 5)
         mine = place[5 * rank : 5 * rank + 5]
         mine.copy_(values(5, torch.float32, rank))
         comm.all_gather(place, mine)
-        return found, canvas[:, ::2].clone(), place
+        return found, place
 
 
 @pytest.mark.parametrize("machines", PLACES)
 def test_gathers_and_broadcasts_copy_all(pool, machines):
-    for found, strided, place in pool.check(copies_as_rank, machines):
+    for found, place in pool.check(copies_as_rank, machines):
         for (dtype, numel), results in found.items():
             wanted = torch.cat([values(numel, dtype, rank) for rank in range(4)])
             for result in results:
                 assert oracle.same_bits(result, wanted), (machines, dtype, numel)
-        turned = [values(12, torch.float32, r).view(4, 3).t()[:, :2] for r in range(4)]
-        assert oracle.same_bits(strided, torch.cat(turned))
         wanted = torch.cat([values(5, torch.float32, rank) for rank in range(4)])
         assert oracle.same_bits(place, wanted)
 

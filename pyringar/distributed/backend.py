@@ -48,12 +48,14 @@ class _Group(Collectives):
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
         seconds = options.timeout.total_seconds()
-        comm = communicator_for(
+        self._comm = comm = communicator_for(
             store, rank, size, name=options.group_id, timeout=seconds, compares_shapes=False
         )
+        # Ranks on several machines have no short way.
+        self._reduce_plain = getattr(comm, "reduce_plain", lambda *_: False)
         # In this group's part of the store: a restarted job may find its store as it was, with the
         # addresses of processes that are gone.
-        fallback = Fallback(
+        self._fallback = Fallback(
             comm.store,
             rank,
             size,
@@ -61,7 +63,8 @@ class _Group(Collectives):
             self._backend_for,
             set_timeout=self.set_timeout,
         )
-        super()._init_collectives(comm, fallback, Completer(f"of group {options.group_id}"))
+        self._completer = Completer(f"of group {options.group_id}")
+        self._batch = None
         _open_groups.add(self)
         # Threads of gloo's and of ours that outlive the interpreter would abort the process.
         close_at_exit(

@@ -29,8 +29,6 @@ from pyringar.distributed.convert import (
     reduction_name,
 )
 from pyringar.distributed.delegated import Delegated, flat, given_or_default
-from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.waits import Completer
 from pyringar.distributed.work import (
     DelegatedPart,
     Part,
@@ -112,17 +110,11 @@ class Collectives(Delegated):
         PeerLostError, CollectiveTimeout: A rank is gone, or late: names it.
 
     Cost: as the calls of `pyringar.ProcessCommunicator`, or on several machines of
-    `HierarchicalCommunicator`. Lists of tensors to gather into or
-    scatter from are copied once more than the ``_into_tensor`` and ``_tensor`` forms.
+    `HierarchicalCommunicator`. Lists of tensors to gather into or scatter from are copied once more
+    than the ``_into_tensor`` and ``_tensor`` forms.
     """
 
-    def _init_collectives(self, comm: Any, fallback: Fallback, completer: Completer) -> None:
-        self._comm = comm
-        # Ranks on several machines have no short way.
-        self._reduce_plain = getattr(comm, "reduce_plain", _decline)
-        self._fallback = fallback
-        self._completer = completer
-        self._batch = None
+    _reduce_plain: Callable[..., bool]
 
     # -- all_reduce --------------------------------------------------------------------------------
 
@@ -180,7 +172,7 @@ class Collectives(Delegated):
         if whole is not tensor:
             after.insert(0, (tensor, whole))
         options = _options("AllreduceOptions", reduce_op)
-        gloo = self._fallback.for_tensors([whole], "all_reduce")
+        gloo = self._fallback.for_device("cpu", "all_reduce")
         begin = partial(gloo.allreduce, [whole], options)
         call.parts.extend(self._watched("all_reduce", begin, after, self._met_over([whole])))
 
@@ -475,7 +467,3 @@ def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
 
 def _is_async(opts: Any) -> bool:
     return opts is None or bool(opts.asyncOp)
-
-
-def _decline(*_call: object) -> bool:
-    return False

@@ -45,6 +45,7 @@ class WatchedPart:
         peers: The ranks without which the call cannot end.
         begin: Begins it; returns gloo's work.
         copies: Made when the call has ended well, whether or not a thread waits for it.
+        is_message: Gloo ends it only in a wait.
 
     Raises PeerLostError if one of ``peers`` is gone, RingarError if the group failed or is closed.
     """
@@ -57,6 +58,8 @@ class WatchedPart:
         peers: Sequence[int],
         begin: Callable[[], Any],
         copies: Sequence[Copy] = (),
+        *,
+        is_message: bool = False,
     ) -> None:
         self._comm = comm
         self._fallback = fallback
@@ -71,6 +74,7 @@ class WatchedPart:
             self._check(self._peers)
             self._raise_named(error)
         self._end = End(fallback.waiters, partial(_end_with, self.work, copies))
+        self._needs_wait = is_message or bool(copies)
         if copies:
             self._end.wait(0)
 
@@ -95,7 +99,7 @@ class WatchedPart:
 
     def is_completed(self) -> bool:
         """Return whether it is done. Never blocks."""
-        return self._end.wait(0)
+        return self._end.wait(0) if self._needs_wait else bool(self.work.is_completed())
 
     def _raise_named(self, error: Exception) -> NoReturn:
         if not any(word in str(error) for word in _CONNECTION):
@@ -293,11 +297,12 @@ class Delegated:
             peers: The ranks without which it cannot end, if not all.
             is_message: A barrier says nothing about it.
         """
-        backend = self._fallback.for_tensors(tensors, operation)
+        device = tensors[0].device.type if tensors else "cpu"
+        backend = self._fallback.for_device(device, operation)
         if arguments[-1] is None:  # its options: the backend has a default
             arguments = arguments[:-1]
         begin = partial(_by_any_name(backend, *(names or (operation,))), *arguments)
-        if tensors and tensors[0].device.type != "cpu":
+        if device != "cpu":
             return self._noted(begin())
         parts = self._watched(operation, begin, copies, peers, is_message=is_message)
         results = tensors if results is None else results
@@ -314,7 +319,9 @@ class Delegated:
     ) -> list[Part]:
         """Begin a call of gloo that copies follow."""
         peers = range(self._comm.world_size) if peers is None else peers
-        part = WatchedPart(self._comm, self._fallback, operation, peers, begin, copies)
+        part = WatchedPart(
+            self._comm, self._fallback, operation, peers, begin, copies, is_message=is_message
+        )
         count_changes([into for into, _ in copies])
         if not is_message:
             self._fallback.add(part)

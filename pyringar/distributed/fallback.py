@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from pyringar.comm.exits import close_at_exit, is_inherited, never_destroy
 from pyringar.distributed.torch_groups import break_off, closed_peers, make_gloo, make_nccl
@@ -57,16 +56,12 @@ class Fallback:
         except Exception as error:  # raised when it is needed: many programs never do
             self._error = error
 
-    def for_tensors(self, tensors: Sequence[Tensor], operation: str) -> Any:
-        """Return the backend for these tensors.
+    def for_device(self, device: str, operation: str) -> Any:
+        """Return the backend for tensors on a type of device.
 
         Raises UnsupportedError where there is none for their device, and RingarError where the
         group was destroyed, or gloo could not be made.
         """
-        return self.for_device(tensors[0].device.type if tensors else "cpu", operation)
-
-    def for_device(self, device: str, operation: str) -> Any:
-        """Return the backend for tensors on a type of device. See `for_tensors`."""
         if self._is_closed:
             raise RingarError(f"{operation}: this process group was destroyed")
         wanted = "gloo" if device == "cpu" else self._backend_of(device)
