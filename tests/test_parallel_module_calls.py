@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
 import gc
 import os
 import signal
@@ -15,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from parallel_nets import CAPS, assert_same, backward, images, make_mlp, make_pair, rows
+from parallel_nets import CAPS, assert_same, backward, images, make_conv, make_mlp, make_pair, rows
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 import pyringar as pr
 from pyringar.parallel.shards import check_replicas_equal, shard_sizes
@@ -346,15 +349,29 @@ def test_odd_arguments_are_read_with_care():
     module, x = nn.Identity(), torch.ones(4, 2)
     module.forward = lambda x, *others, **kwargs: x
     net = pr.DataParallel(module, ["cpu"] * 2)
-    for other in (np.arange(3), AttributeDict(a=1)):
+    numbers = list(range(20_000))
+    for other in (
+        np.arange(3),
+        [np.arange(5)],
+        AttributeDict(a=1),
+        numbers,
+        dict.fromkeys(numbers),
+    ):
         assert net(x, other, key=[other]).shape == (4, 2)
     assert isinstance(net(AttributeDict(x=x)), AttributeDict)
     for sparse in (x.to_sparse(), torch.nested.nested_tensor([x])):
         with pytest.raises(pr.ArgumentError, match=r"args\[1\]\['a'\] is a .* tensor"):
             net(x, {"a": sparse})
-    whole = types.SimpleNamespace(x=x)
-    module.forward = lambda x, other: other.x[: len(x)]
-    assert net(x, whole).shape == (4, 2)
+    trainer = types.SimpleNamespace(optimizer=torch.optim.SGD([nn.Parameter(x)], 0.1), n=x[0])
+    trainer.all = [trainer] * 5_000
+    for harmless in (trainer, functools.partial(F.cross_entropy, weight=x), [].append):
+        assert net(x, harmless).shape == (4, 2)
+    hidden = collections.UserDict(y=1)
+    hidden.extra = x
+    with pytest.raises(pr.ArgumentError, match=r"args\[1\] is an UserDict with a tensor of 4"):
+        net(x, hidden)
+    with pytest.raises(pr.ArgumentError, match=r"args\[1\] is a mappingproxy with a tensor of 4"):
+        net(x, types.MappingProxyType({"x": x}))
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -404,7 +421,7 @@ def test_reductions_start_before_earlier_layers():
     assert events == wanted
 
 
-# -- threads, signals ------------------------------------------------------------------------------
+# -- threads, signals, forks -----------------------------------------------------------------------
 
 
 def test_calls_from_several_threads():
@@ -435,3 +452,19 @@ def test_interrupted_call_leaves_net_usable(batchnorm):
     handle.remove()
     net(torch.rand(4, 2)).sum().backward()
     assert module[0].weight.grad is not None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("batchnorm", ["local", "sync"])
+def test_forked_child_answers(batchnorm):
+    net = pr.DataParallel(make_conv().float(), ["cpu"] * 2, batchnorm=batchnorm)
+    wanted = net.eval()(images(4, torch.float32)[0])
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)  # OpenMP's threads stayed in the parent
+            status = int(not torch.allclose(net(images(4, torch.float32)[0]), wanted))
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -216,6 +217,17 @@ class Encoding(collections.UserDict):  # as of transformers: takes other argumen
         self.note = note
 
 
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+def hold(x):
+    return types.SimpleNamespace(x=x)
+
+
 Named = collections.namedtuple("Named", "x y")
 SPLIT = {
     "dict": (lambda x: {"x": x}, lambda b: b["x"]),
@@ -228,6 +240,13 @@ SPLIT = {
     "frozen dataclass": (Frozen, lambda b: b.x),
     "deque": (lambda x: collections.deque([x], maxlen=1), lambda b: b[0]),
     "nested": (lambda x: [({"a": Batch(x)},)], lambda b: b[0][0]["a"].x),
+}
+REFUSED = {
+    "object": (hold, lambda b: b.x),
+    "slots": (Slots, lambda b: b.x),
+    "set": (lambda x: {x}, lambda b: next(iter(b))),
+    "object in a list": (lambda x: [hold(x)], lambda b: b[0].x),
+    "list in an object": (lambda x: hold([x]), lambda b: b.x[0]),
 }
 
 
@@ -248,14 +267,22 @@ def test_containers_are_split_and_gathered(make, read):
     assert torch.equal(read(found), x)
 
 
-# -- states of plain modules ---
+@pytest.mark.parametrize(("make", "read"), REFUSED.values(), ids=REFUSED)
+def test_hidden_batches_are_refused(make, read):
+    x = torch.arange(8.0).view(4, 2)
+    with pytest.raises(pr.ArgumentError, match=r"args\[0\].* tensor of 4 samples"):
+        parallel(Repacks(make, read))(make(x), x)
 
 
+# -- 17 pytorch#188346: load_state_dict(assign=True) of tied weights ---
+
+
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("has_prefix", [False, True])
-def test_tied_weights_load_and_train(has_prefix):
+def test_tied_weights_load_and_train(assign, has_prefix):
     source, net = Tied(), parallel(Tied())
     state = (parallel(source) if has_prefix else source).state_dict()
-    assert not net.load_state_dict(state).missing_keys
+    assert not net.load_state_dict(state, assign=assign).missing_keys
     assert net.module.out.weight is net.module.embedding.weight
     for module in (source, net):
         module(tokens(4)[0]).square().sum().backward()

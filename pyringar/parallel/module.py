@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -119,7 +120,7 @@ class DataParallel(nn.Module):
             cap_mb = _DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
             self._bucket_bytes = check_caps(bucket_cap_mb=cap_mb)["bucket_cap_mb"]
         self.module = module
-        self._copies: RankCopies | None = None
+        self._copies: tuple[int, RankCopies] | None = None  # with the process that made it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run every replica on its shard of the arguments.
@@ -127,7 +128,7 @@ class DataParallel(nn.Module):
         Args:
             *args: Tensors, also in lists, tuples, dicts, their subclasses and dataclasses, are
                 split along ``dim``, in which all must have the same length. Tensors without that
-                dimension, and all other objects with any tensors in them, go to all ranks.
+                dimension, and all other objects, go to all ranks.
             **kwargs: The same by name.
 
         Returns:
@@ -155,11 +156,17 @@ class DataParallel(nn.Module):
         Args:
             state_dict: Tensors by name.
             strict: Whether missing and unexpected names raise.
-            assign: Whether the tensors replace the module's.
+            assign: Whether the tensors replace the module's. Tied parameters stay tied.
         """
+        ties = _tied_names(self) if assign else []
         if not any(name.startswith("module.") for name in state_dict):
             state_dict = _with_prefix(state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
+        result = super().load_state_dict(state_dict, strict, assign)
+        for first, *others in ties:
+            for name in others:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
+        return result
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.devices) == 1:
@@ -211,9 +218,9 @@ class DataParallel(nn.Module):
         return run_ranks(functions, self.devices)
 
     def _rank_copies(self) -> RankCopies:
-        if self._copies is None:
-            self._copies = RankCopies(self.devices, self._order)
-        return self._copies
+        if self._copies is None or self._copies[0] != os.getpid():
+            self._copies = os.getpid(), RankCopies(self.devices, self._order)
+        return self._copies[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_copies": None}
@@ -221,6 +228,13 @@ class DataParallel(nn.Module):
     def extra_repr(self) -> str:
         """Describe the ranks."""
         return f"devices={[str(device) for device in self.devices]}"
+
+
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
 
 
 def _with_prefix(state_dict: Mapping[str, Any]) -> dict[str, Any]:

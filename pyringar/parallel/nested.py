@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict, UserList, deque
+import gc
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -30,8 +33,9 @@ def num_samples(arguments: Named, dim: int) -> int:
         ArgumentError: There is no dense tensor to split, or lengths differ; names the tensors.
     """
     tensors: list[tuple[_Path, Tensor]] = []
+    objects: list[tuple[_Path, Any]] = []
     for name, value in arguments:
-        _collect((None, value, name), value, tensors)
+        _collect((None, value, name), value, tensors, objects)
     for path, tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout)
@@ -49,7 +53,14 @@ def num_samples(arguments: Named, dim: int) -> int:
             f"the call has tensors of different lengths in dimension {dim}: {shapes}; expected the "
             "same number of samples in each"
         )
-    return lengths.pop()
+    length = lengths.pop()
+    for path, value in objects:
+        if _hides_batch(value, length, dim):
+            raise ArgumentError(
+                f"{_name(path)} is {kind_of(value)} with a tensor of {length} samples, which "
+                "cannot be split; pass the tensor itself, or in a list, tuple, dict or dataclass"
+            )
+    return length
 
 
 def scatter(
@@ -202,12 +213,18 @@ def _rebuild(value: Any, parts: Mapping[Any, Any]) -> Any:
         ArgumentError: The class of the container does not allow it.
     """
     try:
-        return _rebuilt(value, parts)
+        twin = _rebuilt(value, parts)
+        held = _parts(twin) or {}
+        is_same = held.keys() == parts.keys() and all(held[key] is parts[key] for key in parts)
+        problem = "" if is_same else "a copy does not hold what it is given"
     except Exception as error:  # a user's class may raise anything
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
         raise ArgumentError(
-            f"a {type(value).__name__} cannot be copied with other tensors in it "
-            f"({type(error).__name__}: {error}); pass them in a list, tuple, dict or dataclass"
-        ) from error
+            f"a {type(value).__name__} cannot be copied with other tensors in it ({problem}); pass "
+            "the tensors in a list, tuple, dict or dataclass"
+        )
+    return twin
 
 
 def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
@@ -240,13 +257,46 @@ def _name(path: _Path) -> str:
     return f"{_name(outer)}.{key}"
 
 
-def _collect(path: _Path, value: Any, tensors: list[tuple[_Path, Tensor]]) -> None:
+def _collect(
+    path: _Path, value: Any, tensors: list[tuple[_Path, Tensor]], objects: list[tuple[_Path, Any]]
+) -> None:
+    """Append the tensors that are split, and the objects that may hold more of them."""
     if isinstance(value, Tensor):
         tensors.append((path, value))
         return
-    for key, part in (_parts(value) or {}).items():
-        _collect((path, value, key), part, tensors)
+    parts = _parts(value)
+    if gc.is_tracked(value) and type(value) not in _PLAIN:  # else it refers to no tensor but items
+        objects.append((path, value))
+    for key, part in (parts or {}).items():
+        _collect((path, value, key), part, tensors, objects)
 
 
 def _has_dim(value: Any, dim: int) -> bool:
     return isinstance(value, Tensor) and -value.ndim <= dim < value.ndim
+
+
+_PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque, Counter)
+# Not looked into: neither holds a batch.
+_CODE = (type, ModuleType, FunctionType, MethodType, FrameType, partial)
+_MODEL = (nn.Module, nn.Parameter, torch.optim.Optimizer)
+_MAX_OBJECTS = 1_000  # so that a call takes no time for a vocabulary
+
+
+def _hides_batch(value: Any, length: int, dim: int) -> bool:
+    """Return whether an object refers to a tensor of ``length`` samples, but for its items.
+
+    Looks at the nearest objects, `_MAX_OBJECTS` of them, through attributes and items of any class.
+    """
+    skipped = {id(part) for part in (_parts(value) or {}).values()}
+    limit = len(skipped) + _MAX_OBJECTS
+    queue = deque([value])
+    while queue and len(skipped) < limit:
+        found = queue.popleft()
+        if id(found) in skipped or not gc.is_tracked(found) or isinstance(found, _CODE + _MODEL):
+            continue
+        skipped.add(id(found))
+        if not isinstance(found, Tensor):
+            queue.extend(gc.get_referents(found)[:_MAX_OBJECTS])
+        elif _has_dim(found, dim) and found.shape[dim] == length:
+            return True
+    return False
