@@ -69,6 +69,19 @@ def test_world_of_other_numbers_is_refused(number, size):
 # -- calls -----------------------------------------------------------------------------------------
 
 
+def test_tags_tell_messages_apart():
+    def program() -> list[float]:
+        if begin() == 0:
+            works = [dist.isend(torch.full((1,), float(tag)), 1, tag=tag) for tag in (1, 2)]
+            return [float(work.wait()) for work in works]
+        found = [torch.empty(1), torch.empty(1)]
+        for tag in (2, 1):
+            dist.recv(found[tag - 1], 0, tag=tag)
+        return [tensor.item() for tensor in found]
+
+    assert pr.launch(program, 2)[1] == [1.0, 2.0]
+
+
 def test_callback_waits_for_another_future():
     def program() -> float:
         begin()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
@@ -191,6 +192,18 @@ def test_forward_of_ddp_leaves_no_module_active():
     for seed in range(8):
         pr.launch(program, 2, seed=seed)
         assert DistributedDataParallel._active_ddp_module is None
+
+
+def test_meshes_of_ranks_differ():
+    """DTensor's caches would take equal ones for one, with the first rank's coordinate."""
+
+    def program() -> Any:
+        begin()
+        return init_device_mesh("cpu", (2,))
+
+    first, second = pr.launch(program, 2)
+    assert first != second
+    assert hash(first) != hash(second)
 
 
 def test_shared_module_is_refused():

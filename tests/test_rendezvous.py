@@ -31,7 +31,7 @@ from pyringar.engine import load
 
 pytestmark = needs_linux
 
-# A death is heard of within this, whatever else runs here; deadlines are far behind it.
+# Ranks hear of a death within this on a busy machine; deadlines are far behind it.
 PROMPT_S = 5.0
 LONG_S = 30.0
 
@@ -40,7 +40,7 @@ LONG_S = 30.0
 
 
 def reduce(state) -> None:
-    """The sum of what only this rank knows."""
+    """Reduce values that only this rank knows."""
     k = state.comm.world_size
     tensor = torch.arange(1000, dtype=torch.int64) % 17 + state.comm.rank
     state.comm.all_reduce(tensor)
@@ -95,7 +95,7 @@ class CountingStore(dist.Store):
 @pytest.mark.parametrize("late", mostly_slow([0, 1], 0))
 @pytest.mark.parametrize("killed", mostly_slow([False, True], True))
 def test_restart_on_old_store(new_crew, late, killed):
-    """As after a restart by torchrun, whose agent keeps the store; more than once."""
+    """As after restarts by torchrun: its agent keeps the store."""
     before = new_crew(2)
     name = before.join(timeout=LONG_S)
     before.run(reduce)
@@ -191,7 +191,7 @@ def test_last_answer_of_rank_counts(new_crew):
 
 
 def exchange(state, port: int, rank: int, world_size: int, name: str, timeout: float) -> None:
-    """Meet the other ranks, each on a machine of its own: a death cannot be seen from there."""
+    """Meet the other ranks, each on another machine: they cannot see a death."""
     with mock.patch.dict(os.environ, {"PYRINGAR_NODE_ID": f"machine {rank}"}):
         meeting = Rendezvous(connect(port), rank, world_size, name, timeout)
     with meeting:
@@ -210,7 +210,7 @@ def test_rank_answers_new_call(new_crew):
 
 
 def test_answering_rank_hears_of_timeout(new_crew):
-    """Rank 1 has time left, and is told whom rank 0 did not wait for any longer."""
+    """Rank 1 has time left, and is told which rank did not come in rank 0's time."""
     crew = new_crew(2)
     options = {"function": meet, "world_size": 3, "name": new_name()}
     crew.start_group([1], timeout=LONG_S, **options)
@@ -459,7 +459,7 @@ def test_death_at_step(dead, step, is_asked):
 
 
 def test_store_calls_and_threads_are_bounded():
-    """Of the calls most are polls, whose number grows with the logarithm of the wait."""
+    """Most calls are polls. Their number grows with the logarithm of the wait."""
     world_size = 48
     store = CountingStore(dist.HashStore())
     name = new_name()

@@ -108,6 +108,9 @@ def serve(channel: Connection, options: Options) -> None:
     begin with ``"done"`` or ``"failed"``.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the auditor's
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # the terminal is the auditor's, too: errors go through the channel
+        os.dup2(silent, stream)
     threading.Thread(target=_end_with_auditor, daemon=True).start()
     torch.set_num_threads(1)  # a forked process has torch's pool, but not its threads
     try:

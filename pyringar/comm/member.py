@@ -41,7 +41,7 @@ def node_id() -> str:
 
 @dataclass(frozen=True)
 class Member:
-    """Hold what a rank tells the others about itself."""
+    """One rank, as it describes itself to the others."""
 
     rank: int
     node: str
@@ -70,7 +70,7 @@ class Member:
         return [cls.parse(str(member).encode(), rank) for rank, member in enumerate(members)]
 
     def text(self) -> str:
-        """Return what `parse` reads."""
+        """Return the text that `parse` reads."""
         return json.dumps(asdict(self))
 
     @property

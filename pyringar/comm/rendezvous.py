@@ -208,7 +208,7 @@ class Rendezvous:
         return None
 
     def _not_answered(self) -> list[int]:
-        """Return the ranks that the group waits for: rank 0, or those that its call waits for."""
+        """Return the ranks that the group waits for: rank 0, or the ranks that its call lacks."""
         if not self._has_answered:
             return [0]
         answers = self._answers(range(1, self.world_size))

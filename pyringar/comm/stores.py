@@ -19,7 +19,7 @@ _LEAST_S = 0.25  # for an answer after the deadline, so that a rank can tell why
 
 
 def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
-    """Return the store, rank and world size that a caller gave, or those of this job.
+    """Return the store, rank and world size that a caller gave, or the values of this job.
 
     Raises:
         ArgumentError: A wrong value, only some of the three, or no store in this job.

@@ -43,7 +43,7 @@ __all__ = ["Collectives"]
 
 
 class _Call(NamedTuple):
-    """The parts of a call, and what is copied when they have ended well."""
+    """The parts of a call, and the copies that follow when they have ended well."""
 
     parts: list[Part]
     copies: list[Copy]
@@ -95,17 +95,17 @@ def _of_pairs(
 
 
 class Collectives(Delegated):
-    """Implement what torch calls, by torch's names and with its arguments.
+    """Implement the calls of torch.distributed, with its names and arguments.
 
     Tensors lie on the CPU, in any layout without overlap, and have any dtype that torch.distributed
     takes; on other devices they go to the group's backend for that device. Arguments are torch's:
-    ``opts`` are its options, or what they hold (a ``ReduceOp``, a root); a list may be one tensor;
+    ``opts`` are its options, or a ``ReduceOp`` or a root; a list may be one tensor;
     a ``timeout`` is ignored, the group's own counts.
 
     Raises, in every call or its work's ``wait()``:
         ArgumentError: Sizes, dtypes or calls differ between ranks: says how, on every rank. Of a
-            dtype that the engine does not have, what it travels as is compared: int16 passes for
-            int32, a complex number for two floats, what is copied for its bytes.
+            dtype that the engine does not have, its stand-ins are compared: int16 passes for
+            int32, a complex number for two floats, copied data for bytes.
         UnsupportedError: There is no way to do this with these tensors; no rank was told.
         PeerLostError, CollectiveTimeout: A rank is gone, or late: names it.
 
@@ -210,7 +210,7 @@ class Collectives(Delegated):
         call.parts.append(self._comm.broadcast(stand_in, root, async_op=True))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Return when all ranks have called it, and what was called before has ended on this one.
+        """Return when all ranks have called it, and all earlier calls have ended on this rank.
 
         Says nothing about messages, nor about work on GPUs.
         """
@@ -342,7 +342,7 @@ class Collectives(Delegated):
     def _scatter_slice(
         self, output: Tensor, flat: Tensor, begin: int, opts: Any, call: _Call
     ) -> None:
-        """All-reduce ``flat``, which is ours, and copy a slice of it: for what is rare."""
+        """All-reduce ``flat``, which no caller holds, and copy a slice of it: for rare calls."""
         op = reduction_name(opts.reduceOp, "reduce_scatter")
         target = output.detach()
         part = flat[begin : begin + target.numel()].view(target.shape)

@@ -129,7 +129,7 @@ class WatchedPart:
 
 
 class _DelegatedWork(PendingWork):
-    """Stand for one call of gloo's, whose own work is the first part's."""
+    """The work of one call of gloo, which is its only part."""
 
     def _source_rank(self) -> int:
         """Return the rank that a message received from any came from."""
@@ -139,12 +139,12 @@ class _DelegatedWork(PendingWork):
 
 
 def _read(_: list[Copy], tensor: Tensor) -> Tensor:
-    """Return a tensor that gloo can send: as it is, its bytes, or those of a copy."""
+    """Return a tensor that gloo can send: the given one, its bytes, or the bytes of a copy."""
     return _movable(_whole(tensor))
 
 
 def _written(copies: list[Copy], tensor: Tensor) -> Tensor:
-    """Return a tensor that gloo can receive into: as it is, its bytes, or those of a copy."""
+    """Return a tensor for gloo to receive into: the given one, its bytes, or a copy's."""
     return _movable(_reduced(copies, tensor))
 
 
@@ -328,13 +328,13 @@ class Delegated:
         return [part]
 
     def _noted(self, work: Any) -> Any:
-        """Return a work, which belongs to what is coalesced now."""
+        """Add a work to the batch that is coalesced now, and return it."""
         if self._batch is not None:
             self._batch.append(work)
         return work
 
     def _met_over(self, tensors: Sequence[Tensor]) -> Sequence[int]:
-        """Return the ranks that reduce these with this one: gloo meets nobody over no elements."""
+        """Return the ranks that gloo waits for: none if there are no elements to reduce."""
         return range(self._comm.world_size) if any(t.numel() for t in tensors) else []
 
 
@@ -361,7 +361,7 @@ def _named(
 ) -> RuntimeError:
     """Return the error that ``check`` raises for a lost rank, or else gloo's error as one of ours.
 
-    ``what`` says which call it was.
+    ``what`` names the call.
     """
     text = str(error).lower()
     is_broken = any(word in text for word in _CONNECTION)
@@ -381,7 +381,7 @@ def _named(
 
 
 def given_or_default(opts: Any, kind: str) -> Any:
-    """Return the options of a call; by default, those of this class of torch's."""
+    """Return the options of a call, or new ones of this class of torch."""
     return getattr(c10d, kind)() if opts is None else opts
 
 

@@ -252,7 +252,7 @@ class HierarchicalCommunicator(RankCommunicator):
         check_no_overlap(name, tensor)
 
     def _describe(self, tensors: Sequence[Tensor]) -> str:
-        """Describe what must be equal on all ranks: dtypes, sizes or shapes, and the order."""
+        """Describe the properties that all ranks share: dtypes, sizes or shapes, and the order."""
         numel = sum(tensor.numel() for tensor in tensors)
         is_by_shape = self._compares_shapes
         kinds = repr([(tuple(t.shape) if is_by_shape else t.numel(), t.dtype) for t in tensors])
