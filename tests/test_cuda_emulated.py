@@ -60,7 +60,7 @@ VARIANTS = {
     "fast": Variant("g++", FAST_FLAGS, 15),
     "fast-clang": Variant("clang++", ("-O3", MANY_THREADS), 15),
 }
-WITHOUT_THREADS = {"fused-all", "fused-mean", "fused"}
+WITHOUT_THREADS = {"fused-all", "fused-mean"}
 
 
 @dataclass(frozen=True)

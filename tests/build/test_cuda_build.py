@@ -63,6 +63,12 @@ def test_builds_links_and_imports_without_a_gpu(cache, tiny_cuda, unloaded, monk
     assert built.path.name == f"_cuda_engine{toolchain.extension_suffix()}"
     assert built.record["archs"] == ["9.0"]
     assert _build.ensure_engine(tiny_cuda).origin == "cache"
+    # Another cudart in the process, torch's, and this one must not find each other's functions.
+    words = ["readelf", "--dynamic", "--dyn-syms", "--wide", str(built.path)]
+    needs = toolchain.run_tool(words, "readelf")
+    assert not re.search(r"NEEDED.*lib(cuda|cudart)", needs)
+    assert not re.search(r"\bcuda[A-Z]\w+", needs)
+    assert re.findall(r" GLOBAL +DEFAULT +\d+ (\w+)", needs) == ["PyInit__cuda_engine"]
     asked = []
     monkeypatch.setattr(_build, "ensure_engine", lambda recipe: asked.append(recipe.kind) or built)
     assert load.loaded_cuda_engine() is None
@@ -73,17 +79,6 @@ def test_builds_links_and_imports_without_a_gpu(cache, tiny_cuda, unloaded, monk
     # With a GPU or without one, with a driver or without: an answer, and no crash.
     for error in (module.count_error(), module.launch_error()):
         assert re.fullmatch("cuda(Success|Error[A-Za-z]+)", error)
-
-
-@needs_compiler
-@needs_nvcc
-def test_cuda_runtime_stays_inside(cache, tiny_cuda):
-    """Another cudart in the process, torch's, and this one must not find each other's functions."""
-    path = str(_build.ensure_engine(tiny_cuda).path)
-    needs = toolchain.run_tool(["readelf", "--dynamic", "--dyn-syms", "--wide", path], "readelf")
-    assert not re.search(r"NEEDED.*lib(cuda|cudart)", needs)
-    assert not re.search(r"\bcuda[A-Z]\w+", needs)
-    assert re.findall(r" GLOBAL +DEFAULT +\d+ (\w+)", needs) == ["PyInit__cuda_engine"]
 
 
 def test_each_engine_has_its_own_key(cache, tiny_cuda):

@@ -3,45 +3,19 @@
 #include "cuda_emulator.h"
 
 #include <chrono>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <thread>
 
 #include "check.h"
 
 namespace pyringar::emulator {
 
-class BlockBarrier {
- public:
-  explicit BlockBarrier(std::size_t num_threads) : num_threads_(num_threads) {}
-
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (++arrived_ == num_threads_) {
-      arrived_ = 0;
-      ++passed_;
-      changed_.notify_all();
-      return;
-    }
-    const std::uint64_t before = passed_;
-    changed_.wait(lock, [&] { return passed_ != before; });
-  }
-
- private:
-  const std::size_t num_threads_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::size_t arrived_ = 0;
-  std::uint64_t passed_ = 0;
-};
-
 namespace {
 
 struct Block {
   explicit Block(unsigned num_threads) : barrier(num_threads) {}
 
-  BlockBarrier barrier;
+  std::barrier<> barrier;
   Shared shared;
 };
 
@@ -49,7 +23,7 @@ struct Block {
 void run_at_once(stress::Random& random, const Launch& launch) {
   std::deque<Block> blocks;
   for (unsigned b = 0; b < launch.num_blocks; ++b) blocks.emplace_back(launch.num_threads);
-  BlockBarrier start(std::size_t{launch.num_blocks} * launch.num_threads);
+  std::barrier<> start(static_cast<std::ptrdiff_t>(launch.num_blocks) * launch.num_threads);
   std::vector<std::thread> threads;
   for (unsigned b = 0; b < launch.num_blocks; ++b) {
     for (unsigned t = 0; t < launch.num_threads; ++t) {
@@ -58,7 +32,7 @@ void run_at_once(stress::Random& random, const Launch& launch) {
             t,   launch.num_threads, b, launch.num_blocks, &blocks[b].shared, &blocks[b].barrier,
             &own};
         here.device = launch.device;
-        start.wait();
+        start.arrive_and_wait();
         launch.kernel();
       });
     }
@@ -99,7 +73,7 @@ void wait_for_block() {
   }
   CHECK(here.barrier != nullptr, "a barrier in a kernel that was launched as one without");
   stress::dawdle(*here.random);
-  here.barrier->wait();
+  here.barrier->arrive_and_wait();
   here.has_fenced = false;
 }
 

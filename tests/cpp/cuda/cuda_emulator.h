@@ -9,6 +9,7 @@
 // Threads   thread_index() and its like belong to the calling thread.
 #pragma once
 
+#include <barrier>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -23,8 +24,6 @@ class Random;
 }
 
 namespace pyringar::emulator {
-
-class BlockBarrier;
 
 // Where CUDA threads are not threads: who runs when they wait, and what time it is.
 class Turns {
@@ -48,8 +47,8 @@ struct Place {
   unsigned block;
   unsigned num_blocks;
   Shared* shared;
-  BlockBarrier* barrier;   // none where threads run in turn
-  stress::Random* random;  // for delays
+  std::barrier<>* barrier;  // none where threads run in turn
+  stress::Random* random;   // for delays
   int device = 0;
   bool has_fenced = false;  // since the last barrier of the block
   unsigned num_told = 0;

@@ -13,7 +13,6 @@
 #include <optional>
 
 #include "emulated.h"
-#include "launched.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -243,22 +242,8 @@ void fused_mean_round(Random& random) {
   }
 }
 
-void fused_round(Random& random) {
-  const int k = random.one_in(4) ? random.between(1, 33) : random.between(1, 5);
-  FusedCall call{};
-  call.dtype = random_dtype(random);
-  call.fold = any_fold(random, random_op(random), k);
-  call.num_sources = k;
-  call.outputs = static_cast<Outputs>(random.below(3));
-  call.num_destinations = call.outputs == Outputs::kInputs ? k : random.between(1, k);
-  std::vector<std::size_t> sizes;
-  for (int i = random.between(1, 30); i > 0; --i) sizes.push_back(random_numel(random, 3000));
-  run_fused(random, call, sizes);
-}
-
 const Part kFusedAll("fused-all", &fused_all_round, kOnce);
 const Part kFusedMean("fused-mean", &fused_mean_round, kOnce);
-const Part kFused("fused", &fused_round);
 
 }  // namespace
 

@@ -86,9 +86,7 @@ void check_graphs(Random& random) {
       if (!is_closed) {
         const Streams others = make_streams(random, group);
         Case& call = eager.emplace_back(random, ranks, algorithm(), 4);
-        call.fill(group, others);
-        group.run(call.collective(), others);
-        call.read(group, others);
+        call.call(group, others);
       }
       for (Case& call : captured) call.read(group, streams);
       model::run_to_end();

@@ -176,6 +176,12 @@ void Case::read(const cuda::Group& group, const Streams& streams) {
   }
 }
 
+void Case::call(cuda::Group& group, const Streams& streams) {
+  fill(group, streams);
+  group.run(collective_, streams);
+  read(group, streams);
+}
+
 void Case::check() const {
   for (const Part& part : parts_) {
     const std::vector<const void*> before = part.tensors.before();

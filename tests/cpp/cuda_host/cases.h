@@ -48,7 +48,8 @@ class Case {
   void fill(const cuda::Group& group, const Streams& streams);
   void fill_rank(std::size_t rank, cudaStream_t stream);
   void read(const cuda::Group& group, const Streams& streams);
-  void check() const;  // once all is done
+  void call(cuda::Group& group, const Streams& streams);  // filled before, and read after
+  void check() const;                                     // once all is done
 
  private:
   enum class Operation { kAllReduce, kReduce, kBroadcast };

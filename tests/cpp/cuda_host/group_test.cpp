@@ -36,9 +36,7 @@ void check_bits(Random& random) {
   for (int i = 0; i < 4; ++i) {
     const Streams streams = make_streams(random, group);
     Case& call = calls.emplace_back(random, ranks, random_algorithm(random, group, ranks), 12);
-    call.fill(group, streams);
-    group.run(call.collective(), streams);
-    call.read(group, streams);
+    call.call(group, streams);
   }
   if (random.one_in(2)) group.close();
   model::run_to_end();
@@ -58,9 +56,7 @@ void check_growth(Random& random) {
   Case large(random, ranks, Algorithm::kDirect, 1, true);
   for (Case* call : {&small, &large}) {
     const Streams streams = make_streams(random, group);
-    call->fill(group, streams);
-    group.run(call->collective(), streams);
-    call->read(group, streams);
+    call->call(group, streams);
   }
   model::run_to_end();
   small.check();
@@ -75,9 +71,7 @@ void check_again(Random& random) {
   Case call(random, {0, 1}, Algorithm::kDirect, 12);
   const Streams streams = make_streams(random, group);
   for (int i = 0, asked = 0; i < 3; ++i) {
-    call.fill(group, streams);
-    group.run(call.collective(), streams);
-    call.read(group, streams);
+    call.call(group, streams);
     if (i == 0) asked = num_asked;
     CHECK(num_asked == asked, "asked again after call ", i);
   }
@@ -93,9 +87,7 @@ void check_links(Random& random) {
   cuda::Group group(ranks, {kLong});
   Case call(random, ranks, Algorithm::kDirect, 1, true);
   const Streams streams = make_streams(random, group);
-  call.fill(group, streams);
-  group.run(call.collective(), streams);
-  call.read(group, streams);
+  call.call(group, streams);
   model::run_to_end();
   call.check();
   const Buffers& tensor = call.collective().tensors[0];
@@ -252,9 +244,7 @@ void check_launch_blocking(Random& random) {
   cuda::Group group({0, 1}, {kLong});
   Case direct(random, {0, 1}, Algorithm::kDirect, 3);
   const Streams streams = make_streams(random, group);
-  direct.fill(group, streams);
-  group.run(direct.collective(), streams);
-  direct.read(group, streams);
+  direct.call(group, streams);
   Case ring(random, {0, 1}, Algorithm::kRing, 3);
   check_throws(ErrorKind::kUnsupported, "CUDA_LAUNCH_BLOCKING",
                [&] { group.run(ring.collective(), streams); });

@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "cuda/args.h"
+#include "cuda/kernels.h"
 #include "cuda/table.h"
-#include "launched.h"
 #include "machine.h"
 
 namespace pyringar::model {
@@ -23,9 +23,37 @@ struct EventHandle {
 
 EventHandle& handle_of(cudaEvent_t event) { return *reinterpret_cast<EventHandle*>(event); }
 
+struct Identity {
+  DType dtype;
+  cuda::KernelKind kind;
+};
+
+// None: not a kernel of the engine.
+std::optional<Identity> identify(const void* kernel) {
+  for (int i = 0; i < kNumDTypes * kNumReduceOps * cuda::kNumKernelKinds; ++i) {
+    const auto kind = static_cast<cuda::KernelKind>(i % cuda::kNumKernelKinds);
+    const auto op = static_cast<ReduceOp>(i / cuda::kNumKernelKinds % kNumReduceOps);
+    const auto dtype = static_cast<DType>(i / cuda::kNumKernelKinds / kNumReduceOps);
+    for (const Order order : {Order::kRank, Order::kTree}) {
+      for (const int divisor : {1, 3}) {  // means by 3 have kernels of their own
+        const Fold fold{op, divisor, order};
+        if (cuda::kernel_function(dtype, fold, kind) == kernel) return Identity{dtype, kind};
+      }
+    }
+  }
+  return {};
+}
+
+// The call, its argument copied now, as a launch does.
 template <typename T>
-void touch_table(const void* table, std::size_t item, std::vector<Access>& accesses) {
-  const cuda::TableView view = static_cast<const T*>(table)->view();
+std::function<void()> bound(const void* kernel, const T& argument) {
+  const auto function = reinterpret_cast<void (*)(T)>(const_cast<void*>(kernel));
+  return [function, copied = std::make_shared<T>(argument)] { function(*copied); };
+}
+
+template <typename T>
+void touch_table(const T& table, std::size_t item, std::vector<Access>& accesses) {
+  const cuda::TableView view = table.view();
   for (std::uint32_t s = 0; s < view.num_segments; ++s) {
     const cuda::Segment& segment = view.segments[s];
     const std::size_t bytes = segment.numel * item;
@@ -70,7 +98,7 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** argumen
   Call call;
   if (call.fault() != cudaSuccess) return call.fault();
   Machine& machine = call.machine();
-  const std::optional<stress::Identity> what = stress::identify(kernel);
+  const std::optional<Identity> what = identify(kernel);
   if (!what) return error(cudaErrorInvalidDeviceFunction);
   int& launches_left = call.process().launches_left;
   if (launches_left >= 0 && launches_left-- == 0) return error(cudaErrorLaunchOutOfResources);
@@ -82,23 +110,29 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** argumen
   if (is_cooperative && blocks.x > most) return error(cudaErrorCooperativeLaunchTooLarge);
   if (state->capture == nullptr) machine.load(call.lock(), kernel, state->device);
   const std::size_t item = item_bytes(what->dtype);
-  Work work{Work::Kind::kRun, join("a launch of ", stress::kind_name(what->kind))};
+  const bool is_ring = what->kind == cuda::KernelKind::kRing;
+  Work work{Work::Kind::kRun, join("a launch of ", is_ring ? "ring" : "fused")};
   work.kernel = kernel;
   emulator::Launch entry{blocks.x, threads.x, {}, state->device};
-  if (what->kind == cuda::KernelKind::kRing) {
-    if (!is_cooperative)
+  const auto fuse = [&](const auto& table) {
+    entry.kernel = bound(kernel, table);
+    touch_table(table, item, work.accesses);
+    work.run = [entry] { emulator::run_in_turn(entry); };
+  };
+  if (is_ring) {
+    if (!is_cooperative) {
       throw Broken("resident", "blocks wait in a launch that is not cooperative");
+    }
+    const auto& args = *static_cast<cuda::RingArgs*>(arguments[0]);
     entry.num_threads = cuda::kThreads;
-    entry.kernel = stress::bound<cuda::RingArgs>(kernel, arguments);
-    touch_ring(*static_cast<cuda::RingArgs*>(arguments[0]), blocks.x, item, work.accesses);
+    entry.kernel = bound(kernel, args);
+    touch_ring(args, blocks.x, item, work.accesses);
     work.kind = Work::Kind::kGrid;
     work.launch = std::move(entry);
+  } else if (what->kind == cuda::KernelKind::kFusedSmall) {
+    fuse(*static_cast<cuda::SmallTable*>(arguments[0]));
   } else {
-    stress::with_table(what->kind, [&]<typename T>(std::type_identity<T>) {
-      entry.kernel = stress::bound<T>(kernel, arguments);
-      touch_table<T>(arguments[0], item, work.accesses);
-    });
-    work.run = [entry] { emulator::run_in_turn(entry); };
+    fuse(*static_cast<cuda::LargeTable*>(arguments[0]));
   }
   const cudaError_t status = machine.enqueue(state, std::move(work));
   if (machine.options.launch_blocking && state->capture == nullptr) {

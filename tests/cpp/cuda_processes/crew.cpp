@@ -166,7 +166,11 @@ AllTensors::AllTensors(const Case& made, int world_size) {
 }
 
 AllTensors::~AllTensors() {
-  for (const auto& tensors : tensors_) hide(*tensors);
+  for (const auto& tensors : tensors_) {
+    for (const auto* all : {&tensors->inputs, &tensors->outputs}) {
+      for (const Tensors& tensor : *all) hide_tensor(tensor[0]);
+    }
+  }
 }
 
 void AllTensors::check(const Case& made, int rank) const {
@@ -179,12 +183,6 @@ std::vector<AllTensors> make_all_tensors(const std::vector<Case>& cases, int wor
   std::vector<AllTensors> all;
   for (const Case& made : cases) all.emplace_back(made, world_size);
   return all;
-}
-
-void hide(const CallTensors& tensors) {
-  for (const auto* all : {&tensors.inputs, &tensors.outputs}) {
-    for (const Tensors& tensor : *all) hide_tensor(tensor[0]);
-  }
 }
 
 namespace {

@@ -76,7 +76,6 @@ class AllTensors {
   std::vector<std::unique_ptr<CallTensors>> tensors_;
 };
 std::vector<AllTensors> make_all_tensors(const std::vector<Case>& cases, int world_size);
-void hide(const CallTensors& tensors);  // from the device
 
 // Fills, calls and reads on one stream: nothing but its order says that the call is in between.
 CudaProcessGroup::Submitted enqueue_case(const Case& made, CallTensors& tensors,

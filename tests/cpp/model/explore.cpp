@@ -24,20 +24,13 @@ class Memory {
         events_(recording.events()),
         done_(events_.size(), false),
         missing_(events_.size(), 0),
-        first_(static_cast<std::size_t>(recording.num_ranks()) + 1, events_.size()),
         versions_(recording.words().size(), 0) {
-    for (std::size_t at = events_.size(); at-- > 0;) {
-      missing_[at] = events_[at].after.size();
-      for (int rank = 0; rank <= events_[at].rank; ++rank) {
-        first_[static_cast<std::size_t>(rank)] = at;
-      }
+    for (std::size_t at = 0; at < events_.size(); ++at) missing_[at] = events_[at].after.size();
+    for (int rank = 0; rank <= recording.num_ranks(); ++rank) {
+      const auto is_before = [=](const Event& event) { return event.rank < rank; };
+      begin_.push_back(static_cast<std::size_t>(
+          std::partition_point(events_.begin(), events_.end(), is_before) - events_.begin()));
     }
-    for (std::size_t rank = 0; rank + 1 < first_.size(); ++rank) {
-      if (first_[rank] < events_.size() && events_[first_[rank]].rank != static_cast<int>(rank)) {
-        first_[rank] = first_[rank + 1];
-      }
-    }
-    begin_ = first_;
   }
 
   bool is_done(std::size_t at) const { return done_[at]; }
@@ -63,8 +56,6 @@ class Memory {
     ++num_done_;
     if (is_store(event)) ++versions_[event.word];
     for (const std::size_t later : event.before) --missing_[later];
-    std::size_t& first = first_[static_cast<std::size_t>(event.rank)];
-    while (first < end(event.rank) && is_done(first)) ++first;
   }
   void undo(std::size_t at) {
     const Event& event = events_[at];
@@ -72,23 +63,17 @@ class Memory {
     --num_done_;
     if (is_store(event)) --versions_[event.word];
     for (const std::size_t later : event.before) ++missing_[later];
-    std::size_t& first = first_[static_cast<std::size_t>(event.rank)];
-    first = std::min(first, at);
   }
 
-  std::size_t first(int rank) const { return first_[static_cast<std::size_t>(rank)]; }
-  std::size_t end(int rank) const { return begin_[static_cast<std::size_t>(rank) + 1]; }
-  // Behind a wait that acquires, nothing can happen.
-  bool ends_here(std::size_t at) const {
-    return !is_done(at) && events_[at].action == Action::kWait && events_[at].ordered;
-  }
-  void list_possible(std::vector<std::size_t>& possible) const {
-    possible.clear();
-    for (int rank = 0; rank < recording_.num_ranks(); ++rank) {
-      for (std::size_t at = first(rank); at < end(rank); ++at) {
-        if (can_happen(at)) possible.push_back(at);
-        if (ends_here(at)) break;
-      }
+  // Visits a rank's events in order, until visit(at) says false. Behind a wait that acquires,
+  // nothing can happen.
+  template <typename Visit>
+  void visit_next(int rank, Visit&& visit) const {
+    const auto r = static_cast<std::size_t>(rank);
+    for (std::size_t at = begin_[r]; at < begin_[r + 1]; ++at) {
+      if (is_done(at)) continue;
+      if (!visit(at)) return;
+      if (!is_done(at) && events_[at].action == Action::kWait && events_[at].ordered) return;
     }
   }
 
@@ -97,8 +82,7 @@ class Memory {
   const std::vector<Event>& events_;
   std::vector<bool> done_;
   std::vector<std::size_t> missing_;
-  std::vector<std::size_t> first_;  // by rank, the first event that has not happened
-  std::vector<std::size_t> begin_;
+  std::vector<std::size_t> begin_{};  // by rank
   std::vector<std::size_t> versions_;
   std::size_t num_done_ = 0;
 };
@@ -130,7 +114,12 @@ class Search {
   bool visit() {
     if (!states_.insert(memory_.done()).second) return true;
     std::vector<std::size_t> possible;
-    memory_.list_possible(possible);
+    for (int rank = 0; rank < recording_.num_ranks(); ++rank) {
+      memory_.visit_next(rank, [&](std::size_t at) {
+        if (memory_.can_happen(at)) possible.push_back(at);
+        return true;
+      });
+    }
     if (possible.empty()) return memory_.num_done() == events_.size() || report_deadlock();
     for (const std::size_t at : possible) {
       if (memory_.is_violation(at)) return report_violation(at);
@@ -169,58 +158,37 @@ class Search {
     return true;
   }
 
-  // Events on the same word from the other side: one per rank is enough, the next.
-  std::vector<std::size_t> opposites(std::size_t at) const {
-    const Event& event = events_[at];
-    const Word& word = recording_.words()[event.word];
-    std::vector<std::size_t> found;
-    const auto add_next = [&](const std::vector<std::size_t>& events, int rank) {
-      for (const std::size_t other : events) {
-        if (memory_.is_done(other) || events_[other].rank != rank) continue;
-        found.push_back(other);
-        return;
-      }
-    };
-    for (int rank = 0; rank < recording_.num_ranks(); ++rank) {
-      if (rank == event.rank) continue;
-      add_next(word.writes, rank);
-      if (event.action == Action::kWrite) {
-        add_next(word.reads[static_cast<std::size_t>(rank)], rank);
-      }
-    }
-    return found;
+  // On the same word, from the other side.
+  bool are_opposites(const Event& a, const Event& b) const {
+    return a.word == b.word && a.rank != b.rank && (is_store(a) || is_store(b));
   }
 
   // Lets everything happen that can without this event, and looks whether an opposite is among it.
   // A counter may stand still or go on: a wait passes if it may at any version on the way.
   bool no_other_minds(std::size_t at) {
-    const std::vector<std::size_t> others = opposites(at);
-    if (others.empty()) return true;
     Memory future = memory_;
-    const auto passes_later = [&](const Event& event) {
+    const auto can_pass = [&](const Event& event) {
       for (std::size_t v = memory_.version(event.word); v <= future.version(event.word); ++v) {
         if (event.passes[v]) return true;
       }
       return false;
     };
-    for (bool goes_on = true; goes_on;) {
+    bool is_minded = false;
+    for (bool goes_on = true; goes_on && !is_minded;) {
       goes_on = false;
       for (int rank = 0; rank < recording_.num_ranks(); ++rank) {
-        for (std::size_t next = future.first(rank); next < future.end(rank); ++next) {
+        future.visit_next(rank, [&](std::size_t next) {
           const Event& event = events_[next];
-          const bool can = event.action == Action::kWait
-                               ? future.is_ready(next) && passes_later(event)
-                               : future.can_happen(next);
-          if (next != at && can) {
-            if (std::find(others.begin(), others.end(), next) != others.end()) return false;
-            future.happen(next);
-            goes_on = true;
-          }
-          if (future.ends_here(next)) break;
-        }
+          const bool can = event.action == Action::kWait ? future.is_ready(next) && can_pass(event)
+                                                         : future.can_happen(next);
+          if (next == at || !can) return true;
+          is_minded |= are_opposites(events_[at], event);
+          future.happen(next);
+          return goes_on = true;
+        });
       }
     }
-    return true;
+    return !is_minded;
   }
 
   // Whether these events can happen in this order, the last one being a violation.
@@ -271,12 +239,12 @@ class Search {
     report_ =
         join("deadlock: after ", path_.size(), " of ", events_.size(), " steps nobody can go on\n");
     for (int rank = 0; rank < recording_.num_ranks(); ++rank) {
-      const std::size_t next = memory_.first(rank);
-      if (next == memory_.end(rank)) {
-        report_ += join("rank ", rank, ": has ended\n");
-        continue;
-      }
-      report_ += join(recording_.show(next), state_of_wait(memory_, next), " for ever\n");
+      std::string text = join("rank ", rank, ": has ended\n");
+      memory_.visit_next(rank, [&](std::size_t next) {
+        text = join(recording_.show(next), state_of_wait(memory_, next), " for ever\n");
+        return false;
+      });
+      report_ += text;
     }
     return false;
   }

@@ -5,8 +5,7 @@
 //           has one writer and no event depends on a value. The states form a graph without cycles,
 //           since an event happens once.
 // Reduction An event that no other minds is taken alone, and all others are put off: a persistent
-// set
-//           of one event (Godefroid 1996), computed in every state. No other minds a read or a
+//           set of one event (Godefroid 1996), computed in every state. No other minds a read or a
 //           write if no event that could possibly happen before it touches the same word from the
 //           other side: everything happens that can happen without this event. No bug is assumed
 //           away: a program without waits is one where everything can. No other minds a publish or

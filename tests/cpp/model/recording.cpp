@@ -16,7 +16,6 @@ std::size_t Recording::word(const std::string& place, const std::string& part, i
   }
   words_.push_back({place, part, owner});
   words_.back().values.push_back({});
-  words_.back().reads.resize(static_cast<std::size_t>(num_ranks_));
   return words_.size() - 1;
 }
 
@@ -32,7 +31,6 @@ std::size_t Recording::read(int rank, std::size_t word, std::uint32_t message, S
     source.own_seen = words_[word].values.size() - 1;
   } else {
     source.event = events_.size();
-    words_[word].reads[static_cast<std::size_t>(rank)].push_back(source.event);
     events_.push_back({Action::kRead, rank, word});
     events_.back().meant = source.meant;
   }

@@ -47,13 +47,12 @@ struct Value {
 };
 
 struct Word {
-  std::string place;                              // "slot 2 of rank 0", "announced of rank 1"
-  std::string part;                               // "slice 1, half 0"; of counters, records ""
-  int owner;                                      // who writes it; or kNobody
-  std::vector<Value> values{};                    // by version, 0: nothing yet
-  std::vector<std::uint32_t> counts{};            // the same of a counter
-  std::vector<std::size_t> writes{};              // events, in order
-  std::vector<std::vector<std::size_t>> reads{};  // events, by rank, in order
+  std::string place;                    // "slot 2 of rank 0", "announced of rank 1"
+  std::string part;                     // "slice 1, half 0"; of counters, records ""
+  int owner;                            // who writes it; or kNobody
+  std::vector<Value> values{};          // by version, 0: nothing yet
+  std::vector<std::uint32_t> counts{};  // the same of a counter
+  std::vector<std::size_t> writes{};    // events, in order
 };
 
 inline constexpr int kNobody = -1;  // owns a word
