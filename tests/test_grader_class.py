@@ -266,8 +266,11 @@ def test_odd_text_is_kept_in_csv(tmp_path):
     """A teacher joins the table by the names of the files; messages are short and printable."""
     path, name = tmp_path / "marks.csv", 'a  b\t=1\r\n,"é 漢\udcff' + 600 * "x" + ".py"
     failing = report("fail", "strides", "\x00\x1b[2J\u202e")
-    write_csv(path, [Marked(Target(name, "f"), failing), Marked(Target("b", "f"), None, 600 * "x")])
+    write_csv(
+        path, [Marked(Target(name, "f"), failing), Marked(Target("=1+1", "f"), None, 600 * "x")]
+    )
     first, second = rows(path)
+    assert second["file"] == "'=1+1", "no formula for a spreadsheet"
     assert first["file"] == name.replace("\udcff", "\\udcff")
     assert first["message"] == "\\x00\\x1b[2J\\u202e"
     assert (first["strides"], first["first_look_at"]) == ("fail", "strides")

@@ -105,7 +105,7 @@ def mixes(calls: Iterable[str], length: int) -> Iterator[str]:
 
 
 STAGED = pieces("direct", "exchange")
-SINGLE = ["direct:1", "exchange:1", "registered:1"]
+SINGLE = ["direct:1", "exchange:1"]
 
 
 # -- Calls that share staging slots ----------------------------------------------------------------
@@ -131,9 +131,9 @@ def test_four_ranks(check: Check) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_calls_of_one_piece(check: Check, ranks: int) -> None:
-    """Slots and records go round; registered tensors are filled again."""
+    """Slots and records go round."""
     prove(check, mixes(SINGLE, 3), ranks=ranks, base=WRAPS)
-    prove(check, ["direct:1,exchange:1,exchange:1,direct:1,registered:1,exchange:1"], ranks=ranks)
+    prove(check, ["direct:1,exchange:1,exchange:1,direct:1,exchange:1"], ranks=ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -147,7 +147,7 @@ def test_single_pieces_between_others(check: Check, ranks: int) -> None:
 
 @pytest.mark.parametrize("base", range(-9, 1))
 def test_counters_wrap_anywhere(check: Check, base: int) -> None:
-    prove(check, ["direct:3,exchange:3,registered:1,direct:2", "exchange:4,direct:4"], base=base)
+    prove(check, ["direct:3,exchange:3,direct:2", "exchange:4,direct:4"], base=base)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -156,7 +156,6 @@ def test_reduced_far_behind(check: Check, ranks: int, behind: int) -> None:
     """After this many messages of exchanges: the first direct call brings it up."""
     lists = [
         "direct:1",
-        "registered:1",
         "direct:3",
         "exchange:2,direct:2",
         "exchange:1,direct:1,exchange:3,direct:3",
@@ -209,7 +208,7 @@ SMALLEST = {
     "exchange:2,direct:2": 4,
     "direct:1,direct:1,direct:1": 2,
     "exchange:1,exchange:1,exchange:1": 2,
-    "registered:1,direct:1,exchange:1,direct:1": 2,
+    "direct:1,direct:1,exchange:1,direct:1": 2,
 }
 # A slot is written again while a rank still reads what was there. With one slot, a rank may even
 # have overwritten its own.
@@ -278,17 +277,11 @@ PLANTED = [
     ("announces-without-release", "direct:1", UNANNOUNCED),
     ("announces-without-release", "exchange:1", UNANNOUNCED),
     ("reduced-without-release", "direct:1", UNREDUCED),
-    (
-        "reduced-without-release",
-        "registered:1,registered:1",
-        r", result: expected .*, found nothing$",
-    ),
     ("announces-first", "direct:1", UNWRITTEN),
     ("announces-first", "exchange:1", UNWRITTEN),
     ("announced-not-awaited", "direct:1", UNANNOUNCED),
     ("announced-not-awaited", "exchange:1", UNANNOUNCED),
     ("reduced-not-awaited", "direct:1", UNREDUCED),
-    ("reduced-not-awaited", "registered:1", r", result: expected .*, found nothing$"),
     ("one-rank-not-awaited", "direct:1", UNREDUCED),
     ("two-ahead", "exchange:5", TOO_FEW),
     (
@@ -321,9 +314,8 @@ def test_planted_bug_is_refuted(
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_direct_call_raises_reduced(check: Check, ranks: int) -> None:
     options = {"ranks": ranks, "bug": LEFT_BEHIND}
-    prove(check, ["direct:1", "registered:1"], reduced_behind=TURNS - 1, **options)
+    prove(check, ["direct:1"], reduced_behind=TURNS - 1, **options)
     refute(check, "direct:1", UNREDUCED, reduced_behind=TURNS, **options)
-    refute(check, "registered:1", ", result: .*, found nothing$", reduced_behind=TURNS, **options)
     # The exchange is what goes too far.
     refute(
         check,
@@ -358,7 +350,6 @@ SHORT = [
     ("direct:1,direct:1", {"base": -1}),
     ("direct:1", {"reduced_behind": TURNS}),
     ("exchange:1", {"base": -1}),
-    ("registered:1,registered:1", {}),
     ("refused:2", {"base": -2}),
     ("ring:1", {}),
     ("scatter:1,gather:1", {"base": -1}),

@@ -88,9 +88,9 @@ def write_csv(path: Path, solutions: Iterable[Marked]) -> None:
     writer.writerow([*head, *REQUIRED, "first_look_at", "message"])
     for one in solutions:
         verdicts = {p.name: p.verdict for p in one.report.properties} if one.report else {}
-        name = [one.target.where, one.target.function]
+        name = [_cell(one.target.where), _cell(one.target.function)]
         cells = [verdicts.get(name, "fail") for name in REQUIRED]
-        message = printable(one.message)[:_MAX_MESSAGE]
+        message = _cell(printable(one.message)[:_MAX_MESSAGE])
         writer.writerow([*name, one.marks, len(REQUIRED), *cells, one.first_look_at, message])
     try:
         path.write_bytes(text.getvalue().encode(errors="backslashreplace"))
@@ -98,3 +98,8 @@ def write_csv(path: Path, solutions: Iterable[Marked]) -> None:
         raise RingarError(
             f"--csv is '{path}', which could not be written: {error.strerror}"
         ) from error
+
+
+def _cell(text: str) -> str:
+    """Return a text that a spreadsheet takes for no formula."""
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text

@@ -38,7 +38,6 @@ namespace {
 Call parse_call(const std::string& text) {
   static const std::map<std::string, Call> kCalls = {
       {"direct", {CallKind::kDirect, 1}},
-      {"registered", {CallKind::kRegistered, 1}},
       {"exchange", {CallKind::kExchange, 1}},
       {"ring", {CallKind::kRing, 1}},
       {"scatter", {CallKind::kScatter, 1}},

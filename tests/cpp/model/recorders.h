@@ -9,11 +9,6 @@
 //                         lies; here it goes through the slot, which is more.
 //             record      what call s is lies in calls[s % 2] of each rank, written before the
 //                         call's program begins
-//             registered  rank r's tensor holds k slices, each of them two words: what rank r
-//                         filled in, and the result, which the slice's rank writes over it. One
-//                         word in truth, with two writers; but where all reads are right, these
-//                         writes take turns: a result is made of what was filled in, and rank r
-//                         fills in again what it has taken out.
 //             ring        a link's slot is one word
 //
 //           A slice is one word: its bytes are all written between the same two counters, so no
@@ -30,8 +25,7 @@
 
 namespace pyringar::model {
 
-// A registered call is a direct one of one piece, on tensors that all ranks reach.
-enum class CallKind { kDirect, kRegistered, kExchange, kRing, kScatter, kGather };
+enum class CallKind { kDirect, kExchange, kRing, kScatter, kGather };
 
 struct Call {
   CallKind kind;

@@ -53,7 +53,6 @@ class StagedRecorder {
     return !call_.refused;
   }
   void reduce(std::size_t, std::uint32_t n) {
-    if (call_.kind == CallKind::kRegistered) return reduce_registered(n);
     Sum sum;
     for (int owner = 0; owner < setup_.num_ranks; ++owner) {
       const bool twice = setup_.bug == "adds-one-twice" && owner == 1;
@@ -77,9 +76,7 @@ class StagedRecorder {
   void copy_out(std::size_t piece, std::uint32_t n) {
     check_agreed();
     for (int slice = 0; slice < setup_.num_ranks; ++slice) {
-      const bool is_registered = call_.kind == CallKind::kRegistered;
-      const std::size_t word = is_registered ? result(rank_, slice) : part(slice, n, slice);
-      keep(piece, slice, {{}, {read(word, n, Stage::kSum)}});
+      keep(piece, slice, {{}, {read(part(slice, n, slice), n, Stage::kSum)}});
     }
   }
   void combine(std::size_t piece, std::uint32_t n) {
@@ -102,14 +99,6 @@ class StagedRecorder {
     return recording_.word(join("slot ", slot.index, " of rank ", slot.owner),
                            join("slice ", slice), swaps ? kNobody : owner);
   }
-  std::size_t filled(int owner, int slice) {
-    return recording_.word(join("tensor of rank ", owner), join("slice ", slice, ", filled in"),
-                           owner);
-  }
-  std::size_t result(int owner, int slice) {
-    return recording_.word(join("tensor of rank ", owner), join("slice ", slice, ", result"),
-                           slice);
-  }
   std::size_t record(int owner) {
     const std::uint32_t parity = setup_.bug == "one-call-record" ? 0 : sequence_ % 2;
     return recording_.word(join("calls[", parity, "] of rank ", owner), "", owner);
@@ -126,18 +115,7 @@ class StagedRecorder {
   }
   void write_message(std::uint32_t n) {
     for (int slice = 0; slice < setup_.num_ranks; ++slice) {
-      const bool is_registered = call_.kind == CallKind::kRegistered;
-      const std::size_t word = is_registered ? filled(rank_, slice) : part(rank_, n, slice);
-      recording_.write(rank_, word, message(n), Stage::kPart, {{rank_}, {}});
-    }
-  }
-  void reduce_registered(std::uint32_t n) {
-    Sum sum;
-    for (int owner = 0; owner < setup_.num_ranks; ++owner) {
-      sum.reads.push_back(read(filled(owner, rank_), n, Stage::kPart));
-    }
-    for (int owner = 0; owner < setup_.num_ranks; ++owner) {
-      recording_.write(rank_, result(owner, rank_), message(n), Stage::kSum, sum);
+      recording_.write(rank_, part(rank_, n, slice), message(n), Stage::kPart, {{rank_}, {}});
     }
   }
   void check_agreed() {
