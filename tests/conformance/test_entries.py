@@ -13,7 +13,7 @@ import pytest
 import torch
 from calls import ALL_REDUCES, LISTS, ROOTED, SHARES, Call, Layout, Part
 from cases import mostly_slow
-from oracle import DTYPES, assert_all_ranks, folded, inputs, limit_bytes, piece_elems
+from oracle import DTYPES, assert_all_ranks, folded, inputs, limit_bytes
 from ranks import on_ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -123,27 +123,6 @@ def test_more_threads_than_cores_do_not_crawl(comm_of, algorithm):
         comm_of(16).all_reduce(tensors, "mean", algorithm=algorithm)
     assert time.monotonic() - start < 20
     assert torch.equal(tensors[5], torch.ones(20_000))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
-def test_a_hundred_ranks(make_comm, algorithm):
-    comm = make_comm(100, timeout=120)
-    for numel in (7, 100, 100_003):
-        parts = inputs(numel, F32, 100)
-        tensors = [part.clone() for part in parts]
-        comm.all_reduce(tensors, algorithm=algorithm)
-        assert_all_ranks(tensors, folded(parts, "sum", "ring" if algorithm == "ring" else "rank"))
-
-
-@pytest.mark.slow
-def test_a_slot_is_not_overwritten_early(comm_of):
-    parts = inputs(4 * 3 * piece_elems(F32) + 1, F32, 4)
-    wanted = folded(parts, "sum", "ring")
-    for _ in range(500):
-        tensors = [part.clone() for part in parts]
-        comm_of(4).all_reduce(tensors, algorithm="ring")
-        assert_all_ranks(tensors, wanted)
 
 
 @on_ranks(*mostly_slow([1, 2, 3], 1, 3))
