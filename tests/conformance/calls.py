@@ -298,6 +298,7 @@ class Placed:
         )
         if self._layout.is_negated:
             self.tensor = torch._neg_view(self.tensor)
+        self.first_version = self.tensor._version
 
     def _view(self, base: np.ndarray) -> np.ndarray:
         strides = [s * base.itemsize for s in self._strides]
@@ -309,7 +310,6 @@ class Placed:
 
     @property
     def can_be_array(self) -> bool:
-        """Whether NumPy has the dtype and reaches the memory."""
         is_plain = self.part.dtype is not torch.bfloat16 and not self.part.has_negated
         return is_plain and self._memory.device.type == "cpu"
 

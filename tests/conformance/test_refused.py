@@ -203,7 +203,6 @@ WRONG_LISTS = {
     "meta": (lambda t: [t[0], t[1], t[2].to("meta")], r"tensors\[2\].*meta"),
     "read-only array": (lambda t: [t[0], read_only(t[1]), t[2]], "ndarray.*read-only"),
     "array twice": (lambda t: [t[0], t[1].numpy(), t[1].numpy()], "shares memory"),
-    "one tensor": (lambda t: t[0], "tensors is a Tensor, expected a list"),
     "generator": (lambda t: (x for x in t), "tensors is a generator, expected a list"),
     "too few": (lambda t: t[:2], "tensors has 2 entries, expected 3"),
     "too many": (lambda t: [*t, torch.zeros(2, 3)], "tensors has 4 entries, expected 3"),

@@ -62,18 +62,6 @@ def options_of(call: Call) -> dict[str, Any]:
     return {"algorithm": call.algorithm, "order": call.order}
 
 
-class Versions:
-    """That autograd is told of every tensor that was written, and of no other."""
-
-    def __init__(self, placed: Sequence[Placed]) -> None:
-        self._placed = [(one, one.tensor._version) for one in placed]
-
-    def check(self, context: object) -> None:
-        for one, before in self._placed:
-            is_told = one.tensor._version > before
-            assert is_told == one.field.is_written, f"{context}: version of {one.part}"
-
-
 def order_of(call: Call, algorithm: str) -> str:
     if call.order in ("tree", "exact"):
         return call.order
@@ -105,7 +93,6 @@ class Lists:
         self._made.close()
 
     def can_run(self, call: Call) -> bool:
-        """Whether the call is one of those that are not refused."""
         if call.order == "exact" and ("exact" not in self.orders or call.op not in ("sum", "mean")):
             return False
         if call.entry == "book":  # which names neither
@@ -120,7 +107,6 @@ class Lists:
         return True
 
     def borders(self, dtype: torch.dtype, k: int) -> list[int]:
-        """Return sizes at which the engine changes what it does, in elements."""
         block = limit_bytes("fused_block") // dtype.itemsize
         return [2 * block, k * piece_elems(dtype, k), 3 * k * piece_elems(dtype, k)]
 
@@ -134,12 +120,12 @@ class Lists:
             [Placed(field, call.k, self.device) for field in call.fields(rank)]
             for rank in range(call.k)
         ]
-        versions = Versions([one for row in rows for one in row])
         options = (call.algorithm, call.order) if call.by_communicator else ()
         with float_mode(call.flushes):
             run_on_lists(self.comm_of(call.k, *options), call, rows)
         if call.k > 1 and call.holds != "arrays":
-            versions.check(call)
+            for row in rows:
+                check_versions(call, row)
         order = order_of(call, "auto" if call.entry in BROADCASTS else call.algorithm)
         all_found = [check_rank(call, rank, row, order) for rank, row in enumerate(rows)]
         check_same(call, all_found, is_on_gpu=self.device != "cpu")
@@ -241,6 +227,13 @@ def check_rank(
     return digest
 
 
+def check_versions(call: Call, placed: Sequence[Placed]) -> None:
+    """Autograd is told of every tensor that was written, and of no other."""
+    for one in placed:
+        is_told = one.tensor._version > one.first_version
+        assert is_told == one.field.is_written, f"{call}: version of {one.part}"
+
+
 def check_same(call: Call, digests: Sequence[int], *, is_on_gpu: bool = False) -> None:
     """All ranks have the very bits of rank 0, NaN's included."""
     if call.entry in (*ROOTED, "reduce_scatter"):
@@ -271,7 +264,6 @@ class Processes:
         self._made.close()
 
     def can_run(self, call: Call) -> bool:
-        """Whether the call is one of those that are not refused."""
         if call.order == "exact" and call.op not in ("sum", "mean"):
             return False
         if call.entry in SHARES and not call.by_communicator:
@@ -279,7 +271,6 @@ class Processes:
         return call.algorithm != "ring" or call.order == "any"
 
     def borders(self, dtype: torch.dtype, k: int) -> list[int]:
-        """Return sizes at which the engine changes what it does, in elements."""
         exchange, slot = limit_bytes("process_exchange"), limit_bytes("process_slot")
         ahead = limit_bytes("process_reads_ahead") if k == 2 else 0
         return [nbytes // dtype.itemsize for nbytes in (exchange, slot, 4 * slot, ahead) if nbytes]
@@ -324,7 +315,6 @@ def comm_on_rank(state: SimpleNamespace, call: Call) -> pr.ProcessCommunicator:
 
 def check_own(state: SimpleNamespace, call: Call) -> int:
     placed = [Placed(field, call.k) for field in call.fields(state.rank)]
-    versions = Versions(placed)
     comm = comm_on_rank(state, call)
     with float_mode(call.flushes and state.rank % 2 == 1):
         mine = held(call, placed[: len(call.parts)])
@@ -332,7 +322,7 @@ def check_own(state: SimpleNamespace, call: Call) -> int:
         last = placed[1].tensor if call.entry in SHARES else None
         run(comm, call, placed, first, mine, last)
     if call.k > 1 and call.holds != "arrays":
-        versions.check(call)
+        check_versions(call, placed)
     order = order_of(call, "direct" if call.entry in SHARES else call.algorithm)
     # One tensor that lies otherwise on another rank, and all of the call are taken by index.
     lying = {
