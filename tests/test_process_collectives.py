@@ -1,4 +1,4 @@
-"""One rank per process: are the other collectives, works, groups, plans and counts right?"""
+"""One rank per process: barriers, two groups at once, members, and mixed layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a group of processes ends: a rank is killed, stops, leaves, raises or is late.
+"""How a group of processes ends: a rank is killed, stops, leaves or raises.
 
 The survivors get the right error, with the right name, in time. The group refuses from then on,
 the same processes can make a new one, and nothing is left behind.

@@ -50,28 +50,20 @@ def wait_behind_thread(state) -> None:
         thread.join()
 
 
+WAITS = {
+    "call": reduce,
+    "bound call": lambda state: state.comm.bind(torch.ones(SMALL))(),
+    "work": lambda state: state.comm.all_reduce(torch.ones(SMALL), async_op=True).wait(),
+    "call behind background": lambda state: state.comm.barrier(),
+    "call behind thread": wait_behind_thread,
+    "close behind background": lambda state: state.comm.close(),
+}
+
+
 def wait_in(state, where: str) -> None:
     if "background" in where:
         state.work = state.comm.all_reduce(torch.ones(SMALL), async_op=True)
-    waits = {
-        "call": lambda: reduce(state),
-        "bound call": lambda: state.comm.bind(torch.ones(SMALL))(),
-        "work": lambda: state.comm.all_reduce(torch.ones(SMALL), async_op=True).wait(),
-        "call behind background": state.comm.barrier,
-        "call behind thread": lambda: wait_behind_thread(state),
-        "close behind background": state.comm.close,
-    }
-    waits[where]()
-
-
-WAITS = [
-    "call",
-    "bound call",
-    "work",
-    "call behind background",
-    "call behind thread",
-    "close behind background",
-]
+    WAITS[where](state)
 
 
 def wait_with_handler(state, where: str, number: int, handler) -> list[str]:
@@ -103,7 +95,7 @@ HANDLERS = {signal.SIGINT: (interrupt, "KeyboardInterrupt"), signal.SIGTERM: (le
 
 
 @pytest.mark.parametrize("number", HANDLERS, ids=["ctrl-c", "sigterm"])
-@pytest.mark.parametrize("where", mostly_slow(WAITS, *WAITS[:4]))
+@pytest.mark.parametrize("where", mostly_slow(WAITS, *[*WAITS][:4]))
 def test_signal_ends_wait_and_group(new_crew, where, number):
     crew = new_crew(2)
     handler, error = HANDLERS[number]

@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import random as python_random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
-from calls import ALL_REDUCES, LISTS, ROOTED, SHARES, Call, Layout, Part
+from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Call, Layout, Part
 from cases import mostly_slow
 from oracle import DTYPES, assert_all_ranks, folded, inputs, limit_bytes
 from ranks import on_ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
-ENTRIES = ("book", *ALL_REDUCES, *LISTS, *ROOTED, "broadcast", "async broadcast")
+ENTRIES = ("book", *ALL_REDUCES, *LISTS, *ROOTED, *BROADCASTS, *SHARES)
 
 
 def choices(transport, call):
     """Return the call with every algorithm and order, of the call and of the communicator."""
     made = [
-        Call(
-            **{
-                **vars(call),
-                "algorithm": algorithm,
-                "order": order,
-                "by_communicator": by_communicator,
-            }
-        )
+        replace(call, algorithm=algorithm, order=order, by_communicator=by_communicator)
         for algorithm in transport.algorithms
         for order in transport.orders
         for by_communicator in (False, True)
@@ -38,7 +32,7 @@ def choices(transport, call):
     return [one for one in made if transport.can_run(one)]
 
 
-@pytest.mark.parametrize("entry", [*ENTRIES, "broadcast_coalesced", *SHARES])
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_entries(transport, entry):
     if entry not in transport.entries:
         pytest.skip(f"this transport has no {entry}")
@@ -77,7 +71,7 @@ def test_large_shares(transport):
                 for entry in SHARES:
                     gaps = (Layout(), Layout((1,), 1)) if dtype == F32 else (Layout(),)
                     call = Call(entry, k, (Part(dtype, (k * numel,), gaps),), by_communicator=True)
-                    calls += [call, Call(**{**vars(call), "algorithm": "ring"})]
+                    calls += [call, replace(call, algorithm="ring")]
     transport.check([call for call in calls if call.algorithm in transport.algorithms])
 
 

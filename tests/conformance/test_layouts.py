@@ -11,6 +11,7 @@ from dataclasses import replace
 import hypothesis
 import pytest
 import torch
+from calls import LISTS as COALESCED
 from calls import PLAIN, SHARES, Call, Layout, Part
 from hypothesis import strategies as st
 from oracle import DTYPES, assert_all_ranks, assert_bits, folded, inputs, random
@@ -49,13 +50,7 @@ MIXES = {
     "one permuted row": ((1, 4, 3), [(12, 1, 4), (17, 1, 4), (22, 1, 4)]),
     "one element": ((1, 1), [(0, 9), (1, 9), (2, 9)]),
 }
-LISTS = (
-    "coalesced",
-    "async coalesced",
-    "bind_coalesced",
-    "reduce_coalesced",
-    "broadcast_coalesced",
-)
+LISTS = (*COALESCED, "reduce_coalesced", "broadcast_coalesced")
 NEGATED = (Layout(is_negated=True), Layout((2,), 1, is_negated=True), PLAIN)
 
 
@@ -139,7 +134,7 @@ def test_tuples_and_arrays(transport, holds):
     calls = calls_of(transport, parts, 3)
     if holds == "arrays":
         calls = [call for call in calls if call.entry not in ("reduce in place", "repeated")]
-    transport.check([Call(**{**vars(call), "holds": holds}) for call in calls])
+    transport.check([replace(call, holds=holds) for call in calls])
 
 
 @pytest.mark.usefixtures("two_torch_threads")
@@ -148,7 +143,7 @@ def test_threads_that_flush_denormals(transport):
     for dtype in (F32, torch.float64, torch.float16):
         parts = (Part(dtype, (36,)), Part(dtype, (36_000,)))
         calls = calls_of(transport, parts, 3, ops=("sum", "mean"))
-        transport.check([Call(**{**vars(call), "flushes": True}) for call in calls])
+        transport.check([replace(call, flushes=True) for call in calls])
 
 
 # -- ranks that share a memory: on threads only ----------------------------------------------------

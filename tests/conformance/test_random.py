@@ -5,6 +5,7 @@ Hypothesis draws the call: entry, ranks, dtypes, shapes, strides, signs, orders,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -80,7 +81,7 @@ def calls(draw, transport):
         flushes=draw(st.booleans()),
     )
     if not transport.can_run(call):
-        return Call(**{**vars(call), "algorithm": "auto", "order": "any" if is_plain else "rank"})
+        return replace(call, algorithm="auto", order="any" if is_plain else "rank")
     return call
 
 

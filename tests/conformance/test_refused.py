@@ -199,7 +199,6 @@ WRONG_LISTS = {
     ),
     "shape": (lambda t: [t[0], torch.zeros(3, 2), t[2]], r"tensors\[1\].*\(3, 2\).*\(2, 3\)"),
     "dtype": (lambda t: [t[0], t[1], t[2].double()], r"tensors\[2\].*float64.*float32"),
-    "None": (lambda t: [t[0], None, t[2]], r"tensors\[1\] is None"),
     "meta": (lambda t: [t[0], t[1], t[2].to("meta")], r"tensors\[2\].*meta"),
     "read-only array": (lambda t: [t[0], read_only(t[1]), t[2]], "ndarray.*read-only"),
     "array twice": (lambda t: [t[0], t[1].numpy(), t[1].numpy()], "shares memory"),
