@@ -19,8 +19,6 @@ EARLY = {**EACH, "overlap": True}  # launched during backward, also on the CPU
 
 
 class Explode(torch.autograd.Function):
-    """Fails in backward on the rank that is armed."""
-
     armed: object = None
 
     @staticmethod
@@ -67,7 +65,6 @@ def nets_of(world_size: int = 3) -> list[Net]:
 
 
 def vectors(seed: int, world_size: int = 3) -> list[Tensor]:
-    """One input for each :class:`Net`."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(40, generator=generator) for _ in range(world_size)]
 
@@ -192,7 +189,6 @@ def clear(nets: Sequence[nn.Module], *, set_to_none: bool = True) -> None:
 
 
 def step_of(net: nn.Module, bucketer: pr.GradientBucketer, x: Tensor) -> None:
-    """One step of one rank."""
     net.zero_grad()
     loss_of(net, x).backward()
     bucketer.wait()
@@ -226,7 +222,6 @@ def assert_next_step_is_right(nets, xs, bucketer, *, set_to_none: bool = True) -
 
 
 def assert_closed(bucketer: pr.GradientBucketer, nets: Sequence[nn.Module], reason: str) -> None:
-    """Every later use raises with the reason, and no hook is left."""
     for _ in range(2):
         with pytest.raises(pr.RingarError, match=f"is closed: .*{reason}"):
             bucketer.wait()

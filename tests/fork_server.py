@@ -35,8 +35,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """A process that others are forked from."""
-
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._control.settimeout(START_S)
@@ -53,7 +51,6 @@ class ForkServer:
             return int(self._replies.readline())
 
     def reap(self, pid: int) -> int:
-        """Wait for its end; the exit code."""
         with self._lock:
             self._control.sendall(f"reap {pid}\n".encode())
             reply = self._replies.readline()
@@ -68,7 +65,6 @@ class ForkServer:
 
 @functools.cache
 def servers() -> dict[str, ForkServer]:
-    """The servers of "programs" and of "ranks"."""
     if sys.platform != "linux":
         pytest.skip("ranks in processes need Linux")
     from pyringar.engine import load

@@ -50,7 +50,6 @@ def least_growth(free: Sequence[int]) -> int:
 
 
 def crc(*tensors: torch.Tensor) -> int:
-    """Of bits, NaN's included: what all ranks must agree on."""
     value = 0
     for tensor in tensors:
         value = zlib.crc32(bits(tensor).numpy().tobytes(), value)

@@ -42,7 +42,6 @@ class Program:
         self.stdout, self.stderr = os.fdopen(pipes[1][0]), os.fdopen(pipes[2][0])
 
     def communicate(self, text: str = "", timeout: float | None = None) -> tuple[str, str]:
-        """Write, and read what it says to its end."""
         with ThreadPoolExecutor(2) as pool:
             said = [pool.submit(file.read) for file in (self.stdout, self.stderr)]
             try:
@@ -91,7 +90,6 @@ def programs(
 def run_programs(
     code: str, *arguments: Sequence[object], timeout_s: float = 60.0, **environment: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run `programs` to their ends."""
     with (
         programs(code, *arguments, **environment) as made,
         ThreadPoolExecutor(len(arguments)) as pool,
@@ -107,7 +105,6 @@ def run_programs(
 def run_fresh(
     code: str, *words: object, timeout_s: float = 60.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python that starts anew."""
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, words)],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},

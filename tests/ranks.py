@@ -35,7 +35,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from fork_server import ForkServer, servers
+from fork_server import servers
 
 # Longer than anything a test lets a rank do; a rank that takes longer hangs.
 LONG_S = 60.0
@@ -76,11 +76,6 @@ class Died(int):
 # -- seen from the tests ---------------------------------------------------------------------------
 
 
-def fork_server() -> ForkServer:
-    """The process that ranks are forked from."""
-    return servers()["ranks"]
-
-
 @functools.cache
 def store() -> Any:
     from torch.distributed import TCPStore
@@ -94,14 +89,13 @@ class Rank:
     def __init__(self) -> None:
         test = os.environ.get("PYTEST_CURRENT_TEST", "oracle.py")
         ours, theirs = socket.socketpair()
-        self._server = fork_server()
+        self._server = servers()["ranks"]
         self.pid = self._server.fork(Path(test.split("::")[0]).stem, [theirs.fileno()])
         theirs.close()
         self.exit_code: int | None = None
         self._channel = Connection(ours.detach())
 
     def start(self, function: Function, /, *args: Any, **arguments: Any) -> None:
-        """Have it begin; `outcome` waits for the end."""
         name = function.__module__.split(".")[-1], function.__qualname__
         self._channel.send_bytes(pickle.dumps((name, args, arguments)))
 
@@ -113,7 +107,6 @@ class Rank:
             raise AssertionError(f"process {self.pid} died") from None
 
     def call(self, function: Function, /, *args: Any, **arguments: Any) -> Any:
-        """Run to the end; the value."""
         self.start(function, *args, **arguments)
         return value_of(self.outcome())
 
@@ -157,7 +150,6 @@ class Rank:
         return self.reap()
 
     def close(self) -> None:
-        """However it fares, it is gone afterwards."""
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -216,7 +208,6 @@ class Crew:
         return [self.ranks[rank].outcome(within_s) for rank in self._chosen(ranks)]
 
     def values(self, ranks: Sequence[int] | None = None, within_s: float = LONG_S) -> list[Any]:
-        """Wait for what was started on all ranks, or these; their values."""
         return [value_of(outcome) for outcome in self.outcomes(ranks, within_s)]
 
     def run(
@@ -226,7 +217,6 @@ class Crew:
         within_s: float = LONG_S,
         **arguments: Any,
     ) -> list[Any]:
-        """On all ranks, or these, at once; their values."""
         self.is_whole = False
         self.start(function, ranks, **arguments)
         values = self.values(ranks, within_s)
@@ -285,10 +275,11 @@ class Crew:
         return [rank.result(deadline - time.monotonic()) for rank in self.ranks]
 
     def check(self, function: Function, *args: Any, timeout_s: float = LONG_S) -> list[Any]:
-        """What ``function(rank, world_size, store, *args)`` returned on every rank."""
+        self.is_whole = False
         results = self.results(function, *args, timeout_s=timeout_s)
         for rank, result in enumerate(results):
             assert not isinstance(result, (Failed, Died)), f"rank {rank}: {result!s}"
+        self.is_whole = True
         return results
 
 
@@ -378,7 +369,6 @@ def join(
     env: dict[str, str] | None = None,
     **options: Any,
 ) -> None:
-    """Make ``state.comm``."""
     import pyringar as pr
 
     state.store = connect(port)
@@ -394,7 +384,6 @@ def next_name(state: SimpleNamespace) -> str:
 
 
 def another(state: SimpleNamespace, **options: Any) -> Any:
-    """Make a second communicator of these ranks."""
     import pyringar as pr
 
     options = {"name": next_name(state), **options}

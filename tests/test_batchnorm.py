@@ -103,7 +103,6 @@ CPUS = [torch.device("cpu")] * 3
 
 
 def settings_here():
-    """Return torch's settings of this thread that decide results."""
     X = torch.ones(2, requires_grad=True)  # noqa: N806
     with torch.enable_grad():
         Y = X.square()  # noqa: N806

@@ -261,7 +261,6 @@ def test_compiled_autograd_reduces_in_wait(compiler):
 
 
 def check_steps(nets, options, backward) -> None:
-    """Two steps with cleared gradients, then a step that accumulates."""
     expected = summed(nets, inputs(len(nets)))
     with pr.GradientBucketer(nets, **options) as bucketer:
         for step in range(3):
@@ -316,7 +315,6 @@ def test_hooks_go_with_bucketer(how, options):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (lambda n: {"replicas": n[0]}, "replicas is a Sequential, expected a list"),
         (
             lambda n: {"replicas": [n[0], nn.Linear(2, 2)]},
             r"replicas\[1\] has 2 trained parameters",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,25 +24,9 @@ from bucketing_nets import (
     step_of,
 )
 from cases import mostly_slow
-from ranks import Crew
 from torch import Tensor, nn
 
 import pyringar as pr
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """``pools(k)``: k processes, for all tests that leave them alive."""
-    made: dict[int, Crew] = {}
-
-    def get(world_size: int) -> Crew:
-        if world_size not in made:
-            made[world_size] = Crew(world_size)
-        return made[world_size]
-
-    yield get
-    for pool in made.values():
-        pool.close()
 
 
 class Fragile(TwoLayers):
@@ -68,7 +51,6 @@ def grads_of(net: nn.Module) -> Grads:
 
 @contextmanager
 def bucketer_of(store, rank, world_size, net, options, **comm_options):
-    """One rank's bucketer, and its communicator."""
     with (
         pr.ProcessCommunicator(store, rank, world_size, **comm_options) as comm,
         pr.GradientBucketer([net], comm=comm, **options) as bucketer,
@@ -77,7 +59,6 @@ def bucketer_of(store, rank, world_size, net, options, **comm_options):
 
 
 def steps(nets, ranks, world_size, bucketer):
-    """Returns the gradients of each net after each step."""
     found = []
     for seed in range(4):
         for net, rank in zip(nets, ranks, strict=True):
@@ -105,13 +86,13 @@ def assert_same(got: list[Grads], wanted: list[Grads]) -> None:
 
 @pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
 @pytest.mark.parametrize("name", NETS)
-def test_bits_of_one_process(pools, name, world_size):
+def test_bits_of_one_process(crew_of, name, world_size):
     late, mean = {**EACH, "overlap": False}, {"bucket_cap_mb": 2e-3, "op": "mean"}
     for options in ({}, EACH, late, mean):
         nets = [NETS[name]() for _ in range(world_size)]
         with pr.GradientBucketer(nets, **options) as bucketer:
             wanted = steps(nets, range(world_size), world_size, bucketer)
-        answers = pools(world_size).check(steps_as_rank, name, options)
+        answers = crew_of(world_size).check(steps_as_rank, name, options)
         for rank, (got, buckets) in enumerate(answers):
             assert_same(got, wanted[rank])
             assert buckets == answers[0][1]
@@ -136,8 +117,8 @@ def plan_and_times(rank, world_size, store):
         return bucketer.buckets, bucketer.stats(), launched
 
 
-def test_buckets_launch_in_order_of_rank_0(pools):
-    answers = pools(2).check(plan_and_times)
+def test_buckets_launch_in_order_of_rank_0(crew_of):
+    answers = crew_of(2).check(plan_and_times)
     assert answers[0][0] == answers[1][0]
     # Rank 0 runs c, a, b: in backward b (2 and 3) comes first, then a, then c.
     assert [bucket[0] // 2 for bucket in answers[0][0]] == [1, 1, 0, 0, 2, 2]
@@ -203,8 +184,8 @@ def differ_as_rank(rank, world_size, store, what):
         ("op", "its op: sum here, mean there"),
     ],
 )
-def test_different_ranks_are_named(pools, what, words):
-    answers = pools(2).check(differ_as_rank, what)
+def test_different_ranks_are_named(crew_of, what, words):
+    answers = crew_of(2).check(differ_as_rank, what)
     assert words in answers[0][1]
     for kind, text in answers:
         assert kind is pr.ArgumentError
@@ -227,7 +208,6 @@ def test_wrong_arguments_raise():
 
 
 def fail_step(net: Fragile, bucketer: pr.GradientBucketer, x: Tensor, how: str) -> None:
-    """The step of the rank that fails."""
     net.zero_grad()
     if how == "middle":
         with armed("here"):
@@ -270,8 +250,8 @@ def fail_as_rank(rank, world_size, store, how):
 
 
 @pytest.mark.parametrize("how", ["middle", "clear", "zero", "close", "no wait", "signal"])
-def test_failure_reaches_all_ranks(pools, how):
-    ((kind, text), *others_s), (_, *own_s) = pools(2).check(fail_as_rank, how)
+def test_failure_reaches_all_ranks(crew_of, how):
+    ((kind, text), *others_s), (_, *own_s) = crew_of(2).check(fail_as_rank, how)
     assert kind is pr.PeerLostError
     assert "rank 1" in text
     end = "left the group in the midst of a call" if how == "signal" else "aborted the group"
@@ -296,23 +276,7 @@ def fail_early_as_rank(rank, world_size, store):
         return grads_of(net)
 
 
-def test_early_failure_can_be_repeated(pools):
-    first, second = pools(2).check(fail_early_as_rank)
+def test_early_failure_can_be_repeated(crew_of):
+    first, second = crew_of(2).check(fail_early_as_rank)
     assert_same([first], [second])
     assert all(grad is not None for grad in first)
-
-
-def fork_as_rank(rank, world_size, store):
-    net = make_net()
-    with bucketer_of(store, rank, world_size, net, EACH, timeout=20.0) as bucketer:
-        loss_of(net, inputs(world_size, 1)[rank]).backward()
-        child = os.fork()
-        if child == 0:
-            bucketer.close()
-            os._exit(0)
-        os.waitpid(child, 0)
-        bucketer.wait()
-
-
-def test_forked_child_aborts_no_rank(pools):
-    pools(2).check(fork_as_rank)

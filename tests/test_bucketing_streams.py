@@ -26,8 +26,6 @@ class ReadyHook(ctypes.Structure):
 
 
 class FakeReady:
-    """Records the events of hooks and launches."""
-
     def __init__(self, events: list[tuple[str, int]]) -> None:
         self.events = events
         self.kept = ReadyHook(None, Start(lambda _: None), Note(self.note))

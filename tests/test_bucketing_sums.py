@@ -10,7 +10,6 @@ import random
 import pytest
 import torch
 from bucketing_nets import EACH, EARLY
-from ranks import Crew
 from torch import Tensor, nn
 
 import pyringar as pr
@@ -116,7 +115,6 @@ PROGRAMS = {f"random {seed}": random_program(seed) for seed in range(14)}
 
 
 def play_as_rank(rank, world_size, store, op, options):
-    """Returns the steps of every program."""
     found = {}
     with pr.ProcessCommunicator(store, rank, world_size) as comm:
         for name, play in PROGRAMS.items():
@@ -149,11 +147,10 @@ def test_list_ranks_match_plain_module(name, k, op, options):
 @pytest.mark.parametrize("options", [EACH, {"overlap": False}], ids=["each", "late"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("k", [2, 3])
-def test_processes_match_plain_module(k, op, options):
-    with Crew(k) as crew:
-        for found in crew.check(play_as_rank, op, options):
-            for name, got in found.items():
-                assert_steps(got, list(PROGRAMS[name](PlainRanks(k, op))))
+def test_processes_match_plain_module(crew_of, k, op, options):
+    for found in crew_of(k).check(play_as_rank, op, options):
+        for name, got in found.items():
+            assert_steps(got, list(PROGRAMS[name](PlainRanks(k, op))))
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])

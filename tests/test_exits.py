@@ -13,9 +13,6 @@ from cases import mostly_slow
 from programs import programs, run_programs
 
 from pyringar.comm import exits
-from pyringar.engine import load
-
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -112,8 +109,6 @@ machines.all_reduce(x)
 pr.allreduce([torch.ones(2), torch.ones(2)])
 pid = os.fork()
 if pid == 0:
-    if how == "exit":
-        sys.exit(0)
     if how == "destroy":
         machines.close()
         state.close()
@@ -148,9 +143,7 @@ else:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "size"), [("end", 2), ("end", 1), ("use", 2), ("exit", 2), ("destroy", 2)]
-)
+@pytest.mark.parametrize(("how", "size"), [("end", 2), ("end", 1), ("use", 2), ("destroy", 2)])
 def test_forked_child_ends(how, size, tmp_path):
     ranks = [(rank, size, tmp_path / "store", how) for rank in range(size)]
     for done in run_programs(GROUPS, *ranks, timeout_s=180):
@@ -171,12 +164,11 @@ import pyringar.distributed as prd
 rank, path, how, end = int(sys.argv[1]), *sys.argv[2:]
 torch.set_num_threads(1)
 x = torch.arange(4.0) + rank
-if how == "group":
+if how in ("group", "gloo's"):
     dist.init_process_group("ringar", init_method=f"file://{path}", rank=rank, world_size=2)
     call = dist.all_reduce
-elif how == "gloo's":  # the other side's part of a call that gloo does
-    dist.init_process_group("ringar", init_method=f"file://{path}", rank=rank, world_size=2)
-    call = lambda x, async_op=False: dist.all_to_all_single(x, x.clone(), async_op=async_op)
+    if how == "gloo's":  # the other side's part of a call that gloo does
+        call = lambda x, async_op=False: dist.all_to_all_single(x, x.clone(), async_op=async_op)
 elif how == "machines":
     os.environ["PYRINGAR_NODE_ID"] = f"machine {rank}"
     comm = prd.HierarchicalCommunicator(dist.FileStore(path, 2), rank, 2)
@@ -201,21 +193,14 @@ except pr.PeerLostError as error:
 
 
 def ending(folder, how, end):
-    load.engine()  # compiled once, here
     return programs(ENDING, *((rank, folder / "store", how, end) for rank in range(2)))
 
 
 HOWS = ["communicator", "group", "gloo's", "machines"]
 
 
-@pytest.mark.parametrize(
-    ("how", "end"),
-    [
-        (HOWS[0], "raise"),
-        *(pytest.param(how, "raise", marks=SLOW) for how in HOWS[1:]),
-        *(pytest.param(how, "exit", marks=SLOW) for how in HOWS[1:]),
-    ],
-)
+@pytest.mark.parametrize("end", mostly_slow(["raise", "exit"], "raise"))
+@pytest.mark.parametrize("how", mostly_slow(HOWS, HOWS[0]))
 def test_failing_program_does_not_wait(how, end, tmp_path):
     """Its peers hear of it now, and not when a call that they never join is late.
 

@@ -68,7 +68,6 @@ def wrong_outcomes(calls: dict[str, Callable[[], Any]], harmless: set[str]) -> d
 
 
 def calls_of(comm: Any, data: Any, whole: Any) -> dict[str, Callable[[], Any]]:
-    """Return the calls of both transports, on tensors of all ranks or of one."""
     lists = [[tensor] for tensor in data] if isinstance(data, list) else [data]
     bound = comm.bind(data)
     done = comm.all_reduce(data, async_op=True)
@@ -104,7 +103,6 @@ def calls_of_work(work: Work) -> dict[str, Callable[[], Any]]:
 
 
 def reduce_two() -> None:
-    """The default group of `pr.allreduce` is made anew."""
     two = [torch.ones(1_000), torch.ones(1_000)]
     pr.allreduce(two)
     assert torch.equal(two[0], torch.full((1_000,), 2.0))
@@ -133,7 +131,6 @@ def test_child_cannot_use_threads():
 
 
 def make_own_group() -> None:
-    """A child may have a group that it makes itself."""
     with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as own:
         tensor = torch.ones(3)
         own.all_reduce(tensor)

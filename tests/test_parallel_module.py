@@ -177,21 +177,6 @@ def test_gradients_of_gradients(cap_mb):
     assert_same(net, plain)
 
 
-def test_functional_call_and_func_grad():
-    plain, net, _ = make_pair("mlp", 2)
-    X, y = rows(6)  # noqa: N806
-    values = {name: param * 2 for name, param in plain.named_parameters()}
-    others = {f"module.{name}": value for name, value in values.items()}
-
-    def loss_of(module, given):
-        return F.cross_entropy(torch.func.functional_call(module, given, (X,)), y)
-
-    torch.testing.assert_close(loss_of(net, others), loss_of(plain, values))
-    wanted = torch.func.grad(loss_of, argnums=1)(plain, values)
-    found = torch.func.grad(loss_of, argnums=1)(net, others)
-    torch.testing.assert_close([*found.values()], [*wanted.values()])
-
-
 @pytest.mark.parametrize("how", ["module", "in place", "net"])
 def test_compiled_modules_are_right(how):
     plain, net, _ = make_pair("conv", 2)

@@ -63,7 +63,6 @@ class Writes(nn.Module):
 @pytest.mark.parametrize("weights", [None, (0, 1, 1)])
 @pytest.mark.parametrize("how", [None, 1e-6, "compiled"])
 def test_writes_of_first_rank_stay(how, weights):
-    """Every rank begins with the module's values."""
     plain, cap_mb = Writes(), None if how == "compiled" else how
     net = pr.DataParallel(Writes(), ["cpu"] * 3, weights=weights, bucket_cap_mb=cap_mb)
     if how == "compiled":

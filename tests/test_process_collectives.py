@@ -1,9 +1,8 @@
-"""One rank per process: are the other collectives, works, groups, plans and counts right?"""
+"""One rank per process: barriers, two groups at once, members, and mixed layouts."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 
 import pytest
@@ -27,60 +26,6 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(crew_of):
     for late in range(3):
         times = crew_of(3).run(on_rank_barrier, late=late)
         assert max(came for came, _ in times) <= min(left for _, left in times)
-
-
-@on_ranks(1, 2)
-def test_the_root_is_refused_what_the_others_are(state):
-    """Else it would wait for them."""
-    comm = state.comm
-    param = torch.nn.Parameter(torch.full((4,), float(state.rank)))
-    for root in range(state.world_size):
-        with pytest.raises(pr.ArgumentError, match="broadcast: tensor requires grad") as caught:
-            comm.broadcast(param, root)
-    comm.broadcast(param.detach(), 0)
-    with torch.no_grad():
-        comm.broadcast(param, 0)
-    assert param.tolist() == [0.0] * 4
-    return str(caught.value)
-
-
-# -- in the background -----------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_submitting_does_not_wait_for_what_runs(state):
-    """Rank 0 submits ten while rank 1 has not come: at once, though the first one waits."""
-    if state.rank == 1:
-        state.store.wait([f"{state.name} ten are submitted"])
-    tensors = [torch.ones(1000) for _ in range(10)]
-    works = [state.comm.all_reduce(tensor, async_op=True) for tensor in tensors]
-    if state.rank == 0:
-        assert not works[0].is_completed()
-        state.store.set(f"{state.name} ten are submitted", "")
-    for work in works:
-        work.wait()
-
-
-@on_ranks(2)
-def test_two_threads_of_a_rank_wait_and_others_run(state):
-    """While a thread waits for the other rank, a second one may call, and others run."""
-    if state.rank == 1:
-        state.store.wait([f"{state.name} others run"])
-        tensors = [torch.ones(10) for _ in range(2)]
-        for tensor in tensors:
-            state.comm.all_reduce(tensor)
-        return
-    tensors = [torch.ones(10) for _ in range(2)]
-    threads = [threading.Thread(target=state.comm.all_reduce, args=(t,)) for t in tensors]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.2)
-    for _ in range(20):
-        time.sleep(0.005)
-    state.store.set(f"{state.name} others run", "")  # for which both threads wait
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(t, torch.full((10,), 2.0)) for t in tensors)
 
 
 # -- groups ----------------------------------------------------------------------------------------

@@ -143,7 +143,6 @@ def test_no_room_for_segment(new_crew):
 
 
 def serve(state) -> int:
-    """A store in this process."""
     state.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return state.server.port
 
@@ -184,7 +183,6 @@ def test_store_dies_later(new_crew):
 
 
 def used_bytes() -> int:
-    """Of this process's address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
@@ -210,7 +208,6 @@ def run_out_of_memory(state) -> list[str]:
 
 
 def test_rank_without_memory_is_named(joined_crew):
-    """Its next call must not be taken for this one."""
     crew = joined_crew(2)
     first, second = crew.run(run_out_of_memory)
     assert first[0].startswith("MemoryError"), first

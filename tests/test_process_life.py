@@ -106,7 +106,6 @@ def on_rank_torch_distributed(state, rank: int, path: str) -> float:
 
 
 def test_store_of_torch_distributed(new_crew, tmp_path):
-    """A file store, with gloo at work beside us."""
     crew = new_crew(2)
     for rank in range(2):
         crew[rank].start(on_rank_torch_distributed, rank=rank, path=str(tmp_path / "store"))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from cases import mostly_slow
 from oracle import assert_bits, tree_reduced
-from ranks import Crew
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -88,7 +87,6 @@ def expected(net, loss_of, num_shards):
 
 
 def check(replicas, loss, wanted):
-    """Compare loss, gradients and buffers of all replicas."""
     grads, buffers, wanted_loss = wanted
     assert_bits(loss, wanted_loss)
     for replica in replicas:
@@ -270,13 +268,6 @@ def test_unlike_replicas_raise():
 # -- ranks in processes ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pool():
-    made = Crew(4)
-    yield made
-    made.close()
-
-
 def step_as_rank(rank, world_size, store, machines):
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
     torch.set_num_threads(1 + rank % 2)
@@ -291,10 +282,10 @@ def step_as_rank(rank, world_size, store, machines):
 
 
 @pytest.mark.parametrize("machines", ["aaaa", "aabb", "abcd"])
-def test_processes_complete_the_tree(pool, machines):
+def test_processes_complete_the_tree(new_crew, machines):
     (net,) = make(1)
     wanted_grads, wanted_buffers, wanted_loss = expected(net, losses_of(37, 8), 8)
-    for loss, grads, buffers in pool.check(step_as_rank, machines):
+    for loss, grads, buffers in new_crew(4).check(step_as_rank, machines):
         assert_bits(loss, wanted_loss)
         check_replicas_equal([[*wanted_grads, *wanted_buffers], [*grads, *buffers]])
 
@@ -320,7 +311,7 @@ def differ_as_rank(rank, world_size, store, name, values):
         ("offset", (0, 0, 0, 1), "^rank 3 has parameters and buffers "),
     ],
 )
-def test_unlike_processes_raise(pool, name, values, words):
-    texts = pool.check(differ_as_rank, name, values)
+def test_unlike_processes_raise(new_crew, name, values, words):
+    texts = new_crew(4).check(differ_as_rank, name, values)
     assert len(set(texts)) == 1
     assert re.search(words, texts[0])

@@ -36,23 +36,6 @@ class Alarm(BaseException):
 # -- what ranks do ---------------------------------------------------------------------------------
 
 
-def wait_in_call(state) -> None:
-    reduce(state)
-
-
-def wait_in_bound_call(state) -> None:
-    state.comm.bind(torch.ones(SMALL))()
-
-
-def wait_for_work(state) -> None:
-    state.comm.all_reduce(torch.ones(SMALL), async_op=True).wait()
-
-
-def wait_behind_background(state) -> None:
-    state.work = state.comm.all_reduce(torch.ones(SMALL), async_op=True)
-    state.comm.barrier()
-
-
 def wait_behind_thread(state) -> None:
     def call() -> None:
         with contextlib.suppress(pr.RingarError):
@@ -67,29 +50,23 @@ def wait_behind_thread(state) -> None:
         thread.join()
 
 
-def wait_in_close(state) -> None:
-    state.comm.all_reduce(torch.ones(SMALL), async_op=True)
-    state.comm.close()
+WAITS = {
+    "call": reduce,
+    "bound call": lambda state: state.comm.bind(torch.ones(SMALL))(),
+    "work": lambda state: state.comm.all_reduce(torch.ones(SMALL), async_op=True).wait(),
+    "call behind background": lambda state: state.comm.barrier(),
+    "call behind thread": wait_behind_thread,
+    "close behind background": lambda state: state.comm.close(),
+}
 
 
-def wait_at_end_of_with(state) -> None:
-    with state.comm:
-        state.comm.all_reduce(torch.ones(SMALL), async_op=True)
+def wait_in(state, where: str) -> None:
+    if "background" in where:
+        state.work = state.comm.all_reduce(torch.ones(SMALL), async_op=True)
+    WAITS[where](state)
 
 
-WAITS = [
-    wait_in_call,
-    wait_in_bound_call,
-    wait_for_work,
-    wait_behind_background,
-    wait_behind_thread,
-    wait_in_close,
-    wait_at_end_of_with,
-]
-
-
-def wait_with_handler(state, wait, number: int, handler) -> list[str]:
-    """Wait; return the texts of the handler, if it did not raise."""
+def wait_with_handler(state, where: str, number: int, handler) -> list[str]:
     handled = []
 
     def handle(*_: object) -> None:
@@ -100,7 +77,7 @@ def wait_with_handler(state, wait, number: int, handler) -> list[str]:
 
     before = signal.signal(number, handle)
     try:
-        wait(state)
+        wait_in(state, where)
     finally:
         signal.signal(number, before)
     return handled
@@ -118,12 +95,12 @@ HANDLERS = {signal.SIGINT: (interrupt, "KeyboardInterrupt"), signal.SIGTERM: (le
 
 
 @pytest.mark.parametrize("number", HANDLERS, ids=["ctrl-c", "sigterm"])
-@pytest.mark.parametrize("wait", mostly_slow(WAITS, *WAITS[:4]))
-def test_signal_ends_wait_and_group(new_crew, wait, number):
+@pytest.mark.parametrize("where", mostly_slow(WAITS, *[*WAITS][:4]))
+def test_signal_ends_wait_and_group(new_crew, where, number):
     crew = new_crew(2)
     handler, error = HANDLERS[number]
     crew.join(timeout=20)
-    crew[0].start(wait_with_handler, wait=wait, number=number, handler=handler)
+    crew[0].start(wait_with_handler, where=where, number=number, handler=handler)
     time.sleep(0.4)  # by now it waits
     sent_at = time.monotonic()
     crew[0].send(number)
@@ -160,7 +137,6 @@ def test_ctrl_c_ends_joining(new_crew, rank):
 
 
 def use_group(state) -> list[str]:
-    """Use the communicator or the work of the interrupted call; return the errors."""
     tensor = torch.ones(3)
     calls = [
         lambda: state.comm.all_reduce(tensor),
@@ -181,20 +157,19 @@ def use_group(state) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("wait", [wait_in_call, wait_in_bound_call, wait_behind_background])
-def test_handler_cannot_use_waiting_group(new_crew, wait):
-    """The call that waits goes on."""
+@pytest.mark.parametrize("where", ["call", "bound call", "call behind background"])
+def test_handler_cannot_use_waiting_group(new_crew, where):
     crew = new_crew(2)
     name = crew.join(timeout=20)
     number = signal.SIGUSR1
-    crew[0].start(wait_with_handler, wait=wait, number=number, handler=use_group)
+    crew[0].start(wait_with_handler, where=where, number=number, handler=use_group)
     time.sleep(0.4)
     crew[0].send(number)
     connect(crew.port).wait([f"{name} handled"], timedelta(seconds=LONG_S))
-    crew[1].start(wait)
+    crew[1].start(wait_in, where=where)
     told = value_of(crew[0].outcome())
     value_of(crew[1].outcome())
-    is_work = wait is wait_behind_background
+    is_work = "background" in where
     words = "wait for a work" if is_work else "use this communicator"
     assert len(told) == (1 if is_work else 4)
     assert all(f"a signal handler cannot {words}" in text for text in told), told
@@ -205,7 +180,6 @@ def test_handler_cannot_use_waiting_group(new_crew, wait):
 
 
 def close_while_another_thread_waits(state) -> None:
-    """A call that another thread waits in ends first, as what is in the background."""
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(state.comm.barrier)
         time.sleep(0.2)

@@ -79,7 +79,6 @@ class Part:
         return self.layouts[rank % len(self.layouts)]
 
     def values(self, rank: int, world_size: int) -> Words:
-        """Return a rank's elements, flat."""
         if self.given:
             return words_of(self.given[rank]).reshape(-1)
         if self.draw == "masked":
@@ -248,12 +247,7 @@ class Call:
         ]
 
     def wanted(self, rank: int, field: Field, order: str, *, by_index: bool = False) -> Words:
-        """Return the elements of a rank's field after the call.
-
-        Args:
-            order: In which the transport adds, one of `FOLDS`.
-            by_index: See `reduction`.
-        """
+        """Return the elements of a rank's field after the call; see `reduction`."""
         part = field.source or field.part
         if not field.is_written:
             return field.values(self.k)
@@ -270,8 +264,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a rank in a call."""
-
     part: Part
     rank: int  # whose layout it has
     is_read: bool = True
@@ -306,6 +298,7 @@ class Placed:
         )
         if self._layout.is_negated:
             self.tensor = torch._neg_view(self.tensor)
+        self.first_version = self.tensor._version
 
     def _view(self, base: np.ndarray) -> np.ndarray:
         strides = [s * base.itemsize for s in self._strides]
@@ -317,18 +310,15 @@ class Placed:
 
     @property
     def can_be_array(self) -> bool:
-        """Whether NumPy has the dtype and reaches the memory."""
         is_plain = self.part.dtype is not torch.bfloat16 and not self.part.has_negated
         return is_plain and self._memory.device.type == "cpu"
 
     def array(self) -> np.ndarray:
-        """Return NumPy's view of the memory."""
         kind = self.part.kind
         name = np.float16 if self.part.dtype is torch.float16 else kind.wide
         return self._view(self._memory.numpy()).view(name)
 
     def rewrite(self) -> None:
-        """Write the elements that it had first."""
         self._memory.copy_(torch.from_numpy(self._first.view(f"i{self._first.itemsize}")))
 
     def read(self) -> Words:

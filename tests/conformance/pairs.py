@@ -6,7 +6,7 @@ look at the tensors of both ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -43,59 +43,24 @@ class RankPair:
                 raise error
         return [future.result() for future in futures]
 
-    def _call(self, name: str, *by_rank: Sequence[Any], **options: Any) -> list[Any]:
-        return self.on_ranks(
-            lambda rank: getattr(self.comms[rank], name)(*[arg[rank] for arg in by_rank], **options)
-        )
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return the method of both ranks; a list or tuple has one entry for each rank."""
 
-    def all_reduce(self, tensors: Sequence[Any], op: Any = "sum", **options: Any) -> list[Any]:
-        return self._call("all_reduce", tensors, [op] * K, **options)
+        def call(*arguments: Any, **options: Any) -> list[Any]:
+            def run(rank: int) -> Any:
+                mine = [arg[rank] if isinstance(arg, (list, tuple)) else arg for arg in arguments]
+                return getattr(self.comms[rank], name)(*mine, **options)
 
-    def all_reduce_coalesced(self, lists: Sequence[Any], op: Any = "sum", **options: Any) -> None:
-        self._call("all_reduce_coalesced", lists, [op] * K, **options)
+            return self.on_ranks(run)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, op: Any = "sum") -> None:
-        self._call("reduce_scatter", outputs, inputs, [op] * K)
+        if not name.startswith("bind"):
+            return call
 
-    def all_gather(self, outputs: Any, inputs: Any) -> None:
-        self._call("all_gather", outputs, inputs)
+        def bind(*arguments: Any, **options: Any) -> Callable[[], Any]:
+            bound = call(*arguments, **options)
+            return lambda: self.on_ranks(lambda rank: bound[rank]())
 
-    def broadcast(self, tensors: Any, root: Any = 0) -> None:
-        self._call("broadcast", tensors, [root] * K)
-
-    def bind(self, tensors: Any, op: Any = "sum", **options: Any) -> Callable[[], None]:
-        return self._bound("bind", tensors, op, **options)
-
-    def bind_coalesced(self, lists: Any, op: Any = "sum", **options: Any) -> Callable[[], None]:
-        return self._bound("bind_coalesced", lists, op, **options)
-
-    def _bound(self, name: str, given: Any, op: Any, **options: Any) -> Callable[[], None]:
-        bound = [
-            getattr(comm, name)(mine, op, **options)
-            for comm, mine in zip(self.comms, given, strict=True)
-        ]
-
-        def call() -> None:
-            self.on_ranks(lambda rank: bound[rank]())
-
-        return call
-
-    def plan(self, *arguments: Any) -> Any:
-        return self.comms[0].plan(*arguments)
-
-    def stats(self) -> Any:
-        return self.comms[0].stats()
-
-    @property
-    def guarantee(self) -> Any:
-        return self.comms[0].guarantee
-
-    def check(self) -> None:
-        for comm in self.comms:
-            comm.check()
-
-    def close(self) -> None:
-        self.on_ranks(lambda rank: self.comms[rank].close())
+        return bind
 
     def __enter__(self) -> RankPair:
         return self
@@ -106,7 +71,6 @@ class RankPair:
 
 
 def make_pair(transport: str, **options: Any) -> pr.Communicator | RankPair:
-    """Return two ranks of "threads", "processes" or "gpu"."""
     if transport == "processes":
         return RankPair(**options)
     return pr.Communicator(["cuda:0" if transport == "gpu" else "cpu"] * K, **options)

@@ -16,17 +16,12 @@ from oracle import (
     DTYPES,
     FLOATS,
     OPS,
-    assert_all_ranks,
-    assert_bits,
     folded,
-    inputs,
     limit_bytes,
     same_bits,
-    tree_reduced,
 )
 
 F32, BF16 = torch.float32, torch.bfloat16
-MOST_RANKS = (6, 7, 9, 12, 16, 17)
 
 
 def calls_of(transport, numel, dtype, k, op, *, draw="random"):
@@ -104,17 +99,6 @@ def test_millions(transport):
         transport.check([call for call in calls if call.order in ("any", "tree")])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_everything(transport, dtype):
-    for k in transport.world_sizes:
-        borders = [border + off for border in transport.borders(dtype, k) for off in (-1, 0, 1)]
-        for numel in {0, 1, k - 1, k, k + 1, 15, 16, 17, 63, 64, 65, 257, *borders}:
-            for op in OPS:
-                calls = calls_of(transport, numel, dtype, k, op)
-                transport.check([c for c in calls if c.order != "exact" or numel < 300])
-
-
 @pytest.mark.parametrize("dtype", mostly_slow(FLOATS, F32, BF16), ids=str)
 def test_orders_of_additions(transport, dtype):
     """Large terms cancel, and what was added before they met is lost."""
@@ -131,7 +115,6 @@ def test_orders_of_additions(transport, dtype):
 
 
 def each_way(transport):
-    """Return algorithms and orders, as options of an all_reduce."""
     ways = [{"algorithm": algorithm} for algorithm in transport.algorithms]
     return ways + [{"order": order} for order in transport.orders]
 
@@ -152,23 +135,6 @@ def test_one_rounding(transport):
         tensors = [torch.full((37,), value).to(dtype) for value in (large, 1, 1)]
         for result in transport.reduced(tensors, **way):
             assert (result == large + 2).all(), way
-
-
-def test_subnormals_survive(transport):
-    for dtype in FLOATS:
-        tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        wanted = torch.tensor(3 * tiny, dtype=torch.float64).to(dtype)
-        for way in each_way(transport):
-            tensors = [torch.full((67,), tiny, dtype=dtype)] * 3
-            assert (transport.reduced(tensors, **way)[2] == wanted).all(), (dtype, way)
-
-
-def test_nan_wins_on_every_rank(transport):
-    for algorithm, op, holder in itertools.product(transport.algorithms, ("max", "min"), range(3)):
-        tensors = [torch.tensor([1.0, math.inf, -math.inf]) for _ in range(3)]
-        tensors[holder][:] = math.nan
-        for result in transport.reduced(tensors, op, algorithm=algorithm):
-            assert result.isnan().all(), (algorithm, op, holder)
 
 
 def test_orders_by_hand(transport):
@@ -219,34 +185,6 @@ def test_exact_sums_of_hard_numbers(transport, dtype):
     transport.check([Call("all_reduce", 3, (part,), order="exact")])
 
 
-def test_exact_sums_do_not_depend_on_ranks(transport):
-    if "exact" not in transport.orders:
-        pytest.skip("this transport has no exact sums")
-    for dtype in FLOATS:
-        parts = inputs(257, dtype, 3)
-        wanted = transport.reduced(parts, order="exact")[0]
-        for shuffled in itertools.permutations(parts):
-            assert_bits(transport.reduced(shuffled, order="exact")[0], wanted)
-
-
-@pytest.mark.parametrize("each", [2, 4])
-def test_tree_has_the_bits_of_more_ranks(transport, each):
-    """k ranks that each add m terms as the tree does have the bits of k * m ranks."""
-    for k in (1, 2, 3):
-        parts = inputs(257, F32, k * each)
-        sums = [tree_reduced(parts[rank * each : (rank + 1) * each], "sum") for rank in range(k)]
-        assert_all_ranks(transport.reduced(sums, order="tree"), tree_reduced(parts, "sum"))
-
-
-@pytest.mark.parametrize("algorithm", ["fused", "direct", "ring"])
-def test_every_run_has_the_same_bits(transport, algorithm):
-    if algorithm not in transport.algorithms:
-        pytest.skip(f"this transport has no {algorithm}")
-    parts = inputs(100_003, F32, 3)
-    results = [transport.reduced(parts, algorithm=algorithm) for _ in range(5)]
-    assert all(same_bits(tensor, results[0][0]) for tensors in results for tensor in tensors)
-
-
 # -- on threads only -------------------------------------------------------------------------------
 
 
@@ -255,7 +193,7 @@ def threads(transport_of):
     return transport_of("threads")
 
 
-@pytest.mark.parametrize("k", MOST_RANKS)
+@pytest.mark.parametrize("k", [6, 7, 9, 12, 16, 17])
 def test_more_ranks(threads, k):
     for dtype, op in ((F32, "sum"), (BF16, "mean"), (torch.int32, "prod")):
         threads.check(calls_of(threads, 257, dtype, k, op))

@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import random as python_random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
-from calls import ALL_REDUCES, LISTS, ROOTED, SHARES, Call, Layout, Part
+from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Call, Layout, Part
 from cases import mostly_slow
-from oracle import DTYPES, assert_all_ranks, folded, inputs, limit_bytes, piece_elems
+from oracle import DTYPES, assert_all_ranks, folded, inputs, limit_bytes
 from ranks import on_ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
-ENTRIES = ("book", *ALL_REDUCES, *LISTS, *ROOTED, "broadcast", "async broadcast")
+ENTRIES = ("book", *ALL_REDUCES, *LISTS, *ROOTED, *BROADCASTS, *SHARES)
 
 
 def choices(transport, call):
     """Return the call with every algorithm and order, of the call and of the communicator."""
     made = [
-        Call(
-            **{
-                **vars(call),
-                "algorithm": algorithm,
-                "order": order,
-                "by_communicator": by_communicator,
-            }
-        )
+        replace(call, algorithm=algorithm, order=order, by_communicator=by_communicator)
         for algorithm in transport.algorithms
         for order in transport.orders
         for by_communicator in (False, True)
@@ -38,7 +32,7 @@ def choices(transport, call):
     return [one for one in made if transport.can_run(one)]
 
 
-@pytest.mark.parametrize("entry", [*ENTRIES, "broadcast_coalesced", *SHARES])
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_entries(transport, entry):
     if entry not in transport.entries:
         pytest.skip(f"this transport has no {entry}")
@@ -77,7 +71,7 @@ def test_large_shares(transport):
                 for entry in SHARES:
                     gaps = (Layout(), Layout((1,), 1)) if dtype == F32 else (Layout(),)
                     call = Call(entry, k, (Part(dtype, (k * numel,), gaps),), by_communicator=True)
-                    calls += [call, Call(**{**vars(call), "algorithm": "ring"})]
+                    calls += [call, replace(call, algorithm="ring")]
     transport.check([call for call in calls if call.algorithm in transport.algorithms])
 
 
@@ -123,27 +117,6 @@ def test_more_threads_than_cores_do_not_crawl(comm_of, algorithm):
         comm_of(16).all_reduce(tensors, "mean", algorithm=algorithm)
     assert time.monotonic() - start < 20
     assert torch.equal(tensors[5], torch.ones(20_000))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
-def test_a_hundred_ranks(make_comm, algorithm):
-    comm = make_comm(100, timeout=120)
-    for numel in (7, 100, 100_003):
-        parts = inputs(numel, F32, 100)
-        tensors = [part.clone() for part in parts]
-        comm.all_reduce(tensors, algorithm=algorithm)
-        assert_all_ranks(tensors, folded(parts, "sum", "ring" if algorithm == "ring" else "rank"))
-
-
-@pytest.mark.slow
-def test_a_slot_is_not_overwritten_early(comm_of):
-    parts = inputs(4 * 3 * piece_elems(F32) + 1, F32, 4)
-    wanted = folded(parts, "sum", "ring")
-    for _ in range(500):
-        tensors = [part.clone() for part in parts]
-        comm_of(4).all_reduce(tensors, algorithm="ring")
-        assert_all_ranks(tensors, wanted)
 
 
 @on_ranks(*mostly_slow([1, 2, 3], 1, 3))

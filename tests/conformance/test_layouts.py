@@ -11,6 +11,7 @@ from dataclasses import replace
 import hypothesis
 import pytest
 import torch
+from calls import LISTS as COALESCED
 from calls import PLAIN, SHARES, Call, Layout, Part
 from hypothesis import strategies as st
 from oracle import DTYPES, assert_all_ranks, assert_bits, folded, inputs, random
@@ -44,14 +45,12 @@ MIXES = {
     "steps beside dense": ((6, 7), [(7, 1), (14, 2)]),
     "columns of wider rows": ((6, 7), [(14, 1), (21, 1)]),
     "large": ((100, 402), [(402, 1), (1, 100), (804, 2)]),
+    # The strides of dimensions of one element mean nothing.
+    "one row": ((1, 1, 5), [(5, 9, 1), (77, 999, 1), (0, 0, 1)]),
+    "one permuted row": ((1, 4, 3), [(12, 1, 4), (17, 1, 4), (22, 1, 4)]),
+    "one element": ((1, 1), [(0, 9), (1, 9), (2, 9)]),
 }
-LISTS = (
-    "coalesced",
-    "async coalesced",
-    "bind_coalesced",
-    "reduce_coalesced",
-    "broadcast_coalesced",
-)
+LISTS = (*COALESCED, "reduce_coalesced", "broadcast_coalesced")
 NEGATED = (Layout(is_negated=True), Layout((2,), 1, is_negated=True), PLAIN)
 
 
@@ -100,28 +99,8 @@ def test_negated_views(transport, dtype):
     for layouts in (NEGATED, NEGATED[:1], NEGATED[::-1]):
         part = Part(dtype, (36,), layouts)
         transport.check(calls_of(transport, (part, part), 3, ops=("sum", "max")))
-
-
-def test_negated_view_beside_permuted_ones(transport):
-    """The strides are alike, and only the sign differs."""
-    layouts = (Layout((1, 2)), Layout((1, 2), is_negated=True), Layout((1, 2)))
-    parts = (Part(F32, (2, 3), layouts),)
-    transport.check(calls_of(transport, parts, 3))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scalars(transport, dtype):
-    transport.check(calls_of(transport, (Part(dtype, ()),), 3))
-
-
-def test_unit_dimension_strides_are_ignored(transport):
-    for shape, strides in (
-        ((1, 1, 5), [(5, 9, 1), (77, 999, 1), (0, 0, 1)]),
-        ((1, 4, 3), [(12, 1, 4), (17, 1, 4), (22, 1, 4)]),
-        ((1, 1), [(0, 9), (1, 9), (2, 9)]),
-    ):
-        parts = (Part(F32, shape, tuple(map(Layout, strides))),)
-        transport.check(calls_of(transport, parts, 3))
+    permuted = (Layout((1, 2)), Layout((1, 2), is_negated=True), Layout((1, 2)))
+    transport.check(calls_of(transport, (Part(dtype, (2, 3), permuted),), 3))
 
 
 def test_lists_of_mixed_dtypes(transport):
@@ -134,24 +113,18 @@ def test_lists_of_mixed_dtypes(transport):
             transport.check(calls_of(transport, parts, k, entries=entries))
 
 
-def test_lists_of_single_bytes(transport):
-    """Two dtypes in turn: more padding than data."""
-    parts = tuple(Part((torch.int8, torch.uint8)[i % 2], (1,)) for i in range(3000))
-    transport.check(calls_of(transport, parts, 2, entries=["coalesced"], ops=("max",))[:2])
+LISTS_OF_MANY = {  # ranks, dtypes in turn, elements, tensors
+    "more padding than data": (2, (torch.int8, torch.uint8), 1, 3000),
+    "small": (2, (F32,), 37, 1000),
+    "large": (3, (F32, torch.bfloat16), 32_769, 16),
+}
 
 
-def test_a_thousand_small_tensors(transport):
-    parts = tuple(Part(F32, (37,), seed=i) for i in range(1000))
-    calls = [Call("coalesced", 2, parts, "mean", algorithm) for algorithm in ("direct", "ring")]
-    transport.check([call for call in calls if call.algorithm in transport.algorithms])
-
-
-def test_large_tensors_in_lists(transport):
-    parts = tuple(
-        Part(dtype, (32_769,), seed=i) for i, dtype in enumerate([F32, torch.bfloat16] * 8)
-    )
-    transport.check(calls_of(transport, parts, 2, entries=["coalesced"]))
-    transport.check(calls_of(transport, parts, 3, entries=["coalesced"]))
+@pytest.mark.parametrize("name", LISTS_OF_MANY)
+def test_lists_of_many(transport, name):
+    k, dtypes, numel, many = LISTS_OF_MANY[name]
+    parts = tuple(Part(dtypes[i % len(dtypes)], (numel,)) for i in range(many))
+    transport.check(calls_of(transport, parts, k, entries=["coalesced"], ops=("mean",)))
 
 
 @pytest.mark.parametrize("holds", ["tuples", "arrays"])
@@ -161,7 +134,7 @@ def test_tuples_and_arrays(transport, holds):
     calls = calls_of(transport, parts, 3)
     if holds == "arrays":
         calls = [call for call in calls if call.entry not in ("reduce in place", "repeated")]
-    transport.check([Call(**{**vars(call), "holds": holds}) for call in calls])
+    transport.check([replace(call, holds=holds) for call in calls])
 
 
 @pytest.mark.usefixtures("two_torch_threads")
@@ -170,7 +143,7 @@ def test_threads_that_flush_denormals(transport):
     for dtype in (F32, torch.float64, torch.float16):
         parts = (Part(dtype, (36,)), Part(dtype, (36_000,)))
         calls = calls_of(transport, parts, 3, ops=("sum", "mean"))
-        transport.check([Call(**{**vars(call), "flushes": True}) for call in calls])
+        transport.check([replace(call, flushes=True) for call in calls])
 
 
 # -- ranks that share a memory: on threads only ----------------------------------------------------

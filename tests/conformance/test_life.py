@@ -22,7 +22,6 @@ def ranks(numel):
 
 
 def begin(pair, tensors):
-    """Begin an all_reduce in the background; return the works of all ranks."""
     begun = pair.all_reduce(tensors, async_op=True)
     return begun if isinstance(begun, list) else [begun]
 

@@ -1,6 +1,7 @@
 """Which calls does the short way of `ProcessCommunicator.all_reduce` take, and which the long one?
 
-The short way takes one plain tensor without options; results of both are compared elsewhere.
+The short way takes one plain tensor without options. Tensors that it declines are in
+test_prepared.py and test_refused.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 from pairs import RankPair
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyringar as pr
 
@@ -22,15 +22,6 @@ import pyringar as pr
 def comm():
     with pr.ProcessCommunicator(dist.HashStore(), 0, 1) as one:
         yield one
-
-
-class Mine(torch.Tensor):
-    pass
-
-
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -44,66 +35,13 @@ def test_takes_plain_tensors(comm, tensor):
     assert comm.stats()["exchange"]["calls"] == 2
 
 
-def test_takes_leaves_without_autograd(comm):
-    with torch.no_grad():
-        assert comm.reduce_plain(torch.ones(3, requires_grad=True), "sum", None, None)
-        assert not comm.reduce_plain(torch.nn.Parameter(torch.ones(3)), "sum", None, None)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.ones(4, 4)[:, ::2],
-        torch.ones(4, 4).t(),
-        torch.ones(3, requires_grad=True),
-        torch.ones(3, dtype=torch.complex64),
-        torch.ones(3, dtype=torch.cfloat).conj().imag,  # negated
-        torch.ones(0),
-        torch.ones(3).as_subclass(Mine),
-        torch.empty(3, device="meta"),
-        [torch.ones(3), torch.ones(3)],
-        (torch.ones(3),),
-        [],
-        None,
-        "tensor",
-    ],
-    ids=str,
-)
-def test_declines_other_tensors(comm, tensor):
-    assert not comm.reduce_plain(tensor, "sum", None, None)
-    assert comm.stats() == {}
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (dist.ReduceOp.SUM, None, None),
-        ("summ", None, None),
-        (None, None, None),
-        ("sum", "direct", None),
-        ("sum", None, "rank"),
-        ("sum",),
-    ],
-    ids=str,
-)
-def test_declines_other_arguments(comm, arguments):
-    tensor = torch.ones(3)
-    assert not comm.reduce_plain(tensor, *arguments)
-    assert tensor._version == 0
-    assert comm.stats() == {}
-
-
-def test_declines_inside_dispatch_modes(comm):
-    tensor = torch.ones(3)
-    with Watching():
-        assert not comm.reduce_plain(tensor, "sum", None, None)
-
+def test_call_is_traced(comm):
     def program(x):
         y = x.clone()
         comm.all_reduce(y)
         return y
 
-    assert "pyringar" in make_fx(program, tracing_mode="real")(tensor).code
+    assert "pyringar" in make_fx(program, tracing_mode="real")(torch.ones(3)).code
 
 
 @pytest.mark.parametrize("is_bound", [False, True])

@@ -203,7 +203,6 @@ KINDS = pytest.mark.parametrize("kind", ["bind", "bind_coalesced"])
 @KINDS
 @pytest.mark.parametrize("how", ["data", "set_", "resize_"])
 def test_bound_memory_is_kept_and_reduced(cpu_pair, kind, how):
-    """As documented; only a storage that grows frees it."""
     numel = 100_000
     tensors, new = [torch.ones(numel) for _ in range(K)], torch.full((numel,), 7.0)
     old = tensors[0].detach()

@@ -5,6 +5,7 @@ Hypothesis draws the call: entry, ranks, dtypes, shapes, strides, signs, orders,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,7 +21,6 @@ BORDERS = [0, 1, 2, 3, 7, 16, 64, 1024, 4096, 8192, 16_384, 32_768]
 
 @st.composite
 def layouts(draw, shape, *, can_be_negated):
-    """Any order of dimensions, with or without gaps; nothing overlaps."""
     dims = draw(st.permutations(range(len(shape))))
     steps = st.integers(1, 3) if draw(st.booleans()) else st.just(1)
     strides, reach = [0] * len(shape), 1
@@ -53,7 +53,6 @@ def parts(draw, k, *, seed=0, is_small, num_shares=1):
 
 @st.composite
 def calls(draw, transport):
-    """A call that the transport must run."""
     k = draw(st.sampled_from(transport.world_sizes))
     entry = draw(st.sampled_from(transport.entries))
     op = draw(st.sampled_from(OPS))
@@ -82,7 +81,7 @@ def calls(draw, transport):
         flushes=draw(st.booleans()),
     )
     if not transport.can_run(call):
-        return Call(**{**vars(call), "algorithm": "auto", "order": "any" if is_plain else "rank"})
+        return replace(call, algorithm="auto", order="any" if is_plain else "rank")
     return call
 
 

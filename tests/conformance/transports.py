@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,6 @@ from ranks import another, crews
 
 import pyringar as pr
 from pyringar.comm.process_communicator import ALGORITHMS as PROCESS_ALGORITHMS
-from pyringar.comm.work import Work
 
 PYTHON = ("naive", "sharded")  # algorithms in plain torch, which know all_reduce only
 BOUND = ("bind", "bind_coalesced")
@@ -50,7 +49,6 @@ def float_mode(flushes: bool) -> Iterator[None]:
 
 
 def held(call: Call, placed: Sequence[Placed]) -> Any:
-    """Return what is passed for these fields: a list or tuple of tensors, or of arrays."""
     if call.holds == "arrays":
         return [one.array() if one.can_be_array else one.tensor for one in placed]
     tensors = [one.tensor for one in placed]
@@ -64,35 +62,7 @@ def options_of(call: Call) -> dict[str, Any]:
     return {"algorithm": call.algorithm, "order": call.order}
 
 
-def run_bound(bound: Callable[[], None], placed: Sequence[Placed]) -> None:
-    """Call twice, each time with the tensors' first values."""
-    assert bound() is None
-    for one in placed:
-        one.rewrite()
-    assert bound() is None
-
-
-def wait(work: Work | None, *, is_async: bool) -> None:
-    assert (work is not None) == is_async
-    if work is not None:
-        assert work.wait() is True
-        assert work.exception() is None
-
-
-class Versions:
-    """That autograd is told of every tensor that was written, and of no other."""
-
-    def __init__(self, placed: Sequence[Placed]) -> None:
-        self._placed = [(one, one.tensor._version) for one in placed]
-
-    def check(self, context: object) -> None:
-        for one, before in self._placed:
-            is_told = one.tensor._version > before
-            assert is_told == one.field.is_written, f"{context}: version of {one.part}"
-
-
 def order_of(call: Call, algorithm: str) -> str:
-    """Return the order in which a call adds: one of the oracle's."""
     if call.order in ("tree", "exact"):
         return call.order
     return "ring" if algorithm == "ring" and call.k > 1 else "rank"
@@ -123,7 +93,6 @@ class Lists:
         self._made.close()
 
     def can_run(self, call: Call) -> bool:
-        """Whether the call is one of those that are not refused."""
         if call.order == "exact" and ("exact" not in self.orders or call.op not in ("sum", "mean")):
             return False
         if call.entry == "book":  # which names neither
@@ -138,7 +107,6 @@ class Lists:
         return True
 
     def borders(self, dtype: torch.dtype, k: int) -> list[int]:
-        """Return sizes at which the engine changes what it does, in elements."""
         block = limit_bytes("fused_block") // dtype.itemsize
         return [2 * block, k * piece_elems(dtype, k), 3 * k * piece_elems(dtype, k)]
 
@@ -152,62 +120,80 @@ class Lists:
             [Placed(field, call.k, self.device) for field in call.fields(rank)]
             for rank in range(call.k)
         ]
-        versions = Versions([one for row in rows for one in row])
         options = (call.algorithm, call.order) if call.by_communicator else ()
         with float_mode(call.flushes):
-            run_list(self.comm_of(call.k, *options), call, rows)
+            run_on_lists(self.comm_of(call.k, *options), call, rows)
         if call.k > 1 and call.holds != "arrays":
-            versions.check(call)
+            for row in rows:
+                check_versions(call, row)
         order = order_of(call, "auto" if call.entry in BROADCASTS else call.algorithm)
         all_found = [check_rank(call, rank, row, order) for rank, row in enumerate(rows)]
         check_same(call, all_found, is_on_gpu=self.device != "cpu")
 
     def reduced(self, tensors: Sequence[torch.Tensor], op: str = "sum", **options: Any) -> Any:
-        """Return what every rank has after an all_reduce of these tensors."""
         mine = [tensor.to(self.device, copy=True) for tensor in tensors]
         self.comm_of(len(mine)).all_reduce(mine, op, **options)
         return [tensor.cpu() for tensor in mine]
 
 
-def run_list(comm: pr.Communicator, call: Call, rows: list[list[Placed]]) -> None:
-    """Make the call on all ranks' fields."""
+def run(comm: Any, call: Call, placed: Sequence[Placed], first: Any, many: Any, last: Any) -> None:
+    """Make the call, of any transport, with its fields; they are written anew for a second one.
+
+    Args:
+        first: The first tensor; of lists, of each rank.
+        many: All tensors; of lists, a list for each rank.
+        last: The output of a call between whole tensors and shares; of lists, of each rank.
+    """
+    if call.entry in BOUND:
+        bind, given = (comm.bind, first) if call.entry == "bind" else (comm.bind_coalesced, many)
+        bound = bind(given, call.op, **options_of(call))
+        assert bound() is None
+        rewrite(placed)
+        assert bound() is None
+        return
+    if call.entry == "repeated":
+        for number in range(3):
+            rewrite(placed)
+            # A list of one process's tensor takes the short way, too.
+            given = many if number == 1 and isinstance(comm, pr.ProcessCommunicator) else first
+            comm.all_reduce(given, call.op, **options_of(call))
+        return
+    is_async = call.entry.startswith("async")
+    if call.entry in ALL_REDUCES:
+        work = comm.all_reduce(first, call.op, **options_of(call), async_op=is_async)
+    elif call.entry in LISTS:
+        work = comm.all_reduce_coalesced(many, call.op, **options_of(call), async_op=is_async)
+    elif call.entry == "broadcast_coalesced":
+        work = comm.broadcast_coalesced(many, call.root)
+    elif call.entry in BROADCASTS:
+        work = comm.broadcast(first, call.root, async_op=is_async)
+    elif call.entry == "reduce_scatter":
+        work = comm.reduce_scatter(last, first, call.op)
+    else:
+        work = comm.all_gather(last, first)
+    assert (work is not None) == is_async
+    if work is not None:
+        assert work.wait() is True
+        assert work.exception() is None
+
+
+def rewrite(placed: Sequence[Placed]) -> None:
+    for one in placed:
+        one.rewrite()
+
+
+def run_on_lists(comm: pr.Communicator, call: Call, rows: list[list[Placed]]) -> None:
     firsts = held(call, [row[0] for row in rows if row])
     lists = [held(call, row[: len(call.parts)]) for row in rows]
-    everything = [one for row in rows for one in row]
     if call.entry == "book":
         given = list(firsts)
         assert pr.allreduce(firsts, call.op) is None
         assert all(a is b for a, b in zip(firsts, given, strict=True)), "the list was changed"
-        return None
-    if call.entry == "bind":
-        return run_bound(comm.bind(firsts, call.op, **options_of(call)), everything)
-    if call.entry == "bind_coalesced":
-        return run_bound(comm.bind_coalesced(lists, call.op, **options_of(call)), everything)
-    if call.entry == "repeated":
-        for _ in range(3):
-            for one in everything:
-                one.rewrite()
-            comm.all_reduce(firsts, call.op, **options_of(call))
-        return None
-    is_async = call.entry.startswith("async")
-    if call.entry in ALL_REDUCES:
-        work = comm.all_reduce(firsts, call.op, **options_of(call), async_op=is_async)
-    elif call.entry in LISTS:
-        work = comm.all_reduce_coalesced(lists, call.op, **options_of(call), async_op=is_async)
     elif call.entry in ROOTED:
-        work = run_rooted(comm, call, rows, lists)
-    elif call.entry == "broadcast_coalesced":
-        work = comm.broadcast_coalesced(lists, call.root)
-    elif call.entry in BROADCASTS:
-        work = comm.broadcast(firsts, call.root, async_op=is_async)
+        assert run_rooted(comm, call, rows, lists) is None
     else:
-        inputs, outputs = firsts, held(call, [row[1] for row in rows])
-        if call.entry == "reduce_scatter":
-            work = comm.reduce_scatter(outputs, inputs, call.op)
-        else:
-            work = comm.all_gather(outputs, inputs)
-    wait(work, is_async=is_async)
-    return None
+        outputs = held(call, [row[1] for row in rows]) if call.entry in SHARES else None
+        run(comm, call, [one for row in rows for one in row], firsts, lists, outputs)
 
 
 def run_rooted(comm: pr.Communicator, call: Call, rows: list[list[Placed]], lists: Any) -> Any:
@@ -227,7 +213,6 @@ def run_rooted(comm: pr.Communicator, call: Call, rows: list[list[Placed]], list
 def check_rank(
     call: Call, rank: int, placed: Sequence[Placed], order: str, *, by_index: bool = False
 ) -> int:
-    """Compare a rank's fields with the oracle; return a checksum of those that all ranks share."""
     digest = 0
     for one in placed:
         found = one.read()
@@ -240,6 +225,13 @@ def check_rank(
         if one.field.is_written or call.entry in BROADCASTS:
             digest = zlib.crc32(found.tobytes(), digest)
     return digest
+
+
+def check_versions(call: Call, placed: Sequence[Placed]) -> None:
+    """Autograd is told of every tensor that was written, and of no other."""
+    for one in placed:
+        is_told = one.tensor._version > one.first_version
+        assert is_told == one.field.is_written, f"{call}: version of {one.part}"
 
 
 def check_same(call: Call, digests: Sequence[int], *, is_on_gpu: bool = False) -> None:
@@ -272,7 +264,6 @@ class Processes:
         self._made.close()
 
     def can_run(self, call: Call) -> bool:
-        """Whether the call is one of those that are not refused."""
         if call.order == "exact" and call.op not in ("sum", "mean"):
             return False
         if call.entry in SHARES and not call.by_communicator:
@@ -280,7 +271,6 @@ class Processes:
         return call.algorithm != "ring" or call.order == "any"
 
     def borders(self, dtype: torch.dtype, k: int) -> list[int]:
-        """Return sizes at which the engine changes what it does, in elements."""
         exchange, slot = limit_bytes("process_exchange"), limit_bytes("process_slot")
         ahead = limit_bytes("process_reads_ahead") if k == 2 else 0
         return [nbytes // dtype.itemsize for nbytes in (exchange, slot, 4 * slot, ahead) if nbytes]
@@ -294,7 +284,6 @@ class Processes:
                 check_same(call, digests)
 
     def reduced(self, tensors: Sequence[torch.Tensor], op: str = "sum", **options: Any) -> Any:
-        """Return what every rank has after an all_reduce of these tensors."""
         crew = self.crew_of(len(tensors))
         return crew.run(reduce_on_rank, tensors=list(tensors), op=op, options=options)
 
@@ -326,12 +315,14 @@ def comm_on_rank(state: SimpleNamespace, call: Call) -> pr.ProcessCommunicator:
 
 def check_own(state: SimpleNamespace, call: Call) -> int:
     placed = [Placed(field, call.k) for field in call.fields(state.rank)]
-    versions = Versions(placed)
     comm = comm_on_rank(state, call)
     with float_mode(call.flushes and state.rank % 2 == 1):
-        run_on_rank(comm, call, placed)
+        mine = held(call, placed[: len(call.parts)])
+        first = mine[0] if mine else None
+        last = placed[1].tensor if call.entry in SHARES else None
+        run(comm, call, placed, first, mine, last)
     if call.k > 1 and call.holds != "arrays":
-        versions.check(call)
+        check_versions(call, placed)
     order = order_of(call, "direct" if call.entry in SHARES else call.algorithm)
     # One tensor that lies otherwise on another rank, and all of the call are taken by index.
     lying = {
@@ -339,36 +330,6 @@ def check_own(state: SimpleNamespace, call: Call) -> int:
         for r in range(call.k)
     }
     return check_rank(call, state.rank, placed, order, by_index=len(lying) > 1)
-
-
-def run_on_rank(comm: pr.ProcessCommunicator, call: Call, placed: list[Placed]) -> None:
-    """Make the call with this rank's fields."""
-    mine = held(call, placed[: len(call.parts)])
-    if call.entry == "bind":
-        return run_bound(comm.bind(mine[0], call.op, **options_of(call)), placed)
-    if call.entry == "bind_coalesced":
-        return run_bound(comm.bind_coalesced(mine, call.op, **options_of(call)), placed)
-    if call.entry == "repeated":
-        # The shortest way of a call, which takes no options, where it can.
-        for number in range(3):
-            for one in placed:
-                one.rewrite()
-            given = mine if number == 1 else mine[0]
-            comm.all_reduce(given, call.op, **options_of(call))
-        return None
-    is_async = call.entry.startswith("async")
-    if call.entry in ALL_REDUCES:
-        work = comm.all_reduce(mine[0], call.op, **options_of(call), async_op=is_async)
-    elif call.entry in LISTS:
-        work = comm.all_reduce_coalesced(mine, call.op, **options_of(call), async_op=is_async)
-    elif call.entry in BROADCASTS:
-        work = comm.broadcast(mine[0], call.root, async_op=is_async)
-    elif call.entry == "reduce_scatter":
-        work = comm.reduce_scatter(placed[1].tensor, mine[0], call.op)
-    else:
-        work = comm.all_gather(placed[1].tensor, mine[0])
-    wait(work, is_async=is_async)
-    return None
 
 
 TRANSPORTS = {
