@@ -192,7 +192,6 @@ def _bar(axes: Any, place: int, row: Row, factor: float) -> None:
 
 
 def _panels(count: int, columns: int, *, sharey: bool) -> tuple[Any, list[Any]]:
-    """Return a figure and its panels."""
     lines = math.ceil(count / columns)
     figure, grid = pyplot().subplots(
         lines,

@@ -81,7 +81,6 @@ def _effort(results: Results) -> str:
 
 
 def _faults(sections: Sections) -> Iterator[str]:
-    """Yield what makes the run a failure."""
     wrong = [f"{name}: {row.about}" for name, found in sections.items() for row in found.wrong]
     if wrong:
         yield f"**Wrong results.** {'; '.join(wrong)}."
@@ -91,7 +90,6 @@ def _faults(sections: Sections) -> Iterator[str]:
 
 
 def _gpu_head(results: Results, notes: str) -> Iterator[str]:
-    """Yield the GPU, the steps of gpu_check.py, and the notes."""
     machine = results.machine
     yield "## On one GPU"
     yield (
@@ -151,7 +149,6 @@ def table(results: Results) -> str:
 
 
 def _cell(row: Row | None, best_s: float) -> str:
-    """Return the time, and in brackets its known parts."""
     if row is None:
         return ""
     time = format_s(row.median_s)

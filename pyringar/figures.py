@@ -360,7 +360,6 @@ def _draw_message(axes: Any, move: Any) -> None:
 
 
 def _figure(width: float, height: float) -> Any:
-    """Return a figure without a window and outside pyplot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

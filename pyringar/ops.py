@@ -109,7 +109,6 @@ def all_reduce_coalesced(
 
 
 def _check(operation: str, comm: Any, algorithm: Any, order: Any, named: dict[str, Any]) -> None:
-    """Refuse what operators of torch's cannot take."""
     if not isinstance(comm, (Communicator, ProcessCommunicator)):
         raise ArgumentError(
             f"{operation}: comm is {kind_of(comm)}, expected a Communicator or ProcessCommunicator"

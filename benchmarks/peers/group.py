@@ -151,7 +151,6 @@ class Group:
         return Answer([max(same) * 1e-9 for same in calls_ns], wrong)
 
     def _answers(self, what: str, deadline_s: float) -> list[dict[str, Any]]:
-        """Return every rank's answer."""
         answers: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for number, rank in self._ranks.items():
@@ -172,7 +171,6 @@ class Group:
         return list(answers.values())
 
     def _fail(self, why: str) -> None:
-        """Kill all ranks and raise."""
         self._kill()
         self.close()
         raise GroupError(f"{self._about}: {why}")
@@ -195,7 +193,6 @@ class Group:
         self._programs.append(program)
 
     def _meet(self, listener: socket.socket, ranks: int, deadline_s: float) -> None:
-        """Wait until all ranks have said hello."""
         listener.settimeout(0.1)
         while len(self._ranks) < ranks:
             ended = [p.returncode for p in self._programs if p.poll() is not None]
@@ -237,6 +234,5 @@ class Group:
         self._ranks.clear()
 
     def _last_words(self) -> str:
-        """Return the last line that the programs wrote."""
         lines = self._errors.read_text(errors="replace").strip().splitlines()
         return f": {lines[-1].strip()}" if lines else ""

@@ -122,7 +122,6 @@ class _Audit:
         return Report(name, ranks, tuple(s for s in sections if s.findings))
 
     def _ask(self, name: str, question: Callable[[], str | Finding]) -> Finding:
-        """Return what a question finds: yes with these words, a difference, or a failure."""
         if self._failures == _MAX_FAILURES:
             return Finding(name, "failed", f"not asked: {self._failures} others had no answer")
         try:
@@ -148,7 +147,6 @@ class _Audit:
     # -- order and rounding ------------------------------------------------------------------------
 
     def _orders(self) -> Iterator[Finding]:
-        """Yield every order with the sizes that have it."""
         # Libraries choose by powers of two: there is a size between any two of them.
         between = [3 << n for n in range(24) if self.sizes[0] < 3 << n < self.sizes[-1]]
         rows = [self._row(numel) for numel in sorted({*self.sizes, *between})]
@@ -168,7 +166,6 @@ class _Audit:
     def _between(
         self, low: tuple[int, Finding], high: tuple[int, Finding]
     ) -> list[tuple[int, Finding]]:
-        """Return the second of two rows, after those that show where the order changes."""
         has_order = not {low[1].verdict, high[1].verdict} & {"failed", "changes", "unknown"}
         if not has_order or _form(low[1]) == _form(high[1]) or high[0] - low[0] == 1:
             return [high]
@@ -348,7 +345,6 @@ _SPECIALS: dict[str, Callable[[torch.finfo, int], list[_Column]]] = {
 
 
 def _compare(want: Tensor, got: Tensor, where: str, where_got: str) -> None:
-    """Raise the first difference, with where either result was found."""
     differ = (bits_of(want) != bits_of(got)) & ~(want.isnan() & got.isnan())  # a NaN is a NaN
     if not bool(differ.any()):
         return

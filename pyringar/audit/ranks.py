@@ -139,7 +139,6 @@ class Ranks:
         return [answers[rank][1] for rank in range(self.ranks)]
 
     def _start(self) -> None:
-        """Start the ranks, and wait until all have joined each other."""
         # A fork has torch already, but could not use CUDA.
         context: Any = multiprocessing.get_context("spawn" if self._library == "nccl" else "fork")
         self._store = _distributed_c10d.TCPStore(

@@ -200,7 +200,6 @@ def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
 
 
 def _names(tree: Tree | str | None, k: int) -> list[str]:
-    """Return all names of a tree, at least one."""
     known = [name for name, other in named_trees(k).items() if other == tree]
     ways = ((_starts(k, 1), "up"), (_starts(k, -1), "down"))
     around = [f"rank, {way} from {starts[tree]}" for starts, way in ways if tree in starts]
@@ -208,7 +207,6 @@ def _names(tree: Tree | str | None, k: int) -> list[str]:
 
 
 def _ring(starts: Sequence[int], k: int, step: int) -> str:
-    """Say with which rank every chunk begins."""
     shift = starts[0]
     if len(starts) <= k and all(start == (c + shift) % k for c, start in enumerate(starts)):
         shift = shift if step > 0 or not shift else shift - k

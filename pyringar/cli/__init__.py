@@ -62,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str], names: Sequence[str]) -> int:
-    """Run one of the commands whose names are given."""
     parser = Parser(
         prog="pyringar",
         description="Allreduce for many ranks in one process, and the trainers that use it.",

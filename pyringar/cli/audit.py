@@ -88,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sizes(text: str | None) -> list[int]:
-    """Return the sizes of messages; none if none were asked for."""
     if text is None:
         return []
     try:
@@ -103,7 +102,6 @@ def _sizes(text: str | None) -> list[int]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse values that make no sense, and options that mean nothing for the target."""
     if not 2 <= args.ranks <= _MAX_RANKS:
         raise ArgumentError(f"ranks is {args.ranks}, expected 2 to {_MAX_RANKS}")
     if not (args.timeout > 0 and math.isfinite(args.timeout)):
@@ -113,7 +111,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
-    """Return what is audited, ready to be started."""
     if args.target not in _LIBRARIES:
         return _function(args)
     from pyringar.audit.ranks import Ranks
@@ -131,7 +128,6 @@ def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
 
 @contextlib.contextmanager
 def _function(args: argparse.Namespace) -> Iterator[Lists]:
-    """Load a function in a process of its own."""
     from pyringar.cli.check import shower, target_of
     from pyringar.grading.lists import Lists
     from pyringar.grading.remote import graded

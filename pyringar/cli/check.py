@@ -99,7 +99,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _grade_one(target: Target, args: argparse.Namespace) -> int:
-    """Print all about one solution."""
     from pyringar.grading.remote import grade
     from pyringar.grading.solution import CannotLoadError
 
@@ -115,7 +114,6 @@ def _grade_one(target: Target, args: argparse.Namespace) -> int:
 
 
 def _grade_class(targets: list[Target], path: Path | None, args: argparse.Namespace) -> int:
-    """Print a row per solution as it is graded, and write the marks."""
     from pyringar.grading.marks import REQUIRED, Marked, write_csv
     from pyringar.grading.remote import grade
     from pyringar.grading.solution import CannotLoadError, printable
@@ -188,7 +186,6 @@ def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
 
 
 def _python_files(folder: str) -> Iterator[str]:
-    """Yield the files of a folder and of the folders in it."""
 
     def refuse(error: OSError) -> None:
         raise ArgumentError(f"the folder '{error.filename}' cannot be read: {error.strerror}")

@@ -131,7 +131,6 @@ def _cache() -> str:
 
 
 def _engine(kind: build.EngineKind) -> str | dict[str, Any]:
-    """Return the facts about the engine that is built for this machine."""
     engine = build.find_engine(build.Recipe(kind=kind))
     if engine is None:
         if kind.cuda and (why := why_no_gpu()):
@@ -174,7 +173,6 @@ def _devices() -> dict[str, Any]:
 
 
 def _peers() -> dict[str, Any]:
-    """Return which GPUs access the memory of which others, by row and column."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -121,7 +121,6 @@ class Cluster:
                 self.schedule.end(rank)
 
     def _wait_for_end(self, program: Callable[[], Any]) -> None:
-        """Start all ranks; wait until they have ended, or do not end although interrupted."""
         try:
             self._start(program)
             self._wait_while()
@@ -154,7 +153,6 @@ class Cluster:
                 rank.thread.join()
 
     def _has_ended(self, rank: Rank) -> bool:
-        """Return whether it has; also one that an interrupt hit in its very last lines."""
         return rank.has_ended or rank.thread is None or not rank.thread.is_alive()
 
     def _look_at_time(self) -> None:
@@ -271,7 +269,6 @@ class Cluster:
         self._check_told()
 
     def _check_told(self) -> None:
-        """Raise what ranks are told since something went wrong."""
         if self._told is not None:
             raise copy_of(self._told)
 
@@ -296,7 +293,6 @@ class Cluster:
             return self._told
 
     def _all_wait(self) -> None:
-        """Fail: nobody can go on."""
         with contextlib.suppress(ArgumentError):
             for meeting in self._meetings.values():
                 meeting.compare()
@@ -313,7 +309,6 @@ class Cluster:
             self.fail(lambda text: CollectiveTimeout(f"ranks wait for what nobody will do{text}"))
 
     def _take_error(self, rank: Rank, error: BaseException) -> None:
-        """Note what a rank's program raised; if it is the first, the others are told."""
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return
         rank.error = error

@@ -465,7 +465,6 @@ def _data(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _rows(calls: Sequence[Call]) -> list[list[Tensor]]:
-    """Return, of each tensor of a call, all ranks'."""
     return [list(row) for row in zip(*(call.args for call in calls), strict=True)]
 
 
@@ -474,7 +473,6 @@ def _as_list(tensors: Any) -> list[Tensor]:
 
 
 def _with_op(opts: Any, kind: str) -> Any:
-    """Return options; a ``ReduceOp`` alone may stand for them."""
     if hasattr(opts, "reduceOp"):
         return opts
     options = given_or_default(None, kind)
@@ -484,7 +482,6 @@ def _with_op(opts: Any, kind: str) -> Any:
 
 
 def _with_root(opts: Any, kind: str) -> tuple[Any, int]:
-    """Return options and their root, which alone may stand for them."""
     if hasattr(opts, "rootRank"):
         return opts, opts.rootRank
     options = given_or_default(None, kind)

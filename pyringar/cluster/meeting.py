@@ -127,7 +127,6 @@ class Meeting:
 
 
 def _belong_together(one: Call, other: Call) -> bool:
-    """Return whether one is a send and the other receives it."""
     if one.operation == other.operation:
         return False
     send, receive = (one.args, other.args) if one.operation == "send" else (other.args, one.args)

@@ -90,7 +90,6 @@ def _source_of(path: str, name: str) -> bytes:
 
 
 def _spec_of(name: str) -> ModuleSpec:
-    """Return where the module is that ``python -m`` would run."""
     sys.path.insert(0, os.getcwd())
     try:
         spec = importlib.util.find_spec(name)

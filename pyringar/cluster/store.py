@@ -131,5 +131,4 @@ class ThreadStore(_Store):  # type: ignore[misc]
 
 
 def _short(key: str) -> str:
-    """Return a key as the program knows it, without what torch puts before it."""
     return key.rpartition("/")[2]

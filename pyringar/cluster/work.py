@@ -125,11 +125,9 @@ class ThreadWork(PendingWork):
         return list(calls)
 
     def _settle(self) -> None:
-        """Wait for the calls; what they fail with is the future's to tell."""
         for call in self._calls():
             with contextlib.suppress(Exception):
                 call.wait()
 
     def _source_rank(self) -> int:
-        """Return the rank that a message received from any came from."""
         return int(self._calls()[0].args.sender)

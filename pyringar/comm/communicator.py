@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 
 def _make_group(devices: tuple[torch.device, ...], timeout_s: float, limits: dict[str, int]) -> Any:
-    """Make the engine's side of a communicator: for ranks on the CPU, or with GPUs among them."""
     if all(device.type == "cpu" for device in devices):
         return load.engine().Group(len(devices), timeout_s)
     indices = [-1 if device.type == "cpu" else device.index for device in devices]
@@ -498,7 +497,6 @@ class Communicator(EngineCommunicator):
     # -- helpers -----------------------------------------------------------------------------------
 
     def _resolve(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
-        """Return the algorithm that a call runs, and the order in which the engine adds."""
         if algorithm is None and order is None:
             return self._default
         if algorithm is None:

@@ -56,7 +56,6 @@ class PlainGroup:
             )
 
     def _check_tensors(self, lists: dict[str, Any]) -> None:
-        """Check one list per rank, by what the ranks are called."""
         named: dict[str, Tensor] = {}
         first: list[Tensor] = []
         for device, (rank, given) in zip(self._devices, lists.items(), strict=True):

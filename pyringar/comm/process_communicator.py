@@ -122,7 +122,6 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         timeout: float,
         compares_shapes: bool,
     ) -> ProcessCommunicator:
-        """Return the communicator of ``members``, who have met already."""
         self = cls.__new__(cls)
         self._limits = {}
         self._configure(meeting.name, algorithm, order, timeout, device)
@@ -130,7 +129,6 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         return self
 
     def _configure(self, name: Any, algorithm: Any, order: Any, timeout: Any, device: Any) -> None:
-        """Check and keep what was asked for, before others are told."""
         self._algorithm = _check_algorithm(algorithm)
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
@@ -141,7 +139,6 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         self._name = name
 
     def _join(self, meeting: Rendezvous, members: list[Member], compares_shapes: bool) -> None:
-        """Make the engine's group, in memory that all members share."""
         self._rank, self._world_size = meeting.rank, meeting.world_size
         self._members = members
         check_one_node(members)
@@ -240,7 +237,6 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         self._group.check_peers(ranks)
 
     def _tell(self, error: RuntimeError) -> None:
-        """Tell the other ranks why this one gives up: a rank that is gone or late."""
         self._group.tell(str(error), isinstance(error, CollectiveTimeout))
 
     def abort(self) -> None:
@@ -462,7 +458,6 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         )
 
     def _resolve(self, algorithm: str | None, order: str | None) -> str:
-        """Return the order in which the engine adds."""
         if algorithm is not None:
             _check_algorithm(algorithm)
         order = self._order if order is None else check_choice("order", order, ORDERS)

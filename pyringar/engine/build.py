@@ -173,7 +173,6 @@ def _engine_in_cache(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
 
 
 def _key(plan: Plan) -> str:
-    """Return the name of this plan's folder in a cache."""
     return f"{_digest(plan.content, 16)}-{_digest(plan.toolchain, 8)}"
 
 

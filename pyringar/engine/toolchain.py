@@ -345,7 +345,6 @@ def find_nvcc() -> Compiler:
 
 
 def _nvcc_places(wanted: str) -> Iterator[str]:
-    """Yield the paths to try, in the order of preference."""
     if wanted:
         yield wanted
     if os.environ.get("CUDA_HOME"):
@@ -395,7 +394,6 @@ def read_cuda_toolkit(nvcc: Compiler, host: Compiler) -> CudaToolkit:
 
 
 def _folders(settings: Mapping[str, str], names: Sequence[str], *usual: Path) -> tuple[Path, ...]:
-    """Return the folders that exist of those in nvcc's settings, then of the usual ones."""
     words = (word for name in names for word in shlex.split(settings.get(name, "")))
     named = (word.removeprefix("-I").removeprefix("-L") for word in words if word != "-isystem")
     real = (folder.resolve() for folder in (*map(Path, named), *usual))

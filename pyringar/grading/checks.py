@@ -255,7 +255,6 @@ def _rank_counts(subject: Subject) -> None:
 
 
 def _counts(most: int) -> list[int]:
-    """Every number of ranks that is tried."""
     return [*range(1, most + 1), *(k for k in _MANY_RANKS if k > most)]
 
 

@@ -160,7 +160,6 @@ def check_allreduce(
 
 
 def _device_names(devices: Sequence[str]) -> str:
-    """``cpu x 8``, or all of them when they differ."""
     if len(set(devices)) == 1:
         return f"{devices[0]} x {len(devices)} ranks"
     return ", ".join(devices)

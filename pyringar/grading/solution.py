@@ -101,7 +101,6 @@ def _callables(module: Any) -> list[str]:
 
 
 def _import(target: Target) -> ModuleType:
-    """Import a module by name (the current directory counts) or from a file."""
     where = target.where
     folder = Path(where).resolve().parent if target.is_file else Path.cwd()
     sys.path.insert(0, str(folder))

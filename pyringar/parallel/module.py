@@ -238,7 +238,6 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def _with_prefix(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a plain module with ``module.`` before every name."""
     found: Any = OrderedDict((f"module.{name}", value) for name, value in state_dict.items())
     versions = getattr(state_dict, "_metadata", {})  # by module, "" for the outermost
     found._metadata = {f"module.{name}".rstrip("."): entry for name, entry in versions.items()}

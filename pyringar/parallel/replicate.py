@@ -101,7 +101,6 @@ def _twin(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_copy(module: nn.Module, replica: nn.Module) -> None:
-    """Check the result of deepcopy: a module may have its own ``__deepcopy__``."""
     copies = dict(_named_tensors(replica))
     for name, tensor in _named_tensors(module):
         twin = copies.pop(name, None)

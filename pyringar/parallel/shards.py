@@ -361,7 +361,6 @@ def _are_on_cpu(replicas: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of all tensors in one flat tensor."""
     return torch.cat([_bits(t).contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
@@ -408,7 +407,6 @@ def check_alike(replicas: Sequence[Sequence[Tensor]], noun: str) -> None:
 
 
 def _describe_mismatch(replicas: Sequence[Sequence[Tensor]]) -> str:
-    """Describe the first difference, in the order of parameters, then of ranks."""
     for i, reference in enumerate(replicas[0]):
         for rank in range(1, len(replicas)):
             ours = _reals(replicas[rank][i])

@@ -227,7 +227,6 @@ def _download(root: Path) -> None:
 
 
 def _read_half(files: dict[str, Path], half: str) -> tuple[Tensor, Tensor]:
-    """Return images and labels."""
     images_path = files[f"{half}-images-idx3-ubyte"]
     labels_path = files[f"{half}-labels-idx1-ubyte"]
     images = _read_idx(images_path, "images", (_SIDE, _SIDE))

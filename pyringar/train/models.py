@@ -148,7 +148,6 @@ class RankedModel:
 
 
 def _make_net(config: TrainConfig) -> nn.Module:
-    """Return a module on the CPU with the initial numbers of the seed."""
     if config.model == "lenet":
         generator = torch.Generator().manual_seed(config.seed)
         return LeNet(config.init, generator=generator, dtype=config.torch_dtype)

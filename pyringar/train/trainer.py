@@ -357,7 +357,6 @@ class Trainer:
         return GraphStep(eager, [(images[:n], labels[:n]) for n in sizes], self.model.tensors())
 
     def _train_epoch(self, on_step: Callable[[], None] | None) -> tuple[float, float]:
-        """Return mean loss and seconds of one pass over the training images."""
         images, labels = self._data.train_images, self._data.train_labels
         synchronize(self.devices)
         begin_s = time.perf_counter()
@@ -463,7 +462,6 @@ class Trainer:
         return {"dataset": f"{data}, digest {digest_of(images)}", "allreduce": f"in {order} order"}
 
     def _save(self, epochs: Sequence[EpochResult]) -> None:
-        """Write a checkpoint on rank 0 if there is a folder."""
         if self._folder is not None and self.is_main:
             checkpoint = Checkpoint(
                 recipe=self._recipe,
@@ -476,12 +474,10 @@ class Trainer:
             checkpoint.write(self._folder)
 
     def _tensors(self) -> list[list[Tensor]]:
-        """Return each rank's parameters, buffers and momentum buffers."""
         kinds = (self.replicas, self.model.buffers(), self._run_step.momentum.velocities)
         return [[*itertools.chain(*of_rank)] for of_rank in zip(*kinds, strict=True)]
 
     def _resume_from(self, checkpoint: Checkpoint) -> None:
-        """Restore the state of the run that wrote the checkpoint."""
         checkpoint.check(self._recipe)
         # The first step decides the layout of gradients in buckets, and so the bits of a ring.
         size = self.config.batch_size
