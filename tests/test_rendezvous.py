@@ -6,9 +6,11 @@ Restarts on one store, survivors on a new one, ranks that give up and come again
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -274,6 +276,29 @@ def test_rank_stops_after_all_came(new_crew):
 # -- why there is no group -------------------------------------------------------------------------
 
 
+def join_unreadable(state, rank: int, **options) -> None:
+    """Become `nobody`, and as rank 0 one that others may not look into; then join."""
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    pr_set_dumpable = 4
+    ctypes.CDLL(None).prctl(pr_set_dumpable, int(rank != 0), 0, 0, 0)
+    join(state, rank=rank, **options)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="must be root to become another user")
+def test_unreadable_memory_fails_all_ranks(new_crew):
+    crew = new_crew(3)
+    crew.start_group(None, join_unreadable, timeout=60.0)
+    outcomes = crew.outcomes()
+    for outcome in outcomes:
+        assert outcome.error == "RingarError", outcome
+        assert outcome.seconds < PROMPT_S + 5
+        for words in ("Permission denied", "one user", "user namespace", "PR_SET_DUMPABLE 0"):
+            assert words in outcome.text
+    assert re.search(r"^rank [12] \(process \d+ .*could not make the group", outcomes[0].text)
+
+
 def fail_to_map(state, port: int, name: str, rank: int, world_size: int) -> None:
     with Rendezvous(connect(port), rank, world_size, name, LONG_S) as meeting:
         meeting.exchange_members()
@@ -409,11 +434,10 @@ class LastStore(CountingStore):
         self.is_asked = is_asked
 
     def ask(self, question, *arguments):
-        self.num_calls += 1
-        is_last = self.num_calls == self.last_call
+        is_last = self.num_calls + 1 == self.last_call
         if is_last and not self.is_asked:
             os.kill(os.getpid(), 9)
-        answer = question(*arguments)
+        answer = super().ask(question, *arguments)
         if is_last:
             os.kill(os.getpid(), 9)
         return answer

@@ -82,15 +82,7 @@ class Plan:
         nbytes: int,
         order: str = "rank",
     ) -> Plan:
-        """Return what an algorithm does for ranks in one process.
-
-        Args:
-            algorithm: Its name.
-            reason: Why it was chosen, in words.
-            topology: Where the ranks are.
-            nbytes: Bytes of one rank's data.
-            order: In which ranks are added, unless the algorithm has one of its own.
-        """
+        """Return what an algorithm does for ``nbytes`` on each rank of one process."""
         k = len(topology.devices)
         steps = {"fused": 0, "direct": 2}.get(algorithm, 2 * (k - 1))
         if algorithm in ("fused", "direct"):
@@ -107,16 +99,7 @@ class Plan:
     def in_processes(
         cls, algorithm: str, num_pieces: int, reason: str, world_size: int, nbytes: int, order: str
     ) -> Plan:
-        """Return what an algorithm does for ranks in processes of their own.
-
-        Args:
-            algorithm: ``"exchange"`` or ``"direct"``.
-            num_pieces: Pieces in which the data moves.
-            reason: Why it was chosen, in words.
-            world_size: Number of ranks.
-            nbytes: Bytes of one rank's data.
-            order: In which ranks are added, unless the algorithm has one of its own.
-        """
+        """Return what ``"exchange"`` or ``"direct"`` does for ``nbytes`` on each process's rank."""
         k = world_size
         # exchange: copy in, read all, write. direct: copy in, reduce a slice, copy out, each for
         # what is not a rank's own.
@@ -179,10 +162,6 @@ def _devices_here() -> list[str]:
 
 def check_devices(devices: Any, name: str = "devices") -> tuple[torch.device, ...]:
     """Turn a list of devices, one per rank, into ``torch.device`` objects that exist.
-
-    Args:
-        devices: For example ``["cpu"] * 4`` or ``["cuda:0", "cuda:1"]``.
-        name: Of the argument, for messages.
 
     Raises:
         ArgumentError: Not a non-empty list of devices, or one is not on this machine; names those

@@ -86,6 +86,9 @@ def count_changes(tensors: Sequence[Tensor]) -> None:
 def copy_all(copies: Sequence[Copy]) -> None:
     """Write as the engine does: into tensors of an inference mode, too, and uncounted by torch."""
     for target, source in copies:
+        # A copy that converts loses the sign of a negated target, and gives strided ones other NaN.
+        if not (target.is_contiguous() and has_plain_memory(target)):
+            source = source.to(target.dtype)
         target.data.copy_(source)
 
 
