@@ -36,7 +36,6 @@ Case = Callable[[int, int], None]
 
 
 def values(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Positional or random values of any dtype, another for each rank."""
     if dtype is torch.bool:
         return oracle.positional(numel, torch.int32, rank) % 3 == 0
     if dtype.is_complex:
@@ -99,7 +98,6 @@ def raises(kind: type[BaseException], text: str) -> Any:
 
 
 def finish(call: Callable[..., Any], how: str, *args: Any, **kwargs: Any) -> None:
-    """Call it synchronously, or wait for its work, its future, or by polling."""
     if how == "sync":
         assert call(*args, **kwargs) is None
         return

@@ -91,7 +91,6 @@ COLLECTIVES = tuple(calls(0, 2))
 
 
 def begin(name: str, rank: int, size: int, group: Any = None) -> tuple[Any, Any]:
-    """A work or future, and what it writes."""
     call, arguments, written = calls(rank, size)[name]
     return call(*arguments, group=group, async_op=True), written
 
@@ -105,7 +104,6 @@ def is_future(handle: Any) -> bool:
 
 
 def answers(rank: int, size: int) -> None:
-    """What a work says, and what its future holds, beside gloo's."""
     gloo = dist.new_group(backend="gloo")
     for name in COLLECTIVES:
         control, expected = begin(name, rank, size, gloo)
@@ -227,7 +225,6 @@ def nobody_waits(rank: int, size: int) -> None:
 
 
 def later_calls_see_the_result(rank: int, size: int) -> None:
-    """On the same tensors, with nobody waiting in between."""
     for asynchronous in (False, True):
         small = torch.full((N,), rank + 1, dtype=torch.int16)
         rows = [torch.zeros(N) for _ in range(size)]
@@ -255,7 +252,6 @@ def later_calls_see_the_result(rank: int, size: int) -> None:
 
 
 def in_inference_mode(rank: int, size: int) -> None:
-    """Begun inside, ended inside or outside, by a wait or a future."""
     for is_inside in (True, False):
         for how in ("wait", "future", "nobody"):
             with torch.inference_mode():
@@ -363,8 +359,6 @@ CASES: dict[str, Case] = {
 
 
 class Refusing(torch.Tensor):
-    """Takes no copy."""
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         if function is torch.Tensor.copy_:
@@ -373,7 +367,6 @@ class Refusing(torch.Tensor):
 
 
 def copy_fails(rank: int, size: int) -> list[str]:
-    """What is said of a result that has no place."""
     rows = [torch.zeros(N).as_subclass(Refusing), *(torch.zeros(N) for _ in range(size - 1))]
     work = dist.all_gather(rows, numbers(rank), async_op=True)
     wait_until(work.is_completed, "a copy that failed is never completed")
@@ -387,7 +380,6 @@ def copy_fails(rank: int, size: int) -> list[str]:
 
 
 def peer_killed(rank: int, size: int) -> Any:
-    """What the survivor's work says, asked without waiting for it."""
     dist.all_reduce(torch.ones(1))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -410,7 +402,6 @@ def peer_killed(rank: int, size: int) -> Any:
 
 
 def wrapped(rank: int, size: int) -> Any:
-    """What torch hands on of a Backend's work."""
     work, x = begin("all_reduce", rank, size)
     work.wait()
     assert_equal(x, total_of(size))

@@ -52,7 +52,6 @@ class Graphs:
         return graph.forward
 
     def calls(self) -> list[str]:
-        """The operators of ours, in order."""
         names = [str(node.target) for graph in self.graphs for node in graph.graph.nodes]
         return [name for name in names if name.startswith("pyringar.")]
 
@@ -346,8 +345,6 @@ def test_lists_come_back_as_lists(comm):
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_gradients(comm, op, backend):
-    """Each tensor is in every result: its gradient is the reduction of theirs."""
-
     def function(x, y, z):
         a, b, c = pr.ops.all_reduce(comm, [x * x, y, z], op)
         (a1, a2), *_ = pr.ops.all_reduce_coalesced(comm, [[a, b], [b, c], [c, a]], op)

@@ -209,11 +209,9 @@ def test_abort_ends_all_waits(machines):
         assert name == "gloo" or machines or "has aborted the group" in text, (name, text)
 
 
-def given_less_time(rank: int, size: int, how: str) -> Any:
+def given_less_time(rank: int, size: int) -> Any:
     dist.all_reduce(torch.ones(3))
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    if how == "deprecated":
-        set_timeout = dist.distributed_c10d._set_pg_timeout
     set_timeout(timedelta(seconds=1))
     dist.all_reduce(torch.ones(3))
     store = dist.distributed_c10d._get_default_store()
@@ -225,11 +223,9 @@ def given_less_time(rank: int, size: int, how: str) -> Any:
     return error
 
 
-@pytest.mark.parametrize(
-    ("how", "machines"), [("set_timeout", ""), ("deprecated", ""), ("set_timeout", "ab")]
-)
-def test_set_timeout_reaches_engine(how, machines):
-    waiter, _ = run_group(given_less_time, 2, how, machines=machines)
+@pytest.mark.parametrize("machines", ["", "ab"])
+def test_set_timeout_reaches_engine(machines):
+    waiter, _ = run_group(given_less_time, 2, machines=machines)
     kind, _, text, seconds = waiter
     assert kind == "CollectiveTimeout", waiter
     assert ("has ranks [1]" if machines else "for 1 s") in text, text

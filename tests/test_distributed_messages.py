@@ -53,7 +53,6 @@ def test_message_is_waited_for_once():
 
 
 def polled(rank: int, size: int) -> Any:
-    """Nobody waits."""
     tensor = numbers(rank)
     work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
     deadline = time.monotonic() + 20

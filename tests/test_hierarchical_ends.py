@@ -161,7 +161,6 @@ def test_dropped_communicator_leaves_no_thread(pool):
 
 
 def lost(rank: int, size: int, store: Any, machines: str, how: str) -> Any:
-    """Rank 3 does not take part in a call."""
     comm = join(rank, store, machines, timeout=2.0)
     comm.all_reduce(numbers(rank))
     if rank == 3:
@@ -221,7 +220,6 @@ def test_unknown_network_is_named(pool):
 
 
 def absent(rank: int, size: int, store: Any) -> tuple[str, str]:
-    """Rank 1 meets rank 0, and does not connect."""
     if rank == 1:
         hierarchical.Column = lambda *_: time.sleep(1.5)
     try:

@@ -83,7 +83,6 @@ class OnHost:
 
 
 def stood_for_as_rank(rank, world_size, store, machines):
-    """All that is given to NCCL, on tensors of the CPU."""
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
     with HierarchicalCommunicator(store, rank, world_size, timeout=20.0) as comm:
         column = comm._column

@@ -37,14 +37,12 @@ def threads() -> set[str]:
 
 @pytest.fixture
 def torch_threads():
-    """Set torch's number of threads until the test's end."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
 
 def operate() -> None:
-    """Run an operation of torch's on all threads."""
     torch.ones(1 << 17).mul_(2)
 
 
@@ -98,7 +96,6 @@ def test_team_exists_or_tells_why(team_test, flags, why):
 
 
 def misaligned(tensor: torch.Tensor, elems: int) -> torch.Tensor:
-    """The same elements, so many further on in memory."""
     room = torch.empty(tensor.numel() + elems, dtype=tensor.dtype)
     return room[elems:].copy_(tensor)
 
@@ -126,7 +123,6 @@ def test_bits_do_not_depend_on_threads(torch_threads, num_threads):
 
 
 def new_threads(comm: pr.Communicator, *, async_op: bool = False) -> int:
-    """How many threads a large call has started."""
     tensors = [torch.ones(LARGE) for _ in range(2)]
     operate()
     before = threads()

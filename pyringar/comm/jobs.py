@@ -106,11 +106,7 @@ class Job:
         return self._finished_ns
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Return False if it is not done in time; raise what it ended with.
-
-        Raises:
-            RingarError: Another thread has closed all before it was begun.
-        """
+        """Return False if it is not done in time; raise its error, or RingarError after a close."""
         ends = time.monotonic() + seconds
         with self._jobs.awaited():
             while not self._end.wait(min(1.0, left := ends - time.monotonic())) and left > 0:

@@ -40,8 +40,8 @@ def reduce(
 ) -> list[Tensor]:
     """Reduce by an operator, in place or into new tensors; return the tensors with the results.
 
-    ``tensors`` are those of one ``all_reduce`` of the communicator with this handle, or
-    ``num_lists`` lists, end to end.
+    ``tensors`` go to one ``all_reduce`` of the communicator with this handle, or are ``num_lists``
+    lists, end to end.
     """
     given = list(tensors)
     for i, tensor in enumerate(given):

@@ -61,13 +61,7 @@ class Rendezvous:
     """
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        world_size: int,
-        name: str,
-        timeout_s: float,
-        kind: str = "cpu",
+        self, store: Any, rank: int, world_size: int, name: str, timeout_s: float, kind: str = "cpu"
     ) -> None:
         from torch._C._distributed_c10d import PrefixStore  # not in every build of torch
 

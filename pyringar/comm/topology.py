@@ -75,12 +75,7 @@ class Plan:
 
     @classmethod
     def of(
-        cls,
-        algorithm: str,
-        reason: str,
-        topology: Topology,
-        nbytes: int,
-        order: str = "rank",
+        cls, algorithm: str, reason: str, topology: Topology, nbytes: int, order: str = "rank"
     ) -> Plan:
         """Return what an algorithm does for ``nbytes`` on each rank of one process."""
         k = len(topology.devices)
@@ -113,10 +108,9 @@ class Plan:
     def _made(
         cls, algorithm: str, order: str, steps: int, traffic_bytes: int, reason: str, k: int
     ) -> Plan:
-        if algorithm == "ring" and k > 1:
-            order = "ring"
         if k == 1:
             return cls(algorithm, order, 0, 0, reason)
+        order = "ring" if algorithm == "ring" else order
         return cls(algorithm, order, steps, traffic_bytes, reason)
 
     def __str__(self) -> str:
@@ -129,11 +123,7 @@ class Plan:
 
 
 def check_device(given: Any, name: str) -> torch.device:
-    """Turn what was passed as the argument ``name`` into a ``torch.device`` that exists.
-
-    Raises:
-        ArgumentError: It is no device, or not on this machine; names those that are.
-    """
+    """Return the device given as argument ``name``; ArgumentError lists the devices here."""
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
@@ -161,12 +151,7 @@ def _devices_here() -> list[str]:
 
 
 def check_devices(devices: Any, name: str = "devices") -> tuple[torch.device, ...]:
-    """Turn a list of devices, one per rank, into ``torch.device`` objects that exist.
-
-    Raises:
-        ArgumentError: Not a non-empty list of devices, or one is not on this machine; names those
-            that are.
-    """
+    """Return the devices of a list with one per rank; ArgumentError as `check_device`."""
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise ArgumentError(
             f'{name} is {devices!r}, expected a list with one device per rank, such as ["cpu"] * 4'

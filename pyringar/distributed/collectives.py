@@ -66,8 +66,8 @@ def _of_pairs(
 ) -> Callable[..., Any]:
     """Make a method that takes one output and one input, or lists of them.
 
-    ``begin`` adds the parts and copies of one pair to a `_Call`. ``names`` are those that versions
-    of torch give the method of other backends. ``results`` turns outputs into the work's results.
+    ``begin`` adds the parts and copies of one pair to a `_Call`. Other backends have the method
+    under one of ``names``. ``results`` turns outputs into the work's results.
     """
 
     def method(self: Any, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:

@@ -80,12 +80,9 @@ def _value(results: Any) -> Any:
 
 
 class PendingWork(_BaseWork):  # type: ignore[misc]
-    """The work of a collective that runs in the background.
+    """The work of a collective whose ``parts`` run in the background.
 
-    Args:
-        completer: Completes the future, if one is asked for.
-        parts: What must end first.
-        results: A list of the tensors that hold the result in the end, or a function that makes it.
+    ``results`` is the list of tensors that hold the result in the end, or a function that makes it.
     """
 
     _devices: Sequence[torch.device] = ()  # GPUs on which there are results
