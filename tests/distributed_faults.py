@@ -63,7 +63,6 @@ def calls_differ(rank: int, size: int, how: str) -> Any:
 
 
 def data_parallel_peer(rank: int, size: int, what: str) -> Any:
-    """Under the backend, or a hook beside gloo."""
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10)))
     if dist.get_backend() == "gloo":
         state = pyringar.distributed.HookState(timeout=2.0)

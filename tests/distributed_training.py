@@ -38,16 +38,6 @@ class Net(nn.Module):
         return self.spare(y) if with_spare else y
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = nn.Linear(4, 4).bfloat16()
-        self.high = nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.low(x.bfloat16()).sum() + self.high(x.double()).sum()
-
-
 def make_net(seed: int) -> Net:
     torch.manual_seed(seed)
     return Net()
@@ -120,37 +110,6 @@ def data_parallel_hook(rank: int, size: int) -> None:
     check_variant(rank, size, "small_buckets", register_hook=True)
 
 
-def accumulation(rank: int, size: int) -> None:
-    ddp = DistributedDataParallel(make_net(rank), broadcast_buffers=False)
-    alone = make_net(0)
-    with ddp.no_sync():
-        ddp(batch(rank, 0)).sum().backward()
-    ddp(batch(rank, 1)).sum().backward()
-    parts = []
-    for r in range(size):
-        net = copy.deepcopy(alone)
-        for step in (0, 1):
-            net(batch(r, step)).sum().backward()
-        parts.append([p.grad for p in net.parameters()])
-    for p, *grads in zip(ddp.module.parameters(), *parts, strict=True):
-        oracle.assert_bits(p.grad, oracle.reduced([g * (1 / size) for g in grads], "sum"))
-
-
-def mixed_dtypes(rank: int, size: int) -> None:
-    torch.manual_seed(rank)
-    net = Mixed()
-    net.low.register_buffer("flag", torch.tensor([True, rank == 0]))
-    net.low.register_buffer("small", torch.full((3,), rank, dtype=torch.int16))
-    ddp = DistributedDataParallel(net)
-    assert net.low.flag.tolist() == [True, True]
-    assert net.low.small.tolist() == [0, 0, 0]
-    ddp(torch.full((4,), size * (1.0 + rank))).backward()
-    mean = size * (size + 1) / 2  # of whole parts: machines add in another order than ranks
-    assert net.low.weight.grad.dtype is torch.bfloat16
-    assert (net.low.weight.grad == mean).all()
-    assert (net.high.weight.grad == mean).all()
-
-
 def fully_sharded(rank: int, size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -208,22 +167,10 @@ def uneven_batches(rank: int, size: int) -> None:
         assert total.item() == size
 
 
-def checkpoint(rank: int, size: int, folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    state = {"whole": torch.arange(5.0), "rank": torch.tensor([rank])}
-    dcp.save({"model": state["whole"]}, checkpoint_id=folder)
-    loaded = {"model": torch.zeros(5)}
-    dcp.load(loaded, checkpoint_id=folder)
-    assert torch.equal(loaded["model"], state["whole"])
-
-
 CASES = {
     case.__name__: case
     for case in (
         data_parallel,
-        accumulation,
-        mixed_dtypes,
         zero_redundancy,
         fully_sharded,
         uneven_batches,

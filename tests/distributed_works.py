@@ -91,7 +91,6 @@ COLLECTIVES = tuple(calls(0, 2))
 
 
 def begin(name: str, rank: int, size: int, group: Any = None) -> tuple[Any, Any]:
-    """A work or future, and what it writes."""
     call, arguments, written = calls(rank, size)[name]
     return call(*arguments, group=group, async_op=True), written
 
@@ -105,7 +104,6 @@ def is_future(handle: Any) -> bool:
 
 
 def answers(rank: int, size: int) -> None:
-    """What a work says, and what its future holds, beside gloo's."""
     gloo = dist.new_group(backend="gloo")
     for name in COLLECTIVES:
         control, expected = begin(name, rank, size, gloo)
@@ -204,7 +202,7 @@ def converted(rank: int, size: int, group: Any = None) -> list[tuple[str, Any, A
 
 
 def nobody_waits(rank: int, size: int) -> None:
-    """A barrier says that all is done, also with handles dropped."""
+    """A barrier, or the group's end, says that all is done, also with handles dropped."""
     gloo = dist.new_group(backend="gloo")
     for asynchronous in (False, True):
         for name in COLLECTIVES:
@@ -215,24 +213,18 @@ def nobody_waits(rank: int, size: int) -> None:
             if work is not None:
                 work.wait()
             assert_alike(written, expected, name)
-        begun = converted(rank, size)
-        dist.barrier()
+    other = dist.new_group()
+    ends = {None: dist.barrier, other: lambda: dist.destroy_process_group(other)}
+    for group, end_all in ends.items():
+        begun = converted(rank, size, group)
+        rows = begin("all_gather", rank, size, group)[1]
+        end_all()
         for name, tensors, wanted in begun:
             assert_alike(tensors, wanted, name)
-
-
-def nobody_waits_before_the_end(rank: int, size: int) -> None:
-    group = dist.new_group()
-    begun = converted(rank, size, group)
-    rows = begin("all_gather", rank, size, group)[1]
-    dist.destroy_process_group(group)
-    for name, tensors, wanted in begun:
-        assert_alike(tensors, wanted, name)
-    assert_alike(rows, [numbers(r) for r in range(size)], "all_gather")
+        assert_alike(rows, [numbers(r) for r in range(size)], "all_gather")
 
 
 def later_calls_see_the_result(rank: int, size: int) -> None:
-    """On the same tensors, with nobody waiting in between."""
     for asynchronous in (False, True):
         small = torch.full((N,), rank + 1, dtype=torch.int16)
         rows = [torch.zeros(N) for _ in range(size)]
@@ -260,7 +252,6 @@ def later_calls_see_the_result(rank: int, size: int) -> None:
 
 
 def in_inference_mode(rank: int, size: int) -> None:
-    """Begun inside, ended inside or outside, by a wait or a future."""
     for is_inside in (True, False):
         for how in ("wait", "future", "nobody"):
             with torch.inference_mode():
@@ -357,7 +348,6 @@ CASES: dict[str, Case] = {
         coalesced_by_torch,
         lists_are_not_copies_on_devices,
         nobody_waits,
-        nobody_waits_before_the_end,
         later_calls_see_the_result,
         in_inference_mode,
         callbacks_wait,
@@ -369,8 +359,6 @@ CASES: dict[str, Case] = {
 
 
 class Refusing(torch.Tensor):
-    """Takes no copy."""
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         if function is torch.Tensor.copy_:
@@ -379,7 +367,6 @@ class Refusing(torch.Tensor):
 
 
 def copy_fails(rank: int, size: int) -> list[str]:
-    """What is said of a result that has no place."""
     rows = [torch.zeros(N).as_subclass(Refusing), *(torch.zeros(N) for _ in range(size - 1))]
     work = dist.all_gather(rows, numbers(rank), async_op=True)
     wait_until(work.is_completed, "a copy that failed is never completed")
@@ -393,7 +380,6 @@ def copy_fails(rank: int, size: int) -> list[str]:
 
 
 def peer_killed(rank: int, size: int) -> Any:
-    """What the survivor's work says, asked without waiting for it."""
     dist.all_reduce(torch.ones(1))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -416,7 +402,6 @@ def peer_killed(rank: int, size: int) -> Any:
 
 
 def wrapped(rank: int, size: int) -> Any:
-    """What torch hands on of a Backend's work."""
     work, x = begin("all_reduce", rank, size)
     work.wait()
     assert_equal(x, total_of(size))

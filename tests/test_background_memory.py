@@ -118,44 +118,40 @@ import pyringar as pr
 class Alarm(KeyboardInterrupt):
     pass
 
-runs = False
+is_calling = False
 
 def stop(number, frame):
-    if runs:  # Python 3.11 may call a handler late
+    if is_calling:  # Python 3.11 may call a handler late
         raise Alarm
-
-def call(comm, lists):
-    global runs
-    runs = True
-    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-3))
-    try:
-        comm.all_reduce_coalesced(lists, async_op=True)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        runs = False
 
 torch.set_num_threads(1)
 if sys.argv[1] == "ranks in one process":
     comm, num_ranks = pr.Communicator(["cpu"] * 2), 2
 else:
     comm, num_ranks = pr.ProcessCommunicator(dist.HashStore(), 0, 1), 1
+
+def begin(numel, count):
+    lists = [[torch.ones(numel) for _ in range(count)] for _ in range(num_ranks)]
+    return comm.all_reduce_coalesced(lists if num_ranks > 1 else lists[0], async_op=True)
+
 signal.signal(signal.SIGALRM, stop)
 interrupts, ends = 0, time.monotonic() + 2
 while time.monotonic() < ends:
-    lists = [[torch.ones(4000) for _ in range(300)] for _ in range(num_ranks)]
+    is_calling = True
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-2))
     try:
-        call(comm, lists if num_ranks > 1 else lists[0])
+        begin(4000, 300)
     except Alarm:
-        runs = False
+        is_calling = False
         interrupts += 1
-        del lists
         ours = [torch.zeros(4000) for _ in range(300 * num_ranks)]
         while any(not work.is_completed() for work in tuple(comm._in_flight)):
             time.sleep(1e-4)
         assert not any(tensor.any() for tensor in ours), "the memory was somebody else's by then"
-        small = [[torch.ones(1)] for _ in range(num_ranks)]
-        comm.all_reduce_coalesced(small if num_ranks > 1 else small[0], async_op=True).wait()
+        begin(1, 1).wait()
         assert len(comm._in_flight) <= 1, "the next call lets go of what is done"
+    is_calling = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
 assert interrupts, "this shows nothing"
 comm.close()
 assert not comm._in_flight

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
+import itertools
 from functools import partial
 
 import pytest
 import torch
 from cases import mostly_slow
 from oracle import bits
+from programs import run_fresh
 from ranks import on_ranks
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -52,7 +52,6 @@ class Graphs:
         return graph.forward
 
     def calls(self) -> list[str]:
-        """The operators of ours, in order."""
         names = [str(node.target) for graph in self.graphs for node in graph.graph.nodes]
         return [name for name in names if name.startswith("pyringar.")]
 
@@ -226,28 +225,21 @@ def test_errors_are_those_of_eager(comm, call, words, backend):
             torch.compile(lambda x: call(comm, x), fullgraph=True)(x)
 
 
-def test_closed_communicator_is_named():
+def test_closed_and_deleted_communicators_are_named():
     comm = pr.Communicator(["cpu"] * 2)
-    compiled = torch.compile(comm.all_reduce, fullgraph=True, backend="aot_eager")
+    graphs, tensors = Graphs(), ranks(2)
+    compiled = torch.compile(comm.all_reduce, fullgraph=True, backend=graphs)
     compiled(ranks(2))
     comm.close()
-    tensors = ranks(2)
-    with pytest.raises(pr.RingarError, match="closed"):
-        compiled(tensors)
-    with pytest.raises(pr.RingarError, match="closed"):
-        pr.ops.all_reduce(comm, tensors)
+    for call in (compiled, partial(pr.ops.all_reduce, comm)):
+        with pytest.raises(pr.RingarError, match="closed"):
+            call(tensors)
     assert all(map(torch.equal, tensors, ranks(2)))
-
-
-def test_deleted_communicator_is_named():
-    comm = pr.Communicator(["cpu"] * 2)
-    graphs = Graphs()
-    torch.compile(comm.all_reduce, fullgraph=True, backend=graphs)(ranks(2))
     torch._dynamo.reset()  # its guards hold the communicator
-    del comm
+    del comm, compiled, call
     gc.collect()
     with pytest.raises(pr.RingarError, match=r"communicator \d+ \(host: .*\) is not there"):
-        graphs.graphs[0](*ranks(2))
+        graphs.graphs[0](*tensors)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -334,21 +326,18 @@ def test_unused_results_are_computed(comm, backend):
 
 @pytest.mark.parametrize("algorithm", [None, "ring", "naive"])
 def test_results_are_new_tensors(comm, algorithm):
-    tensors = ranks(shape=(3, 4))
+    tensors, wanted = ranks(shape=(3, 4)), ranks(shape=(3, 4))
     found = pr.ops.all_reduce(comm, tensors, "max", algorithm=algorithm)
-    assert all(map(torch.equal, tensors, ranks(shape=(3, 4))))
+    assert all(map(torch.equal, tensors, wanted))
     assert {t.data_ptr() for t in found}.isdisjoint(t.data_ptr() for t in tensors)
-    wanted = ranks(shape=(3, 4))
     comm.all_reduce(wanted, "max", algorithm=algorithm)
     assert all(map(torch.equal, found, wanted))
 
 
 def test_lists_come_back_as_lists(comm):
-    lists = [[t, t[:2] + 1] for t in ranks()]
-    found = pr.ops.all_reduce_coalesced(comm, lists)
-    wanted = [[t.clone() for t in mine] for mine in lists]
+    lists, wanted = ([[t, t[:2] + 1] for t in ranks()] for _ in range(2))
     comm.all_reduce_coalesced(wanted)
-    for mine, theirs in zip(found, wanted, strict=True):
+    for mine, theirs in zip(pr.ops.all_reduce_coalesced(comm, lists), wanted, strict=True):
         assert all(map(torch.equal, mine, theirs))
     assert pr.ops.all_reduce_coalesced(comm, [[], [], []]) == [[], [], []]
 
@@ -356,8 +345,6 @@ def test_lists_come_back_as_lists(comm):
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_gradients(comm, op, backend):
-    """Each tensor is in every result: its gradient is the reduction of theirs."""
-
     def function(x, y, z):
         a, b, c = pr.ops.all_reduce(comm, [x * x, y, z], op)
         (a1, a2), *_ = pr.ops.all_reduce_coalesced(comm, [[a, b], [b, c], [c, a]], op)
@@ -405,7 +392,6 @@ def test_forward_mode_is_refused(comm):
     [
         (lambda c, x: pr.ops.all_reduce(None, [x, x, x]), "comm is None, expected a Communicator"),
         (lambda c, x: pr.ops.all_reduce(c, [x, x, x.numpy()]), r"tensors\[2\] is a .*ndarray"),
-        (lambda c, x: pr.ops.all_reduce(c, [x, x, x], order=3), "order is 3"),
         (lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], 3, [x]]), r"lists\[1\] is an int"),
         (lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x], []]), r"lists\[2\] has 0 entries"),
     ],
@@ -427,21 +413,22 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("requires_grad", mostly_slow([False, True], True))
-@pytest.mark.parametrize("layout", mostly_slow(list(LAYOUTS), "gaps", "expanded"))
-def test_opcheck_of_new_tensors(comm, layout, requires_grad):
+OPCHECKS = [
+    *itertools.product(LAYOUTS, ["all_reduce"], [False, True]),
+    *itertools.product(sorted(LAYOUTS.keys() - {"expanded"}), ["all_reduce_"], [False]),
+]
+PLAIN = [("gaps", "all_reduce", True), ("expanded", "all_reduce", True)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "operator", "requires_grad"),
+    mostly_slow(OPCHECKS, *PLAIN, ("gaps", "all_reduce_", False)),
+)
+def test_opcheck(comm, layout, operator, requires_grad):
     tensors = [LAYOUTS[layout](t.requires_grad_(requires_grad)) for t in ranks(shape=(4, 6))]
     for num_lists in (0, K):
         arguments = (tensors, num_lists, "mean", None, "rank", comm._handle)
-        opcheck(torch.ops.pyringar.all_reduce.default, arguments)
-
-
-@pytest.mark.parametrize("layout", mostly_slow(sorted(LAYOUTS.keys() - {"expanded"}), "gaps"))
-def test_opcheck_in_place(comm, layout):
-    tensors = [LAYOUTS[layout](t) for t in ranks(shape=(4, 6))]
-    for num_lists in (0, K):
-        arguments = (tensors, num_lists, "max", "ring", None, comm._handle)
-        opcheck(torch.ops.pyringar.all_reduce_.default, arguments)
+        opcheck(getattr(torch.ops.pyringar, operator).default, arguments)
 
 
 class Summed(torch.nn.Module):
@@ -473,14 +460,14 @@ def test_saved_program_needs_its_communicator(tmp_path):
         torch.export.save(torch.export.export(Summed(pair), tuple(ranks(2))), file)
     del pair
     gc.collect()
-    program = (
-        "import torch, pyringar as pr\n"
-        "comms = [pr.Communicator(['cpu'] * 2, algorithm='ring') for _ in range(1000)]\n"
-        "assert pr.ops\n"
-        f"program = torch.export.load({str(file)!r}).module()\n"
-        "program(torch.ones(5), torch.ones(5))\n"
+    done = run_fresh(
+        f"""
+import torch, pyringar as pr
+comms = [pr.Communicator(["cpu"] * 2, algorithm="ring") for _ in range(1000)]
+assert pr.ops
+torch.export.load({str(file)!r}).module()(torch.ones(5), torch.ones(5))
+"""
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "RingarError: communicator " in done.stderr, done.stderr
 
 
@@ -498,15 +485,10 @@ def test_ranks_in_processes(state):
     found = torch.compile(function, fullgraph=True, backend="aot_eager")(mine, mine.clone())
     assert mine.tolist() == [1, 3, 5, 7]
     assert found.tolist() == [2, 4, 6, 8]
-    return found.tolist()
-
-
-@on_ranks(2)
-def test_process_communicator_takes_no_lists(state):
-    x = torch.ones(3)
-    for lists in ([x], [[x]]):
+    for lists in ([mine], [[mine]]):
         with pytest.raises(pr.ArgumentError, match="comm is a ProcessCommunicator"):
             pr.ops.all_reduce_coalesced(state.comm, lists)
+    return found.tolist()
 
 
 def test_other_dispatch_modes_change_nothing(comm):
@@ -537,10 +519,11 @@ def test_other_dispatch_modes_change_nothing(comm):
 
 @pytest.mark.slow
 def test_operators_are_defined_at_first_use():
-    program = (
-        "import sys, torch, pyringar as pr\n"
-        "with pr.Communicator(['cpu'] * 2) as c: c.all_reduce([torch.ones(3), torch.ones(3)])\n"
-        "assert not {'pyringar.comm.operators', 'torch._dynamo'} & {*sys.modules}\n"
+    done = run_fresh(
+        """
+import sys, torch, pyringar as pr
+pr.allreduce([torch.ones(3), torch.ones(3)])
+assert not {"pyringar.comm.operators", "torch._dynamo"} & {*sys.modules}
+"""
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

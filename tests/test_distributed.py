@@ -72,11 +72,6 @@ def test_hook_beside_gloo(size):
     check(results, "hook")
 
 
-def test_checkpoint(tmp_path):
-    case = functools.partial(distributed_training.checkpoint, folder=str(tmp_path))
-    check(run_group(run_cases, 2, [("checkpoint", case)]), "checkpoint")
-
-
 # -- failures --------------------------------------------------------------------------------------
 
 HOWS = ("sync", "async", "future")

@@ -126,19 +126,3 @@ def test_lost_machine_is_named(how):
         for name in ("gloo", "message"):
             assert found[name][0] in ("PeerLostError", "CollectiveTimeout", "RingarError"), found
             assert found[name][3] < 10, (name, found[name])
-
-
-def aborted(rank: int, size: int) -> Any:
-    dist.all_reduce(torch.ones(3))
-    if rank == 2:
-        time.sleep(0.5)
-        dist.distributed_c10d._get_default_group().abort()
-        return None
-    return error_of(lambda: dist.all_reduce(torch.ones(3)))
-
-
-def test_abort_ends_calls_on_all_machines():
-    results = run_group(aborted, 3, machines="aab")
-    for kind, _, text, seconds in results[:2]:
-        assert kind in ("PeerLostError", "RingarError"), text
-        assert seconds < 5, text

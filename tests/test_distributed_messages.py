@@ -14,7 +14,6 @@ import torch.distributed as dist
 from distributed_faults import error_of
 from ranks import run_group
 
-from pyringar.distributed.waits import Threads
 from pyringar.distributed.work import DelegatedPart
 
 
@@ -54,7 +53,6 @@ def test_message_is_waited_for_once():
 
 
 def polled(rank: int, size: int) -> Any:
-    """Nobody waits."""
     tensor = numbers(rank)
     work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
     deadline = time.monotonic() + 20
@@ -123,28 +121,3 @@ def test_timeout_reaches_coalesced_works():
     ]:
         DelegatedPart(work).wait(given)
         assert work.timeouts == expected
-
-
-def test_waits_reuse_threads():
-    waiters = Threads("messages")
-    gates = [threading.Event() for _ in range(3)]
-    begun = [threading.Event() for _ in range(3)]
-
-    def wait(i: int) -> None:
-        begun[i].set()
-        gates[i].wait(30)
-
-    for i in range(3):
-        waiters.submit(lambda i=i: wait(i))
-    assert all(event.wait(30) for event in begun), "each has a thread"
-    for gate in gates:
-        gate.set()
-    deadline = time.monotonic() + 30
-    while waiters.is_busy() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    last = threading.Event()
-    waiters.submit(last.set)
-    assert last.wait(30)
-    assert len(waiters._threads) == 3, "threads are used again"
-    waiters.close()
-    assert not any(thread.is_alive() for thread in waiters._threads)

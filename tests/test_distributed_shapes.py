@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pyringar as pr
 
-# What ranks 0 and 1 pass; elements correspond by index.
+# Shapes of ranks 0 and 1, whose elements correspond by index; and layouts of rank 0.
 SHAPES = {
     "scalar and vector": ((), (1,)),
     "flat and square": ((4,), (2, 2)),
@@ -21,8 +21,10 @@ SHAPES = {
     "with ones": ((3, 1, 2), (1, 6)),
 }
 LAYOUTS = {
-    "transposed": lambda t: t.t().contiguous().t(),
+    "transposed": lambda t: t.mT.contiguous().mT,
     "strided": lambda t: torch.stack([t, t], -1)[..., 0],
+    "negated": lambda t: torch._neg_view(-t),
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
 }
 
 
@@ -31,70 +33,33 @@ def filled(rank: int, shape: tuple[int, ...]) -> Tensor:
     return (torch.arange(numel) * 3 % 17 + 10 * rank).float().reshape(shape)
 
 
-def reduce_and_copy(rank: int, size: int, shapes: Any) -> Any:
-    found = {}
-    for how in ("sync", "async"):
-        reduced, copied = filled(rank, shapes[rank]), filled(rank, shapes[rank])
-        for call in (
-            lambda x=reduced, **k: dist.all_reduce(x, **k),
-            lambda x=copied, **k: dist.broadcast(x, 1, **k),
-        ):
-            if how == "sync":
-                call()
-            else:
-                call(async_op=True).wait()
-        found[how] = reduced.shape, reduced.flatten().tolist(), copied.flatten().tolist()
-    return found
+def reduce_and_copy(rank: int, size: int, what: str) -> None:
+    shape = SHAPES[what][rank] if what in SHAPES else (2, 3, 4, 5)
+    lay_out = LAYOUTS[what] if what in LAYOUTS and rank == 0 else torch.clone
+    numel = torch.Size(shape).numel()
+    parts = [filled(r, (numel,)) for r in range(2)]
+    for dtype in (torch.float32, torch.int16):  # int16 is copied on the way
+        for is_async in (False, True):
+            for call, expected in (
+                (lambda x, **k: dist.all_reduce(x, **k), parts[0] + parts[1]),
+                (lambda x, **k: dist.all_reduce_coalesced([x], **k), parts[0] + parts[1]),
+                (lambda x, **k: dist.broadcast(x, 0, **k), parts[0]),
+                (lambda x, **k: dist.broadcast(x, 1, **k), parts[1]),
+            ):
+                x = lay_out(filled(rank, shape).to(dtype))
+                work = call(x, async_op=is_async)
+                if is_async:
+                    work.wait()
+                assert x.shape == torch.Size(shape)
+                assert x.flatten().tolist() == expected.tolist(), (dtype, is_async)
 
 
-@pytest.mark.parametrize("what", SHAPES)
-def test_shapes(what):
-    shapes = SHAPES[what]
-    results = run_group(reduce_and_copy, 2, shapes)
-    parts = [filled(rank, shapes[rank]).flatten() for rank in range(2)]
-    for rank, found in enumerate(results):
-        for shape, reduced, copied in found.values():
-            assert shape == torch.Size(shapes[rank])
-            assert reduced == (parts[0] + parts[1]).tolist()
-            assert copied == parts[1].tolist()
-
-
-def reduce_layouts(rank: int, size: int) -> Any:
-    """One rank's elements lie in another order; that of another dtype is copied on the way."""
-    found = {}
-    for name, layout in LAYOUTS.items():
-        for dtype in (torch.float32, torch.int16):
-            plain = filled(rank, (3, 4)).to(dtype)
-            for root in (None, 0, 1):
-                x = layout(plain) if rank == 0 else plain.clone()
-                if root is None:
-                    dist.all_reduce(x)
-                else:
-                    dist.broadcast(x, root)
-                found[name, dtype, root] = x.tolist()
-    image = filled(rank, (2, 3, 4, 5))
-    if rank == 1:
-        image = image.to(memory_format=torch.channels_last)
-    dist.all_reduce(image)
-    dist.all_reduce_coalesced([image]) if hasattr(dist, "all_reduce_coalesced") else None
-    found["image"] = image.tolist()
-    return found
-
-
-def test_elements_correspond_by_index():
-    results = run_group(reduce_layouts, 2)
-    parts = [filled(rank, (3, 4)) for rank in range(2)]
-    image = sum(filled(rank, (2, 3, 4, 5)) for rank in range(2))
-    for found in results:
-        assert not isinstance(found, str), found
-        assert found.pop("image") == (2 * image).tolist()
-        for (name, dtype, root), values in found.items():
-            expected = parts[0] + parts[1] if root is None else parts[root]
-            assert values == expected.to(dtype).tolist(), (name, dtype, root)
+@pytest.mark.parametrize("what", [*SHAPES, *LAYOUTS])
+def test_elements_correspond_by_index(what):
+    assert run_group(reduce_and_copy, 2, what) == [None] * 2
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers, every other one of a longer tensor's."""
     longer = torch.full((2 * len(x),), 77, dtype=x.dtype)
     longer[::2] = x
     return longer[::2]
@@ -109,7 +74,6 @@ def same(*pairs: tuple[Tensor, Tensor]) -> None:
 
 
 def reduce_disguised(rank: int, hide: Callable[[Tensor], Tensor], parts: list[Tensor]) -> None:
-    """Disguised on one rank, and on both."""
     for op, total in (("SUM", parts[0] + parts[1]), ("MAX", torch.maximum(*parts))):
         for x in (hide(parts[rank]) if rank else parts[0].clone(), hide(parts[rank])):
             dist.reduce(x, 0, getattr(dist.ReduceOp, op))
@@ -138,12 +102,7 @@ def disguised(rank: int, size: int, how: str, dtype: torch.dtype) -> None:
         same((into, parts[rank]))
     into = new()
     dist.all_to_all_single(into, hide(parts[rank]))
-    first = 2 * rank
-    same((into, torch.cat([part[first : first + 2] for part in parts])))
-    if torch.__version__.split(".")[:2] >= ["2", "14"]:  # torch 2.11's gloo has no such call
-        rows = [new(), new()]
-        dist.all_to_all(rows, [hide(parts[rank])] * 2)
-        same(*zip(rows, parts, strict=True))
+    same((into, torch.cat([part.chunk(2)[rank] for part in parts])))
     into = new()
     if rank == 0:
         dist.send(hide(parts[0]), 1)
@@ -158,37 +117,22 @@ def test_gloo_calls_keep_index_and_sign(how, dtype):
     assert run_group(disguised, 2, how, dtype, timeout_s=10.0) == [None] * 2
 
 
-def conjugated(rank: int) -> Tensor:
-    return torch.tensor([1 + 1j, 2 - 3j]).add(10 * rank).conj()
-
-
 def signs(rank: int, size: int) -> None:
-    """Of calls that gloo and the engine do, two ranks."""
-
-    def same(got: Tensor, expected: Tensor) -> None:
-        got, expected = (t.resolve_neg().resolve_conj().tolist() for t in (got, expected))
-        assert got == expected
-
-    def negated(rank: int, dtype: torch.dtype) -> Tensor:
-        return torch._neg_view(torch.tensor([1, 2, 3, 4], dtype=dtype) + 10 * rank)
-
+    """Conjugated numbers, which the functions of torch.distributed refuse; and bits in gloo."""
+    plain = [torch.tensor([1 - 1j, 2 + 3j]).add(10 * r) for r in range(2)]
     rows = [torch.zeros(2, dtype=torch.complex64) for _ in range(2)]
-    dist.gather(conjugated(rank), rows if rank == 0 else None, 0)
+    dist.gather(plain[rank].conj(), rows if rank == 0 else None, 0)
     if rank == 0:
-        same(torch.stack(rows), torch.stack([conjugated(0), conjugated(1)]))
-    into = negated(rank, torch.int32)
-    dist.all_reduce(into, dist.ReduceOp.BAND)
-    same(into, negated(0, torch.int32).clone() & negated(1, torch.int32).clone())
-    into = negated(rank, torch.int16)
-    dist.broadcast(into, 0)
-    same(into, negated(0, torch.int16))
+        same(*zip(rows, [part.conj() for part in plain], strict=True))
     group = dist.distributed_c10d._get_default_group()
-    into = conjugated(rank)  # the functions of torch.distributed refuse it
+    into = plain[rank].clone().conj()
     group.allreduce([into]).wait()
-    same(into, conjugated(0).resolve_conj() + conjugated(1).resolve_conj())
-    into = conjugated(rank)
-    group.broadcast([into], 1).wait()
-    same(into, conjugated(1))
+    same((into, (plain[0] + plain[1]).conj()))
+    group.broadcast([into := plain[rank].clone().conj()], 1).wait()
+    same((into, plain[1].conj()))
+    bits = [torch.arange(1, 5, dtype=torch.int32) + 10 * r for r in range(2)]
+    dist.all_reduce(into := torch._neg_view(bits[rank].clone()), dist.ReduceOp.BAND)
+    same((into, -bits[0] & -bits[1]))
 
 
 def test_no_sign_is_lost():

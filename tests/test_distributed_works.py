@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from unittest import mock
 
 import distributed_works
 import pytest
@@ -32,22 +32,6 @@ def threads_of(name: str) -> int:
     return sum(name in thread.name for thread in threading.enumerate())
 
 
-def test_blocked_callbacks_get_threads():
-    """As many threads as callbacks are blocked at once, and two; none when it is closed."""
-    completer = Completer("of test_blocked_callbacks")
-    gates = [threading.Event() for _ in range(6)]
-    futures: list[Future[None]] = [Future() for _ in gates]
-    for i, (future, gate) in enumerate(zip(futures, gates, strict=True)):
-        # Each callback waits for all that come after its own.
-        future.add_done_callback(lambda _, i=i: [g.wait(30) for g in gates[i + 1 :]])
-        completer.complete(future, gate.set)
-    assert all(gate.wait(30) for gate in gates)
-    torch.futures.wait_all(futures)
-    assert 2 <= threads_of("of test_blocked_callbacks") <= len(gates) + 2
-    completer.close()
-    assert threads_of("of test_blocked_callbacks") == 0
-
-
 def test_slow_callbacks_start_few_threads():
     completer = Completer("of test_few_threads")
     futures: list[Future[None]] = [Future() for _ in range(100)]
@@ -57,6 +41,7 @@ def test_slow_callbacks_start_few_threads():
     torch.futures.wait_all(futures)
     assert threads_of("of test_few_threads") <= 12  # not one for each future
     completer.close()
+    assert threads_of("of test_few_threads") == 0
 
 
 def test_future_after_close_is_done():
@@ -132,21 +117,10 @@ def test_nested_note_is_kept():
     """By another thread, or by a signal handler."""
     fallback = Fallback(None, 0, 1, timedelta(seconds=1), lambda _: None, lambda _: None)
 
-    class Running:
-        meanwhile: Any = None
-
-        def wait(self, timeout: float | None = None) -> object:
-            return None
-
-        def is_completed(self) -> bool:
-            note, self.meanwhile = self.meanwhile, None
-            if note is not None:
-                fallback.add(note)
-            return False
-
-    first, second, third = Running(), Running(), Running()
+    first, second, third = (mock.Mock(**{"is_completed.return_value": False}) for _ in range(3))
+    meanwhile = [second]
+    first.is_completed.side_effect = lambda: bool(meanwhile and fallback.add(meanwhile.pop()))
     fallback.add(first)
-    first.meanwhile = second
     fallback.add(third)
     assert set(fallback.under_way()) == {first, second, third}
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import mostly_slow
+from process_checks import settled
 from ranks import Crew
 
 from pyringar.distributed import HierarchicalCommunicator, between, hierarchical
@@ -139,29 +140,26 @@ def test_local_error_keeps_group(pool):
 
 
 def dropped(rank: int, size: int, store: Any) -> Any:
+    def is_running() -> bool:
+        return any(thread.name == "pyringar machines" for thread in threading.enumerate())
+
     comm = join(rank, store)
     tensor = numbers(rank)
     comm.all_reduce(tensor, async_op=True)
+    assert is_running()
     del comm
-    deadline = time.monotonic() + 15
-    while (names := machines()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return names, tensor.tolist()
-
-
-def machines() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name == "pyringar machines"]
+    assert settled(is_running, False) is False
+    return tensor.tolist()
 
 
 def test_dropped_communicator_leaves_no_thread(pool):
-    assert pool.check(dropped) == [([], (numbers(0) + numbers(1)).tolist())] * 2
+    assert pool.check(dropped) == [(numbers(0) + numbers(1)).tolist()] * 2
 
 
 # -- ranks that are lost or late -------------------------------------------------------------------
 
 
 def lost(rank: int, size: int, store: Any, machines: str, how: str) -> Any:
-    """Rank 3 does not take part in a call."""
     comm = join(rank, store, machines, timeout=2.0)
     comm.all_reduce(numbers(rank))
     if rank == 3:
@@ -221,7 +219,6 @@ def test_unknown_network_is_named(pool):
 
 
 def absent(rank: int, size: int, store: Any) -> tuple[str, str]:
-    """Rank 1 meets rank 0, and does not connect."""
     if rank == 1:
         hierarchical.Column = lambda *_: time.sleep(1.5)
     try:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,14 +37,12 @@ def threads() -> set[str]:
 
 @pytest.fixture
 def torch_threads():
-    """Set torch's number of threads until the test's end."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
 
 def operate() -> None:
-    """Run an operation of torch's on all threads."""
     torch.ones(1 << 17).mul_(2)
 
 
@@ -80,28 +79,23 @@ def team_test(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_team_of_a_real_runtime(team_test):
-    team_test(("-fopenmp",))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("-DWITHOUT_OPENMP",), "torch has loaded no OpenMP runtime"),
-        (("-fopenmp", "-DTWO_RUNTIMES"), "torch has another OpenMP runtime, too"),
-        (("-fopenmp", "-DMUTE"), "this torch does not tell its number of threads"),
+        (("-fopenmp",), ()),
+        (("-DWITHOUT_OPENMP",), ("torch has loaded no OpenMP runtime",)),
+        (("-fopenmp", "-DTWO_RUNTIMES"), ("torch has another OpenMP runtime, too",)),
+        (("-fopenmp", "-DMUTE"), ("this torch does not tell its number of threads",)),
     ],
 )
-def test_why_there_is_no_team(team_test, flags, why):
-    team_test(flags, why)
+def test_team_exists_or_tells_why(team_test, flags, why):
+    team_test(flags, *why)
 
 
 # -- bits ------------------------------------------------------------------------------------------
 
 
 def misaligned(tensor: torch.Tensor, elems: int) -> torch.Tensor:
-    """The same elements, so many further on in memory."""
     room = torch.empty(tensor.numel() + elems, dtype=tensor.dtype)
     return room[elems:].copy_(tensor)
 
@@ -129,7 +123,6 @@ def test_bits_do_not_depend_on_threads(torch_threads, num_threads):
 
 
 def new_threads(comm: pr.Communicator, *, async_op: bool = False) -> int:
-    """How many threads a large call has started."""
     tensors = [torch.ones(LARGE) for _ in range(2)]
     operate()
     before = threads()
@@ -223,9 +216,8 @@ def test_small_asynchronous_calls_run_at_once():
         assert all(bool((tensor == 6).all()) for tensor in tensors)
 
 
-def test_threads_of_the_user_call_at_once(torch_threads):
+def test_user_threads_call_at_once(torch_threads):
     torch_threads(2)
-    wrong: list[str] = []
     start = threading.Barrier(4)
 
     def work(seed: int) -> None:
@@ -237,18 +229,10 @@ def test_threads_of_the_user_call_at_once(torch_threads):
             for i in range(20):
                 given = [part.clone() for part in parts]
                 comm.all_reduce(given)
-                if not all(
-                    torch.equal(g.view(torch.int32), wanted.view(torch.int32)) for g in given
-                ):
-                    wrong.append(f"thread {seed}, call {i}")
+                assert_all_ranks(given, wanted, f"thread {seed}, call {i}")
 
-    users = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for user in users:
-        user.start()
-    for user in users:
-        user.join(60)
-    assert not any(user.is_alive() for user in users)
-    assert not wrong
+    with ThreadPoolExecutor(4) as users:
+        list(users.map(work, range(4)))
 
 
 def test_inside_of_a_parallel_region_the_caller_is_alone(torch_threads):
@@ -258,7 +242,7 @@ def test_inside_of_a_parallel_region_the_caller_is_alone(torch_threads):
     if not hasattr(runtime, "GOMP_parallel"):
         pytest.skip("torch's runtime is not visible to all")
     comms = [pr.Communicator(["cpu"] * 2) for _ in range(2)]
-    found: list[tuple[str, int, bool]] = []
+    found: list[tuple[str, int, bool]] = []  # the plan, threads started, whether sums are right
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def body(_: object) -> None:
@@ -269,11 +253,7 @@ def test_inside_of_a_parallel_region_the_caller_is_alone(torch_threads):
         found.append((comm.plan(1 << 26).threads, len(threads() - before), is_right))
 
     runtime.GOMP_parallel(body, None, 2, 0)
-    assert len(found) == 2
-    for told, started, is_right in found:
-        assert told == "on the caller's thread"
-        assert started == 0
-        assert is_right
+    assert found == [("on the caller's thread", 0, True)] * 2
     for comm in comms:
         comm.close()
 

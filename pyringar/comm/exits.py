@@ -67,7 +67,6 @@ def close_at_exit(
 
     Args:
         owner: Held weakly.
-        close: May be called again.
         in_child: For a child made by ``os.fork``, which may then use ``owner``. Without it the
             child never closes or destroys ``owner``: there it is `is_inherited`.
         abort: Only for what waits for other processes.

@@ -17,14 +17,7 @@ __all__ = ["Job", "Jobs"]
 
 
 class Jobs:
-    """A thread that runs calls in the order in which they came, until it is told to end.
-
-    Args:
-        name: The thread's.
-
-    Raises:
-        RingarError: The thread cannot start.
-    """
+    """A thread that runs calls in order until `end`; RingarError if it cannot start."""
 
     def __init__(self, name: str) -> None:
         # Each use is one step, so that a signal handler may come in between.
@@ -80,13 +73,7 @@ class Jobs:
 
 
 class Job:
-    """A call of `Jobs`; `pyringar.comm.work.Work` waits for it.
-
-    Args:
-        jobs: Where it runs.
-        call: What to call.
-        what: The same in words, for messages.
-    """
+    """A call of `Jobs`, which ``what`` names; `pyringar.comm.work.Work` waits for it."""
 
     def __init__(self, jobs: Jobs, call: Callable[[], object], what: str) -> None:
         self._jobs = jobs
@@ -119,11 +106,7 @@ class Job:
         return self._finished_ns
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Return False if it is not done in time; raise what it ended with.
-
-        Raises:
-            RingarError: Another thread has closed all before it was begun.
-        """
+        """Return False if it is not done in time; raise its error, or RingarError after a close."""
         ends = time.monotonic() + seconds
         with self._jobs.awaited():
             while not self._end.wait(min(1.0, left := ends - time.monotonic())) and left > 0:

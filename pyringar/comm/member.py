@@ -87,8 +87,7 @@ _FIELDS: dict[str, type] = {
 def read_fields(text: bytes, rank: int, types: dict[str, type]) -> dict[str, Any]:
     """Return the fields, of these types, of a JSON object that rank ``rank`` wrote into the store.
 
-    Raises:
-        RingarError: The value is malformed, too long, or for another rank or version.
+    Raise RingarError if it is malformed, too long, or for another rank or version.
     """
     fields = None
     if len(text) <= _LONGEST_BYTES:

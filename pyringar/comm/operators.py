@@ -38,19 +38,10 @@ def reduce(
     num_lists: int = 0,
     in_place: bool = True,
 ) -> list[Tensor]:
-    """Reduce tensors by an operator.
+    """Reduce by an operator, in place or into new tensors; return the tensors with the results.
 
-    Args:
-        handle: The communicator's.
-        tensors: What its ``all_reduce`` takes, or ``num_lists`` lists end to end.
-        op: What its ``all_reduce`` takes.
-        algorithm: The same.
-        order: The same.
-        num_lists: How many lists ``tensors`` are; 0: they are no lists.
-        in_place: Write the results to ``tensors``; False: to new tensors.
-
-    Returns:
-        Where the results are.
+    ``tensors`` go to one ``all_reduce`` of the communicator with this handle, or are ``num_lists``
+    lists, end to end.
     """
     given = list(tensors)
     for i, tensor in enumerate(given):

@@ -61,13 +61,7 @@ class Rendezvous:
     """
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        world_size: int,
-        name: str,
-        timeout_s: float,
-        kind: str = "cpu",
+        self, store: Any, rank: int, world_size: int, name: str, timeout_s: float, kind: str = "cpu"
     ) -> None:
         from torch._C._distributed_c10d import PrefixStore  # not in every build of torch
 
@@ -175,7 +169,6 @@ class Rendezvous:
         return [rank for rank in range(self.world_size) if rank not in self._members]
 
     def _answers(self, ranks: Sequence[int]) -> dict[int, Member]:
-        """Return the answers to rank 0's call that are there."""
         texts = self._store.look_up([self._key(f"member/{rank}") for rank in ranks])
         answers = zip(ranks, texts, strict=True)
         return {rank: Member.parse(text, rank) for rank, text in answers if text is not None}
@@ -217,7 +210,6 @@ class Rendezvous:
     # -- the memory --------------------------------------------------------------------------------
 
     def _segment(self) -> Any:
-        """Return the value of ``segment``, or None. Raise if a rank failed or died."""
         segment, failed = self._store.look_up([self._key("segment"), self._key("failed")])
         if failed is not None:
             self._raise_told(failed)
@@ -227,7 +219,6 @@ class Rendezvous:
     # -- failures ----------------------------------------------------------------------------------
 
     def _tell(self, error: BaseException) -> None:
-        """Write for the other ranks why there will be no group."""
         kind = type(error).__name__
         why = str(error)[:1000] or kind
         told = {"error": f"{self._own.name} could not make the group: {why}", "kind": kind}

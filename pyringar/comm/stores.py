@@ -21,9 +21,7 @@ _LEAST_S = 0.25  # for an answer after the deadline, so that a rank can tell why
 def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
     """Return the store, rank and world size that a caller gave, or the values of this job.
 
-    Raises:
-        ArgumentError: A wrong value, only some of the three, or no store in this job.
-        UnsupportedError: This torch was built without torch.distributed.
+    Raise ArgumentError for a wrong value, only some of the three, or no store in this job.
     """
     if not dist.is_available():
         raise UnsupportedError(

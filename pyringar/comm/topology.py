@@ -75,22 +75,9 @@ class Plan:
 
     @classmethod
     def of(
-        cls,
-        algorithm: str,
-        reason: str,
-        topology: Topology,
-        nbytes: int,
-        order: str = "rank",
+        cls, algorithm: str, reason: str, topology: Topology, nbytes: int, order: str = "rank"
     ) -> Plan:
-        """Return what an algorithm does for ranks in one process.
-
-        Args:
-            algorithm: Its name.
-            reason: Why it was chosen, in words.
-            topology: Where the ranks are.
-            nbytes: Bytes of one rank's data.
-            order: In which ranks are added, unless the algorithm has one of its own.
-        """
+        """Return what an algorithm does for ``nbytes`` on each rank of one process."""
         k = len(topology.devices)
         steps = {"fused": 0, "direct": 2}.get(algorithm, 2 * (k - 1))
         if algorithm in ("fused", "direct"):
@@ -107,16 +94,7 @@ class Plan:
     def in_processes(
         cls, algorithm: str, num_pieces: int, reason: str, world_size: int, nbytes: int, order: str
     ) -> Plan:
-        """Return what an algorithm does for ranks in processes of their own.
-
-        Args:
-            algorithm: ``"exchange"`` or ``"direct"``.
-            num_pieces: Pieces in which the data moves.
-            reason: Why it was chosen, in words.
-            world_size: Number of ranks.
-            nbytes: Bytes of one rank's data.
-            order: In which ranks are added, unless the algorithm has one of its own.
-        """
+        """Return what ``"exchange"`` or ``"direct"`` does for ``nbytes`` on each process's rank."""
         k = world_size
         # exchange: copy in, read all, write. direct: copy in, reduce a slice, copy out, each for
         # what is not a rank's own.
@@ -130,10 +108,9 @@ class Plan:
     def _made(
         cls, algorithm: str, order: str, steps: int, traffic_bytes: int, reason: str, k: int
     ) -> Plan:
-        if algorithm == "ring" and k > 1:
-            order = "ring"
         if k == 1:
             return cls(algorithm, order, 0, 0, reason)
+        order = "ring" if algorithm == "ring" else order
         return cls(algorithm, order, steps, traffic_bytes, reason)
 
     def __str__(self) -> str:
@@ -146,11 +123,7 @@ class Plan:
 
 
 def check_device(given: Any, name: str) -> torch.device:
-    """Turn what was passed as the argument ``name`` into a ``torch.device`` that exists.
-
-    Raises:
-        ArgumentError: It is no device, or not on this machine; names those that are.
-    """
+    """Return the device given as argument ``name``; ArgumentError lists the devices here."""
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
@@ -178,16 +151,7 @@ def _devices_here() -> list[str]:
 
 
 def check_devices(devices: Any, name: str = "devices") -> tuple[torch.device, ...]:
-    """Turn a list of devices, one per rank, into ``torch.device`` objects that exist.
-
-    Args:
-        devices: For example ``["cpu"] * 4`` or ``["cuda:0", "cuda:1"]``.
-        name: Of the argument, for messages.
-
-    Raises:
-        ArgumentError: Not a non-empty list of devices, or one is not on this machine; names those
-            that are.
-    """
+    """Return the devices of a list with one per rank; ArgumentError as `check_device`."""
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise ArgumentError(
             f'{name} is {devices!r}, expected a list with one device per rank, such as ["cpu"] * 4'

@@ -256,7 +256,6 @@ def _backends_can_be_python() -> bool:
 
 
 def _is_one_of_several(options: Any) -> bool:
-    """Return whether torch's ProcessGroup has other backends too, or checks calls on the way."""
     accelerator = torch.accelerator.current_accelerator()
     is_known = accelerator is None or accelerator.type in ("cuda", "xpu", "mps")
     # Its name is that of the accelerator's backend if there is one; "custom": one in Python, ours.

@@ -119,7 +119,6 @@ class Between:
         share()
 
     def _scatter_piece(self, result: Tensor, rows: Tensor, op: str) -> Steps:
-        """Sum ``rows``, one for each rank, over all ranks; write this rank's into ``result``."""
         machines = self.machines
         flat = rows[machines.block_order].resolve_neg().to(wide(rows.dtype)).view(-1)
         add_up = self._begin_scatter(flat, op)
@@ -194,7 +193,6 @@ class Between:
         return share
 
     def _blocks(self, column: Tensor) -> dict[int, Tensor]:
-        """Cut a column into one block per machine, in proportion to the machines' ranks."""
         sizes = [len(column) * len(ranks) // len(self.members) for ranks in self.machines.nodes]
         return dict(enumerate(torch.split(column, sizes)))
 
@@ -215,7 +213,6 @@ class Between:
     # -- inside a machine --------------------------------------------------------------------------
 
     def _sum_inside(self, flat: Tensor, op: str) -> Tensor:
-        """Return this machine's sum of this rank's column."""
         if (num_columns := self.machines.num_columns) > 1:
             column = flat.new_empty(len(flat) // num_columns)
             self.call_inside(lambda: self.inside.reduce_scatter(column, flat, op))

@@ -50,7 +50,6 @@ class _Call(NamedTuple):
 
 
 def _options(kind: str, given: Any) -> Any:
-    """Return a call's options of this class: as given, by default, or with the given ReduceOp."""
     if given is None or hasattr(given, "asyncOp"):
         return given_or_default(given, kind)
     options = getattr(c10d, kind)()
@@ -67,12 +66,8 @@ def _of_pairs(
 ) -> Callable[..., Any]:
     """Make a method that takes one output and one input, or lists of them.
 
-    Args:
-        operation: Its name in torch.distributed.
-        begin: Adds the parts and copies of one pair to a `_Call`.
-        options: The class of its options.
-        names: Of the method of other backends; the first that they have.
-        results: Returns the results of the work from the outputs.
+    ``begin`` adds the parts and copies of one pair to a `_Call`. Other backends have the method
+    under one of ``names``. ``results`` turns outputs into the work's results.
     """
 
     def method(self: Any, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -263,10 +258,7 @@ class Collectives(Delegated):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Put all ranks' ``input``, end to end in rank order, into ``output``.
 
-        Args:
-            output: As many elements as all inputs together.
-            input: Of one size and dtype on all ranks; may be its part of ``output``.
-            opts: ``AllgatherOptions``.
+        ``input`` has one size and dtype on all ranks, and may be its part of ``output``.
         """
         if not _is_async(opts) and _are_plain(output, input):
             self._comm.all_gather(output, input)
@@ -349,7 +341,6 @@ class Collectives(Delegated):
         self._reduce_stand_in(for_reduction(flat, op), opts.reduceOp, call, (target, part))
 
     def _flat_copy(self, tensors: Sequence[Tensor], op: str, call: _Call) -> Tensor:
-        """Return the elements of all, end to end, in memory of ours."""
         sizes = [t.numel() for t in tensors]
         flat = torch.empty(sum(sizes), dtype=tensors[0].dtype)
         pieces = zip(torch.split(flat, sizes), tensors, strict=True)
@@ -362,13 +353,7 @@ class Collectives(Delegated):
         return flat
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Reduce ``input`` over all ranks and leave this rank's part in ``output``.
-
-        Args:
-            output: ``n`` elements.
-            input: ``size * n`` elements; part ``r`` is for rank ``r``.
-            opts: ``ReduceScatterOptions``.
-        """
+        """Reduce ``input`` over all ranks and leave this rank's part in ``output``."""
         opts = _options("ReduceScatterOptions", opts)
         op = reduction_name(opts.reduceOp, "reduce_scatter")
         if not opts.asyncOp and op in OPS and _are_plain(output, input):
@@ -441,7 +426,6 @@ class Collectives(Delegated):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the engine takes it as it is."""
     return (
         tensor.dtype in NATIVE
         and tensor.is_cpu
@@ -451,12 +435,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _share_memory(input: Tensor, output: Tensor) -> bool:
-    """Return whether one may be a part of the other."""
     return input.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
 
 
 def _are_plain(output: Tensor, input: Tensor) -> bool:
-    """Return whether the engine takes both as they are."""
     return _is_plain(output) and _is_plain(input) and not _share_memory(input, output)
 
 

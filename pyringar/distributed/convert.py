@@ -52,11 +52,7 @@ _UINT64_OPS = ("sum", "prod", "band", "bor", "bxor")  # the same bits as of int6
 
 
 def reduction_name(reduce_op: Any, operation: str) -> str:
-    """Return how the engine calls a ReduceOp; ``"band"``, ``"bor"`` and ``"bxor"`` are gloo's.
-
-    Raises:
-        UnsupportedError: It has no such op.
-    """
+    """Return the engine's name of a ReduceOp; ``"band"``, ``"bor"`` and ``"bxor"`` are gloo's."""
     for theirs, ours in _OP_NAMES:
         if reduce_op == theirs:
             return ours
@@ -86,15 +82,14 @@ def count_changes(tensors: Sequence[Tensor]) -> None:
 def copy_all(copies: Sequence[Copy]) -> None:
     """Write as the engine does: into tensors of an inference mode, too, and uncounted by torch."""
     for target, source in copies:
+        # A copy that converts loses the sign of a negated target, and gives strided ones other NaN.
+        if not (target.is_contiguous() and has_plain_memory(target)):
+            source = source.to(target.dtype)
         target.data.copy_(source)
 
 
 def check_no_overlap(name: str, tensor: Tensor) -> None:
-    """Refuse a strided tensor whose elements share addresses: there is no place for a result.
-
-    Raises:
-        ArgumentError: It is expanded.
-    """
+    """Raise ArgumentError for an expanded tensor: its elements share addresses."""
     if tensor.is_contiguous():
         return
     if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -105,15 +100,9 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
 
 
 def for_reduction(tensor: Tensor, op: str) -> StandIn:
-    """Return a tensor of one of `NATIVE` that reduces to what ``tensor`` should.
+    """Return a stand-in of a dtype in `NATIVE` for a strided CPU tensor, and its op.
 
-    Args:
-        tensor: On the CPU, strided.
-        op: Of `pyringar.comm.arguments.OPS`, or ``"band"``, ``"bor"``, ``"bxor"``.
-
-    Raises:
-        ArgumentError: It is expanded.
-        UnsupportedError: There is none for this dtype and op.
+    Raise ArgumentError for an expanded tensor, UnsupportedError for an impossible dtype and op.
     """
     check_no_overlap("tensor", tensor)
     tensor = tensor.detach()
@@ -149,15 +138,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def for_copy(tensor: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor of one of `NATIVE` with the bytes of ``tensor``, or for them.
+    """Return a stand-in of a dtype in `NATIVE` for the bytes of a strided CPU tensor.
 
-    Args:
-        tensor: On the CPU, strided.
-        apart: In other memory in any case.
-
-    Returns:
-        The stand-in; and None if it is the same memory, else what ``tensor`` is to be copied into
-        before it is read, or from after it was written.
+    The second result is None where the stand-in has the memory of ``tensor``, which ``apart``
+    forbids. Else copy ``tensor`` into it before a call reads, or from it after a call wrote.
     """
     tensor = tensor.detach()
     is_whole = tensor.is_contiguous() and has_plain_memory(tensor)

@@ -39,15 +39,12 @@ class WatchedPart:
     """A call of gloo's that runs, as a `pyringar.distributed.work.Part`.
 
     Args:
-        comm: The group's communicator: knows which ranks are there.
-        fallback: Where the call runs.
-        operation: For error messages.
         peers: The ranks without which the call cannot end.
         begin: Begins it; returns gloo's work.
         copies: Made when the call has ended well, whether or not a thread waits for it.
         is_message: Gloo ends it only in a wait.
 
-    Raises PeerLostError if one of ``peers`` is gone, RingarError if the group failed or is closed.
+    Raises PeerLostError if a peer is gone, RingarError if the group failed or is closed.
     """
 
     def __init__(
@@ -79,10 +76,7 @@ class WatchedPart:
             self._end.wait(0)
 
     def wait(self, timeout: float | None = None) -> object:
-        """Block until it is done.
-
-        Args:
-            timeout: Seconds; None: the group's own deadlines count.
+        """Block until it is done, or for ``timeout`` seconds; the group's deadlines count, too.
 
         Raises:
             PeerLostError, CollectiveTimeout: A rank is gone, or late: names it.
@@ -129,10 +123,7 @@ class WatchedPart:
 
 
 class _DelegatedWork(PendingWork):
-    """The work of one call of gloo, which is its only part."""
-
     def _source_rank(self) -> int:
-        """Return the rank that a message received from any came from."""
         call: Any = self._parts[0]
         rank: int = call.work._source_rank()
         return rank
@@ -166,7 +157,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """Return a tensor that gloo can move: as it is, or its bytes, same in the first dimension."""
     is_movable = tensor.dtype in NATIVE or tensor.layout is not torch.strided
     return tensor if is_movable or tensor.device.type != "cpu" else as_bytes(tensor)
 
@@ -180,12 +170,8 @@ def _handed(
 ) -> Callable[..., Any]:
     """Make a method that hands a call to the backend for its tensors.
 
-    Args:
-        operation: Its name in torch.distributed.
-        conversions: Of the first arguments: tensors, or lists of them.
-        names: Of the backend's method, if not ``operation``; the first that it has.
-        peers: Returns the ranks without which the call cannot end; None: all.
-        is_message: A barrier says nothing about it.
+    ``conversions`` are for the first arguments, tensors or lists of tensors. ``peers`` returns the
+    ranks without which the call cannot end, None for all. See `_hand_over` for the others.
     """
 
     def hand_over(self: Delegated, *arguments: Any) -> Any:
@@ -288,14 +274,11 @@ class Delegated:
         """Return the work of a call of the backend for these tensors.
 
         Args:
-            operation: What torch.distributed calls it.
-            tensors: One of them says on which device they are.
-            arguments: The call's.
-            copies: Follow it.
+            copies: Made after the call.
             names: Of the backend's method, if not ``operation``; the first that it has.
-            results: What the call writes, if not ``tensors``.
+            results: The tensors that the call writes, if not ``tensors``.
             peers: The ranks without which it cannot end, if not all.
-            is_message: A barrier says nothing about it.
+            is_message: A barrier does not wait for it.
         """
         device = tensors[0].device.type if tensors else "cpu"
         backend = self._fallback.for_device(device, operation)
@@ -317,7 +300,6 @@ class Delegated:
         *,
         is_message: bool = False,
     ) -> list[Part]:
-        """Begin a call of gloo that copies follow."""
         peers = range(self._comm.world_size) if peers is None else peers
         part = WatchedPart(
             self._comm, self._fallback, operation, peers, begin, copies, is_message=is_message
@@ -328,7 +310,6 @@ class Delegated:
         return [part]
 
     def _noted(self, work: Any) -> Any:
-        """Add a work to the batch that is coalesced now, and return it."""
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -339,7 +320,6 @@ class Delegated:
 
 
 def _end_with(work: Any, copies: Sequence[Copy]) -> None:
-    """Wait for a call of gloo, then copy its results."""
     work.wait()
     copy_all(copies)
 
@@ -386,7 +366,6 @@ def given_or_default(opts: Any, kind: str) -> Any:
 
 
 def _by_any_name(backend: Any, *names: str) -> Any:
-    """Return a method that has another name in older versions of torch."""
     for name in names:
         if hasattr(backend, name):
             return getattr(backend, name)

@@ -142,7 +142,6 @@ class HierarchicalCommunicator(RankCommunicator):
         timeout: float,
         compares_shapes: bool,
     ) -> None:
-        """Connect to the ranks of this machine and of the others."""
         self._rank, self._world_size, self._store = meeting.rank, meeting.world_size, meeting.store
         self._name, self.timeout_s, self.device = meeting.name, timeout, device
         self._order, self._compares_shapes = order, compares_shapes
@@ -336,7 +335,6 @@ class HierarchicalCommunicator(RankCommunicator):
         return (num, self._column.num_chunks) if num else None
 
     def _break_off(self, why: BaseException) -> None:
-        """Fail the running call and all later ones."""
         if self._failure is None:
             self._failure = why
             self._column.keep_error(why)  # before other machines see connections close

@@ -135,7 +135,6 @@ class Column:
         return wait
 
     def _checked(self, nodes: Sequence[int], call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call gloo, and name ranks and machines in its errors."""
         try:
             return call(*arguments)
         except RingarError:

@@ -29,14 +29,12 @@ def make_gloo(
 ) -> Any:
     """Return a gloo group in which all ranks are connected.
 
-    Args:
-        on_timeout: Called instead, where torch sets this gloo's timeout: up to torch 2.13 that is
-            how a process group learns of a new timeout.
+    torch calls ``on_timeout`` instead of setting this gloo's timeout: up to torch 2.13 that is how
+    a process group learns of a new timeout.
 
     Raises:
         RuntimeError: gloo's own: a rank did not come in time.
         ArgumentError: There is no network as ``GLOO_SOCKET_IFNAME`` says.
-        UnsupportedError: This torch was built without gloo.
     """
     if not dist.is_gloo_available():
         raise UnsupportedError("this torch was built without gloo")
@@ -66,11 +64,7 @@ def make_gloo(
 
 
 def make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return an NCCL group; its ranks meet in their first call.
-
-    Raises:
-        UnsupportedError: This torch was built without NCCL.
-    """
+    """Return an NCCL group; its ranks meet in their first call."""
     if not dist.is_nccl_available():
         raise UnsupportedError("this torch was built without NCCL")
     from torch._C._distributed_c10d import PrefixStore

@@ -40,10 +40,8 @@ class Threads:
     def submit(self, call: Callable[[], object], patience_s: float = 0.0) -> None:
         """Make ``call``, which raises nothing, in a thread that runs nothing else.
 
-        Wait up to ``patience_s`` per thread for an idle thread, before another thread starts.
-
-        Raises:
-            RingarError: A thread is needed and cannot start.
+        Wait up to ``patience_s`` per thread for an idle thread, before another thread starts. Raise
+        RingarError if it cannot start.
         """
         try:
             self._idle.get(timeout=patience_s * len(self._threads))
@@ -118,11 +116,7 @@ class Completer:
         self._is_closed = False
 
     def complete(self, future: Future[None], settle: Callable[[], object]) -> None:
-        """Complete ``future`` when ``settle``, which waits for a work, has returned.
-
-        Raises:
-            RingarError: The first thread cannot start.
-        """
+        """Complete ``future`` when ``settle``, which waits for a work, has returned."""
         with self._lock:
             if not self._is_closed:
                 self._waits = self._waits or Jobs(self._name)

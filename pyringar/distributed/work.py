@@ -80,12 +80,9 @@ def _value(results: Any) -> Any:
 
 
 class PendingWork(_BaseWork):  # type: ignore[misc]
-    """The work of a collective that runs in the background.
+    """The work of a collective whose ``parts`` run in the background.
 
-    Args:
-        completer: Completes the future, if one is asked for.
-        parts: What must end first.
-        results: A list of the tensors that hold the result in the end, or a function that makes it.
+    ``results`` is the list of tensors that hold the result in the end, or a function that makes it.
     """
 
     _devices: Sequence[torch.device] = ()  # GPUs on which there are results
@@ -103,11 +100,8 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         Args:
             timeout: How long; none, or zero, is until the communicator's own deadline.
 
-        Returns:
-            True.
-
         Raises:
-            RingarError: What the collective failed with.
+            RingarError: The collective failed.
             CollectiveTimeout: It is not done after ``timeout``; it goes on nevertheless.
         """
         seconds = timeout.total_seconds() if timeout else 0.0
@@ -150,11 +144,9 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         return self._future
 
     def _error(self) -> Exception | None:
-        """Return the first error of its parts, waiting for them in turn."""
         return next((e for e in map(error_of, self._parts) if e is not None), None)
 
     def _outcome(self, _: Future[None]) -> Any:
-        """Return the future's value, or raise its error, which becomes the child's."""
         error = self._error()
         if error is not None:
             raise error
