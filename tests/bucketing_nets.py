@@ -90,8 +90,6 @@ class TwoLayers(nn.Module):
 
 
 class Backwards(TwoLayers):
-    """Uses its layers in another order than they were registered."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.one(torch.tanh(self.two(x)))
 

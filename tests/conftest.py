@@ -121,13 +121,11 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
     params=["threads", "processes", pytest.param("gpu", marks=[pytest.mark.cuda, NO_GPU])]
 )
 def transport(request: pytest.FixtureRequest, transport_of: Callable[[str], Any]) -> Any:
-    """Each transport in turn."""
     return transport_of(request.param)
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """The device of all ranks."""
     return "cpu" if os.environ.get("PYRINGAR_TEST_CUDA_ON_CPU") == "1" else "cuda:0"
 
 

@@ -51,7 +51,6 @@ class Builder:
             _common.extend(self.compile(COMMON, CSRC, "common"))
 
     def compile(self, sources: Sequence[Path], csrc: Path, folder: str, *more: str) -> list[Path]:
-        """Return object files of ``sources``, of the engine's from below ``csrc``."""
         (self.folder / folder).mkdir()
         objects = [self.folder / folder / f"{i}_{s.name}.o" for i, s in enumerate(sources)]
         # BASE_FLAGS name CSRC, after the copy that has a mistake.
@@ -65,7 +64,6 @@ class Builder:
         return objects
 
     def build(self, name: str = "right", csrc: Path = CSRC, mutated: str = "") -> Path:
-        """Return the program; where ``csrc`` has a mistake in ``mutated``, with what it changes."""
         objects = dict(self.changing)
         if mutated:
             is_own = CSRC / mutated in objects
@@ -86,7 +84,6 @@ def options(seed: int, rounds: int) -> list[str]:
 
 
 def check_noticed(program: Path, rounds: int, name: str) -> None:
-    """Fail unless the program says what is wrong, crashes or hangs, with one of some seeds."""
     for seed in range(1, 5):
         try:
             done = run([program, *options(seed, rounds)], HANGS_AFTER_S)
@@ -99,7 +96,6 @@ def check_noticed(program: Path, rounds: int, name: str) -> None:
 
 
 def check_right(program: Path, rounds: int) -> None:
-    """Fail unless the program ends well with every seed."""
     for seed in range(1, 4):
         done = run([program, *options(seed, rounds)], RUN_TIMEOUT_S)
         assert done.returncode == 0, done.stdout

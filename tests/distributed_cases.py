@@ -177,7 +177,6 @@ def calls_on_the_group_itself(rank: int, size: int) -> None:
 
 
 def asynchronous_calls_return_at_once(rank: int, size: int) -> None:
-    """Rank 0 makes no call before all others have made theirs."""
     store = dist.distributed_c10d._get_default_store()
     tensors = [torch.ones(4), torch.ones(4, dtype=torch.int16)]
     outs = [torch.empty(4 * size), torch.empty(4 * size, dtype=torch.bool)]

@@ -49,7 +49,6 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def reference(size: int, with_spare: Callable[[int], bool]) -> list[Net]:
-    """Replicas as DistributedDataParallel trains them: rank 0's start and buffers."""
     replicas = [copy.deepcopy(make_net(0)) for _ in range(size)]
     optimizers = [torch.optim.SGD(r.parameters(), lr=0.1, momentum=0.9) for r in replicas]
     for step in range(STEPS):
@@ -108,6 +107,22 @@ def data_parallel_hook(rank: int, size: int) -> None:
     assert dist.get_backend() == "gloo"
     check_variant(rank, size, "plain", register_hook=True)
     check_variant(rank, size, "small_buckets", register_hook=True)
+
+
+def accumulation(rank: int, size: int) -> None:
+    ddp = DistributedDataParallel(make_net(rank), broadcast_buffers=False)
+    alone = make_net(0)
+    with ddp.no_sync():
+        ddp(batch(rank, 0)).sum().backward()
+    ddp(batch(rank, 1)).sum().backward()
+    parts = []
+    for r in range(size):
+        net = copy.deepcopy(alone)
+        for step in (0, 1):
+            net(batch(r, step)).sum().backward()
+        parts.append([p.grad for p in net.parameters()])
+    for p, *grads in zip(ddp.module.parameters(), *parts, strict=True):
+        oracle.assert_bits(p.grad, oracle.reduced([g * (1 / size) for g in grads], "sum"))
 
 
 def fully_sharded(rank: int, size: int) -> None:
@@ -171,6 +186,7 @@ CASES = {
     case.__name__: case
     for case in (
         data_parallel,
+        accumulation,
         zero_redundancy,
         fully_sharded,
         uneven_batches,

@@ -41,7 +41,6 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
 
 
 def assert_alike(actual: Any, expected: Any, context: str) -> None:
-    """The same lists of the same tensors."""
     if isinstance(expected, Tensor):
         assert isinstance(actual, Tensor), (context, actual)
         assert actual.shape == expected.shape, (context, actual, expected)
@@ -62,7 +61,6 @@ def numbers(rank: int, numel: int = N) -> Tensor:
 
 
 def calls(rank: int, size: int) -> dict[str, tuple[Callable[..., Any], Sequence[Any], Any]]:
-    """By name: the function, its arguments, and what it writes."""
     x, short, whole = numbers(rank), numbers(rank, 2), numbers(rank, N * size)
     out, outs = torch.zeros(N), torch.zeros(N * size)
     rows = [torch.zeros(N) for _ in range(size)]

@@ -34,8 +34,6 @@ _AS_PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; ``line`` is that of its first line of code."""
-
     kind: str
     code: str
     line: int
@@ -49,7 +47,6 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All blocks of a page that are run, in order."""
     text = page.read_text()
     found = [match for match in _FENCE.finditer(text) if match["skip"] is None]
     blocks = []
@@ -62,7 +59,6 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def commands_of(page: Path) -> Iterator[tuple[Block, dict[str, str]]]:
-    """The commands of a page, each with the files that are there when it runs."""
     blocks = blocks_of(page)
     files: dict[str, str] = {}
     commands = [block for block in blocks if block.kind == "sh"]
@@ -95,7 +91,6 @@ def changed(code: str, diff: str) -> str:
 
 
 def check_printed(page: Path, block: Block, printed: str) -> None:
-    """Raise unless the block printed what the page says, if it says anything."""
     expected = block.printed
     if expected and not doctest.OutputChecker().check_output(expected, printed, _AS_PRINTED):
         raise AssertionError(

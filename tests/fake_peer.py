@@ -21,7 +21,6 @@ IS_LAST = RANK == WORLD_SIZE - 1
 
 
 def prepare(candidate: str, numel: int) -> Sum:
-    """Return a sum that is worked out from this rank's own numbers."""
     array = np.zeros(numel, np.float32)
     earlier: list[Any] = []
 

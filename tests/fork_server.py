@@ -45,7 +45,6 @@ class ForkServer:
         self._lock = threading.Lock()  # one question at a time
 
     def fork(self, what: str, descriptors: Sequence[int]) -> int:
-        """Make a rank that has a module imported, or a program; its process id."""
         with self._lock:
             socket.send_fds(self._control, [f"fork {what}\n".encode()], descriptors)
             return int(self._replies.readline())
@@ -58,7 +57,6 @@ class ForkServer:
         return os.waitstatus_to_exitcode(int(reply))
 
     def children(self) -> set[int]:
-        """Those forked, and whatever they left behind; zombies included."""
         children = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text()
         return {int(child) for child in children.split()}
 

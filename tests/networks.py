@@ -29,7 +29,6 @@ class Machine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of a rank on it."""
         return {
             "PYRINGAR_NODE_ID": self.name,
             "GLOO_SOCKET_IFNAME": self.link,
@@ -37,12 +36,10 @@ class Machine:
         }
 
     def command(self, *words: str) -> list[str]:
-        """A command that runs another there."""
         return ["ip", "netns", "exec", self.name, *words]
 
 
 def why_not() -> str | None:
-    """Why there can be no two machines here; None if there can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -57,7 +54,6 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[list[Machine]]:
-    """Make two machines while the block runs."""
     number = os.getpid() % 10**6
     net = f"10.{200 + number % 50}.{number // 50 % 250}"
     ends = [

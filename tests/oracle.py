@@ -61,18 +61,15 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def words_of(tensor: Tensor) -> Words:
-    """Return the elements of a tensor on the CPU as words, in its shape."""
     return bits(tensor).numpy().view(KINDS[tensor.dtype].word)
 
 
 def tensor_of(words: Words, dtype: torch.dtype) -> Tensor:
-    """Return a new tensor of these elements."""
     signed = np.array(words).view(f"i{dtype.itemsize}")
     return torch.from_numpy(signed).view(dtype)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as signed integers, in the order of its index."""
     return tensor.detach().resolve_neg().contiguous().view(_SIGNED[tensor.element_size()])
 
 
@@ -96,7 +93,6 @@ def piece_elems(dtype: torch.dtype, world_size: int = 2) -> int:
 
 
 def widened(words: Words, kind: Kind) -> np.ndarray:
-    """Return the numbers, in the type of partial sums."""
     if kind.torch is torch.bfloat16:
         return (words.astype(np.uint32) << 16).view(np.float32)
     if kind.torch is torch.float16:
@@ -261,7 +257,6 @@ def tree_reduced(parts: Sequence[Tensor], op: str) -> Tensor:
 
 
 def expected(parts: Sequence[Tensor], op: str, algorithm: str, order: str = "any") -> Tensor:
-    """Return the result of an all_reduce over these flat tensors."""
     if order in ("tree", "exact"):
         return folded(parts, op, order)
     return folded(parts, op, "ring" if algorithm == "ring" else "rank")
@@ -306,7 +301,6 @@ def random(numel: int, dtype: torch.dtype, seed: int, *, specials: bool = True) 
 
 
 def inputs(numel: int, dtype: torch.dtype, world_size: int, seed: int = 0) -> list[Tensor]:
-    """One flat random tensor per rank."""
     return [random(numel, dtype, 1000 * seed + rank) for rank in range(world_size)]
 
 

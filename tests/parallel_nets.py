@@ -25,8 +25,6 @@ def make_conv(dtype=torch.float64):
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the last layer's, too."""
-
     def __init__(self):
         super().__init__()
         self.embedding, self.out = nn.Embedding(5, 6), nn.Linear(6, 5, bias=False)
@@ -38,8 +36,6 @@ class Tied(nn.Module):
 
 
 class Branches(nn.Module):
-    """A frozen layer, a layer used under no_grad first, an unused one, and buffers."""
-
     def __init__(self):
         super().__init__()
         self.frozen, self.used, self.unused = (nn.Linear(5, 5) for _ in range(3))

@@ -62,12 +62,10 @@ def parts_of(numel: int, world_size: int) -> list[torch.Tensor]:
 
 
 def prepare(state, numel: int) -> None:
-    """So that the next `reduce` calls at once."""
     parts_of(numel, state.world_size)
 
 
 def reduce(state, numel: int = SMALL, calls: int = 1) -> None:
-    """All-reduces of ``state.tensor``, which was ``state.before``."""
     parts = parts_of(numel, state.world_size)
     for _ in range(calls):
         state.tensor = parts[state.rank].clone()
@@ -102,7 +100,6 @@ def named_shared_memory() -> set[str]:
 
 
 def leave_nothing(state) -> None:
-    """Close the communicator; nothing of the group may be open or mapped then."""
     if hasattr(state, "comm"):
         state.comm.close()
         del state.comm
@@ -132,7 +129,6 @@ def stop_in(state, phase: str, seconds: float = 50.0) -> None:
 
 
 def refuse(state, words: str, error: str = "RingarError") -> None:
-    """Every call ends at once with the reason, and changes nothing."""
     tensor = torch.ones(4)
     comm = state.comm
     calls = (
@@ -169,7 +165,6 @@ def assert_all_lost(
 
 
 def assert_survivors_go_on(crew: Crew, survivors: list[int], error: str = "PeerLostError") -> None:
-    """The failed group refuses; a new one of the survivors works; the old one holds nothing."""
     crew.run(refuse, survivors, words="failed before and cannot be used", error=error)
     crew.run(leave_nothing, survivors)
     crew.join(survivors)

@@ -116,7 +116,6 @@ def run_fresh(
 
 
 def become(descriptors: Sequence[int]) -> None:
-    """Be the program, in a fork of the server, whose own code must end when this returns."""
     with open(descriptors[3], "rb") as task:
         code, arguments, environment = pickle.load(task)
     for target, fd in enumerate(descriptors[:3]):

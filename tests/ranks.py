@@ -84,8 +84,6 @@ def store() -> Any:
 
 
 class Rank:
-    """One process, seen from the tests; it has the running test's module imported."""
-
     def __init__(self) -> None:
         test = os.environ.get("PYTEST_CURRENT_TEST", "oracle.py")
         ours, theirs = socket.socketpair()
@@ -111,7 +109,6 @@ class Rank:
         return value_of(self.outcome())
 
     def result(self, within_s: float) -> Any:
-        """The value, or `Failed` or `Died`."""
         if not self._channel.poll(within_s):
             failed = Failed(f"no answer in time: {_stack_of(self.pid)}")
             self.send(signal.SIGKILL)  # or whoever asks next gets this answer
@@ -139,7 +136,6 @@ class Rank:
         return self.exit_code
 
     def leave(self, within_s: float) -> int | None:
-        """Let it end when its threads have; the exit code, None if they do not end."""
         self._channel.close()
         if self.exit_code is None:
             ended = os.pidfd_open(self.pid)
@@ -170,8 +166,6 @@ def _stack_of(pid: int) -> str:
 
 
 class Crew:
-    """Ranks 0 to k - 1 of one group after another, in one process each."""
-
     def __init__(self, world_size: int) -> None:
         self.ranks = [Rank() for _ in range(world_size)]
         self.world_size = world_size
@@ -224,13 +218,11 @@ class Crew:
         return values
 
     def agree(self, function: Function, within_s: float = LONG_S, **arguments: Any) -> Any:
-        """Run on all ranks, which must all return the same; that."""
         values = self.run(function, within_s=within_s, **arguments)
         assert all(value == values[0] for value in values), values
         return values[0]
 
     def name(self, rank: int) -> str:
-        """Say rank, process and host, as errors do."""
         return f"rank {rank} (process {self.ranks[rank].pid} on {os.uname().nodename})"
 
     def start_group(
@@ -378,7 +370,6 @@ def join(
 
 
 def next_name(state: SimpleNamespace) -> str:
-    """Name another group of the same ranks, which count alike."""
     state.num_names = getattr(state, "num_names", 0) + 1
     return f"{state.name}-{state.num_names}"
 
@@ -461,7 +452,6 @@ def _outcome_of(state: SimpleNamespace, task: bytes) -> bytes:
 
 
 def work(channel: Connection) -> None:
-    """Run what comes through the channel until it is closed."""
     # Where the tests run in the background of a script, SIGINT came to them as ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     state = SimpleNamespace(ends=False)

@@ -24,7 +24,6 @@ TRAIN, TEST = 66, 130
 
 
 def digest(trainer: Trainer, rank: int = 0) -> str:
-    """All bits that a step has left: parameters, buffers, velocities, and the summed loss."""
     found = hashlib.blake2b(digest_size=6)
     step = trainer._run_step
     kinds = (trainer.model.params, trainer.model.buffers(), step.momentum.velocities)
@@ -34,7 +33,6 @@ def digest(trainer: Trainer, rank: int = 0) -> str:
 
 
 def train(group: Any, config: TrainConfig, data: Any = None) -> list[str]:
-    """Digests after every step, of each rank that is here if they differ; loss and accuracy."""
     rows: list[str] = []
     with Trainer(config, data or garments(TRAIN, TEST), group=group) as trainer:
 
@@ -62,6 +60,5 @@ def as_rank(
 
 
 def table(rows: dict[str, list[str]]) -> str:
-    """Configuration, then the digest after each step, loss and accuracy."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {'  '.join(row)}" for name, row in rows.items())

@@ -38,8 +38,6 @@ Sum = Callable[[list[Tensor]], Tensor]
 
 
 def lists(total: Sum, k: int = 5) -> Lists:
-    """A function that fills all tensors with what ``total`` makes of them."""
-
     def allreduce(data: list[Tensor]) -> None:
         result = total(data)
         for tensor in data:
@@ -77,7 +75,6 @@ def ring(data: list[Tensor], shift: int = 1, step: int = 1, piece: int = 0) -> T
 
 
 def order(report: Report) -> tuple[str, str]:
-    """The order of the largest messages."""
     (section,) = (s for s in report.sections if s.title.startswith("order of addition, float32"))
     found = section.findings[-1]
     return found.verdict, found.detail
@@ -102,7 +99,6 @@ def test_random_tree_is_recovered_and_named(seed):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", mostly_slow([2, 3, 4, 7, 12], 3, 7))
 def test_trees_are_recovered_in_every_type(k, dtype):
-    """Whatever is rounded, at each add or once in the end."""
     for seed in range(4):
         tree = random_tree(k, seed)
         for is_wide in (False, True):
@@ -198,8 +194,6 @@ def test_compensated_sum_is_unknown():
 
 
 def test_other_values_than_probes_are_unknown():
-    """In rank order, but every large element loses a bit."""
-
     def total(data):
         result = added(fold(range(len(data))), data)
         return torch.where(result.abs() > 1000, result * (1 + 2**-22), result)

@@ -43,13 +43,11 @@ class Planted:
 
 
 def nudge(tensor: Tensor, index: int = 0) -> None:
-    """Change the last bit of an element."""
     bits = bits_of(tensor)
     bits[index] ^= 1
 
 
 def noes(report: Report) -> set[str]:
-    """What does not hold, beside what does not for any left fold."""
     found = {f.name for s in report.sections for f in s.findings if f.verdict == "no"}
     return found - {"ranks renumbered"}
 

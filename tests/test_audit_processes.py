@@ -127,7 +127,6 @@ def test_killed_auditor_leaves_no_rank():
 
 
 def runs(pid: int) -> bool:
-    """Whether a process exists, and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

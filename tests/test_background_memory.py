@@ -25,15 +25,12 @@ NUMEL = 5000
 
 
 class Memory:
-    """Tensors whose memory can be seen to go."""
-
     def __init__(self, count: int, numel: int = NUMEL) -> None:
         arrays = [np.arange(numel, dtype=np.float32) % 17 + i for i in range(count)]
         self.tensors = [torch.from_numpy(array) for array in arrays]
         self._arrays = [weakref.ref(array) for array in arrays]
 
     def replace_data(self) -> None:
-        """Give the tensors other memory, so that they do not keep this."""
         for tensor in self.tensors:
             tensor.data = torch.zeros(tensor.numel())
 

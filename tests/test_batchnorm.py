@@ -271,7 +271,6 @@ def test_each_gpu_has_one_thread():
 
 
 def test_no_thread_left_for_a_rank(monkeypatch):
-    """The error names the limit, other ranks have ended, and the next run works."""
     start, names, ended = threading.Thread.start, [], []
 
     def start_one(thread):

@@ -183,8 +183,6 @@ def test_stats_of_a_step(overlap, is_early):
 
 
 class Ignores(torch.autograd.Function):
-    """Takes a parameter, and has no gradient for it."""
-
     @staticmethod
     def forward(ctx, x, _):
         return x.clone()

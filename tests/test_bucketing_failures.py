@@ -78,7 +78,6 @@ def slow_ring(delay_s: float = 0.5) -> pr.Communicator:
 
 
 def works_of(comm: pr.Communicator) -> list[Work]:
-    """Filled with the works that the communicator begins from now on."""
     works, plain = [], comm.all_reduce_coalesced
 
     def noted(*arguments, **options):
@@ -213,8 +212,6 @@ def test_changed_gradient_closes(options, change, rank):
 
 
 class Interrupt:
-    """Raises at the n-th line of pyringar that runs in the block, as a signal handler does."""
-
     def __init__(self, n: int) -> None:
         self.left = n
         # Kept: Python 3.11 crashes if it is freed after a finalizer that ran as a frame was made.
@@ -240,7 +237,6 @@ class Interrupt:
 
 
 def at_every_line(*, at_least: int) -> Iterator[Interrupt]:
-    """Interrupts at the first line of a block, at the second, and so on to the last."""
     for n in range(1000):
         interrupt = Interrupt(n)
         yield interrupt

@@ -76,7 +76,6 @@ def warm_bucketer(nets, comm, **options) -> pr.GradientBucketer:
     ids=["new", "data", "set_", "strides", "negated", "alias", "none"],
 )
 def test_gradient_that_lies_elsewhere_is_reduced(nets, comm, which, change):
-    """First of its bucket or not: what backward leaves there is what is reduced."""
     with warm_bucketer(nets, comm) as bucketer:
         with torch.no_grad():
             param = list(nets[1].parameters())[which]

@@ -30,8 +30,6 @@ import pyringar as pr
 
 
 class Fragile(TwoLayers):
-    """Fails in backward before its first gradient, after the first, or never."""
-
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
@@ -102,7 +100,6 @@ def test_bits_of_one_process(crew_of, name, world_size):
 
 
 def plan_and_times(rank, world_size, store):
-    """Rank 0 uses the layers in another order than the other ranks."""
     torch.manual_seed(0)
     net = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"})
     with bucketer_of(store, rank, world_size, net, EACH) as bucketer:
@@ -130,7 +127,6 @@ def test_buckets_launch_in_order_of_rank_0(crew_of):
 
 
 def test_two_threads_launch_each_bucket_once():
-    """While one bucket is launched, the pass of another thread completes the next ones."""
     comm = pr.ProcessCommunicator(dist.HashStore(), 0, 1)
     params = [nn.Parameter(torch.zeros(8)) for _ in range(8)]
     plain, sizes = comm.all_reduce_coalesced, []
@@ -230,7 +226,6 @@ def fail_step(net: Fragile, bucketer: pr.GradientBucketer, x: Tensor, how: str) 
 
 
 def fail_as_rank(rank, world_size, store, how):
-    """Rank 1 fails in the second step; then both make new communicators and go on."""
     net = Fragile(how)
     xs = [inputs(world_size, seed)[rank] for seed in range(3)]
     with bucketer_of(store, rank, world_size, net, EACH, timeout=20.0, order="rank") as bucketer:

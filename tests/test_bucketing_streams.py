@@ -20,8 +20,6 @@ Note = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int, ctypes.c_
 
 
 class ReadyHook(ctypes.Structure):
-    """The struct of csrc/bucket/ready_hook.h."""
-
     _fields_ = (("self", ctypes.c_void_p), ("start_step", Start), ("note", Note))
 
 
@@ -45,8 +43,6 @@ class FakeReady:
 
 
 class FakeGpuGroup:
-    """A group of the CPU engine with the GPU methods of a group."""
-
     def __init__(self, group: object, events: list[tuple[str, int]]) -> None:
         self.group, self.events = group, events
 

@@ -18,8 +18,6 @@ BRANCHES = "abc"
 
 
 class Linears(nn.Module):
-    """The gradient of a branch is a sum of inputs."""
-
     def __init__(self) -> None:
         super().__init__()
         for name in BRANCHES:

@@ -149,7 +149,6 @@ def test_first_cell_installs_what_is_missing(monkeypatch, folder, source, is_ins
 
 @pytest.fixture
 def notebook(monkeypatch, tmp_path):
-    """The chapter with real images where there are some, else with those it draws itself."""
     beside = ROOT.parent / "shared/data/fashion-mnist-subset"
     folder = Path(os.environ.get("PYRINGAR_TEST_DATA", beside))
     chapter = copy.deepcopy(NOTEBOOK)

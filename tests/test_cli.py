@@ -37,7 +37,6 @@ def run(argv: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], argv: str) -> str:
-    """The one line that a wrong command line is answered with."""
     try:
         status = main(argv.split())
     except SystemExit as stopped:
@@ -78,7 +77,6 @@ def test_help_fits_a_terminal(argv, capsys, monkeypatch):
 
 @pytest.mark.parametrize("argv", ["info", "build --no-cuda"])
 def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
-    """Those of train, trace and check: in the tests of these."""
     monkeypatch.setenv("COLUMNS", "80")
     assert main(argv.split()) == 0
     lines = capsys.readouterr().out.splitlines()

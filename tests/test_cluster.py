@@ -63,8 +63,6 @@ STEPS, SEEDS = 3, range(4)
 
 
 class Transformer(nn.Module):
-    """Two layers over 16 tokens, with dropout: each rank draws its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(28, 32)
@@ -107,7 +105,6 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
 
 
 def train(rank: int, size: int, name: str, wrapper: str, seed: int) -> bytes:
-    """Train for some steps, and return the bits of all parameters."""
     torch.manual_seed(seed)
     model = wrapped(MODELS[name](), wrapper)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -127,7 +124,6 @@ def train_all(rank: int, size: int, name: str, wrapper: str) -> list[bytes]:
 
 @functools.cache
 def of_processes(size: int, name: str, wrapper: str) -> list[list[bytes]]:
-    """The bits of ranks that are processes, by rank and seed."""
     return run_group(train_all, size, name, wrapper)
 
 
@@ -268,7 +264,6 @@ def test_group_of_the_process_stays_its_own():
 
 
 def test_engine_is_loaded_before_ranks_start(monkeypatch):
-    """Compiling takes minutes, while other ranks would wait."""
     makers: list[str] = []
 
     def make(*args: Any, **options: Any) -> Any:

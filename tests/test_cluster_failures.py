@@ -448,7 +448,6 @@ print(pr.launch(lambda: 7, 3), dist.is_initialized())
 
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 0))
 def test_ctrl_c_ends_all_ranks(seed):
-    """Those that have begun; no other one begins."""
     with programs(INTERRUPTED, [seed]) as (program,):
         assert program.stdout.readline() == "running\n"
         time.sleep(0.1)
@@ -459,7 +458,6 @@ def test_ctrl_c_ends_all_ranks(seed):
 
 @pytest.mark.parametrize("kind", ["handler", "condition"])
 def test_interrupt_leaves_no_lock_taken(kind):
-    """It comes while the thread waits for the lock, and again and again after that."""
     handler, condition = logging.StreamHandler(io.StringIO()), threading.Condition()
     logger = logging.Logger("ranks")
     logger.addHandler(handler)

@@ -29,7 +29,6 @@ def begin() -> int:
 
 
 def draw(pause: bool) -> tuple[Any, ...]:
-    """Draw numbers of all kinds, and change settings that a process has once."""
     rank = begin()
     found: list[Any] = []
     for step in range(3):
@@ -79,7 +78,6 @@ SETTINGS: dict[str, tuple[Callable[[int], object], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_belong_to_the_rank(name):
-    """Rank 0 has those of the process."""
     change, read = SETTINGS[name]
 
     def program() -> tuple[Any, Any]:
@@ -102,8 +100,6 @@ def test_settings_belong_to_the_rank(name):
 
 
 def test_module_hooks_belong_to_the_rank():
-    """Ranks remove them in another order than they set them."""
-
     def program() -> list[int]:
         rank, calls = begin(), []
         net = torch.nn.Linear(2, 2)
@@ -232,8 +228,6 @@ def test_shared_frozen_module_is_taken():
 
 
 def test_operator_of_two_ranks_is_refused():
-    """Torch would crash."""
-
     def program() -> None:
         begin()
 

@@ -103,7 +103,6 @@ def test_late_rank_is_named(call, late):
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_check_tells_of_a_failure(in_background):
-    """Also of one that nobody has waited for."""
     with pr.Communicator(["cpu"] * 2, timeout=0.2) as comm:
         comm.check()
         comm._group.delay_rank(0, 1.0)
@@ -121,8 +120,6 @@ def test_check_tells_of_a_failure(in_background):
 
 
 class BusyGroup:
-    """The group of a GPU that is not done with its calls when it is closed."""
-
     def __init__(self) -> None:
         self.is_done, self.has_told = False, False
 
@@ -134,7 +131,6 @@ class BusyGroup:
 
 
 def test_tensors_stay_until_a_gpu_is_done_with_them():
-    """Whoever hears that it is not may let go of them: the GPU writes them all the same."""
     comm = EngineCommunicator()
     comm._group, comm._in_flight = BusyGroup(), {"work": torch.ones(3)}
     with pytest.raises(pr.CollectiveTimeout):
@@ -189,7 +185,6 @@ def test_threads_end_with_the_communicator():
     ],
 )
 def test_allreduce_keeps_a_communicator_of_gpus(monkeypatch, devices, made):
-    """With fake tensors: no GPU is needed."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     make = mock.Mock(side_effect=lambda devices, order: mock.Mock(devices=devices))
     monkeypatch.setattr(default_group, "Communicator", make)

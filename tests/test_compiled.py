@@ -57,7 +57,6 @@ class Graphs:
 
 
 def assert_alike(function, *, backend, inputs=ranks) -> None:
-    """Compiled and not: the same bits in what is returned and in what is written."""
     mine, theirs = inputs(), inputs()
     wanted = function(*theirs)
     found = torch.compile(function, fullgraph=True, backend=backend)(*mine)
@@ -87,8 +86,6 @@ def test_calls_with_the_bits_of_eager(comm, op, dtype, backend):
 
 
 class Seen:
-    """Takes the place of a communicator of one rank, and keeps what is reduced, in order."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         monkeypatch.setattr(operators, "communicator_of", lambda handle: self)
@@ -212,7 +209,6 @@ UNTRACED_ERRORS = [
     ("call", "words"), [*TRACED_ERRORS, *((call, None) for call in UNTRACED_ERRORS)]
 )
 def test_errors_are_those_of_eager(comm, call, words, backend):
-    """Without words the program cannot be one graph."""
     x = torch.ones(K, 2) if words is None else torch.ones(4)
     before = x.clone()
     compiled = torch.compile(lambda x: call(comm, x), fullgraph=bool(words), backend=backend)
@@ -310,8 +306,6 @@ def test_saved_tensors_must_not_be_written(comm, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_unused_results_are_computed(comm, backend):
-    """Ranks in other processes may wait for them."""
-
     def function(x):
         pr.ops.all_reduce(comm, [x, x + 1, x + 2])
         comm.all_reduce([x.clone(), x + 1, x + 2])
@@ -454,7 +448,6 @@ def test_export(strict):
 
 @pytest.mark.slow
 def test_saved_program_needs_its_communicator(tmp_path):
-    """It may be loaded where another one has its number."""
     file = tmp_path / "program.pt2"
     with pr.Communicator(["cpu"] * 2, order="rank") as pair:
         torch.export.save(torch.export.export(Summed(pair), tuple(ranks(2))), file)
@@ -492,7 +485,6 @@ def test_ranks_in_processes(state):
 
 
 def test_other_dispatch_modes_change_nothing(comm):
-    """Such as those that count operations, or keep some for backward."""
     arrays = [t.numpy() for t in ranks()]
     wanted = sum(ranks()[1:], ranks()[0])
     with FlopCounterMode(display=False):

@@ -65,8 +65,6 @@ WITHOUT_THREADS = {"fused-all", "fused-mean"}
 
 @dataclass(frozen=True)
 class Mistake:
-    """A line of a kernel, what to write instead, and the part of the test that must notice."""
-
     file: str
     line: str
     instead: str
@@ -181,7 +179,6 @@ MISTAKES = {
 
 
 def build(variant: Variant, folder: Path, csrc: Path = CSRC, *more: str) -> Path:
-    """Compile and link; kernels from below `csrc`, as C++."""
     require(variant.compiler)
     includes = [f"-I{csrc}", *BASE_FLAGS, f"-I{STRESS}", f"-I{EMULATED}"]
     compiler = [variant.compiler, *includes, *FLAGS, *variant.flags, *more]
@@ -195,7 +192,6 @@ def build(variant: Variant, folder: Path, csrc: Path = CSRC, *more: str) -> Path
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """Build the program of a variant, once."""
     built: dict[Variant, Path] = {}
 
     def program(variant):

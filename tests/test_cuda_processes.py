@@ -54,12 +54,10 @@ def test_malformed_device_raises(device, words):
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """As far as `device` is concerned there is one."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
 def on_rank_wrong_kind(state: SimpleNamespace, name: str) -> list[str]:
-    """Rank 1 says it is on a GPU; nobody gets as far as CUDA."""
     torch.cuda.device_count = lambda: 1
     load.cuda_engine = load.engine
     device = "cuda:0" if state.rank == 1 else None
@@ -107,14 +105,12 @@ def test_least_growth_is_the_leak():
 
 
 def gpu(test):
-    """Mark a test that needs a GPU."""
     test = pytest.mark.timeout(120)(pytest.mark.cuda(test))
     return pytest.mark.skipif(num_gpus() == 0, reason="no CUDA device here")(test)
 
 
 @pytest.fixture(scope="module")
 def gpu_crew_of():
-    """``gpu_crew_of(k)``: k processes with a communicator on cuda:0."""
     load.cuda_engine()  # compiled once, here
     with crews(device="cuda:0", timeout=60) as get:
         yield get
@@ -180,7 +176,6 @@ def on_rank_lists(state) -> None:
 
 
 def on_rank_layouts(state) -> None:
-    """Views without a common alignment, tensors with gaps, memory order that is not index order."""
     parts = [random(1200, torch.float32, seed=rank) for rank in range(state.world_size)]
     wanted = expected(parts, "sum", "direct")
     for make in (
@@ -212,7 +207,6 @@ def on_rank_others(state) -> None:
 
 
 def on_rank_streams(state) -> None:
-    """Work before and after a call, on streams that run late, and calls in the background."""
     parts = [torch.full((200_000,), float(rank + 1)) for rank in range(state.world_size)]
     total = sum(range(1, state.world_size + 1))
     side = torch.cuda.Stream()
@@ -233,7 +227,6 @@ def on_rank_streams(state) -> None:
 
 
 def on_rank_gradients_on_side_streams(state) -> None:
-    """The backward pass of an operation is on the stream of its forward pass, and late here."""
     net = torch.nn.ParameterList(torch.zeros(1000, device="cuda") for _ in range(3))
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
 
@@ -343,7 +336,6 @@ def on_rank_reduce(state, numel: int = 1000) -> bool:
 
 
 def assert_all_fail(crew, ranks, error, *words, within_s=60.0):
-    """These ranks' calls end in this error, with these words, in time."""
     for outcome in crew.outcomes(ranks):
         assert outcome.error == error, outcome
         assert all(word in outcome.text for word in words), outcome.text
@@ -366,7 +358,6 @@ def test_killed_rank_is_lost(new_gpu_crew, is_large):
 
 
 def on_rank_enqueue(state, busy_s: float) -> None:
-    """A call that is enqueued behind work that takes long, and not waited for."""
     state.mine = torch.ones(1000, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(int(busy_s * 1.5e9))
@@ -395,7 +386,6 @@ def test_killed_rank_with_busy_device(new_gpu_crew):
 
 
 def on_rank_memory(state, rounds: int) -> list[int]:
-    """Free memory of the device before and after making and closing communicators."""
     torch.cuda.init()
     free = []
     for round_ in range(rounds):
@@ -430,7 +420,6 @@ def on_rank_expandable(state) -> bool:
 
 @gpu
 def test_expandable_segments(new_crew):
-    """Memory that cudaIpcGetMemHandle refuses: it is never asked for it."""
     crew = new_crew(2)
     load.cuda_engine()
     crew.run(on_rank_set_allocator)

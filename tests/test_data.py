@@ -279,7 +279,6 @@ def tree(folder: Path) -> list[str]:
 
 @pytest.fixture
 def mirror(tmp_path, monkeypatch):
-    """A folder with the four archives of a few images, which torchvision downloads by HTTP."""
     try:
         from torchvision.datasets import FashionMNIST
     except (ImportError, RuntimeError, OSError) as error:
@@ -385,8 +384,6 @@ def test_unreachable_mirror_is_named(mirror, tmp_path, monkeypatch):
 @pytest.mark.parametrize("error", [ModuleNotFoundError, RuntimeError, OSError])
 def test_missing_torchvision_is_explained(tmp_path, caplog, monkeypatch, error):
     class Broken:
-        """Stands for a torchvision whose import fails."""
-
         def find_spec(self, name, path=None, target=None):
             if name.partition(".")[0] == "torchvision":
                 raise error("no nms")

@@ -39,7 +39,6 @@ BUSY_S = 3.0
 
 
 def filled(numel: int, rank: int) -> torch.Tensor:
-    """Positions, so that a piece at a wrong place shows; whole numbers, whose sums are exact."""
     part = torch.arange(17, dtype=torch.float32) + rank
     return part.repeat(numel // 17 + 1)[:numel].clone()
 
@@ -78,7 +77,6 @@ def processor_s(rank: Rank) -> float:
 
 @contextlib.contextmanager
 def stopped_again_and_again(rank: Rank) -> Iterator[None]:
-    """For less than a timeout each time; they run freely when the block ends."""
     is_over = threading.Event()
 
     def stop_and_go() -> None:
@@ -142,7 +140,6 @@ def test_stopped_group_goes_on(joined_crew):
 
 @pytest.mark.slow
 def test_stopped_rank_is_named_beside_busy_rank(joined_crew):
-    """Rank 0 waits for rank 1, which is busy for several timeouts, but not late; rank 2 is."""
     crew = joined_crew(3, timeout=TIMEOUT_S)
     crew.run(prepare, numel=LARGE, how="strided")  # to be packed for several timeouts
     crew[2].call(stop_in, phase="announce", seconds=LONG_S)

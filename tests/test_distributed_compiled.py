@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def calls(x: Tensor) -> Tensor:
-    """Calls that end with a break of the graph, after which torch calls us under Dynamo."""
     dist.broadcast(x, 0, async_op=True).wait()
     rows = [torch.zeros(3, dtype=torch.int16) for _ in range(2)]
     dist.all_gather(rows, (x + dist.get_rank()).to(torch.int16))
@@ -21,7 +20,6 @@ def calls(x: Tensor) -> Tensor:
 
 
 def gradients(rank: int, wraps: Any) -> Tensor:
-    """After a few steps with a buffer, which DDP broadcasts in its forward pass."""
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     program = wraps(net)

@@ -67,7 +67,6 @@ THREE = {
 
 
 def leave_because_of(rank: int, size: int, first: str, then: str, culprit: str) -> Any:
-    """Rank 0 meets the culprit, rank 2, in one call and leaves; rank 1 calls after that."""
     refused = error_of(dist.monitored_barrier)
     if refused[0] != "none" and "monitored_barrier" in (first, then):
         return refused
@@ -130,7 +129,6 @@ def test_refused_dtype_blames_no_rank():
 
 
 def leave_early(rank: int, size: int) -> Any:
-    """Rank 2 has sent its part, and is gone, when rank 1 comes."""
     x = torch.arange(2.0) + rank
     into = [torch.empty(2) for _ in range(size)] if rank == 0 else None
     if rank == 1:
@@ -145,7 +143,6 @@ def test_finished_rank_may_leave():
 
 
 def reduce_nothing(rank: int, size: int) -> Any:
-    """Nobody meets anybody in gloo then, so others may be done and gone."""
     dist.reduce(torch.ones(1), 0)  # connected
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -256,7 +253,6 @@ def test_monitored_barrier_names_missing_ranks():
 
 
 def dies_meanwhile(rank: int, size: int, operation: str) -> Any:
-    """Rank 1 goes without a message, or while rank 0 waits for it in the barrier."""
     refused = error_of(dist.monitored_barrier)
     if refused[0] != "none":
         return refused, refused

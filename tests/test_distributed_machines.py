@@ -52,7 +52,6 @@ CHOSEN = [[0, 2], [2, 0], [0, 1], [1, 0], [0, 1, 3], [3, 1, 0, 2], [1, 2, 3], [2
 
 
 def subgroups(rank: int, size: int) -> None:
-    """Any ranks in any order: of one machine, one of each, mixed; several groups at once."""
     made = [dist.new_group(ranks, backend="ringar") for ranks in CHOSEN]
     unsorted = {tuple(r): g for r, g in zip(CHOSEN, made, strict=True) if rank in r}
     for ranks, group in unsorted.items():
@@ -94,7 +93,6 @@ def test_groups_hold_any_ranks(machines):
 
 
 def machine_lost(rank: int, size: int, how: str) -> Any:
-    """All ranks of machine b go at once; the others meet that in calls of all kinds."""
     dist.all_reduce(torch.ones(3))
     if oracle.machines[rank] == "b":
         if how == "killed":

@@ -18,7 +18,6 @@ from pyringar.distributed.work import DelegatedPart
 
 
 def here(rank: int, size: int, place: str) -> None:
-    """Meet without a call of the group's."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{place}/{rank}", "")
     store.wait([f"{place}/{r}" for r in range(size)], timedelta(seconds=30))
@@ -67,7 +66,6 @@ def test_message_ends_without_wait():
 
 
 def not_sent_yet(rank: int, size: int, how: str) -> Any:
-    """Rank 0 sends once rank 1 has waited in vain; then the message comes nevertheless."""
     tensor = numbers(rank)
     if rank == 0:
         here(rank, size, "vain")

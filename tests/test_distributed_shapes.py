@@ -82,7 +82,6 @@ def reduce_disguised(rank: int, hide: Callable[[Tensor], Tensor], parts: list[Te
 
 
 def disguised(rank: int, size: int, how: str, dtype: torch.dtype) -> None:
-    """What gloo does, two ranks: it would go by memory, past the tensor's end or without a sign."""
     hide = DISGUISES[how]
     parts = [torch.arange(4).to(dtype) + 10 * r for r in range(2)]
 

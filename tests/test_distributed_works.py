@@ -114,7 +114,6 @@ def test_peer_killed():
 
 
 def test_nested_note_is_kept():
-    """By another thread, or by a signal handler."""
     fallback = Fallback(None, 0, 1, timedelta(seconds=1), lambda _: None, lambda _: None)
 
     first, second, third = (mock.Mock(**{"is_completed.return_value": False}) for _ in range(3))

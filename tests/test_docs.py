@@ -27,7 +27,6 @@ GLOO_ABORT = "terminate called without an active exception"
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Return what a command prints. No process that it started is left."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{folder}/bin:{os.environ['PATH']}"}
     with (folder / "stdout").open("w+") as out, (folder / "stderr").open("w+") as err:
         process = subprocess.Popen(
@@ -50,7 +49,6 @@ def run_python(page: Path, folder: Path) -> None:
 
 
 def run_command(block: Block, files: dict[str, str], folder: Path) -> str:
-    """Run a command beside its files, with this Python as `python` and `torchrun`."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run")):

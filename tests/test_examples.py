@@ -26,7 +26,6 @@ def shape(text: str) -> list[str]:
 
 
 def run(name: str, folder: Path) -> str:
-    """Run a script's command, in a folder where the examples are, and return what it prints."""
     command = shlex.split(SHOWN[name][0])
     program = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
     (folder / "examples").symlink_to(ROOT / "examples")

@@ -17,7 +17,6 @@ from pyringar.comm import exits
 
 @pytest.fixture
 def said(monkeypatch) -> list[str]:
-    """Collect the words of the test's owners; other owners are set aside."""
     monkeypatch.setattr(exits, "_living", {})
     monkeypatch.setattr(exits, "_inherited", set())
     monkeypatch.setattr(exits, "_end_reading", lambda: None)

@@ -45,7 +45,6 @@ PICTURES = {
 
 
 def pixels(picture):
-    """Every pixel's colour, as the notebook would show it."""
     with Image.open(io.BytesIO(picture._repr_png_())) as image:
         return image.convert("RGB")
 

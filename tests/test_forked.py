@@ -32,7 +32,6 @@ TOLD = ("made before fork()", "begun before fork()")
 
 
 def outcome_in_child(call: Callable[[], Any]) -> str:
-    """What a call came to in a child: an error's text, or that it returned."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -57,7 +56,6 @@ def outcome_in_child(call: Callable[[], Any]) -> str:
 
 
 def wrong_outcomes(calls: dict[str, Callable[[], Any]], harmless: set[str]) -> dict[str, str]:
-    """Call each in a child; what neither raises that it was made before the fork nor may return."""
     wrong = {}
     for name, call in calls.items():
         outcome = outcome_in_child(call)
@@ -172,7 +170,6 @@ def test_child_cannot_use_rank(joined_crew):
 
 
 def outcome_in_forked_handler(wait: Callable[[], Any]) -> str:
-    """What ``wait`` came to in a child that a signal handler forked while the parent waited."""
     reader, writer = os.pipe()
     parent, children = os.getpid(), []
 
@@ -217,7 +214,6 @@ def on_rank_forks_in_a_handler(state) -> str:
 
 
 def test_handler_forks_while_rank_waits(joined_crew):
-    """The child returns into the wait, which is its parent's: it gets an error."""
     said = joined_crew(2, timeout=60).run(on_rank_forks_in_a_handler)[0]
     assert "a signal handler has called fork() while" in said
 

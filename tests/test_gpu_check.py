@@ -35,12 +35,10 @@ def _impatient(monkeypatch):
 
 
 def python(name, code, judge=lambda step: None, limit_s=60.0):
-    """A step that runs this Python."""
     return Step(name, [sys.executable, "-c", textwrap.dedent(code)], limit_s, judge)
 
 
 def run(*steps):
-    """Run one stage."""
     gpu_check.run_stage(steps, gpu_check.variables(), lambda: None)
     return list(steps)
 
@@ -145,8 +143,6 @@ FILES = {
 
 @pytest.fixture
 def tests_step(tmp_path, monkeypatch):
-    """``tests_step(source)``: the step of the plan, with one file of tests in one worker."""
-
     def make(source):
         path = tmp_path / "test_it.py"
         path.write_text(HEAD + source)
@@ -196,7 +192,6 @@ def test_shared_memory_left_behind_fails(tmp_path, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.timeout(1500)
 def test_gpu_tests_pass_over_cpu_ranks(tmp_path):
-    """A wrong test would cost time on a GPU."""
     step = gpu_check.plan(tmp_path, is_trial=True)[1][0]
     run(step)
     assert step.state == "ok", gpu_check.last_lines([step])
@@ -222,7 +217,6 @@ def put(name):
 
 
 def benchmark(path, code, limit_s=60.0):
-    """A step of a benchmark that puts some of `WRITTEN` as its results."""
     written = {name: text_of(found) for name, found in WRITTEN.items()}
     step = python("training_cuda", BENCHMARK.format(path=str(path), written=written) + code)
     return replace(step, judge=gpu_check.judge_rows, file=path, limit_s=limit_s)

@@ -122,7 +122,6 @@ def wrong_for_three(data):
 
 
 def drops_the_last_element(data):
-    """Cuts into k chunks of floor(numel / k) and forgets the rest."""
     k, numel = len(data), data[0].numel()
     whole = numel - numel % k
     if data[0].is_contiguous():

@@ -61,7 +61,6 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def verdicts(monkeypatch):
-    """Replace the grading: a report, or an exception, for every file by its name."""
     given: dict[str, object] = {}
 
     def grade(target, devices, timeout_s, show=None):
@@ -213,7 +212,6 @@ def test_full_disk_is_said_of_csv(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_refused", [True, False])
 def test_example_reads_no_old_marks(folder, monkeypatch, is_refused):
-    """Also if the grading breaks off with the status of a class in which not all pass."""
     example = Path(__file__).parents[1] / "examples/grade_class.py"
     monkeypatch.setattr(sys, "argv", [str(example), "class", "marks.csv"])
     broken_off = subprocess.CompletedProcess([], 1)

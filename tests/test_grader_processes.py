@@ -27,14 +27,12 @@ TIMEOUT_S, SHORT_S = 20.0, 0.3
 
 @pytest.fixture(autouse=True)
 def few_properties(monkeypatch):
-    """One: what is tried here is what lies around it."""
     monkeypatch.setattr(grader, "CHECKS", CHECKS[:1])
     monkeypatch.setattr(worker, "MEMORY_BYTES", 200 << 20)
 
 
 @pytest.fixture
 def import_has_time(monkeypatch):
-    """Whatever the limits say, which are for the calls then."""
     load = remote._Process.load
 
     def patient(process):
@@ -182,7 +180,6 @@ def test_child_ends_with_the_solution():
 
 
 def stat_of(pid: int) -> str | None:
-    """The state of a process, as the kernel calls it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -208,7 +205,6 @@ def test_unanswered_call_is_ended(import_has_time, code):
 
 
 def test_deadline_is_for_one_property(import_has_time, monkeypatch):
-    """The next one gets a new process, and all of the time."""
     monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name in ("sum", "sizes", "list")])
     code = "def allreduce(data):\n    while data[0].numel() == 0: pass\n    good(data)"
     verdicts = {p.name: p.verdict for p in graded(code, 1.0).properties}
@@ -275,7 +271,6 @@ def test_order_of_addresses_is_not_repeatable(monkeypatch):
 
 
 def test_solution_waits_for_no_grader_thread(monkeypatch):
-    """OpenMP has a pool for every thread that computes: here a new one, whatever ran before."""
     monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name == "sizes"])
 
     def grade_two() -> None:

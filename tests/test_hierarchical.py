@@ -69,7 +69,6 @@ LAYOUTS = {
 
 
 def laid_out(numel: int, dtype: torch.dtype, rank: int, shift: int) -> Tensor:
-    """Return values in one of four layouts: on four ranks all of them."""
     name = list(LAYOUTS)[(rank + shift) % len(LAYOUTS)]
     if name == "negated" and dtype is torch.bfloat16:  # to negate it changes the bits of NaN
         name = "contiguous"
@@ -81,7 +80,6 @@ def whole(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def cases() -> list[tuple[int, torch.dtype, int]]:
-    """Number the dtypes and sizes, so that each size has layouts of each kind on each rank."""
     pairs = itertools.product(oracle.DTYPES, SIZES)
     return [(i + i // 4, dtype, numel) for i, (dtype, numel) in enumerate(pairs)]
 

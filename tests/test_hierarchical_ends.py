@@ -58,7 +58,6 @@ def waits(comm: HierarchicalCommunicator, tensor: torch.Tensor) -> dict[str, Cal
 
 
 def ended(rank: int, size: int, store: Any, machines: str, wait: str, how: str) -> Any:
-    """Rank 0's wait is ended while rank 1 stays away; then rank 1 calls."""
     comm = join(rank, store, machines)
     tensor = numbers(rank)
     comm.barrier()

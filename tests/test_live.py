@@ -43,7 +43,6 @@ def test_text_has_bar_per_epoch():
 
 @pytest.fixture
 def display(monkeypatch):
-    """Stands for ``IPython.display`` in a notebook."""
     plt.switch_backend("Agg")  # before it would ask the stand-in
     ipython = ModuleType("IPython")
     ipython.version_info = (9, 0)  # matplotlib looks

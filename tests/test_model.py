@@ -31,8 +31,6 @@ WRAPS = -4  # counters pass 2^32 within three calls
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the model check says of one configuration."""
-
     command: str
     is_proved: bool
     text: str
@@ -43,7 +41,6 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """What is wrong: the line before the last; of a deadlock, all lines."""
         lines = self.text.splitlines()[:-1]
         return "\n".join(lines) if lines[0].startswith("deadlock") else lines[-1]
 
@@ -74,7 +71,6 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
 
 
 def prove(check: Check, lists: Iterable[str], **options: object) -> None:
-    """All of these lists of calls are proved; a few run at a time. Two ranks: on GPUs, too."""
     layouts: list[dict[str, object]] = [{}]
     if options.get("ranks", 2) == 2:
         layouts.append({"swaps": 0})
@@ -100,7 +96,6 @@ def pieces(*kinds: str, most: int = 3) -> list[str]:
 
 
 def mixes(calls: Iterable[str], length: int) -> Iterator[str]:
-    """All lists of so many calls: repetitions, so that what one call used the next uses again."""
     return (",".join(mix) for mix in itertools.product(list(calls), repeat=length))
 
 
@@ -131,7 +126,6 @@ def test_four_ranks(check: Check) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_calls_of_one_piece(check: Check, ranks: int) -> None:
-    """Slots and records go round."""
     prove(check, mixes(SINGLE, 3), ranks=ranks, base=WRAPS)
     prove(check, ["direct:1,exchange:1,exchange:1,direct:1,exchange:1"], ranks=ranks)
 
@@ -153,7 +147,6 @@ def test_counters_wrap_anywhere(check: Check, base: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("behind", [TURNS - 1, TURNS, TURNS + 1, 2**32 - 1])
 def test_reduced_far_behind(check: Check, ranks: int, behind: int) -> None:
-    """After this many messages of exchanges: the first direct call brings it up."""
     lists = [
         "direct:1",
         "direct:3",
@@ -366,7 +359,6 @@ SHORT = [
 
 
 def verdicts(check: Check, calls: str, **options: object) -> tuple[Verdict, Verdict]:
-    """Search in every order, then with the reduction."""
     every, reduced = (check(calls, every_order=n, swaps=0, **options) for n in (1, 0))
     return every, reduced
 

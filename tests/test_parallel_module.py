@@ -165,7 +165,6 @@ def test_checkpoints_are_right(how, is_outside, cap_mb):
 
 @CAPS
 def test_gradients_of_gradients(cap_mb):
-    """Also learn2learn#128."""
     plain, net, _ = make_pair("mlp", 3, bucket_cap_mb=cap_mb)
     for module in (plain, net):
         X, y = rows(7)  # noqa: N806

@@ -44,8 +44,6 @@ def test_changes_after_wrapping_count(cap_mb):
 
 
 class Writes(nn.Module):
-    """Changes a parameter and a buffer in place, another buffer by assignment, and uses all."""
-
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.ones(5))
@@ -102,8 +100,6 @@ def test_memory_of_copies_is_kept(batchnorm):
 
 
 class Nested(nn.Module):
-    """A forward pass that copies a layer and transforms functions."""
-
     def __init__(self):
         super().__init__()
         self.act, self.first, self.second = nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3)
@@ -173,8 +169,6 @@ def test_cached_parametrizations_are_right():
 
 
 class Odd(nn.Module):
-    """Sparse, complex and expanded gradients, which not all ranks have, and a sparse buffer."""
-
     def __init__(self):
         super().__init__()
         self.e = nn.Embedding(9, 3, sparse=True)

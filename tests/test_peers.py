@@ -43,7 +43,6 @@ def fake_ranks():
 
 @pytest.fixture(autouse=True)
 def all_ended(monkeypatch):
-    """Nothing that a test starts outlives it."""
     monkeypatch.setenv("STARTED_BY", str(os.getpid()))
     yield
     assert not fake_ranks()

@@ -48,7 +48,6 @@ def others_of(crew: Crew, rank: int) -> list[int]:
 
 
 def begin_call(crew: Crew, victim: int, phase: str, seconds: float, function=reduce) -> list[int]:
-    """Have all ranks call, and the victim stay in this phase; return the other ranks."""
     crew.run(prepare, numel=PHASES[phase])
     crew[victim].call(stop_in, phase=phase.split()[0], seconds=seconds)
     crew.start(function, numel=PHASES[phase])
@@ -57,7 +56,6 @@ def begin_call(crew: Crew, victim: int, phase: str, seconds: float, function=red
 
 
 def assert_describes(outcome: Outcome, phase: str) -> None:
-    """The error names the third call, and the victim's last."""
     assert f"all_reduce (sum) of {PHASES[phase]} float32 elements" in outcome.text, outcome.text
     last = 2 if phase == "idle" else 3
     assert f"its last was call {last}, all_reduce" in outcome.text, outcome.text

@@ -83,7 +83,6 @@ DIFFERENT = [
     ("usual", "odd", "word", "odd_word"), mostly_slow(DIFFERENT, *DIFFERENT[::3])
 )
 def test_different_calls_raise(joined_crew, usual, odd, word, odd_word):
-    """An error on every rank, naming two; nothing written; the group refuses, a new one works."""
     crew = joined_crew(3)
     crew.run(reduce)
     crew.start(call_something, usual=usual, odd=odd)
@@ -149,7 +148,6 @@ def serve(state) -> int:
 
 @pytest.mark.parametrize("event", ["killed", "stopped"])
 def test_store_ends_while_joining(new_crew, event):
-    """A store that is stopped neither answers nor breaks off; its own timeout is far away."""
     crew = new_crew(3)
     crew.port = crew[0].call(serve)
     crew.start_group([1, 2], world_size=3, timeout=2.0 if event == "stopped" else 30.0)
@@ -167,7 +165,6 @@ def test_store_ends_while_joining(new_crew, event):
 
 
 def test_store_dies_later(new_crew):
-    """A group that has met needs no store; a new one says that it is gone."""
     crew = new_crew(3)
     crew.port = crew[0].call(serve)
     crew.join([1, 2])

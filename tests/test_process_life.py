@@ -117,8 +117,6 @@ def test_store_of_torch_distributed(new_crew, tmp_path):
 
 @on_ranks(2)
 def test_dropped_communicators_leave_nothing(state):
-    """Communicators come and go, closed or dropped; what they held goes too."""
-
     first = thread_ids()
 
     def held() -> tuple[int, set[str], list[str]]:

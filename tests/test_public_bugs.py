@@ -298,7 +298,6 @@ def test_unknown_names_are_refused():
 
 @pytest.mark.parametrize(("version", "missing"), [(1, []), (2, ["module.num_batches_tracked"])])
 def test_versions_of_plain_states_count(version, missing):
-    """Statistics of before version 2 have no count of batches."""
     state = nn.BatchNorm1d(2).state_dict()
     del state["num_batches_tracked"]
     state._metadata[""]["version"] = version

@@ -92,7 +92,6 @@ def test_imports_happen_at_first_use(program):
 
 
 def documented(package: str) -> Iterator[tuple[str, Any]]:
-    """The public classes and functions of a package, and the classes' public methods."""
     module = importlib.import_module(f"pyringar{package}")
     for name in module.__all__:
         found = getattr(module, name)
@@ -105,7 +104,6 @@ def documented(package: str) -> Iterator[tuple[str, Any]]:
 
 
 def undocumented(found: Any) -> list[str]:
-    """The arguments that a docstring does not name, unless it says to see another one."""
     doc = inspect.getdoc(found) or ""
     if not doc:
         return ["docstring"]
@@ -118,7 +116,6 @@ def undocumented(found: Any) -> list[str]:
 
 @pytest.mark.parametrize("package", ["", *(f".{name}" for name in SUBPACKAGES)])
 def test_docstrings_name_all_arguments(package):
-    """In plain text, as ``help()`` shows it."""
     for name, found in documented(package):
         assert undocumented(found) == [], name
         assert not re.search(r":\w+:`", inspect.getdoc(found) or ""), name

@@ -213,7 +213,6 @@ def test_rank_0_dies_after_call(new_crew):
 
 
 def test_rank_dies_after_answer(new_crew):
-    """Rank 0 sees it, and tells rank 1, which knows only rank 0."""
     crew = new_crew(3)
     crew.start_group(world_size=4, timeout=60.0)
     time.sleep(0.7)
@@ -223,7 +222,6 @@ def test_rank_dies_after_answer(new_crew):
 
 @pytest.mark.parametrize("dead", [0, 1, 2])
 def test_rank_dies_after_all_came(new_crew, dead):
-    """Rank 2 never maps the memory; 0 and 1 have."""
     crew = new_crew(3)
     name = crew.start_group([2], meet_only, world_size=3)
     crew.start_group([0, 1], world_size=3, name=name, timeout=60.0)
@@ -334,7 +332,6 @@ def wait_for(store, key: str) -> bytes:
 
 
 def play_peer(store, key: str, text: str) -> None:
-    """Take the steps of the other of two ranks up to ``key``, and write ``text`` there."""
     if key == "member/1":
         store.set(f"{Member.parse(wait_for(store, 'call'), 0).attempt}/{key}", text)
         return
@@ -366,7 +363,6 @@ def written(port: int, name: str, key: str, text: bytes):
     ],
 )
 def test_malformed_value_raises(store_port, key, bad):
-    """An error, at once, that names the rank that wrote it; nothing is left open."""
     writer = 1 if key == "member/1" else 0
     for text in [*GARBAGE, *bad]:
         name = new_name()
@@ -383,7 +379,6 @@ def test_malformed_value_raises(store_port, key, bad):
 
 @pytest.mark.parametrize("words", ["cannot open", "another group's"])
 def test_wrong_memory_raises(store_port, words):
-    """A descriptor that is closed, or another group's memory; the other ranks are told."""
     name, memory = new_name(), load.engine().create_segment(2, b"t" * 32)
     fd = 1_000_000 if words == "cannot open" else memory.fd
     with written(store_port, name, "segment", b'{"fd": %d}' % fd) as store:

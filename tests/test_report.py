@@ -23,8 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Trial(NamedTuple):
-    """The outcome of ``run_all.py --dry-run``: its exit status and its folder."""
-
     status: int
     folder: Path
     printed: str
@@ -54,7 +52,6 @@ def trial(tmp_path, capsys):
 
 
 def changed(monkeypatch, section, **changes):
-    """Change a section of the command."""
     monkeypatch.setitem(SECTIONS, section, replace(SECTIONS[section], **changes))
 
 
@@ -262,7 +259,6 @@ FACTORS = {"median_s": 1, "min_s": 0.8, "q1_s": 0.9, "q3_s": 1.1}
 
 
 def timed(limit_us=None, section="allreduce", **times_us):
-    """One case, with a median per candidate."""
     rows = [
         Row(
             section=section,

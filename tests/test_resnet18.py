@@ -206,7 +206,6 @@ def test_defaults_follow_amp_and_devices(options, devices, expected):
     "options", [{}, {"amp": True}, {"momentum": 0.9}, {"batchnorm": "sync"}], ids=str
 )
 def test_layout_is_kept_everywhere(images, options):
-    """Activations, parameters, gradients and velocities: reductions and updates copy nothing."""
     with Trainer(TrainConfig(**LAST, **options, ranks=2), images) as trainer:
         found = []
         for layer in trainer.model.replicas[0].modules():

@@ -20,7 +20,6 @@ FILES = sorted(RESULTS.glob("*.jsonl"))
 
 @pytest.fixture
 def copies(monkeypatch, tmp_path):
-    """README, page, pictures and results that a test may change."""
     for name, place in (("README", "README.md"), ("PAGE", "docs/report.md")):
         (tmp_path / place).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / place, tmp_path / place)
@@ -33,7 +32,6 @@ def copies(monkeypatch, tmp_path):
 
 
 def change_head(path, **changes):
-    """Change the first line of a results file."""
     head, *rows = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps(json.loads(head) | changes), *rows]) + "\n")
 

@@ -29,7 +29,6 @@ def num_steps(world_size: int) -> int:
 
 
 def check_ring(ring_step: RingStep, world_size: int) -> None:
-    """Neighbors agree, and every rank gets every contribution once, in the promised order."""
     # held[rank][chunk] lists the ranks inside, in the order in which they were added.
     held = [[[rank] for _ in range(world_size)] for rank in range(world_size)]
     for step in range(num_steps(world_size)):
@@ -50,7 +49,6 @@ def check_ring(ring_step: RingStep, world_size: int) -> None:
 
 
 def check_chunks(chunk_range: ChunkRange, numel: int, world_size: int) -> None:
-    """Chunks follow each other without gap or overlap, their sizes differ by at most one."""
     ranges = [chunk_range(numel, world_size, chunk) for chunk in range(world_size)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == numel
@@ -67,7 +65,6 @@ def test_every_contribution_arrives_once_in_order(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [*range(1, 18), 33])
 def test_every_link_is_busy_at_every_step(world_size: int) -> None:
-    """All ranks send different chunks at a step."""
     for step in range(num_steps(world_size)):
         sent = {engine().ring_step(rank, world_size, step)[0] for rank in range(world_size)}
         assert sent == set(range(world_size))
@@ -93,8 +90,6 @@ def planted(
     recv: Callable[[int, int], int] = lambda send, k: (send - 1) % k,
     reduce: Callable[[int, int], bool] = lambda k, step: step < k - 1,
 ) -> RingStep:
-    """Build the formula with one part replaced."""
-
     def ring_step(rank: int, world_size: int, step: int) -> tuple[int, int, bool]:
         chunk = send(rank, world_size, step)
         return chunk, recv(chunk, world_size), reduce(world_size, step)

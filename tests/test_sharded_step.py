@@ -58,7 +58,6 @@ def losses_of(n, num_shards, dtype=torch.float32):
 
 
 def expected(net, loss_of, num_shards):
-    """Gradients, buffers and loss by definition: a copy of the module for every shard."""
     nets = [copy.deepcopy(net) for _ in range(num_shards)]
     losses = [loss_of(own, shard) for shard, own in enumerate(nets)]
     for loss in losses:

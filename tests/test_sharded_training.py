@@ -35,7 +35,6 @@ def crews():
 
 
 def check(rows):
-    """All rows are the first, which went somewhere."""
     print(f"\n{table(rows)}")
     first = next(iter(rows.values()))
     assert len(set(first)) == len(first), "two steps with equal bits: nothing was learned"

@@ -65,7 +65,6 @@ def rows(k: int, per_rank: int) -> Tensor:
 
 
 def of_plain_passes(net: nn.Module, shards: list[Tensor], passes: int = 1) -> list[Tensor]:
-    """The oracle: plain backward passes, added in rank order."""
     total: list[Tensor] = []
     for shard in shards:
         plain = copy.deepcopy(net)
@@ -117,7 +116,6 @@ def test_gradient_given_to_backward_is_kept():
 @pytest.mark.parametrize("is_view", [True, False])
 @pytest.mark.parametrize("options", [{}, EARLY])
 def test_buffer_of_user_stays(is_view, options):
-    """``grad`` is a view of a buffer, or was there when the bucketer was made."""
     nets, shards = [Shared(0) for _ in range(2)], list(rows(2, 2).chunk(2))
     expected = of_plain_passes(nets[0], shards)
     flats = []

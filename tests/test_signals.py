@@ -119,7 +119,6 @@ def test_signal_ends_wait_and_group(new_crew, where, number):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_ends_joining(new_crew, rank):
-    """The interrupted rank can come again under the same name."""
     crew = new_crew(2)
     name = crew.start_group([rank], world_size=2)
     time.sleep(0.4)
@@ -220,7 +219,6 @@ def raise_alarm(*_: object) -> None:
 
 
 def delayed(comm: pr.Communicator) -> Work:
-    """Begin what runs until ``end_delay`` of the communicator's group."""
     comm._group.delay_rank(1, 20.0)
     return comm.all_reduce([torch.ones(8), torch.ones(8)], algorithm="ring", async_op=True)
 
@@ -287,7 +285,6 @@ def test_stats_do_not_wait():
 
 
 def on_rank_is_interrupted(state, name: str) -> float:
-    """Rank 0 waits for rank 1 until a signal; then all make a new process group."""
     import torch.distributed as dist
 
     import pyringar.distributed  # noqa: F401

@@ -47,8 +47,6 @@ def summed(numel: int, world_size: int) -> torch.Tensor:
 
 
 def reduce_until_told(state, seed: int) -> None:
-    """Reduce in every way, the same on all ranks, until something ends it."""
-
     def end(*_: object) -> None:
         raise SystemExit(3)
 
@@ -90,7 +88,6 @@ PHASES = ("idle", "announce", "reduce", "gather")
 
 
 def strike(crew: Crew, choice: random.Random, event: str) -> None:
-    """One rank meets with it; the others find out, and all that live meet again."""
     number, errors = EVENTS[event]
     struck = choice.randrange(crew.world_size)
     others = [rank for rank in range(crew.world_size) if rank != struck]
@@ -184,7 +181,6 @@ def call_until_closed(comm: pr.Communicator, seed: float, report: SimpleNamespac
 
 
 def on_rank_storms(state, seed: int, seconds: float) -> dict[str, int]:
-    """Threads call; the main thread gets alarms and closes under fire, again and again."""
     choice = random.Random(seed)
     report = SimpleNamespace(calls=0, wrong=[], alarms=0, closed=0)
     end = time.monotonic() + seconds

@@ -106,7 +106,6 @@ def some(names: Iterable[str], *each_time: str) -> list[Any]:
 
 
 def floors(folder: Path) -> Iterable[Path]:
-    """Write a translation unit for each floor of the engine, as its own build does."""
     for floor in FLOORS:
         sources = [path for path in ENGINE_SOURCES if path.parent.name == floor]
         if sources:
@@ -116,7 +115,6 @@ def floors(folder: Path) -> Iterable[Path]:
 
 
 def build(variant: Variant, folder: Path) -> Path:
-    """Compile and link; standard headers are precompiled, and each floor is read at once."""
     require(variant.compiler, *variant.runner)
     compiler = [variant.compiler, *BASE_FLAGS, *variant.flags]
     common = folder / "common.h"
@@ -148,7 +146,6 @@ def stress(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], Path
 def execute(
     variant: Variant, program: Path, *arguments: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program; ThreadSanitizer without address randomization where it cannot stand it."""
     command = [*variant.runner, str(program), *map(str, arguments)]
     done = run(command, RUN_TIMEOUT_S)
     if "ThreadSanitizer: unexpected memory mapping" in done.stdout:

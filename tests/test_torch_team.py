@@ -51,7 +51,6 @@ def operate() -> None:
 
 @pytest.fixture(scope="module")
 def team_test(tmp_path_factory):
-    """Build the program, and stand-ins for torch with these flags."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed")
@@ -102,7 +101,6 @@ def misaligned(tensor: torch.Tensor, elems: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_threads", mostly_slow([1, 2, 3, 5], 3))
 def test_bits_do_not_depend_on_threads(torch_threads, num_threads):
-    """Sizes around the borders of blocks and parts; aligned and not; in the background as well."""
     torch_threads(num_threads)
     with pr.Communicator(["cpu"] * 3) as comm:
         for dtype in DTYPES:
@@ -144,7 +142,6 @@ def test_a_call_starts_no_thread_beside_torchs(torch_threads):
 
 
 def start_ranks(comm: pr.Communicator, algorithm: str) -> int:
-    """Call just after an operation of torch's; how many threads that has started."""
     parts = inputs(10_007, torch.float32, comm.world_size)
     given = [part.clone() for part in parts]
     operate()
@@ -158,7 +155,6 @@ def start_ranks(comm: pr.Communicator, algorithm: str) -> int:
 
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 def test_ranks_run_on_torchs_threads(torch_threads, algorithm):
-    """Where there are enough; else those wait meanwhile, and a thread for each rank is started."""
     torch_threads(2)
     end = time.monotonic() + PATIENCE_S
     started = {2: 1}
@@ -189,7 +185,6 @@ def test_one_torch_thread_is_one_thread(torch_threads):
 
 
 def test_what_runs_beside_torch_has_helpers(torch_threads):
-    """One torch thread, too: that is torch's, and the background is ours."""
     for count in (1, 2):
         torch_threads(count)
         with pr.Communicator(["cpu"] * 2) as comm:
@@ -197,7 +192,6 @@ def test_what_runs_beside_torch_has_helpers(torch_threads):
 
 
 def test_small_asynchronous_calls_run_at_once():
-    """With no thread of their own; in their turn all the same, behind what waits."""
     with pr.Communicator(["cpu"] * 2) as comm:
         tensors = [torch.full((1000,), rank + 1.0) for rank in range(2)]
         before = threads()
@@ -263,7 +257,6 @@ def test_inside_of_a_parallel_region_the_caller_is_alone(torch_threads):
 
 @pytest.mark.slow
 def test_forked_children_do_without():
-    """Also one that loads the engine only then; torch's own operations would hang, so NumPy's."""
     done = run_fresh(
         """
 import os, numpy, torch, pyringar as pr
@@ -303,7 +296,6 @@ in_child("the engine loaded")
     ],
 )
 def test_openmp_gives_fewer_threads_than_torch_asks_for(variable, value, told):
-    """All ranks run all the same; plans tell the limit."""
     done = run_fresh(
         f"""
 import torch, pyringar as pr

@@ -23,7 +23,6 @@ COLUMNS = ["total", *CATEGORIES[:-1], "exposed"]
 
 @pytest.fixture
 def trace():
-    """Three steps of two ranks, in whole milliseconds."""
     made = Trace()
     phases = [("forward", 0, 4), ("backward", 4, 12), ("bucket", 6, 10), ("bucket", 10, 14)]
     phases += [("wait", 12, 14), ("optimizer", 14, 15)]

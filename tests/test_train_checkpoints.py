@@ -31,7 +31,6 @@ def images():
 
 
 def go(images, options, stop_in=None, on_epoch=None, **folders):
-    """Train; returns the result, or None if it was stopped in an epoch."""
     with Trainer(TrainConfig(**options), images, **folders) as trainer:
 
         def step():
@@ -47,7 +46,6 @@ def go(images, options, stop_in=None, on_epoch=None, **folders):
 
 @pytest.fixture
 def saved(images, tmp_path):
-    """A folder with the checkpoint of one epoch of LeNet on two ranks."""
     go(images, LENET, 2, save=tmp_path)
     return tmp_path
 
@@ -178,7 +176,6 @@ def test_other_images_are_refused(images, saved):
 
 
 def damaged(content):
-    """All that a file can hold instead, by name."""
     payload = io.BytesIO()
     torch.save({"epochs": 1}, payload)
     flipped = bytearray(content)
@@ -305,12 +302,10 @@ TOGETHER = [ALONE[0], *TORCHRUN, *ALONE[1:]]
 
 
 def rows(lines):
-    """The table of epochs, without the times."""
     return [line.split()[:3] for line in lines if line[:5].strip().isdecimal()]
 
 
 def run_command(command, stop=None):
-    """Run to the end, or send a signal after the line of epoch 1; return lines and status."""
     lines = []
     with subprocess.Popen(
         command,

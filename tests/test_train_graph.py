@@ -102,8 +102,6 @@ class Recorder(TorchDispatchMode):
 
 
 class InOrder(graph.Branches):
-    """Ranks on a CPU have no streams."""
-
     def __init__(self, device, num_ranks, score):
         self.score = score
 
@@ -280,7 +278,6 @@ def streams(monkeypatch):
 
 
 def test_step_reduces_after_join(streams, data):
-    """Each rank's forward and backward have its stream, the reduction the current one."""
     log, note = streams
     params = [[torch.full((28 * 28, 10), 1e-3, requires_grad=True)] for _ in range(3)]
 

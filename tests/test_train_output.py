@@ -39,8 +39,6 @@ def few_images(monkeypatch):
 
 @pytest.fixture
 def no_step(monkeypatch):
-    """Fails what takes a step."""
-
     def step(*_):
         raise AssertionError("a step was run")
 
@@ -48,7 +46,6 @@ def no_step(monkeypatch):
 
 
 def rows_of(out):
-    """What the table of epochs says, but for the times."""
     rows = [line.split() for line in out.splitlines()]
     return [row[:3] for row in rows if len(row) == 4 and row[0].isdecimal()]
 

@@ -130,7 +130,6 @@ def test_options_of_one_process_are_refused(pool, options, words):
 
 
 def load_as_rank(rank, world_size, store, outcome):
-    """Every rank loads; the times tell who came first."""
     config = TrainConfig(ranks=world_size, **LENET)
     group = Processes(config, store, rank, world_size)
     times = []

@@ -72,7 +72,6 @@ def test_missing_gradients_count_as_zeros():
 
 
 def trajectory(num_ranks, num_steps, dtype, algorithm="fused", order="rank", batch_size=13):
-    """Train; after every step the replicas must hold equal bits. Rank 0's parameters."""
     images, labels = batch_of(400, dtype)
     replicas = make_replicas(num_ranks, dtype)
     devices = ["cpu"] * num_ranks

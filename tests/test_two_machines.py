@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,6 @@ comm.close()
 
 @pytest.fixture(scope="module")
 def machines():
-    """Two namespaces that a veth pair connects."""
     if why := why_not():
         pytest.skip(why)
     with two_machines() as made:
@@ -64,7 +64,6 @@ def machines():
 
 
 def torchrun(machines, *program: str) -> list[str]:
-    """Run a program with two processes on each machine; what each machine printed."""
     running = []
     for node, machine in enumerate(machines):
         command = machine.command(sys.executable, "-m", "torch.distributed.run")
@@ -144,7 +143,7 @@ import oracle
 torch.set_num_threads(1)
 oracle.machines = sys.argv[1]
 dist.init_process_group("ringar")
-for name in ("data_parallel", "fully_sharded", "zero_redundancy"):
+for name in ("data_parallel", "fully_sharded", "zero_redundancy", "accumulation"):
     distributed_training.CASES[name](dist.get_rank(), dist.get_world_size())
 print(f"rank {dist.get_rank()} is done\\n", end="", flush=True)  # one write: ranks share a pipe
 dist.destroy_process_group()
@@ -157,3 +156,64 @@ def test_ddp_fsdp_and_zero_run_unchanged(machines, tmp_path):
     program.write_text(TRAIN)
     printed = torchrun(machines, str(program), "aabb")
     assert sorted("".join(printed).splitlines()) == [f"rank {rank} is done" for rank in range(4)]
+
+
+# -- a machine that dies ---------------------------------------------------------------------------
+
+DIE = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from datetime import timedelta
+import pyringar as pr
+import pyringar.distributed
+
+torch.set_num_threads(1)
+rank, size = int(sys.argv[1]), 5
+store = dist.TCPStore(sys.argv[2], 29533, is_master=rank == 0, wait_for_workers=False)
+dist.init_process_group(
+    "ringar", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=8)
+)
+tensor = torch.ones(4_000_000)
+dist.all_reduce(tensor)
+print("ready", flush=True)
+try:
+    while True:
+        began = time.monotonic()
+        dist.all_reduce(tensor)
+except (pr.PeerLostError, pr.CollectiveTimeout) as error:
+    print(type(error).__name__, round(time.monotonic() - began, 1), error, flush=True)
+"""
+
+
+def test_dead_machine_is_named_by_deadline(machines, tmp_path):
+    program = tmp_path / "die.py"
+    program.write_text(DIE)
+    ranks = []
+    for rank in range(5):
+        machine = machines[rank >= 2]
+        folder = str(Path(pr.__file__).parents[1])
+        ranks.append(
+            subprocess.Popen(
+                machine.command(sys.executable, str(program), str(rank), machines[0].address),
+                env={**os.environ, **machine.environment, "PYTHONPATH": folder},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        )
+    try:
+        for process in ranks:
+            assert process.stdout.readline() == "ready\n"
+        for process in ranks[2:]:
+            process.kill()
+        killed_at = time.monotonic()
+        answers = [process.communicate(timeout=30)[0] for process in ranks[:2]]
+        assert time.monotonic() - killed_at < 12
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for answer in answers:
+        assert answer.startswith(("PeerLostError", "CollectiveTimeout")), answer
+        assert "has ranks [2, 3, 4]" in answer, answer

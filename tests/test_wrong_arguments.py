@@ -217,8 +217,6 @@ def test_far_name_gets_no_hint(op):
 
 
 class TestTheBooksSignature:
-    """``evaluate_accuracy_gpus(net, data_iter, split_f)``."""
-
     DATA = ((torch.eye(4), torch.tensor([0, 1, 2, 0])),)
 
     def test_module_answers_as_replicas(self):

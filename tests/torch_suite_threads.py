@@ -58,8 +58,6 @@ def replace_launching() -> None:
 
 
 def join_or_run(self: Any, fn: Callable[[], object]) -> Any:
-    """Let the test method that unittest calls start the ranks."""
-
     @functools.wraps(fn)
     def wrapper(self: Any) -> None:
         if self.rank == -1:
@@ -101,7 +99,6 @@ def meet_by_store(cls: Any, wait_for: int | None = None, timeout: int = 10) -> N
 
 
 def work(log: Path, pattern: str) -> None:
-    """Run the tests that are not in the log, and add them to it."""
     done = {json.loads(line)["test"] for line in log.read_text().splitlines()}
     replace_launching()
     out = log.open("a", buffering=1)
@@ -122,7 +119,6 @@ def work(log: Path, pattern: str) -> None:
 
 
 def run_all(pattern: str) -> dict[str, dict[str, Any]]:
-    """Run the tests in as many processes as it takes, and return the outcome of each."""
     with tempfile.TemporaryDirectory() as folder:
         log, shown = Path(folder, "log"), Path(folder, "shown")
         log.touch()
@@ -144,7 +140,6 @@ def run_all(pattern: str) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Run the tests; 1 if one fails that is not accepted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="where to write every outcome")
     parser.add_argument("--match", default="*", help="pattern of test names")

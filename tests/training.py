@@ -34,7 +34,6 @@ def run(data: ImageData, save=None, resume=None, **options):
 
 
 def same_results(ours, theirs):
-    """Raise unless two results have the same bits."""
     assert ours.losses == theirs.losses
     assert ours.curve == theirs.curve
     assert list(ours.state) == list(theirs.state)
@@ -55,7 +54,6 @@ def rebinding(data):
 
 
 def repaired(data):
-    """The book's allreduce as its later editions have it."""
     for i in range(1, len(data)):
         data[0][:] += data[i].to(data[0].device)
     for i in range(1, len(data)):

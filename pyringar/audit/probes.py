@@ -307,7 +307,6 @@ def exact_sum(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _rounded(value: Fraction, dtype: torch.dtype) -> float:
-    """Round to nearest, ties to even; what is too large is infinite."""
     lowest, digits = _FORMAT[dtype]
     exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
     exponent -= abs(value) < Fraction(2) ** exponent

@@ -269,7 +269,6 @@ class _Audit:
         return f"{len(_cuts(self.few)) + 1} calls instead of one"
 
     def _async(self) -> str | Finding:
-        """Compare with calls in place, cut alike; async ones are in flight at the same time."""
         if "async" not in self.target.ways:
             return Finding("", "-", "not offered")
         for numel in self.sizes:

@@ -167,7 +167,6 @@ def named_trees(k: int) -> dict[str, Tree]:
 
 @functools.cache
 def _starts(k: int, step: int) -> dict[Tree | str | None, int]:
-    """Return at which rank every left fold begins that goes once around the ring."""
     return {fold([(s + step * i) % k for i in range(k)]): s for s in reversed(range(k))}
 
 

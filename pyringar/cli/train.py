@@ -170,7 +170,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult | None]:
-    """Train and write the files. The result is None except in rank 0's process."""
     from pyringar.train import Trainer
     from pyringar.train.group import writes_files
     from pyringar.train.trace import Trace
@@ -216,7 +215,6 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
 
 
 def _join(options: Mapping[str, Any]) -> tuple[TrainConfig, TrainGroup]:
-    """Return the configuration and the ranks: torchrun's processes, or all in this process."""
     from pyringar.train.group import Processes, TrainGroup, num_processes
 
     if num_processes() == 1:

@@ -242,7 +242,6 @@ def is_inside(module: str) -> bool:
 
 
 def _line_of_program() -> str:
-    """Return the file and line of the program from which this was called."""
     frame: Any = sys._getframe(2)
     while frame is not None and is_inside(frame.f_globals.get("__name__", "")):
         frame = frame.f_back

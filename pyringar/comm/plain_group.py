@@ -127,14 +127,12 @@ def _check_disjoint(named: dict[str, Tensor]) -> None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor that is not empty, and the one after its last."""
     begin = tensor.data_ptr()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1) * tensor.element_size()
 
 
 def _addresses(tensor: Tensor) -> Tensor:
-    """Return where every element begins."""
     addresses = torch.arange(*_span(tensor), tensor.element_size())
     return addresses.as_strided(tensor.shape, tensor.stride()).flatten()
 

@@ -244,7 +244,6 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         self._abort("")
 
     def _abort(self, why: str) -> None:
-        """Do as `abort`, and tell the other ranks why, in words."""
         self._is_closed = True
         if self._group.abort(why):
             self._in_flight.clear()

@@ -403,7 +403,6 @@ class Collectives(Delegated):
             call.parts.append(self._comm._submit_step(lambda: copy_all(copies)))
 
     def _finished(self, call: _Call, results: Any, opts: Any) -> Any:
-        """Return the work of a call, after waiting for it unless the caller asked for that."""
         parts, copies = call
         count_changes([into for into, _ in copies])
 

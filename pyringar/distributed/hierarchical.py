@@ -251,7 +251,6 @@ class HierarchicalCommunicator(RankCommunicator):
         check_no_overlap(name, tensor)
 
     def _describe(self, tensors: Sequence[Tensor]) -> str:
-        """Describe the properties that all ranks share: dtypes, sizes or shapes, and the order."""
         numel = sum(tensor.numel() for tensor in tensors)
         is_by_shape = self._compares_shapes
         kinds = repr([(tuple(t.shape) if is_by_shape else t.numel(), t.dtype) for t in tensors])
@@ -303,7 +302,6 @@ class HierarchicalCommunicator(RankCommunicator):
         self._between.call_inside(lambda: self._intra.check_peers(local))
 
     def _tell(self, error: RuntimeError) -> None:
-        """Tell the other ranks of this machine why this rank gives up."""
         for group in self._inside_groups:
             group._tell(error)
 

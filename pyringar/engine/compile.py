@@ -407,7 +407,6 @@ def _ninja_script(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End ninja; asked politely, it ends its compilers."""
     process.terminate()
     try:
         process.wait(timeout=5)

@@ -156,7 +156,6 @@ class Remote(Subject):
         return answer
 
     def _take_over(self, call: Call, answer: dict[str, Any]) -> None:
-        """Put the list and the tensors of the answer into ``call``."""
 
         def thing(words: dict[str, Any]) -> Any:
             if "rank" in words:
@@ -265,7 +264,6 @@ class _Process:
             self._drain()
 
     def _wait(self, seconds: float) -> int | None:
-        """Return the status of the process if it ends in time, else None."""
         ends = time.monotonic() + seconds
         while self._status is None:
             pid, status = os.waitpid(self._pid, os.WNOHANG)

@@ -167,7 +167,6 @@ def _concatenate(
 
 
 def _other_dims(tensor: Tensor, dim: int) -> tuple[int, ...] | None:
-    """Return the shape without dimension ``dim``; None for a tensor of no dimension."""
     if tensor.ndim == 0:
         return None
     shape = list(tensor.shape)

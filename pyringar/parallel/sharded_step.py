@@ -342,7 +342,6 @@ def _sum_tree(run: Callable[[int], list[Tensor]], shards: Sequence[int]) -> list
 
 
 def _place(comm: Any, num_replicas: int) -> tuple[int, int]:
-    """Return the rank of the first local replica, and the number of ranks."""
     if comm is None:
         return 0, num_replicas
     if not isinstance(comm, (Communicator, RankCommunicator)):
@@ -382,7 +381,6 @@ def _kind_of_device(device: torch.device) -> str:
 
 
 def _setting(num_shards: int, num_threads: int, seed: int | None, device: torch.device) -> str:
-    """Describe the settings that decide the bits of a shard."""
     threads = f", {num_threads} torch threads" if device.type == "cpu" else ""
     return (
         f"{num_shards} shards, seed {seed}{threads}, torch {torch.__version__} with "

@@ -179,7 +179,6 @@ def _fashion_mnist(root: Path) -> ImageData:
 
 
 def _find_files(root: Path) -> dict[str, Path]:
-    """Return the four files by their plain names, or an empty dict if none is there."""
     for folder in (root / place for place in _PLACES):
         try:
             there = set(os.listdir(folder))

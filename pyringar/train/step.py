@@ -289,7 +289,6 @@ class EagerStep:
         return losses
 
     def _compute_together(self, shards: tuple[Shards, Shards], trace: Trace | None) -> list[Tensor]:
-        """Run forward of one rank after the other, then one backward pass through all of them."""
         with span(trace, "forward", len(shards[0])):
             scores = self._scores(shards[0])
             losses = [sum_loss(*pair) for pair in zip(scores, shards[1], strict=True)]

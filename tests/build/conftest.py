@@ -49,7 +49,6 @@ def tiny_cuda(tiny, monkeypatch):
 
 @pytest.fixture
 def python(tmp_path):
-    """The Python of a fresh virtual environment that finds torch where this one does."""
     home = tmp_path / "venv"
     venv.create(home, with_pip=True)
     found = home / "bin" / "python"
@@ -81,7 +80,6 @@ def wrapper(tmp_path, cache, monkeypatch):
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """Pretend that this process has loaded no engine."""
     names = (load._NAME, load._CUDA_NAME)
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -28,14 +28,11 @@ from pyringar.errors import BuildError, CompilerNotFoundError
 
 @pytest.fixture
 def no_nvcc(cache, monkeypatch):
-    """Pretend that nvcc is nowhere."""
     monkeypatch.setattr(toolchain, "_nvcc_places", lambda wanted: iter(()))
 
 
 @pytest.fixture
 def nvcc_in(tmp_path):
-    """Put a program called nvcc, that does nothing, into a folder."""
-
     def make(folder):
         path = tmp_path / folder / "nvcc"
         path.parent.mkdir(parents=True)
@@ -48,7 +45,6 @@ def nvcc_in(tmp_path):
 
 @pytest.fixture
 def one_root(tiny_cuda, monkeypatch):
-    """Make the tiny engines' sources pyringar's own."""
     own = tiny_cuda.source_root
     monkeypatch.setattr(_build.Recipe, "root", lambda self: self.source_root or own)
 
@@ -86,7 +82,6 @@ def test_each_engine_has_its_own_key(cache, tiny_cuda):
     cpu = _build.Recipe(root)
 
     def edit(file):
-        """Change or add a file; say whose content that changed: the CPU's, CUDA's."""
         before = cpu.content(), tiny_cuda.content()
         (root / file).parent.mkdir(exist_ok=True)
         with open(root / file, "a", encoding="utf-8") as opened:

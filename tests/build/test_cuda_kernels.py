@@ -36,8 +36,6 @@ RING_OPS = 4  # the sum's kernel divides, too
 
 
 class Kernel(NamedTuple):
-    """Figures of ptxas for one kernel; the functions that it calls are counted in."""
-
     kind: str
     arch: str
     registers: int
@@ -45,7 +43,6 @@ class Kernel(NamedTuple):
 
 
 def kernels_in(said: str) -> list[Kernel]:
-    """Read the output of ``ptxas -v``."""
     _, *parts = re.split(r"Compiling entry function '\S*?(\w{4,5})_kernel\S*' for '(\w+)'", said)
     return [
         Kernel(
@@ -59,7 +56,6 @@ def kernels_in(said: str) -> list[Kernel]:
 
 
 def expected_kernels(dtypes: list[str]) -> dict[str, int]:
-    """Count the kernels of these dtypes by kind."""
     floats = sum("float" in dtype for dtype in dtypes)
     count = {
         "fused": TABLES * len(dtypes) * FUSED_OPS,

@@ -79,7 +79,6 @@ def names_in(archive: Path) -> set[str]:
 
 
 def sources() -> set[str]:
-    """Every source of both engines."""
     recipes = [build.Recipe(kind=kind) for kind in (build.CPU, build.CUDA)]
     return {
         path.relative_to(recipe.root()).as_posix() for recipe in recipes for path in recipe.files()

@@ -92,7 +92,6 @@ COMPILERS = [
 
 
 def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str | Path) -> str:
-    """Run a command, with none of the user's settings, and return what it printed."""
     variables = dict(os.environ)
     for name in list(variables):
         if name.startswith(("PYRINGAR_", "PYTHONPATH")) or name == "CXX":
@@ -120,7 +119,6 @@ def child(recipe: build.Recipe, before: Sequence[str] = ()) -> subprocess.Popen[
 
 
 def script(path: Path, lines: str) -> Path:
-    """Write a shell script that can be run."""
     path.write_text(f"#!/bin/sh\n{lines}\n")
     path.chmod(0o755)
     return path
@@ -136,14 +134,12 @@ def load(recipe: build.Recipe) -> Any:
 
 
 def refusal(recipe: build.Recipe, error: type[Exception] = BuildError) -> str:
-    """Ask for an engine that cannot be had; return the error's words."""
     with pytest.raises(error) as caught:
         build.ensure_engine(recipe)
     return str(caught.value)
 
 
 def run_alone(code: str, *arguments: object) -> str:
-    """Run code after BUILD_ALONE and return what it printed."""
     command = [sys.executable, "-c", BUILD_ALONE + code, PACKAGE, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -205,7 +205,6 @@ class Call:
     flushes: bool = False
 
     def fields(self, rank: int) -> list[Field]:
-        """Return the tensors that a rank passes: inputs first, then outputs of their own."""
         if self.entry in BROADCASTS:
             return [Field(part, rank, is_written=rank != self.root) for part in self.parts]
         if self.entry in SHARES:
@@ -225,7 +224,6 @@ class Call:
         return inputs + outputs
 
     def is_in_place(self, i: int) -> bool:
-        """Whether the output of a reduction to one rank is that rank's input."""
         return self.entry == "reduce in place" or (self.entry == "reduce_coalesced" and i % 2 == 1)
 
     def is_copy(self, field: Field) -> bool:

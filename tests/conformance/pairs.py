@@ -29,7 +29,6 @@ class RankPair:
         )
 
     def on_ranks(self, call: Callable[[int], Any]) -> list[Any]:
-        """Return ``call(rank)`` of both ranks, run at once; raise what rank 0 raises, or rank 1."""
         has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
         def run(rank: int) -> Any:

@@ -25,7 +25,6 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 def calls_of(transport, numel, dtype, k, op, *, draw="random"):
-    """One call for every algorithm in its own order, and for every other order."""
     choices = [(algorithm, "any") for algorithm in transport.algorithms]
     choices += [("direct", "tree"), ("auto", "tree"), ("auto", "exact")]
     part = Part(dtype, (numel,), seed=numel, draw=draw)
@@ -51,7 +50,6 @@ def test_dtypes_ops_and_orders(transport, dtype):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_sizes(transport, dtype):
-    """Nothing, less than an element each, one each, a vector and its neighbors."""
     transport.check(
         [
             call
@@ -101,7 +99,6 @@ def test_millions(transport):
 
 @pytest.mark.parametrize("dtype", mostly_slow(FLOATS, F32, BF16), ids=str)
 def test_orders_of_additions(transport, dtype):
-    """Large terms cancel, and what was added before they met is lost."""
     transport.check(
         [
             call

@@ -22,7 +22,6 @@ ENTRIES = ("book", *ALL_REDUCES, *LISTS, *ROOTED, *BROADCASTS, *SHARES)
 
 
 def choices(transport, call):
-    """Return the call with every algorithm and order, of the call and of the communicator."""
     made = [
         replace(call, algorithm=algorithm, order=order, by_communicator=by_communicator)
         for algorithm in transport.algorithms
@@ -121,7 +120,6 @@ def test_more_threads_than_cores_do_not_crawl(comm_of, algorithm):
 
 @on_ranks(*mostly_slow([1, 2, 3], 1, 3))
 def test_many_calls_in_flight(state):
-    """Calls in the background run in the order in which they were submitted."""
     choice = python_random.Random(11)
     pending = []
     for number in range(60):

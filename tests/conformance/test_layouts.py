@@ -55,7 +55,6 @@ NEGATED = (Layout(is_negated=True), Layout((2,), 1, is_negated=True), PLAIN)
 
 
 def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
-    """One call for every entry and algorithm, as far as they go together."""
     parts = tuple(replace(part, seed=i) for i, part in enumerate(parts))
     calls = [
         Call(entry, k, parts[:1] if entry not in LISTS else parts, op, algorithm, root=k - 1)
@@ -104,7 +103,6 @@ def test_negated_views(transport, dtype):
 
 
 def test_lists_of_mixed_dtypes(transport):
-    """Empty tensors, scalars, seven dimensions, and no tensor at all."""
     shapes = [(20, 1, 3, 3), (20,), (), (0,), (40, 128), (1,), (9001,), (2,) * 7, (0, 3)]
     mixed = tuple(Part(DTYPES[i % 8], shape) for i, shape in enumerate(shapes * 2))
     entries = [entry for entry in LISTS if entry in transport.entries]
@@ -129,7 +127,6 @@ def test_lists_of_many(transport, name):
 
 @pytest.mark.parametrize("holds", ["tuples", "arrays"])
 def test_tuples_and_arrays(transport, holds):
-    """NumPy arrays are reduced where they lie; the caller's tuples keep their tensors."""
     parts = tuple(Part(dtype, (36,), (Layout((2,), 1), PLAIN)) for dtype in (F32, torch.float16))
     calls = calls_of(transport, parts, 3)
     if holds == "arrays":
@@ -139,7 +136,6 @@ def test_tuples_and_arrays(transport, holds):
 
 @pytest.mark.usefixtures("two_torch_threads")
 def test_threads_that_flush_denormals(transport):
-    """The caller's float mode changes no bit, and stays."""
     for dtype in (F32, torch.float64, torch.float16):
         parts = (Part(dtype, (36,)), Part(dtype, (36_000,)))
         calls = calls_of(transport, parts, 3, ops=("sum", "mean"))
@@ -153,7 +149,6 @@ def test_threads_that_flush_denormals(transport):
     ("dtype", "shape", "dim"), [(F32, (501, 4), 1), (torch.float16, (4, 501), 0)]
 )
 def test_ranks_in_one_buffer(comm_of, dtype, shape, dim):
-    """Columns, interleaved in memory, and rows: no shared byte."""
     for algorithm in ("auto", "direct", "ring", "sharded", "naive"):
         base = random(4 * 501, dtype, 1).view(shape)
         parts = [part.clone() for part in base.unbind(dim)]
@@ -192,7 +187,6 @@ def test_thin_slices_are_checked_fast(comm_of):
 @hypothesis.settings(max_examples=200)
 @hypothesis.given(data=st.data())
 def test_overlap_is_found_exactly(comm_of, data):
-    """Two views of one storage: refused if and only if they share an element, and never changed."""
     ndim = data.draw(st.integers(1, 3))
     shape = [data.draw(st.integers(1, 4)) for _ in range(ndim)]
     strides = [data.draw(st.integers(0, 9)) for _ in range(ndim)]

@@ -65,7 +65,6 @@ def test_failed_call_counts_as_write(is_bound):
 
 
 def test_both_ways_meet():
-    """One rank takes the short way, the other the long one, with the same call."""
     with RankPair() as pair:
         tensors = [torch.arange(6.0), torch.ones(6, 2)[:, 0]]
         pair.all_reduce(tensors, "mean")

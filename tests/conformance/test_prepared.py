@@ -53,7 +53,6 @@ def copies(tensors):
 
 
 def assert_reduces(pair, tensors, op="sum", **options):
-    """Reduce in place twice, the second time values that were written in between."""
     for _ in range(2):
         before = copies(tensors)
         pair.all_reduce(tensors, op, **options)

@@ -226,8 +226,6 @@ def test_wrong_lists(comm, what, algorithm):
 
 
 class Hostile:
-    """Says that it is an array, and fails when it is asked for its memory."""
-
     def __init__(self, error, **attributes):
         self._error = error
         vars(self).update(attributes)
@@ -333,7 +331,6 @@ def test_wrong_outputs_of_reduce(comm):
 
 
 def test_sources_may_share_memory(comm):
-    """A tensor is refused where it would be written twice, and may be read twice."""
     lists = [[t, t[2:]] for t in ranks(3, (6,))]
     outputs = [torch.zeros(6), torch.zeros(4)]
     comm.reduce_coalesced(outputs, lists)

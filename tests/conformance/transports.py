@@ -39,7 +39,6 @@ BOUND = ("bind", "bind_coalesced")
 
 @contextlib.contextmanager
 def float_mode(flushes: bool) -> Iterator[None]:
-    """Have this thread flush denormals; fail if the mode is changed meanwhile."""
     torch.set_flush_denormal(flushes)
     try:
         yield
@@ -56,7 +55,6 @@ def held(call: Call, placed: Sequence[Placed]) -> Any:
 
 
 def options_of(call: Call) -> dict[str, Any]:
-    """Return the call's own arguments of the methods that take an algorithm and an order."""
     if call.by_communicator:
         return {}
     return {"algorithm": call.algorithm, "order": call.order}
@@ -235,7 +233,6 @@ def check_versions(call: Call, placed: Sequence[Placed]) -> None:
 
 
 def check_same(call: Call, digests: Sequence[int], *, is_on_gpu: bool = False) -> None:
-    """All ranks have the very bits of rank 0, NaN's included."""
     if call.entry in (*ROOTED, "reduce_scatter"):
         return
     is_written_by_torch = call.algorithm in PYTHON or is_on_gpu
@@ -248,8 +245,6 @@ def check_same(call: Call, digests: Sequence[int], *, is_on_gpu: bool = False) -
 
 
 class Processes:
-    """Ranks in processes of this machine: one pool for each number of ranks."""
-
     algorithms = PROCESS_ALGORITHMS
     orders = ("any", "rank", "tree", "exact")
     entries = (*ALL_REDUCES, *LISTS, "broadcast", "async broadcast", *SHARES)
@@ -301,7 +296,6 @@ def check_on_rank(state: SimpleNamespace, calls: Sequence[Call]) -> list[int]:
 
 
 def comm_on_rank(state: SimpleNamespace, call: Call) -> pr.ProcessCommunicator:
-    """Return the communicator of a call: one for each algorithm and order, which stays open."""
     if not call.by_communicator:
         return state.comm
     if not hasattr(state, "by_choice"):

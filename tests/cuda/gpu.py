@@ -59,7 +59,6 @@ def lists_of(shapes, dtypes, world_size, seed=0):
 
 
 def placed(comm, parts):
-    """Copies of every rank's tensor, or list of tensors, on the rank's device."""
     return [
         [tensor.to(device, copy=True) for tensor in part]
         if isinstance(part, list)
@@ -82,12 +81,10 @@ def copy_all(targets, sources):
 
 
 def assert_ranks(tensors, wanted, context=""):
-    """All ranks' tensors, wherever they are, have these bits."""
     assert_all_ranks([tensor.cpu() for tensor in tensors], wanted, context)
 
 
 def assert_lists(lists, parts, op, algorithm):
-    """Every tensor of every rank against the oracle on the flat parts."""
     for i, columns in enumerate(zip(*parts, strict=True)):
         wanted = expected([part.reshape(-1) for part in columns], op, algorithm)
         got = [tensors[i].reshape(-1) for tensors in lists]
@@ -115,7 +112,6 @@ class Ranks:
         return [buffer[at : at + self._bytes].view(self._dtype) for at in self._begins]
 
     def check(self, wanted, context):
-        """All ranks have these bits, and no byte around them was touched."""
         after = self._buffer.cpu()
         assert_all_ranks(self._views(after), wanted, context)
         for at in self._begins:
@@ -124,7 +120,6 @@ class Ranks:
 
 
 def check(comm, parts, op, algorithm, shifts=ALIGNED):
-    """One all_reduce over a single device against the oracle."""
     ranks = Ranks(parts, comm.devices[0], shifts)
     assert comm.all_reduce(ranks.tensors, op, algorithm=algorithm) is None
     context = f"{algorithm} {op} {parts[0].dtype} k={len(parts)} n={parts[0].numel()} {shifts}"

@@ -53,7 +53,6 @@ def test_sizes_and_alignments(ranks_of, algorithm, dtype, world_size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_a_million_elements(ranks_of, algorithm, dtype, world_size):
-    """The grid's loop and the ring's slots go round several times."""
     parts = inputs(2**20 + 3, dtype, world_size)
     gpu.check(ranks_of(world_size), parts, "mean", algorithm, gpu.ALIGNED)
     gpu.check(ranks_of(world_size), parts, "sum", algorithm, gpu.APART)
@@ -61,7 +60,6 @@ def test_a_million_elements(ranks_of, algorithm, dtype, world_size):
 
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_more_tiles_than_blocks(ranks_of, algorithm):
-    """More than 4096 tiles, and pieces by the dozen for every channel of the ring."""
     parts = [part.repeat(9) for part in inputs(2_000_003, torch.float32, 2)]
     gpu.check(ranks_of(2), parts, "sum", algorithm)
 
@@ -115,7 +113,6 @@ def test_more_tensors_than_a_launch_takes(ranks_of, num_tensors, world_size):
 
 
 def test_lists_of_odd_views(ranks_of):
-    """Misaligned, strided and dense tensors in one call; empty lists are fine."""
     parts = gpu.drawn(840, torch.float32, 4)
     bases = gpu.placed(ranks_of(4), parts)
     where = (slice(1, 400), slice(401, 600, 3), slice(601, None))
@@ -132,8 +129,6 @@ def test_lists_of_odd_views(ranks_of):
 
 
 class Call:
-    """One call with its own ranks, made first and judged later."""
-
     def __init__(self, generator, comm):
         self.algorithm = generator.choice(NATIVE)
         self.op = generator.choice(OPS)
@@ -149,7 +144,6 @@ class Call:
 
 
 def test_ten_thousand_calls(make_ranks):
-    """One communicator, no pause within a batch, every call checked."""
     generator = pyrandom.Random(3)
     comm = make_ranks(4)
     for begin in range(0, 10_000, 100):

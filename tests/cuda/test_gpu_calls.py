@@ -130,7 +130,6 @@ def test_closed_communicator_refuses(make_ranks):
 
 @gpu.only
 def test_cupy_arrays(ranks_of):
-    """Reduced where they lie."""
     cupy = pytest.importorskip("cupy")
     for name in ("float64", "float32", "float16", "int8", "uint8", "int32", "int64"):
         parts = gpu.drawn(1009, getattr(torch, name), 3)

@@ -84,7 +84,6 @@ def test_lists_and_the_other_collectives(devices, algorithm):
 
 
 def check_rooted_lists(comm, root, parts, outputs):
-    """Reduce into one rank's lists, every second tensor in place, and broadcast from there."""
     lists = gpu.placed(comm, parts)
     outputs[::2] = lists[root][::2]
     comm.reduce_coalesced(outputs, lists, "sum", root=root, algorithm="direct")
@@ -123,7 +122,6 @@ def test_mixed_memories_refuse_ring(devices):
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 def test_streams_of_several_devices(algorithm, is_async, current):
-    """The default streams of all devices wait, whichever device is the current one."""
     parts = gpu.drawn(30_011, torch.float32, 2)
     with over((0, 1)) as comm, torch.cuda.device(current):
         tensors, sources = gpu.zeros(comm, 30_011), gpu.placed(comm, parts)
@@ -245,6 +243,5 @@ print("right")
 
 @gpu.two
 def test_expandable_segments():
-    """Memory that no peer can see goes through buffers of our own."""
     setting = "expandable_segments:True"
     assert run_alone(EXPANDABLE, PYTORCH_CUDA_ALLOC_CONF=setting) == ["right"]

@@ -16,7 +16,6 @@ pytestmark = [*gpu.needed, gpu.only]
 
 
 def captured(function):
-    """A graph of ``function``, after one call of it outside."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -32,7 +31,6 @@ def captured(function):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_graph(make_ranks, algorithm, dtype, is_async):
-    """Ten replays with other inputs; calls outside the graph between them change nothing."""
     comm = make_ranks(4)
     tensors = gpu.zeros(comm, 20_011, dtype=dtype)
     others = gpu.placed(comm, gpu.drawn(999, torch.int32, 4))
@@ -66,7 +64,6 @@ def test_captured_calls_keep_memory(make_ranks):
 
 
 def test_graph_of_many_calls(make_ranks):
-    """Lists, strided tensors and the other collectives, one after the other in one graph."""
     comm = make_ranks(2)
     shapes = [(3, 5), (1000,), (64, 3)]
     lists = gpu.placed(comm, gpu.lists_of(shapes, (torch.float32,), 2))
@@ -128,7 +125,6 @@ def test_graph_outlives_communicator(make_ranks):
 
 
 def test_capture_beside_other_threads(make_ranks):
-    """Works are asked, and communicators made and closed, while this thread captures."""
     comm = make_ranks(2)
     tensors = gpu.ones(comm, 1000)
     work = comm.all_reduce(tensors, async_op=True)
@@ -153,8 +149,6 @@ def test_capture_beside_other_threads(make_ranks):
 
 
 class Replicas:
-    """Equal small networks, a batch for each, and their descent."""
-
     def __init__(self, device, world_size):
         torch.manual_seed(5)
         layers = torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
@@ -165,7 +159,6 @@ class Replicas:
         ]
 
     def copies(self):
-        """Other networks with parameters as they are now, and the same batches."""
         other = copy.copy(self)
         other.networks = copy.deepcopy(self.networks)
         return other
@@ -183,7 +176,6 @@ class Replicas:
         ]
 
     def parameters(self):
-        """Of every network, a list."""
         return [list(network.parameters()) for network in self.networks]
 
     @torch.no_grad()
@@ -221,7 +213,6 @@ def test_graph_of_a_training_step(make_ranks, device, algorithm):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_graph_of_a_step_with_buckets(make_ranks, device, overlap):
-    """Three replays with other inputs have the bits of three eager steps, gradients included."""
     ours = Replicas(device, 3)
     options = {"bucket_cap_mb": 1e-4, "overlap": overlap}  # several buckets
 

@@ -54,7 +54,6 @@ def test_producer_call_consumer(make_ranks, algorithm, stream, is_async):
 
 @gpu.only
 def test_strided_tensors_in_the_background(make_ranks):
-    """Their copies there and back are torch's; all have to be in order, too."""
     comm = make_ranks(2)
     parts = gpu.drawn(4000, torch.float32, 2)
     bases, sources = gpu.zeros(comm, 4000), gpu.placed(comm, parts)
@@ -69,7 +68,6 @@ def test_strided_tensors_in_the_background(make_ranks):
 @gpu.only
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_close_waits_for_background_calls(make_ranks, algorithm):
-    """It lets go of their tensors."""
     comm = make_ranks(2)
     tensors = gpu.placed(comm, gpu.drawn(2**20, torch.float32, 2))
     torch.cuda._sleep(gpu.SLEEP_CYCLES)
@@ -102,7 +100,6 @@ def test_dropped_work_keeps_its_tensors(make_ranks):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_threads(make_ranks, is_shared):
-    """Four threads with a stream each; a communicator each, or one for all of them."""
     shared = make_ranks(3)
 
     def work(number):
