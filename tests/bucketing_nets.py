@@ -164,7 +164,6 @@ def inputs(world_size: int = 3, seed: int = 1) -> list[Tensor]:
 
 
 def loss_of(net: nn.Module, x: Tensor) -> Tensor:
-    """``net(x)`` itself if that is one number."""
     out = net(x.to(next(net.parameters()).dtype) if x.ndim > 1 else x)
     return out.square().sum() if out.ndim else out
 

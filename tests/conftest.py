@@ -177,7 +177,6 @@ def joined_crew(new_crew: Callable[[int], Crew]) -> Callable[..., Crew]:
 
 @pytest.fixture(scope="session")
 def real_data_dir():
-    """A folder with real images, where there is one."""
     folder = os.environ.get("PYRINGAR_TEST_DATA")
     if not folder:
         pytest.skip("no real images: PYRINGAR_TEST_DATA may name a folder that holds some")

@@ -60,7 +60,6 @@ def all_values(numel: int, dtype: torch.dtype, size: int) -> list[Tensor]:
 
 
 def wanted(parts: Sequence[Tensor], op: str) -> Tensor:
-    """The promised result, also of dtypes that the oracle does not know."""
     dtype = parts[0].dtype
     if dtype is torch.bool:
         found = torch.stack(list(parts))

@@ -17,7 +17,6 @@ import pyringar.distributed
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, list[str], str, float]:
-    """Of the error that ``call`` ends with: its type, those it derives from, text, seconds."""
     began = time.monotonic()
     try:
         call()

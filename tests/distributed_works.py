@@ -141,7 +141,6 @@ def answers_while_it_runs(rank: int, size: int) -> None:
 
 
 def coalesced_by_torch(rank: int, size: int) -> None:
-    """One work for all calls inside, also those that torch does not join."""
     x, y = numbers(rank), numbers(rank, 3)
     if rank != 0:
         store().wait(["left"])
@@ -200,7 +199,6 @@ def converted(rank: int, size: int, group: Any = None) -> list[tuple[str, Any, A
 
 
 def nobody_waits(rank: int, size: int) -> None:
-    """A barrier, or the group's end, says that all is done, also with handles dropped."""
     gloo = dist.new_group(backend="gloo")
     for asynchronous in (False, True):
         for name in COLLECTIVES:
@@ -289,7 +287,6 @@ def num_future_threads() -> int:
 
 
 def callbacks_wait(rank: int, size: int) -> None:
-    """A callback waits for a future of the same group, and its callback for another, and so on."""
     total = total_of(size)
 
     def nested(depth: int) -> Tensor:

@@ -41,7 +41,6 @@ class Block:
 
     @property
     def file_name(self) -> str | None:
-        """The name of the file that the block holds, if it holds one."""
         named = _FILE.match(self.code) if self.kind == "python" else None
         return named[1] if named else None
 

@@ -22,7 +22,6 @@ needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc")
 
 
 def cuda_includes() -> tuple[Path, ...]:
-    """The folders of cuda_runtime.h. Skips the test where there is no CUDA toolkit."""
     try:
         nvcc, host = toolchain.find_nvcc(), toolchain.find_compiler()
         return toolchain.read_cuda_toolkit(nvcc, host).includes

@@ -31,8 +31,6 @@ Words = np.ndarray  # elements as unsigned integers, in any shape
 
 
 class Kind(NamedTuple):
-    """A dtype: torch's, the word of an element, and the NumPy type of its partial sums."""
-
     torch: torch.dtype
     word: type
     wide: type
@@ -84,7 +82,6 @@ def limit_bytes(name: str) -> int:
 
 
 def piece_elems(dtype: torch.dtype, world_size: int = 2) -> int:
-    """Return the elements of one message in a ring: 16-bit floats travel as fp32."""
     piece_bytes: int = load.engine().ring_slot_bytes(world_size)
     return piece_bytes // max(dtype.itemsize, 4 if dtype.is_floating_point else 1)
 
@@ -242,7 +239,6 @@ FOLDS: dict[str, Fold] = {
 
 
 def folded(parts: Sequence[Tensor], op: str, order: str) -> Tensor:
-    """Return the reduction of tensors in an order: one of `FOLDS`."""
     kind = KINDS[parts[0].dtype]
     words = FOLDS[order]([words_of(part) for part in parts], op, kind)
     return tensor_of(words, kind.torch)
@@ -269,7 +265,6 @@ _REACH = {torch.float64: 30, torch.float32: 14, torch.float16: 12, torch.bfloat1
 
 
 def positional(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Small integers that tell position and rank."""
     return (torch.arange(numel) % 17 + 3 * rank + 1).to(dtype)
 
 
@@ -308,7 +303,6 @@ def inputs(numel: int, dtype: torch.dtype, world_size: int, seed: int = 0) -> li
 
 
 def differing(found: Words, wanted: Words, kind: Kind) -> np.ndarray:
-    """Return where bits differ, but for one NaN and another."""
     return (found != wanted) & ~(is_nan(found, kind) & is_nan(wanted, kind))
 
 
@@ -333,7 +327,6 @@ def assert_bits(actual: Tensor, wanted: Tensor, context: object = "") -> None:
 
 
 def assert_all_ranks(tensors: Sequence[Tensor], wanted: Tensor, context: object = "") -> None:
-    """Rank 0 has the promised bits, every other rank the very bits of rank 0."""
     assert_bits(tensors[0], wanted, context)
     for rank, tensor in enumerate(tensors[1:], 1):
         assert same_bits(tensor, tensors[0]), f"{context}: rank {rank} differs from rank 0"

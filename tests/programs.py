@@ -24,8 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Program:
-    """What a test needs of a `subprocess.Popen` with pipes for text."""
-
     def __init__(self, code: str, words: Sequence[object], environment: dict[str, str]) -> None:
         from fork_server import servers
 
@@ -79,7 +77,6 @@ class Program:
 def programs(
     code: str, *arguments: Sequence[object], **environment: str
 ) -> Iterator[list[Program]]:
-    """Run code once for each of these lists of arguments, in programs of their own, with pipes."""
     with contextlib.ExitStack() as made:
         yield [
             made.enter_context(contextlib.closing(Program(code, words, environment)))

@@ -52,7 +52,6 @@ def in_one_process(ranks: int, data: Any = None, **options: Any) -> list[str]:
 def as_rank(
     rank: int, world_size: int, store: Any, machines: str, options: dict[str, Any]
 ) -> list[str]:
-    """In a process of its own, on the machine that a letter names."""
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
     torch.set_num_threads(1 + rank % 2)  # which must not matter
     config = TrainConfig(**{**RECIPE, **options}, ranks=world_size)

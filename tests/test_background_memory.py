@@ -164,7 +164,6 @@ def test_interrupted_call_keeps_memory(where):
 
 
 def test_works_end_while_another_begins(make_comm):
-    """As in another thread that gets its turn while garbage is collected."""
     comm = make_comm(2)
     works: list[Work] = []
 

@@ -33,8 +33,6 @@ def batch(seed: int, rank: int) -> Tensor:
 
 
 class PlainRanks:
-    """The oracle: one plain module that gets the passes of all ranks."""
-
     no_sync = staticmethod(torch.enable_grad)
 
     def __init__(self, k: int, op: str) -> None:
@@ -54,8 +52,6 @@ class PlainRanks:
 
 
 class BucketedRanks:
-    """The ranks of this process: all ``k``, or one."""
-
     def __init__(self, k: int, ranks: range, bucketer: pr.GradientBucketer, nets: list) -> None:
         self.k, self.ranks, self.nets = k, ranks, nets
         self.wait, self.no_sync = bucketer.wait, bucketer.no_sync

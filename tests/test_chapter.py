@@ -55,7 +55,6 @@ def test_notebook_is_valid_and_small():
 
 
 def stale_cells(notebook):
-    """The cells whose outputs are not those of the code as it stands."""
     return [
         cell.id
         for cell, fingerprint in run_chapter.fingerprints(notebook)

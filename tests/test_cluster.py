@@ -208,7 +208,6 @@ def test_messages_of_any_rank_repeat_their_order():
 
 
 def process() -> tuple[Any, ...]:
-    """What a cluster changes while it runs."""
     c10d: Any = dist.distributed_c10d
     return (
         dict(os.environ),

@@ -38,7 +38,6 @@ def begin() -> int:
 
 @pytest.fixture(autouse=True, scope="module")
 def first_launch() -> None:
-    """Load the engine, which takes longer than a test allows."""
     pr.launch(lambda: 1, K)
 
 

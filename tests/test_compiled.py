@@ -42,8 +42,6 @@ def ranks(k: int = K, shape=(5,), dtype=torch.float32) -> list[Tensor]:
 
 
 class Graphs:
-    """A backend that keeps the graphs which it is given, and runs them as they are."""
-
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
 

@@ -203,12 +203,10 @@ def emulated(tmp_path_factory):
 
 
 def below(csrc: Path, path: Path) -> Path:
-    """The same file below `csrc`, if it is one of the engine's."""
     return csrc / path.relative_to(CSRC) if path.is_relative_to(CSRC) else path
 
 
 def planted(folder: Path, file: str, edits: Mapping[str, str]) -> Path:
-    """A copy of the engine's source, with other text in a file of it."""
     copy = folder / "csrc"
     shutil.copytree(CSRC, copy)
     text = (copy / file).read_text(encoding="utf-8")

@@ -25,7 +25,6 @@ WORLD_SIZES = (2, 3)
 
 
 def limit_bytes(name: str) -> int:
-    """Size at which the CUDA engine changes what it does."""
     limits: dict[str, int] = load.cuda_engine().limits()
     return limits[name]
 
@@ -328,7 +327,6 @@ def on_rank_join_own_gpu(state, port: int, rank: int, name: str) -> None:
 
 
 def on_rank_reduce(state, numel: int = 1000) -> bool:
-    """Whether the tensor is as it was, should the call fail."""
     state.mine = torch.full((numel,), float(state.rank), device="cuda")
     state.comm.all_reduce(state.mine)
     torch.cuda.synchronize()

@@ -100,7 +100,6 @@ class TestEvaluate:
         assert seen == [4, 3, 2]
 
     def test_modes_are_restored(self):
-        """Modules run in eval mode without a graph. An error also restores the modes."""
         net = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 2))
         net.train()
         net[0].eval()  # frozen batch norm must stay frozen

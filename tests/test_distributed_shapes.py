@@ -117,7 +117,6 @@ def test_gloo_calls_keep_index_and_sign(how, dtype):
 
 
 def signs(rank: int, size: int) -> None:
-    """Conjugated numbers, which the functions of torch.distributed refuse; and bits in gloo."""
     plain = [torch.tensor([1 - 1j, 2 + 3j]).add(10 * r) for r in range(2)]
     rows = [torch.zeros(2, dtype=torch.complex64) for _ in range(2)]
     dist.gather(plain[rank].conj(), rows if rank == 0 else None, 0)

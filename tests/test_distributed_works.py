@@ -91,7 +91,6 @@ def test_no_further_thread_can_start(monkeypatch):
 
 
 def test_hooks_of_torch():
-    """Two ranks: their sum is the same in every order."""
     work = [("hooks", distributed_works.hooks_of_torch)]
     check(run_group(run_cases, 2, work), "hooks")
 

@@ -70,7 +70,6 @@ def run_command(block: Block, files: dict[str, str], folder: Path) -> str:
 
 
 def check_commands(page: Path, folder: Path) -> None:
-    """Run the commands of a page. One that runs again, after a diff, prints the same lines."""
     before: dict[int, list[str]] = {}
     for block, files in commands_of(page):
         printed = run_command(block, files, folder)
@@ -133,7 +132,6 @@ _NAMING = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "c
 
 
 def missing_paths(page: Path) -> set[str]:
-    """The paths that a page names and that are not there. The suffix may be left out."""
     folders = (ROOT, page.parent, ROOT / "csrc", ROOT / "tests")
     names = set(_PATH.findall(page.read_text()))
     return {name for name in names if not any(any(f.glob(f"{name}*")) for f in folders)}

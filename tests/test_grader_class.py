@@ -243,7 +243,6 @@ def test_unreadable_files_have_a_row(folder, capsys):
 
 
 def test_unreadable_folder_is_refused(folder, verdicts, capsys, monkeypatch):
-    """Also for root, whom no permission stops."""
     scan = os.scandir
 
     def closed(path):

@@ -50,7 +50,6 @@ MEMORY_ORDER = re.compile(r"\b(ld\.acquire|st\.release|fence\.|__threadfence|ato
 
 
 def wrong_includes(file: str, text: str) -> list[str]:
-    """The headers that a file of csrc includes and may not include."""
     floor = "bindings/cuda_" if file.startswith("bindings/cuda_") else file.split("/")[0]
     wrong = []
     for kind, name in re.findall(r'^\s*#\s*include\s*([<"])([^>"]+)', text, re.MULTILINE):

@@ -81,7 +81,6 @@ def prove(check: Check, lists: Iterable[str], **options: object) -> None:
 
 
 def refute(check: Check, calls: str, pattern: str, **options: object) -> Verdict:
-    """These calls are refuted, for the reason given, with steps that one can follow."""
     verdict = check(calls, **options)
     assert not verdict.is_proved, verdict.command
     assert re.search(pattern, verdict.reason), f"{verdict.command}\n{verdict.text}"

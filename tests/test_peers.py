@@ -30,7 +30,6 @@ def is_alive(pid):
 
 
 def fake_ranks():
-    """The processes of fake_peer.py that this process, or a child that is gone, has started."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -145,7 +144,6 @@ def test_ranks_end_with_killed_benchmark():
 
 @pytest.fixture
 def peer(monkeypatch, tmp_path):
-    """One installed peer. The ranks of pyringar and gloo are fakes, too."""
     made = Peer("impi", "Fake MPI", ("fake==1",), FAKE)
     (tmp_path / made.name).mkdir()
     (tmp_path / made.name / STAMP).write_text(made.stamp)

@@ -115,7 +115,6 @@ def test_absent_rank_times_out(new_crew):
 
 
 def join_without_room(state, limit: int, **options) -> None:
-    """No file of this process may be larger, memory that others map included."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:

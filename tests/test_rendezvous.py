@@ -166,7 +166,6 @@ def test_last_answer_of_rank_counts(new_crew):
 
 
 def exchange(state, port: int, rank: int, world_size: int, name: str, timeout: float) -> None:
-    """Meet the other ranks, each on another machine: they cannot see a death."""
     with mock.patch.dict(os.environ, {"PYRINGAR_NODE_ID": f"machine {rank}"}):
         meeting = Rendezvous(connect(port), rank, world_size, name, timeout)
     with meeting:
@@ -174,7 +173,6 @@ def exchange(state, port: int, rank: int, world_size: int, name: str, timeout: f
 
 
 def test_rank_answers_new_call(new_crew):
-    """Rank 1 has answered a rank 0 that dies on another machine, and waits for the next one."""
     crew = new_crew(4)
     options = {"function": exchange, "world_size": 3, "name": new_name(), "timeout": LONG_S}
     crew.start_group([0, 1], **options)
@@ -428,7 +426,6 @@ STEPS = [
 @pytest.mark.parametrize("dead", mostly_slow([0, 1, 2], 1))
 @pytest.mark.parametrize("step", STEPS)
 def test_death_at_step(dead, step, is_asked):
-    """The others hear of it, or wait for one that comes; then all meet, on the same keys."""
     survivors = [rank for rank in range(3) if rank != dead]
     options = {"world_size": 3, "name": new_name()}
     with Crew(4) as crew:

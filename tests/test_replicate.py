@@ -15,8 +15,6 @@ from pyringar.parallel.shards import check_replicas_equal
 
 
 class Tied(nn.Module):
-    """Encoder and decoder share a weight, two heads a buffer; one parameter is frozen."""
-
     def __init__(self):
         super().__init__()
         self.encoder = nn.Conv2d(3, 3, 2)

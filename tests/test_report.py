@@ -42,8 +42,6 @@ def no_peers(monkeypatch, tmp_path):
 
 @pytest.fixture
 def trial(tmp_path, capsys):
-    """``trial(*arguments)``: a trial of the command."""
-
     def run(*arguments):
         status = run_all.main(["--dry-run", "--out", str(tmp_path / "out"), *arguments])
         return Trial(status, tmp_path / "out", capsys.readouterr().out)

@@ -19,8 +19,6 @@ from pyringar.parallel.shards import check_replicas_equal
 
 
 class Net(nn.Module):
-    """Batch norm, constants that overflow in a sum, a parameter that only some shards use."""
-
     def __init__(self, dtype=torch.float32):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))

@@ -33,8 +33,6 @@ USES = {
 
 
 class Shared(nn.Module):
-    """Adds views of parameters, some of them twice, between layers."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         draw = random.Random(seed)

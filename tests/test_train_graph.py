@@ -110,8 +110,6 @@ class InOrder(graph.Branches):
 
 
 class Caller:
-    """A capture whose replay calls the function again."""
-
     def __init__(self) -> None:
         self.num_replays = 0
 
@@ -128,7 +126,6 @@ class Caller:
 
 @pytest.fixture
 def caller(monkeypatch) -> Caller:
-    """Captures the steps of all trainers that are made from now on, on CPU ranks."""
     made = Caller()
     monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
     monkeypatch.setattr(trainer_module, "Branches", InOrder)
@@ -138,7 +135,6 @@ def caller(monkeypatch) -> Caller:
 
 @pytest.fixture
 def recorder(monkeypatch, caller) -> Recorder:
-    """The same with replays operator by operator."""
     made = Recorder()
     real = Communicator.all_reduce_coalesced
 

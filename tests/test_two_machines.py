@@ -151,7 +151,6 @@ dist.destroy_process_group()
 
 
 def test_ddp_fsdp_and_zero_run_unchanged(machines, tmp_path):
-    """Each case compares parameters, bit for bit, with replicas that one process averages."""
     program = tmp_path / "train.py"
     program.write_text(TRAIN)
     printed = torchrun(machines, str(program), "aabb")

@@ -49,7 +49,6 @@ class TestOnThreads(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
 
 
 def replace_launching() -> None:
-    """Make torch's harness start ranks of a cluster."""
     harness: Any = common_distributed.MultiProcessTestCase
     harness._spawn_processes = lambda self: None
     harness.join_or_run = join_or_run
@@ -69,7 +68,6 @@ def join_or_run(self: Any, fn: Callable[[], object]) -> Any:
 
 
 def run_on_rank(case: Any) -> None:
-    """Run a test as torch does in a process; raise `unittest.SkipTest` where that exits to skip."""
     reasons = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
     if hasattr(case, "_tls"):  # the precision, which torch keeps per thread
         case._tls.precision, case._tls.rel_tol = case._precision, case._rel_tol

@@ -192,12 +192,7 @@ class _Audit:
             yield row
 
     def _rounding(self, dtype: torch.dtype, plain: list[Region]) -> Finding:
-        """Find out where sums of a type are rounded.
-
-        Args:
-            dtype: The type.
-            plain: The order in float32, which is asked first and kept here.
-        """
+        """Find out where sums of a type are rounded; ``plain`` is the order in float32."""
         inputs = wide_values(self.k, self.few, dtype)
         try:
             result = self.target.reduce(inputs)[0]

@@ -56,7 +56,11 @@ class HookState:
         return f"HookState(op={self.op!r}, comm: {comm})"
 
     def reduce(self, gradients: torch.Tensor) -> Future[torch.Tensor]:
-        """Return a future of ``gradients``, flat on the CPU, reduced in place meanwhile."""
+        """Return a future of ``gradients``, reduced in place in the background.
+
+        Args:
+            gradients: A flat tensor on the CPU.
+        """
         work = self.comm.all_reduce(gradients, self.op, async_op=True)
         return PendingWork(self._completer, (work,), gradients).get_future()
 

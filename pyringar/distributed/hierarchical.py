@@ -177,7 +177,7 @@ class HierarchicalCommunicator(RankCommunicator):
         )
 
     def set_timeout(self, timeout: float) -> None:
-        """Let waits that begin from now on last so many seconds without progress."""
+        """Change the timeout of waits that begin from now on. See `ProcessCommunicator`."""
         self.timeout_s = check_timeout(timeout)
         for group in self._inside_groups:
             group.set_timeout(self.timeout_s + _INSIDE_GRACE_S)
@@ -269,7 +269,7 @@ class HierarchicalCommunicator(RankCommunicator):
         return self._submit(what, call, [tensor] if root != self._rank else [], async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Return when all ranks have called it. On GPUs only the hosts wait."""
+        """Wait for all ranks; on GPUs only the hosts wait. See `ProcessCommunicator.barrier`."""
         return self._submit("barrier", partial(self._between.compare, "barrier"), [], async_op)
 
     def _submit_step(self, step: Callable[[], object]) -> Work:
@@ -295,7 +295,7 @@ class HierarchicalCommunicator(RankCommunicator):
     # -- life --------------------------------------------------------------------------------------
 
     def check_peers(self, ranks: Sequence[int]) -> None:
-        """Raise the error of the next call if this machine knows it. Never waits."""
+        """Check the ranks of this machine. See `ProcessCommunicator.check_peers`."""
         self._check_not_failed()
         here = self._machines.here
         local = [here.index(rank) for rank in ranks if rank in here]

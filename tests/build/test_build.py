@@ -185,7 +185,6 @@ def test_killed_build_blocks_nobody(cache, tiny, tmp_path, wrapper):
 
 @needs_compiler
 def test_wait_for_lock_is_announced_and_ends(cache, tiny, monkeypatch, caplog):
-    """A build of the other kind goes on meanwhile, and its folder stays."""
     from filelock import FileLock
 
     other = cache / "tmp-_cuda_engine-1"

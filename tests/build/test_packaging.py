@@ -170,7 +170,6 @@ def test_prebuilt_wheel_needs_no_compiler(tree, python, tmp_path):
     ],
 )
 def test_impossible_prebuild_fails(tree, python, command, prebuild, told):
-    """Without a compiler, for a value that is not known, in an editable install."""
     options = {"PYRINGAR_PREBUILD": prebuild, "PATH": python.parent}
     error = pip(python, *command, cwd=tree, fails=True, **options)
     assert [words for words in told if words not in error] == []

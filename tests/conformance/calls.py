@@ -88,7 +88,6 @@ class Part:
         return drawn(self.numel, self.dtype, self.seed, rank)
 
     def is_permuted(self, rank: int) -> bool:
-        """Whether the rank's elements lie side by side, but not in the order of their index."""
         strides = self.layout(rank).strides_of(self.shape)
         used = [s for s, n in zip(strides, self.shape, strict=True) if n != 1]
         is_dense = lies_dense(self.shape, strides) and not self.layout(rank).is_negated
@@ -227,7 +226,6 @@ class Call:
         return self.entry == "reduce in place" or (self.entry == "reduce_coalesced" and i % 2 == 1)
 
     def is_copy(self, field: Field) -> bool:
-        """Whether the field has the very bits of an input afterwards."""
         return not field.is_written or self.entry in (*BROADCASTS, "all_gather")
 
     def _shares(self, rank: int) -> list[Field]:
@@ -245,7 +243,6 @@ class Call:
         ]
 
     def wanted(self, rank: int, field: Field, order: str, *, by_index: bool = False) -> Words:
-        """Return the elements of a rank's field after the call; see `reduction`."""
         part = field.source or field.part
         if not field.is_written:
             return field.values(self.k)
@@ -320,7 +317,6 @@ class Placed:
         self._memory.copy_(torch.from_numpy(self._first.view(f"i{self._first.itemsize}")))
 
     def read(self) -> Words:
-        """Return the elements, flat; fail if a byte between them was written."""
         after = self._memory.cpu().numpy().view(self.part.kind.word)
         changed = (after != self._noise) & ~self._is_own
         assert not changed.any(), "memory between the elements was written"

@@ -77,7 +77,6 @@ def test_positions(transport, dtype):
 @pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, F32, BF16), ids=str)
 def test_borders(transport, dtype):
-    """Around sizes of blocks, pieces and slots; on threads large enough for several."""
     for k in (2, 3):
         transport.check(
             [

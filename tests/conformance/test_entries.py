@@ -61,7 +61,6 @@ def test_other_reductions(transport, op):
 
 
 def test_large_shares(transport):
-    """Around the sizes of slots, of which every rank has a part."""
     calls = []
     for k in (2, 3):
         part = limit_bytes("process_slot") // k // 4

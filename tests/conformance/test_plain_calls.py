@@ -74,8 +74,6 @@ def test_both_ways_meet():
 
 
 def test_threads_share_a_communicator():
-    """One call uses the memory of the short way; other calls meanwhile go the long way."""
-
     def reduce(rank):
         def call():
             for _ in range(200):

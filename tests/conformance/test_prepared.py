@@ -312,7 +312,6 @@ def test_threads_share_prepared_calls(comm_of):
 
 
 def test_threads_reduce_new_views(comm_of):
-    """Reading a view gives the GIL away: other threads replace calls meanwhile."""
     base, is_done = ranks(comm_of(2), 300), threading.Event()
     interval = sys.getswitchinterval()
 

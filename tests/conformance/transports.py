@@ -70,8 +70,6 @@ def order_of(call: Call, algorithm: str) -> str:
 
 
 class Lists:
-    """Ranks on one device, driven by this process."""
-
     algorithms = ("auto", *NATIVE, *PYTHON)
     entries = ("book", *ALL_REDUCES, *LISTS, *ROOTED, *BROADCASTS, *SHARES)
     world_sizes = (1, 2, 3, 5, 8)
@@ -226,7 +224,6 @@ def check_rank(
 
 
 def check_versions(call: Call, placed: Sequence[Placed]) -> None:
-    """Autograd is told of every tensor that was written, and of no other."""
     for one in placed:
         is_told = one.tensor._version > one.first_version
         assert is_told == one.field.is_written, f"{call}: version of {one.part}"

@@ -141,8 +141,6 @@ def test_cupy_arrays(ranks_of):
 
 
 class Interface:
-    """An array that knows nothing but the CUDA array interface."""
-
     def __init__(self, tensor):
         self._tensor = tensor
         self.__cuda_array_interface__ = tensor.__cuda_array_interface__

@@ -178,7 +178,6 @@ def test_graph_over_several_devices():
 
 
 def run_alone(code, **environment):
-    """Run ``code`` in a process of its own; return its output."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-c", code],
