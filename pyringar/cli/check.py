@@ -186,7 +186,6 @@ def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
 
 
 def _python_files(folder: str) -> Iterator[str]:
-
     def refuse(error: OSError) -> None:
         raise ArgumentError(f"the folder '{error.filename}' cannot be read: {error.strerror}")
 

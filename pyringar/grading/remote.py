@@ -156,7 +156,6 @@ class Remote(Subject):
         return answer
 
     def _take_over(self, call: Call, answer: dict[str, Any]) -> None:
-
         def thing(words: dict[str, Any]) -> Any:
             if "rank" in words:
                 return given[words["rank"]]
