@@ -335,6 +335,9 @@ def refuse_as_rank(rank, world_size, store):
                 lambda: comm.reduce_scatter(tensor, parts.double())
             ),
             "input is a str, expected a dense tensor": lambda: comm.all_gather(parts, "x"),
+            "tensors[1] shares memory with tensors[0]": (
+                lambda: comm.all_reduce_coalesced([parts[:7], parts[5:]])
+            ),
             "timeout is 0": lambda: comm.set_timeout(0),
         }
         found = {words: caught(call)[1] for words, call in calls.items()}

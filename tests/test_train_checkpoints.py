@@ -213,7 +213,7 @@ def test_unusable_folder_raises_before_training(images, tmp_path, monkeypatch):
         ({"save": ""}, "save is '', expected the path of a folder"),
         ({"resume": ""}, "resume is '', expected the path of a folder"),
         ({"resume": tmp_path}, f"resume is '{tmp_path}', expected a folder that save has written"),
-        ({"resume": tmp_path / "odd"}, "its checkpoint.bin cannot be read: Is a directory"),
+        ({"resume": tmp_path / "odd"}, "checkpoint.bin' cannot be read: Is a directory"),
     ]:
         with pytest.raises(ArgumentError, match=r"save|resume") as caught:
             go(images, LENET, **folders)

@@ -24,8 +24,8 @@ __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
 Find out by experiment what an allreduce computes: in which order it adds, where
-it rounds, whether bits depend on the rank, the run, the size of a message or
-the number of ranks, and what becomes of NaN, infinities, -0 and subnormals."""
+it rounds, whether bits depend on the rank, the run or the size of a message,
+and what becomes of NaN, infinities, -0 and subnormals."""
 _EPILOG = """\
 TARGET is a library, whose ranks are started as processes of this machine
   gloo     torch.distributed's backend for CPUs

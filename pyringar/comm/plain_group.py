@@ -14,7 +14,7 @@ from pyringar.comm.arguments import DTYPES, check_lists
 from pyringar.comm.arrays import as_tensor, is_array
 from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
 
-__all__ = ["PlainGroup", "check_tensor"]
+__all__ = ["PlainGroup", "check_disjoint", "check_tensor"]
 
 
 class PlainGroup:
@@ -74,7 +74,7 @@ class PlainGroup:
                             "agree"
                         )
                 named[name] = tensor
-        _check_disjoint(named)
+        check_disjoint(named)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return what the engine ran: nothing."""
@@ -116,7 +116,7 @@ def _check_no_overlap(name: str, tensor: Tensor) -> None:
         raise ArgumentError(f"{name} has elements that share memory")
 
 
-def _check_disjoint(named: dict[str, Tensor]) -> None:
+def check_disjoint(named: dict[str, Tensor]) -> None:
     """Refuse tensors that share a byte; between the elements of one, others may lie."""
     spans = [(*_span(tensor), name) for name, tensor in named.items() if tensor.numel()]
     spans.sort(key=lambda span: span[0])

@@ -18,7 +18,7 @@ from pyringar.comm.base import RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.jobs import Jobs
 from pyringar.comm.member import Member, check_agreed, ranks_by_node
-from pyringar.comm.plain_group import check_tensor
+from pyringar.comm.plain_group import check_disjoint, check_tensor
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.stores import checked_store
@@ -204,6 +204,7 @@ class HierarchicalCommunicator(RankCommunicator):
         given: list[Any] = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         for i, tensor in enumerate(given):
             self._check_writable(f"tensors[{i}]", tensor)
+        check_disjoint({f"tensors[{i}]": tensor for i, tensor in enumerate(given)})
         name = op_name(op)
         what = f"all_reduce ({name}) of {self._describe(given)}"
         call = partial(self._between.all_reduce, given, name, what)

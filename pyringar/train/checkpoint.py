@@ -109,8 +109,8 @@ def read_checkpoint(folder: Path) -> bytes:
         return (folder / _FILE).read_bytes()
     except (OSError, ValueError) as error:
         raise ArgumentError(
-            f"resume is '{folder}', expected a folder that save has written, but its {_FILE} "
-            f"cannot be read: {_reason_of(error)}"
+            f"resume is '{folder}', expected a folder that save has written, but "
+            f"'{folder / _FILE}' cannot be read: {_reason_of(error)}"
         ) from None
 
 

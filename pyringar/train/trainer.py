@@ -436,7 +436,7 @@ class Trainer:
         checkpoint.check(self._recipe)
         if self.config.epochs < checkpoint.num_epochs:
             raise ArgumentError(
-                f"epochs is {self.config.epochs}, but the checkpoint is of a run of "
+                f"epochs is {self.config.epochs}, but the checkpoint in '{folder}' is of a run of "
                 f"{checkpoint.num_epochs}; expected as many or more"
             )
         for name, value in self._setting.items():
