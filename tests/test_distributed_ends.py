@@ -96,7 +96,7 @@ def leave_because_of(rank: int, size: int, first: str, then: str, culprit: str) 
         ("gather", "monitored_barrier"),
     ],
 )
-@pytest.mark.parametrize("machines", ["", "aab"])
+@pytest.mark.parametrize("machines", mostly_slow(["", "aab"], "aab"))
 def test_survivor_that_leaves_is_not_blamed(first, then, machines):
     *survivors, _ = run_group(leave_because_of, 3, first, then, "dead", machines=machines)
     for kind, _, text, _ in survivors:
@@ -271,7 +271,9 @@ DYING = [
 ]
 
 
-@pytest.mark.parametrize(("operation", "machines"), mostly_slow(DYING, *DYING[2:]))
+@pytest.mark.parametrize(
+    ("operation", "machines"), mostly_slow(DYING, ("recv", ""), ("reduce", "ab"))
+)
 def test_dead_rank_is_named_in_gloo_calls(operation, machines):
     (error, destroyed), _ = run_group(dies_meanwhile, 2, operation, machines=machines)
     kind, _, text, seconds = error

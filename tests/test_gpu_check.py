@@ -70,6 +70,7 @@ def test_end_of_process(code, state, note):
     assert ("Fatal Python error: Aborted" in step.output) == (code == HANG)
 
 
+@pytest.mark.slow
 def test_limit_ends_whole_group(tmp_path):
     lock = tmp_path / "lock"
     child = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, 2); "
@@ -330,9 +331,8 @@ sys.exit(tests.check(Path({out!r}), *stages))
 """
 
 
-@pytest.mark.parametrize(
-    "number", mostly_slow([signal.SIGTERM, signal.SIGINT, signal.SIGKILL], signal.SIGTERM)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_report_outlives_end_from_outside(tmp_path, number):
     out, rows = tmp_path / "gpu.jsonl", tmp_path / "rows"
     code = "put('one'); time.sleep(20)"
