@@ -37,7 +37,7 @@ def run_case(case: Any, size: int) -> None:
     ("name", "size"),
     mostly_slow(
         [(n, k) for n in distributed_cases.CASES for k in range(1 + (n in NEED_TWO), 5)],
-        *((name, 4) for name in distributed_cases.CASES),
+        *itertools.product(distributed_cases.CASES, [4]),
     ),
 )
 def test_collectives(name, size):

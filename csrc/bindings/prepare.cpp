@@ -87,8 +87,8 @@ class Builder {
     return true;
   }
 
-  // Memory of tensor i in the order of its index: its own, or a copy. Dense tensors that lie alike
-  // on all ranks need no copy, whatever their order; is_flat says that index order is needed.
+  // Memory of tensor i in the order of its index: its own, or a copy. Dense tensors with equal
+  // strides on all ranks need no copy, unless is_flat asks for index order.
   std::byte* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
     const TensorView& v = tensors_[i];
     if (v.numel == 0 || (v.is_dense && (!is_flat || has_index_order(v)))) return v.data;

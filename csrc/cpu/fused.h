@@ -24,8 +24,8 @@ inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside);
 
-// Whether a call that need not be waited for had better run at once: it is small, or it is not
-// large and torch's threads are about to do nothing else.
+// Whether an asynchronous call runs before it returns: the call is small, or it is of medium size
+// and torch's threads are awake and idle.
 bool is_best_done_at_once(std::span<const Buffers> tensors);
 
 // On which threads a call that its caller waits for would run: for people.

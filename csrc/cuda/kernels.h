@@ -19,7 +19,7 @@ inline constexpr KernelKind kFusedWith = KernelKind::kFusedLarge;
 template <>
 inline constexpr KernelKind kFusedWith<SmallTable> = KernelKind::kFusedSmall;
 
-// For cudaLaunchKernel. A ring has an order of its own; exact sums are refused before.
+// For cudaLaunchKernel. A ring ignores the order of the fold. Callers refuse exact sums.
 const void* kernel_function(DType dtype, const Fold& fold, KernelKind kind);
 
 // In a file per dtype: nvcc compiles them side by side.

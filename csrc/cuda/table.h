@@ -1,5 +1,5 @@
-// table: the tensors of one launch as tiles. Passed to kernels by value, so that a launch needs no
-// memory of its own and can be captured in a CUDA graph as it is.
+// table: the tensors of one launch as tiles. Passed to kernels by value: a launch allocates no
+// memory, and a CUDA graph can capture it.
 //
 // Floor     cuda: host and device, plain C++; no CUDA header.
 // Units     elements for ranges, bytes where it says so.

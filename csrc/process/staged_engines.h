@@ -2,8 +2,8 @@
 // for the memory of the host (process/call) and of a GPU (cuda_process/engine).
 //
 // Units     bytes.
-// Contract  Rank order, whatever the size and however it is cut. A rank reads its own part in its
-//           tensors, the others' in their slots. Memory is StagedCounters and brings
+// Contract  Rank order, for every size and cut into pieces. A rank reads its part in its tensors,
+//           and the parts of other ranks in their slots. Memory is StagedCounters and brings
 //             slot(rank, n), own_slot(n)     where message n of a rank lies
 //             slice_of(range, owner)         what a rank reduces of a piece in a direct call
 //             to_slot(), from_slot()         batches: add_copy(to, from, bytes, dtype)

@@ -48,11 +48,10 @@ def check_ranks(comm: Comm, op: str, by_rank: Sequence[Sequence[Tensor]], cap_by
         ("its number of parameters", len(params)),
         ("its bucket_cap_mb", cap_bytes),
         ("its op", op),
-        *(
-            (f"the shape or dtype of parameter {i}", f"{tuple(param.shape)} {param.dtype}")
-            for i, param in enumerate(params)
-        ),
     ]
+    for i, param in enumerate(params):
+        kind = f"{tuple(param.shape)} {param.dtype}"
+        settings.append((f"the shape or dtype of parameter {i}", kind))
     texts = texts_of_ranks(comm, "\n".join(f"{name}: {value}" for name, value in settings), device)
     for rank, text in enumerate(texts):
         for (name, ours), line in zip(settings, text.splitlines(), strict=False):

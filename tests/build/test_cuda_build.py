@@ -402,7 +402,11 @@ def test_nvcc_from_pip_builds_engine(tmp_path, cache, tiny_cuda, python):
     run(python, "-m", "pip", "install", "--ignore-installed", wanted[1], cwd=tmp_path)
 
     told = run(
-        *(python, "-c", FROM_PIP, REPO / "pyringar", str(tiny_cuda.source_root)),
+        python,
+        "-c",
+        FROM_PIP,
+        REPO / "pyringar",
+        str(tiny_cuda.source_root),
         cwd=tmp_path,
         PATH="/usr/bin:/bin",
         CUDA_HOME="",
