@@ -289,6 +289,7 @@ def test_different_world_sizes_raise(new_crew):
     name = crew.start_group([1], world_size=3, timeout=60.0)
     crew.start_group([0], world_size=2, name=name, timeout=60.0)
     for outcome in crew.outcomes():
+        assert outcome.error == "ArgumentError", outcome
         assert "world_size is 3 for rank 1 and 2 for rank 0 (process" in outcome.text, outcome
         assert outcome.seconds < PROMPT_S + 5
 

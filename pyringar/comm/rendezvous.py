@@ -31,6 +31,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
+from pyringar import errors
 from pyringar.comm.member import Member, read_fields
 from pyringar.comm.stores import PatientStore
 from pyringar.engine import load
@@ -44,7 +45,7 @@ _LONGEST_POLL_S = 0.05
 _POLL_S_PER_RANK = 0.001  # all ranks ask one store
 # A process that is being killed loses its descriptors a moment before it is gone.
 _DYING_S = 0.5
-_KINDS = {kind.__name__: kind for kind in (PeerLostError, CollectiveTimeout)}
+_ERRORS = {name: getattr(errors, name) for name in errors.__all__}
 T = TypeVar("T")
 
 
@@ -185,7 +186,8 @@ class Rendezvous:
             self._members[0] = caller
             self._has_answered = False
         is_alive = self._is_alive(caller)  # before the look, so that its last value counts
-        members, failed = self._store.look_up([self._key("members"), self._key("failed")])
+        # `failed` first: if rank 0 writes `members` and then fails, both are seen.
+        failed, members = self._store.look_up([self._key("failed"), self._key("members")])
         if members is not None:
             self._has_answered = False  # the call is over, perhaps without this rank
             group = Member.parse_all(members)
@@ -227,7 +229,7 @@ class Rendezvous:
     def _raise_told(self, text: bytes) -> None:
         told = read_fields(text, 0, {"error": str, "kind": str})
         self._may_tell = False
-        raise _KINDS.get(told["kind"], RingarError)(told["error"])
+        raise _ERRORS.get(told["kind"], RingarError)(told["error"])
 
     def _is_alive(self, member: Member) -> bool:
         is_here = member.node == self._own.node
