@@ -78,9 +78,25 @@ class Died(int):
 
 @functools.cache
 def store() -> Any:
+    return new_store()
+
+
+def new_store() -> Any:
+    """Return a store that this process serves, on a socket of IPv4.
+
+    On one of IPv6, torch asks a name server for the name of each client: 5 s if none answers.
+    """
     from torch.distributed import TCPStore
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listening = socket.create_server(("127.0.0.1", 0))
+    _, port = listening.getsockname()
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 class Rank:

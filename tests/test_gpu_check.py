@@ -190,7 +190,7 @@ def test_shared_memory_left_behind_fails(tmp_path, monkeypatch):
     assert (step.state, step.note) == ("FAILED", f"left in {tmp_path}: ringar.1")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_gpu_tests_pass_over_cpu_ranks(tmp_path):
     step = gpu_check.plan(tmp_path, is_trial=True)[1][0]

@@ -21,8 +21,7 @@ from process_checks import (
     reduce,
     tensor_is_untouched,
 )
-from ranks import join
-from torch.distributed import TCPStore
+from ranks import join, new_store
 
 import pyringar as pr
 
@@ -141,7 +140,7 @@ def test_no_room_for_segment(new_crew):
 
 
 def serve(state) -> int:
-    state.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    state.server = new_store()
     return state.server.port
 
 

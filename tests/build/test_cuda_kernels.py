@@ -33,6 +33,7 @@ TABLES = 2
 FUSED_OPS = 5  # the sum, the mean, the largest, the smallest, the product
 TREE_OPS = 3  # sums, means and products of floats; others are the same in every order
 RING_OPS = 4  # the sum's kernel divides, too
+PEER_KERNELS = {"probe": 1, "verify": 1}
 
 
 class Kernel(NamedTuple):
@@ -43,10 +44,10 @@ class Kernel(NamedTuple):
 
 
 def kernels_in(said: str) -> list[Kernel]:
-    _, *parts = re.split(r"Compiling entry function '\S*?(\w{4,5})_kernel\S*' for '(\w+)'", said)
+    _, *parts = re.split(r"Compiling entry function '\S*?\d([a-z]+)_kernel\S*' for '(\w+)'", said)
     return [
         Kernel(
-            re.sub(r"\d", "", kind),
+            kind,
             arch,
             int(re.findall(r"Used (\d+) registers", text)[0]),
             sum(map(int, re.findall(r"(\d+) bytes spill", text))),
@@ -78,7 +79,7 @@ def test_no_kernel_spills_on_any_arch(cache, monkeypatch):
     assert {"sm_75", "sm_80", "sm_90"} <= archs
     for arch in archs:
         found = Counter(kernel.kind for kernel in kernels if kernel.arch == arch)
-        assert found == expected_kernels(list(BLOCKS)), arch
+        assert found == expected_kernels(list(BLOCKS)) | PEER_KERNELS, arch
     assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
     code = "from pyringar.engine import load; print(load.cuda_engine().num_devices())"
     environment = {"PYRINGAR_CACHE_DIR": cache, "PYRINGAR_CUDA_ARCHS": "all"}
