@@ -84,7 +84,8 @@ def store() -> Any:
 def new_store() -> Any:
     """Return a store that this process serves, on a socket of IPv4.
 
-    On one of IPv6, torch asks a name server for the name of each client: 5 s if none answers.
+    On one of IPv6 it asks a name server who each client is, and answers nobody for 5 s if that is
+    silent.
     """
     from torch.distributed import TCPStore
 

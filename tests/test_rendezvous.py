@@ -284,22 +284,23 @@ def test_interrupted_rank_tells_others(new_crew):
         assert outcome.seconds < PROMPT_S + 5
 
 
-def fail_when_mapped(state, **options) -> None:
+def fail_when_mapped(state, why: str, **options) -> None:
     def fail_late(meeting, absent_ranks) -> None:
         time.sleep(0.5)  # the others have the group by then, and call it
-        raise KeyboardInterrupt("planted")
+        raise KeyboardInterrupt(why)
 
     with mock.patch.object(Rendezvous, "wait_until_mapped", fail_late):
         join(state, **options)
 
 
-def test_rank_that_fails_last_tells_others(new_crew):
+@pytest.mark.parametrize("why", ["planted", "planted \udcff", "planted" + 1000 * "\U0001f600"])
+def test_rank_that_fails_last_tells_others(new_crew, why):
     crew = new_crew(3)
     name = crew.start_group([0, 2], meet, world_size=3, timeout=60.0)
-    crew.start_group([1], fail_when_mapped, world_size=3, name=name)
+    crew.start_group([1], fail_when_mapped, world_size=3, name=name, why=why)
     for outcome in crew.outcomes([0, 2]):
         assert outcome.error == "PeerLostError", outcome
-        assert f"{crew.name(1)} has left the group: planted" in outcome.text
+        assert f"{crew.name(1)} could not make the group: planted" in outcome.text
 
 
 def test_different_world_sizes_raise(new_crew):

@@ -25,6 +25,9 @@ inline constexpr int kThreads = 256;
 // Blocks of a fused kernel that the registers of a multiprocessor hold at once. With a block more
 // kernels spill or load the last sources late; 4, 5 and 6 blocks are equally fast.
 PYRINGAR_HD constexpr int fused_blocks(std::size_t item) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  if (item == 4) return 4;  // int32 spills with 5
+#endif
   return item == 4 ? 5 : item == 1 ? 3 : 4;
 }
 

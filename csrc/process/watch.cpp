@@ -252,7 +252,9 @@ void tell_failure(const Segment& segment, ErrorKind kind, const std::string& tex
   const bool concerns_all =
       kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost || kind == ErrorKind::kArgument;
   shared.kind = concerns_all ? kind : ErrorKind::kState;
-  const std::size_t size = std::min(text.size(), shared.text.size() - 1);
+  std::size_t size = std::min(text.size(), shared.text.size() - 1);
+  const auto continues = [](char byte) { return (byte & 0xC0) == 0x80; };
+  while (size > 0 && size < text.size() && continues(text[size])) --size;  // whole UTF-8 characters
   std::memcpy(shared.text.data(), text.data(), size);
   shared.text[size] = '\0';
   shared.state.store(SharedFailure::kThere, std::memory_order_release);

@@ -157,16 +157,12 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             timeout_s=self._timeout_s,
             **options,
         )
-        try:
-            meeting.wait_until_mapped(self._group.absent_ranks)
-            self._group.seal()
-            if self._device.type == "cuda":
-                self._group.connect()
-        except BaseException as error:
-            # Ranks that have the group already look for no failure in the store.
-            self._group.abort(str(error) or type(error).__name__)
-            raise
+        meeting.group = self._group
+        meeting.wait_until_mapped(self._group.absent_ranks)
         self._store = meeting.store
+        self._group.seal()
+        if self._device.type == "cuda":
+            self._group.connect()
         # The backend's, too: what it declines goes the general way; on GPUs all does.
         self.reduce_plain = (
             _decline

@@ -31,7 +31,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
-from pyringar import errors
 from pyringar.comm.member import Member, read_fields
 from pyringar.comm.stores import PatientStore
 from pyringar.engine import load
@@ -45,7 +44,8 @@ _LONGEST_POLL_S = 0.05
 _POLL_S_PER_RANK = 0.001  # all ranks ask one store
 # A process that is being killed loses its descriptors a moment before it is gone.
 _DYING_S = 0.5
-_ERRORS = {name: getattr(errors, name) for name in errors.__all__}
+# The kinds that concern all ranks. A CudaError, for instance, is one rank's.
+_KINDS = {kind.__name__: kind for kind in (ArgumentError, CollectiveTimeout, PeerLostError)}
 T = TypeVar("T")
 
 
@@ -81,6 +81,7 @@ class Rendezvous:
         self._members = {rank: self._own}  # the known members; of rank 0, that of its last call
         self._has_answered = False
         self._may_tell = rank == 0  # the other ranks why there will be no group
+        self.group: Any = None  # the engine's, once it is made: it is told, too
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -92,7 +93,7 @@ class Rendezvous:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None and self._may_tell:
+            if error is not None:
                 with suppress(RingarError):  # the store may be what failed
                     self._tell(error)
         finally:
@@ -222,14 +223,19 @@ class Rendezvous:
 
     def _tell(self, error: BaseException) -> None:
         kind = type(error).__name__
-        why = str(error)[:1000] or kind
-        told = {"error": f"{self._own.name} could not make the group: {why}", "kind": kind}
-        self._store.set(self._key("failed"), json.dumps(told))
+        text = str(error)[:1000] or kind
+        if self._may_tell:
+            text = f"{self._own.name} could not make the group: {text}"
+        if self.group is not None:  # ranks that have the group do not look into the store
+            encoded = text.encode("utf-8", "backslashreplace")
+            self.group.tell(encoded.decode(), kind == "CollectiveTimeout")
+        if self._may_tell:
+            self._store.set(self._key("failed"), json.dumps({"error": text, "kind": kind}))
 
     def _raise_told(self, text: bytes) -> None:
         told = read_fields(text, 0, {"error": str, "kind": str})
         self._may_tell = False
-        raise _ERRORS.get(told["kind"], RingarError)(told["error"])
+        raise _KINDS.get(told["kind"], RingarError)(told["error"])
 
     def _is_alive(self, member: Member) -> bool:
         is_here = member.node == self._own.node
