@@ -158,13 +158,14 @@ struct BoundCall {
 
   static PyObject* run(PyObject* capsule, PyObject*) {
     try {
-      auto& [group, call, written, storages, references] = state_of<BoundCall>(capsule);
-      Engine::host(*group).check_usable();
-      if constexpr (requires { Engine::mark_and_run(*group, call, written.ptr()); }) {
-        Engine::mark_and_run(*group, call, written.ptr());
+      BoundCall& bound = state_of<BoundCall>(capsule);
+      PyObject* const written = bound.written.ptr();
+      Engine::host(*bound.group).check_usable();
+      if constexpr (requires { Engine::mark_and_run(*bound.group, bound.call, written); }) {
+        Engine::mark_and_run(*bound.group, bound.call, written);
       } else {
-        mark_written(written.ptr());
-        Engine::run(*group, call);
+        mark_written(written);
+        Engine::run(*bound.group, bound.call);
       }
     } catch (...) {
       set_python_error(std::current_exception());
