@@ -293,7 +293,11 @@ def fail_when_mapped(state, why: str, **options) -> None:
         join(state, **options)
 
 
-@pytest.mark.parametrize("why", ["planted", "planted \udcff", "planted" + 1000 * "\U0001f600"])
+@pytest.mark.parametrize(
+    "why",
+    ["planted", "planted \udcff", "planted" + 1000 * "\U0001f600"],
+    ids=["short", "surrogate", "long"],
+)
 def test_rank_that_fails_last_tells_others(new_crew, why):
     crew = new_crew(3)
     name = crew.start_group([0, 2], meet, world_size=3, timeout=60.0)
