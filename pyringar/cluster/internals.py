@@ -23,19 +23,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyringar.cluster.ranks import Rank, belong_to, current
 from pyringar.cluster.state import Environment
+from pyringar.comm.exits import drop_failed_backward
 from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = [
     "check_torch",
     "entered",
+    "forget_groups_of_parent",
     "interrupt",
     "is_future_for_reducer",
+    "make_ringar_the_default",
     "plain_torch",
     "run_in_thread_of",
 ]
 
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
+# Kept, since to destroy a group waits for threads that a forked process does not have.
+_of_parent: list[Any] = []
 
 # What torch.distributed keeps of its groups, by the name of the property: an empty one each.
 _WORLD: dict[str, Callable[[], Any]] = {
@@ -182,6 +187,9 @@ def entered(make_group: Callable[[Any], Any], store: Any) -> Iterator[None]:
     # of the rank which imports it, if there is one by then.
     importlib.import_module("pyringar.distributed")
     importlib.import_module("torch.distributed.nn.functional")
+    # The first backward pass starts threads if there is a GPU, or the guard below, and a process
+    # that is forked later can run no backward pass then.
+    drop_failed_backward()
     # FakeTensorMode, which DTensor uses, has it done by the first thread, in torch 2.11 and 2.12
     # for as long as that lives.
     torch._C._ensureCUDADeviceGuardSet()
@@ -231,6 +239,32 @@ def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
         return helper(size, rank, ranks, backend, *args, **kwargs)
 
     return make
+
+
+def forget_groups_of_parent() -> None:
+    """Give this process, which was forked, a torch.distributed without groups."""
+    world: Any = distributed_c10d._world
+    for name in (name for name in _WORLD if hasattr(world, name)):
+        value = getattr(world, name)
+        if isinstance(value, (dict, list)):
+            _of_parent.append(value.copy())
+            value.clear()
+        else:
+            _of_parent.append(value)
+            setattr(world, name, _WORLD[name]())
+    c10d_cpp._unregister_all_process_groups()
+
+
+def make_ringar_the_default() -> None:
+    """Let ``init_process_group()`` without a backend make a group of the backend ``ringar``."""
+    importlib.import_module("pyringar.distributed")
+    own: Any = distributed_c10d._new_process_group_helper
+
+    def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = "ringar" if str(backend) == "undefined" else backend
+        return own(size, rank, ranks, backend, *args, **kwargs)
+
+    distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
 
 
 def _say_once(text: str) -> None:

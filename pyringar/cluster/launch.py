@@ -12,6 +12,7 @@ import torch
 from pyringar.choices import kind_of
 from pyringar.cluster import internals
 from pyringar.cluster.cluster import Cluster
+from pyringar.cluster.processes import run_processes
 from pyringar.cluster.ranks import current
 from pyringar.comm.arguments import check_timeout, is_count, is_list
 from pyringar.comm.topology import check_devices
@@ -34,6 +35,7 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
     timeout: float = 30.0,
+    processes: bool = False,
 ) -> list[Result]:
     """Call ``fn`` once per rank: ranks are threads, and torch.distributed is the real one.
 
@@ -90,6 +92,12 @@ def launch(
     if not is_count(seed):
         raise ArgumentError(f"seed is {seed!r}, expected an int, 0 or more")
     timeout_s = check_timeout(timeout)
+    if not isinstance(processes, bool):
+        raise ArgumentError(f"processes is {processes!r}, expected True or False")
+    if processes and seed:
+        raise ArgumentError(f"seed is {seed}, expected 0 with processes, which run all at once")
+    if processes:
+        return run_processes(program, chosen, timeout_s)
     internals.check_torch()
     if current() is not None or not _lock.acquire(blocking=False):
         raise RingarError("launch: another one has not ended, and a process can have one at a time")
