@@ -116,6 +116,8 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
         failure = _failure_of(functools.partial(launch, _run_test, *mark.args, **options))
         if isinstance(failure, _Outcome):
             name, reason = failure.args
+            if failure.__cause__ is not None:  # of a thread; processes send no more
+                raise failure.__cause__
             _OUTCOMES[name](reason)
         if failure is not None:
             own, cause = of_program(failure.__traceback__), failure.__cause__
