@@ -26,6 +26,7 @@ import pytest
 __all__ = ["launch_ranks"]
 
 _OUTCOMES: dict[str, Any] = {"skip": pytest.skip, "xfail": pytest.xfail, "fail": pytest.fail}
+_CLASSES = tuple(of.Exception for of in _OUTCOMES.values())
 _MARK = (
     "ranks(k, **options): run the test on k ranks of torch.distributed; options are those of "
     "pyringar.launch"
@@ -116,7 +117,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
         failure = _failure_of(functools.partial(launch, _run_test, *mark.args, **options))
         if isinstance(failure, _Outcome):
             name, reason = failure.args
-            if failure.__cause__ is not None:  # of a thread; processes send no more
+            if isinstance(failure.__cause__, _CLASSES):  # of a thread; processes send no more
                 raise failure.__cause__
             _OUTCOMES[name](reason)
         if failure is not None:
@@ -148,6 +149,6 @@ def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
         test(**given)
     except SystemExit as error:  # which a program may end with, and a test may not
         raise AssertionError(f"the test ended with SystemExit({error.code!r})") from error
-    except tuple(of.Exception for of in _OUTCOMES.values()) as error:
+    except _CLASSES as error:
         name = next(name for name, of in _OUTCOMES.items() if type(error) is of.Exception)
         raise _Outcome(name, error.msg) from error
