@@ -331,7 +331,7 @@ class UnpicklableError(Exception):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: lambda: 1, r"rank 0 returned function, which cannot be pickled"),
+        (lambda: lambda: 1, r"rank \d returned function, which cannot be pickled"),
         (lambda: (_ for _ in ()).throw(UnpicklableError(1, 2)), r"UnpicklableError: 1 and 2"),
     ],
     ids=["result", "exception"],

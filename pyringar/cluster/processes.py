@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -34,7 +33,7 @@ __all__ = ["run_processes"]
 _GRACE_S = 2.0
 # After Ctrl-C: a terminal has interrupted the ranks, too, and a notebook has not.
 _TERMINAL_S = 0.05
-_ANSWER_S = 0.2
+_ANSWER_S = 1.0
 _PARTIAL_LINE_S = 0.2
 _POLL_S = 0.05
 # Modules that DistributedDataParallel, FSDP and checkpoints import when they are first used.
@@ -156,7 +155,7 @@ class _Rank:
         if not (self.is_asked or self.has_ended):
             with contextlib.suppress(OSError):
                 self.channel.send_bytes(b"")
-                self.is_asked, self.waits, self.stack = True, False, ""
+                self.is_asked = True
 
     def kill(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
@@ -183,9 +182,11 @@ class _Rank:
         """Return what the rank does, or did when the first rank failed."""
         if self.lost or self.result is not None:
             return self.lost or "returned"
-        if self.waits and isinstance(self.error, (PeerLostError, NoneType)):
-            return "waits"
-        return "runs" if self.error is None else f"failed: {type(self.error).__name__}"
+        if self.error is None:
+            return "waits" if self.waits else "runs"
+        # The failure of its peer has ended a wait.
+        is_peers = isinstance(self.error, PeerLostError)
+        return "waits" if is_peers else f"failed: {type(self.error).__name__}"
 
 
 class _Ranks:
