@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch._C import _distributed_c10d
 
+from pyringar.cluster import internals
 from pyringar.cluster.board import Board
 from pyringar.cluster.calls import names_of
 from pyringar.cluster.process_rank import run_rank
@@ -55,6 +56,7 @@ def run_processes(
         )
     for name in _LATE:
         importlib.import_module(name)
+    internals.run_first_backward()
     load.engine()
     return _Ranks(devices, timeout_s).run(program)
 
