@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 import pyringar as pr
 from pyringar.cli import main
+from pyringar.cluster.board import Board
 
 
 def launch(fn, ranks=2, **options):
@@ -371,6 +372,16 @@ def test_cuda_in_use_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(pr.UnsupportedError, match=r"'cuda:1'.*initialised CUDA"):
         launch(rank_of, devices=["cpu", "cuda:1"])
+
+
+def test_board_keeps_the_last_whole_call():
+    board = Board(2)
+    assert board.read(1) == {}
+    board.write(1, {"call": "first"})
+    board.write(1, {"call": "all_reduce", "ranks": list(range(2000)), "numbers": {}})
+    assert board.read(1) == {"call": "all_reduce", "ranks": [], "numbers": {}}
+    board.write(1, {"call": "x" * 5000})  # longer than a slot
+    assert (board.read(0), board.read(1)) == ({}, {})
 
 
 # -- output ----------------------------------------------------------------------------------------
