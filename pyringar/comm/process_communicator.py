@@ -394,11 +394,12 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         """Check an `all_reduce` once, to call it again and again on the same tensors.
 
         Args:
-            tensors: Kept alive by what is returned, and never looked at again; what that means
-                says `Communicator.bind`.
+            tensors: The returned callable keeps them alive.
 
         Returns:
-            A callable without arguments that reduces ``tensors``; all ranks must call theirs.
+            A callable without arguments that reduces ``tensors``; all ranks must call theirs. It
+            raises ArgumentError, before the other ranks are told, if a tensor has changed as
+            `Communicator.bind` says.
 
         See `all_reduce` for the other arguments and errors.
         """
@@ -417,7 +418,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
     ) -> Callable[[], None]:
         """Check an `all_reduce_coalesced` once, to call it again and again on the same tensors.
 
-        See `bind` for arguments, for what is returned and for errors.
+        See `bind` for arguments, the callable and errors.
         """
         check_list("bind_coalesced", tensors)
         return self.bind(tensors, op, algorithm=algorithm, order=order)

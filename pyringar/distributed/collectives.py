@@ -168,9 +168,11 @@ class Collectives(Delegated):
         call.parts.append(self._comm._begin_as(what, "all_gather", gathered, tensor))
         call.copies.append((tensor, gathered[0]))
 
+        @torch.inference_mode()  # the mode in which the tensors may have been made
         def fold() -> None:
-            for part in gathered[1:]:
-                BITWISE[op](gathered[0], part, out=gathered[0])
+            total, *others = gathered
+            for part in others:
+                BITWISE[op](total, part, out=total)
 
         call.parts.append(self._comm._submit_step(fold))
 
