@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.choices import check_choice
+from pyringar.choices import ORDERS, check_choice
 from pyringar.comm.arguments import check_list, check_plan, check_root, check_timeout, op_name
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
@@ -200,7 +200,13 @@ class HierarchicalCommunicator(RankCommunicator):
         only be ``"auto"``, and ``order`` the order of the communicator.
         """
         check_choice("algorithm", "auto" if algorithm is None else algorithm, ("auto",))
-        check_choice("order", self._order if order is None else order, (self._order,))
+        if order not in (None, self._order):
+            check_choice("order", order, ORDERS)
+            raise ArgumentError(
+                f"order is {order!r}, but this HierarchicalCommunicator was made with "
+                f"order={self._order!r}, and adds in no other: make it with order={order!r}, as in "
+                f"communicator_for(order={order!r})"
+            )
         given: list[Any] = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         for i, tensor in enumerate(given):
             self._check_writable(f"tensors[{i}]", tensor)
