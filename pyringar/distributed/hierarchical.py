@@ -154,7 +154,7 @@ class HierarchicalCommunicator(RankCommunicator):
         if device.type != "cpu":  # comparing calls must not wait for a GPU
             host = self._inside("words of machine", torch.device("cpu"))
         self._inside_groups = {host, self._intra}
-        self._column = Column(self._store, machines, members, timeout, device)
+        self._column = Column(self._store, machines, members, timeout, device, host)
         self._between = Between(machines, members, self._intra, host, self._column, order)
         self._jobs = Jobs("machines")
         weakref.finalize(self, self._jobs.end).atexit = False
@@ -412,8 +412,12 @@ class HierarchicalCommunicator(RankCommunicator):
             if self._failure is None and not self._between.is_told:
                 raise  # such as no memory: there was no call
             named = error
-            if isinstance(error, (PeerLostError, CollectiveTimeout)):
-                named = type(error)(f"{what} over {len(self.nodes)} machines: {error}")
+            head = f"{what} over {len(self.nodes)} machines: "
+            is_told = head in str(
+                error
+            )  # by another rank: the text must not grow from rank to rank
+            if isinstance(error, (PeerLostError, CollectiveTimeout)) and not is_told:
+                named = type(error)(f"{head}{error}")
             self._break_off(named)
             if self._failure is named:
                 raise named from error
