@@ -336,7 +336,7 @@ class _Audit:
 
     def _every_size(self) -> str | Finding:
         if len(self.sizes) == 1:
-            return Finding("", "-", f"only {self.few} elements were asked for")
+            return Finding("", "-", f"only {_elements(self.few)} asked for")
         for short, long in itertools.pairwise(_steps(self.sizes)):
             num_messages = -(-_MIN_VALUES // short)
             values = wide_values(self.k, num_messages * long, torch.float32)
