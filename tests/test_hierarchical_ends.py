@@ -221,7 +221,7 @@ def looped(rank: int, size: int, store: Any, machines: str, victim: int) -> Any:
     ("machines", "victim"),
     mostly_slow([("aabb", 0), ("aabb", 1), ("aaab", 1), ("aaab", 2), ("abb", 2)], ("aaab", 2)),
 )
-def test_killed_rank_is_named_on_other_machines(machines, victim):
+def test_killed_rank_is_named_elsewhere(machines, victim):
     with Crew(len(machines)) as crew:
         answers = crew.results(looped, machines, victim)
     for rank, answer in enumerate(answers):

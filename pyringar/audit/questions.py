@@ -157,12 +157,13 @@ class _Audit:
 
     def report(self) -> Report:
         """Ask everything."""
-        two_sizes = " and ".join(map(str, self._two_sizes()))
+        *short, few = self._two_sizes()
+        two_sizes = " and ".join([*map(str, short), _elements(few)])
         asked = {
             "the sum": [self._ask("is right", self._sum)],
             "order of addition, float32": self._orders(),
-            f"order of addition on fewer ranks, {self.few} elements": self._worlds(),
-            f"where it rounds, {two_sizes} elements": self._roundings(),
+            f"order of addition on fewer ranks, {_elements(self.few)}": self._worlds(),
+            f"where it rounds, {two_sizes}": self._roundings(),
             "the same bits": self._same_bits(),
             "special values": self._specials(),
         }
