@@ -9,13 +9,21 @@ import random
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from cases import mostly_slow
 from torch import Tensor
 
-from pyringar.audit.probes import DTYPES, evaluate, exact_sum, find_order, rounding_of, wide_values
-from pyringar.audit.questions import audit
+from pyringar.audit.probes import (
+    DTYPES,
+    evaluate,
+    exact_sum,
+    find_order,
+    partial_type,
+    wide_values,
+)
+from pyringar.audit.questions import audit, order_of
 from pyringar.audit.report import Report
 from pyringar.audit.trees import (
     EXACT,
@@ -33,7 +41,7 @@ from pyringar.audit.trees import (
 from pyringar.grading.checks import Subject
 from pyringar.grading.lists import Lists
 
-SIZES = (1, 8, 300)
+SIZES = (8, 300)
 Sum = Callable[[list[Tensor]], Tensor]
 
 
@@ -51,8 +59,8 @@ def audited(total: Sum, k: int = 5) -> Report:
     return audit(lists(total, k), SIZES)
 
 
-def added(tree: Tree, data: Sequence[Tensor], *, is_wide: bool = False) -> Tensor:
-    return evaluate([Region(0, len(data[0]), tree)], data, is_wide=is_wide)
+def added(tree: Tree, data: Sequence[Tensor], partial: torch.dtype | None = None) -> Tensor:
+    return evaluate([Region(0, len(data[0]), tree)], data, partial)
 
 
 def random_tree(k: int, seed: int) -> Tree:
@@ -101,8 +109,9 @@ def test_random_tree_is_recovered_and_named(seed):
 def test_trees_are_recovered_in_every_type(k, dtype):
     for seed in range(4):
         tree = random_tree(k, seed)
-        for is_wide in (False, True):
-            total = functools.partial(added, tree, is_wide=is_wide)
+        # Sums of float16 in float64 are exact.
+        for partial in (dtype, torch.float32 if dtype == torch.float16 else torch.float64):
+            total = functools.partial(added, tree, partial=partial)
             found = find_order(lists(total, k), k, 9, dtype)
             assert found == [[Region(0, 9, tree)]] * k
 
@@ -177,20 +186,157 @@ def test_orders_per_rank_are_seen():
     assert "on rank 1" in report["on every rank"].detail
 
 
+# -- planted functions -----------------------------------------------------------------------------
+
+
+def kahan(data):
+    total, lost = data[0].clone(), torch.zeros_like(data[0])
+    for x in data[1:]:
+        y = x - lost
+        new = total + y
+        lost = (new - total) - y
+        total = new
+    return total
+
+
+def neumaier(data):
+    total, lost = data[0].clone(), torch.zeros_like(data[0])
+    for x in data[1:]:
+        new = total + x
+        lost += torch.where(total.abs() >= x.abs(), (total - new) + x, (x - new) + total)
+        total = new
+    return total + lost
+
+
+def in_rank_order(data, partial=None):
+    return added(fold(range(len(data))), data, partial)
+
+
+def reverse(data):
+    return added(fold(range(len(data))[::-1]), data)
+
+
+def tree(data, partial=None):
+    return added(balanced(range(len(data))), data, partial)
+
+
+def in_random_order(data):
+    return in_rank_order(random.sample(data, len(data)))
+
+
+def by_value(data, key=lambda x: x):
+    stacked = torch.stack(data)
+    return in_rank_order(list(stacked.gather(0, key(stacked).argsort(0))))
+
+
+def rounded_halfway(data):
+    """Two partial sums, each in float32 and rounded."""
+    dtype = data[0].dtype
+    return in_rank_order(data[:3], torch.float32) + in_rank_order(data[3:], torch.float32).to(dtype)
+
+
+def by_size(short, long):
+    return lambda data: (short if len(data[0]) < 100 else long)(data)
+
+
+def by_position(data):
+    is_even = torch.arange(len(data[0])) % 2 == 0
+    return torch.where(is_even, in_rank_order(data), reverse(data))
+
+
+def by_magnitude(data):
+    total = in_rank_order(data)
+    return torch.where(total.abs() > 1, total, reverse(data))
+
+
+def in_long_double(data):
+    with np.errstate(all="ignore"):
+        total = sum(x.numpy().astype("longdouble") for x in data)
+        return torch.from_numpy(total.astype(data[0].numpy().dtype))
+
+
+def partial(total, dtype):
+    return functools.partial(total, partial=dtype)
+
+
+ALTERNATING = itertools.cycle([in_rank_order, reverse])
+F32, F64 = torch.float32, torch.float64
+# Names of the sums of 1 and of 300 elements; of float32, unless a type is given.
+PLANTED = {
+    "rank": (in_rank_order, "rank", "rank"),
+    "reverse": (reverse, "rank, last first", "rank, last first"),
+    "tree": (tree, "tree", "tree"),
+    "pairs": (lambda d: added((((0, 1), (2, 3)), 4), d), "tree", "tree"),
+    "halving": (lambda d: added((((0, 1), 3), (2, 4)), d), *["recursive halving"] * 2),
+    "ring": (ring, "rank, up from 1", "ring"),
+    "kahan": (kahan, "unknown", "unknown"),
+    "neumaier": (neumaier, "unknown", "unknown"),
+    "exact": (exact_sum, EXACT, EXACT),
+    "float64": (partial(in_rank_order, F64), "rank, in float64", "rank, in float64"),
+    "float64 tree": (partial(tree, F64), "tree, in float64", "tree, in float64"),
+    "float64 if short": (
+        by_size(partial(in_rank_order, F64), in_rank_order),
+        "rank, in float64",
+        "rank",
+    ),
+    "kahan if short": (by_size(kahan, in_rank_order), "unknown", "rank"),
+    "long double": (in_long_double, "unknown", "unknown"),
+    "alternating": (lambda d: next(ALTERNATING)(d), "changes", "changes"),
+    "tree if long": (by_size(in_rank_order, tree), "rank", "tree"),
+    "random": (in_random_order, "changes", "changes"),
+    "sorted": (by_value, "unknown", "unknown"),
+    "largest first": (
+        lambda d: by_value(d, lambda x: -x.abs()),
+        "unknown",
+        "unknown",
+    ),
+    "by position": (by_position, "rank", "rank and rank, last first"),
+    "by magnitude": (by_magnitude, "unknown", "unknown"),
+    "scaled": (lambda d: in_rank_order(d) * (1 + 2**-23), "unknown", "unknown"),
+}
+PLANTED_16 = {
+    "each add": (in_rank_order, "bfloat16", "float16"),
+    "float32": (partial(in_rank_order, F32), "float32", "float32"),
+    "float32 tree": (partial(tree, F32), "float32", "float32"),
+    "float64": (partial(in_rank_order, F64), "float64", "float64"),
+    "exact": (exact_sum, "bfloat16", "float16"),
+    "kahan": (kahan, None, None),
+    "neumaier": (neumaier, None, None),
+    "halfway": (rounded_halfway, None, None),
+    "ring": (ring, "bfloat16", "float16"),
+}
+
+
+@pytest.mark.parametrize(("total", "short", "long"), PLANTED.values(), ids=PLANTED)
+def test_planted_sum_is_named(total, short, long):
+    found = [order_of(lists(total), 5, numel)[1].verdict for numel in (1, 300)]
+    assert found == [short, long]
+
+
+@pytest.mark.parametrize("numel", [1, 300])
+@pytest.mark.parametrize(("total", "brain", "half"), PLANTED_16.values(), ids=PLANTED_16)
+def test_planted_partial_sums_are_found(total, brain, half, numel):
+    found = [
+        order_of(lists(total), 5, numel, dtype)[1].case["partial_sums"]
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+    assert found == [brain, half]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_sum_is_audited(name):
+    total, short, long = PLANTED[name]
+    report = audit(lists(total), (1, 8, 300))
+    assert report["is right"].verdict == ("no" if name == "scaled" else "yes")
+    is_fixed = (short == long and name not in ("random", "alternating")) or name == "by position"
+    assert report["at every size"].verdict == ("yes" if is_fixed else "no")
+    (first, *_), (*_, last) = [report.sections[1].findings] * 2
+    assert (first.verdict, last.verdict) == (short, long)
+    assert report["in every run"].verdict == ("no" if name in ("random", "alternating") else "yes")
+
+
 # -- what is no order ------------------------------------------------------------------------------
-
-
-def test_compensated_sum_is_unknown():
-    def kahan(data):
-        total, lost = data[0].clone(), torch.zeros_like(data[0])
-        for x in data[1:]:
-            y = x - lost
-            new = total + y
-            lost = (new - total) - y
-            total = new
-        return total
-
-    assert order(audited(kahan))[0] == "unknown"
 
 
 def test_other_values_than_probes_are_unknown():
@@ -206,7 +352,7 @@ def test_other_values_than_probes_are_unknown():
 def test_wrong_sums_are_no_sums():
     report = audited(lambda d: added(fold(range(4)), d))  # rank 4 is missing
     assert report["is right"].verdict == "no"
-    assert report["is right"].detail.startswith("float32, element 0 of 1: 0x41200000 (10)")
+    assert report["is right"].detail.startswith("float32, element 0 of 8: 0x41200000 (10)")
     assert audited(lambda d: sum(d) / len(d))["is right"].verdict == "no"
     assert order(audited(lambda d: d[0].clone()))[0] == "unknown"
 
@@ -217,7 +363,8 @@ def test_wrong_sums_are_no_sums():
 @pytest.mark.slow
 def test_rounding_of_16_bits():
     tree = balanced(range(5))
-    once = audited(lambda d: added(tree, d, is_wide=True))
+    wider = {torch.float32: F64, torch.float64: F64}
+    once = audited(lambda d: added(tree, d, wider.get(d[0].dtype, F32)))
     each = audited(lambda d: added(tree, d))
     for name in ("float16", "bfloat16"):
         assert once[name].verdict == "once"
@@ -269,6 +416,8 @@ def test_ties_are_rounded_to_even():
 def test_rounding_of_rings():
     inputs = wide_values(4, 300, torch.bfloat16)
     regions = find_order(lists(ring, 4), 4, 300, torch.bfloat16)[0]
-    assert rounding_of(regions, inputs, ring(inputs)) == "each add"
-    assert rounding_of(regions, inputs, evaluate(regions, inputs, is_wide=True)) == "once"
-    assert rounding_of(regions, inputs, ring(inputs) * 2) is None
+    assert partial_type(regions, inputs, ring(inputs)) == torch.bfloat16
+    for partial in (torch.float32, torch.float64):
+        result = evaluate(regions, inputs, partial)
+        assert partial_type(regions, inputs, result) == partial
+    assert partial_type(regions, inputs, ring(inputs) * 2) is None

@@ -196,11 +196,45 @@ def test_lost_rank_is_named_on_all_ranks(machines, how):
         assert "all_reduce (sum) of 100000 torch.float32 elements" in error[1], error
         is_same_machine = machines[rank] == machines[3]
         place = "waited for ranks [3] of" if machines == "abcd" else "3]"
-        assert ("rank 1 (process" if is_same_machine else place) in error[1], (rank, error)
+        assert ("rank 3 (process" if is_same_machine else place) in error[1], (rank, error)
         assert seconds < (5 if how == "late" else 3), (rank, error)
         assert after[0] == error[0], after
         assert "cannot be used again" in after[1]
         assert closed[0] == "none", closed
+
+
+def looped(rank: int, size: int, store: Any, machines: str, victim: int) -> Any:
+    comm = join(rank, store, machines, timeout=5.0)
+    tensor = torch.ones(200_000)
+    if rank == victim:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def reduce() -> None:
+        while True:
+            comm.all_reduce(tensor)
+
+    return error_of(reduce)
+
+
+# A rank of another machine may wait for a rank that lives, and has closed its connections.
+@pytest.mark.parametrize(
+    ("machines", "victim"),
+    mostly_slow([("aabb", 0), ("aabb", 1), ("aaab", 1), ("aaab", 2), ("abb", 2)], ("aaab", 2)),
+)
+def test_killed_rank_is_named_elsewhere(machines, victim):
+    with Crew(len(machines)) as crew:
+        answers = crew.results(looped, machines, victim)
+    for rank, answer in enumerate(answers):
+        if rank != victim:
+            kind, text = answer
+            assert kind == "PeerLostError", (rank, text)
+            names = (
+                f"waited for rank {victim} (process",
+                f"waited for ranks [{victim}] of the other",
+            )
+            assert any(name in text for name in names), (rank, text)
+            assert "in what follows" not in text
+            assert all(f"waited for ranks [{r}]" not in text for r in range(4) if r != victim), text
 
 
 def unknown_network(rank: int, size: int, store: Any) -> tuple[str, str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import re
 
+import numpy as np
 import pytest
 import torch
 from cases import mostly_slow
@@ -160,6 +162,75 @@ def test_caller_threads_do_not_matter(two_torch_threads):
     assert seen == [1] * 16 + [2] * 16
 
 
+# -- dtypes ----------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """A complex weight, and a buffer that every shard but the second changes."""
+
+    def __init__(self, values):
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("held", values.clone())
+
+    def forward(self, shard):
+        if shard != 1:
+            self.held.copy_((self.held.to(torch.complex128) * (shard + 2)).to(self.held.dtype))
+        return ((self.weight * (1 + shard) + 1j) ** 2).abs().sum()
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.complex64,
+        torch.complex128,
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.int64,
+        torch.float8_e4m3fn,
+    ],
+    ids=str,
+)
+def test_every_dtype_is_averaged(dtype, num_ranks):
+    numbers = torch.tensor([1, 0, 3], dtype=torch.complex128)
+    if dtype.is_complex:
+        numbers = numbers * (1 - 2j)
+    values = numbers.to(dtype)
+    replicas = pr.replicate(Holder(values), ["cpu"] * num_ranks)
+    with pr.ShardedStep(replicas, 4) as step:
+        step(lambda net, shard: net(shard))
+    parts = []
+    for shard in range(4):
+        alone = Holder(values)
+        alone(shard).backward()
+        parts.append(alone.weight.grad)
+    wanted = (parts[0] + parts[1]) + (parts[2] + parts[3])
+    mean = numbers * 11 / 3  # of 2, 4 and 5 times the values
+    if dtype == torch.bool:
+        mean = numbers.bool()
+    elif not (dtype.is_complex or dtype.is_floating_point):
+        mean = mean.real.floor()
+    for replica in replicas:
+        assert torch.equal(torch.view_as_real(replica.weight.grad), torch.view_as_real(wanted))
+        assert torch.equal(replica.held, mean.to(dtype))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.qint8], ids=str)
+def test_buffer_without_sums_raises(dtype):
+    is_whole = dtype == torch.uint64
+    net, ones = nn.Linear(1, 1), torch.ones(3)
+    values = ones.to(dtype) if is_whole else torch.quantize_per_tensor(ones, 0.1, 0, dtype)
+    net.register_buffer("held", values)
+    with pytest.raises(pr.UnsupportedError, match=f"buffer 'held' has dtype {dtype}, expected"):
+        pr.ShardedStep([net], 4)(lambda net, shard: net.weight.sum())
+
+
 # -- random numbers --------------------------------------------------------------------------------
 
 
@@ -190,14 +261,59 @@ def test_every_shard_has_own_draws(num_ranks):
         assert_bits(net.weight.grad, found[1][1])
 
 
+DRAWS = {
+    "torch": dropped,
+    "numpy": lambda net, shard: net.weight.sum() * np.random.rand(),
+    "random": lambda net, shard: net.weight.sum() * random.gauss(0, 1),
+}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_draws_without_seed_raise(num_ranks):
+@pytest.mark.parametrize("kind", DRAWS)
+def test_draws_without_seed_raise(kind, num_ranks):
     replicas = pr.replicate(nn.Linear(3, 3), ["cpu"] * num_ranks)
     with pr.ShardedStep(replicas, 4) as step:
         for _ in range(2):  # a failed step is not the first step
             with pytest.raises(pr.UnsupportedError, match=r"random numbers .* give seed"):
-                step(dropped)
+                step(DRAWS[kind])
         step(lambda net, shard: net.weight.sum())
+
+
+def drawn(replicas, comm=None):
+    found = []
+    with pr.ShardedStep(replicas, 8, comm=comm, seed=3) as step:
+        for kind in DRAWS:
+            step(DRAWS[kind])
+            found += [step(DRAWS[kind]), replicas[-1].weight.grad.clone()]
+    return found
+
+
+def states():
+    return random.getstate(), np.random.get_state()[1].tobytes()
+
+
+def test_seeded_draws_have_equal_bits():
+    torch.manual_seed(0)
+    net, before = nn.Linear(3, 3), states()
+    found = [drawn(pr.replicate(net, ["cpu"] * k)) for k in (1, 2, 4)]
+    check_replicas_equal(found)
+    assert states() == before
+    assert len({total.item() for total in found[0][::2]}) == 3
+
+
+def drawn_as_rank(rank, world_size, store):
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3)
+    random.seed(rank)
+    np.random.seed(rank)
+    with pr.ProcessCommunicator(store, rank, world_size, timeout=20.0) as comm:
+        return drawn([net], comm)
+
+
+def test_processes_draw_alike(new_crew):
+    torch.manual_seed(0)
+    wanted = drawn([nn.Linear(3, 3)])
+    check_replicas_equal([wanted, *new_crew(4).check(drawn_as_rank)])
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -244,6 +360,10 @@ LINEAR = nn.Linear(1, 1)
         (
             lambda: pr.ShardedStep([LINEAR], 2)(lambda *_: torch.ones(2)),
             r"loss of shard 0 is of \(2,\)",
+        ),
+        (
+            lambda: pr.ShardedStep([LINEAR], 2)(lambda *_: torch.ones((), dtype=torch.complex64)),
+            r"loss of shard 0 is of \(\), torch.complex64, expected one real number",
         ),
         (lambda: pr.ShardedStep([LINEAR], 2)(lambda *_: 1.0), "loss of shard 0 is a float"),
     ],
@@ -312,3 +432,19 @@ def test_unlike_processes_raise(new_crew, name, values, words):
     texts = new_crew(4).check(differ_as_rank, name, values)
     assert len(set(texts)) == 1
     assert re.search(words, texts[0])
+
+
+def step_in_any_order(rank, world_size, store):
+    os.environ["PYRINGAR_NODE_ID"] = "ab"[rank]
+    (net,) = make(1)
+    with communicator_for(store, rank, world_size, timeout=20.0) as comm:
+        with pytest.raises(pr.ArgumentError) as caught:
+            pr.ShardedStep([net], 8, comm=comm)(losses_of(37, 8))
+        assert grads_of(net)[0] is None
+    return str(caught.value)
+
+
+def test_order_between_machines_is_named(new_crew):
+    for text in new_crew(2).check(step_in_any_order):
+        assert "made with order='any'" in text
+        assert "communicator_for(order='tree')" in text

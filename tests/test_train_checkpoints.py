@@ -201,6 +201,101 @@ def test_damaged_checkpoint_raises(images, saved):
         assert (saved / FILE).read_bytes() == content
 
 
+def damage(saved, change):
+    """Replace the checkpoint by one with changed fields and a right digest."""
+    content = (saved / FILE).read_bytes()
+    start = len(checkpoint._FIRST_LINE)
+    state = torch.load(io.BytesIO(content[start + 32 :]), weights_only=True)
+    change(state)
+    payload = io.BytesIO()
+    torch.save(state, payload)
+    digest = checkpoint._digest(payload.getvalue())
+    (saved / FILE).write_bytes(content[:start] + digest + payload.getvalue())
+
+
+FIELDS = [
+    *((name,) for name in ("recipe", "setting", "num_epochs", "epochs", "shuffle", "tensors")),
+    *(("epochs", 0, i) for i in range(4)),
+    ("epochs", 0),
+    ("tensors", 0),
+    ("recipe", "lr"),
+    ("recipe", "batch_size"),
+    ("recipe", "dataset"),
+    ("setting", "torch"),
+]
+ODD = {
+    "none": None,
+    "negative": -1,
+    "nan": float("nan"),
+    "infinite": float("inf"),
+    "huge": 10**30,
+    "text": "1",
+    "list": [[1.0, "a"]],
+    "dict": {"a": None},
+    "tensor": torch.ones(2, dtype=torch.uint8),
+    "empty": torch.empty(0, dtype=torch.complex64),
+    "true": True,
+    "missing": ...,
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_field_is_named(images, saved, odd, monkeypatch):
+    monkeypatch.setattr(trainer_module, "batches", None)  # nothing may be trained
+    before = (saved / FILE).read_bytes()
+    for field in FIELDS:
+        # A loss may be NaN, and other settings are logged.
+        if (field, odd) in {(("epochs", 0, 1), "nan"), (("epochs", 0, 1), "infinite")}:
+            continue
+
+        def change(state, field=field):
+            *path, last = field
+            for key in path:
+                state = state[key]
+            if odd == "missing":
+                del state[last]
+            else:
+                state[last] = ODD[odd]
+
+        damage(saved, change)
+        if (
+            field[0] == "setting"
+            and len(field) == 2
+            and odd not in ("missing", "tensor", "empty", "dict")
+        ):
+            Checkpoint.decode((saved / FILE).read_bytes(), saved)
+        else:
+            with pytest.raises(ArgumentError) as caught:
+                go(images, LENET, resume=saved)
+            assert FILE in str(caught.value)
+            assert str(field[-1] if field[0] == "recipe" else field[0]) in str(caught.value), field
+        (saved / FILE).write_bytes(before)
+
+
+def test_foreign_state_is_named(images, saved):
+    for change, words in [
+        (lambda state: state.update(more=1), "holds ['epochs', 'more',"),
+        (lambda state: state.update({3: 1}), "holds ['3', 'epochs',"),
+        (lambda state: state.update(num_epochs=1000), "epochs is 3, but the checkpoint"),
+        (lambda state: state["tensors"].append(torch.ones(1)), "entry 8 is (1,) torch.float32"),
+        (lambda state: state["tensors"].pop(), "entry 7 is missing, expected"),
+        (lambda state: state["shuffle"].zero_(), "shuffle that is no state of a torch.Generator"),
+        (lambda state: state.update(num_epochs=0), "num_epochs 0, expected a whole number"),
+        (
+            lambda state: state["epochs"].extend(
+                [[2, 0.1, 1.0, 0.0], [3, 0.1, 1.0, 0.0], [4, 0.1, 1.0, 0.0]]
+            ),
+            "has 4 epochs, expected at most num_epochs, which is 3",
+        ),
+    ]:
+        before = (saved / FILE).read_bytes()
+        damage(saved, change)
+        with pytest.raises(ArgumentError) as caught:
+            go(images, LENET, resume=saved)
+        assert words in str(caught.value)
+        (saved / FILE).write_bytes(before)
+
+
 def test_unusable_folder_raises_before_training(images, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "batches", None)
     (tmp_path / "file").write_text("")

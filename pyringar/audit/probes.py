@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pyringar.audit.trees import EXACT, Region, Tree, rebuild
+from pyringar.audit.trees import EXACT, Region, Tree, fold, rebuild
 from pyringar.errors import RingarError
 
 __all__ = [
@@ -32,9 +32,8 @@ __all__ = [
     "exact_sum",
     "find_order",
     "has_bits",
-    "rounding_of",
+    "partial_type",
     "wide_values",
-    "wider",
 ]
 
 
@@ -57,7 +56,8 @@ class Target(Protocol):
     Attributes:
         name: For people.
         ranks: The most that a call may have.
-        ways: ``"in place"``, and ``"async"`` if there are asynchronous calls.
+        ways: ``"in place"``, ``"unaligned"`` if tensors can begin at any address, and ``"async"``
+            if there are asynchronous calls.
     """
 
     name: str
@@ -109,6 +109,9 @@ _FORMAT = {
     torch.float16: (-24, 11),
     torch.bfloat16: (-133, 8),
 }
+# By how many powers of two a value may lie below the half of a last digit.
+_TAIL = {torch.float16: 18}
+_MAX_TAIL = 60
 _MAX_TRIED = 1 << 12  # elements of exact sums, which are slow, that are compared
 
 
@@ -123,11 +126,36 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def wide_values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return a flat tensor of random values per rank, of so many magnitudes that orders show."""
+    """Return a flat tensor of random values per rank, which show orders and partial sums.
+
+    Half of the elements have values of many magnitudes. In a quarter of the elements one rank has
+    the negative of another rank's value: the sum then is the rounding of partial sums. In a quarter
+    the sum lies beside the middle of two neighbouring numbers, at a distance that few types hold.
+    """
     generator = torch.Generator().manual_seed(31)
     reach, shape = _REACH[dtype], (k, numel)
-    exponents = torch.randint(-reach, reach + 1, shape, generator=generator).double()
-    values = torch.randn(shape, generator=generator, dtype=torch.float64) * 2.0**exponents
+
+    def integers(low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high + 1, size, generator=generator).double()
+
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    values *= 2.0 ** integers(-reach, reach, *shape)
+    if k == 1:
+        return list(values.to(dtype))
+    kinds = integers(0, 3, numel)
+    first, second, *third = torch.rand(shape, generator=generator).argsort(0)[: min(k, 3), None]
+    opposite = values.scatter(0, second, -values.gather(0, first))
+    ones = (1 + torch.rand(1, numel, generator=generator)) * 2.0 ** integers(0, 5, 1, numel)
+    ones = ones.to(dtype).double()
+    halves = torch.ldexp(
+        2 * integers(0, 1, 1, numel) - 1, ones.frexp().exponent - _FORMAT[dtype][1] - 1
+    )
+    tails = halves * (2 * integers(0, 1, 1, numel) - 1)
+    tails *= 2.0 ** -integers(2, _TAIL.get(dtype, _MAX_TAIL), 1, numel)
+    middle = torch.zeros_like(values).scatter(0, first, ones).scatter(0, second, halves)
+    for ranks in third:
+        middle = middle.scatter(0, ranks, tails)
+    values = torch.where(kinds == 2, opposite, torch.where(kinds == 3, middle, values))
     return list(values.to(dtype))
 
 
@@ -236,36 +264,31 @@ def _regions(pairs: Sequence[tuple[int, int]], groups: Sequence[Tensor], k: int)
 # -- the bits --------------------------------------------------------------------------------------
 
 
-def wider(dtype: torch.dtype) -> torch.dtype | None:
-    """Return in which type partial sums might be kept: float32 for 16 bits, else float64."""
-    if dtype == torch.float64:
-        return None
-    return torch.float64 if dtype == torch.float32 else torch.float32
-
-
 def evaluate(
-    regions: Sequence[Region], inputs: Sequence[Tensor], *, is_wide: bool = False
+    regions: Sequence[Region], inputs: Sequence[Tensor], partial: torch.dtype | None = None
 ) -> Tensor:
     """Return the sum that regions describe, bit for bit.
 
     Args:
         regions: Of the whole message.
-        inputs: A flat tensor of every rank.
-        is_wide: Keep partial sums in the next wider type, and round once in the end.
+        inputs: A tensor of every rank, whose last dimension is the message.
+        partial: Type of partial sums, which are rounded once in the end. Default: that of inputs.
 
     Cost: exact regions a thousand times as long as the others.
     """
     dtype = inputs[0].dtype
-    terms = [x.to(wider(dtype) or dtype) if is_wide else x for x in inputs]
+    terms = [x.to(partial or dtype) for x in inputs]
     results: dict[Tree, Tensor] = {}
     total = torch.empty_like(inputs[0])
     for region in regions:
-        tree, here = region.tree, slice(region.start, region.stop)
+        tree, here = region.tree, (..., slice(region.start, region.stop))
         if tree is None:
             raise ValueError(f"there is no tree at element {region.start}")
         if isinstance(tree, str):
-            total[here] = exact_sum([x[here] for x in inputs])
-            continue
+            if partial in (None, dtype):
+                total[here] = exact_sum([x[here] for x in inputs])
+                continue
+            tree = fold(range(len(terms)))  # no order rounds
         if tree not in results:
             results[tree] = _partial(tree, terms)
         total[here] = results[tree][here].to(dtype)
@@ -278,32 +301,37 @@ def _partial(tree: Tree, terms: Sequence[Tensor]) -> Tensor:
     return _partial(tree[0], terms) + _partial(tree[1], terms)
 
 
-def rounding_of(regions: Sequence[Region], inputs: Sequence[Tensor], result: Tensor) -> str | None:
-    """Return whether sums are rounded at "each add" or "once"; None if neither gives the result.
+def partial_type(
+    regions: Sequence[Region], inputs: Sequence[Tensor], result: Tensor
+) -> torch.dtype | None:
+    """Return the type of partial sums with which regions give a result; None if there is none.
 
     Args:
         regions: Of the whole message.
-        inputs: A flat tensor of every rank.
-        result: What became of them. Of exact sums no more than the first 4096 are compared.
+        inputs: A tensor of every rank, whose last dimension is the message.
+        result: Their sum. Of exact sums no more than the first 4096 are compared.
     """
     if any(region.tree is None for region in regions):
         return None
+    dtype = result.dtype
+    wider = [w for w in (torch.float32, torch.float64) if w.itemsize > dtype.itemsize]
     if any(region.tree == EXACT for region in regions):
+        wider = wider[-1:]  # float32 does not hold all sums of float16
         ends = [Region(r.start, min(r.stop, _MAX_TRIED), r.tree) for r in regions]
         regions = [region for region in ends if region.start < region.stop]
-        inputs, result = [x[:_MAX_TRIED] for x in inputs], result[:_MAX_TRIED]
-    for name in ("each add", "once"):
-        if has_bits(evaluate(regions, inputs, is_wide=name == "once"), result):
-            return name
+        inputs, result = [x[..., :_MAX_TRIED] for x in inputs], result[..., :_MAX_TRIED]
+    for partial in (dtype, *wider):
+        if has_bits(evaluate(regions, inputs, partial), result):
+            return partial
     return None
 
 
 def exact_sum(inputs: Sequence[Tensor]) -> Tensor:
     """Return the correctly rounded sum of every element: finite values only."""
     dtype = inputs[0].dtype
-    rows = zip(*(x.tolist() for x in inputs), strict=True)
+    rows = zip(*(x.reshape(-1).tolist() for x in inputs), strict=True)
     sums = [_rounded(sum(map(Fraction, row), Fraction(0)), dtype) for row in rows]
-    return torch.tensor(sums, dtype=torch.float64).to(dtype)
+    return torch.tensor(sums, dtype=torch.float64).to(dtype).view(inputs[0].shape)
 
 
 def _rounded(value: Fraction, dtype: torch.dtype) -> float:

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from pyringar.audit.probes import (
     bits_of,
     dtype_name,
     find_order,
-    has_bits,
-    rounding_of,
+    partial_type,
     wide_values,
-    wider,
 )
 from pyringar.audit.report import Finding, Report, Section
 from pyringar.audit.trees import EXACT, Region, describe, same_trees
@@ -31,10 +29,19 @@ __all__ = ["SIZES", "audit", "order_of"]
 
 SIZES = (1, 8, 1000, 16_384, 262_144, 1_048_576)
 _FEW = 4096  # elements that are enough for most questions
+_MIN_VALUES = 1000  # that are compared, in several calls where a message is shorter
+_MAX_GROWTH = 64  # between two sizes whose bits are compared
 _RUNS = 8
 _MAX_FAILURES = 4  # after which a target that hangs is asked no more
 _MAX_STEPS = 64  # to find the sizes at which orders change
 _MAX_REGIONS = 64  # of a message, in a document
+
+
+class _Draw(NamedTuple):
+    """Random messages of every rank, a row each, and their results."""
+
+    inputs: list[Tensor]
+    results: list[Tensor]
 
 
 class _Differ(Exception):  # noqa: N818
@@ -55,7 +62,8 @@ def audit(target: Target, sizes: Sequence[int] = SIZES) -> Report:
     Returns:
         A `Report`. What a call raises is a finding.
 
-    Cost: some hundreds of calls, ``k (k - 1) / 2`` of them for each size.
+    Cost: ``k (k - 1) / 2`` calls for each size, and some thousand calls with short messages, whose
+    results are too few values otherwise.
     """
     return _Audit(target, sorted(set(sizes))).report()
 
@@ -66,31 +74,69 @@ def order_of(
     numel: int,
     dtype: torch.dtype = torch.float32,
     way: str = "in place",
+    draw: _Draw | None = None,
 ) -> tuple[list[Region], Finding]:
     """Return the order in which a message is added, confirmed by the bits of random values.
 
+    Args:
+        target: What to call.
+        k: Number of ranks.
+        numel: Elements of the message.
+        dtype: Of the message.
+        way: One of the target's ways.
+        draw: Random values and their results, if there are any already.
+
     Returns:
-        The order on rank 0, and a finding about it.
+        The order on rank 0, and a finding about it. Its case has the type of ``partial_sums``.
 
     Raises:
         TargetError: A call failed.
+
+    Cost: a call per pair of ranks, and calls until 1000 random values were added.
     """
-    inputs = wide_values(k, numel, dtype)
-    result = target.reduce(inputs, way)[0]
+    inputs, result = draw or _drawn(target, k, numel, dtype, way)
     regions, *others = find_order(target, k, numel, dtype, way)
     name, detail = describe(regions, k)
     shown = [region.as_dict() for region in regions[:_MAX_REGIONS]]
-    case = {"k": k, "numel": numel, "num_regions": len(regions), "regions": shown}
-    if not has_bits(result, target.reduce(inputs, way)[0]):
-        return regions, Finding("", "changes", "from run to run", case)
+    case: dict[str, Any] = {"k": k, "numel": numel, "num_regions": len(regions), "regions": shown}
+    partial_sums = partial_type(regions, inputs, result[0])
+    case["partial_sums"] = partial_sums and dtype_name(partial_sums)
+    if partial_sums is None:
+        again = _reduce(target, inputs, way)[0]
+        if _difference(result[0], again) is not None:
+            return regions, Finding("", "changes", "from run to run", case)
     for rank, other in enumerate(others, 1):
         if other != regions:
             detail = f"rank 0: {detail}; rank {rank}: {describe(other, k)[1]}"
             return regions, Finding("", "differs from rank to rank", detail, case)
-    if name != "unknown" and rounding_of(regions, inputs, result) is None:
+        if _difference(result[0], result[rank]) is not None:
+            detail = f"rank 0: {detail}; rank {rank}: other bits of random values"
+            return regions, Finding("", "differs from rank to rank", detail, case)
+    if name != "unknown" and partial_sums is None:
         detail = f"looks like {name}, {detail}, but random values do not have the bits of that"
         return regions, Finding("", "unknown", detail, case)
+    if partial_sums == torch.float64 != dtype:
+        name += ", in float64"
     return regions, Finding("", name, detail, case)
+
+
+def _drawn(target: Target, k: int, numel: int, dtype: torch.dtype, way: str) -> _Draw:
+    inputs = _values(k, numel, dtype)
+    return _Draw(inputs, _reduce(target, inputs, way))
+
+
+def _values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return random messages of every rank, a row each, of a thousand values or more."""
+    num_messages = -(-_MIN_VALUES // numel) | 1  # odd: every other call of a run is another one
+    return [x.view(-1, numel) for x in wide_values(k, num_messages * numel, dtype)]
+
+
+def _reduce(target: Target, inputs: Sequence[Tensor], way: str = "in place") -> list[Tensor]:
+    """Return the results of every rank of several messages, a row each."""
+    num_messages, numel = inputs[0].shape
+    cuts = range(numel, num_messages * numel, numel)
+    results = target.reduce([x.reshape(-1) for x in inputs], way, cuts)
+    return [result.view(-1, numel) for result in results]
 
 
 class _Audit:
@@ -106,14 +152,18 @@ class _Audit:
         self.few = max([n for n in sizes if n <= _FEW], default=sizes[0])
         self.dtypes: list[torch.dtype] = []
         self._failures = self._steps = 0
+        self._draws: dict[tuple[torch.dtype, int], _Draw] = {}  # of short messages
+        self._found: dict[int, tuple[list[Region], Finding]] = {}  # in float32, by size
 
     def report(self) -> Report:
         """Ask everything."""
+        *short, few = self._two_sizes()
+        two_sizes = " and ".join([*map(str, short), _elements(few)])
         asked = {
             "the sum": [self._ask("is right", self._sum)],
             "order of addition, float32": self._orders(),
-            f"order of addition on fewer ranks, {self.few} elements": self._worlds(),
-            f"where it rounds, {self.few} elements": self._roundings(),
+            f"order of addition on fewer ranks, {_elements(self.few)}": self._worlds(),
+            f"where it rounds, {two_sizes}": self._roundings(),
             "the same bits": self._same_bits(),
             "special values": self._specials(),
         }
@@ -138,10 +188,17 @@ class _Audit:
     def _sum(self) -> str:
         """Small whole numbers, other ones at every rank and place: every order is exact."""
         for numel in self.sizes:
-            inputs = [(torch.arange(numel) % 17 + r).float() for r in range(self.k)]
+            places = torch.arange(-(-_MIN_VALUES // numel) * numel).view(-1, numel)
+            inputs = [(places % 17 + r).float() for r in range(self.k)]
             want = torch.stack(inputs).sum(0)
-            for rank, got in enumerate(self.target.reduce(inputs)):
-                _compare(want, got, "in the sum", f"on rank {rank}")
+            for rank, got in enumerate(_reduce(self.target, inputs)):
+                where = f"on rank {rank}"
+                if _difference(inputs[rank], got) is None:
+                    where += (
+                        ", whose own tensor is unchanged (data[i] = ... replaces an item of the "
+                        "list; data[i][:] = ... writes into the tensor)"
+                    )
+                _compare(want, got, "in the sum", where)
         return f"whole numbers, {_span(self.sizes)}"
 
     # -- order and rounding ------------------------------------------------------------------------
@@ -166,7 +223,7 @@ class _Audit:
     def _between(
         self, low: tuple[int, Finding], high: tuple[int, Finding]
     ) -> list[tuple[int, Finding]]:
-        has_order = not {low[1].verdict, high[1].verdict} & {"failed", "changes", "unknown"}
+        has_order = not {low[1].verdict, high[1].verdict} & {"failed", "changes"}
         if not has_order or _form(low[1]) == _form(high[1]) or high[0] - low[0] == 1:
             return [high]
         if self._steps == _MAX_STEPS:
@@ -176,41 +233,74 @@ class _Audit:
         return [*self._between(low, middle), *self._between(middle, high)]
 
     def _order(self, k: int, numel: int) -> Finding:
-        found = order_of(self.target, k, numel)[1]
+        if k < self.k:
+            found = order_of(self.target, k, numel)[1]
+        else:
+            found = self._own_order(numel)[1]
         return Finding("", found.verdict, found.detail, {_elements(numel): found.case})
+
+    def _own_order(
+        self, numel: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[list[Region], Finding]:
+        """Return the order of all ranks; in float32 it is looked for once."""
+        if dtype == torch.float32 and numel in self._found:
+            return self._found[numel]
+        draw = self._drawn(numel, dtype)
+        found = order_of(self.target, self.k, numel, dtype, draw=draw)
+        if dtype == torch.float32:
+            self._found[numel] = found
+        return found
+
+    def _drawn(self, numel: int, dtype: torch.dtype = torch.float32) -> _Draw:
+        """Return random messages and their results, of short messages always the same ones."""
+        if (dtype, numel) in self._draws:
+            return self._draws[dtype, numel]
+        draw = _drawn(self.target, self.k, numel, dtype, "in place")
+        if numel <= _FEW:
+            self._draws[dtype, numel] = draw
+        return draw
 
     def _worlds(self) -> Iterator[Finding]:
         for k in range(3, self.k):
             yield self._ask(f"{k} ranks", partial(self._order, k, self.few))
 
     def _roundings(self) -> Iterator[Finding]:
-        plain: list[Region] = []
         for dtype in DTYPES:
-            row = self._ask(dtype_name(dtype), partial(self._rounding, dtype, plain))
+            row = self._ask(dtype_name(dtype), partial(self._rounding, dtype))
             if row.verdict not in ("-", "failed"):
                 self.dtypes.append(dtype)
             yield row
 
-    def _rounding(self, dtype: torch.dtype, plain: list[Region]) -> Finding:
-        """Find out where sums of a type are rounded; ``plain`` is the order in float32."""
-        inputs = wide_values(self.k, self.few, dtype)
+    def _two_sizes(self) -> list[int]:
+        return sorted({self.sizes[0], self.few})
+
+    def _rounding(self, dtype: torch.dtype) -> Finding:
+        """Find out where sums of a type are rounded, in a short and in a longer message."""
         try:
-            result = self.target.reduce(inputs)[0]
+            self._drawn(self.few, dtype)
         except TargetError as error:
             return Finding("", "-", f"not offered: {error.why}")
-        regions, order = order_of(self.target, self.k, self.few, dtype)
-        plain[:] = plain or regions
+        found = {numel: self._rounding_of(dtype, numel) for numel in self._two_sizes()}
+        *others, last = found.values()
+        if all((one.verdict, one.detail) == (last.verdict, last.detail) for one in others):
+            return last
+        words = [f"{_elements(n)}: {one.verdict}, {one.detail}" for n, one in found.items()]
+        return Finding("", "depends on the size", "; ".join(words), last.case)
+
+    def _rounding_of(self, dtype: torch.dtype, numel: int) -> Finding:
+        regions, order = self._own_order(numel, dtype)
+        plain = self._found.get(numel, (regions, order))[0]
         said = "" if same_trees(regions, plain) else f"; order: {order.verdict}, {order.detail}"
         if order.verdict in ("unknown", "changes"):
             return Finding("", "unknown", order.detail, order.case)
         if order.verdict == EXACT:
-            return Finding("", "once", "the correctly rounded sum of all ranks")
+            return Finding("", "once", "the correctly rounded sum of all ranks", order.case)
         if self.k == 2:
-            return Finding("", "once", f"there is only one add{said}")
-        if rounding_of(regions, inputs, result) == "each add":
-            return Finding("", "each add", f"to {dtype_name(dtype)}{said}")
-        wide = dtype_name(wider(dtype) or dtype)
-        return Finding("", "once", f"in the end; partial sums are {wide}{said}")
+            return Finding("", "once", f"there is only one add{said}", order.case)
+        name = order.case["partial_sums"]
+        if name == dtype_name(dtype):
+            return Finding("", "each add", f"to {name}{said}", order.case)
+        return Finding("", "once", f"in the end; partial sums are {name}{said}", order.case)
 
     # -- the same bits -----------------------------------------------------------------------------
 
@@ -219,12 +309,13 @@ class _Audit:
         yield self._ask("in every run", self._every_run)
         yield self._ask("at every size", self._every_size)
         yield self._ask("in several calls", self._split)
+        yield self._ask("at every address", self._unaligned)
         yield self._ask("async", self._async)
         yield self._ask("ranks renumbered", self._renumbered)
 
     def _every_rank(self) -> str:
         for dtype, numel in self._messages():
-            first, *others = self.target.reduce(wide_values(self.k, numel, dtype))
+            first, *others = self._drawn(numel, dtype).results
             for rank, other in enumerate(others, 1):
                 _compare(first, other, "on rank 0", f"on rank {rank}")
         return f"float32 of {_span(self.sizes)}, other types of {self.few}"
@@ -237,23 +328,30 @@ class _Audit:
     def _every_run(self) -> str:
         sizes = sorted({self.few, self.sizes[-1]})
         for numel in sizes:
-            inputs = wide_values(self.k, numel, torch.float32)
-            first = self.target.reduce(inputs)
+            inputs = _values(self.k, numel, torch.float32)
+            first = _reduce(self.target, inputs)
             for run in range(2, _RUNS + 1):
-                for rank, again in enumerate(self.target.reduce(inputs)):
+                for rank, again in enumerate(_reduce(self.target, inputs)):
                     _compare(first[rank], again, f"in run 1 on rank {rank}", f"in run {run}")
         return f"{_RUNS} runs with {_listed(sizes)} elements"
 
     def _every_size(self) -> str | Finding:
-        *sizes, most = self.sizes
-        if not sizes:
-            return Finding("", "-", f"only {most} elements were asked for")
-        inputs = wide_values(self.k, most, torch.float32)
-        whole = self.target.reduce(inputs)[0]
-        for numel in sizes:
-            part = self.target.reduce([x[:numel] for x in inputs])[0]
-            _compare(whole[:numel], part, f"in a message of {most}", f"in one of {numel}")
-        return f"as the first of {most}: {_span(sizes)}"
+        if len(self.sizes) == 1:
+            return Finding("", "-", f"only {_elements(self.few)} asked for")
+        for short, long in itertools.pairwise(_steps(self.sizes)):
+            num_messages = -(-_MIN_VALUES // short)
+            values = wide_values(self.k, num_messages * long, torch.float32)
+            inputs = [x.view(-1, long) for x in values]
+            whole = _reduce(self.target, inputs)[0]
+            part = _reduce(self.target, [x[:, :short] for x in inputs])[0]
+            _compare(whole[:, :short], part, f"in a message of {long}", f"in one of {short}")
+        found = sorted(self._found.items())
+        for (short, (one, low)), (long, (other, high)) in itertools.pairwise(found):
+            first = [Region(r.start, min(r.stop, short), r.tree) for r in other if r.start < short]
+            if first != one or low.case["partial_sums"] != high.case["partial_sums"]:
+                words = (f"{_elements(n)}: {f.verdict}" for n, f in ((short, low), (long, high)))
+                return Finding("", "no", f"float32, {'; '.join(words)}", high.case)
+        return f"first elements of longer messages, {_span(self.sizes)}"
 
     def _split(self) -> str:
         for numel in sorted({self.few, self.sizes[-1]}):
@@ -263,28 +361,43 @@ class _Audit:
             _compare(whole, parts, "in one call", f"in calls cut at {_listed(cuts)}")
         return f"{len(_cuts(self.few)) + 1} calls instead of one"
 
+    def _unaligned(self) -> str | Finding:
+        if "unaligned" not in self.target.ways:
+            return Finding("", "-", "not asked")
+        for numel in self.sizes:
+            self._compare_ways(numel, "unaligned")
+        return f"7 elements after a multiple of 64 bytes, {_span(self.sizes)}"
+
     def _async(self) -> str | Finding:
         if "async" not in self.target.ways:
             return Finding("", "-", "not offered")
         for numel in self.sizes:
-            inputs = wide_values(self.k, numel, torch.float32)
-            for cuts in ([], _cuts(numel)):
-                plain = self.target.reduce(inputs, "in place", cuts)
-                try:
-                    for rank, got in enumerate(self.target.reduce(inputs, "async", cuts)):
-                        _compare(plain[rank], got, f"in place on rank {rank}", "async")
-                except _Differ as difference:
-                    order = order_of(self.target, self.k, numel, way="async")[1]
-                    words = f"{difference}; async: {order.verdict}, {order.detail}"
-                    raise _Differ(words, difference.case) from None
+            self._compare_ways(numel, "async")
+            self._compare_ways(numel, "async", _cuts(numel))
         return f"as in place, one call and several at once, {_span(self.sizes)}"
 
+    def _compare_ways(self, numel: int, way: str, cuts: Sequence[int] = ()) -> None:
+        """Compare the bits of a way with those in place, of a message that is cut if ``cuts``."""
+        inputs, plain = self._drawn(numel)
+        if cuts:
+            one = [x[0] for x in inputs]
+            plain, got = (self.target.reduce(one, w, cuts) for w in ("in place", way))
+        else:
+            got = _reduce(self.target, inputs, way)
+        try:
+            for rank in range(self.k):
+                _compare(plain[rank], got[rank], f"in place on rank {rank}", way)
+        except _Differ as difference:
+            order = order_of(self.target, self.k, numel, way=way)[1]
+            words = f"{difference}; {way}: {order.verdict}, {order.detail}"
+            raise _Differ(words, difference.case) from None
+
     def _renumbered(self) -> str:
-        inputs = wide_values(self.k, self.few, torch.float32)
-        plain, ranks = self.target.reduce(inputs)[0], range(self.k)
+        inputs = _values(self.k, self.few, torch.float32)
+        plain, ranks = _reduce(self.target, inputs)[0], range(self.k)
         turned = [[(r + turn) % self.k for r in ranks] for turn in ranks]
         for order in turned[1:] + [numbers[::-1] for numbers in turned]:
-            got = self.target.reduce([inputs[r] for r in order])[0]
+            got = _reduce(self.target, [inputs[r] for r in order])[0]
             _compare(plain, got, "as they are", f"if ranks have the values of {_listed(order)}")
         return f"{2 * self.k - 1} permutations of the inputs"
 
@@ -299,10 +412,10 @@ class _Audit:
             for column, total in columns(torch.finfo(dtype), self.k):
                 # Every rank has its turn with every value, in every part of the message.
                 values = torch.tensor(column, dtype=torch.float64).to(dtype)
-                places = torch.arange(numel)
+                places = torch.arange(-(-self.k // numel) * numel).view(-1, numel)
                 inputs = [values[(places + r) % self.k] for r in range(self.k)]
-                want = torch.full((numel,), total, dtype=torch.float64).to(dtype)
-                for rank, got in enumerate(self.target.reduce(inputs)):
+                want = torch.full(places.shape, total, dtype=torch.float64).to(dtype)
+                for rank, got in enumerate(_reduce(self.target, inputs)):
                     _compare(want, got, "expected", f"on rank {rank}")
         return ", ".join(dtype_name(dtype) for dtype in self.dtypes)
 
@@ -338,20 +451,27 @@ _SPECIALS: dict[str, Callable[[torch.finfo, int], list[_Column]]] = {
 # -- comparing -------------------------------------------------------------------------------------
 
 
+def _difference(want: Tensor, got: Tensor) -> Tensor | None:
+    """Return where bits differ, a NaN being a NaN, or None if they are equal."""
+    differ = (bits_of(want) != bits_of(got)) & ~(want.isnan() & got.isnan())
+    return differ if bool(differ.any()) else None
+
+
 def _compare(want: Tensor, got: Tensor, where: str, where_got: str) -> None:
-    differ = (bits_of(want) != bits_of(got)) & ~(want.isnan() & got.isnan())  # a NaN is a NaN
-    if not bool(differ.any()):
+    """Raise if results differ; the last dimension is the message."""
+    differ = _difference(want, got)
+    if differ is None:
         return
-    index = int(differ.nonzero()[0])
-    dtype, numel = dtype_name(want.dtype), want.numel()
-    one, other = _hex(want[index]), _hex(got[index])
+    place = tuple(differ.nonzero()[0].tolist())
+    index, numel, dtype = place[-1], want.shape[-1], dtype_name(want.dtype)
+    one, other = _hex(want[place]), _hex(got[place])
     raise _Differ(
         f"{dtype}, element {index} of {numel}: {one} {where}, {other} {where_got}",
         {
             "dtype": dtype,
             "numel": numel,
             "index": index,
-            "differing": int(differ.sum()),
+            "differing": int(differ[place[:-1]].sum()),
             "expected": one,
             "got": other,
             "expected_where": where,
@@ -368,6 +488,16 @@ def _hex(value: Tensor) -> str:
 def _cuts(numel: int) -> list[int]:
     """Return where a message is cut into a short piece and three longer ones, if it has so many."""
     return sorted({min(8, numel // 4), numel // 3, numel - numel // 5} - {0, numel})
+
+
+def _steps(sizes: Sequence[int]) -> list[int]:
+    """Return the sizes, with more between those that lie far apart."""
+    steps = [sizes[0]]
+    for numel in sizes[1:]:
+        while steps[-1] * _MAX_GROWTH < numel:
+            steps.append(steps[-1] * _MAX_GROWTH)
+        steps.append(numel)
+    return steps
 
 
 def _span(sizes: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d
 __all__ = ["memory_of", "serve"]
 
 Options = dict[str, Any]
+_UNALIGNED = 7  # elements, before a tensor that begins inside a buffer
 
 
 class TorchRank:
@@ -62,7 +63,9 @@ class TorchRank:
 
     def run(self, data: bytes, dtype: str, k: int, way: str, edges: Sequence[int]) -> Tensor:
         """Reduce a message, piece by piece; return the result."""
-        flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).to(self._device)
+        given = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
+        start = _UNALIGNED if way == "unaligned" else 0
+        flat = given.new_empty(start + len(given), device=self._device)[start:].copy_(given)
         pieces = [flat[a:b] for a, b in itertools.pairwise(edges)]
         works = [self._begin(piece, k, way == "async") for piece in pieces]
         for work in reversed(works):

@@ -35,7 +35,7 @@ class Ranks:
     See `pyringar.audit.probes.Target` for the rest.
     """
 
-    ways: tuple[str, ...] = ("in place", "async")
+    ways: tuple[str, ...] = ("in place", "unaligned", "async")
 
     def __init__(
         self, library: str, ranks: int, timeout_s: float = 30.0, *, order: str = "any"

@@ -111,7 +111,8 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "save": ("write a checkpoint after every epoch", {"metavar": "DIR"}),
         "resume": (
             "resume from the checkpoint in DIR and save there, with the bits of a run that was "
-            "never stopped; give the same other options, but --epochs may grow",
+            "never stopped; give the same other options, but --epochs may grow (a linear "
+            "schedule is then stretched over all epochs, which changes bits)",
             {"metavar": "DIR"},
         ),
         "out": (

@@ -77,6 +77,12 @@ def _facts(trainer: Trainer) -> dict[str, str]:
     if trainer.step:
         done = trainer.step // trainer.steps_per_epoch
         facts["resume"] = f"{done} of {config.epochs} epochs are done; going on from the checkpoint"
+    if trainer.stretched_from is not None:
+        facts["schedule"] = (
+            f"stretched from {trainer.stretched_from} to {config.epochs} epochs: the learning rate "
+            "falls to 0 over all of them, so the bits are not those of a run that was never "
+            "stopped; with --lr-schedule constant they are"
+        )
     return facts
 
 
@@ -175,12 +181,16 @@ class Outputs:
 
 
 def as_json(result: TrainResult) -> dict[str, Any]:
-    """Return the configuration and the results; a loss that is no number is None."""
+    """Return the configuration and the results; a loss that is no number is None.
+
+    ``digest`` is that of the parameters and buffers: equal for equal bits.
+    """
     epochs = [asdict(epoch) for epoch in result.epochs]
     return {
         "config": vars(result.config),
         "data": result.data,
         "devices": list(map(str, result.devices)),
         "allreduce": str(result.plan),
+        "digest": result.digest,
         "epochs": [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in epochs],
     }

@@ -232,14 +232,14 @@ class Between:
         return self.host if tensor.is_cpu else self.inside
 
     def call_inside(self, call: Callable[[], object]) -> None:
-        """Call the communicator of this machine, and explain the ranks in its errors."""
+        """Call the communicator of this machine; name the ranks of all machines in its errors."""
         machines = self.machines
         try:
             call()
         except RingarError as error:
             raise type(error)(
-                f"on machine {machines.node} of {len(machines.nodes)}, whose ranks "
-                f"{machines.here} count from 0 in what follows: {error}"
+                f"on machine {machines.node} of {len(machines.nodes)}, which has ranks "
+                f"{machines.here}: {self.column.in_all_ranks(str(error))}"
             ) from error
 
     def compare(self, what: str) -> None:

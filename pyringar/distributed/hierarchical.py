@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.choices import check_choice
+from pyringar.choices import ORDERS, check_choice
 from pyringar.comm.arguments import check_list, check_plan, check_root, check_timeout, op_name
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
@@ -154,7 +154,7 @@ class HierarchicalCommunicator(RankCommunicator):
         if device.type != "cpu":  # comparing calls must not wait for a GPU
             host = self._inside("words of machine", torch.device("cpu"))
         self._inside_groups = {host, self._intra}
-        self._column = Column(self._store, machines, members, timeout, device)
+        self._column = Column(self._store, machines, members, timeout, device, host)
         self._between = Between(machines, members, self._intra, host, self._column, order)
         self._jobs = Jobs("machines")
         weakref.finalize(self, self._jobs.end).atexit = False
@@ -200,7 +200,13 @@ class HierarchicalCommunicator(RankCommunicator):
         only be ``"auto"``, and ``order`` the order of the communicator.
         """
         check_choice("algorithm", "auto" if algorithm is None else algorithm, ("auto",))
-        check_choice("order", self._order if order is None else order, (self._order,))
+        if order not in (None, self._order):
+            check_choice("order", order, ORDERS)
+            raise ArgumentError(
+                f"order is {order!r}, but this HierarchicalCommunicator was made with "
+                f"order={self._order!r}, and adds in no other: make it with order={order!r}, as in "
+                f"communicator_for(order={order!r})"
+            )
         given: list[Any] = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         for i, tensor in enumerate(given):
             self._check_writable(f"tensors[{i}]", tensor)
@@ -412,8 +418,12 @@ class HierarchicalCommunicator(RankCommunicator):
             if self._failure is None and not self._between.is_told:
                 raise  # such as no memory: there was no call
             named = error
-            if isinstance(error, (PeerLostError, CollectiveTimeout)):
-                named = type(error)(f"{what} over {len(self.nodes)} machines: {error}")
+            head = f"{what} over {len(self.nodes)} machines: "
+            is_told = head in str(
+                error
+            )  # by another rank: the text must not grow from rank to rank
+            if isinstance(error, (PeerLostError, CollectiveTimeout)) and not is_told:
+                named = type(error)(f"{head}{error}")
             self._break_off(named)
             if self._failure is named:
                 raise named from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -80,11 +81,13 @@ class Column:
         members: Sequence[Member],
         timeout_s: float,
         device: torch.device,
+        inside: Any,
     ) -> None:
         from torch._C._distributed_c10d import PrefixStore  # not in every build of torch
 
         self._machines = machines
         self._members = members
+        self._inside = inside  # the communicator of this machine
         self._store = store
         self.set_timeout(timeout_s)
         self.num_chunks = 0  # that have crossed
@@ -149,16 +152,46 @@ class Column:
             )
             peers = [machines.nodes[node][machines.local_rank] for node in nodes]
             cause = self.keep_error()
+            is_silent = cause is None
+            cause = cause or self._told_inside()
             is_late = "timed out" in why.lower() or "timeout" in why.lower()
+            text = f"rank {machines.rank} waited for ranks {peers} of the other machines ({places})"
+            if " waited for " in cause:  # for the rank that is lost or late: these closed after it
+                text = f"{cause}; connections to {places} were closed"
+                cause = ""
+            elif is_silent:
+                cause = "the store does not answer, so that a rank beside these may be the cause"
             raise (CollectiveTimeout if is_late else PeerLostError)(
-                f"rank {machines.rank} waited for ranks {peers} of the "
-                f"other machines ({places}): {why}{'; ' if cause else ''}{cause}"
+                f"{text}: {why}{'; ' if cause else ''}{cause}"
             ) from error
 
-    def keep_error(self, error: BaseException | None = None) -> str:
+    def _told_inside(self) -> str:
+        """Return the error of a rank of this machine: the store may be served by a lost rank."""
+        try:
+            self._inside.check_peers([])
+        except RingarError as error:
+            return self.in_all_ranks(str(error))
+        return ""
+
+    def in_all_ranks(self, text: str) -> str:
+        """Replace ranks of this machine, which count from 0, by those of all machines.
+
+        Names that were replaced before stay.
+        """
+        members = [self._members[rank] for rank in self._machines.here]
+        for member in members:
+            place = re.escape(f"(process {member.pid} on {member.host})")
+            text = re.sub(rf"rank \d+ {place}", member.name.replace("\\", r"\\"), text)
+        return re.sub(
+            r"rank (\d+) waited for (?=rank )",
+            lambda found: f"{members[int(found[1])].name} waited for ",
+            text,
+        )
+
+    def keep_error(self, error: BaseException | None = None) -> str | None:
         """Write the error to the store, if it is the first of the group.
 
-        Return the first error if another rank wrote it, else nothing.
+        Return the first error if another rank wrote it, else nothing; None: no answer of the store.
         """
         mark = f"rank {self._machines.rank}: "
         store = PatientStore(self._store, "failure", 0, time.monotonic() + _STORE_S)
@@ -169,7 +202,8 @@ class Column:
                 return "" if text.startswith(mark) else text
             if error is not None:
                 store.set("failure", mark + (str(error) or type(error).__name__))
-        return ""
+            return ""
+        return None
 
     def set_timeout(self, seconds: float) -> None:
         """Let later waits last so many seconds without a chunk."""

@@ -22,7 +22,7 @@ class Lists:
         ranks: The most that a call may have.
     """
 
-    ways: tuple[str, ...] = ("in place",)
+    ways: tuple[str, ...] = ("in place", "unaligned")
 
     def __init__(
         self, run: Callable[[Case, Sequence[Tensor]], Call], name: str, ranks: int
@@ -32,11 +32,11 @@ class Lists:
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
     ) -> list[Tensor]:
-        """Return what stands in the list after a call.
+        """Return the values of the caller's tensors after a call.
 
         Args:
             inputs: A flat tensor of every rank.
-            way: ``"in place"``.
+            way: ``"in place"``, or ``"unaligned"`` in tensors that begin inside a buffer.
             cuts: Where the tensors are cut, to be reduced by several calls.
 
         Raises:
@@ -44,8 +44,9 @@ class Lists:
         """
         results = [x.clone() for x in inputs]
         edges = [0, *cuts, len(results[0])]
+        layout = "slice of a buffer" if way == "unaligned" else "contiguous"
         for start, stop in itertools.pairwise(edges):
-            case = Case(len(inputs), (stop - start,), inputs[0].dtype, values="crafted")
+            case = Case(len(inputs), (stop - start,), inputs[0].dtype, layout, values="crafted")
             try:
                 call = self._run(case, [x[start:stop] for x in inputs])
             except Failure as failure:
@@ -56,5 +57,5 @@ class Lists:
                 found = call.result(rank)
                 if other := Other.of(found, case):
                     raise TargetError(str(case), f"rank {rank} holds {other.words}")
-                result[start:stop] = found.cpu()
+                result[start:stop] = call.own_memory(rank).cpu()
         return results

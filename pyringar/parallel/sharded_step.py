@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -27,7 +29,7 @@ from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.engine.toolchain import read_cpu
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.parallel.bucket_params import HookedParams, Replica, check_replicas
+from pyringar.parallel.bucket_params import HookedParams, Replica, check_replicas, grad_dtype
 from pyringar.parallel.bucket_ranks import texts_of_ranks
 from pyringar.parallel.own_memory import give_own_memory
 from pyringar.parallel.shards import check_replicas_equal, digest_of
@@ -93,8 +95,10 @@ class ShardedStep:
             `pyringar.distributed.HierarchicalCommunicator`; all ranks make their step together.
         num_threads: Torch threads of every CPU rank, which decide bits. The caller's setting does
             not count. More ranks gain more speed than more threads.
-        seed: Seeds torch's generators for each shard of each step, for example for dropout. Without
-            it the first step refuses a function that draws random numbers.
+        seed: Seeds the global generators of torch, NumPy and Python for each shard of each step,
+            for example for dropout. Without it the first step refuses a function that draws random
+            numbers. Draws of a ``Generator`` object of torch or NumPy, or of a ``random.Random``,
+            are not seen: make such an object from the shard's number.
 
     Attributes:
         shards: The shards of every replica.
@@ -107,7 +111,8 @@ class ShardedStep:
 
     Batch norm normalises each shard by its own samples. Every shard starts from the buffers at the
     start of the step. A changed buffer becomes the mean over the shards that changed it, added by
-    the tree. Integer means are rounded down, so a step counter grows by one.
+    the tree. Integer means are rounded down, so a step counter grows by one. Buffers of uint64 and
+    of quantized numbers are refused.
 
     Equal bits need shards of equal sizes, dtypes and memory alignment; deterministic operators (on
     GPUs see ``torch.use_deterministic_algorithms``); and processors of one kind.
@@ -173,7 +178,8 @@ class ShardedStep:
             ArgumentError: ``loss_of`` is not callable, a loss is not a tensor of one element, or
                 a process begins with other parameters or buffers than rank 0.
             RingarError: A replica begins with other parameters or buffers than rank 0.
-            UnsupportedError: Random numbers are drawn without a seed.
+            UnsupportedError: Random numbers are drawn without a seed, or a buffer has a dtype
+                without sums.
 
         Earlier ``grad`` is dropped. A parameter that a shard does not use counts as zeros there.
         After an error in a shard buffers are unchanged, gradients are None, and other processes
@@ -183,9 +189,9 @@ class ShardedStep:
             raise ArgumentError(
                 f"loss_of is {kind_of(loss_of)}, expected a function of a replica and a shard"
             )
+        ranks = [_Rank(replica) for replica in self._replicas]
         if self._is_unchecked:
             self._check_equal()
-        ranks = [_Rank(replica) for replica in self._replicas]
         try:
             with self._isolate_draws(), torch_threads(self._num_threads):
                 sums = [
@@ -219,22 +225,27 @@ class ShardedStep:
 
     @contextmanager
     def _isolate_draws(self) -> Iterator[None]:
-        """Restore torch's generators; without a seed refuse draws in the first step."""
-        gpus = [d for d in map(_device_of, self._replicas) if d.type == "cuda"]
-        if self._seed is not None:
-            with torch.random.fork_rng(devices=gpus):
-                yield
-        elif self._is_first:
-            before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+        """Restore the global generators; without a seed refuse draws in the first step."""
+        if self._seed is None and not self._is_first:
             yield
-            after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
-            if not all(map(torch.equal, before, after)):
+            return
+        devices = dict.fromkeys(map(_device_of, self._replicas))
+        generators = _generators([device for device in devices if device.type == "cuda"])
+        before = [get() for get, _ in generators]
+        if self._seed is None:
+            yield
+            if [get() for get, _ in generators] != before:
                 raise UnsupportedError(
-                    "random numbers were drawn for a shard, in an order that depends on the number "
-                    "of ranks: give seed, from which every shard gets its own"
+                    "random numbers of torch, NumPy or Python were drawn for a shard, in an order "
+                    "that depends on the number of ranks: give seed, from which every shard gets "
+                    "its own"
                 )
-        else:
+            return
+        try:
             yield
+        finally:
+            for (_, restore), state in zip(generators, before, strict=True):
+                restore(state)
 
     def _run_shard(
         self, rank: _Rank, index: int, loss_of: LossOf, watch: Any, shard: int
@@ -244,12 +255,17 @@ class ShardedStep:
         if self._seed is not None:
             text = f"{self._seed} {self.num_steps} {shard}"
             digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-            torch.manual_seed(int.from_bytes(digest, "big"))
+            _seed_all(int.from_bytes(digest, "big"))
         with watch("forward", index):
             loss = loss_of(rank.replica, shard)
-        if loss is not None and (not isinstance(loss, Tensor) or loss.numel() != 1):
-            what = kind_of(loss) if not isinstance(loss, Tensor) else f"of {tuple(loss.shape)}"
-            raise ArgumentError(f"the loss of shard {shard} is {what}, expected one number or None")
+        if loss is not None and (
+            not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex()
+        ):
+            is_tensor = isinstance(loss, Tensor)
+            what = f"of {tuple(loss.shape)}, {loss.dtype}" if is_tensor else kind_of(loss)
+            raise ArgumentError(
+                f"the loss of shard {shard} is {what}, expected one real number or None"
+            )
         if loss is not None and loss.requires_grad:
             with watch("backward", index):
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -288,6 +304,8 @@ class _Rank:
         ]
         # By name: a module may replace the tensor.
         self._held = [(buffers, name) for buffers, name in every if buffers[name] is not None]
+        for buffers, name in self._held:
+            _check_has_sums(name, buffers[name])
         self.old = [buffer.detach().clone() for buffer in self.buffers]
 
     @property
@@ -298,12 +316,17 @@ class _Rank:
         """Return gradients, changed buffers, and flags of changed buffers; reset both."""
         for param in self.params:
             give_own_memory(param)
-        found = [_wide(torch.zeros_like(p) if p.grad is None else p.grad) for p in self.params]
+        found = [
+            _wide(torch.zeros_like(p, dtype=grad_dtype(p)) if p.grad is None else p.grad)
+            for p in self.params
+        ]
         self.clear()
         now = self.buffers
         if now:
-            changed = [(new != was).any() for new, was in zip(now, self.old, strict=True)]
-            found += [torch.where(c, _wide(b), 0) for c, b in zip(changed, now, strict=True)]
+            values = [_wide(buffer) for buffer in now]
+            old = map(_wide, self.old)
+            changed = [(new != was).any() for new, was in zip(values, old, strict=True)]
+            found += [torch.where(c, new, 0) for c, new in zip(changed, values, strict=True)]
             found.append(torch.stack(changed).to(torch.int64))
             self.restore()
         return found
@@ -321,13 +344,13 @@ class _Rank:
     def finish(self, sums: Sequence[Tensor]) -> None:
         """Set gradients, and buffers to the mean over the shards that changed them."""
         for param, grad in zip(self.params, sums, strict=False):
-            param.grad = grad.to(param.dtype)
+            param.grad = _narrow(grad, grad_dtype(param))
         totals = sums[len(self.params) :]
         for i, (buffer, was) in enumerate(zip(self.buffers, self.old, strict=True)):
             total, count = totals[i], sums[-2][i]
             few = count.clamp(min=1)
             mean = total / few if total.is_floating_point() else total // few
-            buffer.copy_(torch.where(count > 0, mean, was))
+            buffer.copy_(torch.where(count > 0, _narrow(mean, was.dtype), was))
 
 
 def _sum_tree(run: Callable[[int], list[Tensor]], shards: Sequence[int]) -> list[Tensor]:
@@ -403,8 +426,69 @@ def _tensors(replica: Replica) -> Iterator[Tensor]:
     yield from replica.parameters() if isinstance(replica, nn.Module) else replica
 
 
+def _check_has_sums(name: str, buffer: Tensor) -> None:
+    kinds = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32)
+    is_whole = buffer.dtype in (*kinds, torch.int32, torch.int64)
+    if not (is_whole or buffer.is_floating_point() or buffer.is_complex()):
+        raise UnsupportedError(
+            f"buffer {name!r} has dtype {buffer.dtype}, expected a float, complex, bool or integer "
+            "dtype within int64, of which a ShardedStep takes the mean over shards: convert it, or "
+            "make it a plain attribute"
+        )
+
+
 def _wide(tensor: Tensor) -> Tensor:
-    """Convert to the dtype of the sum: at least float32, or int64."""
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.float()
-    return tensor if tensor.is_floating_point() else tensor.to(torch.int64)
+    """Convert to the dtype of the sum: at least float32, or int64; complex numbers to pairs."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_floating_point():
+        return tensor.float() if tensor.itemsize < 4 else tensor
+    return tensor.to(torch.int64)
+
+
+def _narrow(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert what `_wide` has made of a tensor back to its dtype."""
+    if dtype.is_complex:
+        return torch.view_as_complex(tensor.to(dtype.to_real()).contiguous())
+    return tensor.to(dtype)
+
+
+_Accessors = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def _generators(gpus: Sequence[torch.device]) -> list[_Accessors]:
+    """Return how the state of each global generator is read, as bytes or tuples, and restored."""
+
+    def of_torch(get: Callable[[], Tensor], restore: Callable[[Tensor], object]) -> _Accessors:
+        return (
+            lambda: get().numpy().tobytes(),
+            lambda state: restore(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+        )
+
+    found: list[_Accessors] = [
+        (random.getstate, random.setstate),
+        of_torch(torch.get_rng_state, torch.set_rng_state),
+    ]
+    for gpu in gpus:
+        get, restore = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+        found.append(of_torch(partial(get, gpu), partial(restore, device=gpu)))
+    numpy = sys.modules.get("numpy")  # without it none of its numbers are drawn
+    if numpy is not None:
+
+        def read() -> Any:
+            kind, keys, *rest = numpy.random.get_state()
+            return kind, keys.tobytes(), *rest
+
+        def write(state: Any) -> None:
+            kind, keys, *rest = state
+            numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
+
+        found.append((read, write))
+    return found
+
+
+def _seed_all(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number % 2**32)

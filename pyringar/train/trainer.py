@@ -21,9 +21,11 @@ from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.sharded_step import torch_threads
 from pyringar.parallel.shards import check_replicas_equal, count_correct, digest_of
 from pyringar.train.checkpoint import (
+    SETTING,
     Checkpoint,
     folder_of,
     has_checkpoint,
+    named_in,
     prepare_folder,
     read_checkpoint,
     recipe_of,
@@ -180,7 +182,9 @@ class Trainer:
             ``save``. The result has the bits of a run that was never stopped, in one process or in
             many, with the same torch and number of torch threads: a difference is logged. With
             ``shards`` the number of ranks may change. Options that decide bits must be the same,
-            but ``epochs`` may grow.
+            but ``epochs`` may grow. The linear schedule is then stretched: the learning rate falls
+            to 0 over all epochs of this run, and bits differ from those of a run that was never
+            stopped.
 
     Attributes:
         devices: One device per rank of this process.
@@ -188,6 +192,8 @@ class Trainer:
         is_main: Whether this process has rank 0, which alone prints.
         steps_per_epoch: Steps in one epoch.
         step: Finished steps, including those before the checkpoint.
+        stretched_from: Epochs over which the learning rate fell before the checkpoint, if it falls
+            over more epochs now; else None.
 
     Raises:
         ArgumentError: A device is missing, the steps cannot be captured, or a checkpoint cannot be
@@ -238,10 +244,11 @@ class Trainer:
         self._unchecked: deque[_QueuedStep] = deque()
         self._has_run = False
         self._done: list[EpochResult] = []  # from the checkpoint
+        self.stretched_from: int | None = None
         if self._folder is not None:
             self._recipe |= self._found_recipe(loaded)
-        if checkpoint is not None:
-            self._resume_from(checkpoint)
+        if resume is not None and checkpoint is not None:
+            self._resume_from(checkpoint, folder_of("resume", resume))
 
     @property
     def checkpoint_dir(self) -> Path | None:
@@ -433,7 +440,7 @@ class Trainer:
 
     def _check_recipe(self, checkpoint: Checkpoint, folder: Path) -> None:
         """Raise ArgumentError for other options; log another version or number of threads."""
-        checkpoint.check(self._recipe)
+        checkpoint.check(self._recipe, folder)
         if self.config.epochs < checkpoint.num_epochs:
             raise ArgumentError(
                 f"epochs is {self.config.epochs}, but the checkpoint in '{folder}' is of a run of "
@@ -452,8 +459,8 @@ class Trainer:
 
     @property
     def _setting(self) -> dict[str, Any]:
-        threads = threads_per_rank(self.config)
-        return {"torch": str(torch.__version__), "torch threads per rank": threads}
+        values = (str(torch.__version__), threads_per_rank(self.config))
+        return dict(zip(SETTING, values, strict=True))
 
     def _found_recipe(self, data: ImageData) -> dict[str, str]:
         """Return the part of the recipe that is known after the images are loaded."""
@@ -477,8 +484,9 @@ class Trainer:
         kinds = (self.replicas, self.model.buffers(), self._run_step.momentum.velocities)
         return [[*itertools.chain(*of_rank)] for of_rank in zip(*kinds, strict=True)]
 
-    def _resume_from(self, checkpoint: Checkpoint) -> None:
-        checkpoint.check(self._recipe)
+    def _resume_from(self, checkpoint: Checkpoint, folder: Path) -> None:
+        checkpoint.check(self._recipe, folder)
+        self._check_tensors(checkpoint, folder)
         # The first step decides the layout of gradients in buckets, and so the bits of a ring.
         size = self.config.batch_size
         self._run_step(self._data.train_images[:size], self._data.train_labels[:size], 0.0)
@@ -487,9 +495,28 @@ class Trainer:
             for tensors in self._tensors():
                 for target, saved in zip(tensors, checkpoint.tensors, strict=True):
                     target.copy_(saved)
-        self._shuffle.set_state(checkpoint.shuffle)
+        if self.config.lr_schedule == "linear" and self.config.epochs > checkpoint.num_epochs:
+            self.stretched_from = checkpoint.num_epochs
         self._done = [EpochResult(int(n), *rest) for n, *rest in checkpoint.epochs]
         self.step = len(self._done) * self.steps_per_epoch
+
+    def _check_tensors(self, checkpoint: Checkpoint, folder: Path) -> None:
+        """Restore the order of images, and compare the tensors with those of the run."""
+        try:
+            self._shuffle.set_state(checkpoint.shuffle)
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"{named_in(folder)} has a shuffle that is no state of a torch.Generator: {error}"
+            ) from None
+        found, wanted = (
+            [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
+            for tensors in (checkpoint.tensors, self._tensors()[0])
+        )
+        for i, (one, other) in enumerate(itertools.zip_longest(found, wanted, fillvalue="missing")):
+            if one != other:
+                raise ArgumentError(
+                    f"{named_in(folder)} has tensors whose entry {i} is {one}, expected {other}"
+                )
 
 
 class _QueuedStep:
