@@ -336,6 +336,7 @@ class ThreadGroup(PythonGroup):
 
     def start_coalescing(self, *_: Any) -> None:
         """Begin calls that `end_coalescing` returns one work for."""
+        self._check_open("start_coalescing")
         self._batch = []
 
     def end_coalescing(self, *_: Any) -> Any:
@@ -368,6 +369,7 @@ class ThreadGroup(PythonGroup):
         return self._meeting.cluster.engine([t.device for t in tensors])
 
     def _check_open(self, name: str) -> None:
+        self._of.check_thread()
         if self._is_destroyed:
             raise RingarError(f"{name}: this process group was destroyed")
 
@@ -421,6 +423,7 @@ class ThreadGroup(PythonGroup):
             results: The work's, if not ``written``.
             **details: Must agree with other ranks', too.
         """
+        self._check_open(name)
         _check_written(written)
         self._check_devices(name, [*written, *shown])
         if "op" in details:

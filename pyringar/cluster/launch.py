@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -12,17 +11,13 @@ import torch
 from pyringar.choices import kind_of
 from pyringar.cluster import internals
 from pyringar.cluster.cluster import Cluster
-from pyringar.cluster.ranks import current
 from pyringar.comm.arguments import check_timeout, is_count, is_list
 from pyringar.comm.topology import check_devices
-from pyringar.errors import ArgumentError, RingarError
+from pyringar.errors import ArgumentError
 
 __all__ = ["launch"]
 
 Result = TypeVar("Result")
-
-# The process has one torch.distributed, one environment and one interpreter to lend.
-_lock = threading.Lock()
 
 
 def launch(
@@ -91,12 +86,7 @@ def launch(
         raise ArgumentError(f"seed is {seed!r}, expected an int, 0 or more")
     timeout_s = check_timeout(timeout)
     internals.check_torch()
-    if current() is not None or not _lock.acquire(blocking=False):
-        raise RingarError("launch: another one has not ended, and a process can have one at a time")
-    try:
-        return Cluster(chosen, seed=seed, timeout_s=timeout_s).run(program)
-    finally:
-        _lock.release()
+    return Cluster(chosen, seed=seed, timeout_s=timeout_s).run(program)
 
 
 def _checked_args(args: Any) -> Sequence[Any]:

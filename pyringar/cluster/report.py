@@ -11,7 +11,7 @@ from typing import Any
 from pyringar.cluster.calls import Call, Limited, Pause, is_inside, names_of, some
 from pyringar.cluster.ranks import Rank
 
-__all__ = ["of_program", "report"]
+__all__ = ["is_at_prompt", "of_program", "report", "stack_of"]
 
 _COLUMNS = ("rank", "state", "call", "number", "in", "shape", "dtype", "waits for", "line")
 
@@ -36,6 +36,18 @@ def of_program(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and is_inside(trace.tb_frame.f_globals.get("__name__", "")):
         trace = trace.tb_next
     return trace
+
+
+def is_at_prompt(rank: Rank) -> bool:
+    """Return whether a debugger holds a rank's thread."""
+    ident = None if rank.thread is None else rank.thread.ident
+    frame = sys._current_frames().get(ident or 0)
+    while frame is not None:
+        is_debuggers = frame.f_globals.get("__name__") in ("bdb", "pdb", "pydevd")
+        if is_debuggers and not frame.f_code.co_name.startswith("run"):  # runs the program
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
@@ -66,11 +78,11 @@ def _stacks(ranks: Sequence[Rank]) -> str:
     found: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.thread is not None and not rank.has_ended and rank.thread.ident in frames:
-            found.setdefault(_stack(frames[rank.thread.ident]), []).append(rank.index)
+            found.setdefault(stack_of(frames[rank.thread.ident]), []).append(rank.index)
     return "\n".join(f"{names_of(who)}:\n{stack}" for stack, who in found.items() if stack)
 
 
-def _stack(frame: Any) -> str:
+def stack_of(frame: Any) -> str:
     """Return the program's part of a stack: what is torch's, or ours, is left out."""
     walked = list(traceback.walk_stack(frame))[::-1]
     of_program = [(f, n) for f, n in walked if not is_inside(f.f_globals.get("__name__", ""))]
