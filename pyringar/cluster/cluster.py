@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import signal
 import sys
 import threading
 import time
@@ -81,9 +82,10 @@ class Cluster:
             BaseException: What went wrong first: what a rank raised, or what ended its waits.
         """
         outcome: list[Any] = []
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         thread = threading.Thread(
             target=contextvars.copy_context().run,
-            args=(self._control, program, outcome),
+            args=(self._control, program, outcome, signals),
             name="launch",
             daemon=True,
         )
@@ -92,16 +94,20 @@ class Cluster:
             cpus = [torch.device("cpu")] * len(self.ranks)
             for devices in (cpus, [rank.device for rank in self.ranks]):
                 self.engine(devices)
-            with starting_thread(thread.name):
-                thread.start()
-            self._over.wait(float("inf"))
+            try:  # Python would count a thread for ever whose start is interrupted
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+                with starting_thread(thread.name):
+                    thread.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+            while not self._over.wait(0.1):
+                pass
             thread.join()
         except BaseException as error:
-            self._left = error
-            if thread.is_alive():
-                self._over.wait(float("inf"))
-            else:
-                self._let_go()
+            self._left = error  # the thread looks at it, also before it starts any rank
+            while thread.is_alive():
+                thread.join(0.1)
+            self._let_go()
             raise
         failure, results = outcome
         try:
@@ -111,11 +117,14 @@ class Cluster:
         finally:
             del failure, outcome
 
-    def _control(self, program: Callable[[], Any], outcome: list[Any]) -> None:
+    def _control(self, program: Callable[[], Any], outcome: list[Any], signals: Any) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         error: BaseException | None = None
         results: list[Any] = []
         is_first = _running.acquire(blocking=False)
         try:
+            if self._left is not None:
+                raise self._left
             if not is_first:
                 raise RingarError(
                     "launch: another one has not ended, and a process can have one at a time"

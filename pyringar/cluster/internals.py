@@ -374,7 +374,6 @@ def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> No
     """Refuse threads that are no rank's, also where torch looks for a group in vain."""
     own = distributed_c10d._get_default_group
     functional: Any = importlib.import_module("torch.distributed._functional_collectives")
-    resolve = functional._resolve_group_name
 
     def get() -> Any:
         try:
@@ -385,13 +384,18 @@ def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> No
             note(wrong_thread())
             raise ValueError(f"{error} {wrong_thread()}") from error
 
-    def resolve_here(*args: Any, **options: Any) -> Any:
-        if current() is not None:
-            this_rank()
-        return resolve(*args, **options)
+    def in_own_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if current() is not None:
+                this_rank()
+            return function(*args, **options)
+
+        return call
 
     replace(undo, distributed_c10d, "_get_default_group", get)
-    replace(undo, functional, "_resolve_group_name", resolve_here)
+    for name in ("_resolve_group", "_resolve_group_name"):  # depends on the version of torch
+        if hasattr(functional, name):
+            replace(undo, functional, name, in_own_thread(getattr(functional, name)))
 
 
 def _take_operators(undo: contextlib.ExitStack) -> None:

@@ -77,7 +77,7 @@ def noting_threads() -> Iterator[None]:
             start(thread)
             rank.threads = [*rank.live_threads(), thread]
 
-    threading.Thread.start = start_noted  # type: ignore[method-assign]
+    threading.Thread.start = start_noted  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -68,7 +68,9 @@ class ThreadFuture(_Future):  # type: ignore[misc]
         try:
             value = made.then(make).value()
         except RuntimeError as error:
-            self.set_exception(error)
+            # Not the exception: C++ would keep it for ever, with the frames in its traceback.
+            self._set_unwrap_func(_raise)
+            self.set_result(str(error))
         else:
             self.set_result(value)
 
@@ -98,6 +100,10 @@ class ThreadFuture(_Future):  # type: ignore[misc]
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
         """Call ``callback`` with this one when it is complete, unless its rank has ended."""
         super().add_done_callback(lambda done: None if self._rank.is_gone else callback(done))
+
+
+def _raise(text: str) -> None:
+    raise RuntimeError(text)
 
 
 class ThreadWork(PendingWork):
