@@ -116,8 +116,10 @@ class ThreadGroup(PythonGroup):
         """Reduce ``rows[i][r]`` into rank ``r``'s ``outputs[i]``; ``inputs`` if rows are parts."""
         opts = _with_op(opts, "ReduceScatterOptions")
         op = reduction_name(opts.reduceOp, name)
-        for row in rows:
+        for output, row in zip(outputs, rows, strict=True):
             self._check_row(row, name)
+            self._check_tensors(name, row)
+            moves.check_alike(output, row[self._rank])
 
         def act(calls: Sequence[Call]) -> None:
             for i in range(len(outputs)):
@@ -289,6 +291,11 @@ class ThreadGroup(PythonGroup):
                         moves.copy(target, source)
 
         args = [_data(row) for row in into], list(out_of)
+        for row in args[1]:
+            self._check_tensors(name, row)
+        own = [row[self._rank] for row in args if row]  # others' are compared when all have called
+        for target, source in zip(*own, strict=True):
+            moves.check_alike(target, source)
         return self._meet(name, options.pop("shown"), opts, act, args=args, **options)
 
     # -- messages and barriers ---------------------------------------------------------------------
@@ -314,7 +321,7 @@ class ThreadGroup(PythonGroup):
 
     def _message(self, name: str, tensors: Any, message: _Message, peers: list[int]) -> Any:
         self._check_open(name)
-        self._check_devices(name, tensors)
+        self._check_tensors(name, tensors)
         message.data = _data(tensors)
         details = {"to": message.to, "from": message.sender, "tag": message.tag or None}
         details = {key: value for key, value in details.items() if value is not None}
@@ -373,8 +380,12 @@ class ThreadGroup(PythonGroup):
         if self._is_destroyed:
             raise RingarError(f"{name}: this process group was destroyed")
 
-    def _check_devices(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def _check_tensors(self, name: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
+            if name != "all_reduce" and (tensor.layout is not torch.strided or tensor.is_nested):
+                raise UnsupportedError(
+                    f"{name}: a tensor has layout {tensor.layout}, expected a dense one"
+                )
             if tensor.device.type not in ("cpu", "cuda"):
                 raise UnsupportedError(
                     f"{name}: ranks that are threads take tensors on the CPU and on CUDA GPUs, "
@@ -425,7 +436,7 @@ class ThreadGroup(PythonGroup):
         """
         self._check_open(name)
         _check_written(written)
-        self._check_devices(name, [*written, *shown])
+        self._check_tensors(name, [*written, *shown])
         if "op" in details:
             moves.check_reducible([*shown, *(alike or [])], details["op"])
         if alike is not None:
