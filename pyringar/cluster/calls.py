@@ -123,6 +123,7 @@ class Call(Wait):
         Raises:
             CollectiveTimeout: It is not done after ``timeout`` seconds; it goes on nevertheless.
         """
+        self.rank.check_thread()
         if not (self.is_done and self._was_awaited):
             self._was_awaited = True
             self.meeting.cluster.wait(self if timeout is None else Limited(self, timeout))
@@ -132,6 +133,7 @@ class Call(Wait):
 
     def is_completed(self) -> bool:
         """Return whether it is done; let others run first if not: a program may ask in a loop."""
+        self.rank.check_thread()
         if not self.is_done:
             self.meeting.cluster.pause(Pause(self.rank, str(self), self))
         return self.is_done

@@ -317,7 +317,6 @@ class Cluster:
     def wait(self, what: Wait) -> None:
         """Let other ranks run until a wait is over; raise what it ended with."""
         if not what.rank.is_gone:
-            what.rank.check_thread()
             if not what.is_done:
                 self._check_told()
             self.pause(what)

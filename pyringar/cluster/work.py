@@ -129,11 +129,12 @@ class ThreadWork(PendingWork):
 
         It is waited for here if torch goes on to wait in C++, where no other rank would be let run.
         """
+        for call in self._calls():
+            call.rank.check_thread()
         if internals.is_future_for_reducer("get_future"):
             self._settle()
         if self._future is None and not self._is_over():
             rank = self._calls()[0].rank
-            rank.check_thread()
             self._future = future = ThreadFuture(self, rank)
             rank.futures.append(future)
         return self._future or super().get_future()
@@ -147,7 +148,7 @@ class ThreadWork(PendingWork):
 
     def _settle(self) -> None:
         for call in self._calls():
-            call.rank.check_thread()
+            call.rank.check_thread()  # its error is not suppressed
             with contextlib.suppress(Exception):
                 call.wait()
 
