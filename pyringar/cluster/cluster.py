@@ -258,11 +258,7 @@ class Cluster:
     # -- groups ------------------------------------------------------------------------------------
 
     def _make_group(self, options: Any) -> ThreadGroup:
-        """Return this thread's rank's side of a group.
-
-        Raises:
-            ArgumentError: The world has other numbers than the cluster.
-        """
+        """Return the side that this thread's rank has of a group."""
         rank, ranks = this_rank(), tuple(options.global_ranks_in_group)
         if not ranks:
             number, size = options.group_rank, options.group_size
@@ -297,15 +293,7 @@ class Cluster:
     # -- calls -------------------------------------------------------------------------------------
 
     def begin(self, call: Call, post: Callable[[], None]) -> None:
-        """Begin a rank's call.
-
-        Args:
-            call: Which.
-            post: Begins it.
-
-        Raises:
-            RingarError: The cluster has failed, or calls differ, or it is not the rank's thread.
-        """
+        """Begin a rank's call with ``post``; raise if the run has failed, or in a wrong thread."""
         call.rank.check_thread()
         self._check_told()
         check_stack()
@@ -323,11 +311,7 @@ class Cluster:
         what.raise_error()
 
     def pause(self, what: Wait) -> None:
-        """Let other ranks run.
-
-        Raises:
-            RingarError: This is not the thread of the rank that waits.
-        """
+        """Let other ranks run."""
         what.rank.check_thread()
         self.schedule.wait(what)
         if isinstance(self._told, KeyboardInterrupt):
@@ -356,11 +340,11 @@ class Cluster:
     def fail(
         self, make_error: Callable[[str], BaseException], calls: Mapping[int, Call] | None = None
     ) -> BaseException:
-        """End all waits with an error, unless something went wrong before; return what did.
+        """End all waits with an error, unless the run has failed before; return that error.
 
         Args:
             make_error: Makes it, given a report of what all ranks do.
-            calls: What it is about, by rank.
+            calls: The calls it is about, by rank.
         """
         with self.schedule.lock:
             if self._told is None:
@@ -388,16 +372,14 @@ class Cluster:
                 f"; threads that ranks started still run, {some(threads)}: if these are to call "
                 "torch.distributed, use pr.launch(..., processes=True)"
             )
+        kind: type[RingarError] = PeerLostError if gone else CollectiveTimeout
         if gone:
             have = "has" if len(gone) == 1 else "have"
-            what = f"ranks wait for {names_of(gone)}, which {have} ended{more}"
-            self.fail(lambda text: PeerLostError(what + text))
-        elif missing:
-            what = f"all ranks wait for each other{more}"
-            self.fail(lambda text: CollectiveTimeout(what + text))
+            what = f"ranks wait for {names_of(gone)}, which {have} ended"
         else:
-            what = f"ranks wait for what nobody will do{more}"
-            self.fail(lambda text: CollectiveTimeout(what + text))
+            each = "each other" if missing else "what nobody will do"
+            what = f"{'all ranks' if missing else 'ranks'} wait for {each}"
+        self.fail(lambda text: kind(what + more + text))
 
     def _refuse(self) -> BaseException:
         """End the run because of a call in a thread that is no rank's own; return the error."""
@@ -410,7 +392,6 @@ class Cluster:
         return copy_of(self.fail(make_error))
 
     def _note_stranger(self, text: str) -> None:
-        """Note a call that was refused, and that ranks may wait for."""
         self._stranger = text
 
     def _take_error(self, rank: Rank, error: BaseException) -> None:

@@ -97,18 +97,14 @@ class ThreadGroup(PythonGroup):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Reduce each input over all ranks; write this rank's part into the output beside it."""
         name = "reduce_scatter_tensor"
+        outputs, inputs = _as_list(outputs), _as_list(inputs)
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole(name, input, output)
         rows = [moves.parts(input.data, self._size) for input in inputs]
         return self._reduce_scatter(name, outputs, rows, opts, inputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Do `reduce_scatter_single_coalesced` of one pair."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_single = _reduce_scatter_base = reduce_scatter_single_coalesced
 
     def _reduce_scatter(
         self, name: str, outputs: Any, rows: Any, opts: Any, inputs: Any = None
@@ -172,6 +168,7 @@ class ThreadGroup(PythonGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Put all ranks' input, end to end in rank order, into the output beside it."""
         name = "all_gather_into_tensor"
+        outputs, inputs = _as_list(outputs), _as_list(inputs)
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole(name, output, input)
         rows = [moves.parts(output.data, self._size) for output in outputs]
@@ -179,12 +176,7 @@ class ThreadGroup(PythonGroup):
         return self._all_gather(name, into, inputs, opts, [outputs], alike=inputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Do `all_gather_single_coalesced` of one pair."""
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    _allgather_base = all_gather_single
+    all_gather_single = _allgather_base = all_gather_single_coalesced
 
     def _all_gather(
         self, name: str, into: Any, inputs: Any, opts: Any, rows: Any, alike: Any = None
@@ -487,17 +479,16 @@ def _as_list(tensors: Any) -> list[Tensor]:
 
 
 def _with_op(opts: Any, kind: str) -> Any:
-    if hasattr(opts, "reduceOp"):
-        return opts
-    options = given_or_default(None, kind)
-    if opts is not None:
-        options.reduceOp = opts
-    return options
+    return opts if hasattr(opts, "reduceOp") else _options(kind, "reduceOp", opts)
 
 
 def _with_root(opts: Any, kind: str) -> tuple[Any, int]:
-    if hasattr(opts, "rootRank"):
-        return opts, opts.rootRank
-    options = given_or_default(None, kind)
-    options.rootRank = opts or 0
+    options = opts if hasattr(opts, "rootRank") else _options(kind, "rootRank", opts)
     return options, options.rootRank
+
+
+def _options(kind: str, name: str, value: Any) -> Any:
+    options = given_or_default(None, kind)
+    if value is not None:
+        setattr(options, name, value)
+    return options

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from pyringar.cluster.calls import Call, Limited, Pause, is_inside, names_of, some
+from pyringar.cluster.calls import Call, is_inside, names_of, some
 from pyringar.cluster.ranks import Rank
 
 __all__ = ["is_at_prompt", "of_program", "report", "stack_of"]
@@ -60,7 +60,7 @@ def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
         state = "runs" if rank.is_running else "has not begun"
     else:
         state = "ready" if wait.is_done else "waits"
-    call = shown or (wait.call or wait if isinstance(wait, (Limited, Pause)) else wait)
+    call = shown or (wait.call or wait if wait else None)
     if not isinstance(call, Call):
         calls = f"after {rank.num_calls} call{'s' * (rank.num_calls != 1)}"
         return (str(rank.index), state, call.what if call else calls, *[""] * 6)
