@@ -23,19 +23,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyringar.cluster.ranks import Rank, belong_to, current, this_rank, wrong_thread
 from pyringar.cluster.state import Environment
+from pyringar.comm.exits import drop_failed_backward
 from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = [
     "check_torch",
     "entered",
+    "forget_groups_of_parent",
     "interrupt",
     "is_future_for_reducer",
+    "make_ringar_the_default",
     "plain_torch",
+    "run_first_backward",
     "run_in_thread_of",
 ]
 
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
+# Kept, since to destroy a group waits for threads that a forked process does not have.
+_of_parent: list[Any] = []
 
 # What torch.distributed keeps of its groups, by the name of the property: an empty one each.
 _WORLD: dict[str, Callable[[], Any]] = {
@@ -190,6 +196,7 @@ def entered(
     # of the rank which imports it, if there is one by then.
     importlib.import_module("pyringar.distributed")
     importlib.import_module("torch.distributed.nn.functional")
+    run_first_backward()
     # FakeTensorMode, which DTensor uses, has it done by the first thread, in torch 2.11 and 2.12
     # for as long as that lives.
     torch._C._ensureCUDADeviceGuardSet()
@@ -240,6 +247,42 @@ def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
         return helper(size, rank, ranks, backend, *args, **kwargs)
 
     return make
+
+
+def run_first_backward() -> None:
+    """Run a backward pass, so that a process that is forked later can run one.
+
+    The first pass of a process starts threads if there is a GPU, or if FakeTensorMode was used.
+    torch then refuses to run one after a fork.
+    """
+    if torch.cuda.device_count() == 0:
+        drop_failed_backward()
+
+
+def forget_groups_of_parent() -> None:
+    """Give this process, which was forked, a torch.distributed without groups."""
+    world: Any = distributed_c10d._world
+    for name in (name for name in _WORLD if hasattr(world, name)):
+        value = getattr(world, name)
+        if isinstance(value, (dict, list)):
+            _of_parent.append(value.copy())
+            value.clear()
+        else:
+            _of_parent.append(value)
+            setattr(world, name, _WORLD[name]())
+    c10d_cpp._unregister_all_process_groups()
+
+
+def make_ringar_the_default() -> None:
+    """Let ``init_process_group()`` without a backend make a group of the backend ``ringar``."""
+    importlib.import_module("pyringar.distributed")
+    own: Any = distributed_c10d._new_process_group_helper
+
+    def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = "ringar" if str(backend) == "undefined" else backend
+        return own(size, rank, ranks, backend, *args, **kwargs)
+
+    distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
 
 
 def _say_once(text: str) -> None:
