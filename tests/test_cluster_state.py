@@ -192,6 +192,21 @@ def test_deadlock_is_told_when_threads_have_ended():
         pr.launch(program, 2, args=(0.5,), timeout=0.1)
 
 
+def test_call_in_a_forked_child_is_refused():
+    def program() -> int:
+        child = os.fork() if begin() == 0 else -1
+        if child == 0:
+            try:
+                dist.barrier()
+            except pr.RingarError as error:
+                os._exit(7 if "processes=True" in str(error) else 8)
+            os._exit(9)
+        dist.barrier()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child > 0 else 7
+
+    assert pr.launch(program, 2) == [7, 7]
+
+
 def test_thread_of_the_process_keeps_its_groups():
     asked: list[Any] = []
 

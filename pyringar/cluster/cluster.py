@@ -123,9 +123,7 @@ class Cluster:
         results: list[Any] = []
         is_first = _running.acquire(blocking=False)
         try:
-            if self._left is not None:
-                raise self._left
-            if not is_first:
+            if not is_first or self._left is not None:
                 raise RingarError(
                     "launch: another one has not ended, and a process can have one at a time"
                 )

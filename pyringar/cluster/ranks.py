@@ -70,6 +70,7 @@ def noting_threads() -> Iterator[None]:
 
         def run_noted() -> None:
             _here.rank, _here.is_own = rank, False
+            del thread.run  # or the thread would refer to itself
             run()
 
         thread.run = run_noted  # type: ignore[method-assign]
@@ -131,19 +132,14 @@ class Rank:
         self.error: BaseException | None = None
 
         self.num_calls = 0
-        """Collectives and messages that it has begun, in all groups."""
-        self.futures: list[Any] = []
-        """Futures of its works that are not complete."""
+        self.futures: list[Any] = []  # of its works, not complete
         self.pending_error: BaseException | None = None
         """An exception of a callback that torch would not let through."""
         self.world: dict[str, Any] = {}
         """Its groups, as torch.distributed keeps them."""
-        self.main: ModuleType | None = None
-        """Its ``__main__``, where it runs a script."""
-        self.num_groups: dict[Any, int] = {}
-        """How many groups of a name it has made."""
-        self.state: ProcessState | None = None
-        """The state of the process with which it begins."""
+        self.main: ModuleType | None = None  # where it runs a script
+        self.num_groups: dict[Any, int] = {}  # by name
+        self.state: ProcessState | None = None  # with which it begins
 
     def check_thread(self) -> None:
         """Refuse a thread that is not the rank's own, while there is a run.
