@@ -309,14 +309,45 @@ def coalesced(rank: int, size: int) -> None:
         assert all(t.view(size, -1)[:, 0].tolist() == list(range(size)) for t in gathered)
 
 
+# -- reduce ----------------------------------------------------------------------------------------
+
+
+def reduce(rank: int, size: int) -> None:
+    root = size - 1
+    for dtype in (*dtypes(), torch.uint16):
+        made = torch.int16 if dtype is torch.uint16 else dtype
+        for op in ops_of(dtype):
+            for numel, how in zip(SIZES, ("sync", "async", "future"), strict=True):
+                parts = [
+                    part.abs().to(dtype) if made != dtype else part
+                    for part in all_values(numel, made, size)
+                ]
+                mine = parts[rank].clone()
+                finish(dist.reduce, how, mine, root, REDUCE[op])
+                expected = wanted(parts, op) if rank == root else parts[rank]
+                assert_equal(mine, expected, (dtype, op, numel, how))
+    for dtype, op in (
+        (torch.complex64, "MAX"),
+        (torch.float8_e5m2, "BOR"),
+        (torch.float32, "BAND"),
+        (torch.bool, "AVG"),
+    ):
+        mine = torch.ones(3).to(dtype)
+        for call in (lambda x, o: dist.reduce(x, root, o), dist.all_reduce):
+            if dtype.is_complex and call is dist.all_reduce:
+                continue  # torch's own error
+            with raises(pr.UnsupportedError, f"cannot reduce {dtype} with"):
+                call(mine, getattr(dist.ReduceOp, op))
+    bits = all_values(31, torch.int16, size)
+    dist.reduce(mine := bits[rank].clone(), root, dist.ReduceOp.BXOR)
+    expected = functools.reduce(torch.bitwise_xor, bits) if rank == root else bits[rank]
+    assert torch.equal(mine, expected)
+
+
 # -- handed to gloo --------------------------------------------------------------------------------
 
 
 def delegated(rank: int, size: int) -> None:
-    total = size * (size + 1) / 2
-    mine = torch.full((5,), 1.0 + rank)
-    dist.reduce(mine, 0)
-    assert rank or (mine == total).all()
     for dtype in dtypes():
         parts = all_values(4 * size, dtype, size)
         rows = [torch.empty_like(parts[0]) for _ in range(size)] if rank == 0 else None
@@ -470,6 +501,7 @@ CASES: dict[str, Case] = {
         all_gather,
         reduce_scatter,
         coalesced,
+        reduce,
         delegated,
         messages,
         objects,

@@ -120,6 +120,8 @@ def answers(rank: int, size: int) -> None:
         assert handle.get_future().done(), f"{name}: a future of what is done already"
         if "reduce_scatter" in name:  # gloo's work has no future
             assert_alike(handle.get_future().value(), [expected], name)
+        elif name == "reduce" and rank != 1:  # gloo leaves partial sums there
+            assert_alike(handle.get_future().value(), [numbers(rank)], name)
         else:
             assert_alike(handle.get_future().value(), control.get_future().wait(), name)
         assert_alike(handle.result(), handle.get_future().value(), name)

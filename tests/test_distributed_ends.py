@@ -24,9 +24,7 @@ DELEGATED = {
     "future": lambda x: (
         dist.all_to_all_single(torch.empty(4), x, async_op=True).get_future().wait()
     ),
-    "reduce": lambda x: dist.reduce(x, 0),
     "gather": lambda x: dist.gather(x, [torch.empty(4), torch.empty(4)], dst=0),
-    "band": lambda x: dist.all_reduce(x.int(), dist.ReduceOp.BAND),
     "sparse": lambda x: dist.all_reduce(x.to_sparse()),
     "send": lambda x: dist.send(x, 1),
     "recv": lambda x: dist.recv(x, 1),
@@ -55,11 +53,9 @@ def test_gloo_calls_name_dead_rank():
 
 THREE = {
     "all_to_all": lambda rank: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
-    "reduce": lambda rank: dist.reduce(torch.ones(3), 0),
     "gather": lambda rank: dist.gather(
         torch.ones(3), [torch.empty(3) for _ in range(3)] if rank == 0 else None, dst=0
     ),
-    "band": lambda rank: dist.all_reduce(torch.ones(3).int(), dist.ReduceOp.BAND),
     "recv": lambda rank: dist.recv(torch.ones(3), {0: 2, 1: 0}[rank]),
     "all_reduce": lambda rank: dist.all_reduce(torch.ones(3)),
     "monitored_barrier": lambda rank: dist.monitored_barrier(),
@@ -70,7 +66,7 @@ def leave_because_of(rank: int, size: int, first: str, then: str, culprit: str) 
     refused = error_of(dist.monitored_barrier)
     if refused[0] != "none" and "monitored_barrier" in (first, then):
         return refused
-    dist.reduce(torch.ones(3), 0)  # connected
+    dist.barrier()
     store = dist.distributed_c10d._get_default_store()
     if rank == 2:
         if culprit == "dead":
@@ -88,11 +84,10 @@ def leave_because_of(rank: int, size: int, first: str, then: str, culprit: str) 
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("reduce", "gather"),
-        ("gather", "reduce"),
-        ("all_to_all", "band"),
+        ("all_to_all", "gather"),
+        ("gather", "all_to_all"),
         ("recv", "recv"),
-        ("band", "all_reduce"),
+        ("all_to_all", "all_reduce"),
         ("gather", "monitored_barrier"),
     ],
 )
@@ -109,7 +104,7 @@ def test_survivor_that_leaves_is_not_blamed(first, then, machines):
 
 
 def test_late_rank_is_blamed_after_leave():
-    options = ("reduce", "gather", "late")
+    options = ("all_to_all", "gather", "late")
     *waiters, _ = run_group(leave_because_of, 3, *options, timeout_s=1.0)
     for kind, _, text, _ in waiters:
         assert kind == "CollectiveTimeout", text
@@ -117,7 +112,7 @@ def test_late_rank_is_blamed_after_leave():
 
 
 def wrong_dtype(rank: int, size: int) -> Any:
-    error = error_of(lambda: dist.reduce(torch.ones(2, dtype=torch.int16), 0))
+    error = error_of(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int16).to_sparse()))
     dist.barrier()  # who has left is blamed
     return error
 
@@ -140,27 +135,6 @@ def leave_early(rank: int, size: int) -> Any:
 def test_finished_rank_may_leave():
     results = run_group(leave_early, 3)
     assert results[0] == [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]], results
-
-
-def reduce_nothing(rank: int, size: int) -> Any:
-    dist.reduce(torch.ones(1), 0)  # connected
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        store.wait(["left"], timedelta(seconds=30))
-    nothing = torch.empty(0, dtype=torch.int32)
-    errors = [
-        error_of(lambda: dist.all_reduce(nothing, dist.ReduceOp.BOR)),
-        error_of(lambda: dist.reduce(nothing, 0)),
-    ]
-    if rank == 1:
-        dist.destroy_process_group()
-        store.set("left", "")
-    return [text for _, _, text, _ in errors]
-
-
-@pytest.mark.parametrize("machines", ["", "ab"])
-def test_empty_calls_need_no_peer(machines):
-    assert run_group(reduce_nothing, 2, machines=machines) == [["", ""]] * 2
 
 
 def aborted(rank: int, size: int) -> Any:
@@ -265,14 +239,11 @@ def dies_meanwhile(rank: int, size: int, operation: str) -> Any:
     return error_of(lambda: call(torch.arange(4.0))), error_of(dist.destroy_process_group)
 
 
-DYING = [
-    *itertools.product(("send", "recv", "all_to_all", "monitored_barrier"), ("", "ab")),
-    ("reduce", "ab"),
-]
+DYING = list(itertools.product(("send", "recv", "all_to_all", "monitored_barrier"), ("", "ab")))
 
 
 @pytest.mark.parametrize(
-    ("operation", "machines"), mostly_slow(DYING, ("recv", ""), ("reduce", "ab"))
+    ("operation", "machines"), mostly_slow(DYING, ("recv", ""), ("all_to_all", "ab"))
 )
 def test_dead_rank_is_named_in_gloo_calls(operation, machines):
     (error, destroyed), _ = run_group(dies_meanwhile, 2, operation, machines=machines)

@@ -404,6 +404,19 @@ def test_output_is_marked_by_rank(capsys):
     assert len(out.splitlines()) == 8
 
 
+def test_endless_output_does_not_hide_a_failure(monkeypatch):
+    def program():
+        if rank_of() == 1:
+            raise ValueError("planted")
+        while True:
+            print("x" * 1000)
+
+    with open(os.devnull, "w") as devnull:
+        monkeypatch.setattr(sys, "stdout", devnull)
+        error, _, _ = failure_of(program, 2)
+    assert type(error) is ValueError
+
+
 def test_output_before_a_kill_is_shown(capsys):
     def program():
         print("last words", end="")

@@ -147,20 +147,19 @@ py::object all_reduce(const typename Engine::GroupPtr& group, const CallKey& key
   return py::none();
 }
 
-// A call that was checked once. It keeps the tensors and their storages, so that the memory stays.
+// A call that was checked once, and whose tensors are compared each time with what they were.
 template <typename Engine, typename Call>
 struct BoundCall {
   typename Engine::GroupPtr group;
   Call call;
-  py::object written;
-  py::list storages;
-  py::list references;
+  BoundTensors tensors;
 
   static PyObject* run(PyObject* capsule, PyObject*) {
     try {
       BoundCall& bound = state_of<BoundCall>(capsule);
-      PyObject* const written = bound.written.ptr();
+      PyObject* const written = bound.tensors.list();
       Engine::host(*bound.group).check_usable();
+      bound.tensors.check();
       if constexpr (requires { Engine::mark_and_run(*bound.group, bound.call, written); }) {
         Engine::mark_and_run(*bound.group, bound.call, written);
       } else {
@@ -176,7 +175,8 @@ struct BoundCall {
 };
 
 template <typename Engine, typename Call>
-py::object bind_call(const typename Engine::GroupPtr& group, Prepared<Call> prepared) {
+py::object bind_call(const typename Engine::GroupPtr& group, Prepared<Call> prepared,
+                     ListNames names) {
   using Bound = BoundCall<Engine, Call>;
   if (py::len(prepared.copies) > 0) {
     fail(ErrorKind::kUnsupported,
@@ -185,11 +185,9 @@ py::object bind_call(const typename Engine::GroupPtr& group, Prepared<Call> prep
   }
   static PyMethodDef method = {"bound_all_reduce", &Bound::run, METH_NOARGS,
                                "Reduce the bound tensors in place."};
-  py::list storages = storages_of({prepared.written});
-  py::list references = references_to(prepared.written);
-  return function_over(method, std::unique_ptr<Bound>(new Bound{
-                                   group, std::move(prepared.call), std::move(prepared.written),
-                                   std::move(storages), std::move(references)}));
+  BoundTensors tensors(std::move(prepared.written), names);
+  return function_over(method, std::unique_ptr<Bound>(
+                                   new Bound{group, std::move(prepared.call), std::move(tensors)}));
 }
 
 // {algorithm: {"calls", "bytes", "busy_s"}}; without times where only a device knows them.
@@ -229,9 +227,11 @@ void def_rank_calls(Class& cls) {
     def("bind", [are_lists](Ptr group, py::handle tensors, py::handle op, py::handle algorithm,
                             py::handle order) {
       Engine::host(*group).check_usable();
-      return bind_call<Engine>(
-          group, prepare_all_reduce(tensors, are_lists, parse_reduction(op, order),
-                                    parse_algorithm(algorithm), Engine::ranks(*group), true));
+      auto prepared = prepare_all_reduce(tensors, are_lists, parse_reduction(op, order),
+                                         parse_algorithm(algorithm), Engine::ranks(*group), true);
+      const std::size_t per_list = are_lists ? py::len(prepared.written) / py::len(tensors) : 0;
+      return bind_call<Engine>(group, std::move(prepared),
+                               {are_lists ? "lists" : "tensors", true, per_list});
     });
     def("check", [are_lists](Ptr group, py::handle tensors) {
       Engine::host(*group).check_usable();
@@ -284,6 +284,14 @@ void def_rank_calls(Class& cls) {
 
 // -- ranks in processes ---------------------------------------------------------------------------
 
+// what: the call of other tensors that it stands for, in words; ranks compare it.
+template <typename Engine>
+py::object run_as(const typename Engine::GroupPtr& group, PreparedCall prepared,
+                  py::handle in_flight, std::string what) {
+  prepared.call.what = std::move(what);
+  return run_or_submit<Engine>(group, std::move(prepared), in_flight);
+}
+
 // Engine brings, besides (host(group) is the ProcessGroup on the host):
 //   local_rank(group)    its part in the group
 template <typename Engine, typename Class>
@@ -294,14 +302,17 @@ void def_process_calls(Class& cls) {
     return prepare_process_all_reduce(Engine::local_rank(*group), tensors,
                                       parse_reduction(op, order), operation);
   };
+  const auto no_other = py::arg("what") = "";
   cls.def("absent_ranks", [](Ptr group) { return Engine::host(*group).absent_ranks(); })
       .def("seal", [](Ptr group) { Engine::host(*group).seal(); })
-      .def("all_reduce",
-           [prepare](Ptr group, py::handle tensors, py::handle op, py::handle order,
-                     py::handle in_flight) {
-             return run_or_submit<Engine>(group, prepare(group, tensors, op, order, "all_reduce"),
-                                          in_flight);
-           })
+      .def(
+          "all_reduce",
+          [prepare](Ptr group, py::handle tensors, py::handle op, py::handle order,
+                    py::handle in_flight, std::string what) {
+            return run_as<Engine>(group, prepare(group, tensors, op, order, "all_reduce"),
+                                  in_flight, std::move(what));
+          },
+          py::arg("tensors"), py::arg("op"), py::arg("order"), py::arg("in_flight"), no_other)
       .def("reduce_scatter",
            [](Ptr group, py::handle output, py::handle input, py::handle op, py::handle order,
               py::handle in_flight) {
@@ -311,18 +322,23 @@ void def_process_calls(Class& cls) {
                                                 parse_reduction(op, order)),
                  in_flight);
            })
-      .def("all_gather",
-           [](Ptr group, py::handle output, py::handle input, py::handle in_flight) {
-             return run_or_submit<Engine>(
-                 group, prepare_process_all_gather(Engine::local_rank(*group), output, input),
-                 in_flight);
-           })
-      .def("broadcast",
-           [](Ptr group, py::handle tensor, int root, py::handle in_flight) {
-             return run_or_submit<Engine>(
-                 group, prepare_process_broadcast(Engine::local_rank(*group), tensor, root),
-                 in_flight);
-           })
+      .def(
+          "all_gather",
+          [](Ptr group, py::handle output, py::handle input, py::handle in_flight,
+             std::string what) {
+            return run_as<Engine>(
+                group, prepare_process_all_gather(Engine::local_rank(*group), output, input),
+                in_flight, std::move(what));
+          },
+          py::arg("output"), py::arg("input"), py::arg("in_flight"), no_other)
+      .def(
+          "broadcast",
+          [](Ptr group, py::handle tensor, int root, py::handle in_flight, std::string what) {
+            return run_as<Engine>(
+                group, prepare_process_broadcast(Engine::local_rank(*group), tensor, root),
+                in_flight, std::move(what));
+          },
+          py::arg("tensor"), py::arg("root"), py::arg("in_flight"), no_other)
       .def("barrier",
            [](Ptr group, py::handle in_flight) {
              return run_or_submit<Engine>(group, prepare_process_barrier(), in_flight);
@@ -330,7 +346,9 @@ void def_process_calls(Class& cls) {
       .def("bind",
            [prepare](Ptr group, py::handle tensors, py::handle op, py::handle order) {
              Engine::host(*group).check_usable();
-             return bind_call<Engine>(group, prepare(group, tensors, op, order, "bind"));
+             const bool is_list = is_sequence(tensors.ptr());
+             return bind_call<Engine>(group, prepare(group, tensors, op, order, "bind"),
+                                      {is_list ? "tensors" : "tensor", is_list});
            })
       .def(
           "abort",

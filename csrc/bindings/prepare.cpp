@@ -19,6 +19,8 @@ class Sequence {
       fail(ErrorKind::kArgument, operation, ": ", argument, " is ", kind_of(raw),
            ", expected a list or tuple with one ", per);
     }
+    operation_ = operation;
+    argument_ = argument;
     items_ = tuple_of(raw);
     if (expected >= 0 && size() != expected) {
       fail(ErrorKind::kArgument, operation, ": ", argument, " has ", size(),
@@ -27,7 +29,7 @@ class Sequence {
   }
 
   // Arrays of other libraries become tensors that share their memory.
-  void adopt_arrays() {
+  void adopt_arrays(bool is_indexed = true) {
     const auto is_plain = [&](Py_ssize_t i) { return is_plain_tensor((*this)[i]); };
     Py_ssize_t i = 0;
     while (i < size() && is_plain(i)) ++i;
@@ -35,7 +37,8 @@ class Sequence {
     auto adopted = py::reinterpret_steal<py::tuple>(PyTuple_New(size()));
     if (!adopted) throw_python_error();
     for (i = 0; i < size(); ++i) {
-      PyTuple_SET_ITEM(adopted.ptr(), i, as_tensor((*this)[i]).release().ptr());
+      const std::string name = is_indexed ? join(argument_, "[", i, "]") : argument_;
+      PyTuple_SET_ITEM(adopted.ptr(), i, as_tensor((*this)[i], operation_, name).release().ptr());
     }
     items_ = std::move(adopted);
   }
@@ -45,12 +48,10 @@ class Sequence {
   const py::tuple& items() const { return items_; }
 
  private:
+  const char* operation_;
+  std::string argument_;
   py::tuple items_;
 };
-
-void append(const py::list& list, PyObject* item) {
-  if (PyList_Append(list.ptr(), item) != 0) throw_python_error();
-}
 
 // Collects the tensors of a call, then checks them against each other and lays out pointers.
 class Builder {
@@ -309,7 +310,7 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are
   if (!given) throw_python_error();
   Sequence outputs(given, operation, name, static_cast<Py_ssize_t>(n),
                    "tensor per parameter, as in lists[0]");
-  outputs.adopt_arrays();
+  outputs.adopt_arrays(are_lists);
   Builder builder(operation, reduction, k, who.devices);
   ranks.add_to(builder, [](int) { return false; });
   const auto first_output = static_cast<std::size_t>(k) * n;

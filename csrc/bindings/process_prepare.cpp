@@ -43,7 +43,7 @@ class CallBuilder {
   void set_reduction(Reduction reduction) { set_fold(call_, reduction, self_.world_size); }
 
   void add(py::handle given, ArgName name, Use use) {
-    py::object tensor = as_tensor(given.ptr());
+    py::object tensor = as_tensor(given.ptr(), tensors_.operation(), name.text());
     // In place on some rank: refused on all, or those that are not would wait for this one.
     tensors_.add(tensor.ptr(), name, self_.rank, self_.device, use != Use::kInput);
     uses_.push_back(use);

@@ -9,6 +9,8 @@
 #include <memory>
 #include <numeric>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 
 #include "core/error.h"
 
@@ -76,25 +78,28 @@ py::object call(const py::object& function, PyObject* argument = nullptr) {
 
 std::string text_of(PyObject* object, const char* name) { return py::str(attribute(object, name)); }
 
-// Yes or no about a tensor. Asked of each in every call: the C function behind it is called.
-class TensorQuestion {
+// What a tensor or storage says of itself. Asked of each in every call: the C function behind it is
+// called.
+template <typename Answer>
+class Question {
  public:
-  TensorQuestion(const py::object& tensor_type, const char* name)
+  Question(const py::object& tensor_type, const char* name)
       : descriptor_(attribute(tensor_type.ptr(), name)) {
     if (Py_IS_TYPE(descriptor_.ptr(), &PyGetSetDescr_Type)) {
       getter_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset;
     } else if (Py_IS_TYPE(descriptor_.ptr(), &PyMethodDescr_Type)) {
       method_ = reinterpret_cast<PyMethodDescrObject*>(descriptor_.ptr())->d_method->ml_meth;
     } else {
-      fail(ErrorKind::kUnsupported, "this torch offers no Tensor.", name, " of C's");
+      fail(ErrorKind::kUnsupported, "this torch offers no ", name, " of C's");
     }
   }
 
-  bool operator()(PyObject* tensor) const {
+  Answer operator()(PyObject* object) const {
     const auto answer = py::reinterpret_steal<py::object>(
-        getter_ != nullptr ? getter_->get(tensor, getter_->closure) : method_(tensor, nullptr));
+        getter_ != nullptr ? getter_->get(object, getter_->closure) : method_(object, nullptr));
     if (!answer) throw_python_error();
-    return answer.ptr() == Py_True;
+    if constexpr (std::is_same_v<Answer, bool>) return answer.ptr() == Py_True;
+    return static_cast<Answer>(PyLong_AsSize_t(answer.ptr()));
   }
 
  private:
@@ -110,8 +115,11 @@ struct TorchNames {
   py::object num_dispatch_modes =
       attribute(import_module("torch._C").ptr(), "_len_torch_dispatch_stack");
   py::object increment_version = find_increment_version();
-  TensorQuestion requires_grad{tensor_type, "requires_grad"};
-  TensorQuestion is_neg{tensor_type, "is_neg"};
+  Question<bool> requires_grad{tensor_type, "requires_grad"};
+  Question<bool> is_neg{tensor_type, "is_neg"};
+  py::object storage_type = attribute(import_module("torch._C").ptr(), "StorageBase");
+  Question<std::size_t> storage_data{storage_type, "data_ptr"};
+  Question<std::size_t> storage_bytes{storage_type, "nbytes"};
   py::object to_dlpack = attribute(import_module("torch.utils.dlpack").ptr(), "to_dlpack");
   py::object untyped_storage =
       py::reinterpret_steal<py::object>(PyUnicode_InternFromString("untyped_storage"));
@@ -194,6 +202,16 @@ void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
   view->strides = raw.strides;
   view->numel = 1;
   for (int dim = 0; dim < raw.ndim; ++dim) view->numel *= static_cast<std::size_t>(raw.shape[dim]);
+}
+
+// What DLPack says, of a tensor on a CPU or GPU with a dtype of the engine; else false.
+bool try_view(PyObject* object, TensorView* view) {
+  dlpack::Tensor raw{};
+  if (!try_read(object, &raw) || !read_dtype(raw, &view->dtype)) return false;
+  if (raw.device_type != dlpack::kCpu && raw.device_type != dlpack::kCuda) return false;
+  view->device = raw.device_type == dlpack::kCpu ? kHost : raw.device_id;
+  fill_view(object, raw, view);
+  return true;
 }
 
 bool is_dense(const TensorView& view) {
@@ -288,13 +306,8 @@ bool read_plain(PyObject* object, TensorView* view) {
   if (!is_plain_tensor(object)) return false;
   const Reading reading;
   const TorchNames& names = TorchNames::get();
-  dlpack::Tensor raw{};
-  if (!try_read(object, &raw)) return false;
-  if (raw.device_type != dlpack::kCpu || raw.data == nullptr || !read_dtype(raw, &view->dtype)) {
-    return false;
-  }
-  fill_view(object, raw, view);
-  return has_index_order(*view) && !names.is_neg(object) &&
+  return try_view(object, view) && view->device == kHost && view->data != nullptr &&
+         has_index_order(*view) && !names.is_neg(object) &&
          PyLong_AsLong(call(names.num_dispatch_modes).ptr()) == 0 &&
          !(names.requires_grad(object) && is_recording());
 }
@@ -310,18 +323,72 @@ Place::Place(PyObject* tensor) {
   layout_.insert(layout_.end(), view.strides, view.strides + view.ndim);
 }
 
+bool Place::has_layout(const TensorView& view) const {
+  const auto ndim = static_cast<std::size_t>(view.ndim);
+  return view.device == device_ && view.dtype == dtype_ && 2 * ndim == layout_.size() &&
+         std::equal(view.shape, view.shape + ndim, layout_.begin()) &&
+         std::equal(view.strides, view.strides + ndim, layout_.begin() + view.ndim);
+}
+
 bool Place::is_of(PyObject* object) const {
-  dlpack::Tensor raw{};
-  if (!try_read(object, &raw)) return false;
-  DType dtype;
-  const auto ndim = static_cast<std::size_t>(raw.ndim);
-  const bool is_same = data_of(raw) == data_ &&
-                       (raw.device_type == dlpack::kCpu ? kHost : raw.device_id) == device_ &&
-                       read_dtype(raw, &dtype) && dtype == dtype_ && 2 * ndim == layout_.size() &&
-                       std::equal(raw.shape, raw.shape + ndim, layout_.begin()) &&
-                       std::equal(raw.strides, raw.strides + ndim, layout_.begin() + raw.ndim);
-  // Even of the same object: it may be a new tensor at that address, or have a negated `.data`.
-  return is_same && TorchNames::get().is_neg(object) == is_negated_;
+  TensorView view;
+  // The sign even of the same object: it may be a new tensor at that address, or have a negated
+  // `.data`.
+  return try_view(object, &view) && view.data == data_ && has_layout(view) &&
+         TorchNames::get().is_neg(object) == is_negated_;
+}
+
+const char* Place::change_of(PyObject* object) const {
+  TensorView view;
+  if (!try_view(object, &view) || view.data != data_) return "memory";
+  return has_layout(view) ? nullptr : "layout";
+}
+
+std::size_t Place::span() const {
+  const std::size_t ndim = layout_.size() / 2;
+  std::int64_t last = 0;
+  for (std::size_t dim = 0; dim < ndim; ++dim) {
+    if (layout_[dim] == 0) return 0;
+    last += (layout_[dim] - 1) * layout_[ndim + dim];
+  }
+  return static_cast<std::size_t>(last + 1) * item_bytes(dtype_);
+}
+
+BoundTensors::BoundTensors(py::object tensors, ListNames names)
+    : tensors_(std::move(tensors)), storages_(storages_of({tensors_})), names_(names) {
+  const Reading reading;
+  const TorchNames& torch = TorchNames::get();
+  std::size_t i = 0;
+  for (const py::handle tensor : tensors_) {
+    PyObject* const storage = PyList_GET_ITEM(storages_.ptr(), static_cast<Py_ssize_t>(i));
+    Bound& bound = bound_.emplace_back(Bound{tensor.ptr(), storage, 0, Place(tensor.ptr())});
+    if (bound.place.span() > 0) {
+      const auto before = reinterpret_cast<std::uintptr_t>(bound.place.data()) -
+                          static_cast<std::uintptr_t>(torch.storage_data(storage));
+      bound.storage_bytes = before + bound.place.span();
+    }
+    // As torch's C++ code holds it. Without one, torch goes through Python's locks: mark_written()
+    // takes four times as long.
+    append(references_, call(torch.to_dlpack, tensor.ptr()).ptr());
+    ++i;
+  }
+  check();
+}
+
+void BoundTensors::check() const {
+  const Reading reading;
+  const TorchNames& torch = TorchNames::get();
+  for (std::size_t i = 0; i < bound_.size(); ++i) {
+    const Bound& bound = bound_[i];
+    const char* change = bound.place.change_of(bound.tensor);
+    // A storage that was resized may have a smaller block at the same address.
+    if (change == nullptr && torch.storage_bytes(bound.storage) < bound.storage_bytes) {
+      change = "memory";
+    }
+    if (change == nullptr) continue;
+    fail(ErrorKind::kArgument, "bind: ", names_[i].text(), " has new ", change,
+         " now; bind it again");
+  }
 }
 
 std::string device_name(int device) { return device == kHost ? "cpu" : join("cuda:", device); }
@@ -338,13 +405,17 @@ bool is_plain_tensor(PyObject* object) {
   return reinterpret_cast<PyObject*>(Py_TYPE(object)) == TorchNames::get().tensor_type.ptr();
 }
 
-py::object as_tensor(PyObject* object) {
+py::object as_tensor(PyObject* object, const char* operation, const std::string& name) {
   if (is_plain_tensor(object)) return py::reinterpret_borrow<py::object>(object);
   const py::object interop = import_module("pyringar.comm.arrays");
   if (call(attribute(interop.ptr(), "is_array"), object).ptr() != Py_True) {
     return py::reinterpret_borrow<py::object>(object);
   }
-  return call(attribute(interop.ptr(), "as_tensor"), object);
+  const py::str where(join(operation, ": ", name));
+  auto tensor = py::reinterpret_steal<py::object>(
+      PyObject_CallMethod(interop.ptr(), "as_tensor", "OO", object, where.ptr()));
+  if (!tensor) throw_python_error();
+  return tensor;
 }
 
 bool lie_alike(const TensorView& view, const TensorView& first) {
@@ -498,6 +569,10 @@ std::byte* TensorArgs::copy_by_torch(std::size_t i, bool is_output, const py::li
   return copy.data;
 }
 
+void append(const py::list& list, PyObject* item) {
+  if (PyList_Append(list.ptr(), item) != 0) throw_python_error();
+}
+
 py::tuple tuple_of(PyObject* sequence) {
   auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(sequence));
   if (!items) throw_python_error();
@@ -513,20 +588,13 @@ py::list storages_of(std::initializer_list<py::handle> lists) {
     for (const py::handle tensor : list) {
       const auto storage = py::reinterpret_steal<py::object>(
           PyObject_CallMethodNoArgs(tensor.ptr(), TorchNames::get().untyped_storage.ptr()));
-      if (!storage || PyList_Append(storages.ptr(), storage.ptr()) != 0) throw_python_error();
+      if (!storage) throw_python_error();
+      append(storages, storage.ptr());
     }
   }
   return storages;
 }
 
 void mark_written(PyObject* tensors) { call(TorchNames::get().increment_version, tensors); }
-
-py::list references_to(py::handle tensors) {
-  py::list references;
-  for (const py::handle tensor : tensors) {
-    references.append(call(TorchNames::get().to_dlpack, tensor.ptr()));
-  }
-  return references;
-}
 
 }  // namespace pyringar

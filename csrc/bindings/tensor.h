@@ -72,6 +72,8 @@ bool requires_grad(PyObject* tensor);
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
+void append(const py::list& list, PyObject* item);
+
 // The caller's own tuple or a new one: a list could change while the GIL is released.
 py::tuple tuple_of(PyObject* sequence);
 
@@ -79,8 +81,8 @@ py::tuple tuple_of(PyObject* sequence);
 bool is_plain_tensor(PyObject* object);
 
 // A torch.Tensor as it is; an array of another library (CuPy, NumPy, ...) as a tensor that shares
-// its memory; anything else as it is, for read_tensor() to refuse.
-py::object as_tensor(PyObject* object);
+// its memory; anything else as it is, for read_tensor() to refuse. Errors name operation and name.
+py::object as_tensor(PyObject* object, const char* operation, const std::string& name);
 
 // Whether two tensors of one shape have the same elements at the same offsets. The strides of
 // dimensions of one element mean nothing, nor do any where there is one element or none.
@@ -94,8 +96,16 @@ class Place {
  public:
   explicit Place(PyObject* tensor);
   bool is_of(PyObject* object) const;
+  // What is new about the tensor, its memory or layout; null: nothing. Without the sign of its
+  // elements, for which torch would give the GIL away.
+  const char* change_of(PyObject* object) const;
+  // The bytes that the elements take from the first on, gaps included.
+  const std::byte* data() const { return data_; }
+  std::size_t span() const;
 
  private:
+  bool has_layout(const TensorView& view) const;
+
   const std::byte* data_;
   int device_;
   DType dtype_;
@@ -119,6 +129,47 @@ class Reading {
  private:
   inline static int num_threads_ = 0;  // guarded by the GIL, as the next is
   inline static std::optional<std::thread::id> last_reader_;
+};
+
+// Names of the tensors of a list, or of equally long lists end to end.
+struct ListNames {
+  const char* argument;
+  bool is_indexed = true;
+  std::size_t per_list = 0;  // 0: it is one list, or one tensor
+
+  ArgName operator[](std::size_t i) const {
+    const auto number = static_cast<int>(i);
+    if (!is_indexed) return {argument};
+    if (per_list == 0) return {argument, number};
+    const auto length = static_cast<int>(per_list);
+    return {argument, number / length, number % length};
+  }
+};
+
+// The tensors of a bound call. Keeps them and their storages alive, and tells before each call
+// whether the memory that was checked is still theirs.
+class BoundTensors {
+ public:
+  // tensors: a list or tuple that nothing else changes.
+  BoundTensors(py::object tensors, ListNames names);
+
+  PyObject* list() const { return tensors_.ptr(); }
+  // Throws for the first tensor with other memory, or another layout.
+  void check() const;
+
+ private:
+  struct Bound {
+    PyObject* tensor;
+    PyObject* storage;
+    std::size_t storage_bytes;  // that it must have
+    Place place;
+  };
+
+  py::object tensors_;
+  py::list storages_;
+  py::list references_;
+  std::vector<Bound> bound_;
+  ListNames names_;
 };
 
 // The tensors of one call, under the names of its arguments. Results in place would bypass
@@ -183,9 +234,5 @@ py::list storages_of(std::initializer_list<py::handle> lists);
 
 // Tells autograd that these tensors (a list or tuple) were written in place.
 void mark_written(PyObject* tensors);
-
-// References to these tensors as torch's C++ code holds them. Without one, torch goes through
-// Python's locks: mark_written() takes four times as long.
-py::list references_to(py::handle tensors);
 
 }  // namespace pyringar

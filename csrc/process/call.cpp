@@ -217,6 +217,7 @@ CallRecord ProcessCall::record() const {
   record.num_tensors = static_cast<std::uint32_t>(outputs.size());
   record.strides = strides;
   record.shapes = shapes;
+  what.copy(record.what.data(), record.what.size() - 1);
   if (!outputs.empty()) record.dtype = outputs[0].dtype;
   for (const TensorSpan& tensor : outputs) {
     record.numel += tensor.numel;

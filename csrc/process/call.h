@@ -9,6 +9,7 @@
 #pragma once
 
 #include <chrono>
+#include <string>
 #include <vector>
 
 #include "core/collective.h"
@@ -31,6 +32,7 @@ struct ProcessCall {
   // outputs[0] one part. all_gather: the other way round.
   std::vector<TensorSpan> inputs;
   std::vector<TensorSpan> outputs;
+  std::string what;           // the call that this one stands for, in words; or empty
   std::uint64_t shapes = 0;   // digest of sizes
   std::uint64_t strides = 0;  // digest of those of `permuted`; 0: there are none
 

@@ -2,6 +2,7 @@
 
 #include "process/segment.h"
 
+#include <cstring>
 #include <new>
 
 #include "core/error.h"
@@ -10,7 +11,7 @@ namespace pyringar {
 
 namespace {
 
-constexpr std::uint32_t kVersion = 7;  // of the layout
+constexpr std::uint32_t kVersion = 8;  // of the layout
 constexpr std::size_t kPage = 4096;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
@@ -46,7 +47,7 @@ bool CallRecord::agrees(const CallRecord& other) const {
   return sequence == other.sequence && kind == other.kind && op == other.op &&
          dtype == other.dtype && divisor == other.divisor && order == other.order &&
          root == other.root && numel == other.numel && num_tensors == other.num_tensors &&
-         shapes == other.shapes;
+         shapes == other.shapes && what == other.what;
 }
 
 std::uint64_t CallRecord::digest() const {
@@ -60,11 +61,16 @@ std::uint64_t CallRecord::digest() const {
             static_cast<std::uint32_t>(op)}) {
     digest = mix(digest, word);
   }
+  for (const char letter : what) {
+    if (letter == '\0') break;
+    digest = mix(digest, static_cast<unsigned char>(letter));
+  }
   return digest;
 }
 
 std::string CallRecord::text() const {
   const std::string number = sequence > 0 ? join("call ", sequence, ", ") : "";
+  if (what[0] != '\0') return number + std::string(what.data(), strnlen(what.data(), what.size()));
   const std::string call = number + call_name(kind);
   if (kind == CallKind::kBarrier) return call;
   const bool reduces = kind == CallKind::kAllReduce || kind == CallKind::kReduceScatter;

@@ -61,6 +61,7 @@ struct alignas(64) CallRecord {
   ReduceOp op = ReduceOp::kSum;
   std::uint16_t divisor = 1;
   Order order = Order::kRank;
+  std::array<char, 80> what{};  // the call that it stands for, in words; empty: it is that call
 
   // Whether it is the same call. How each rank's own tensors lie is another question.
   bool agrees(const CallRecord& other) const;
@@ -68,7 +69,7 @@ struct alignas(64) CallRecord {
   std::uint64_t digest() const;  // equal digests: the same call, and tensors that lie alike
   std::string text() const;
 };
-static_assert(sizeof(CallRecord) == 64, "one cache line");
+static_assert(sizeof(CallRecord) == 128, "two cache lines");
 
 enum class RankState : std::uint32_t { kAbsent, kJoined, kLeft };
 

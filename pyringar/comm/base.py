@@ -142,6 +142,17 @@ class RankCommunicator(Closing):
         """Reduce this rank's tensors over all ranks, in place."""
         raise NotImplementedError
 
+    def _begin_as(self, what: str, call: str, *arguments: Any) -> Work | None:
+        """Begin a call on stand-ins for tensors that the engine does not take.
+
+        Args:
+            what: The call of the original tensors, in words that all ranks must agree on. Messages
+                show it.
+            call: ``"all_reduce"``, ``"all_gather"`` or ``"broadcast"``.
+            *arguments: Its positional arguments; ``all_reduce`` gets a list.
+        """
+        raise NotImplementedError
+
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank ``root`` into every other rank's."""
         raise NotImplementedError

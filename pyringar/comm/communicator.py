@@ -370,16 +370,19 @@ class Communicator(EngineCommunicator):
         """Check an `all_reduce` once, to call it again and again on the same tensors.
 
         Args:
-            tensors: Kept alive by what is returned.
+            tensors: The returned callable keeps them alive.
             algorithm: Overrides the communicator's; ``naive`` and ``sharded`` cannot be bound.
 
         Returns:
-            A callable without arguments that reduces ``tensors`` in place, and checks nothing
-            again. After a new ``.data`` or ``set_`` it reduces their old memory, which it keeps.
-            Bind again after ``resize_``, ``share_memory_()`` or sending a tensor through
-            ``torch.multiprocessing``: these free the memory, and a call would write there.
+            A callable without arguments that reduces ``tensors`` in place. It raises ArgumentError
+            and reduces nothing if a tensor has other memory, a smaller storage, or another shape,
+            stride or dtype than when it was bound: after ``resize_``, ``share_memory_``, ``set_``,
+            a new ``.data`` or ``torch.multiprocessing``. Bind again then. It does not look for
+            memory of NumPy arrays that ``ndarray.resize`` freed, nor for a new ``requires_grad``.
 
         See `all_reduce` for the other arguments and errors.
+
+        Cost: beside the reduction, about 0.1 microseconds for each tensor.
         """
         chosen = self._resolve_engine("bind", algorithm, order)
         bound: Callable[[], None] = self._group.bind(tensors, op_name(op), *chosen)
@@ -396,12 +399,9 @@ class Communicator(EngineCommunicator):
         """Check an `all_reduce_coalesced` once, to call it again and again on the same tensors.
 
         Args:
-            lists: ``lists[rank][i]``; their tensors are kept alive by what is returned.
+            lists: ``lists[rank][i]``; the returned callable keeps their tensors alive.
 
-        See `bind` for the other arguments, for what is returned and for what must not change, and
-        `all_reduce` for errors.
-
-        Cost: beside the reduction, tens of nanoseconds per tensor and rank for its version.
+        See `bind` for the other arguments, the callable and its cost, and `all_reduce` for errors.
         """
         chosen = self._resolve_engine("bind_coalesced", algorithm, order)
         bound: Callable[[], None] = self._group.bind_coalesced(lists, op_name(op), *chosen)

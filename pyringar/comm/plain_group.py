@@ -61,7 +61,7 @@ class PlainGroup:
         for device, (rank, given) in zip(self._devices, lists.items(), strict=True):
             for i, value in enumerate(given):
                 name = rank if rank.startswith("tensors") else f"{rank}[{i}]"
-                tensor = as_tensor(value) if is_array(value) else value
+                tensor = as_tensor(value, name) if is_array(value) else value
                 check_tensor(name, tensor, device)
                 _check_no_overlap(name, tensor)
                 if len(first) == i:

@@ -360,6 +360,11 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         native = self._group.broadcast(tensor, root, self._in_flight if async_op else None)
         return self._begun(native, "broadcast") if async_op else None
 
+    def _begin_as(self, what: str, call: str, *arguments: Any) -> Work | None:
+        order = (self._resolve(None, None),) if call == "all_reduce" else ()
+        native = getattr(self._group, call)(*arguments, *order, self._in_flight, what)
+        return self._begun(native, call)
+
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it.
 
@@ -389,11 +394,12 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         """Check an `all_reduce` once, to call it again and again on the same tensors.
 
         Args:
-            tensors: Kept alive by what is returned, and never looked at again; what that means
-                says `Communicator.bind`.
+            tensors: The returned callable keeps them alive.
 
         Returns:
-            A callable without arguments that reduces ``tensors``; all ranks must call theirs.
+            A callable without arguments that reduces ``tensors``; all ranks must call theirs. It
+            raises ArgumentError, before the other ranks are told, if a tensor has changed as
+            `Communicator.bind` says.
 
         See `all_reduce` for the other arguments and errors.
         """
@@ -412,7 +418,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
     ) -> Callable[[], None]:
         """Check an `all_reduce_coalesced` once, to call it again and again on the same tensors.
 
-        See `bind` for arguments, for what is returned and for errors.
+        See `bind` for arguments, the callable and errors.
         """
         check_list("bind_coalesced", tensors)
         return self.bind(tensors, op, algorithm=algorithm, order=order)

@@ -7,7 +7,6 @@ at: that keeps every check out of the way of the calls that need none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from pyringar.comm.arguments import OPS
 from pyringar.distributed.convert import (
+    BITWISE,
     NATIVE,
     SUM,
     Copy,
@@ -24,6 +24,7 @@ from pyringar.distributed.convert import (
     check_no_overlap,
     copy_all,
     count_changes,
+    described,
     for_copy,
     for_reduction,
     reduction_name,
@@ -98,9 +99,8 @@ class Collectives(Delegated):
     a ``timeout`` is ignored, the group's own counts.
 
     Raises, in every call or its work's ``wait()``:
-        ArgumentError: Sizes, dtypes or calls differ between ranks: says how, on every rank. Of a
-            dtype that the engine does not have, its stand-ins are compared: int16 passes for
-            int32, a complex number for two floats, copied data for bytes.
+        ArgumentError: Sizes, dtypes or calls differ between ranks: says how, on every rank. Calls
+            that gloo does are not compared.
         UnsupportedError: There is no way to do this with these tensors; no rank was told.
         PeerLostError, CollectiveTimeout: A rank is gone, or late: names it.
 
@@ -142,34 +142,57 @@ class Collectives(Delegated):
         stand_ins = [for_reduction(tensor, op) for tensor in tensors]
         call = _Call([], [])
         detached = [stand_in.tensor for stand_in in stand_ins]
-        if are_same(tensors, detached) and op in OPS:
+        if op in OPS and are_same(tensors, detached):
             if not any(tensor.requires_grad for tensor in tensors):
                 raise error
             # One call, as on ranks where none requires grad.
             call.parts.append(self._comm.all_reduce(detached, op, async_op=True))
             return self._finished(call, tensors, opts)
-        for stand_in in stand_ins:
-            self._reduce_stand_in(stand_in, opts.reduceOp, call)
+        for tensor, stand_in in zip(tensors, stand_ins, strict=True):
+            self._reduce_stand_in(stand_in, described(f"all_reduce ({op})", tensor), call)
         return self._finished(call, tensors, opts)
 
-    def _reduce_stand_in(self, stand_in: StandIn, reduce_op: Any, call: _Call, *more: Copy) -> None:
-        """All-reduce it in the engine or, with an op that the engine does not have, in gloo."""
+    def _reduce_stand_in(self, stand_in: StandIn, what: str, call: _Call, *more: Copy) -> None:
         tensor, op, copy = stand_in
-        after = [*([copy] if copy is not None else []), *more]
-        before = [(copy[1], copy[0])] if copy is not None else []
+        if copy is not None:
+            self._copy_in_turn([(copy[1], copy[0])], call)
         if op in OPS:
-            self._copy_in_turn(before, call)
-            call.parts.append(self._comm.all_reduce(tensor, op, async_op=True))
-            call.copies.extend(after)
-            return
-        copy_all(before)
-        whole = tensor.resolve_neg().contiguous()
-        if whole is not tensor:
-            after.insert(0, (tensor, whole))
-        options = _options("AllreduceOptions", reduce_op)
-        gloo = self._fallback.for_device("cpu", "all_reduce")
-        begin = partial(gloo.allreduce, [whole], options)
-        call.parts.extend(self._watched("all_reduce", begin, after, self._met_over([whole])))
+            call.parts.append(self._comm._begin_as(what, "all_reduce", [tensor], op))
+        else:
+            self._fold_bits(tensor, op, what, call)
+        call.copies.extend([*([copy] if copy is not None else []), *more])
+
+    def _fold_bits(self, tensor: Tensor, op: str, what: str, call: _Call) -> None:
+        """Gather all ranks' tensors and reduce them here: the engine has no bitwise ops."""
+        gathered = torch.empty(self._comm.world_size, *tensor.shape, dtype=tensor.dtype)
+        call.parts.append(self._comm._begin_as(what, "all_gather", gathered, tensor))
+        call.copies.append((tensor, gathered[0]))
+
+        @torch.inference_mode()  # the mode in which the tensors may have been made
+        def fold() -> None:
+            total, *others = gathered
+            for part in others:
+                BITWISE[op](total, part, out=total)
+
+        call.parts.append(self._comm._submit_step(fold))
+
+    # -- reduce ------------------------------------------------------------------------------------
+
+    def reduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduce each tensor over all ranks into the root's. Cost: that of `allreduce`."""
+        opts = _options("ReduceOptions", opts)
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if _are_elsewhere(tensors):
+            return self._hand_over("reduce", tensors, (tensors, opts))
+        op, root = reduction_name(opts.reduceOp, "reduce"), opts.rootRank
+        call = _Call([], [])
+        for tensor in tensors:
+            check_no_overlap("tensor", tensor)
+            flat = self._flat_copy([tensor], call)
+            into = [(tensor.detach(), flat.view(tensor.shape))] if self._comm.rank == root else []
+            what = described(f"reduce ({op}) to rank {root}", tensor)
+            self._reduce_stand_in(for_reduction(flat, op), what, call, *into)
+        return self._finished(call, tensors, opts)
 
     # -- broadcast, barrier ------------------------------------------------------------------------
 
@@ -202,7 +225,14 @@ class Collectives(Delegated):
             self._copy_in_turn([(whole, tensor.detach())], call)
         elif whole is not None:
             call.copies.append((tensor.detach(), whole))
-        call.parts.append(self._comm.broadcast(stand_in, root, async_op=True))
+        call.parts.append(self._begin_copy("broadcast", tensor, stand_in, root))
+
+    def _begin_copy(self, call: str, tensor: Tensor, *arguments: Any) -> Any:
+        """Begin a call that moves a tensor, or its stand-in."""
+        if tensor.dtype in NATIVE:
+            return getattr(self._comm, call)(*arguments, async_op=True)
+        name = f"{call} from rank {arguments[-1]}" if call == "broadcast" else call
+        return self._comm._begin_as(described(name, tensor), call, *arguments)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when all ranks have called it, and all earlier calls have ended on this rank.
@@ -230,7 +260,7 @@ class Collectives(Delegated):
         part, source = for_copy(input, apart=_share_memory(input, output))
         if source is not None:
             self._copy_in_turn([(source, input.detach())], call)
-        call.parts.append(self._comm.all_gather(into, part, async_op=True))
+        call.parts.append(self._begin_copy("all_gather", output, into, part))
 
     def _gather_row(self, row: Sequence[Tensor], input: Tensor, opts: Any, call: _Call) -> None:
         self._check_row(row, "all_gather")
@@ -308,11 +338,11 @@ class Collectives(Delegated):
         if is_native and input.is_contiguous() and not _share_memory(input, output):
             flat = input.detach().view(-1)
         else:
-            flat = self._flat_copy([input], op, call)
+            flat = self._flat_copy([input], call)
         if is_native:
             call.parts.append(self._comm.reduce_scatter(output.detach(), flat, op, async_op=True))
         else:
-            self._scatter_slice(output, flat, self._comm.rank * output.numel(), opts, call)
+            self._scatter_slice(output, flat, self._comm.rank * output.numel(), op, call)
 
     def _scatter_row(self, output: Tensor, row: Sequence[Tensor], opts: Any, call: _Call) -> None:
         self._check_row(row, "reduce_scatter")
@@ -324,32 +354,27 @@ class Collectives(Delegated):
                 f"of all {len(row)}"
             )
         check_no_overlap("output", output)
-        flat = self._flat_copy(row, op, call)
+        flat = self._flat_copy(row, call)
         if all(t.numel() == output.numel() for t in row):
             self._scatter_from(output, flat, opts, call)
         else:
             begin = sum(t.numel() for t in row[:rank])
-            self._scatter_slice(output, flat, begin, opts, call)
+            self._scatter_slice(output, flat, begin, op, call)
 
     def _scatter_slice(
-        self, output: Tensor, flat: Tensor, begin: int, opts: Any, call: _Call
+        self, output: Tensor, flat: Tensor, begin: int, op: str, call: _Call
     ) -> None:
         """All-reduce ``flat``, which no caller holds, and copy a slice of it: for rare calls."""
-        op = reduction_name(opts.reduceOp, "reduce_scatter")
         target = output.detach()
         part = flat[begin : begin + target.numel()].view(target.shape)
-        self._reduce_stand_in(for_reduction(flat, op), opts.reduceOp, call, (target, part))
+        what = described(f"reduce_scatter ({op})", flat)
+        self._reduce_stand_in(for_reduction(flat, op), what, call, (target, part))
 
-    def _flat_copy(self, tensors: Sequence[Tensor], op: str, call: _Call) -> Tensor:
+    def _flat_copy(self, tensors: Sequence[Tensor], call: _Call) -> Tensor:
         sizes = [t.numel() for t in tensors]
         flat = torch.empty(sum(sizes), dtype=tensors[0].dtype)
         pieces = zip(torch.split(flat, sizes), tensors, strict=True)
-        copies = [(piece.view(t.shape), t.detach()) for piece, t in pieces]
-        # Gloo, which has the other ops, reads it at once.
-        if op in OPS:
-            self._copy_in_turn(copies, call)
-        else:
-            copy_all(copies)
+        self._copy_in_turn([(piece.view(t.shape), t.detach()) for piece, t in pieces], call)
         return flat
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:

@@ -13,6 +13,7 @@ from pyringar.comm.arguments import DTYPES, REDUCE_OPS
 from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = [
+    "BITWISE",
     "NATIVE",
     "SUM",
     "Copy",
@@ -22,6 +23,7 @@ __all__ = [
     "check_no_overlap",
     "copy_all",
     "count_changes",
+    "described",
     "for_copy",
     "for_reduction",
     "has_plain_memory",
@@ -33,9 +35,11 @@ Copy = tuple[Tensor, Tensor]  # into, from
 NATIVE = frozenset(DTYPES)
 
 SUM = dist.ReduceOp.SUM
-_BITWISE = {"BAND": "band", "BOR": "bor", "BXOR": "bxor"}
+# Which the engine does not have.
+BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 _OP_NAMES = [
-    (getattr(dist.ReduceOp, theirs), ours) for theirs, ours in (REDUCE_OPS | _BITWISE).items()
+    *((getattr(dist.ReduceOp, theirs), ours) for theirs, ours in REDUCE_OPS.items()),
+    *((getattr(dist.ReduceOp, name.upper()), name) for name in BITWISE),
 ]
 
 # Summed in the wider type and narrowed once: integers wrap as they would have.
@@ -52,13 +56,19 @@ _UINT64_OPS = ("sum", "prod", "band", "bor", "bxor")  # the same bits as of int6
 
 
 def reduction_name(reduce_op: Any, operation: str) -> str:
-    """Return the engine's name of a ReduceOp; ``"band"``, ``"bor"`` and ``"bxor"`` are gloo's."""
+    """Return the engine's name of a ReduceOp, or one of `BITWISE`."""
     for theirs, ours in _OP_NAMES:
         if reduce_op == theirs:
             return ours
     raise UnsupportedError(
         f"{operation}: backend ringar does not know {getattr(reduce_op, 'op', reduce_op)}"
     )
+
+
+def described(call: str, tensor: Tensor) -> str:
+    """Return a call in words that tensors of another size or dtype do not have."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{call} of {tensor.numel()} {dtype} elements"
 
 
 class StandIn(NamedTuple):
@@ -107,9 +117,9 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
     check_no_overlap("tensor", tensor)
     tensor = tensor.detach()
     dtype = tensor.dtype
-    if dtype in NATIVE:
+    if dtype in NATIVE and not (dtype.is_floating_point and op in BITWISE):
         return StandIn(tensor, op)
-    if dtype in _WIDER and not (dtype.is_floating_point and op[0] == "b"):
+    if dtype in _WIDER and not (dtype.is_floating_point and op in BITWISE):
         wide = torch.empty_like(tensor, dtype=_WIDER[dtype])
         return StandIn(wide, op, (tensor, wide))
     if dtype is torch.bool and op != "mean":

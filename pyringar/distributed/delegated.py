@@ -136,16 +136,11 @@ def _read(_: list[Copy], tensor: Tensor) -> Tensor:
 
 def _written(copies: list[Copy], tensor: Tensor) -> Tensor:
     """Return a tensor for gloo to receive into: the given one, its bytes, or a copy's."""
-    return _movable(_reduced(copies, tensor))
-
-
-def _reduced(copies: list[Copy], tensor: Tensor) -> Tensor:
-    """Return a tensor that gloo can reduce in place, or one that is copied into it after."""
     stand_in = _whole(tensor)
     if stand_in is not tensor:
         check_no_overlap("tensor", tensor)
         copies.append((tensor.detach(), stand_in))
-    return stand_in
+    return _movable(stand_in)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -221,7 +216,6 @@ class Delegated:
     _timeout: timedelta
     _batch: list[Any] | None  # the works of what is coalesced now
 
-    reduce = _handed("reduce", _reduced, peers=lambda group, tensors, _: group._met_over(tensors))
     gather = _handed("gather", _written, _read, peers=_to_or_from_root)
     scatter = _handed("scatter", _written, _read, peers=_to_or_from_root)
     alltoall = _handed("all_to_all", _written, _read, names=("alltoall",))
@@ -313,10 +307,6 @@ class Delegated:
         if self._batch is not None:
             self._batch.append(work)
         return work
-
-    def _met_over(self, tensors: Sequence[Tensor]) -> Sequence[int]:
-        """Return the ranks that gloo waits for: none if there are no elements to reduce."""
-        return range(self._comm.world_size) if any(t.numel() for t in tensors) else []
 
 
 def _end_with(work: Any, copies: Sequence[Copy]) -> None:

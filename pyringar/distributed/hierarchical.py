@@ -269,6 +269,12 @@ class HierarchicalCommunicator(RankCommunicator):
         call = partial(self._between.broadcast, tensor, root, what)
         return self._submit(what, call, [tensor] if root != self._rank else [], async_op)
 
+    def _begin_as(self, what: str, call: str, *arguments: Any) -> Work | None:
+        run = partial(getattr(self._between, call), *arguments, what)
+        first = arguments[0] if call == "all_reduce" else arguments[:1]
+        is_sent = call == "broadcast" and arguments[1] == self._rank
+        return self._submit(what, run, [] if is_sent else first, async_op=True)
+
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait for all ranks; on GPUs only the hosts wait. See `ProcessCommunicator.barrier`."""
         return self._submit("barrier", partial(self._between.compare, "barrier"), [], async_op)

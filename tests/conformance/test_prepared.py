@@ -199,24 +199,86 @@ def bind(pair, kind, tensors):
 KINDS = pytest.mark.parametrize("kind", ["bind", "bind_coalesced"])
 
 
+def resize_twice(tensor):
+    """Leave a block too small for the tensor, at its address if the allocator gives it again."""
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(nbytes // 2)
+
+
+def replace(tensor, new):
+    tensor.data = new
+
+
+CHANGES = {
+    "data": lambda t: replace(t, torch.ones_like(t)),
+    "data of another dtype": lambda t: replace(t, t.data.view(torch.int32)),
+    "set_": lambda t: t.set_(torch.ones_like(t)),
+    "set_ to nothing": lambda t: t.set_(),
+    "resize_ to more": lambda t: t.resize_(1_000_000),
+    "resize_ to less": lambda t: t.resize_(3),
+    "resize_ to nothing": lambda t: t.resize_(0),
+    "storage of nothing": lambda t: t.untyped_storage().resize_(0),
+    "storage of less": resize_twice,
+    "storage of more": lambda t: t.untyped_storage().resize_(1_000_000),
+    "share_memory_": lambda t: t.share_memory_(),
+    "transpose_": lambda t: t.transpose_(0, 1),
+}
+
+
 @KINDS
-@pytest.mark.parametrize("how", ["data", "set_", "resize_"])
-def test_bound_memory_is_kept_and_reduced(cpu_pair, kind, how):
-    numel = 100_000
-    tensors, new = [torch.ones(numel) for _ in range(K)], torch.full((numel,), 7.0)
-    old = tensors[0].detach()
-    call = bind(cpu_pair, kind, tensors)
-    if how == "data":
-        tensors[0].data = new
-    elif how == "set_":
-        tensors[0].set_(new)
-    else:
-        tensors[0].resize_(0)
-    del tensors
-    gc.collect()
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("is_view", [False, True], ids=["whole", "view"])
+def test_changed_tensor_is_refused(pair, kind, how, is_view):
+    if how == "share_memory_" and device_of(pair).type != "cpu":
+        pytest.skip("it does nothing on a GPU")
+    base = ranks(pair, 17, 16)
+    tensors = [tensor[1:] if is_view else tensor[:16] for tensor in base]
+    call = bind(pair, kind, tensors)
     call()
-    assert torch.equal(new, torch.full((numel,), 7.0))
-    assert torch.equal(old, torch.full((numel,), 2.0))
+    before = copies(tensors)
+    old = [tensor.detach().view(16, 16) for tensor in tensors]
+    for tensor in tensors:  # of all ranks, or one would wait
+        CHANGES[how](tensor)
+    what = (
+        "layout" if how in ("resize_ to less", "transpose_", "data of another dtype") else "memory"
+    )
+    name = r"(tensors?(\[0\])?|lists\[0\]\[0\])"
+    for _ in range(2):
+        with pytest.raises(pr.ArgumentError, match=rf"^bind: {name} has new {what} now; bind it"):
+            call()
+    if "storage" not in how and how != "share_memory_":
+        for tensor, kept in zip(old, before, strict=True):
+            assert_bits(tensor, kept)
+    others = ranks(pair, 16, 16, seed=3)
+    wanted = folded(copies(others), "sum", "rank")
+    bind(pair, kind, others)()
+    assert_all_ranks(copies(others), wanted, how)
+
+
+def test_first_changed_tensor_is_named(comm_of):
+    lists = [[torch.ones(2), torch.ones(3)] for _ in range(3)]
+    call = comm_of(3).bind_coalesced(lists)
+    lists[1][1].resize_(1000)
+    with pytest.raises(pr.ArgumentError, match=r"^bind: lists\[1\]\[1\] has new memory now"):
+        call()
+    assert lists[0][0].tolist() == [1, 1], "nothing was reduced"
+    tensors = [torch.ones(2) for _ in range(3)]
+    call = comm_of(3).bind(tensors)
+    tensors[2].share_memory_()
+    with pytest.raises(pr.ArgumentError, match=r"^bind: tensors\[2\] has"):
+        call()
+
+
+@KINDS
+def test_written_tensor_stays_bound(cpu_pair, kind):
+    tensors = [torch.ones(0 if kind == "bind" else 4) for _ in range(K)]
+    call = bind(cpu_pair, kind, tensors)
+    for tensor in tensors:
+        tensor.add_(1).requires_grad_()
+    call()
+    assert tensors[0].tolist() == [4.0] * len(tensors[0])
 
 
 @KINDS
