@@ -25,13 +25,10 @@ def check_reducible(tensors: Sequence[Tensor], op: str) -> None:
         UnsupportedError: Names both.
     """
     for tensor in tensors:
-        dtype, is_strided = tensor.dtype, tensor.layout is torch.strided
-        if not is_strided and op != "sum":
+        if tensor.layout is torch.strided:
+            for_reduction(torch.empty(0, dtype=tensor.dtype), op)
+        elif op != "sum":
             raise UnsupportedError(f"op is {op!r}, expected 'sum' for a tensor of {tensor.layout}")
-        if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-            raise UnsupportedError(f"op is {op!r}, expected a dtype of integers, not {dtype}")
-        if is_strided:
-            for_reduction(torch.empty(0, dtype=dtype), op)
 
 
 def check_alike(target: Tensor, source: Tensor) -> None:
