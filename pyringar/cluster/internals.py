@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyringar.cluster.ranks import Rank, belong_to, current
+from pyringar.cluster.ranks import Rank, belong_to, current, this_rank, wrong_thread
 from pyringar.cluster.state import Environment
 from pyringar.comm.exits import drop_failed_backward
 from pyringar.errors import ArgumentError, UnsupportedError
@@ -101,6 +101,7 @@ def _property_of(name: str) -> Any:
         if rank is None:
             outside.fset(self, value)
         else:
+            rank.check_thread()
             rank.world[name] = value
 
     return property(get, put)
@@ -166,9 +167,13 @@ def interrupt(rank: Rank) -> None:
         return
     ident = rank.thread.ident
     frame = sys._current_frames().get(ident)
-    if frame is None or not _takes_lock(frame):
-        raised = ctypes.py_object(KeyboardInterrupt)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), raised)
+    # Up to Python 3.11 a thread that it starts has its ident for a moment, and would get it.
+    if (frame is None or not _takes_lock(frame)) and rank.starting.acquire(blocking=False):
+        try:
+            raised = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), raised)
+        finally:
+            rank.starting.release()
 
 
 def _takes_lock(frame: FrameType) -> bool:
@@ -177,12 +182,15 @@ def _takes_lock(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def entered(make_group: Callable[[Any], Any], store: Any) -> Iterator[None]:
+def entered(
+    make_group: Callable[[Any], Any], store: Any, note: Callable[[str], None]
+) -> Iterator[None]:
     """Give the threads of ranks a torch.distributed each, in this process.
 
     Args:
         make_group: Returns the group of the rank that calls, given torch's options.
         store: The store that ranks share.
+        note: Told of a thread that no rank started, and that asks for a group in vain.
     """
     # The one registers the backend. The other has the world's group for a default argument: that
     # of the rank which imports it, if there is one by then.
@@ -212,6 +220,7 @@ def entered(make_group: Callable[[Any], Any], store: Any) -> Iterator[None]:
         _take_operators(undo)
         _take_replicas(undo)
         _take_compiler(undo)
+        _take_threads(undo, note)
         threads = torch.get_num_threads()
         undo.callback(torch.set_num_threads, threads)
         yield
@@ -402,6 +411,34 @@ def _take_replicas(undo: contextlib.ExitStack) -> None:
         own(self, module, *args, **kwargs)
 
     replace(undo, DistributedDataParallel, "__init__", init)
+
+
+def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> None:
+    """Refuse threads that are no rank's, also where torch looks for a group in vain."""
+    own = distributed_c10d._get_default_group
+    functional: Any = importlib.import_module("torch.distributed._functional_collectives")
+
+    def get() -> Any:
+        try:
+            return own()
+        except ValueError as error:
+            if current() is not None:
+                raise
+            note(wrong_thread())
+            raise ValueError(f"{error} {wrong_thread()}") from error
+
+    def in_own_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if current() is not None:
+                this_rank()
+            return function(*args, **options)
+
+        return call
+
+    replace(undo, distributed_c10d, "_get_default_group", get)
+    for name in ("_resolve_group", "_resolve_group_name"):  # depends on the version of torch
+        if hasattr(functional, name):
+            replace(undo, functional, name, in_own_thread(getattr(functional, name)))
 
 
 def _take_operators(undo: contextlib.ExitStack) -> None:
