@@ -72,7 +72,7 @@ class Cluster:
             self.engine(devices)
         outside = ProcessState()
         try:
-            with internals.entered(self._make_group, self._store):
+            with internals.entered(self._make_group, self._store, len(self.ranks)):
                 self._wait_for_end(program)
         finally:
             outside.restore()
@@ -113,7 +113,6 @@ class Cluster:
                 rank.go.acquire()
                 if self._told is not None:
                     raise copy_of(self._told)
-                rank.restore_state()
                 internals.run_in_thread_of(rank, program)
             except BaseException as error:
                 self._take_error(rank, error)
