@@ -118,9 +118,9 @@ def _imported() -> list[tuple[Any, str, Any]]:
             if getattr(module.__spec__, "_initializing", False):
                 _num_modules = 0
                 continue
-            owner = reduce(
-                lambda o, n: getattr(o, n, None), rest.split(".") if rest else [], module
-            )
+            owner = module
+            for attribute in rest.split(".") if rest else ():
+                owner = getattr(owner, attribute, None)
             _found.extend((owner, n, v) for n, v in _GLOBALS[path].items() if hasattr(owner, n))
             _missing.remove(path)
     return _found
