@@ -1,4 +1,4 @@
-"""A pytest plugin: tests of distributed code on ranks that are threads, without processes.
+"""A pytest plugin: tests of distributed code on ranks that are threads, or forked processes.
 
     @pytest.mark.ranks(4)
     def test_sum():
@@ -7,7 +7,8 @@
         assert mine.tolist() == [4.0] * 3
 
 The body runs on every rank, see `pyringar.launch`. ``pytest --ranks-seeds 20`` runs such tests in
-twenty orders of their ranks. Installing pyringar is enough: pytest finds the plugin.
+twenty orders of their ranks; with ``ranks(4, processes=True)`` ranks have no order, and the test
+runs once. Installing pyringar is enough: pytest finds the plugin.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import pytest
 
 __all__ = ["launch_ranks"]
 
+_OUTCOMES: dict[str, Any] = {"skip": pytest.skip, "xfail": pytest.xfail, "fail": pytest.fail}
+_CLASSES = tuple(of.Exception for of in _OUTCOMES.values())
 _MARK = (
-    "ranks(k, **options): run the test on k ranks of torch.distributed, which are threads of this "
-    "process; options are those of pyringar.launch"
+    "ranks(k, **options): run the test on k ranks of torch.distributed; options are those of "
+    "pyringar.launch"
 )
 
 
@@ -38,7 +41,7 @@ def _positive(text: str) -> int:
 
 def pytest_addoption(parser: Any) -> None:
     """Add the options that tell in which orders ranks run."""
-    group = parser.getgroup("pyringar", "ranks as threads (pyringar)")
+    group = parser.getgroup("pyringar", "ranks in one process (pyringar)")
     group.addoption(
         "--ranks-seed",
         type=int,
@@ -107,16 +110,35 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
     given = {name: pyfuncitem.funcargs[name] for name in names if name in pyfuncitem.funcargs}
     first, number = (pyfuncitem.config.getoption(name) for name in ("ranks_seed", "ranks_seeds"))
     seeds = [mark.kwargs["seed"]] if "seed" in mark.kwargs else range(first, first + number)
+    if mark.kwargs.get("processes"):
+        seeds = [mark.kwargs.get("seed", 0)]
     for seed in seeds:
         options = {**mark.kwargs, "seed": seed, "args": (pyfuncitem.obj, given)}
-        try:
-            launch(_run_test, *mark.args, **options)
-        except BaseException as error:
-            own = of_program(error.__traceback__)
+        failure = _failure_of(functools.partial(launch, _run_test, *mark.args, **options))
+        if isinstance(failure, _Outcome):
+            name, reason = failure.args
+            if isinstance(failure.__cause__, _CLASSES):  # of a thread; processes send no more
+                raise failure.__cause__
+            _OUTCOMES[name](reason)
+        if failure is not None:
+            own, cause = of_program(failure.__traceback__), failure.__cause__
             if own is None:
-                pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
-            raise error.with_traceback(own) from error.__cause__
+                tracebacks = "" if cause is None else f"\n{cause}"
+                pytest.fail(f"{type(failure).__name__}: {failure}{tracebacks}", pytrace=False)
+            raise failure.with_traceback(own) from cause
     return True
+
+
+def _failure_of(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
+
+
+class _Outcome(BaseException):
+    """What a test calls of pytest: its name and reason. pytest's own classes cannot be pickled."""
 
 
 def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
@@ -127,3 +149,6 @@ def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
         test(**given)
     except SystemExit as error:  # which a program may end with, and a test may not
         raise AssertionError(f"the test ended with SystemExit({error.code!r})") from error
+    except _CLASSES as error:
+        name = next(name for name, of in _OUTCOMES.items() if type(error) is of.Exception)
+        raise _Outcome(name, error.msg) from error

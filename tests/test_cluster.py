@@ -300,10 +300,15 @@ def test_torchs_state_of_groups_is_known():
     assert properties - {"pg_config_info"} <= set(internals._WORLD)
 
 
+async def coroutine():
+    pass
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"fn": 3}, "fn is an int, expected a function"),
+        ({"fn": coroutine}, "fn is a coroutine or generator function"),
         ({"ranks": 0}, "ranks is 0, expected a positive int"),
         ({"ranks": "4"}, "ranks is '4'"),
         ({"devices": ["cpu"]}, "devices has 1 entries, expected 4"),

@@ -1,4 +1,4 @@
-"""``pyringar run``: a program for torchrun, with its ranks as threads of one process."""
+"""``pyringar run``: a program for torchrun, on ranks that are threads or forked processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
 Run a program that torchrun would run, as it is, with all ranks as threads of
-this process: no second process, no ports, one rank at a time. A deadlock, calls
-that differ and lost ranks are told at once, with a table of who called what."""
+this process: no ports, one rank at a time. A deadlock, calls that differ and
+lost ranks are told at once, with a table of the calls of all ranks. Ranks share
+the modules, and all other state that a process has once: for programs that keep
+such state per rank (accelerate, Lightning), and for programs that call
+torch.distributed in several threads, take --processes."""
+# The modules that raise what ranks did.
+_OF_RANKS = ("pyringar.cluster.cluster", "pyringar.cluster.processes")
 _EPILOG = """\
 Exit status: 0 all ranks ended well; what sys.exit() was given on a rank; 1 a
 rank raised, or ranks waited in vain; 2 wrong arguments; 130 interrupted.
@@ -22,6 +27,7 @@ rank raised, or ranks waited in vain; 2 wrong arguments; 130 interrupted.
 examples:
   pyringar run --ranks 4 train.py --epochs 2
   pyringar run --ranks 2 --seed 7 -m my.package.train
+  pyringar run --ranks 2 --processes train_with_accelerate.py
 """
 
 
@@ -29,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     """Add ``run`` to the command line."""
     parser = subparsers.add_parser(
         "run",
-        help="run a torchrun program with ranks as threads of one process",
+        help="run a torchrun program with ranks as threads, or as forked processes",
         usage="pyringar run [OPTION ...] SCRIPT.py|-m MODULE [ARGUMENT ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -55,6 +61,11 @@ def add_parser(subparsers: Any) -> None:
         default=30.0,
         help="that a rank may run while others wait for it (default: %(default)g)",
     )
+    parser.add_argument(
+        "--processes",
+        action="store_true",
+        help="ranks are forked processes; each line of output begins with its rank",
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     parser.add_argument(
@@ -77,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
                 devices=devices,
                 seed=args.seed,
                 timeout=args.timeout,
+                processes=args.processes,
             )
     except Exception as error:
         if not isinstance(error, RingarError) or _is_of_ranks(error):
@@ -89,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def _is_of_ranks(error: BaseException) -> bool:
     """Return whether an error is about what ranks did, and not about an option."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_globals.get("__name__") == "pyringar.cluster.cluster" for frame in frames)
+    return any(frame.f_globals.get("__name__") in _OF_RANKS for frame in frames)
 
 
 def _print(error: BaseException) -> None:

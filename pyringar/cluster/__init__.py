@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, behind the real torch.distributed: a cluster in a notebook.
+"""Ranks as threads or forked processes, behind the real torch.distributed: a cluster in a notebook.
 
     import pyringar as pr
 
@@ -9,7 +9,7 @@
 
     losses = pr.launch(train, ranks=4)  # one result per rank
 
-One rank runs at a time, and another one when it waits; a seed decides which, so that a run can be
-repeated, and other interleavings tried. Sums are the engine's, in rank order.
-A rank that fails, a deadlock and calls that differ are one exception, which says who called what.
+Of threads, one rank runs at a time, and another one when it waits. A seed draws the order, so that
+a run can be repeated, and other orders tried. Processes (`process*.py`, `board.py`) run at once.
+A rank that fails, a deadlock and calls that differ are one exception with a table of all calls.
 """

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from pyringar.cluster.streams import devices_of, follow, mark
 from pyringar.errors import CollectiveTimeout, RingarError
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
     from pyringar.cluster.ranks import Rank
 
 __all__ = [
-    *["Call", "Limited", "Pause", "Wait", "copy_of", "is_inside", "names_of", "seconds_of", "some"],
+    "Call",
+    "Limited",
+    "Pause",
+    "Wait",
+    "call_of_program",
+    "copy_of",
+    "is_inside",
+    "names_of",
+    "seconds_of",
+    "some",
     "text_of",
 ]
 
@@ -112,7 +122,7 @@ class Call(Wait):
         self.number = 0
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
         self.dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-        self.line = _line_of_program()
+        self.line, _ = call_of_program()
         self.begun = mark(devices_of(tensors))  # on GPUs: after what the rank had enqueued
         self.ended: Sequence[Any] = ()  # on GPUs: after what was done
         self._was_awaited = False
@@ -241,12 +251,15 @@ def is_inside(module: str) -> bool:
     return module.startswith(_INSIDE) or module.lstrip("_") in _INSIDE_TOO
 
 
-def _line_of_program() -> str:
+def call_of_program() -> tuple[str, str]:
+    """Return where the program makes this call, and the function of torch.distributed it calls."""
     frame: Any = sys._getframe(2)
-    while frame is not None and is_inside(frame.f_globals.get("__name__", "")):
+    function = ""
+    while frame is not None and is_inside(module := frame.f_globals.get("__name__", "")):
+        function = frame.f_code.co_name if module == distributed_c10d.__name__ else function
         frame = frame.f_back
     if frame is None:
-        return ""
+        return "", function
     folder, name = os.path.split(frame.f_code.co_filename)
     is_cell = "ipykernel_" in folder or name.startswith("<ipython-")
-    return f"{'cell' if is_cell else name}:{frame.f_lineno}"
+    return f"{'cell' if is_cell else name}:{frame.f_lineno}", function

@@ -113,6 +113,7 @@ class Cluster:
                 rank.go.acquire()
                 if self._told is not None:
                     raise copy_of(self._told)
+                rank.restore_state()
                 internals.run_in_thread_of(rank, program)
             except BaseException as error:
                 self._take_error(rank, error)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,24 @@ from pyringar.cluster.ranks import Rank, belong_to, current
 from pyringar.cluster.refusals import WAY, replace, take_modules, take_replicas, wrap
 from pyringar.cluster.state import Environment, end_fork_server
 from pyringar.cluster.store import ThreadStore
+from pyringar.comm.exits import drop_failed_backward
 from pyringar.errors import UnsupportedError
 
 __all__ = [
     "check_torch",
     "entered",
+    "forget_groups_of_parent",
     "interrupt",
     "is_future_for_reducer",
+    "make_ringar_the_default",
     "plain_torch",
     "run_in_thread_of",
 ]
 
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
+# Kept, since to destroy a group waits for threads that a forked process does not have.
+_of_parent: list[Any] = []
 
 # What torch.distributed keeps of its groups, by the name of the property: an empty one each.
 _WORLD: dict[str, Callable[[], Any]] = {
@@ -133,7 +138,7 @@ def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
     """Make this thread a rank's while it runs its program: torch.distributed knows its groups."""
     rank.world = {name: make() for name, make in _WORLD.items()}
     belong_to(rank)
-    rank.restore_state()
+    cast("Any", os.environ)._data.give_to_process()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
@@ -187,6 +192,9 @@ def entered(make_group: Callable[[Any], Any], store: ThreadStore, num_ranks: int
     # of the rank which imports it, if there is one by then.
     importlib.import_module("pyringar.distributed")
     importlib.import_module("torch.distributed.nn.functional")
+    # The first backward pass starts threads if there is a GPU, or the guard below, and a process
+    # that is forked later can run no backward pass then.
+    drop_failed_backward()
     # FakeTensorMode, which DTensor uses, has it done by the first thread, in torch 2.11 and 2.12
     # for as long as that lives.
     torch._C._ensureCUDADeviceGuardSet()
@@ -197,9 +205,6 @@ def entered(make_group: Callable[[Any], Any], store: ThreadStore, num_ranks: int
         c10d_cpp._set_thread_isolation_mode(True)
         undo.callback(c10d_cpp._set_thread_isolation_mode, False)
         replace(undo, sys, "excepthook", sys.excepthook)
-        replace(undo, distributed_c10d, "_backend", distributed_c10d._backend)
-        init_method = distributed_c10d._default_pg_init_method
-        replace(undo, distributed_c10d, "_default_pg_init_method", init_method)
         helper = _with_our_backend(distributed_c10d._new_process_group_helper)
         replace(undo, distributed_c10d, "_new_process_group_helper", helper)
         _take_backend(undo, make_group)
@@ -233,6 +238,32 @@ def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
         return helper(size, rank, ranks, backend, *args, **kwargs)
 
     return make
+
+
+def forget_groups_of_parent() -> None:
+    """Give this process, which was forked, a torch.distributed without groups."""
+    world: Any = distributed_c10d._world
+    for name in (name for name in _WORLD if hasattr(world, name)):
+        value = getattr(world, name)
+        if isinstance(value, (dict, list)):
+            _of_parent.append(value.copy())
+            value.clear()
+        else:
+            _of_parent.append(value)
+            setattr(world, name, _WORLD[name]())
+    c10d_cpp._unregister_all_process_groups()
+
+
+def make_ringar_the_default() -> None:
+    """Let ``init_process_group()`` without a backend make a group of the backend ``ringar``."""
+    importlib.import_module("pyringar.distributed")
+    own: Any = distributed_c10d._new_process_group_helper
+
+    def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = "ringar" if str(backend) == "undefined" else backend
+        return own(size, rank, ranks, backend, *args, **kwargs)
+
+    distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
 
 
 def _say_once(text: str) -> None:
@@ -341,22 +372,26 @@ def _take_dual_levels(undo: contextlib.ExitStack, store: ThreadStore) -> None:
             return own()
         if rank in left:
             store.wait([key])
-        forward_ad._current_level = -1 if inside else own() - 1
+        if not inside:
+            own()
         inside.add(rank)
-        forward_ad._current_level += 1
-        return forward_ad._current_level
+        forward_ad._current_level = 0
+        return 0
 
     def leave(own: Any, **level: Any) -> None:
         rank = current()
-        if rank in inside and len(inside) > 1:
-            store.delete_key(key)
+        if rank not in inside:
+            own(**level)
+            return
+        inside.discard(rank)
+        if inside:
             left.add(rank)
+            store.delete_key(key)
             forward_ad._current_level = -1
         else:
-            own(**level)
             left.clear()
             store.set(key, "")
-        inside.discard(rank)
+            own(**level)
 
     wrap(undo, forward_ad, "enter_dual_level", enter)
     wrap(undo, forward_ad, "exit_dual_level", leave)

@@ -1,7 +1,8 @@
-"""Run a function on every rank of a cluster that lives in this process."""
+"""Run a function on every rank of a cluster: threads or forked processes of this one."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from pyringar.choices import kind_of
 from pyringar.cluster import internals
 from pyringar.cluster.cluster import Cluster
+from pyringar.cluster.processes import run_processes
 from pyringar.cluster.ranks import current
 from pyringar.comm.arguments import check_timeout, is_count, is_list
 from pyringar.comm.topology import check_devices
@@ -21,6 +23,7 @@ __all__ = ["launch"]
 
 Result = TypeVar("Result")
 
+_LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 # The process has one torch.distributed, one environment and one interpreter to lend.
 _lock = threading.Lock()
 
@@ -34,53 +37,67 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
     timeout: float = 30.0,
+    processes: bool = False,
 ) -> list[Result]:
-    """Call ``fn`` once per rank: ranks are threads, and torch.distributed is the real one.
+    """Call ``fn`` once per rank: ranks are threads or forked processes, behind torch.distributed.
 
     A rank finds what torchrun gives a process: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and the
-    others in its ``os.environ``, one OpenMP thread, and ``dist.init_process_group()``, which makes
-    a group of this cluster whatever backend and address it names. Everything that is built on
-    torch.distributed runs in it as it is: DistributedDataParallel, FSDP2, DTensor, ZeRO,
-    checkpoints. Sums have the bits of backend ``ringar`` under torchrun: rank order, rounded once.
+    others in its ``os.environ``, one OpenMP thread, and ``dist.init_process_group()``. Everything
+    that is built on torch.distributed runs in it as it is: DistributedDataParallel, FSDP2, DTensor,
+    ZeRO, checkpoints. Random numbers of torch, Python and NumPy differ between ranks and repeat
+    from run to run. Sums of the backend ``ringar`` are in rank order, rounded once.
 
-    One rank runs at a time, and another one when it waits. Each has its own random numbers of
-    torch, Python and NumPy, which differ between ranks and repeat from run to run, its own default
-    dtype and device, gradient mode, autocast and current stream. All other state is the process's.
-    Ranks call torch.distributed in their own thread, and run uncompiled under torch.compile.
+    Threads: one rank runs at a time, and another one when it waits. All groups have the backend
+    ``ringar``. Each rank has its own random numbers, default dtype and device, gradient mode,
+    autocast and current stream. All other state is the process's. Ranks call torch.distributed in
+    their own thread, and run uncompiled under torch.compile.
+
+    Processes: all ranks run at once, share nothing, and compute on one OpenMP thread each. A group
+    has the backend that the program names, else ``ringar``. Each line of output begins with its
+    rank, such as ``[rank 2]``.
 
     Args:
-        fn: The program. Its modules are imported once: ranks share their global variables.
-        ranks: How many.
+        fn: The program. Threads share the global variables of its modules.
+        ranks: Number of ranks.
         devices: One per rank, such as ``["cuda:0"] * 4``: the rank's current CUDA device.
-            None: the CPU.
-        args: For ``fn``, the same objects on all ranks.
+            None: the CPU. Processes can use GPUs if this process has not initialised CUDA.
+        args: For ``fn``, the same objects on all ranks, or copies of them in processes.
         kwargs: Likewise.
-        seed: Decides which rank goes next where several can. The same seed gives the same run.
-        timeout: Seconds that a rank may run without a call while others wait for it, or for a turn.
+        seed: Decides which thread goes next where several can. The same seed gives the same run.
+        timeout: Seconds that a rank may run without a call while others wait for it. ``inf``: no
+            limit, such as for a debugger in processes.
+        processes: Fork this process for each rank. Linux only.
 
     Returns:
-        What ``fn`` returned, by rank.
+        What ``fn`` returned, by rank. Processes pickle it.
 
     Raises:
         ArgumentError: An argument is wrong; or ranks call different things: the message has a table
-            of what each calls, and where.
-        CollectiveTimeout: All ranks wait for each other, which is found at once; or a rank ran on
-            for ``timeout`` while others waited, and was interrupted. With a table and all stacks.
-        PeerLostError: Ranks wait for one that has returned.
-        UnsupportedError: This torch was not tried.
-        RingarError: Another `launch` of this process has not ended.
+            of the calls, with the lines of the program.
+        CollectiveTimeout: All ranks wait for each other, which threads find at once; or a rank ran
+            on for ``timeout`` while others waited, and was interrupted. With a table and stacks.
+        PeerLostError: Ranks wait for one that has returned; or the process of a rank was killed.
+        UnsupportedError: Threads: this torch was not tried, or the program needs processes.
+            Processes: this is not Linux, or a GPU cannot be used after the fork.
+        RingarError: Another `launch` of threads has not ended; or a result cannot be pickled.
         BaseException: What ``fn`` raised first on any rank. The others got a `PeerLostError` in
-            their next call.
+            their next call. Its cause shows the tracebacks of all processes that raised.
 
-    Afterwards the process is as before: environment, groups, random states, threads. Ctrl-C ends
-    all ranks. A program that swallows KeyboardInterrupt, or waits outside Python, is left behind in
-    its thread, with a warning.
+    Afterwards the process is as before, and no rank is left. Ctrl-C ends all ranks. A thread that
+    swallows KeyboardInterrupt, or waits outside Python, is left behind with a warning; a process is
+    killed.
 
-    Cost: 7 ms for four ranks. A collective of small tensors takes some 0.1 ms per rank, a tenth
-    of it the engine's: threads wake each other.
+    Cost: four threads 7 ms, four processes 0.1 s, and 2 s before the first processes, to import
+    what DistributedDataParallel and FSDP need. With threads, a collective of small tensors takes
+    some 0.1 ms per rank, a tenth of it the engine's: threads wake each other.
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {kind_of(fn)}, expected a function")
+    if any(is_lazy(fn) for is_lazy in _LAZY):
+        raise ArgumentError(
+            "fn is a coroutine or generator function, whose call runs none of it; expected a plain "
+            "function: call asyncio.run() in it"
+        )
     if not is_count(ranks, 1):
         raise ArgumentError(f"ranks is {ranks!r}, expected a positive int")
     chosen = check_devices(["cpu"] * ranks if devices is None else devices)
@@ -90,6 +107,12 @@ def launch(
     if not is_count(seed):
         raise ArgumentError(f"seed is {seed!r}, expected an int, 0 or more")
     timeout_s = check_timeout(timeout)
+    if not isinstance(processes, bool):
+        raise ArgumentError(f"processes is {processes!r}, expected True or False")
+    if processes and seed:
+        raise ArgumentError(f"seed is {seed}, expected 0 with processes, which run all at once")
+    if processes:
+        return run_processes(program, chosen, timeout_s)
     internals.check_torch()
     if current() is not None or not _lock.acquire(blocking=False):
         raise RingarError("launch: another one has not ended, and a process can have one at a time")

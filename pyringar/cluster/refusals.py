@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
@@ -92,7 +93,8 @@ def take_modules(
             others = [each for each in sys.meta_path if each is not Finder and name in names]
             spec: Any = next(filter(None, (e.find_spec(name, path, target) for e in others)), None)
             if spec is not None:
-                wrap(ExitStack(), spec.loader, "exec_module", load)
+                spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
+                spec.loader.exec_module = partial(load, spec.loader.exec_module)
             return spec
 
     for name in names & sys.modules.keys():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from traceback import StackSummary, walk_stack
+from types import CodeType, TracebackType
 from typing import Any
 
 from pyringar.cluster.calls import Call, Limited, Pause, is_inside, names_of, some
 from pyringar.cluster.ranks import Rank
 
-__all__ = ["of_program", "report"]
+__all__ = ["by_text", "layout", "of_program", "report", "stack_of"]
 
 _COLUMNS = ("rank", "state", "call", "number", "in", "shape", "dtype", "waits for", "line")
 
@@ -24,11 +25,30 @@ def report(ranks: Sequence[Rank], calls: Mapping[int, Call], note: str) -> str:
         calls: Those to show, by rank, if it is not what a rank waits for.
         note: How to come here again.
     """
-    rows = [_COLUMNS, *(_row(rank, calls.get(rank.index)) for rank in ranks)]
+    frames = sys._current_frames()
+    stacks = {
+        rank.index: stack_of(frames[rank.thread.ident])
+        for rank in ranks
+        if rank.thread is not None and not rank.has_ended and rank.thread.ident in frames
+    }
+    return f"{layout([_row(rank, calls.get(rank.index)) for rank in ranks], stacks)}{note}"
+
+
+def layout(rows: Sequence[tuple[str, ...]], stacks: Mapping[int, str]) -> str:
+    """Return a table without its empty columns, and the stacks by rank."""
+    rows = [_COLUMNS, *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     kept = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows[1:])]
     table = "\n".join("  ".join(row[i].ljust(widths[i]) for i in kept).rstrip() for row in rows)
-    return f"\n\n{table}\n\n{_stacks(ranks)}{note}"
+    return f"\n\n{table}\n\n{by_text(stacks)}"
+
+
+def by_text(texts: Mapping[int, str]) -> str:
+    """Return texts under the ranks that they belong to; equal texts once."""
+    found: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        found.setdefault(text, []).append(rank)
+    return "\n".join(f"{names_of(sorted(who))}:\n{text}" for text, who in found.items() if text)
 
 
 def of_program(trace: TracebackType | None) -> TracebackType | None:
@@ -60,18 +80,13 @@ def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
     )
 
 
-def _stacks(ranks: Sequence[Rank]) -> str:
-    """Return the stacks of the program on all ranks that have not ended; equal ones once."""
-    frames = sys._current_frames()
-    found: dict[str, list[int]] = {}
-    for rank in ranks:
-        if rank.thread is not None and not rank.has_ended and rank.thread.ident in frames:
-            found.setdefault(_stack(frames[rank.thread.ident]), []).append(rank.index)
-    return "\n".join(f"{names_of(who)}:\n{stack}" for stack, who in found.items() if stack)
+def stack_of(frame: Any, *, after: CodeType | None = None) -> str:
+    """Return the program's part of a stack, without frames of torch and of this package.
 
-
-def _stack(frame: Any) -> str:
-    """Return the program's part of a stack: what is torch's, or ours, is left out."""
-    walked = list(traceback.walk_stack(frame))[::-1]
-    of_program = [(f, n) for f, n in walked if not is_inside(f.f_globals.get("__name__", ""))]
-    return "".join(traceback.StackSummary.extract(iter(of_program)).format())
+    Args:
+        frame: The innermost one.
+        after: The code whose frame, and the frames outside of it, are left out.
+    """
+    inner = itertools.takewhile(lambda pair: pair[0].f_code is not after, walk_stack(frame))
+    frames = [(f, n) for f, n in inner if not is_inside(f.f_globals.get("__name__", ""))]
+    return "".join(StackSummary.extract(iter(frames[::-1])).format())

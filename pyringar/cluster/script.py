@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from pyringar.cluster.ranks import current, this_rank
+from pyringar.cluster.ranks import current
 from pyringar.errors import ArgumentError
 
 __all__ = ["as_program"]
@@ -66,7 +66,11 @@ def as_program(
         main.__spec__ = spec
         main.__package__ = None if spec is None else spec.parent
         vars(main)["__builtins__"] = __builtins__
-        this_rank().main = main
+        rank = current()
+        if rank is None:  # in a process of its own
+            sys.modules["__main__"] = main
+        else:
+            rank.main = main
         # Each rank has its own: torch.compile keeps what it has compiled with the code.
         exec(compile(source, path, "exec", dont_inherit=True), vars(main))
 

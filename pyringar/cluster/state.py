@@ -38,6 +38,7 @@ _GLOBALS: dict[str, dict[str, Any]] = {
     "torch.backends.opt_einsum:m": {"enabled": ..., "strategy": ...},
     "torch.cpu": {"_current_stream": ...},
     "torch.distributed._shard.api": {"_CURRENT_PROCESS_GROUP": None},
+    "torch.distributed.distributed_c10d": {"_backend": ..., "_default_pg_init_method": None},
     "torch.distributed.fsdp._fully_shard._fully_shard": {"_enable_fsdp_module_new_init": True},
     "torch.distributed.tensor._api:DTensor._op_dispatcher": {
         "_allow_implicit_replication": False,

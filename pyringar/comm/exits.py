@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from pyringar.engine.load import loaded_cuda_engine, loaded_engine
 
 __all__ = [
+    "close_all",
     "close_at_exit",
     "drop_failed_backward",
     "empty_backward_at_exit",
@@ -106,7 +107,8 @@ def is_inherited(owner: Any) -> bool:
     return id(owner) in _inherited
 
 
-def _close_all() -> None:
+def close_all() -> None:
+    """Close, newest first, all that `close_at_exit` knows; abort it if the program failed."""
     with contextlib.ExitStack() as newest_first:  # and all of them, whatever one raises
         newest_first.callback(_end_reading)
         living = [
@@ -164,6 +166,6 @@ def _leave_to_parent() -> None:
         del _living[key]
 
 
-atexit.register(_close_all)
+atexit.register(close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_parent)

@@ -117,6 +117,10 @@ class Fallback:
         """Return the ranks whose connections of gloo are closed. Never waits."""
         return [] if self._gloo is None else closed_peers(self._gloo)
 
+    def keep(self) -> None:
+        """Leave gloo in memory until the process is gone."""
+        never_destroy(self._gloo)
+
     def close(self) -> None:
         """Let both go: held at exit, gloo's threads would abort the process.
 

@@ -1,0 +1,551 @@
+"""`pr.launch` with ``processes=True``: results, failures, output, and what is left behind."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import pyringar as pr
+from pyringar.cli import main
+
+
+def launch(fn, ranks=2, **options):
+    return pr.launch(fn, ranks, processes=True, **options)
+
+
+def rank_of(backend=None):
+    dist.init_process_group(backend)
+    return dist.get_rank()
+
+
+def failure_of(fn, ranks=3, **options):
+    """Return the error of a launch, its text and the tracebacks of its ranks."""
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        launch(fn, ranks, **options)
+    return caught.value, str(caught.value), str(caught.value.__cause__ or "")
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "ringar"])
+def test_results_come_by_rank(backend):
+    def program(first, *, last):
+        rank = rank_of(backend)
+        x = torch.full((5,), float(rank))
+        dist.all_reduce(x)
+        return rank, x, first, last, dist.get_backend()
+
+    results = launch(program, 3, args=(1,), kwargs={"last": 2})
+    assert [(rank, x.tolist(), *rest) for rank, x, *rest in results] == [
+        (rank, [3.0] * 5, 1, 2, backend or "ringar") for rank in range(3)
+    ]
+
+
+def test_ddp_has_the_parameters_of_threads():
+    def program():
+        rank = rank_of()
+        torch.manual_seed(0)
+        net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 1)))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        torch.manual_seed(rank)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in net.parameters()]
+
+    threads, processes = pr.launch(program, 3), launch(program, 3)
+    for ours, theirs in zip(threads, processes, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_ranks_have_the_state_of_new_processes():
+    def program():
+        draws = float(torch.rand(())), random.random()
+        return draws, torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            processes = launch(program)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert processes == pr.launch(program, 2)
+    assert processes[0][1:] == (True, torch.float32, 1)
+    assert processes[0][0] != processes[1][0]
+
+
+def test_process_stays_as_it_was():
+    def program():
+        os.environ["OF_A_RANK"] = "1"
+        torch.manual_seed(3)
+        sys.argv = ("a", "tuple")
+        dist.init_process_group()
+
+    before = dict(os.environ), torch.get_rng_state(), sys.argv, threading.enumerate()
+    launch(program)
+    now = dict(os.environ), torch.get_rng_state(), sys.argv, threading.enumerate()
+    assert all(
+        a is b or torch.equal(a, b) if torch.is_tensor(a) else a == b
+        for a, b in zip(before, now, strict=True)
+    )
+    assert not dist.is_initialized()
+    assert multiprocessing.active_children() == []
+
+
+def test_caller_may_have_a_group(tmp_path):
+    def program():
+        assert not dist.is_initialized()
+        x = torch.ones(1)
+        rank_of()
+        dist.all_reduce(x)
+        return float(x), dist.get_world_size()
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert launch(program, 3) == [(3.0, 3)] * 3
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rank_may_launch():
+    assert launch(lambda: launch(lambda: os.environ["RANK"])) == [["0", "1"]] * 2
+
+
+def test_rank_is_a_main_process():
+    def program():
+        return multiprocessing.current_process().name, multiprocessing.parent_process()
+
+    assert launch(program) == [("MainProcess", None)] * 2
+
+
+class RankOfWorker:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        return int(os.environ.get("RANK", "-1"))
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))],
+)
+def test_workers_have_the_environment_of_their_rank(method):
+    def program():
+        loader = DataLoader(RankOfWorker(), num_workers=1, multiprocessing_context=method)
+        return [int(item) for item in loader]
+
+    assert launch(program) == [[0, 0], [1, 1]]
+
+
+def test_threads_may_call_torch_distributed(tmp_path):
+    def program():
+        rank = rank_of()
+        beside, got = dist.new_group(), torch.zeros(1)
+
+        def later():
+            time.sleep(0.05)
+            dist.send(torch.ones(1), 1, group=beside)
+
+        if rank == 0:
+            threading.Thread(target=later).start()
+        else:
+            dist.recv(got, 0, group=beside)
+        dist.barrier()
+        group = dist.new_group(backend="gloo")
+        dcp.async_save({"x": torch.ones(3)}, checkpoint_id=tmp_path, process_group=group).result()
+        return float(got)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert launch(program) == [0.0, 1.0]
+
+
+def test_second_openmp_thread_is_refused(capsys):
+    def program():
+        logging.getLogger("pyringar").addHandler(logging.StreamHandler(sys.stderr))
+        torch.set_num_threads(2)
+        return torch.rand(1_000_000).sum() > 0, torch.get_num_threads()
+
+    torch.rand(1_000_000).sum()  # the caller has used OpenMP
+    assert launch(program) == [(True, 1)] * 2
+    assert "[rank 1] torch.set_num_threads(2)" in capsys.readouterr().err
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def raises():
+    if rank_of() == 1:
+        raise ValueError("planted")
+    dist.all_reduce(torch.ones(3))
+
+
+def test_exception_has_the_traceback_of_its_rank():
+    error, text, traces = failure_of(raises)
+    assert (type(error), text) == (ValueError, "planted")
+    first, _, others = traces.strip().partition("\n\n")
+    assert first.startswith("rank 1:\nTraceback")
+    assert first.endswith("ValueError: planted")
+    assert "in raises" in first
+    assert "run_rank" not in traces
+    assert others.startswith("ranks 0, 2:\n") or "rank 0:\n" in others
+    assert "rank 1" in others
+
+
+def skips():
+    for _ in range(2 if rank_of() == 2 else 3):
+        dist.all_reduce(torch.ones(3))
+
+
+def differs():
+    dist.all_reduce(torch.ones(3 if rank_of() else 4))
+
+
+def is_killed():
+    rank = rank_of()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
+
+
+def is_killed_beside_gloo():
+    rank = rank_of("gloo")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
+
+
+def runs_on():
+    if rank_of() == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(3))
+
+
+def sends_in_a_circle():
+    rank = rank_of("gloo")
+    dist.recv(torch.ones(3), (rank + 1) % 3)
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "first_line", "row"),
+    [
+        (skips, pr.PeerLostError, "call 3, all_reduce", r"2 +returned +after 2 calls"),
+        (
+            differs,
+            pr.ArgumentError,
+            "ranks call different",
+            r"0 .* all_reduce \(op sum\) +1 +the world +\(4,\) +float32",
+        ),
+        (is_killed, pr.PeerLostError, "rank 1 (process", r"1 +was killed by SIGKILL +barrier +1 "),
+        (
+            is_killed_beside_gloo,
+            pr.PeerLostError,
+            "rank 1 (process",
+            r"1 +was killed by SIGKILL +after 0 calls",
+        ),
+        (
+            runs_on,
+            pr.CollectiveTimeout,
+            "rank 1 ran for 1 s",
+            r"2 +waits +all_reduce .* 1 +test_launch_processes.py:\d+",
+        ),
+        (
+            sends_in_a_circle,
+            pr.CollectiveTimeout,
+            "all ranks wait",
+            r"2 +waits +recv \(from 0\) .* 0 +test_launch",
+        ),
+    ],
+    ids=lambda value: value.__name__ if callable(value) and hasattr(value, "__code__") else "",
+)
+def test_failure_has_a_table(program, kind, first_line, row):
+    began_s = time.monotonic()
+    error, text, _ = failure_of(program, timeout=1)
+    assert type(error) is kind
+    assert text.startswith(first_line)
+    assert re.search(f"^{row}", text, re.MULTILINE), text
+    assert time.monotonic() - began_s < 8
+
+
+def test_stacks_of_waiting_ranks_are_shown():
+    _, text, _ = failure_of(runs_on, timeout=1)
+    assert re.search(r'ranks 0, 2:\n  File ".*", line \d+, in runs_on\n    dist\.all_reduce', text)
+    assert re.search(r'rank 1:\n  File ".*", line \d+, in runs_on\n    time\.sleep\(60\)', text)
+    assert "in run_rank" not in text
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (lambda: sys.exit(0), None),
+        (lambda: os._exit(0), None),
+        (lambda: sys.exit(3), "3"),
+        (lambda: os._exit(3), r"rank 1 \(process \d+\) exited with status 3"),
+        (lambda: os.abort(), r"rank 1 \(process \d+\) was killed by SIGABRT"),
+    ],
+    ids=["exit", "_exit", "exit-3", "_exit-3", "abort"],
+)
+def test_end_of_a_process(end, expected):
+    def program():
+        if os.environ["RANK"] == "1":
+            end()
+        return 5
+
+    if expected is None:
+        assert launch(program) == [5, None]
+    else:
+        _, text, _ = failure_of(program, 2)
+        assert re.match(expected, text)
+
+
+class UnpicklableError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: lambda: 1, r"rank \d returned function, which cannot be pickled"),
+        (lambda: (_ for _ in ()).throw(UnpicklableError(1, 2)), r"UnpicklableError: 1 and 2"),
+    ],
+    ids=["result", "exception"],
+)
+def test_unpicklable_becomes_an_error(make, text):
+    with pytest.raises(pr.RingarError, match=text):
+        launch(lambda: make())
+
+
+def test_wrong_arguments_raise():
+    with pytest.raises(pr.ArgumentError, match="seed is 3, expected 0 with processes"):
+        launch(rank_of, seed=3)
+    with pytest.raises(pr.ArgumentError, match="processes is 1, expected True or False"):
+        pr.launch(rank_of, processes=1)
+
+
+def test_cuda_in_use_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(pr.UnsupportedError, match=r"'cuda:1'.*initialised CUDA"):
+        launch(rank_of, devices=["cpu", "cuda:1"])
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+def test_output_is_marked_by_rank(capsys):
+    def program():
+        print("one\ntwo")
+        os.write(1, b"raw \xff\n")
+        sys.stderr.write("50 %\r100 %\rno end")
+        subprocess.run(["sh", "-c", "echo from a shell"], check=True)
+
+    launch(program, 2)
+    out, err = capsys.readouterr()
+    for rank in range(2):
+        own = [line for line in out.splitlines() if line.startswith(f"[rank {rank}] ")]
+        texts = ["one", "two", "raw \ufffd", "from a shell"]
+        assert own == [f"[rank {rank}] {text}" for text in texts]
+        assert f"[rank {rank}] 50 %\r[rank {rank}] 100 %\r" in err
+    assert len(out.splitlines()) == 8
+
+
+def test_output_before_a_kill_is_shown(capsys):
+    def program():
+        print("last words", end="")
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    failure_of(program, 1)
+    assert capsys.readouterr().out == "[rank 0] last words\n"
+
+
+def test_handlers_at_exit_run_in_ranks_alone(capsys):
+    def program():
+        atexit.register(print, "of the rank")
+        thread = threading.Thread(target=lambda: (time.sleep(0.1), print("of a thread")))
+        thread.start()
+
+    planted = atexit.register(lambda: print("of the caller"))
+    try:
+        launch(program, 1)
+    finally:
+        atexit.unregister(planted)
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "[rank 0] of a thread",
+        "[rank 0] of the rank",
+    ]
+
+
+# -- scripts and tests -----------------------------------------------------------------------------
+
+
+def test_script_runs_as_main(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pickle, sys, torch.distributed as dist\n"
+        "class Thing: pass\n"
+        "dist.init_process_group()\n"
+        "things = [None] * 2\n"
+        "dist.all_gather_object(things, Thing())\n"
+        "assert all(type(thing) is Thing for thing in things)\n"
+        "print(__name__, sys.argv[1:], os.environ['LOCAL_RANK'])\n"
+        "sys.exit(int(sys.argv[1]) if dist.get_rank() else 0)\n"
+    )
+    command = ["run", "--processes", "--ranks", "2", str(script)]
+    assert main([*command, "0"]) == 0
+    lines = [f"[rank {rank}] __main__ ['0'] {rank}" for rank in range(2)]
+    assert sorted(capsys.readouterr().out.splitlines()) == lines
+    with pytest.raises(SystemExit, match="3"):
+        main([*command, "3"])
+
+
+def test_seed_of_a_script_is_refused(capsys):
+    assert main(["run", "--processes", "--seed", "3", __file__]) == 2
+    assert "--seed is 3, expected 0" in capsys.readouterr().err
+
+
+@pytest.mark.ranks(3, processes=True)
+def test_mark_runs_a_test_in_processes(tmp_path):
+    assert multiprocessing.current_process().pid != os.getppid()
+    mine = torch.full((2,), float(dist.get_rank()))
+    dist.all_reduce(mine)
+    assert mine.tolist() == [3.0] * 2
+    (tmp_path / str(dist.get_rank())).touch()
+
+
+@pytest.mark.ranks(2, processes=True)
+def test_mark_skips_in_processes():
+    pytest.skip("a rank may skip")
+
+
+@pytest.mark.ranks(2, processes=True)
+@pytest.mark.xfail(strict=True)
+def test_mark_fails_in_processes():
+    assert dist.get_rank() == 5
+
+
+# -- interrupts ------------------------------------------------------------------------------------
+
+
+def test_handler_exception_ends_ranks(tmp_path):
+    def program():
+        (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
+        rank_of()
+        time.sleep(60)
+
+    def handle(*_):
+        raise TimeoutError("of a handler")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(TimeoutError, match="of a handler"):
+            launch(program)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for file in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+def started(tmp_path, body):
+    """Start a Python that launches a program, and return it with the processes of its ranks."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, sys, time, torch, torch.distributed as dist, pyringar as pr\n"
+        "def program():\n"
+        "    dist.init_process_group()\n"
+        f"    open(os.path.join({str(tmp_path)!r}, f'rank{{os.getpid()}}'), 'w').close()\n"
+        f"{textwrap.indent(textwrap.dedent(body), '    ')}\n"
+        "pr.launch(program, 2, processes=True)\n"
+    )
+    python = subprocess.Popen(
+        [sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    ends_s = time.monotonic() + 60
+    while len(ranks := list(tmp_path.glob("rank*"))) < 2 and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    time.sleep(0.1)
+    return python, [int(path.name[4:]) for path in ranks]
+
+
+def are_gone(pids, within_s):
+    ends_s = time.monotonic() + within_s
+    while time.monotonic() < ends_s:
+        left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+        if not left:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "notebook"])
+def test_ctrl_c_ends_all_ranks(tmp_path, to_all):
+    body = """
+    try:
+        dist.barrier() if dist.get_rank() else time.sleep(60)
+    except KeyboardInterrupt:
+        open(os.environ["RANK"] + ".interrupted", "w").close()
+        raise
+    """
+    body = body.replace('os.environ["RANK"]', f'{str(tmp_path)!r} + "/" + os.environ["RANK"]')
+    python, ranks = started(tmp_path, body)
+    (os.killpg if to_all else os.kill)(python.pid, signal.SIGINT)
+    assert are_gone(ranks, 2)
+    assert "KeyboardInterrupt" in python.communicate(timeout=30)[1].splitlines()[-1]
+    assert sorted(p.name for p in tmp_path.glob("*.interrupted")) == [
+        "0.interrupted",
+        "1.interrupted",
+    ]
+
+
+@pytest.mark.slow
+def test_sigkill_of_the_caller_ends_ranks(tmp_path):
+    python, ranks = started(tmp_path, "while True: pass")
+    python.kill()
+    python.communicate(timeout=30)
+    assert are_gone(ranks, 5)
+
+
+@pytest.mark.slow
+def test_rank_that_swallows_signals_is_killed(tmp_path):
+    def program():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank_of() == 1:
+            raise ValueError("planted")
+        with contextlib.suppress(BaseException):
+            dist.barrier()
+        time.sleep(60)
+
+    began_s = time.monotonic()
+    error, _, _ = failure_of(program, 2)
+    assert type(error) is ValueError
+    assert time.monotonic() - began_s < 15
