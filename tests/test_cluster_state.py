@@ -268,10 +268,10 @@ NOT_PER_RANK = {
     "constants": "backends.cu*version backends.cu*ID *_BUILD_ROOT distributed._spmd_*",
     "documented": "*._async_process_executor.* *.profiler._is_* *.rpc.* profiler.* *_cupti_*",
     "groups": "distributed.distributed_c10d.*",
-    "processes": "*.elastic.* distributed.debug.* multiprocessing.* utils.data.*",
+    "processes": "*.elastic.* distributed.debug.* utils.data.*",
     "refused": "*._context_parallel.*",
     "registries": "*._extensions *_rendezvous_handlers *_composable_* nn.attention._registry.*"
-    " *_privateuse1_* _ops.cached_ops hub.* utils._zip.* *sharded_tensor.api.*",
+    " *_privateuse1_* _ops.cached_ops utils._zip.* *sharded_tensor.api.*",
     "settings": "__future__.* _weights_only_unpickler.*",
     "streams": "nn.parallel._functions.*",
     "tests": "distributed._local_tensor.* *_symmetric_memory.* utils.benchmark.*",

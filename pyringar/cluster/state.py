@@ -49,6 +49,8 @@ _GLOBALS: dict[str, dict[str, Any]] = {
         "_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION": False,
         "_FORCE_MIN_COST_REDISTRIBUTION_PLAN": None,
     },
+    "torch.hub": {"_hub_dir": ...},
+    "torch.multiprocessing": {"_sharing_strategy": ...},
     "torch.nn.parallel.distributed:DistributedDataParallel": {"_active_ddp_module": None},
     "torch.nn.utils.parametrize": {"_cache": dict, "_cache_enabled": 0},
     "torch.utils._debug_mode._mode": {"_ACTIVE_DEBUG_MODE_COUNT": 0},
@@ -119,7 +121,7 @@ def _imported() -> list[tuple[Any, str, Any]]:
             if getattr(module.__spec__, "_initializing", False):
                 _num_modules = 0
                 continue
-            owner = module
+            owner: Any = module
             for attribute in rest.split(".") if rest else ():
                 owner = getattr(owner, attribute, None)
             _found.extend((owner, n, v) for n, v in _GLOBALS[path].items() if hasattr(owner, n))
