@@ -17,16 +17,20 @@ import threading
 import time
 import warnings
 
+import distributed_cases
+import distributed_training
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases import mostly_slow
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import pyringar as pr
 from pyringar.cli import main
+from pyringar.cluster.board import Board
 
 
 def launch(fn, ranks=2, **options):
@@ -60,6 +64,21 @@ def test_results_come_by_rank(backend):
     assert [(rank, x.tolist(), *rest) for rank, x, *rest in results] == [
         (rank, [3.0] * 5, 1, 2, backend or "ringar") for rank in range(3)
     ]
+
+
+def run_case(case, size):
+    case(rank_of("ringar"), size)
+
+
+@pytest.mark.parametrize(
+    ("cases", "name"),
+    mostly_slow(
+        [(c, name) for c in (distributed_cases, distributed_training) for name in c.CASES],
+        (distributed_cases, "messages"),
+    ),
+)
+def test_torch_distributed_works(cases, name):
+    launch(run_case, 3, args=(cases.CASES[name], 3))
 
 
 def test_ddp_has_the_parameters_of_threads():
@@ -355,6 +374,16 @@ def test_cuda_in_use_is_refused(monkeypatch):
         launch(rank_of, devices=["cpu", "cuda:1"])
 
 
+def test_board_keeps_the_last_whole_call():
+    board = Board(2)
+    assert board.read(1) == {}
+    board.write(1, {"call": "first"})
+    board.write(1, {"call": "all_reduce", "ranks": list(range(2000)), "numbers": {}})
+    assert board.read(1) == {"call": "all_reduce", "ranks": [], "numbers": {}}
+    board.write(1, {"call": "x" * 5000})  # longer than a slot
+    assert (board.read(0), board.read(1)) == ({}, {})
+
+
 # -- output ----------------------------------------------------------------------------------------
 
 
@@ -373,6 +402,19 @@ def test_output_is_marked_by_rank(capsys):
         assert own == [f"[rank {rank}] {text}" for text in texts]
         assert f"[rank {rank}] 50 %\r[rank {rank}] 100 %\r" in err
     assert len(out.splitlines()) == 8
+
+
+def test_endless_output_does_not_hide_a_failure(monkeypatch):
+    def program():
+        if rank_of() == 1:
+            raise ValueError("planted")
+        while True:
+            print("x" * 1000)
+
+    with open(os.devnull, "w") as devnull:
+        monkeypatch.setattr(sys, "stdout", devnull)
+        error, _, _ = failure_of(program, 2)
+    assert type(error) is ValueError
 
 
 def test_output_before_a_kill_is_shown(capsys):
@@ -549,3 +591,20 @@ def test_rank_that_swallows_signals_is_killed(tmp_path):
     error, _, _ = failure_of(program, 2)
     assert type(error) is ValueError
     assert time.monotonic() - began_s < 15
+
+
+@pytest.mark.slow
+def test_backward_after_threads_is_told(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, torch, pyringar as pr\n"
+        "def backward(): torch.ones((), requires_grad=True).backward()\n"
+        "if sys.argv[1] == 'first': pr.launch(print, 1, processes=True)\n"
+        "torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(()))\n"
+        "backward()\n"
+        "pr.launch(backward, 1, processes=True)\n"
+    )
+    for order, expected in (("first", 0), ("last", 1)):
+        done = subprocess.run([sys.executable, script, order], capture_output=True, text=True)
+        assert done.returncode == expected, done.stderr
+        assert ("UnsupportedError: launch: ranks that are forked" in done.stderr) == expected

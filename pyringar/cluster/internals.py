@@ -36,6 +36,7 @@ __all__ = [
     "is_future_for_reducer",
     "make_ringar_the_default",
     "plain_torch",
+    "run_first_backward",
     "run_in_thread_of",
 ]
 
@@ -192,9 +193,7 @@ def entered(make_group: Callable[[Any], Any], store: ThreadStore, num_ranks: int
     # of the rank which imports it, if there is one by then.
     importlib.import_module("pyringar.distributed")
     importlib.import_module("torch.distributed.nn.functional")
-    # The first backward pass starts threads if there is a GPU, or the guard below, and a process
-    # that is forked later can run no backward pass then.
-    drop_failed_backward()
+    run_first_backward()
     # FakeTensorMode, which DTensor uses, has it done by the first thread, in torch 2.11 and 2.12
     # for as long as that lives.
     torch._C._ensureCUDADeviceGuardSet()
@@ -238,6 +237,16 @@ def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
         return helper(size, rank, ranks, backend, *args, **kwargs)
 
     return make
+
+
+def run_first_backward() -> None:
+    """Run a backward pass, so that a process that is forked later can run one.
+
+    The first pass of a process starts threads if there is a GPU, or if FakeTensorMode was used.
+    torch then refuses to run one after a fork.
+    """
+    if torch.cuda.device_count() == 0:
+        drop_failed_backward()
 
 
 def forget_groups_of_parent() -> None:

@@ -145,8 +145,9 @@ def _portable(error: BaseException) -> tuple[bytes, str, float]:
     lines = traceback.format_exception(type(error), error, of_program(error.__traceback__))
     if "wiki/Autograd-and-Fork" in str(error):
         error = UnsupportedError(
-            "launch: ranks that are forked processes cannot run backward, because this process has "
-            "run it beside a GPU, which has started threads; launch before that, or use torchrun"
+            "launch: ranks that are forked processes cannot run backward, because the first "
+            "backward of this process, beside a GPU or after torch.compile, has started threads; "
+            "launch before that, or use torchrun"
         )
     try:
         data = pickle.dumps(error)

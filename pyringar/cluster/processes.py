@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch._C import _distributed_c10d
 
+from pyringar.cluster import internals
 from pyringar.cluster.board import Board
 from pyringar.cluster.calls import names_of
 from pyringar.cluster.process_rank import run_rank
@@ -36,6 +37,7 @@ _TERMINAL_S = 0.05
 _ANSWER_S = 1.0
 _PARTIAL_LINE_S = 0.2
 _POLL_S = 0.05
+_PIPE_BYTES = 1 << 16
 # Modules that DistributedDataParallel, FSDP and checkpoints import when they are first used.
 _LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 
@@ -55,6 +57,7 @@ def run_processes(
         )
     for name in _LATE:
         importlib.import_module(name)
+    internals.run_first_backward()
     load.engine()
     return _Ranks(devices, timeout_s).run(program)
 
@@ -80,11 +83,10 @@ class _Output:
     def relay(self, *, is_over: bool) -> None:
         """Relay the lines that are there, and a line without an end that has stood for a while."""
         with contextlib.suppress(BlockingIOError):
-            while self.is_open:
-                data = os.read(self.fd, 1 << 16)
-                self.is_open = bool(data)
-                self._text += data
-                self._last_s = time.monotonic()
+            data = os.read(self.fd, _PIPE_BYTES)
+            self.is_open = bool(data)
+            self._text += data
+            self._last_s = time.monotonic()
         end = max(self._text.rfind(b"\n"), self._text.rfind(b"\r")) + 1
         if self._text[end:] and (is_over or time.monotonic() - self._last_s > _PARTIAL_LINE_S):
             self._text += b"\n"
@@ -146,7 +148,8 @@ class _Rank:
         if code > 0:
             self.lost = f"exited with status {code}"
         elif code < 0:
-            self.lost = f"was killed by {signal.Signals(-code).name}"
+            names = {number.value: number.name for number in signal.Signals}
+            self.lost = f"was killed by {names.get(-code, f'signal {-code}')}"
         elif self.result is None:  # the program has called os._exit(0)
             self.result = pickle.dumps(None)
 
