@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import distributed_cases
@@ -55,6 +56,27 @@ def test_results_come_by_rank():
         return (int(os.environ["RANK"]) + add) * times
 
     assert pr.launch(program, 3, args=(1,), kwargs={"times": 10}) == [10, 20, 30]
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "bits of floats": lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
+    "maximum of sparse": lambda: dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX),
+    "sparse": lambda: dist.broadcast(torch.eye(2).to_sparse(), 0),
+    "other size": lambda: dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(2)),
+    "other size of a part": lambda: dist.reduce_scatter(torch.ones(3), [torch.ones(2)] * 2),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_call_does_not_end_the_run(name):
+    def program() -> int:
+        dist.init_process_group()
+        with pytest.raises((pr.UnsupportedError, pr.ArgumentError)):
+            REFUSED[name]()
+        dist.barrier()
+        return 1
+
+    assert pr.launch(program, 2) == [1, 1]
 
 
 # -- the bits of processes -------------------------------------------------------------------------

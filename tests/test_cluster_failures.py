@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
+import random
 import re
 import signal
 import sys
@@ -13,6 +15,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -347,6 +350,50 @@ def test_rank_that_catches_everything_is_ended():
     assert threading.active_count() == num_threads
 
 
+# -- futures ---------------------------------------------------------------------------------------
+
+
+def test_callbacks_exception_is_a_runtime_error():
+    def program() -> list[str]:
+        begin()
+        future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+        told = []
+        for each in (
+            future.then(lambda _: 1 / 0),
+            future.then(lambda _: 1 / 0).then(lambda done: done.wait()),
+        ):
+            with pytest.raises(RuntimeError) as caught:
+                each.wait()
+            told.append(f"{caught.type.__name__}: {caught.value}".splitlines()[0])
+        return told
+
+    running = "Got the following error when running the callback: "
+    first = f"RuntimeError: {running}ZeroDivisionError: division by zero"
+    second = f"RuntimeError: {running}{first}"
+    for seed in range(4):  # the last rank to call has a future that is complete
+        assert pr.launch(program, 3, seed=seed) == [[first, second]] * 3
+
+
+def test_future_ends_with_its_rank():
+    called: list[int] = []
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def program() -> None:
+        rank = begin()
+        x = torch.ones(2)
+        tensors.append(weakref.ref(x))
+        if rank == 0:
+            future = dist.irecv(x, 1).get_future()
+            future.add_done_callback(lambda _: called.append(len(x)))
+            child = future.then(lambda done: (called.append(len(x)), future, done.value()))
+            child.then(lambda done: (child, done.value()))
+
+    pr.launch(program, 2)
+    gc.collect()
+    assert called == []
+    assert [tensor() for tensor in tensors] == [None] * 2
+
+
 # -- polling ---------------------------------------------------------------------------------------
 
 
@@ -414,6 +461,122 @@ def test_slow_ranks_without_calls_may_go_on():
     assert pr.launch(lambda: time.sleep(0.2) or 1, 3, timeout=0.1) == [1] * 3
 
 
+def test_time_at_a_debuggers_prompt_does_not_count():
+    def prompt() -> None:
+        time.sleep(0.6)
+
+    prompt = types.FunctionType(prompt.__code__, {"__name__": "pdb", "time": time})
+
+    def program() -> int:
+        if begin() == 1:
+            prompt()
+        dist.barrier()
+        return 1
+
+    for seed in range(2):
+        assert pr.launch(program, 2, timeout=0.2, seed=seed) == [1, 1]
+
+
+# -- exceptions at any line ------------------------------------------------------------------------
+
+HAND_OVER = ("schedule.py", "state.py", "ranks.py")
+
+
+@pytest.mark.parametrize("first", mostly_slow(range(10), 0, 5))
+def test_exception_in_the_hand_over_loses_no_rank(first):
+    """MemoryError at every tenth line event of a wait, in a launch of its own each."""
+    num_threads = threading.active_count()
+
+    def program(number: int) -> bool:
+        events = [0]
+
+        def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+            name = frame.f_code.co_filename.rpartition(os.sep)[2]
+            if "/cluster/" not in frame.f_code.co_filename or name not in HAND_OVER:
+                return None
+            if event == "line" and events[0] >= 0:
+                events[0] += 1
+                if events[0] == number:
+                    events[0] = -1
+                    raise MemoryError("planted")
+            return trace
+
+        rank = begin()
+        if rank == 1:
+            sys.settrace(trace)
+        try:
+            with contextlib.suppress(MemoryError):
+                dist.barrier()
+        finally:
+            sys.settrace(None)
+        with contextlib.suppress(pr.RingarError):
+            dist.barrier()
+        return events[0] < 0 or rank != 1
+
+    for number in range(1 + first, 1000, 10):
+        began_s = time.monotonic()
+        reached: list[bool] = [True]
+        with contextlib.suppress(MemoryError, pr.RingarError):
+            reached = pr.launch(program, 3, args=(number,), timeout=2)
+        assert time.monotonic() - began_s < 1.5, number
+        assert threading.active_count() == num_threads, number
+        assert pr.launch(lambda: 1, 3) == [1] * 3
+        if not all(reached):
+            break
+    assert 40 < number < 990
+
+
+def test_recursion_error_comes_before_the_call():
+    def program(depth: int) -> bool:
+        def down(levels: int) -> None:
+            down(levels - 1) if levels else dist.barrier()
+
+        begin()
+        raised = False
+        try:
+            down(depth)
+        except RecursionError:
+            raised = True
+        dist.barrier() if raised else None
+        return raised
+
+    limit = sys.getrecursionlimit()
+    for depth in range(limit - 90, limit - 20, 7):
+        assert len(set(pr.launch(program, 3, args=(depth,), timeout=2))) == 1
+
+
+class AlarmError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(10), 0))
+def test_signal_handlers_exception_ends_all_ranks(seed):
+    def program() -> None:
+        begin()
+        dist.barrier()
+        while True:
+            counted.append(1)
+
+    def ring(*_: Any) -> None:
+        raise AlarmError
+
+    counted: list[int] = []
+    before = signal.signal(signal.SIGALRM, ring)
+    num_threads = threading.active_count()
+    moments = random.Random(seed)
+    try:
+        for _ in range(15):
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-4, 2e-2))
+            with pytest.raises(AlarmError):
+                pr.launch(program, 3)
+            assert threading.active_count() == num_threads
+            counted.clear()
+            assert pr.launch(lambda: 1, 2) == [1, 1]
+            assert counted == []
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 # -- Ctrl-C ----------------------------------------------------------------------------------------
 
 INTERRUPTED = """
@@ -455,6 +618,32 @@ def test_ctrl_c_ends_all_ranks(seed):
     assert out.splitlines() == ["True True 1", "[7, 7, 7] False"], err
 
 
+def test_interrupt_waits_until_a_thread_has_begun():
+    """Up to Python 3.11 it would end the new thread, which has the starter's ident."""
+
+    def program() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            with rank.starting:
+                inside.set()
+                go_on.wait(10)
+                ended.append("started")
+            while True:
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=program, daemon=True)
+    rank = types.SimpleNamespace(thread=thread, starting=threading.RLock())
+    inside, go_on, ended = threading.Event(), threading.Event(), list[str]()
+    thread.start()
+    inside.wait()
+    internals.interrupt(rank)
+    go_on.set()
+    while thread.is_alive():
+        if ended:
+            internals.interrupt(rank)
+        thread.join(0.01)
+    assert ended == ["started"]
+
+
 @pytest.mark.parametrize("kind", ["handler", "condition"])
 def test_interrupt_leaves_no_lock_taken(kind):
     handler, condition = logging.StreamHandler(io.StringIO()), threading.Condition()
@@ -476,7 +665,7 @@ def test_interrupt_leaves_no_lock_taken(kind):
                 time.sleep(0.001)
 
     thread = threading.Thread(target=program, daemon=True)
-    rank = types.SimpleNamespace(thread=thread)
+    rank = types.SimpleNamespace(thread=thread, starting=threading.RLock())
     deadline = time.monotonic() + 30.0
     with lock:
         thread.start()

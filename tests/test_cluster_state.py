@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -302,49 +305,110 @@ def test_globals_of_torch_are_known():
 # -- threads that a rank starts --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["wait", "is_completed"])
-def test_wait_in_another_thread_is_refused(call):
-    refused: list[str] = []
+def store_of_world() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+THREAD_CALLS: dict[str, Callable[[Any], object]] = {
+    "collective": lambda _: dist.barrier(),
+    "collective of a group": lambda given: dist.all_reduce(torch.ones(1), group=given["group"]),
+    "guarded": lambda _: dist.barrier() if dist.is_initialized() else None,
+    "functional": lambda _: funcol.all_reduce(torch.ones(1), "sum", dist.group.WORLD),
+    "functional of a mesh": lambda given: funcol.all_reduce(torch.ones(1), "sum", given["mesh"]),
+    "message": lambda given: dist.send(torch.ones(1), 1, group=given["group"]),
+    "wait": lambda given: given["work"].wait(),
+    "poll": lambda given: given["work"].is_completed(),
+    "future": lambda given: given["future"].wait(),
+    "new future": lambda given: given["work"].get_future().wait(),
+    "store": lambda _: store_of_world().set("key", "value"),
+    "store's wait": lambda _: store_of_world().get("key"),
+    "new group": lambda _: dist.new_group([1]),
+    "end": lambda _: dist.destroy_process_group(),
+}
+
+
+STARTS: dict[str, Callable[[Callable[[], None]], object]] = {
+    "thread": lambda run: threading.Thread(target=run).start(),
+    "timer": lambda run: threading.Timer(0.0, run).start(),
+    "executor": lambda run: ThreadPoolExecutor(1).submit(run),
+    "handled": lambda run: threading.Thread(target=run).start(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", STARTS)
+@pytest.mark.parametrize("call", THREAD_CALLS)
+def test_thread_of_a_rank_is_refused(call, kind):
+    """The thread calls when all ranks wait; no rank waits for the thread."""
 
     def program() -> None:
-        if begin() == 1:
-            dist.recv(torch.ones(1), 0)
-        work = dist.barrier(async_op=True)
+        rank = begin()
+        given = {"group": dist.new_group(), "mesh": init_device_mesh("cpu", (2,))}
+        given["work"] = dist.irecv(torch.ones(1), 1 - rank, group=given["group"])
+        given["future"] = given["work"].get_future()
 
         def run() -> None:
-            with pytest.raises(pr.RingarError, match="rank 0 waits in another thread") as caught:
-                getattr(work, call)()
-            refused.append(str(caught.value))
+            time.sleep(0.02)
+            with contextlib.suppress(pr.RingarError if kind == "handled" else ()):
+                THREAD_CALLS[call](given)
 
-        if dist.get_rank() == 0:
-            thread = threading.Thread(target=run)
+        if rank == 0:
+            STARTS[kind](run)
+        with contextlib.suppress(pr.RingarError if kind == "handled" else ()):
+            dist.recv(torch.ones(1), 1 - rank)
+
+    with pytest.raises(pr.RingarError, match=r"the rank's own thread.*processes=True") as told:
+        pr.launch(program, 2)
+    assert type(told.value) is pr.RingarError
+
+
+def test_deadlock_is_told_when_threads_have_ended():
+    def program(seconds: float) -> None:
+        thread = threading.Thread(target=time.sleep, args=(seconds,), name="reader")
+        if begin() == 0:
             thread.start()
-            thread.join()
-            dist.send(torch.ones(1), 1)
-        work.wait()
+        dist.recv(torch.ones(1), 1 - dist.get_rank())
 
-    pr.launch(program, 2)
-    assert len(refused) == 1
+    with pytest.raises(pr.CollectiveTimeout, match="all ranks wait for each other\n"):
+        pr.launch(program, 2, args=(0.05,))
+    with pytest.raises(pr.CollectiveTimeout, match=r"still run, reader: .* processes=True"):
+        pr.launch(program, 2, args=(0.5,), timeout=0.1)
 
 
-def test_call_in_another_thread_is_refused():
-    told: list[str] = []
+def test_call_in_a_forked_child_is_refused():
+    def program() -> int:
+        child = os.fork() if begin() == 0 else -1
+        if child == 0:
+            try:
+                dist.barrier()
+            except pr.RingarError as error:
+                os._exit(7 if "processes=True" in str(error) else 8)
+            os._exit(9)
+        dist.barrier()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child > 0 else 7
+
+    assert pr.launch(program, 2) == [7, 7]
+
+
+def test_thread_of_the_process_keeps_its_groups():
+    asked: list[Any] = []
+
+    def ask() -> None:
+        called.wait()
+        with pytest.raises(ValueError, match="not been initialized"):
+            dist.barrier()
+        asked.append(dist.is_initialized())
 
     def program() -> None:
         begin()
-        group = dist.group.WORLD
+        called.set()
+        outside.join()
+        dist.barrier()
 
-        def run() -> None:
-            with pytest.raises(pr.RingarError) as caught:
-                group.allreduce([torch.ones(1)])
-            told.append(str(caught.value))
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-
-    pr.launch(program, 1)
-    assert told[0].endswith("run programs that call it in several threads with torchrun")
+    called, outside = threading.Event(), threading.Thread(target=ask)
+    outside.start()
+    pr.launch(program, 2)
+    assert asked == [False]
 
 
 # -- torch's caches and globals --------------------------------------------------------------------

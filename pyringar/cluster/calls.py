@@ -33,12 +33,10 @@ __all__ = [
 ]
 
 _INSIDE = ("torch.", "pyringar.", "importlib.", "concurrent.")
-_INSIDE_TOO = frozenset(
-    {
-        *("torch", "contextlib", "functools", "importlib", "threading", "runpy"),
-        *("frozen_importlib", "frozen_importlib_external", "typing_extensions", "warnings"),
-    }
-)
+_INSIDE_TOO = {
+    *("torch", "contextlib", "functools", "importlib", "threading", "runpy"),
+    *("frozen_importlib", "frozen_importlib_external", "typing_extensions", "warnings"),
+}
 _MOST_TEXT = 2000
 
 
@@ -49,12 +47,16 @@ class Wait:
         rank: The rank that waits.
         what: In words: ``"the store's 'key'"``.
         limit_s: How long the program wants to wait; None: as long as another rank may act.
+        call: The call that it is about, if it is none itself.
     """
 
-    def __init__(self, rank: Rank, what: str, limit_s: float | None = None) -> None:
+    def __init__(
+        self, rank: Rank, what: str, limit_s: float | None = None, call: Call | None = None
+    ) -> None:
         self.rank = rank
         self.what = what
         self.limit_s = limit_s
+        self.call = call
         self.ends_s = 0.0
         """When the limit is reached, by the schedule's clock."""
         self.is_done = False
@@ -67,7 +69,7 @@ class Wait:
 
     def missing(self) -> list[int]:
         """Return the ranks for whose part it waits, as far as that is known."""
-        return []
+        return [] if self.call is None else self.call.missing()
 
     def finish(self, error: BaseException | None = None) -> None:
         """End it, well or with an error."""
@@ -133,6 +135,7 @@ class Call(Wait):
         Raises:
             CollectiveTimeout: It is not done after ``timeout`` seconds; it goes on nevertheless.
         """
+        self.rank.check_thread()
         if not (self.is_done and self._was_awaited):
             self._was_awaited = True
             self.meeting.cluster.wait(self if timeout is None else Limited(self, timeout))
@@ -142,6 +145,7 @@ class Call(Wait):
 
     def is_completed(self) -> bool:
         """Return whether it is done; let others run first if not: a program may ask in a loop."""
+        self.rank.check_thread()
         if not self.is_done:
             self.meeting.cluster.pause(Pause(self.rank, str(self), self))
         return self.is_done
@@ -180,39 +184,24 @@ def names_of(ranks: Sequence[int]) -> str:
 
 
 class Pause(Wait):
-    """A turn for others; a program may ask for a thing in a loop.
-
-    Args:
-        rank: Who pauses.
-        what: What it asks for, in words.
-        call: The call that it asks for.
-    """
+    """Lets others run, for a program that may ask for ``what`` in a loop."""
 
     def __init__(self, rank: Rank, what: str, call: Call | None = None) -> None:
-        super().__init__(rank, what)
-        self.call = call
+        super().__init__(rank, what, call=call)
         self.is_done = self.is_pause = True
-
-    def missing(self) -> list[int]:
-        """Return what the call waits for."""
-        return [] if self.call is None else self.call.missing()
 
 
 class Limited(Wait):
     """A wait for a call that lasts so many seconds at most."""
 
     def __init__(self, call: Call, limit_s: float) -> None:
-        self.call = call
-        super().__init__(call.rank, call.what, limit_s)
-
-    def missing(self) -> list[int]:
-        """Return what the call waits for."""
-        return self.call.missing()
+        super().__init__(call.rank, call.what, limit_s, call)
+        self._of = call
 
     @property
     def is_done(self) -> bool:
         """Whether the call is done, or given up."""
-        return self._is_over or self.call.is_done
+        return self._is_over or self._of.is_done
 
     @is_done.setter
     def is_done(self, value: bool) -> None:

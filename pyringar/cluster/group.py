@@ -97,18 +97,14 @@ class ThreadGroup(PythonGroup):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Reduce each input over all ranks; write this rank's part into the output beside it."""
         name = "reduce_scatter_tensor"
+        outputs, inputs = _as_list(outputs), _as_list(inputs)
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole(name, input, output)
         rows = [moves.parts(input.data, self._size) for input in inputs]
         return self._reduce_scatter(name, outputs, rows, opts, inputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Do `reduce_scatter_single_coalesced` of one pair."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_single = _reduce_scatter_base = reduce_scatter_single_coalesced
 
     def _reduce_scatter(
         self, name: str, outputs: Any, rows: Any, opts: Any, inputs: Any = None
@@ -116,8 +112,10 @@ class ThreadGroup(PythonGroup):
         """Reduce ``rows[i][r]`` into rank ``r``'s ``outputs[i]``; ``inputs`` if rows are parts."""
         opts = _with_op(opts, "ReduceScatterOptions")
         op = reduction_name(opts.reduceOp, name)
-        for row in rows:
+        for output, row in zip(outputs, rows, strict=True):
             self._check_row(row, name)
+            self._check_tensors(name, row)
+            moves.check_alike(output, row[self._rank])
 
         def act(calls: Sequence[Call]) -> None:
             for i in range(len(outputs)):
@@ -170,6 +168,7 @@ class ThreadGroup(PythonGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Put all ranks' input, end to end in rank order, into the output beside it."""
         name = "all_gather_into_tensor"
+        outputs, inputs = _as_list(outputs), _as_list(inputs)
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole(name, output, input)
         rows = [moves.parts(output.data, self._size) for output in outputs]
@@ -177,12 +176,7 @@ class ThreadGroup(PythonGroup):
         return self._all_gather(name, into, inputs, opts, [outputs], alike=inputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Do `all_gather_single_coalesced` of one pair."""
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    _allgather_base = all_gather_single
+    all_gather_single = _allgather_base = all_gather_single_coalesced
 
     def _all_gather(
         self, name: str, into: Any, inputs: Any, opts: Any, rows: Any, alike: Any = None
@@ -289,6 +283,11 @@ class ThreadGroup(PythonGroup):
                         moves.copy(target, source)
 
         args = [_data(row) for row in into], list(out_of)
+        for row in args[1]:
+            self._check_tensors(name, row)
+        own = [row[self._rank] for row in args if row]  # others' are compared when all have called
+        for target, source in zip(*own, strict=True):
+            moves.check_alike(target, source)
         return self._meet(name, options.pop("shown"), opts, act, args=args, **options)
 
     # -- messages and barriers ---------------------------------------------------------------------
@@ -314,7 +313,7 @@ class ThreadGroup(PythonGroup):
 
     def _message(self, name: str, tensors: Any, message: _Message, peers: list[int]) -> Any:
         self._check_open(name)
-        self._check_devices(name, tensors)
+        self._check_tensors(name, tensors)
         message.data = _data(tensors)
         details = {"to": message.to, "from": message.sender, "tag": message.tag or None}
         details = {key: value for key, value in details.items() if value is not None}
@@ -336,6 +335,7 @@ class ThreadGroup(PythonGroup):
 
     def start_coalescing(self, *_: Any) -> None:
         """Begin calls that `end_coalescing` returns one work for."""
+        self._check_open("start_coalescing")
         self._batch = []
 
     def end_coalescing(self, *_: Any) -> Any:
@@ -368,11 +368,16 @@ class ThreadGroup(PythonGroup):
         return self._meeting.cluster.engine([t.device for t in tensors])
 
     def _check_open(self, name: str) -> None:
+        self._of.check_thread()
         if self._is_destroyed:
             raise RingarError(f"{name}: this process group was destroyed")
 
-    def _check_devices(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def _check_tensors(self, name: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
+            if name != "all_reduce" and (tensor.layout is not torch.strided or tensor.is_nested):
+                raise UnsupportedError(
+                    f"{name}: a tensor has layout {tensor.layout}, expected a dense one"
+                )
             if tensor.device.type not in ("cpu", "cuda"):
                 raise UnsupportedError(
                     f"{name}: ranks that are threads take tensors on the CPU and on CUDA GPUs, "
@@ -421,8 +426,9 @@ class ThreadGroup(PythonGroup):
             results: The work's, if not ``written``.
             **details: Must agree with other ranks', too.
         """
+        self._check_open(name)
         _check_written(written)
-        self._check_devices(name, [*written, *shown])
+        self._check_tensors(name, [*written, *shown])
         if "op" in details:
             moves.check_reducible([*shown, *(alike or [])], details["op"])
         if alike is not None:
@@ -473,17 +479,16 @@ def _as_list(tensors: Any) -> list[Tensor]:
 
 
 def _with_op(opts: Any, kind: str) -> Any:
-    if hasattr(opts, "reduceOp"):
-        return opts
-    options = given_or_default(None, kind)
-    if opts is not None:
-        options.reduceOp = opts
-    return options
+    return opts if hasattr(opts, "reduceOp") else _options(kind, "reduceOp", opts)
 
 
 def _with_root(opts: Any, kind: str) -> tuple[Any, int]:
-    if hasattr(opts, "rootRank"):
-        return opts, opts.rootRank
-    options = given_or_default(None, kind)
-    options.rootRank = opts or 0
+    options = opts if hasattr(opts, "rootRank") else _options(kind, "rootRank", opts)
     return options, options.rootRank
+
+
+def _options(kind: str, name: str, value: Any) -> Any:
+    options = given_or_default(None, kind)
+    if value is not None:
+        setattr(options, name, value)
+    return options

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pyringar.cluster.ranks import Rank, belong_to, current
+from pyringar.cluster.ranks import Rank, belong_to, current, this_rank, wrong_thread
 from pyringar.cluster.refusals import WAY, replace, take_modules, take_replicas, wrap
 from pyringar.cluster.state import Environment, end_fork_server
 from pyringar.cluster.store import ThreadStore
@@ -103,6 +103,7 @@ def _property_of(name: str) -> Any:
         if rank is None:
             outside.fset(self, value)
         else:
+            rank.check_thread()
             rank.world[name] = value
 
     return property(get, put)
@@ -170,9 +171,13 @@ def interrupt(rank: Rank) -> None:
         return
     ident = rank.thread.ident
     frame = sys._current_frames().get(ident)
-    if frame is None or not _takes_lock(frame):
-        raised = ctypes.py_object(KeyboardInterrupt)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), raised)
+    # Up to Python 3.11 a thread that it starts has its ident for a moment, and would get it.
+    if (frame is None or not _takes_lock(frame)) and rank.starting.acquire(blocking=False):
+        try:
+            raised = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), raised)
+        finally:
+            rank.starting.release()
 
 
 def _takes_lock(frame: FrameType) -> bool:
@@ -181,13 +186,19 @@ def _takes_lock(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def entered(make_group: Callable[[Any], Any], store: ThreadStore, num_ranks: int) -> Iterator[None]:
+def entered(
+    make_group: Callable[[Any], Any],
+    store: ThreadStore,
+    num_ranks: int,
+    note: Callable[[str], None],
+) -> Iterator[None]:
     """Give the threads of ranks a torch.distributed each, in this process.
 
     Args:
         make_group: Returns the group of the rank that calls, given torch's options.
         store: The store that ranks share.
         num_ranks: How many there are.
+        note: Told of a thread that no rank started, and that asks for a group in vain.
     """
     # The one registers the backend. The other has the world's group for a default argument: that
     # of the rank which imports it, if there is one by then.
@@ -217,6 +228,7 @@ def entered(make_group: Callable[[Any], Any], store: ThreadStore, num_ranks: int
         _take_dual_levels(undo, store)
         wrap(undo, torch, "set_num_interop_threads", _keep_interop_threads)
         take_modules(undo, num_ranks, {"torch._dynamo.eval_frame": _take_compiler})
+        _take_threads(undo, note)
         threads = torch.get_num_threads()
         undo.callback(torch.set_num_threads, threads)
         yield
@@ -414,3 +426,31 @@ def _keep_interop_threads(own: Any, num_threads: Any) -> None:
             f"torch.set_num_interop_threads: {num_threads} was asked for, and the process keeps "
             f"{torch.get_num_interop_threads()}: {WAY}"
         )
+
+
+def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> None:
+    """Refuse threads that are no rank's, also where torch looks for a group in vain."""
+    own = distributed_c10d._get_default_group
+    functional: Any = importlib.import_module("torch.distributed._functional_collectives")
+
+    def get() -> Any:
+        try:
+            return own()
+        except ValueError as error:
+            if current() is not None:
+                raise
+            note(wrong_thread())
+            raise ValueError(f"{error} {wrong_thread()}") from error
+
+    def in_own_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if current() is not None:
+                this_rank()
+            return function(*args, **options)
+
+        return call
+
+    replace(undo, distributed_c10d, "_get_default_group", get)
+    for name in ("_resolve_group", "_resolve_group_name"):  # depends on the version of torch
+        if hasattr(functional, name):
+            replace(undo, functional, name, in_own_thread(getattr(functional, name)))

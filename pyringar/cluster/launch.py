@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -14,18 +13,15 @@ from pyringar.choices import kind_of
 from pyringar.cluster import internals
 from pyringar.cluster.cluster import Cluster
 from pyringar.cluster.processes import run_processes
-from pyringar.cluster.ranks import current
 from pyringar.comm.arguments import check_timeout, is_count, is_list
 from pyringar.comm.topology import check_devices
-from pyringar.errors import ArgumentError, RingarError
+from pyringar.errors import ArgumentError
 
 __all__ = ["launch"]
 
 Result = TypeVar("Result")
 
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-# The process has one torch.distributed, one environment and one interpreter to lend.
-_lock = threading.Lock()
 
 
 def launch(
@@ -114,12 +110,7 @@ def launch(
     if processes:
         return run_processes(program, chosen, timeout_s)
     internals.check_torch()
-    if current() is not None or not _lock.acquire(blocking=False):
-        raise RingarError("launch: another one has not ended, and a process can have one at a time")
-    try:
-        return Cluster(chosen, seed=seed, timeout_s=timeout_s).run(program)
-    finally:
-        _lock.release()
+    return Cluster(chosen, seed=seed, timeout_s=timeout_s).run(program)
 
 
 def _checked_args(args: Any) -> Sequence[Any]:

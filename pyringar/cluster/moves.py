@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pyringar.comm.arguments import OPS
 from pyringar.distributed.convert import for_reduction
-from pyringar.errors import ArgumentError
+from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["all_reduce", "check_reducible", "clones", "copy", "parts", "reduced"]
+__all__ = ["all_reduce", "check_alike", "check_reducible", "clones", "copy", "parts", "reduced"]
 
 _BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
@@ -24,17 +24,28 @@ def check_reducible(tensors: Sequence[Tensor], op: str) -> None:
     Raises:
         UnsupportedError: Names both.
     """
-    for dtype in {tensor.dtype for tensor in tensors if tensor.layout is torch.strided}:
-        for_reduction(torch.empty(0, dtype=dtype), op)
+    for tensor in tensors:
+        dtype, is_strided = tensor.dtype, tensor.layout is torch.strided
+        if not is_strided and op != "sum":
+            raise UnsupportedError(f"op is {op!r}, expected 'sum' for a tensor of {tensor.layout}")
+        if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+            raise UnsupportedError(f"op is {op!r}, expected a dtype of integers, not {dtype}")
+        if is_strided:
+            for_reduction(torch.empty(0, dtype=dtype), op)
 
 
-def copy(target: Tensor, source: Tensor) -> None:
-    """Copy a tensor into another of as many elements, which correspond by index."""
+def check_alike(target: Tensor, source: Tensor) -> None:
+    """Refuse tensors of other numbers of elements, or dtypes."""
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise ArgumentError(
             f"a tensor of {source.numel()} elements of {source.dtype} is for one of "
             f"{target.numel()} of {target.dtype}; expected the same"
         )
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor into another of as many elements, which correspond by index."""
+    check_alike(target, source)
     if target.data_ptr() != source.data_ptr() or target.device != source.device:
         target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
 

@@ -9,10 +9,10 @@ from traceback import StackSummary, walk_stack
 from types import CodeType, TracebackType
 from typing import Any
 
-from pyringar.cluster.calls import Call, Limited, Pause, is_inside, names_of, some
+from pyringar.cluster.calls import Call, is_inside, names_of, some
 from pyringar.cluster.ranks import Rank
 
-__all__ = ["by_text", "layout", "of_program", "report", "stack_of"]
+__all__ = ["by_text", "is_at_prompt", "layout", "of_program", "report", "stack_of"]
 
 _COLUMNS = ("rank", "state", "call", "number", "in", "shape", "dtype", "waits for", "line")
 
@@ -58,6 +58,18 @@ def of_program(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def is_at_prompt(rank: Rank) -> bool:
+    """Return whether a debugger holds a rank's thread."""
+    ident = None if rank.thread is None else rank.thread.ident
+    frame = sys._current_frames().get(ident or 0)
+    while frame is not None:
+        is_debuggers = frame.f_globals.get("__name__") in ("bdb", "pdb", "pydevd")
+        if is_debuggers and not frame.f_code.co_name.startswith("run"):  # runs the program
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
     wait = rank.waits_for
     if rank.has_ended:
@@ -68,7 +80,7 @@ def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
         state = "runs" if rank.is_running else "has not begun"
     else:
         state = "ready" if wait.is_done else "waits"
-    call = shown or (wait.call or wait if isinstance(wait, (Limited, Pause)) else wait)
+    call = shown or (wait.call or wait if wait else None)
     if not isinstance(call, Call):
         calls = f"after {rank.num_calls} call{'s' * (rank.num_calls != 1)}"
         return (str(rank.index), state, call.what if call else calls, *[""] * 6)

@@ -12,7 +12,8 @@ from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import Call, seconds_of, text_of
+from pyringar.cluster.calls import Call, seconds_of
+from pyringar.cluster.ranks import Rank
 from pyringar.cluster.streams import devices_of
 from pyringar.distributed.work import PendingWork
 from pyringar.errors import RingarError
@@ -26,35 +27,50 @@ class ThreadFuture(_Future):  # type: ignore[misc]
     """The future of a work that is not done: whoever waits for it lets other ranks run.
 
     It is completed in its rank's thread, in one of the rank's waits: so its callbacks run there.
+    Where the rank ends before, it fails, and its callbacks do not run.
 
     Args:
         work: What it stands for, or its parent does.
+        rank: The rank that began the work.
     """
 
-    def __init__(self, work: ThreadWork) -> None:
+    def __init__(self, work: ThreadWork, rank: Rank) -> None:
         super().__init__(devices=work._devices)
         self._work = work
+        self._rank = rank
 
     def is_over(self) -> bool:
         """Return whether the work is done."""
         return self._work._is_over()
 
     def complete(self) -> None:
-        """Complete it: the work is done."""
+        """Complete it: the work is done, or the rank has ended."""
         self._follow(lambda: self._work._outcome(self))
 
     def _follow(self, make_value: Callable[[], Any]) -> None:
-        """Complete it with a value, or with what making it raises; all that is no Exception, too.
+        """Complete it with a value, or with the RuntimeError that torch makes of an exception.
 
-        Torch lets nothing through that a callback raises: the rank raises that in its next wait.
+        An exception that is no Exception is raised in the rank's next wait, too.
         """
+
+        def make(_: Any) -> Any:
+            if self._rank.is_gone:
+                raise RingarError(f"{self._rank} has ended, and did not wait for this future")
+            try:
+                return make_value()
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    self._rank.pending_error = error
+                raise
+
+        made = _Future(devices=self._work._devices)
+        made.set_result(None)
         try:
-            value = make_value()
-        except Exception as error:
-            self.set_exception(error)
-        except BaseException as error:
-            self._work._calls()[0].rank.pending_error = error
-            self.set_exception(RingarError(text_of(error)))
+            value = made.then(make).value()
+        except RuntimeError as error:
+            # Not the exception: C++ would keep it for ever, with the frames in its traceback.
+            self._set_unwrap_func(_raise)
+            self.set_result(str(error))
         else:
             self.set_result(value)
 
@@ -62,7 +78,7 @@ class ThreadFuture(_Future):  # type: ignore[misc]
         """Return whether it is complete; let others run first if not."""
         if not super().done():
             self._work.is_completed()
-            self._complete_root()
+            self._rank.complete_futures()
         return bool(super().done())
 
     def wait(self) -> Any:
@@ -71,19 +87,23 @@ class ThreadFuture(_Future):  # type: ignore[misc]
         return super().wait()
 
     def settle(self) -> None:
-        """Let others run until it is complete."""
+        """Let others run until it is complete, also inside a callback of another."""
         self._work._settle()
-        self._complete_root()
-
-    def _complete_root(self) -> None:
-        """Complete the work's own future, also inside a callback of another."""
-        self._work._calls()[0].rank.complete_futures()
+        self._rank.complete_futures()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Return a future of what ``callback`` returns, which is called with this one."""
-        child = ThreadFuture(self._work)
-        self.add_done_callback(lambda done: child._follow(lambda: callback(done)))
+        child = ThreadFuture(self._work, self._rank)
+        super().add_done_callback(lambda done: child._follow(lambda: callback(done)))
         return child
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        """Call ``callback`` with this one when it is complete, unless its rank has ended."""
+        super().add_done_callback(lambda done: None if self._rank.is_gone else callback(done))
+
+
+def _raise(text: str) -> None:
+    raise RuntimeError(text)
 
 
 class ThreadWork(PendingWork):
@@ -109,11 +129,13 @@ class ThreadWork(PendingWork):
 
         It is waited for here if torch goes on to wait in C++, where no other rank would be let run.
         """
+        for call in self._calls():
+            call.rank.check_thread()
         if internals.is_future_for_reducer("get_future"):
             self._settle()
         if self._future is None and not self._is_over():
             rank = self._calls()[0].rank
-            self._future = future = ThreadFuture(self)
+            self._future = future = ThreadFuture(self, rank)
             rank.futures.append(future)
         return self._future or super().get_future()
 
@@ -126,6 +148,7 @@ class ThreadWork(PendingWork):
 
     def _settle(self) -> None:
         for call in self._calls():
+            call.rank.check_thread()  # its error is not suppressed
             with contextlib.suppress(Exception):
                 call.wait()
 
