@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +20,22 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch.autograd import forward_ad
+from torch.backends import mkldnn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.flop_counter import FlopCounterMode
 
 import pyringar as pr
+from pyringar.cluster import state
 
 
 def begin() -> int:
@@ -117,6 +132,174 @@ def test_module_hooks_belong_to_the_rank():
 
     for seed in range(5):
         assert pr.launch(program, 3, seed=seed) == [[rank] * 3 for rank in range(3)]
+
+
+# -- contexts of torch -----------------------------------------------------------------------------
+
+# How a program enters a context, and what tells whether it is inside.
+CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "parametrize.cached": (parametrize.cached, lambda: parametrize._cache_enabled),
+    "early stop": (
+        lambda: checkpoint.set_checkpoint_early_stop(False),
+        lambda: checkpoint._enable_checkpoint_early_stop,
+    ),
+    "sdpa_kernel": (
+        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
+        lambda: (torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_sdp_priority_order()),
+    ),
+    "mkldnn flags": (lambda: mkldnn.flags(enabled=False), lambda: mkldnn.enabled),
+    "flop counter": (lambda: FlopCounterMode(display=False), is_in_torch_dispatch_mode),
+    "comm debug": (CommDebugMode, is_in_torch_dispatch_mode),
+    "forward AD": (forward_ad.dual_level, lambda: forward_ad._current_level),
+    "saved tensors": (
+        torch.autograd.graph.allow_mutation_on_saved_tensors,
+        lambda: torch.autograd.graph._allow_mutation_on_saved_tensors_enabled,
+    ),
+    "implicit replication": (
+        implicit_replication,
+        lambda: DTensor._op_dispatcher._allow_implicit_replication,
+    ),
+    "loss_parallel": (
+        loss_parallel,
+        lambda: torch.ops.aten._log_softmax.default in DTensor._op_dispatcher._custom_op_handlers,
+    ),
+    "sparse invariants": (
+        torch.sparse.check_sparse_tensor_invariants,
+        torch.sparse.check_sparse_tensor_invariants.is_enabled,
+    ),
+    "min-cost redistribution": (
+        lambda: _redistribute.use_min_cost_redistribution_plan(enabled=True),
+        lambda: _redistribute._FORCE_MIN_COST_REDISTRIBUTION_PLAN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_contexts_belong_to_the_rank(name):
+    enter, is_inside = CONTEXTS[name]
+
+    def program() -> list[Any]:
+        found = [is_inside() for _ in range(begin())]
+        for _ in range(2):
+            with enter():
+                dist.barrier()
+                found += [is_inside()]
+            found += [is_inside()]
+            dist.barrier()
+        return found[dist.get_rank() :]
+
+    before = is_inside()
+    alone = pr.launch(program, 1)[0]
+    assert alone == [alone[0], before] * 2
+    assert alone[0] != before
+    for seed in range(6):
+        assert pr.launch(program, 3, seed=seed) == [alone] * 3
+        assert is_inside() == before
+
+
+def test_cached_weights_are_not_stale():
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    def program() -> list[float]:
+        rank, found = begin(), []
+        net = nn.Linear(2, 1)
+        parametrize.register_parametrization(net, "weight", Twice())
+        for _ in range(3):
+            with parametrize.cached():
+                loss = net(torch.ones(1, 2)).sum()
+                for _ in range(rank + 1):
+                    dist.barrier()
+                loss.backward()
+            with torch.no_grad():
+                net.parametrizations.weight.original.fill_(len(found))
+                net.bias.zero_()
+            found.append(net(torch.ones(1, 2)).item())
+            for _ in range(3 - rank):
+                dist.barrier()
+        return found
+
+    for seed in range(6):
+        assert pr.launch(program, 3, seed=seed) == [[0.0, 4.0, 8.0]] * 3
+
+
+def test_tangents_are_forgotten():
+    """C++ has one level of forward AD, which it empties when the last rank leaves."""
+
+    def program() -> tuple[list[float], bool]:
+        rank, found = begin(), []
+        kept = torch.zeros(2)
+        for step in range(4):
+            with forward_ad.dual_level():
+                y = forward_ad.make_dual(torch.ones(2), torch.full((2,), rank + 1.0)) * (step + 1)
+                kept.add_(y)
+                tangent = forward_ad.unpack_dual(kept).tangent.clone()
+                dist.all_reduce(tangent)
+                found.append(tangent[0].item())
+            for _ in range(rank % 2):
+                torch.rand(1)
+        return found, forward_ad.unpack_dual(kept).tangent is None
+
+    for seed in range(8):
+        assert pr.launch(program, 3, seed=seed) == [([6.0, 12.0, 18.0, 24.0], True)] * 3
+
+
+def test_overlapping_dual_levels_are_told():
+    def program() -> None:
+        rank = begin()
+        if rank == 0:
+            with forward_ad.dual_level():
+                for _ in range(4):
+                    dist.barrier()
+        else:
+            for _ in range(2):
+                with forward_ad.dual_level():
+                    dist.barrier()
+                    dist.barrier()
+
+    with pytest.raises(pr.CollectiveTimeout, match="forward AD, which other ranks have to leave"):
+        pr.launch(program, 2)
+    with forward_ad.dual_level():
+        pass
+
+
+# Parts of torch in which no rank waits inside a context, or whose state ranks may share.
+NOT_PER_RANK = {
+    "compilers": "_custom_class* _jit_internal.* _ops._mode* distributed.device_mesh.* library.*"
+    " nn.attention._f*",
+    "constants": "backends.cu*version backends.cu*ID *_BUILD_ROOT distributed._spmd_*",
+    "documented": "*._async_process_executor.* *.profiler._is_* *.rpc.* profiler.* *_cupti_*",
+    "groups": "distributed.distributed_c10d.*",
+    "processes": "*.elastic.* distributed.debug.* utils.data.*",
+    "refused": "*._context_parallel.*",
+    "registries": "*._extensions *_rendezvous_handlers *_composable_* nn.attention._registry.*"
+    " *_privateuse1_* _ops.cached_ops utils._zip.* *sharded_tensor.api.*",
+    "settings": "__future__.* _weights_only_unpickler.*",
+    "streams": "nn.parallel._functions.*",
+    "tests": "distributed._local_tensor.* *_symmetric_memory.* utils.benchmark.*",
+    "threads": "*_tls *_GLOBAL_DEVICE_CONTEXT",
+    "warnings": "*_warn* sparse.* *_annotate_decorated _utils._original_os_* utils.cpp_extension.*",
+}
+
+
+def test_globals_of_torch_are_known():
+    """A new ``global`` statement may belong to a context, of which ranks need their own."""
+    root, statement = Path(torch.__file__).parent, r"^ +global (\w+(?:, *\w+)*) *(?:#.*)?$"
+    parts = "autograd backends cpu distributed multiprocessing nn optim profiler sparse utils"
+    files = [f for part in parts.split() for f in (root / part).rglob("*.py")] + [
+        *root.glob("*.py")
+    ]
+    found = set()
+    for file in files:
+        module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for names in re.findall(statement, file.read_text(encoding="utf-8"), re.MULTILINE):
+            found |= {f"{module}.{name}" for name in re.split(", *", names)}
+    patterns = " ".join(NOT_PER_RANK.values()).split()
+    for path, names in state._GLOBALS.items():
+        patterns += [f"{path.partition(':')[0].removeprefix('torch.')}.{name}" for name in names]
+    assert len(found) > 50
+    assert [n for n in sorted(found) if not any(fnmatchcase(n, p) for p in patterns)] == []
 
 
 # -- threads that a rank starts --------------------------------------------------------------------

@@ -129,7 +129,9 @@ class Cluster:
                 )
             outside = ProcessState()
             try:
-                enter = internals.entered(self._make_group, self._store, self._note_stranger)
+                enter = internals.entered(
+                    self._make_group, self._store, len(self.ranks), self._note_stranger
+                )
                 with enter, noting_threads():
                     self._run_ranks(program)
             finally:

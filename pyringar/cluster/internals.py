@@ -10,21 +10,23 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch.autograd import forward_ad
 from torch.distributed import device_mesh, distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
 from pyringar.cluster.ranks import Rank, belong_to, current, this_rank, wrong_thread
-from pyringar.cluster.state import Environment
+from pyringar.cluster.refusals import WAY, replace, take_modules, take_replicas, wrap
+from pyringar.cluster.state import Environment, end_fork_server
+from pyringar.cluster.store import ThreadStore
 from pyringar.comm.exits import drop_failed_backward
-from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.errors import UnsupportedError
 
 __all__ = [
     "check_torch",
@@ -138,6 +140,7 @@ def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
     """Make this thread a rank's while it runs its program: torch.distributed knows its groups."""
     rank.world = {name: make() for name, make in _WORLD.items()}
     belong_to(rank)
+    cast("Any", os.environ)._data.give_to_process()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
@@ -147,6 +150,7 @@ def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
             rank.result = program()
             rank.complete_futures()
     finally:
+        end_fork_server()
         _forget_groups(rank)
         # A thread's own, whose end would let Python objects go without the GIL.
         torch._C._clear_DTensor_sharding_propagator_cache()
@@ -183,13 +187,17 @@ def _takes_lock(frame: FrameType) -> bool:
 
 @contextlib.contextmanager
 def entered(
-    make_group: Callable[[Any], Any], store: Any, note: Callable[[str], None]
+    make_group: Callable[[Any], Any],
+    store: ThreadStore,
+    num_ranks: int,
+    note: Callable[[str], None],
 ) -> Iterator[None]:
     """Give the threads of ranks a torch.distributed each, in this process.
 
     Args:
         make_group: Returns the group of the rank that calls, given torch's options.
         store: The store that ranks share.
+        num_ranks: How many there are.
         note: Told of a thread that no rank started, and that asks for a group in vain.
     """
     # The one registers the backend. The other has the world's group for a default argument: that
@@ -207,29 +215,23 @@ def entered(
         c10d_cpp._set_thread_isolation_mode(True)
         undo.callback(c10d_cpp._set_thread_isolation_mode, False)
         replace(undo, sys, "excepthook", sys.excepthook)
-        replace(undo, distributed_c10d, "_backend", distributed_c10d._backend)
-        init_method = distributed_c10d._default_pg_init_method
-        replace(undo, distributed_c10d, "_default_pg_init_method", init_method)
         helper = _with_our_backend(distributed_c10d._new_process_group_helper)
         replace(undo, distributed_c10d, "_new_process_group_helper", helper)
         _take_backend(undo, make_group)
-        _take_recorder(undo)
+        recorder = "_maybe_attach_flight_recorder"  # of torch 2.15: calls of one rank, to it
+        if hasattr(distributed_c10d, recorder):
+            wrap(undo, distributed_c10d, recorder, _outside_ranks)
         _take_stores(undo, store)
-        _take_meshes(undo)
+        wrap(undo, device_mesh.DeviceMesh, "__init__", _tell_mesh_apart)
         _take_environment(undo)
-        _take_operators(undo)
-        _take_replicas(undo)
-        _take_compiler(undo)
+        take_replicas(undo)
+        _take_dual_levels(undo, store)
+        wrap(undo, torch, "set_num_interop_threads", _keep_interop_threads)
+        take_modules(undo, num_ranks, {"torch._dynamo.eval_frame": _take_compiler})
         _take_threads(undo, note)
         threads = torch.get_num_threads()
         undo.callback(torch.set_num_threads, threads)
         yield
-
-
-def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until ``undo`` ends."""
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
 
 
 def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
@@ -302,49 +304,48 @@ def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) 
     plugins["RINGAR"] = type(own)(create, True)
 
 
-def _take_recorder(undo: contextlib.ExitStack) -> None:
-    """Record no calls of ranks: torch 2.15 keeps those of a process, which is of one rank to it."""
-    name = "_maybe_attach_flight_recorder"
-    own = getattr(distributed_c10d, name, None)
-    if own is not None:
-        replace(
-            *(undo, distributed_c10d, name),
-            lambda *args: own(*args) if current() is None else None,
-        )
+_PLACES = {
+    "TCPStore": ("host_name", "port"),
+    "FileStore": ("file_name",),
+    "PrefixStore": ("prefix", "store"),
+}
 
 
-def _take_stores(undo: contextlib.ExitStack, store: Any) -> None:
-    """Let ranks that make a TCPStore or FileStore have a part of the cluster's store."""
-    for name in ("TCPStore", "FileStore"):
+def _take_stores(undo: contextlib.ExitStack, store: ThreadStore) -> None:
+    """Give ranks stores of the cluster, for the classes of torch that they name."""
+    for name in _PLACES:
         own: Any = getattr(distributed_c10d, name, getattr(dist, name))
-        made = type(name, (own,), {"__new__": _store_of_rank(own, store)})
+        kind = type("_Kind", (type(own),), {"__instancecheck__": partial(_is_store_of, own)})
+        made = kind(name, (own,), {"__new__": partial(_store_of_rank, own, store)})
         for module in (dist, distributed_c10d, _rendezvous):
             if hasattr(module, name):
                 replace(undo, module, name, made)
 
 
-def _store_of_rank(own: Any, store: Any) -> Callable[..., Any]:
-    def make(_: Any, *where: Any, **options: Any) -> Any:
-        if current() is None:
-            return own(*where, **options)
-        named = options.get("host_name", options.get("file_name"))
-        place = [named, options.get("port")] if named is not None else where[:2]
-        return c10d_cpp.PrefixStore("/".join(map(str, place)), store)
-
-    return make
+def _is_store_of(own: Any, store: Any) -> bool:
+    return store.kind is own if isinstance(store, ThreadStore) else isinstance(store, own)
 
 
-def _take_meshes(undo: contextlib.ExitStack) -> None:
-    """Tell meshes of ranks apart, which torch's caches would take for one."""
-    own = device_mesh.DeviceMesh.__init__
+def _store_of_rank(own: Any, root: ThreadStore, _: Any, *where: Any, **options: Any) -> Any:
+    names = _PLACES[own.__name__]
+    place = [*where[: len(names)], *(options.get(name) for name in names[len(where) :])]
+    if isinstance(place[-1], ThreadStore):
+        return place[-1].view(f"{place[0]}/", own)
+    if current() is None or own.__name__ == "PrefixStore" or None in place:
+        return own(*where, **options)
+    return root.store_at(own, place)
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        own(self, *args, **kwargs)
-        rank = current()
-        if rank is not None:
-            self._thread_id, self._hash = rank.identity, None
 
-    replace(undo, device_mesh.DeviceMesh, "__init__", init)
+def _outside_ranks(own: Any, *args: Any) -> Any:
+    return own(*args) if current() is None else None
+
+
+def _tell_mesh_apart(own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a mesh that differs from those of other ranks, which torch's caches take for one."""
+    own(self, *args, **kwargs)
+    rank = current()
+    if rank is not None:
+        self._thread_id, self._hash = rank.identity, None
 
 
 def _take_environment(undo: contextlib.ExitStack) -> None:
@@ -353,34 +354,18 @@ def _take_environment(undo: contextlib.ExitStack) -> None:
     mine = Environment(outside, lambda: getattr(current(), "environment", None))
 
     def put_back() -> None:
+        mine.give_to_process()
         environ._data = os.environb._data = outside  # type: ignore[attr-defined]
-        for key in mine.changed:  # Python has set the process's, too
-            os.putenv(key, outside[key]) if key in outside else os.unsetenv(key)
 
     undo.callback(put_back)
     environ._data = os.environb._data = mine  # type: ignore[attr-defined]
 
 
-def _take_compiler(undo: contextlib.ExitStack) -> None:
+def _take_compiler(undo: contextlib.ExitStack, frames: Any) -> None:
     """Run compiled functions of ranks as they are: ranks would share what torch compiles.
 
     Dynamo keeps compiled code with the function, for the rank, group and mesh of the first caller.
     """
-    own: Any = torch.compile
-
-    def compile_first(*args: Any, **kwargs: Any) -> Any:
-        torch.compile = own
-        _compile_nothing(undo)
-        return own(*args, **kwargs)
-
-    if "torch._dynamo.eval_frame" in sys.modules:
-        _compile_nothing(undo)
-    else:
-        replace(undo, torch, "compile", compile_first)
-
-
-def _compile_nothing(undo: contextlib.ExitStack) -> None:
-    frames: Any = importlib.import_module("torch._dynamo.eval_frame")
     own = frames._callback_from_stance
 
     def choose(callback: Any) -> Any:
@@ -393,24 +378,54 @@ def _compile_nothing(undo: contextlib.ExitStack) -> None:
     replace(undo, frames, "_stance", frames.DynamoStance("force_eager"))  # fullgraph asks for it
 
 
-def _take_replicas(undo: contextlib.ExitStack) -> None:
-    """Refuse a module that two ranks replicate: each would add to the other's gradients."""
-    own, owners = DistributedDataParallel.__init__, cast("Any", WeakIdKeyDictionary())
+def _take_dual_levels(undo: contextlib.ExitStack, store: ThreadStore) -> None:
+    """Let several ranks be in the one level of forward AD that C++ has.
 
-    def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    It forgets tangents when the last rank leaves. A rank that comes back waits for that.
+    """
+    inside: set[Rank] = set()
+    left: set[Rank] = set()
+    key = "forward AD, which other ranks have to leave"
+
+    def enter(own: Any) -> Any:
         rank = current()
-        for name, parameter in module.named_parameters() if rank is not None else ():
-            if not parameter.requires_grad:
-                continue
-            owner = owners.setdefault(parameter, rank)
-            if owner is not rank:
-                raise ArgumentError(
-                    f"module has {name!r}, which {owner} replicates, too: ranks that are threads "
-                    f"share what is made outside the program; make the module in it, on each rank"
-                )
-        own(self, module, *args, **kwargs)
+        if rank is None or rank in inside:
+            return own()
+        if rank in left:
+            store.wait([key])
+        if not inside:
+            own()
+        inside.add(rank)
+        forward_ad._current_level = 0
+        return 0
 
-    replace(undo, DistributedDataParallel, "__init__", init)
+    def leave(own: Any, **level: Any) -> None:
+        rank = current()
+        if rank not in inside:
+            own(**level)
+            return
+        inside.discard(rank)
+        if inside:
+            left.add(rank)
+            store.delete_key(key)
+            forward_ad._current_level = -1
+        else:
+            left.clear()
+            store.set(key, "")
+            own(**level)
+
+    wrap(undo, forward_ad, "enter_dual_level", enter)
+    wrap(undo, forward_ad, "exit_dual_level", leave)
+
+
+def _keep_interop_threads(own: Any, num_threads: Any) -> None:
+    if current() is None:
+        own(num_threads)
+    elif num_threads != torch.get_num_interop_threads():
+        _say_once(
+            f"torch.set_num_interop_threads: {num_threads} was asked for, and the process keeps "
+            f"{torch.get_num_interop_threads()}: {WAY}"
+        )
 
 
 def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> None:
@@ -439,21 +454,3 @@ def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> No
     for name in ("_resolve_group", "_resolve_group_name"):  # depends on the version of torch
         if hasattr(functional, name):
             replace(undo, functional, name, in_own_thread(getattr(functional, name)))
-
-
-def _take_operators(undo: contextlib.ExitStack) -> None:
-    """Refuse an operator that two ranks define: torch lets the first go, and crashes."""
-    module: Any = importlib.import_module("torch._library.custom_ops")
-    own, defined = module.CustomOpDef.__init__, dict[Any, Any]()
-
-    def init(self: Any, namespace: str, name: str, *args: Any, **kwargs: Any) -> None:
-        rank = current()
-        before = defined.setdefault((namespace, name), rank)
-        if rank is not None and before is not rank:
-            raise UnsupportedError(
-                f"the operator {namespace}::{name} is defined by {before} and {rank}, which are "
-                "threads of one process; define it in a module, which is imported once"
-            )
-        own(self, namespace, name, *args, **kwargs)
-
-    replace(undo, module.CustomOpDef, "__init__", init)

@@ -2,33 +2,147 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Environment", "ProcessState", "environment_of"]
+__all__ = ["Environment", "ProcessState", "end_fork_server", "environment_of"]
 
-# Hooks of all modules and optimizers, which contexts such as CommDebugMode set while they last.
-_HOOKS: list[dict[Any, Any]] = [
-    value
-    for module in (sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"])
-    for name, value in vars(module).items()
-    if name.startswith("_global_") and isinstance(value, dict)
+# Attributes of modules, or of objects in them ("module:object"), of which each rank has its own.
+# The value is the one that a rank begins with: a constant, a class to call, or "...", the value of
+# the process. Globals of tracing, export and compilers are not here: ranks run uncompiled.
+_GLOBALS: dict[str, dict[str, Any]] = {
+    "accelerate.state:AcceleratorState": {"_shared_state": dict},
+    "accelerate.state:GradientState": {"_shared_state": dict},
+    "accelerate.state:PartialState": {"_shared_state": dict},
+    "multiprocessing.context:_default_context": {"_actual_context": None},
+    "multiprocessing.forkserver:_forkserver": {
+        "_forkserver_address": None,
+        "_forkserver_alive_fd": None,
+        "_forkserver_authkey": None,
+        "_forkserver_pid": None,
+        "_inherited_fds": None,
+    },
+    "torch._functorch.eager_transforms": {"JVP_NESTING": 0},
+    "torch.autograd.forward_ad": {"_current_level": -1},
+    "torch.autograd.graph": {"_allow_mutation_on_saved_tensors_enabled": False},
+    "torch.backends:m": {"__allow_nonbracketed_mutation_flag": ...},
+    "torch.backends.mha": {"_is_fastpath_enabled": ...},
+    "torch.backends.opt_einsum:m": {"enabled": ..., "strategy": ...},
+    "torch.cpu": {"_current_stream": ...},
+    "torch.distributed._shard.api": {"_CURRENT_PROCESS_GROUP": None},
+    "torch.distributed.distributed_c10d": {"_backend": ..., "_default_pg_init_method": None},
+    "torch.distributed.fsdp._fully_shard._fully_shard": {"_enable_fsdp_module_new_init": True},
+    "torch.distributed.tensor._api:DTensor._op_dispatcher": {
+        "_allow_implicit_replication": False,
+        "_custom_op_handlers": ...,
+    },
+    "torch.distributed.tensor._random": {"_rng_tracker": None},
+    "torch.distributed.tensor._redistribute": {
+        "_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION": False,
+        "_FORCE_MIN_COST_REDISTRIBUTION_PLAN": None,
+    },
+    "torch.hub": {"_hub_dir": ...},
+    "torch.multiprocessing": {"_sharing_strategy": ...},
+    "torch.nn.parallel.distributed:DistributedDataParallel": {"_active_ddp_module": None},
+    "torch.nn.utils.parametrize": {"_cache": dict, "_cache_enabled": 0},
+    "torch.utils._debug_mode._mode": {"_ACTIVE_DEBUG_MODE_COUNT": 0},
+    "torch.utils._device": {"CURRENT_DEVICE": None},
+    "torch.utils._python_dispatch": {
+        "_is_in_any_mode_without_ignore_compile_internals": False,
+        "_is_in_non_infra_torch_dispatch_mode": False,
+        "_is_in_torch_dispatch_mode": False,
+    },
+    "torch.utils.checkpoint": {
+        "_checkpoint_debug_enabled": None,
+        "_enable_checkpoint_early_stop": None,
+    },
+    **{
+        module: {name: ... for name in vars(sys.modules[module]) if name.startswith("_global_")}
+        for module in ("torch.nn.modules.module", "torch.optim.optimizer")
+    },
+}
+# Settings that torch keeps in C++: functions that read and set them, and arguments of both.
+_FUNCTIONS: list[tuple[Any, ...]] = [
+    ("get_default_dtype", "_set_default_dtype"),
+    *((f"_get_cudnn_{name}", f"_set_cudnn_{name}") for name in ("benchmark", "deterministic")),
+    *((f"_get_{n}_enabled", f"_set_{n}_enabled") for n in ("cudnn", "mkldnn", "nnpack")),
+    *(
+        (f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}")
+        for name in ("cudnn", "flash", "math", "mem_efficient", "overrideable")
+    ),
+    ("_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"),
+    ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+    *(
+        ("_get_fp32_precision_getter", "_set_fp32_precision_setter", backend, "all")
+        for backend in ("generic", "mkldnn")
+    ),
 ]
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (partial(getattr(torch._C, get), *args), partial(getattr(torch._C, put), *args))
+    for get, put, *args in _FUNCTIONS
+    if hasattr(torch._C, get) and hasattr(torch._C, put)
+] + [
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda values: torch.set_anomaly_enabled(*values),
+    ),
+    (
+        lambda: (
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_deterministic_algorithms_warn_only(),
+        ),
+        lambda values: torch._C._set_deterministic_algorithms(values[0], warn_only=values[1]),
+    ),
+]
+_missing = set(_GLOBALS)
+_found: list[tuple[Any, str, Any]] = []
+_num_modules = 0
+
+
+def _imported() -> list[tuple[Any, str, Any]]:
+    """Return objects of ``_GLOBALS`` that are imported, their attributes and first values."""
+    global _num_modules
+    if len(sys.modules) != _num_modules:
+        _num_modules = len(sys.modules)
+        for path in sorted(_missing):
+            name, _, rest = path.partition(":")
+            module = sys.modules.get(name)
+            if module is None:
+                continue
+            if getattr(module.__spec__, "_initializing", False):
+                _num_modules = 0
+                continue
+            owner: Any = module
+            for attribute in rest.split(".") if rest else ():
+                owner = getattr(owner, attribute, None)
+            _found.extend((owner, n, v) for n, v in _GLOBALS[path].items() if hasattr(owner, n))
+            _missing.remove(path)
+    return _found
+
+
+def _first(owner: Any, name: str, value: Any) -> Any:
+    if value is ...:
+        found = getattr(owner, name)
+        return found.copy() if isinstance(found, dict) else found
+    return value() if isinstance(value, type) else value
 
 
 class ProcessState:
-    """Random states of torch, Python and NumPy, the default dtype, and globals of torch contexts.
+    """Random states of torch, Python and NumPy, settings of torch, and globals of its contexts.
 
     NumPy's generator is exchanged, which takes 1 us; to copy its state takes 160. The legacy
     functions keep the second of a pair of normal numbers beside it, and forget that then.
 
-    Cost: 20 us to take and to restore.
+    Cost: 35 us to take and to restore.
     """
 
     def __init__(self) -> None:
@@ -37,12 +151,8 @@ class ProcessState:
         self._python = random.getstate()
         numpy = _numpy_random()
         self._numpy = None if numpy is None else numpy.get_bit_generator()
-        self._dtype = torch.get_default_dtype()
-        self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-        self._hooks = [dict(hooks) for hooks in _HOOKS]
-        # The module whose forward pass runs, which torch puts back as it found it.
-        self._module = DistributedDataParallel._active_ddp_module
-        self._dtensor = _read_dtensor()
+        self._settings = [get() for get, _ in _SETTINGS]
+        self._globals = [getattr(owner, name) for owner, name, _ in _imported()]
 
     @classmethod
     def fresh(cls, number: int) -> ProcessState:
@@ -60,8 +170,8 @@ class ProcessState:
         self._python = random.Random(number).getstate()
         if self._numpy is not None:
             self._numpy = _numpy_random().MT19937(number)
-        self._dtype = torch.float32
-        self._dtensor = (None, False)
+        self._settings[0] = torch.float32  # the default dtype
+        self._globals = [_first(*each) for each in _imported()]
         return self
 
     def restore(self) -> None:
@@ -72,15 +182,35 @@ class ProcessState:
         random.setstate(self._python)
         if self._numpy is not None:
             _numpy_random().set_bit_generator(self._numpy)
-        if torch.get_default_dtype() != self._dtype:
-            torch.set_default_dtype(self._dtype)
-        torch.set_anomaly_enabled(*self._anomaly)
-        for hooks, own in zip(_HOOKS, self._hooks, strict=True):
-            if hooks != own:
-                hooks.clear()
-                hooks.update(own)
-        DistributedDataParallel._active_ddp_module = self._module
-        _write_dtensor(*self._dtensor)
+        for (get, put), value in zip(_SETTINGS, self._settings, strict=True):
+            if get() != value:
+                put(value)
+        found = _imported()
+        more = [_first(*each) for each in found[len(self._globals) :]]  # imported since then
+        for (owner, name, _), value in zip(found, self._globals + more, strict=True):
+            if getattr(owner, name) is not value:
+                setattr(owner, name, value)
+        _tell_dynamo()
+        environ: Any = os.environ
+        if isinstance(environ._data, Environment):
+            environ._data.give_to_process()
+
+
+def _tell_dynamo() -> None:
+    """Tell the C++ part of torch.compile of a global that it has, too."""
+    name = "_is_in_any_mode_without_ignore_compile_internals"
+    modes: Any = sys.modules["torch.utils._python_dispatch"]
+    if hasattr(modes, name):
+        modes.set_is_in_mode_without_ignore_compile_internals(getattr(modes, name))
+
+
+def end_fork_server() -> None:
+    """End the server of processes that multiprocessing has started for this rank."""
+    server: Any = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    if server is not None and server._forkserver_pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGTERM)
+        server._stop()
 
 
 def _of_cuda() -> list[torch.Tensor]:
@@ -94,23 +224,6 @@ def _numpy_random() -> Any:
     return found if hasattr(found, "set_bit_generator") else None
 
 
-def _read_dtensor() -> tuple[Any, bool]:
-    """Return DTensor's random numbers, and whether `implicit_replication` is on."""
-    api: Any = sys.modules.get("torch.distributed.tensor._api")
-    if api is None:
-        return None, False
-    numbers: Any = sys.modules["torch.distributed.tensor._random"]
-    return numbers._rng_tracker, api.DTensor._op_dispatcher._allow_implicit_replication
-
-
-def _write_dtensor(tracker: Any, is_implicit: bool) -> None:
-    api: Any = sys.modules.get("torch.distributed.tensor._api")
-    if api is not None:
-        numbers: Any = sys.modules["torch.distributed.tensor._random"]
-        numbers._rng_tracker = tracker
-        api.DTensor._op_dispatcher._allow_implicit_replication = is_implicit
-
-
 class Environment(MutableMapping[Any, Any]):
     """Keep the variables of ``os.environ``: a rank's own for its threads.
 
@@ -122,23 +235,31 @@ class Environment(MutableMapping[Any, Any]):
     def __init__(self, outside: MutableMapping[Any, Any], mine: Callable[[], Any]) -> None:
         self._outside = outside
         self._mine = mine
-        self.changed: set[Any] = set()
-        """Variables that a rank has set or removed."""
+        # The process's own copy of variables that ranks have changed: programs inherit that.
+        self._given = {key: outside.get(key) for key in _variables(0, 2, torch.device("cpu"))}
 
     def _here(self) -> MutableMapping[Any, Any]:
         own: MutableMapping[Any, Any] | None = self._mine()
         return self._outside if own is None else own
 
+    def give_to_process(self) -> None:
+        """Give the process this thread's variables, which programs that it starts inherit."""
+        here = self._here()
+        for key, given in self._given.items():
+            value = here.get(key)
+            if value != given:
+                os.putenv(key, value) if value is not None else os.unsetenv(key)
+                self._given[key] = value
+
     def __getitem__(self, key: Any) -> Any:
         return self._here()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.changed.add(key)
-        self._here()[key] = value
+        self._here()[key] = self._given[key] = value  # which Python has given to the process
 
     def __delitem__(self, key: Any) -> None:
-        self.changed.add(key)
         del self._here()[key]
+        self._given[key] = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._here())
@@ -153,7 +274,15 @@ def environment_of(index: int, world_size: int, device: torch.device) -> dict[by
     ``LOCAL_RANK`` is the number of the rank's GPU where it has one: that is what programs take it
     for.
     """
-    own = {
+    variables = {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items()}
+    own = _variables(index, world_size, device)
+    if world_size == 1 or "OMP_NUM_THREADS" in os.environ:
+        del own[b"OMP_NUM_THREADS"]
+    return variables | own
+
+
+def _variables(index: int, world_size: int, device: torch.device) -> dict[bytes, bytes]:
+    values = {
         "RANK": index,
         "LOCAL_RANK": device.index if device.type == "cuda" else index,
         "WORLD_SIZE": world_size,
@@ -165,11 +294,9 @@ def environment_of(index: int, world_size: int, device: torch.device) -> dict[by
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 29500,
+        "OMP_NUM_THREADS": 1,  # as torchrun: then the bits are its, too
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RUN_ID": "none",
     }
-    if world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        own["OMP_NUM_THREADS"] = 1  # as torchrun: then the bits are its, too
-    variables = {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items()}
-    return variables | {os.fsencode(k): os.fsencode(str(v)) for k, v in own.items()}
+    return {os.fsencode(name): os.fsencode(str(value)) for name, value in values.items()}

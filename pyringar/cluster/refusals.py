@@ -1,0 +1,183 @@
+"""Refuse what a process has once, where ranks that are threads of one process would share it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from types import ModuleType
+from typing import Any, cast
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyringar.cluster.ranks import Rank, current
+from pyringar.errors import ArgumentError, UnsupportedError
+
+__all__ = ["WAY", "replace", "take_modules", "take_replicas", "wrap"]
+
+WAY = (
+    "a process has it once, and the ranks of pr.launch are threads of one process; expected "
+    "processes: pr.launch(fn, ranks, processes=True), or pyringar run --processes"
+)
+_OURS = "ProcessCommunicator, HierarchicalCommunicator, ddp_hook"
+# Classes and functions that keep a rank, or connect processes, and their names in errors. Modules
+# without one do so when they are imported.
+_REFUSED = {
+    "accelerate.state:PartialState": "accelerate",
+    "deepspeed.comm.torch:TorchBackend": "deepspeed",
+    "lightning": "lightning",
+    "lightning.fabric.fabric:Fabric": "lightning",
+    "lightning.pytorch.trainer.trainer:Trainer": "lightning",
+    "lightning_fabric": "lightning_fabric",
+    "lightning_fabric.fabric:Fabric": "lightning_fabric",
+    "megatron.core.parallel_state:initialize_model_parallel": "megatron",
+    "pyringar.comm.rendezvous:Rendezvous": _OURS,
+    "pyringar.comm.stores:_environment_store": _OURS,
+    "pytorch_lightning": "pytorch_lightning",
+    "pytorch_lightning.trainer.trainer:Trainer": "pytorch_lightning",
+    "torch.distributed.tensor.experimental._context_parallel._attention:"
+    "_enable_context_parallel_dispatcher_impl": "context_parallel, which patches torch",
+}
+
+
+def replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until ``undo`` ends."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def wrap(undo: ExitStack, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Give calls of a function to a wrapper, with the function first, until ``undo`` ends."""
+    own = getattr(owner, name)
+    replace(undo, owner, name, functools.wraps(own)(lambda *args, **kw: wrapper(own, *args, **kw)))
+
+
+def take_modules(
+    undo: ExitStack, num_ranks: int, more: dict[str, Callable[[ExitStack, Any], None]]
+) -> None:
+    """Change modules that are imported, and others when a program imports them.
+
+    Args:
+        undo: Puts back what was changed.
+        num_ranks: One rank may use what a process has once.
+        more: Functions that change a module, by its name.
+    """
+    takers = {"unittest.mock": _take_patches, "torch._library.custom_ops": _take_operators, **more}
+    refused = {path: what for path, what in _REFUSED.items() if num_ranks > 1 or what is _OURS}
+    names = {*takers, *(path.partition(":")[0] for path in refused if ":" in path)}
+
+    def take(module: Any) -> None:
+        if module.__name__ in takers:
+            takers[module.__name__](undo, module)
+        for path, what in refused.items():
+            found, _, name = path.partition(":")
+            if found == module.__name__ and hasattr(module, name):
+                owner: Any = getattr(module, name)
+                place = (owner, "__init__") if isinstance(owner, type) else (module, name)
+                wrap(undo, place[0], place[1], partial(_refuse, what))
+
+    def load(own: Any, module: Any) -> None:
+        own(module)
+        take(module)
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+            if name in refused:
+                _refuse(refused[name], lambda: None)
+            others = [each for each in sys.meta_path if each is not Finder and name in names]
+            spec: Any = next(filter(None, (e.find_spec(name, path, target) for e in others)), None)
+            if spec is not None:
+                spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
+                spec.loader.exec_module = partial(load, spec.loader.exec_module)
+            return spec
+
+    for name in names & sys.modules.keys():
+        take(sys.modules[name])
+    sys.meta_path.insert(0, Finder)
+    undo.callback(sys.meta_path.remove, Finder)
+
+
+def _refuse(what: str, own: Any, *args: Any, **kwargs: Any) -> Any:
+    if current() is not None:
+        raise UnsupportedError(f"{what}: {WAY}")
+    return own(*args, **kwargs)
+
+
+def _take_patches(undo: ExitStack, mock: Any) -> None:
+    """Refuse to patch what another rank has patched: each would put back the other's."""
+    patches: list[tuple[Any, Rank, Any]] = []
+
+    def enter(own: Any, self: Any) -> Any:
+        rank, target = current(), _target_of(self)
+        owner = next((owner for known, owner, _ in patches if known == target), rank)
+        if rank is not None and owner is not rank:
+            name = getattr(self, "attribute", "a dict")
+            raise UnsupportedError(f"mock.patch of {name!r}, which {owner} has patched: {WAY}")
+        result = own(self)
+        if rank is not None and target is not None:
+            patches.append((target, rank, self))
+        return result
+
+    def leave(own: Any, self: Any, *error: Any) -> Any:
+        patches[:] = [each for each in patches if each[2] is not self]
+        return own(self, *error)
+
+    def end() -> None:  # those that a rank has started and not stopped
+        for *_, patch in reversed(patches[:]):
+            patch.stop()
+            if any(each[2] is patch for each in patches):
+                patch.__exit__(None, None, None)
+
+    for kind in (mock._patch, mock._patch_dict):
+        wrap(undo, kind, "__enter__", enter)
+        wrap(undo, kind, "__exit__", leave)
+    undo.callback(end)
+
+
+def _target_of(patch: Any) -> Any:
+    """Return the target of a patch, which is the process's; None: each rank has its own."""
+    if hasattr(patch, "in_dict"):
+        return None if patch.in_dict in (os.environ, "os.environ") else id(patch.in_dict)
+    owner = patch.getter()
+    return id(vars(owner) if isinstance(owner, ModuleType) else owner), patch.attribute
+
+
+def take_replicas(undo: ExitStack) -> None:
+    """Refuse a module that two ranks replicate: each would add to the other's gradients."""
+    owners = cast("Any", WeakIdKeyDictionary())
+
+    def init(own: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        rank = current()
+        for name, parameter in module.named_parameters() if rank is not None else ():
+            owner = owners.setdefault(parameter, rank) if parameter.requires_grad else rank
+            if owner is not rank:
+                raise ArgumentError(
+                    f"module has {name!r}, which {owner} replicates, too: ranks that are threads "
+                    f"share what is made outside the program; make the module in it, on each rank"
+                )
+        own(self, module, *args, **kwargs)
+
+    wrap(undo, DistributedDataParallel, "__init__", init)
+
+
+def _take_operators(undo: ExitStack, module: Any) -> None:
+    """Refuse an operator that two ranks define: torch lets the first go, and crashes."""
+    defined: dict[Any, Any] = {}
+
+    def init(own: Any, self: Any, namespace: str, name: str, *args: Any, **kwargs: Any) -> None:
+        rank = current()
+        owner = defined.setdefault((namespace, name), rank)
+        if rank is not None and owner is not rank:
+            raise UnsupportedError(
+                f"the operator {namespace}::{name} is defined by {owner} and {rank}, which are "
+                "threads of one process; define it in a module, which is imported once"
+            )
+        own(self, namespace, name, *args, **kwargs)
+
+    wrap(undo, module.CustomOpDef, "__init__", init)
