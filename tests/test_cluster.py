@@ -51,6 +51,17 @@ def test_training(name, size):
     pr.launch(run_case, size, args=(distributed_training.CASES[name], size), seed=size)
 
 
+@pytest.mark.parametrize(
+    ("cases", "name"),
+    mostly_slow(
+        [(c, name) for c in (distributed_cases, distributed_training) for name in c.CASES],
+        (distributed_cases, "messages"),
+    ),
+)
+def test_processes_run_torch_distributed(cases, name):
+    pr.launch(run_case, 3, args=(cases.CASES[name], 3), processes=True)
+
+
 def test_results_come_by_rank():
     def program(add: int, *, times: int) -> int:
         return (int(os.environ["RANK"]) + add) * times

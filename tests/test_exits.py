@@ -36,7 +36,7 @@ def test_owners_close_newest_first(said):
         exits.close_at_exit(owner, close)
     exits.close_at_exit(threading.Event(), lambda _: said.append("dropped"))
     with pytest.raises(ValueError, match="in the middle"):
-        exits._close_all()
+        exits.close_all()
     assert said == ["c", "b", "a"]
 
 
@@ -49,7 +49,7 @@ def test_child_leaves_owners_alone(said):
     exits._leave_to_parent()  # as after os.fork()
     assert exits.is_inherited(owner)
     assert not exits.is_inherited(shared)
-    exits._close_all()
+    exits.close_all()
     assert said == ["forget", "close shared"]
     watch = weakref.ref(owner)
     del owner
@@ -76,7 +76,7 @@ def test_still_calls_are_aborted(said, state, expected):
         abort=lambda _: said.append("abort"),
         progress=progress,
     )
-    exits._close_all()
+    exits.close_all()
     assert said == expected
 
 

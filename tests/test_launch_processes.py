@@ -17,13 +17,10 @@ import threading
 import time
 import warnings
 
-import distributed_cases
-import distributed_training
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import mostly_slow
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -64,21 +61,6 @@ def test_results_come_by_rank(backend):
     assert [(rank, x.tolist(), *rest) for rank, x, *rest in results] == [
         (rank, [3.0] * 5, 1, 2, backend or "ringar") for rank in range(3)
     ]
-
-
-def run_case(case, size):
-    case(rank_of("ringar"), size)
-
-
-@pytest.mark.parametrize(
-    ("cases", "name"),
-    mostly_slow(
-        [(c, name) for c in (distributed_cases, distributed_training) for name in c.CASES],
-        (distributed_cases, "messages"),
-    ),
-)
-def test_torch_distributed_works(cases, name):
-    launch(run_case, 3, args=(cases.CASES[name], 3))
 
 
 def test_ddp_has_the_parameters_of_threads():

@@ -162,7 +162,7 @@ class TestTraining:
 
 # -- channels last --------------------------------------------------------------------------------
 
-RESNET = {"model": "resnet18", "width": 4, "batch_size": 32, "epochs": 1}
+RESNET = {"model": "resnet18", "width": 16, "batch_size": 32, "epochs": 1}
 LAST = {**RESNET, "channels_last": True}
 GPU, OTHER, CPU = (torch.device(name) for name in ("cuda:0", "cuda:1", "cpu"))
 
@@ -272,6 +272,6 @@ def test_files_are_contiguous(images, tmp_path):
         assert tensor.is_contiguous()
     with pytest.raises(pr.ArgumentError, match=r"channels_last is False, but .* has True"):
         Trainer(TrainConfig(**RESNET), images, resume=tmp_path)
-    net = resnet18(width=4)
+    net = resnet18(width=16)
     net.load_state_dict(state)
     check_replicas_equal([list(net.state_dict().values()), list(result.state.values())])
