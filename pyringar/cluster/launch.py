@@ -45,8 +45,9 @@ def launch(
 
     Threads: one rank runs at a time, and another one when it waits. All groups have the backend
     ``ringar``. Each rank has its own random numbers, default dtype and device, gradient mode,
-    autocast and current stream. All other state is the process's. Ranks call torch.distributed in
-    their own thread, and run uncompiled under torch.compile.
+    autocast, current stream, and settings that torch's contexts change. All other state is the
+    process's: what would keep it per rank, such as accelerate, is refused. Ranks call
+    torch.distributed in their own thread, and run uncompiled under torch.compile.
 
     Processes: all ranks run at once, share nothing, and compute on one OpenMP thread each. A group
     has the backend that the program names, else ``ringar``. Each line of output begins with its
