@@ -35,6 +35,8 @@ _GRACE_S = 2.0
 # After Ctrl-C: a terminal has interrupted the ranks, too, and a notebook has not.
 _TERMINAL_S = 0.05
 _ANSWER_S = 1.0
+# A process that dies closes its connections, so that its peers fail, before its end can be noticed.
+_DYING_S = 0.5
 _PARTIAL_LINE_S = 0.2
 _POLL_S = 0.05
 _PIPE_BYTES = 1 << 16
@@ -144,7 +146,7 @@ class _Rank:
             self.waits, self.progress, self.stack = values
 
     def _end(self, code: int, noticed_s: float) -> None:
-        self.failed_s = noticed_s
+        self.failed_s = noticed_s - _DYING_S
         if code > 0:
             self.lost = f"exited with status {code}"
         elif code < 0:
