@@ -6,6 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
+
+forks_run_backward = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="after a backward beside a GPU, forked ranks can run none"
+)
 
 
 def mostly_slow(cases: Iterable[Any], *kept: Any) -> list[Any]:

@@ -75,6 +75,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():  # before torch.compile, or ranks that are forked could not
+        torch.zeros((), requires_grad=True).backward()
     gc.freeze()  # the modules imported so far: each gc.collect() of a test takes 0.4 s with them
 
 

@@ -16,7 +16,7 @@ import distributed_training
 import pytest
 import torch
 import torch.distributed as dist
-from cases import mostly_slow
+from cases import forks_run_backward, mostly_slow
 from programs import run_programs
 from ranks import run_group
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ def test_training(name, size):
     pr.launch(run_case, size, args=(distributed_training.CASES[name], size), seed=size)
 
 
+@forks_run_backward
 @pytest.mark.parametrize(
     ("cases", "name"),
     mostly_slow(

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases import forks_run_backward
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -63,6 +64,7 @@ def test_results_come_by_rank(backend):
     ]
 
 
+@forks_run_backward
 def test_ddp_has_the_parameters_of_threads():
     def program():
         rank = rank_of()
@@ -133,6 +135,11 @@ def test_caller_may_have_a_group(tmp_path):
 
 def test_rank_may_launch():
     assert launch(lambda: launch(lambda: os.environ["RANK"])) == [["0", "1"]] * 2
+
+
+def test_thread_rank_may_not_fork():
+    with pytest.raises(pr.RingarError, match="a rank that is a thread cannot fork"):
+        pr.launch(lambda: launch(os.getpid), 1)
 
 
 def test_rank_is_a_main_process():

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pyringar.cluster.calls import call_of_program, some
 from pyringar.distributed.backend import RingarBackend, RingarProcessGroup, keep_dynamo_out
 from pyringar.distributed.convert import reduction_name
+from pyringar.errors import UnsupportedError
 
 __all__ = ["Board", "Publisher"]
 
@@ -111,7 +112,7 @@ class Publisher:
         rows = [[t for t in tree_leaves([arg]) if isinstance(t, Tensor)] for arg in args]
         tensors = next((row for row in reversed(rows) if row), [])  # inputs come after outputs
         details = [
-            *(f"op {reduction_name(a.reduceOp, name)}" for a in args if hasattr(a, "reduceOp")),
+            *(f"op {_name_of(a.reduceOp)}" for a in args if hasattr(a, "reduceOp")),
             *(f"root {a.rootRank}" for a in args if hasattr(a, "rootRank")),
         ]
         peers = ranks
@@ -134,3 +135,10 @@ class Publisher:
             "calls": self._num_calls,
         }
         self._board.write(self._rank, call)
+
+
+def _name_of(reduce_op: Any) -> str:
+    try:
+        return reduction_name(reduce_op, "")
+    except UnsupportedError:  # of another backend
+        return str(getattr(reduce_op, "op", reduce_op))

@@ -258,7 +258,9 @@ def run_first_backward() -> None:
     torch then refuses to run one after a fork.
     """
     if torch.cuda.device_count() == 0:
-        drop_failed_backward()
+        # This process may be a fork that can run none: then its forks are told when they try.
+        with contextlib.suppress(RuntimeError):
+            drop_failed_backward()
 
 
 def forget_groups_of_parent() -> None:

@@ -13,9 +13,10 @@ from pyringar.choices import kind_of
 from pyringar.cluster import internals
 from pyringar.cluster.cluster import Cluster
 from pyringar.cluster.processes import run_processes
+from pyringar.cluster.ranks import current
 from pyringar.comm.arguments import check_timeout, is_count, is_list
 from pyringar.comm.topology import check_devices
-from pyringar.errors import ArgumentError
+from pyringar.errors import ArgumentError, RingarError
 
 __all__ = ["launch"]
 
@@ -108,6 +109,8 @@ def launch(
         raise ArgumentError(f"processes is {processes!r}, expected True or False")
     if processes and seed:
         raise ArgumentError(f"seed is {seed}, expected 0 with processes, which run all at once")
+    if processes and current() is not None:
+        raise RingarError("launch: a rank that is a thread cannot fork; use processes for both")
     if processes:
         return run_processes(program, chosen, timeout_s)
     internals.check_torch()
