@@ -279,6 +279,7 @@ NOT_PER_RANK = {
     "streams": "nn.parallel._functions.*",
     "tests": "distributed._local_tensor.* *_symmetric_memory.* utils.benchmark.*",
     "threads": "*_tls *_GLOBAL_DEVICE_CONTEXT",
+    "torch 2.11": "backends.mps._lib *._compiled_autograd_enabled utils._debug_mode._[A-Z]*",
     "warnings": "*_warn* sparse.* *_annotate_decorated _utils._original_os_* utils.cpp_extension.*",
 }
 

@@ -90,6 +90,7 @@ class Cluster:
             daemon=True,
         )
         try:
+            internals.set_device_guard()
             # Not by the first rank that adds: it may take minutes to compile, while others wait.
             cpus = [torch.device("cpu")] * len(self.ranks)
             for devices in (cpus, [rank.device for rank in self.ranks]):

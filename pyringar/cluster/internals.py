@@ -38,6 +38,7 @@ __all__ = [
     "plain_torch",
     "run_first_backward",
     "run_in_thread_of",
+    "set_device_guard",
 ]
 
 logger = logging.getLogger(__name__)
@@ -204,10 +205,6 @@ def entered(
     # of the rank which imports it, if there is one by then.
     importlib.import_module("pyringar.distributed")
     importlib.import_module("torch.distributed.nn.functional")
-    run_first_backward()
-    # FakeTensorMode, which DTensor uses, has it done by the first thread, in torch 2.11 and 2.12
-    # for as long as that lives.
-    torch._C._ensureCUDADeviceGuardSet()
     with contextlib.ExitStack() as undo:
         world: Any = distributed_c10d._world
         undo.callback(setattr, world, "__class__", type(world))
@@ -249,6 +246,15 @@ def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
         return helper(size, rank, ranks, backend, *args, **kwargs)
 
     return make
+
+
+def set_device_guard() -> None:
+    """Set the guard of FakeTensorMode, which DTensor uses, in the thread that calls `launch`.
+
+    In torch 2.11 and 2.12 the guard is the first thread's, and lives no longer than that.
+    """
+    run_first_backward()
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 def run_first_backward() -> None:

@@ -350,7 +350,7 @@ class _Rank:
             total, count = totals[i], sums[-2][i]
             few = count.clamp(min=1)
             mean = total / few if total.is_floating_point() else total // few
-            buffer.copy_(torch.where(count > 0, _narrow(mean, was.dtype), was))
+            buffer.copy_(_narrow(torch.where(count > 0, mean, _wide(was)), was.dtype))
 
 
 def _sum_tree(run: Callable[[int], list[Tensor]], shards: Sequence[int]) -> list[Tensor]:
