@@ -134,10 +134,11 @@ def begin(numel, count):
 signal.signal(signal.SIGALRM, stop)
 interrupts, ends = 0, time.monotonic() + 2
 while time.monotonic() < ends:
-    is_calling = True
-    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-2))
     try:
+        is_calling = True
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-2))
         begin(4000, 300)
+        is_calling = False
     except Alarm:
         is_calling = False
         interrupts += 1
@@ -147,7 +148,6 @@ while time.monotonic() < ends:
         assert not any(tensor.any() for tensor in ours), "the memory was somebody else's by then"
         begin(1, 1).wait()
         assert len(comm._in_flight) <= 1, "the next call lets go of what is done"
-    is_calling = False
     signal.setitimer(signal.ITIMER_REAL, 0)
 assert interrupts, "this shows nothing"
 comm.close()
