@@ -85,7 +85,7 @@ def launch(
     swallows KeyboardInterrupt, or waits outside Python, is left behind with a warning; a process is
     killed.
 
-    Cost: four threads 16 ms, four processes 0.2 s, and 2 s before the first processes, to import
+    Cost: four threads 7 ms, four processes 0.1 s, and 2 s before the first processes, to import
     what DistributedDataParallel and FSDP need. With threads, a collective of small tensors takes
     some 0.1 ms per rank, a tenth of it the engine's: threads wake each other.
     """
