@@ -30,6 +30,7 @@ found = {
     "is main": trainer.is_world_process_zero(),
     "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     "parameters": model.transformer.wte.weight.tolist(),
-    "checkpoints": sorted(p.name for p in (folder / "out").glob("checkpoint-*")),
 }
+if trainer.is_world_process_zero():  # which has written them by now
+    found["checkpoints"] = sorted(p.name for p in (folder / "out").glob("checkpoint-*"))
 (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
