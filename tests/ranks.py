@@ -81,6 +81,14 @@ def store() -> Any:
     return new_store()
 
 
+def begin() -> int:
+    """Make the default group of this process or thread; return its rank."""
+    from torch import distributed
+
+    distributed.init_process_group()
+    return distributed.get_rank()
+
+
 def new_store() -> Any:
     """Return a store that this process serves, on a socket of IPv4.
 

@@ -18,16 +18,12 @@ import pytest
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, in a second
 import torch.distributed as dist
+from ranks import begin
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
 
 K = 4
-
-
-def begin() -> int:
-    dist.init_process_group()
-    return dist.get_rank()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -452,7 +448,7 @@ def test_slow_ranks_without_calls_may_go_on():
     assert pr.launch(lambda: time.sleep(0.2) or 1, 3, timeout=0.1) == [1] * 3
 
 
-def test_time_at_a_debuggers_prompt_does_not_count():
+def test_debugger_prompt_is_not_counted():
     def prompt() -> None:
         time.sleep(0.6)
 

@@ -18,16 +18,12 @@ import pytest
 import torch.distributed as dist
 from cases import mostly_slow
 from programs import programs
+from ranks import begin
 
 import pyringar as pr
 from pyringar.cluster import internals
 
 K = 4
-
-
-def begin() -> int:
-    dist.init_process_group()
-    return dist.get_rank()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,7 +37,7 @@ HAND_OVER = ("schedule.py", "state.py", "ranks.py")
 
 
 @pytest.mark.parametrize("first", mostly_slow(range(10), 0, 5))
-def test_exception_in_the_hand_over_loses_no_rank(first):
+def test_hand_over_exception_loses_no_rank(first):
     """MemoryError at every tenth line event of a wait, in a launch of its own each."""
     num_threads = threading.active_count()
 

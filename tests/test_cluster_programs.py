@@ -8,14 +8,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import begin
 
 import pyringar as pr
 from pyringar.cli import main
-
-
-def begin() -> int:
-    dist.init_process_group()
-    return dist.get_rank()
 
 
 def total(number: float) -> float:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from ranks import begin
 from torch import nn
 from torch.autograd import forward_ad
 from torch.backends import mkldnn
@@ -36,12 +37,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pyringar as pr
 from pyringar.cluster import state
-
-
-def begin() -> int:
-    dist.init_process_group()
-    return dist.get_rank()
-
 
 # -- random numbers and settings -------------------------------------------------------------------
 

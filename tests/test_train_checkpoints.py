@@ -215,8 +215,16 @@ def damage(saved, change):
 
 
 FIELDS = [
-    *((name,) for name in ("recipe", "setting", "num_epochs", "epochs", "shuffle", "tensors")),
-    *(("epochs", 0, i) for i in range(4)),
+    ("recipe",),
+    ("setting",),
+    ("num_epochs",),
+    ("epochs",),
+    ("shuffle",),
+    ("tensors",),
+    ("epochs", 0, 0),
+    ("epochs", 0, 1),
+    ("epochs", 0, 2),
+    ("epochs", 0, 3),
     ("epochs", 0),
     ("tensors", 0),
     ("recipe", "lr"),

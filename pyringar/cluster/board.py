@@ -111,10 +111,8 @@ class Publisher:
         key = "the world" if is_world else f"group {', '.join(map(str, ranks))}"
         rows = [[t for t in tree_leaves([arg]) if isinstance(t, Tensor)] for arg in args]
         tensors = next((row for row in reversed(rows) if row), [])  # inputs come after outputs
-        details = [
-            *(f"op {_name_of(a.reduceOp)}" for a in args if hasattr(a, "reduceOp")),
-            *(f"root {a.rootRank}" for a in args if hasattr(a, "rootRank")),
-        ]
+        details = [f"op {_name_of(a.reduceOp)}" for a in args if hasattr(a, "reduceOp")]
+        details += [f"root {a.rootRank}" for a in args if hasattr(a, "rootRank")]
         peers = ranks
         self._num_calls += 1
         if name in ("send", "recv"):

@@ -34,8 +34,16 @@ __all__ = [
 
 _INSIDE = ("torch.", "pyringar.", "importlib.", "concurrent.")
 _INSIDE_TOO = {
-    *("torch", "contextlib", "functools", "importlib", "threading", "runpy"),
-    *("frozen_importlib", "frozen_importlib_external", "typing_extensions", "warnings"),
+    "contextlib",
+    "frozen_importlib",
+    "frozen_importlib_external",
+    "functools",
+    "importlib",
+    "runpy",
+    "threading",
+    "torch",
+    "typing_extensions",
+    "warnings",
 }
 _MOST_TEXT = 2000
 
@@ -209,7 +217,7 @@ class Limited(Wait):
 
 
 def seconds_of(timeout: Any) -> float | None:
-    """Return a limit of torch's in seconds; None for its signs for none."""
+    """Return a limit of torch in seconds; None if torch means no limit."""
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     return float(timeout) if timeout is not None and timeout > 0 else None

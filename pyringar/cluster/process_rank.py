@@ -152,7 +152,7 @@ def _portable(error: BaseException) -> tuple[bytes, str, float]:
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:
+    except Exception:  # the methods of a program's class may raise any
         data = pickle.dumps(RingarError(text_of(error)))
     return data, "".join(lines), time.monotonic()
 

@@ -184,7 +184,7 @@ class _Rank:
 
     @property
     def state(self) -> str:
-        """Return what the rank does, or did when the first rank failed."""
+        """Return the rank's state for the table, at the first failure."""
         if self.lost or self.result is not None:
             return self.lost or "returned"
         if self.error is None:

@@ -86,8 +86,14 @@ def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
         return (str(rank.index), state, call.what if call else calls, *[""] * 6)
     missing = [] if shown is call else call.missing()
     return (
-        *(str(rank.index), state, str(call), str(call.number or ""), call.meeting.name),
-        *(some(call.shapes), some(dict.fromkeys(call.dtypes)), ", ".join(map(str, missing))),
+        str(rank.index),
+        state,
+        str(call),
+        str(call.number or ""),
+        call.meeting.name,
+        some(call.shapes),
+        some(dict.fromkeys(call.dtypes)),
+        ", ".join(map(str, missing)),
         call.line,
     )
 

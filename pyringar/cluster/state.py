@@ -72,19 +72,21 @@ _GLOBALS: dict[str, dict[str, Any]] = {
 # Settings that torch keeps in C++: functions that read and set them, and arguments of both.
 _FUNCTIONS: list[tuple[Any, ...]] = [
     ("get_default_dtype", "_set_default_dtype"),
-    *((f"_get_cudnn_{name}", f"_set_cudnn_{name}") for name in ("benchmark", "deterministic")),
-    *((f"_get_{n}_enabled", f"_set_{n}_enabled") for n in ("cudnn", "mkldnn", "nnpack")),
-    *(
-        (f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}")
-        for name in ("cudnn", "flash", "math", "mem_efficient", "overrideable")
-    ),
+    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    ("_get_nnpack_enabled", "_set_nnpack_enabled"),
+    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
     ("_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"),
     ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
     ("_get_sdp_priority_order", "_set_sdp_priority_order"),
-    *(
-        ("_get_fp32_precision_getter", "_set_fp32_precision_setter", backend, "all")
-        for backend in ("generic", "mkldnn")
-    ),
+    ("_get_fp32_precision_getter", "_set_fp32_precision_setter", "generic", "all"),
+    ("_get_fp32_precision_getter", "_set_fp32_precision_setter", "mkldnn", "all"),
 ]
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (partial(getattr(torch._C, get), *args), partial(getattr(torch._C, put), *args))

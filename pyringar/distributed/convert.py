@@ -37,10 +37,8 @@ NATIVE = frozenset(DTYPES)
 SUM = dist.ReduceOp.SUM
 # Which the engine does not have.
 BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
-_OP_NAMES = [
-    *((getattr(dist.ReduceOp, theirs), ours) for theirs, ours in REDUCE_OPS.items()),
-    *((getattr(dist.ReduceOp, name.upper()), name) for name in BITWISE),
-]
+_OP_NAMES = [(getattr(dist.ReduceOp, theirs), ours) for theirs, ours in REDUCE_OPS.items()]
+_OP_NAMES += [(getattr(dist.ReduceOp, name.upper()), name) for name in BITWISE]
 
 # Summed in the wider type and narrowed once: integers wrap as they would have.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}

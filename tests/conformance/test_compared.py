@@ -51,20 +51,32 @@ GROUP_COPIES: dict[str, Call] = {
 
 DTYPES = (("float16", "bfloat16"), ("int32", "float32"), ("int8", "uint8"))
 OTHER_DTYPES = (
-    *(("int16", "int32"), ("uint16", "int16"), ("uint32", "int64"), ("uint64", "int64")),
-    *(("bool", "uint8"), ("complex64", "float32"), ("float8_e4m3fn", "float8_e5m2")),
-    *(("float8_e5m2", "float32"), ("int16", "bfloat16")),
+    ("int16", "int32"),
+    ("uint16", "int16"),
+    ("uint32", "int64"),
+    ("uint64", "int64"),
+    ("bool", "uint8"),
+    ("complex64", "float32"),
+    ("float8_e4m3fn", "float8_e5m2"),
+    ("float8_e5m2", "float32"),
+    ("int16", "bfloat16"),
 )
 OPS = (("float32", "sum", "max"), ("float16", "sum", "mean"), ("int64", "min", "prod"))
 OTHER_OPS = (
-    *(("int16", "sum", "max"), ("int16", "sum", "bor"), ("int32", "band", "bxor")),
-    *(("int32", "band", "sum"), ("bool", "sum", "max"), ("bool", "sum", "bor")),
-    *(("bool", "band", "min"), ("uint64", "sum", "prod"), ("float8_e5m2", "sum", "mean")),
+    ("int16", "sum", "max"),
+    ("int16", "sum", "bor"),
+    ("int32", "band", "bxor"),
+    ("int32", "band", "sum"),
+    ("bool", "sum", "max"),
+    ("bool", "sum", "bor"),
+    ("bool", "band", "min"),
+    ("uint64", "sum", "prod"),
+    ("float8_e5m2", "sum", "mean"),
 )
 
 
 class Group(Collectives):
-    """The backend's calls over a communicator, without a process group of torch's."""
+    """The backend's calls over a communicator, without a torch process group."""
 
     def __init__(self, comm: pr.ProcessCommunicator) -> None:
         self._comm, self._reduce_plain = comm, comm.reduce_plain
