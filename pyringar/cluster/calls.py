@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pyringar.cluster.streams import devices_of, follow, mark
 from pyringar.errors import CollectiveTimeout, RingarError
@@ -27,6 +30,7 @@ __all__ = [
     "copy_of",
     "is_inside",
     "names_of",
+    "plain_torch",
     "seconds_of",
     "some",
     "text_of",
@@ -46,6 +50,13 @@ _INSIDE_TOO = {
     "warnings",
 }
 _MOST_TEXT = 2000
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Compute as torch does by itself: without this thread's modes, subclasses and gradients."""
+    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 class Wait:
@@ -135,6 +146,7 @@ class Call(Wait):
         self.line, _ = call_of_program()
         self.begun = mark(devices_of(tensors))  # on GPUs: after what the rank had enqueued
         self.ended: Sequence[Any] = ()  # on GPUs: after what was done
+        self._steps: list[tuple[Sequence[Any], Callable[[], object]]] = []
         self._was_awaited = False
 
     def wait(self, timeout: float | None = None) -> object:
@@ -157,6 +169,26 @@ class Call(Wait):
         if not self.is_done:
             self.meeting.cluster.pause(Pause(self.rank, str(self), self))
         return self.is_done
+
+    def exception(self) -> BaseException | None:
+        """Return what it ended with; None while it runs and when all went well."""
+        return self.error
+
+    def then(self, step: Callable[[], object]) -> None:
+        """Run ``step`` when it has ended well, before this rank's next call can end."""
+        begun = mark({event.device for event in self.begun})
+        self._steps.append((begun, step))
+        if self.is_done:
+            follow(self.ended)
+            self.run_steps()
+
+    def run_steps(self) -> None:
+        """Run what comes after it, if it has ended well."""
+        steps, self._steps = self._steps, []
+        with plain_torch():
+            for begun, step in steps if self.error is None else ():
+                follow(begun)
+                step()
 
     def missing(self) -> list[int]:
         """Return the ranks, of the cluster, for whose part it waits."""

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.autograd import forward_ad
 from torch.distributed import device_mesh, distributed_c10d
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pyringar.cluster.ranks import Rank, belong_to, current, this_rank, wrong_thread
 from pyringar.cluster.refusals import WAY, replace, take_modules, take_replicas, wrap
@@ -35,7 +34,6 @@ __all__ = [
     "interrupt",
     "is_future_for_reducer",
     "make_ringar_the_default",
-    "plain_torch",
     "run_first_backward",
     "run_in_thread_of",
     "set_device_guard",
@@ -83,13 +81,6 @@ def check_torch() -> None:
 
 def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
-
-
-@contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Compute as torch does by itself: without this thread's modes, subclasses and gradients."""
-    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
 
 
 def _property_of(name: str) -> Any:

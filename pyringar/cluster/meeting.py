@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from pyringar.cluster.calls import Call, copy_of, names_of
-from pyringar.cluster.internals import plain_torch
+from pyringar.cluster.calls import Call, copy_of, names_of, plain_torch
 from pyringar.cluster.streams import follow, mark
 from pyringar.errors import ArgumentError
 
@@ -112,6 +111,8 @@ class Meeting:
                     for call in calls:
                         follow(call.begun)
                     act(calls)
+            for call in calls:
+                call.run_steps()
         except Exception as caught:
             error = self._failed(type(caught), f"{calls[0]}: {caught}", calls)
         ended = mark({event.device for call in calls for event in call.begun})
@@ -127,9 +128,10 @@ class Meeting:
 
 
 def _belong_together(one: Call, other: Call) -> bool:
-    if one.operation == other.operation:
+    send, receive = (one, other) if one.operation == "send" else (other, one)
+    if (send.operation, receive.operation) != ("send", "recv"):
         return False
-    send, receive = (one.args, other.args) if one.operation == "send" else (other.args, one.args)
-    return bool(
-        send.to == receive.me and receive.sender in (None, send.me) and send.tag == receive.tag
-    )
+    (sender, _), (receiver, _) = send.args, receive.args
+    is_from_it = receive.details.get("from", sender) == sender
+    has_its_tag = receive.details.get("tag") == send.details.get("tag")
+    return send.details["to"] == receiver and is_from_it and has_its_tag

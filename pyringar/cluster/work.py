@@ -24,14 +24,10 @@ _Future: Any = Future
 
 
 class ThreadFuture(_Future):  # type: ignore[misc]
-    """The future of a work that is not done: whoever waits for it lets other ranks run.
+    """The future of a work that is not done. A wait for it lets other ranks run.
 
-    It is completed in its rank's thread, in one of the rank's waits: so its callbacks run there.
-    Where the rank ends before, it fails, and its callbacks do not run.
-
-    Args:
-        work: What it stands for, or its parent does.
-        rank: The rank that began the work.
+    The rank that began the work completes it in its next wait, so callbacks run in its thread.
+    If the rank ends before, the future fails, and its callbacks do not run.
     """
 
     def __init__(self, work: ThreadWork, rank: Rank) -> None:
@@ -48,10 +44,7 @@ class ThreadFuture(_Future):  # type: ignore[misc]
         self._follow(lambda: self._work._outcome(self))
 
     def _follow(self, make_value: Callable[[], Any]) -> None:
-        """Complete it with a value, or with the RuntimeError that torch makes of an exception.
-
-        An exception that is no Exception is raised in the rank's next wait, too.
-        """
+        """Complete it with a value, or with the RuntimeError that torch makes of an exception."""
 
         def make(_: Any) -> Any:
             if self._rank.is_gone:
@@ -59,7 +52,7 @@ class ThreadFuture(_Future):  # type: ignore[misc]
             try:
                 return make_value()
             except BaseException as error:
-                if not isinstance(error, Exception):
+                if not isinstance(error, Exception):  # the rank's next wait raises it, too
                     self._rank.pending_error = error
                 raise
 
@@ -83,13 +76,9 @@ class ThreadFuture(_Future):  # type: ignore[misc]
 
     def wait(self) -> Any:
         """Let others run until it is complete; return its value, or raise its error."""
-        self.settle()
-        return super().wait()
-
-    def settle(self) -> None:
-        """Let others run until it is complete, also inside a callback of another."""
         self._work._settle()
-        self._rank.complete_futures()
+        self._rank.complete_futures()  # this wait may be in a callback of another future
+        return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Return a future of what ``callback`` returns, which is called with this one."""
@@ -107,20 +96,18 @@ def _raise(text: str) -> None:
 
 
 class ThreadWork(PendingWork):
-    """The work of calls that this rank has begun.
+    """The work of calls that a rank has begun, and of steps that have ended."""
 
-    Args:
-        calls: What must end.
-        results: See `PendingWork`.
-    """
-
-    def __init__(self, calls: Sequence[Call], results: Any) -> None:
-        super().__init__(None, calls, results)  # type: ignore[arg-type]  # nothing is left to others
+    def __init__(self, rank: Rank, parts: Sequence[Any], results: Any) -> None:
+        calls = [part for part in parts if isinstance(part, Call)]
+        super().__init__(None, calls, results)  # type: ignore[arg-type]  # futures are completed here
+        self._of = rank
+        self._calls: Sequence[Call] = calls
         self._devices = devices_of(t for t in tree_leaves(results) if isinstance(t, Tensor))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let other ranks run until it is done. See `PendingWork.wait`."""
-        for call in self._parts:
+        for call in self._calls:
             call.wait(seconds_of(timeout))
         return True
 
@@ -129,28 +116,22 @@ class ThreadWork(PendingWork):
 
         It is waited for here if torch goes on to wait in C++, where no other rank would be let run.
         """
-        for call in self._calls():
-            call.rank.check_thread()
+        self._of.check_thread()
         if internals.is_future_for_reducer("get_future"):
             self._settle()
         if self._future is None and not self._is_over():
-            rank = self._calls()[0].rank
-            self._future = future = ThreadFuture(self, rank)
-            rank.futures.append(future)
+            self._future = future = ThreadFuture(self, self._of)
+            self._of.futures.append(future)
         return self._future or super().get_future()
 
     def _is_over(self) -> bool:
-        return all(call.is_done for call in self._calls())
-
-    def _calls(self) -> list[Call]:
-        calls: Any = self._parts
-        return list(calls)
+        return all(call.is_done for call in self._calls)
 
     def _settle(self) -> None:
-        for call in self._calls():
-            call.rank.check_thread()  # its error is not suppressed
+        self._of.check_thread()  # its error is not suppressed
+        for call in self._calls:
             with contextlib.suppress(Exception):
                 call.wait()
 
     def _source_rank(self) -> int:
-        return int(self._calls()[0].args.sender)
+        return int(self._calls[0].details["from"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyringar.choices import did_you_mean, kind_of
 from pyringar.errors import ArgumentError
@@ -17,6 +18,7 @@ __all__ = [
     "check_list",
     "check_lists",
     "check_max_blocks",
+    "check_parts",
     "check_plan",
     "check_root",
     "check_timeout",
@@ -119,6 +121,18 @@ def check_lists(lists: Any) -> None:
             raise ArgumentError(
                 f"lists[{rank}] has {len(tensors)} entries, expected {len(lists[0])} as rank 0 has"
             )
+
+
+def check_parts(
+    operation: str, output: Tensor, input: Tensor, part: Tensor, whole: Tensor, world_size: int
+) -> None:
+    """Refuse ``part`` and ``whole``, which are output and input, that do not fit each other."""
+    if part.dtype != whole.dtype or part.numel() * world_size != whole.numel():
+        raise ArgumentError(
+            f"{operation}: input has {input.numel()} elements of {input.dtype} and output "
+            f"{output.numel()} of {output.dtype}; expected one dtype, and "
+            f"{'input' if whole is input else 'output'} {world_size} times as long"
+        )
 
 
 def check_plan(nbytes: Any, dtype: Any) -> None:

@@ -142,7 +142,7 @@ class RankCommunicator(Closing):
         """Reduce this rank's tensors over all ranks, in place."""
         raise NotImplementedError
 
-    def _begin_as(self, what: str, call: str, *arguments: Any) -> Work | None:
+    def _begin_as(self, what: object, call: str, *arguments: Any) -> Work | None:
         """Begin a call on stand-ins for tensors that the engine does not take.
 
         Args:

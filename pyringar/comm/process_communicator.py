@@ -360,9 +360,9 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         native = self._group.broadcast(tensor, root, self._in_flight if async_op else None)
         return self._begun(native, "broadcast") if async_op else None
 
-    def _begin_as(self, what: str, call: str, *arguments: Any) -> Work | None:
+    def _begin_as(self, what: object, call: str, *arguments: Any) -> Work | None:
         order = (self._resolve(None, None),) if call == "all_reduce" else ()
-        native = getattr(self._group, call)(*arguments, *order, self._in_flight, what)
+        native = getattr(self._group, call)(*arguments, *order, self._in_flight, str(what))
         return self._begun(native, call)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:

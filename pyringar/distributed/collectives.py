@@ -19,12 +19,12 @@ from pyringar.distributed.convert import (
     NATIVE,
     SUM,
     Copy,
+    Described,
     StandIn,
     are_same,
     check_no_overlap,
     copy_all,
     count_changes,
-    described,
     for_copy,
     for_reduction,
     reduction_name,
@@ -32,10 +32,8 @@ from pyringar.distributed.convert import (
 from pyringar.distributed.delegated import Delegated, flat, given_or_default
 from pyringar.distributed.work import (
     DelegatedPart,
-    Part,
     PendingWork,
     done_work,
-    error_of,
     one_or_all,
 )
 from pyringar.errors import ArgumentError, UnsupportedError
@@ -44,9 +42,9 @@ __all__ = ["Collectives"]
 
 
 class _Call(NamedTuple):
-    """The parts of a call, and the copies that follow when they have ended well."""
+    """The communicator's works of a call, and the copies that follow when they have ended well."""
 
-    parts: list[Part]
+    parts: list[Any]
     copies: list[Copy]
 
 
@@ -74,7 +72,7 @@ def _of_pairs(
     def method(self: Any, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         opts = _options(options, opts)
         tensors = [*flat(inputs), *flat(outputs)]
-        if _are_elsewhere(tensors):
+        if self._are_elsewhere(tensors):
             return self._hand_over(operation, tensors, (outputs, inputs, opts), names=names)
         if isinstance(inputs, Tensor) or isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -136,7 +134,7 @@ class Collectives(Delegated):
 
     def _all_reduce_others(self, given: Any, opts: Any, error: Exception) -> Any:
         tensors = [given] if isinstance(given, Tensor) else list(given)
-        if _are_elsewhere(tensors):
+        if self._are_elsewhere(tensors):
             return self._hand_over("all_reduce", tensors, (tensors, opts), names=("allreduce",))
         op = reduction_name(opts.reduceOp, "all_reduce")
         stand_ins = [for_reduction(tensor, op) for tensor in tensors]
@@ -149,10 +147,12 @@ class Collectives(Delegated):
             call.parts.append(self._comm.all_reduce(detached, op, async_op=True))
             return self._finished(call, tensors, opts)
         for tensor, stand_in in zip(tensors, stand_ins, strict=True):
-            self._reduce_stand_in(stand_in, described(f"all_reduce ({op})", tensor), call)
+            self._reduce_stand_in(stand_in, Described.of(f"all_reduce ({op})", tensor), call)
         return self._finished(call, tensors, opts)
 
-    def _reduce_stand_in(self, stand_in: StandIn, what: str, call: _Call, *more: Copy) -> None:
+    def _reduce_stand_in(
+        self, stand_in: StandIn, what: Described, call: _Call, *more: Copy
+    ) -> None:
         tensor, op, copy = stand_in
         if copy is not None:
             self._copy_in_turn([(copy[1], copy[0])], call)
@@ -162,9 +162,9 @@ class Collectives(Delegated):
             self._fold_bits(tensor, op, what, call)
         call.copies.extend([*([copy] if copy is not None else []), *more])
 
-    def _fold_bits(self, tensor: Tensor, op: str, what: str, call: _Call) -> None:
+    def _fold_bits(self, tensor: Tensor, op: str, what: Described, call: _Call) -> None:
         """Gather all ranks' tensors and reduce them here: the engine has no bitwise ops."""
-        gathered = torch.empty(self._comm.world_size, *tensor.shape, dtype=tensor.dtype)
+        gathered = tensor.new_empty(self._comm.world_size, *tensor.shape)
         call.parts.append(self._comm._begin_as(what, "all_gather", gathered, tensor))
         call.copies.append((tensor, gathered[0]))
 
@@ -182,7 +182,7 @@ class Collectives(Delegated):
         """Reduce each tensor over all ranks into the root's. Cost: that of `allreduce`."""
         opts = _options("ReduceOptions", opts)
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        if _are_elsewhere(tensors):
+        if self._are_elsewhere(tensors):
             return self._hand_over("reduce", tensors, (tensors, opts))
         op, root = reduction_name(opts.reduceOp, "reduce"), opts.rootRank
         call = _Call([], [])
@@ -190,7 +190,7 @@ class Collectives(Delegated):
             check_no_overlap("tensor", tensor)
             flat = self._flat_copy([tensor], call)
             into = [(tensor.detach(), flat.view(tensor.shape))] if self._comm.rank == root else []
-            what = described(f"reduce ({op}) to rank {root}", tensor)
+            what = Described.of(f"reduce ({op}) to rank {root}", tensor)
             self._reduce_stand_in(for_reduction(flat, op), what, call, *into)
         return self._finished(call, tensors, opts)
 
@@ -211,7 +211,7 @@ class Collectives(Delegated):
         if not opts.asyncOp and len(tensors) == 1 and _is_plain(tensors[0]):
             self._comm.broadcast(tensors[0], root)
             return done_work(tensors)
-        if _are_elsewhere(tensors):
+        if self._are_elsewhere(tensors):
             return self._hand_over("broadcast", tensors, (tensors, opts))
         call = _Call([], [])
         for tensor in tensors:
@@ -232,7 +232,7 @@ class Collectives(Delegated):
         if tensor.dtype in NATIVE:
             return getattr(self._comm, call)(*arguments, async_op=True)
         name = f"{call} from rank {arguments[-1]}" if call == "broadcast" else call
-        return self._comm._begin_as(described(name, tensor), call, *arguments)
+        return self._comm._begin_as(Described.of(name, tensor), call, *arguments)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when all ranks have called it, and all earlier calls have ended on this rank.
@@ -274,7 +274,7 @@ class Collectives(Delegated):
         for i, tensor in enumerate(row):
             check_no_overlap(f"tensor_list[{i}]", tensor)
         if all(t.numel() == input.numel() for t in row):
-            flat = torch.empty(len(row) * input.numel(), dtype=input.dtype)
+            flat = input.new_empty(len(row) * input.numel())
             self._gather_into(flat, input, opts, call)
             pieces = flat.chunk(len(row)) if flat.numel() else []
             call.copies.extend(
@@ -367,12 +367,12 @@ class Collectives(Delegated):
         """All-reduce ``flat``, which no caller holds, and copy a slice of it: for rare calls."""
         target = output.detach()
         part = flat[begin : begin + target.numel()].view(target.shape)
-        what = described(f"reduce_scatter ({op})", flat)
+        what = Described.of(f"reduce_scatter ({op})", flat)
         self._reduce_stand_in(for_reduction(flat, op), what, call, (target, part))
 
     def _flat_copy(self, tensors: Sequence[Tensor], call: _Call) -> Tensor:
         sizes = [t.numel() for t in tensors]
-        flat = torch.empty(sum(sizes), dtype=tensors[0].dtype)
+        flat = tensors[0].new_empty(sum(sizes))
         pieces = zip(torch.split(flat, sizes), tensors, strict=True)
         self._copy_in_turn([(piece.view(t.shape), t.detach()) for piece, t in pieces], call)
         return flat
@@ -411,15 +411,13 @@ class Collectives(Delegated):
     def end_coalescing(self, *_: Any) -> Any:
         """Return the work of all calls since `start_coalescing`."""
         works, self._batch = self._batch or [], None
-        return self._pending([DelegatedPart(work) for work in works], [])
+        parts = [getattr(work, "_parts", [DelegatedPart(work)]) for work in works]
+        return self._pending([part for each in parts for part in each], [])
 
     _start_coalescing = start_coalescing
     _end_coalescing = end_coalescing
 
     # -- helpers -----------------------------------------------------------------------------------
-
-    def _pending(self, parts: Sequence[Part], results: Any) -> Any:
-        return self._noted(PendingWork(self._completer, parts, results))
 
     def _copy_in_turn(self, copies: Sequence[Copy], call: _Call) -> None:
         """Copy in the engine's thread, after earlier calls and their copies, before later ones."""
@@ -432,7 +430,7 @@ class Collectives(Delegated):
         count_changes([into for into, _ in copies])
 
         def finish() -> None:
-            if not any(part.is_completed() and error_of(part) for part in parts):
+            if not any(part.exception() for part in parts):
                 copy_all(copies)
 
         every = [*parts, self._comm._submit_step(finish)] if copies else parts
@@ -464,11 +462,6 @@ def _share_memory(input: Tensor, output: Tensor) -> bool:
 
 def _are_plain(output: Tensor, input: Tensor) -> bool:
     return _is_plain(output) and _is_plain(input) and not _share_memory(input, output)
-
-
-def _are_elsewhere(tensors: Sequence[Tensor]) -> bool:
-    """Return whether they are another backend's: on another device, or not strided."""
-    return any(t.device.type != "cpu" or t.layout is not torch.strided for t in tensors)
 
 
 def _is_async(opts: Any) -> bool:

@@ -17,13 +17,13 @@ __all__ = [
     "NATIVE",
     "SUM",
     "Copy",
+    "Described",
     "StandIn",
     "are_same",
     "as_bytes",
     "check_no_overlap",
     "copy_all",
     "count_changes",
-    "described",
     "for_copy",
     "for_reduction",
     "has_plain_memory",
@@ -63,10 +63,20 @@ def reduction_name(reduce_op: Any, operation: str) -> str:
     )
 
 
-def described(call: str, tensor: Tensor) -> str:
-    """Return a call in words that tensors of another size or dtype do not have."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{call} of {tensor.numel()} {dtype} elements"
+class Described(NamedTuple):
+    """A call in words that differ for tensors of another size or dtype."""
+
+    call: str
+    numel: int
+    dtype: str
+
+    @classmethod
+    def of(cls, call: str, tensor: Tensor) -> Described:
+        """Return the description of a call on a tensor."""
+        return cls(call, tensor.numel(), str(tensor.dtype).removeprefix("torch."))
+
+    def __str__(self) -> str:
+        return f"{self.call} of {self.numel} {self.dtype} elements"
 
 
 class StandIn(NamedTuple):
@@ -108,7 +118,7 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
 
 
 def for_reduction(tensor: Tensor, op: str) -> StandIn:
-    """Return a stand-in of a dtype in `NATIVE` for a strided CPU tensor, and its op.
+    """Return a stand-in of a dtype in `NATIVE` for a strided tensor, and its op.
 
     Raise ArgumentError for an expanded tensor, UnsupportedError for an impossible dtype and op.
     """
@@ -127,7 +137,7 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
     if dtype.is_complex and op in _COMPLEX_OPS:
         if has_plain_memory(tensor):
             return StandIn(torch.view_as_real(tensor), op)
-        whole = torch.empty(tensor.shape, dtype=dtype)
+        whole = tensor.new_empty(tensor.shape)
         return StandIn(torch.view_as_real(whole), op, (tensor, whole))
     raise UnsupportedError(f"backend ringar cannot reduce {dtype} with {op}")
 
@@ -146,7 +156,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def for_copy(tensor: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return a stand-in of a dtype in `NATIVE` for the bytes of a strided CPU tensor.
+    """Return a stand-in of a dtype in `NATIVE` for the bytes of a strided tensor.
 
     The second result is None where the stand-in has the memory of ``tensor``, which ``apart``
     forbids. Else copy ``tensor`` into it before a call reads, or from it after a call wrote.
@@ -154,6 +164,6 @@ def for_copy(tensor: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor | N
     tensor = tensor.detach()
     is_whole = tensor.is_contiguous() and has_plain_memory(tensor)
     if apart or (tensor.dtype not in NATIVE and not is_whole):
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        whole = tensor.new_empty(tensor.shape)
         return (whole if whole.dtype in NATIVE else as_bytes(whole)), whole
     return (tensor if tensor.dtype in NATIVE else as_bytes(tensor)), None

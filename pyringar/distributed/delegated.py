@@ -122,13 +122,6 @@ class WatchedPart:
                 self._check(self._peers)
 
 
-class _DelegatedWork(PendingWork):
-    def _source_rank(self) -> int:
-        call: Any = self._parts[0]
-        rank: int = call.work._source_rank()
-        return rank
-
-
 def _read(_: list[Copy], tensor: Tensor) -> Tensor:
     """Return a tensor that gloo can send: the given one, its bytes, or the bytes of a copy."""
     return _movable(_whole(tensor))
@@ -215,6 +208,7 @@ class Delegated:
     _completer: Completer
     _timeout: timedelta
     _batch: list[Any] | None  # the works of what is coalesced now
+    _own_devices: tuple[str, ...] = ("cpu",)
 
     gather = _handed("gather", _written, _read, peers=_to_or_from_root)
     scatter = _handed("scatter", _written, _read, peers=_to_or_from_root)
@@ -279,11 +273,10 @@ class Delegated:
         if arguments[-1] is None:  # its options: the backend has a default
             arguments = arguments[:-1]
         begin = partial(_by_any_name(backend, *(names or (operation,))), *arguments)
-        if device != "cpu":
+        if device not in self._own_devices:
             return self._noted(begin())
         parts = self._watched(operation, begin, copies, peers, is_message=is_message)
-        results = tensors if results is None else results
-        return self._noted(_DelegatedWork(self._completer, parts, results))
+        return self._pending(parts, tensors if results is None else results)
 
     def _watched(
         self,
@@ -302,6 +295,15 @@ class Delegated:
         if not is_message:
             self._fallback.add(part)
         return [part]
+
+    def _are_elsewhere(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether they are another backend's: on another device, or not strided."""
+        return any(
+            t.device.type not in self._own_devices or t.layout is not torch.strided for t in tensors
+        )
+
+    def _pending(self, parts: Sequence[Part], results: Any) -> Any:
+        return self._noted(PendingWork(self._completer, parts, results))
 
     def _noted(self, work: Any) -> Any:
         if self._batch is not None:

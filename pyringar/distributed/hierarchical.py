@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from pyringar.choices import ORDERS, check_choice
-from pyringar.comm.arguments import check_list, check_plan, check_root, check_timeout, op_name
+from pyringar.comm.arguments import (
+    check_list,
+    check_parts,
+    check_plan,
+    check_root,
+    check_timeout,
+    op_name,
+)
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.jobs import Jobs
@@ -245,13 +252,7 @@ class HierarchicalCommunicator(RankCommunicator):
     ) -> None:
         self._check_writable("output", output)
         check_tensor("input", input, self.device, is_written=False)
-        size = self._world_size
-        if part.dtype != whole.dtype or part.numel() * size != whole.numel():
-            raise ArgumentError(
-                f"{operation}: input has {input.numel()} elements of {input.dtype} and output "
-                f"{output.numel()} of {output.dtype}; expected one dtype, and "
-                f"{'input' if whole is input else 'output'} {size} times as long"
-            )
+        check_parts(operation, output, input, part, whole, self._world_size)
 
     def _check_writable(self, name: str, tensor: Any) -> None:
         check_tensor(name, tensor, self.device)
@@ -275,11 +276,11 @@ class HierarchicalCommunicator(RankCommunicator):
         call = partial(self._between.broadcast, tensor, root, what)
         return self._submit(what, call, [tensor] if root != self._rank else [], async_op)
 
-    def _begin_as(self, what: str, call: str, *arguments: Any) -> Work | None:
-        run = partial(getattr(self._between, call), *arguments, what)
+    def _begin_as(self, what: object, call: str, *arguments: Any) -> Work | None:
+        run = partial(getattr(self._between, call), *arguments, str(what))
         first = arguments[0] if call == "all_reduce" else arguments[:1]
         is_sent = call == "broadcast" and arguments[1] == self._rank
-        return self._submit(what, run, [] if is_sent else first, async_op=True)
+        return self._submit(str(what), run, [] if is_sent else first, async_op=True)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait for all ranks; on GPUs only the hosts wait. See `ProcessCommunicator.barrier`."""

@@ -143,6 +143,11 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
             self._future = future
         return self._future
 
+    def _source_rank(self) -> int:
+        part: Any = self._parts[0]
+        rank: int = part.work._source_rank()
+        return rank
+
     def _error(self) -> Exception | None:
         return next((e for e in map(error_of, self._parts) if e is not None), None)
 

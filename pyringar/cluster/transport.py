@@ -1,0 +1,346 @@
+"""The calls of a group of threads, which lie in one memory: the last rank to call serves all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyringar.cluster.calls import Call, plain_torch
+from pyringar.cluster.meeting import Meeting
+from pyringar.cluster.ranks import Rank
+from pyringar.comm.arguments import OPS, check_parts
+from pyringar.comm.base import RankCommunicator
+from pyringar.comm.work import Work
+from pyringar.distributed.convert import (
+    NATIVE,
+    Described,
+    check_no_overlap,
+    count_changes,
+    reduction_name,
+)
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
+
+__all__ = ["DEVICES", "Transport"]
+
+DEVICES = ("cpu", "cuda")
+Calls = Sequence[Call]
+
+
+class Transport(RankCommunicator):
+    """What the backend asks of the engine and of gloo, for one rank that is a thread.
+
+    `pyringar.ProcessCommunicator` describes the engine's calls. Those of gloo have its names.
+
+    Args:
+        meeting: Where calls meet those of the other ranks.
+        of: The rank.
+        index: Its number in the group.
+    """
+
+    def __init__(self, meeting: Meeting, of: Rank, index: int) -> None:
+        self._meeting, self._of = meeting, of
+        self._rank, self._world_size = index, len(meeting.ranks)
+        self._last: Call | None = None
+        self._is_closed = False
+
+    def begin(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        act: Callable[[Calls], None] | None,
+        *,
+        args: Any = None,
+        written: Sequence[Tensor] = (),
+        what: Described | None = None,
+        **details: Any,
+    ) -> Call:
+        """Take part in a collective, without a wait.
+
+        Args:
+            name: What tables call it.
+            tensors: What tables show.
+            act: Does it, given all ranks' calls.
+            args: For ``act``; None: the data of ``tensors``.
+            written: What it writes on this rank.
+            what: The call of the original tensors, if these are stand-ins.
+            **details: What must agree with other ranks.
+        """
+        self._check_open(name)
+        for tensor in written:
+            check_no_overlap("tensor", tensor)
+        count_changes(list(written))
+        args = _data(tensors) if args is None else args
+        if what is not None:
+            name, details = what.call, {"sizes": [what.numel], "dtypes": [what.dtype]}
+        call = Call(self._meeting, self._of, name, tensors, details, act, args)
+        if what is not None:
+            call.shapes, call.dtypes = [(what.numel,)], [what.dtype]
+        self._meeting.cluster.begin(call, lambda: self._meeting.post(self._rank, call))
+        self._last = call
+        return call
+
+    def _check_open(self, name: str) -> None:
+        self._of.check_thread()
+        if self._is_closed:
+            raise RingarError(f"{name}: this process group was destroyed")
+
+    # -- calls of the engine -----------------------------------------------------------------------
+
+    def all_reduce(
+        self, tensors: Any, op: Any = "sum", *, async_op: bool = False, what: Any = None
+    ) -> Any:
+        """Reduce this rank's tensor, or tensors, over all ranks, in place."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        for tensor in tensors:
+            is_here = tensor.device.type in DEVICES and tensor.layout is torch.strided
+            if not is_here or tensor.dtype not in NATIVE or op not in OPS:
+                raise UnsupportedError(f"all_reduce: {op} of {tensor.dtype} needs a stand-in")
+
+        def act(calls: Calls) -> None:
+            for row in zip(*(call.args for call in calls), strict=True):
+                self._reduce(row, op)
+
+        details = {"written": tensors, "op": op, **_kinds(tensors)}
+        return _ended(self.begin("all_reduce", tensors, act, what=what, **details), async_op)
+
+    def _reduce(self, row: Sequence[Tensor], op: str) -> None:
+        """Reduce one tensor per rank into all of them: in rank order, rounded once."""
+        alike = [tensor.reshape(row[0].shape) for tensor in row]
+        self._meeting.cluster.engine([tensor.device for tensor in row]).all_reduce(alike, op)
+        for tensor, result in zip(row, alike, strict=True):
+            _copy(tensor, result)
+
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor, op: Any = "sum", *, async_op: bool = False
+    ) -> Any:
+        """Reduce ``input`` over all ranks and leave this rank's part in ``output``."""
+        check_parts("reduce_scatter", output, input, output, input, self._world_size)
+
+        def act(calls: Calls) -> None:
+            row = [call.args[1].reshape(-1).clone() for call in calls]
+            self._reduce(row, op)
+            for call, total, rank in zip(calls, row, range(len(row)), strict=True):
+                _copy(call.args[0], total.tensor_split(len(row))[rank])
+
+        args = output.data, input.data
+        details = {"args": args, "written": [output], "op": op, **_kinds([input])}
+        return _ended(self.begin("reduce_scatter", [input], act, **details), async_op)
+
+    def all_gather(
+        self, output: Tensor, input: Tensor, *, async_op: bool = False, what: Any = None
+    ) -> Any:
+        """Put all ranks' ``input``, end to end in rank order, into ``output``."""
+        check_parts("all_gather", output, input, input, output, self._world_size)
+
+        def act(calls: Calls) -> None:
+            device = calls[0].args[0].device
+            whole = torch.cat([call.args[1].reshape(-1).to(device) for call in calls])
+            for call in calls:
+                _copy(call.args[0], whole)
+
+        args = output.data, input.data
+        details = {"args": args, "written": [output], **_kinds([input])}
+        return _ended(self.begin("all_gather", [input], act, what=what, **details), async_op)
+
+    def broadcast(
+        self, tensor: Tensor, root: int = 0, *, async_op: bool = False, what: Any = None
+    ) -> Any:
+        """Copy the tensor of rank ``root`` into every other rank's."""
+
+        def act(calls: Calls) -> None:
+            for call in calls:
+                _copy(call.args[0], calls[root].args[0])
+
+        written = [tensor] if self._rank != root else []
+        details = {"written": written, "root": root, **_kinds([tensor])}
+        return _ended(self.begin("broadcast", [tensor], act, what=what, **details), async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Any:
+        """Return when all ranks have called it, and all earlier calls have ended."""
+        return _ended(self.begin("barrier", [], None), async_op)
+
+    def _begin_as(self, what: object, call: str, *arguments: Any) -> Any:
+        return getattr(self, call)(*arguments, async_op=True, what=what)
+
+    def _submit_step(self, step: Callable[[], object]) -> Any:
+        if self._last is not None:
+            self._last.then(step)
+            return self._last
+        with plain_torch():
+            step()
+        return Work(None, {}, "step")
+
+    def close(self) -> None:
+        """Refuse all further calls."""
+        self._is_closed = True
+
+    abort = close
+
+    # -- calls of gloo -----------------------------------------------------------------------------
+
+    def for_device(self, device: str, operation: str) -> Transport:
+        """Return what moves tensors on a type of device."""
+        if device not in DEVICES:
+            raise UnsupportedError(
+                f"{operation}: ranks that are threads take tensors on the CPU and on CUDA GPUs, "
+                f"this one is on {device}"
+            )
+        return self
+
+    def finish(self) -> None:
+        """Do nothing: calls of gloo end in the order of all calls."""
+
+    def under_way(self) -> list[Any]:
+        """Return what `barrier` does not wait for: nothing."""
+        return []
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Call:
+        """Add sparse tensors, in rank order."""
+        op = reduction_name(opts.reduceOp, "all_reduce")
+        if op != "sum":
+            raise UnsupportedError(f"all_reduce: op is {op!r}, expected 'sum' for sparse tensors")
+
+        def act(calls: Calls) -> None:
+            for row in zip(*(call.args for call in calls), strict=True):
+                total = reduce(torch.add, row)
+                for tensor in row:
+                    tensor.copy_(total)
+
+        return self.begin("all_reduce", tensors, act, args=tensors, op=op, **_kinds(tensors))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Call:
+        """Put rank ``r``'s input into the root's ``outputs[i][r]``."""
+        out_of = [inputs if rank == opts.rootRank else [] for rank in range(self._world_size)]
+        into = self._by_rank("gather", outputs)
+        return self._exchange("gather", into, out_of, inputs, root=opts.rootRank)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Call:
+        """Put the root's ``inputs[i][r]`` into rank ``r``'s output."""
+        into = [outputs if rank == opts.rootRank else [] for rank in range(self._world_size)]
+        out_of = self._by_rank("scatter", inputs)
+        return self._exchange("scatter", into, out_of, outputs, root=opts.rootRank)
+
+    def alltoall(self, outputs: Any, inputs: Any, *_: Any) -> Call:
+        """Give every rank what the others have for it."""
+        into, out_of = (self._by_rank("all_to_all", [row]) for row in (outputs, inputs))
+        return self._exchange("all_to_all", into, out_of, inputs)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, *_: Any
+    ) -> Call:
+        """Give every rank what the others have for it, in one tensor."""
+        into = self._parts(output, out_splits, "output_split_sizes")
+        out_of = self._parts(input, in_splits, "input_split_sizes")
+        return self._exchange("all_to_all_single", into, out_of, [input])
+
+    def _by_rank(self, name: str, rows: Sequence[Sequence[Tensor]]) -> list[Any]:
+        """Return the tensors of lists of one per rank, by rank."""
+        for row in rows:
+            if len(row) != self._world_size:
+                raise ArgumentError(
+                    f"{name}: a list has {len(row)} tensors, expected {self._world_size}, one per "
+                    "rank"
+                )
+        return [[row[rank] for row in rows] for rank in range(self._world_size)]
+
+    def _parts(self, tensor: Tensor, splits: Any, name: str) -> list[Any]:
+        num_rows, size = tensor.shape[0] if tensor.dim() else 0, self._world_size
+        splits = list(splits) or [num_rows // size] * size
+        if len(splits) != size or sum(splits) != num_rows:
+            raise ArgumentError(
+                f"all_to_all_single: {name} is {splits}, expected {size} numbers that add to "
+                f"{num_rows}"
+            )
+        return [[part] for part in torch.split(tensor, splits)]
+
+    def _exchange(
+        self, name: str, into: Any, out_of: Any, shown: Sequence[Tensor], **details: Any
+    ) -> Call:
+        """Fill the tensors ``into[r]`` with those that rank ``r`` has in ``out_of`` for this rank.
+
+        Either may be empty for a rank.
+        """
+
+        def act(calls: Calls) -> None:
+            # Copies: an input may be a part of an output.
+            sent = [[[t.clone() for t in row] for row in call.args[1]] for call in calls]
+            for me, call in enumerate(calls):
+                for rank, targets in enumerate(call.args[0]):
+                    _copy_all(targets, sent[rank][me])
+
+        into, out_of = [_data(row) for row in into], [_data(row) for row in out_of]
+        # Others' are compared when all have called.
+        for target, source in zip(into[self._rank], out_of[self._rank], strict=True):
+            _check_alike(target, source)
+        return self.begin(name, shown, act, args=(into, out_of), **details)
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> Call:
+        """Send to a rank; done when it has received."""
+        return self._message("send", tensors, tag, [rank], {"to": rank})
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> Call:
+        """Receive from a rank."""
+        return self._message("recv", tensors, tag, [rank], {"from": rank})
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Call:
+        """Receive from any rank."""
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        return self._message("recv", tensors, tag, others, {})
+
+    def _message(
+        self, name: str, tensors: Any, tag: int, peers: list[int], details: dict[str, int]
+    ) -> Call:
+        self._check_open(name)
+        details |= {"tag": tag} if tag else {}
+        args = self._rank, _data(tensors)
+        call = Call(self._meeting, self._of, name, tensors, details, _deliver, args, peers)
+        self._meeting.cluster.begin(call, lambda: self._meeting.post_message(call))
+        return call
+
+
+def _deliver(calls: Calls) -> None:
+    sent, received = calls
+    received.details["from"] = sent.args[0]
+    _copy_all(received.args[1], sent.args[1])
+
+
+def _ended(call: Call, async_op: bool) -> Call | None:
+    if async_op:
+        return call
+    call.wait()
+    return None
+
+
+def _data(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return their memory: torch does not count what is written there."""
+    return [tensor.data for tensor in tensors]
+
+
+def _kinds(tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Return what must agree between ranks: numbers of elements, and dtypes."""
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    return {"sizes": [tensor.numel() for tensor in tensors], "dtypes": dtypes}
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        _check_alike(target, source)
+        _copy(target, source)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy as many elements, which correspond by index, unless both are the same memory."""
+    if target.data_ptr() != source.data_ptr() or target.device != source.device:
+        target.copy_(source.reshape(target.shape))
+
+
+def _check_alike(target: Tensor, source: Tensor) -> None:
+    if target.numel() != source.numel() or target.dtype != source.dtype:
+        raise ArgumentError(
+            f"a tensor of {source.numel()} elements of {source.dtype} is for one of "
+            f"{target.numel()} of {target.dtype}; expected the same"
+        )
