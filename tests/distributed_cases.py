@@ -412,6 +412,44 @@ def objects(rank: int, size: int) -> None:
     assert out == [rank]
 
 
+def writes_are_counted(rank: int, size: int) -> None:
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        for step in (1, 2):
+            for i, (call, written, read) in enumerate(calls_and_tensors(rank, size, dtype, step)):
+                before = [t._version for t in (*written, *read)]
+                call()
+                grew = [t._version > v for t, v in zip((*written, *read), before, strict=True)]
+                assert grew == [True] * len(written) + [False] * len(read), (i, dtype, step)
+
+
+def calls_and_tensors(rank: int, size: int, dtype: torch.dtype, step: int) -> list[Any]:
+    """Return calls, the tensors that each writes, and those that it reads."""
+
+    def new(numel: int) -> Tensor:
+        return torch.zeros(numel * step, dtype=dtype)[::step]
+
+    one, whole = new(3), new(3 * size)
+    rows, row = [new(3) for _ in range(size)], [new(3) for _ in range(size)]
+    at_root = rows if rank == 0 else []
+    message = dist.recv if rank == 0 else dist.send
+    calls: list[tuple[Callable[[], object], list[Tensor], list[Tensor]]] = [
+        (lambda: dist.all_reduce(one), [one], []),
+        (lambda: dist.reduce(one, 0), [one][rank:], [one][:rank]),
+        (lambda: dist.broadcast(one, 0), [one][:rank], [one][rank:]),
+        (lambda: dist.all_gather_into_tensor(whole, one), [whole], [one]),
+        (lambda: dist.all_gather(rows, one), rows, [one]),
+        (lambda: dist.reduce_scatter_tensor(one, whole), [one], [whole]),
+        (lambda: dist.reduce_scatter(one, rows), [one], rows),
+        (lambda: dist.gather(one, at_root or None), at_root, [one]),
+        (lambda: dist.scatter(one, at_root or None), [one], at_root),
+        (lambda: dist.all_to_all(rows, row), rows, row),
+        (lambda: dist.all_to_all_single(whole, new(3 * size)), [whole], []),
+    ]
+    if rank < 2 <= size:
+        calls.append((lambda: message(one, 1 - rank), [one][rank:], [one][:rank]))
+    return calls
+
+
 # -- groups and meshes -----------------------------------------------------------------------------
 
 
@@ -505,6 +543,7 @@ CASES: dict[str, Case] = {
         delegated,
         messages,
         objects,
+        writes_are_counted,
         groups,
         meshes,
         functional,

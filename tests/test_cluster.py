@@ -74,6 +74,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "bits of floats": lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
     "maximum of sparse": lambda: dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX),
     "sparse": lambda: dist.broadcast(torch.eye(2).to_sparse(), 0),
+    "expanded": lambda: dist.all_reduce(torch.ones(1).expand(2)),
+    "expanded output": lambda: dist.all_gather_into_tensor(torch.ones(1).expand(2), torch.ones(1)),
     "other size": lambda: dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(2)),
     "other size of a part": lambda: dist.reduce_scatter(torch.ones(3), [torch.ones(2)] * 2),
 }

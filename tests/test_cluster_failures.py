@@ -194,10 +194,11 @@ def unequal_steps_of_data_parallel() -> None:
 def test_mistake_is_told_in_words(program):
     kind, text, rows = MISTAKES[program]
     num_threads = threading.active_count()
-    for seed in [0] if program is endless_loop else range(5):
+    seeds, timeout = ([0], 0.5) if program is endless_loop else (range(5), 60.0)
+    for seed in seeds:
         began_s = time.monotonic()
         with pytest.raises(kind) as caught:
-            pr.launch(program, K, timeout=0.5, seed=seed)
+            pr.launch(program, K, timeout=timeout, seed=seed)
         took_s = time.monotonic() - began_s
         assert type(caught.value) is kind, caught.value
         message = str(caught.value)
@@ -207,7 +208,7 @@ def test_mistake_is_told_in_words(program):
         if kind is not KeyError:
             assert f", in {program.__name__}\n" in message, "the stacks"
             assert f"seed={seed} repeats this run" in message
-        assert took_s < (3 if program is endless_loop else 1)
+        assert took_s < 10, "the others were found without waiting for the timeout"
         assert threading.active_count() == num_threads
     assert pr.launch(lambda: 1, K) == [1] * K
 

@@ -78,6 +78,21 @@ def test_tags_tell_messages_apart():
     assert pr.launch(program, 2)[1] == [1.0, 2.0]
 
 
+def test_receiver_chooses_the_sender():
+    def program() -> list[float]:
+        rank = begin()
+        if rank != 0:
+            dist.send(torch.full((1,), float(rank)), 0)
+            return []
+        found = [torch.empty(1), torch.empty(1)]
+        for source in (2, 1):
+            dist.recv(found[source - 1], source)
+        return [tensor.item() for tensor in found]
+
+    for seed in range(4):
+        assert pr.launch(program, 3, seed=seed)[0] == [1.0, 2.0]
+
+
 def test_callback_waits_for_another_future():
     def program() -> float:
         begin()

@@ -16,7 +16,7 @@ from pyringar.cluster.transport import DEVICES, Transport
 from pyringar.cluster.work import ThreadWork
 from pyringar.distributed.backend import PythonGroup, keep_dynamo_out
 from pyringar.distributed.collectives import Collectives
-from pyringar.distributed.convert import Copy, copy_all, count_changes
+from pyringar.distributed.convert import Copy, copy_all
 from pyringar.errors import UnsupportedError
 
 __all__ = ["ThreadGroup"]
@@ -57,7 +57,6 @@ class ThreadGroup(Collectives, PythonGroup):
         **_more: Any,
     ) -> list[Any]:
         call = begin()
-        count_changes([into for into, _ in copies])
         call.then(lambda: copy_all(copies))
         return [call]
 

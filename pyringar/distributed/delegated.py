@@ -130,6 +130,7 @@ def _read(_: list[Copy], tensor: Tensor) -> Tensor:
 def _written(copies: list[Copy], tensor: Tensor) -> Tensor:
     """Return a tensor for gloo to receive into: the given one, its bytes, or a copy's."""
     stand_in = _whole(tensor)
+    count_changes([tensor])
     if stand_in is not tensor:
         check_no_overlap("tensor", tensor)
         copies.append((tensor.detach(), stand_in))
@@ -291,7 +292,6 @@ class Delegated:
         part = WatchedPart(
             self._comm, self._fallback, operation, peers, begin, copies, is_message=is_message
         )
-        count_changes([into for into, _ in copies])
         if not is_message:
             self._fallback.add(part)
         return [part]
