@@ -76,6 +76,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "sparse": lambda: dist.broadcast(torch.eye(2).to_sparse(), 0),
     "expanded": lambda: dist.all_reduce(torch.ones(1).expand(2)),
     "expanded output": lambda: dist.all_gather_into_tensor(torch.ones(1).expand(2), torch.ones(1)),
+    "twice the same": lambda: dist.group.WORLD.allreduce([torch.ones(2)] * 2),
     "other size": lambda: dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(2)),
     "other size of a part": lambda: dist.reduce_scatter(torch.ones(3), [torch.ones(2)] * 2),
 }

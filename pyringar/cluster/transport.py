@@ -14,6 +14,7 @@ from pyringar.cluster.meeting import Meeting
 from pyringar.cluster.ranks import Rank
 from pyringar.comm.arguments import OPS, check_parts
 from pyringar.comm.base import RankCommunicator
+from pyringar.comm.plain_group import check_disjoint
 from pyringar.comm.work import Work
 from pyringar.distributed.convert import (
     NATIVE,
@@ -72,6 +73,7 @@ class Transport(RankCommunicator):
         self._check_open(name)
         for tensor in written:
             check_no_overlap("tensor", tensor)
+        check_disjoint({f"tensors[{i}]": tensor for i, tensor in enumerate(written)})
         count_changes(list(written))
         args = _data(tensors) if args is None else args
         if what is not None:
