@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import logging
 import os
@@ -42,24 +43,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-_said: set[str] = set()
 # Kept, since to destroy a group waits for threads that a forked process does not have.
 _of_parent: list[Any] = []
-
-# What torch.distributed keeps of its groups, by the name of the property: an empty one each.
-_WORLD: dict[str, Callable[[], Any]] = {
-    "default_pg": lambda: None,
-    "pg_map": dict,
-    "pg_names": dict,
-    "pg_group_ranks": dict,
-    "pg_backend_config": dict,
-    "group_count": int,
-    "tags_to_pg": dict,
-    "pg_to_tag": dict,
-    "pg_coalesce_state": dict,
-    "pg_flight_recorder_hooks": dict,
-    "comms": list,
-}
 _OLDEST, _NEWEST = (2, 11), (2, 15)
 """The versions of torch with which this was tried."""
 _World: Any = distributed_c10d._World
@@ -73,16 +58,12 @@ def check_torch() -> None:
     Raises:
         UnsupportedError: Names its version, and those that were tried.
     """
-    if not _OLDEST <= _version() <= _NEWEST:
+    if not _OLDEST <= tuple(map(int, torch.__version__.split(".")[:2])) <= _NEWEST:
         tried = " to ".join(f"{major}.{minor}" for major, minor in (_OLDEST, _NEWEST))
         raise UnsupportedError(
             f"launch: torch is {torch.__version__}, expected {tried}: ranks that are threads need "
             "names of torch's that are private and may have changed"
         )
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @contextlib.contextmanager
@@ -92,31 +73,31 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-def _property_of(name: str) -> Any:
-    outside = vars(_World)[name]
-
-    def get(self: Any) -> Any:
-        rank = current()
-        return outside.fget(self) if rank is None else rank.world[name]
-
-    def put(self: Any, value: Any) -> None:
-        rank = current()
-        if rank is None:
-            outside.fset(self, value)
-        else:
-            rank.check_thread()
-            rank.world[name] = value
-
-    return property(get, put)
+def _empty_world() -> dict[str, Any]:
+    """Return what torch.distributed keeps without groups, by property of ``_World``."""
+    dicts = (
+        "pg_map pg_names pg_group_ranks pg_backend_config tags_to_pg pg_to_tag pg_coalesce_state "
+        "pg_flight_recorder_hooks"
+    )
+    return {"default_pg": None, "group_count": 0, "comms": [], **{n: {} for n in dicts.split()}}
 
 
 class _PerRank(_World):  # type: ignore[misc]
     """Keep what torch.distributed knows of its groups: of each rank its own."""
 
+    def __getattribute__(self, name: str) -> Any:
+        rank = current()
+        if rank is None or name not in rank.world:
+            return super().__getattribute__(name)
+        return rank.world[name]
 
-for _name in _WORLD:
-    if _name in vars(_World):
-        setattr(_PerRank, _name, _property_of(_name))
+    def __setattr__(self, name: str, value: Any) -> None:
+        rank = current()
+        if rank is None:
+            super().__setattr__(name, value)
+        else:
+            rank.check_thread()
+            rank.world[name] = value
 
 
 def is_future_for_reducer(method: str) -> bool:
@@ -139,7 +120,7 @@ def is_future_for_reducer(method: str) -> bool:
 
 def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
     """Make this thread a rank's while it runs its program: torch.distributed knows its groups."""
-    rank.world = {name: make() for name, make in _WORLD.items()}
+    rank.world = _empty_world()
     belong_to(rank)
     cast("Any", os.environ)._data.give_to_process()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
@@ -152,15 +133,11 @@ def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
             rank.complete_futures()
     finally:
         end_fork_server()
-        _forget_groups(rank)
+        if not rank.is_gone:  # or they would be the process's
+            c10d_cpp._unregister_all_process_groups()
         # A thread's own, whose end would let Python objects go without the GIL.
         torch._C._clear_DTensor_sharding_propagator_cache()
         belong_to(None)
-
-
-def _forget_groups(rank: Rank) -> None:
-    if not rank.is_gone:  # or they would be the process's
-        c10d_cpp._unregister_all_process_groups()
 
 
 def interrupt(rank: Rank) -> None:
@@ -212,12 +189,10 @@ def entered(
         c10d_cpp._set_thread_isolation_mode(True)
         undo.callback(c10d_cpp._set_thread_isolation_mode, False)
         replace(undo, sys, "excepthook", sys.excepthook)
-        helper = _with_our_backend(distributed_c10d._new_process_group_helper)
-        replace(undo, distributed_c10d, "_new_process_group_helper", helper)
+        wrap(undo, distributed_c10d, "_new_process_group_helper", _make_group_of_ringar)
         _take_backend(undo, make_group)
-        recorder = "_maybe_attach_flight_recorder"  # of torch 2.15: calls of one rank, to it
-        if hasattr(distributed_c10d, recorder):
-            wrap(undo, distributed_c10d, recorder, _outside_ranks)
+        # torch 2.15 would give it the calls of one rank.
+        wrap(undo, distributed_c10d, "_maybe_attach_flight_recorder", _outside_ranks)
         _take_stores(undo, store)
         wrap(undo, device_mesh.DeviceMesh, "__init__", _tell_mesh_apart)
         _take_environment(undo)
@@ -226,26 +201,23 @@ def entered(
         wrap(undo, torch, "set_num_interop_threads", _keep_interop_threads)
         take_modules(undo, num_ranks, {"torch._dynamo.eval_frame": _take_compiler})
         _take_threads(undo, note)
-        threads = torch.get_num_threads()
-        undo.callback(torch.set_num_threads, threads)
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
         yield
 
 
-def _with_our_backend(helper: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's maker of groups with our backend, whatever a rank names."""
-
-    def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-        if current() is not None and str(backend).lower() != "fake":
-            if str(backend) not in ("ringar", "undefined"):
-                _say_once(
-                    f"init_process_group: {str(backend)!r} was asked for, and ranks that are "
-                    "threads of one process get 'ringar', whose sums are in rank order"
-                )
-            backend = "ringar"
-            kwargs |= {"device_id": None, "backend_options": None}
-        return helper(size, rank, ranks, backend, *args, **kwargs)
-
-    return make
+def _make_group_of_ringar(
+    own: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Make the group of a rank that is a thread, with our backend whatever it names."""
+    if current() is not None and str(backend).lower() != "fake":
+        if str(backend) not in ("ringar", "undefined"):
+            _say_once(
+                f"init_process_group: {str(backend)!r} was asked for, and ranks that are "
+                "threads of one process get 'ringar', whose sums are in rank order"
+            )
+        backend = "ringar"
+        kwargs |= {"device_id": None, "backend_options": None}
+    return own(size, rank, ranks, backend, *args, **kwargs)
 
 
 def set_device_guard() -> None:
@@ -272,33 +244,33 @@ def run_first_backward() -> None:
 def forget_groups_of_parent() -> None:
     """Give this process, which was forked, a torch.distributed without groups."""
     world: Any = distributed_c10d._world
-    for name in (name for name in _WORLD if hasattr(world, name)):
-        value = getattr(world, name)
+    for name, empty in _empty_world().items():
+        value = getattr(world, name, None)
         if isinstance(value, (dict, list)):
             _of_parent.append(value.copy())
             value.clear()
-        else:
+        elif value:
             _of_parent.append(value)
-            setattr(world, name, _WORLD[name]())
+            setattr(world, name, empty)
     c10d_cpp._unregister_all_process_groups()
 
 
 def make_ringar_the_default() -> None:
     """Let ``init_process_group()`` without a backend make a group of the backend ``ringar``."""
     importlib.import_module("pyringar.distributed")
-    own: Any = distributed_c10d._new_process_group_helper
 
-    def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-        backend = "ringar" if str(backend) == "undefined" else backend
-        return own(size, rank, ranks, backend, *args, **kwargs)
+    def make(
+        own: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kw: Any
+    ) -> Any:
+        name = "ringar" if str(backend) == "undefined" else backend
+        return own(size, rank, ranks, name, *args, **kw)
 
-    distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
+    wrap(contextlib.ExitStack(), distributed_c10d, "_new_process_group_helper", make)
 
 
+@functools.cache
 def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        logger.warning(text)
+    logger.warning(text)
 
 
 def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) -> None:
@@ -312,19 +284,28 @@ def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) 
     plugins["RINGAR"] = type(own)(create, True)
 
 
-_PLACES = {
-    "TCPStore": ("host_name", "port"),
-    "FileStore": ("file_name",),
-    "PrefixStore": ("prefix", "store"),
-}
+def _take_stores(undo: contextlib.ExitStack, root: ThreadStore) -> None:
+    """Give ranks views of the cluster's store, for the classes of torch that they name."""
 
+    def tcp(own: Any, host_name: str, port: int, *_: Any, **options: Any) -> ThreadStore:
+        port = port or 49151 + root.add("ports that were chosen", 1)
+        more = {"host": host_name, "port": port, "libuvBackend": True}
+        return root.view(f"TCPStore({host_name}:{port})", kind=own, **more)
 
-def _take_stores(undo: contextlib.ExitStack, store: ThreadStore) -> None:
-    """Give ranks stores of the cluster, for the classes of torch that they name."""
-    for name in _PLACES:
-        own: Any = getattr(distributed_c10d, name, getattr(dist, name))
+    def file(own: Any, file_name: str, *_: Any, **options: Any) -> ThreadStore:
+        return root.view(f"FileStore({file_name})", kind=own, path=file_name)
+
+    def prefixed(own: Any, prefix: str, store: Any) -> Any:
+        if not isinstance(store, ThreadStore):
+            return own(prefix, store)
+        base = getattr(store, "_underlying_non_prefix_store", store)
+        more = {"underlying_store": store, "_underlying_non_prefix_store": base}
+        return store.view(prefix, kind=own, **more)
+
+    for name, make in (("TCPStore", tcp), ("FileStore", file), ("PrefixStore", prefixed)):
+        own: Any = getattr(c10d_cpp, name)
         kind = type("_Kind", (type(own),), {"__instancecheck__": partial(_is_store_of, own)})
-        made = kind(name, (own,), {"__new__": partial(_store_of_rank, own, store)})
+        made = kind(name, (own,), {"__new__": partial(_store_of_rank, own, make)})
         for module in (dist, distributed_c10d, _rendezvous):
             if hasattr(module, name):
                 replace(undo, module, name, made)
@@ -334,14 +315,8 @@ def _is_store_of(own: Any, store: Any) -> bool:
     return store.kind is own if isinstance(store, ThreadStore) else isinstance(store, own)
 
 
-def _store_of_rank(own: Any, root: ThreadStore, _: Any, *where: Any, **options: Any) -> Any:
-    names = _PLACES[own.__name__]
-    place = [*where[: len(names)], *(options.get(name) for name in names[len(where) :])]
-    if isinstance(place[-1], ThreadStore):
-        return place[-1].view(f"{place[0]}/", own)
-    if current() is None or own.__name__ == "PrefixStore" or None in place:
-        return own(*where, **options)
-    return root.store_at(own, place)
+def _store_of_rank(own: Any, make: Any, _: Any, *args: Any, **options: Any) -> Any:
+    return own(*args, **options) if current() is None else make(own, *args, **options)
 
 
 def _outside_ranks(own: Any, *args: Any) -> Any:
@@ -357,16 +332,11 @@ def _tell_mesh_apart(own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _take_environment(undo: contextlib.ExitStack) -> None:
-    environ: Any = os.environ
-    outside: dict[Any, Any] = environ._data
+    outside = cast("Any", os.environ)._data
     mine = Environment(outside, lambda: getattr(current(), "environment", None))
-
-    def put_back() -> None:
-        mine.give_to_process()
-        environ._data = os.environb._data = outside  # type: ignore[attr-defined]
-
-    undo.callback(put_back)
-    environ._data = os.environb._data = mine  # type: ignore[attr-defined]
+    replace(undo, os.environ, "_data", mine)
+    replace(undo, os.environb, "_data", mine)
+    undo.callback(mine.give_to_process)
 
 
 def _take_compiler(undo: contextlib.ExitStack, frames: Any) -> None:
@@ -374,15 +344,14 @@ def _take_compiler(undo: contextlib.ExitStack, frames: Any) -> None:
 
     Dynamo keeps compiled code with the function, for the rank, group and mesh of the first caller.
     """
-    own = frames._callback_from_stance
 
-    def choose(callback: Any) -> Any:
+    def choose(own: Any, callback: Any) -> Any:
         if current() is None or callback in (None, False):
             return own(callback)
         _say_once("torch.compile: ranks that are threads of one process run uncompiled")
         return None
 
-    replace(undo, frames, "_callback_from_stance", choose)
+    wrap(undo, frames, "_callback_from_stance", choose)
     replace(undo, frames, "_stance", frames.DynamoStance("force_eager"))  # fullgraph asks for it
 
 
@@ -391,34 +360,32 @@ def _take_dual_levels(undo: contextlib.ExitStack, store: ThreadStore) -> None:
 
     It forgets tangents when the last rank leaves. A rank that comes back waits for that.
     """
-    inside: set[Rank] = set()
-    left: set[Rank] = set()
+    is_inside: dict[Rank | None, bool] = {}  # False: the rank has left, and others have not
     key = "forward AD, which other ranks have to leave"
 
     def enter(own: Any) -> Any:
         rank = current()
-        if rank is None or rank in inside:
+        if rank is None or is_inside.get(rank):
             return own()
-        if rank in left:
+        if rank in is_inside:
             store.wait([key])
-        if not inside:
+        if not any(is_inside.values()):
             own()
-        inside.add(rank)
+        is_inside[rank] = True
         forward_ad._current_level = 0
         return 0
 
     def leave(own: Any, **level: Any) -> None:
         rank = current()
-        if rank not in inside:
+        if not is_inside.get(rank):
             own(**level)
             return
-        inside.discard(rank)
-        if inside:
-            left.add(rank)
+        is_inside[rank] = False
+        if any(is_inside.values()):
             store.delete_key(key)
             forward_ad._current_level = -1
         else:
-            left.clear()
+            is_inside.clear()
             store.set(key, "")
             own(**level)
 
@@ -438,10 +405,9 @@ def _keep_interop_threads(own: Any, num_threads: Any) -> None:
 
 def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> None:
     """Refuse threads that are no rank's, also where torch looks for a group in vain."""
-    own = distributed_c10d._get_default_group
     functional: Any = importlib.import_module("torch.distributed._functional_collectives")
 
-    def get() -> Any:
+    def get(own: Any) -> Any:
         try:
             return own()
         except ValueError as error:
@@ -450,15 +416,11 @@ def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> No
             note(wrong_thread())
             raise ValueError(f"{error} {wrong_thread()}") from error
 
-    def in_own_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            if current() is not None:
-                this_rank()
-            return function(*args, **options)
+    def in_own_thread(own: Any, *args: Any, **options: Any) -> Any:
+        if current() is not None:
+            this_rank()
+        return own(*args, **options)
 
-        return call
-
-    replace(undo, distributed_c10d, "_get_default_group", get)
+    wrap(undo, distributed_c10d, "_get_default_group", get)
     for name in ("_resolve_group", "_resolve_group_name"):  # depends on the version of torch
-        if hasattr(functional, name):
-            replace(undo, functional, name, in_own_thread(getattr(functional, name)))
+        wrap(undo, functional, name, in_own_thread)

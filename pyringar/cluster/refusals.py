@@ -52,9 +52,11 @@ def replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def wrap(undo: ExitStack, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Give calls of a function to a wrapper, with the function first, until ``undo`` ends."""
-    own = getattr(owner, name)
-    replace(undo, owner, name, functools.wraps(own)(lambda *args, **kw: wrapper(own, *args, **kw)))
+    """Give calls of a function, if there is one, to a wrapper, with the function first."""
+    if hasattr(owner, name):
+        own = getattr(owner, name)
+        call = functools.wraps(own)(lambda *args, **kwargs: wrapper(own, *args, **kwargs))
+        replace(undo, owner, name, call)
 
 
 def take_modules(
