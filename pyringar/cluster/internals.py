@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import logging
 import os
@@ -23,7 +22,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pyringar.cluster.ranks import Rank, belong_to, current, this_rank, wrong_thread
-from pyringar.cluster.refusals import WAY, replace, take_modules, take_replicas, wrap
+from pyringar.cluster.refusals import WAY, replace, say_once, take_modules, take_replicas, wrap
 from pyringar.cluster.state import Environment, end_fork_server
 from pyringar.cluster.store import ThreadStore
 from pyringar.comm.exits import drop_failed_backward
@@ -42,27 +41,17 @@ __all__ = [
     "set_device_guard",
 ]
 
-logger = logging.getLogger(__name__)
-# Kept, since to destroy a group waits for threads that a forked process does not have.
-_of_parent: list[Any] = []
-_OLDEST, _NEWEST = (2, 11), (2, 15)
-"""The versions of torch with which this was tried."""
+_TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch
 _World: Any = distributed_c10d._World
 c10d_cpp: Any = _distributed_c10d
-_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
 
 
 def check_torch() -> None:
-    """Refuse a torch with which this was not tried.
-
-    Raises:
-        UnsupportedError: Names its version, and those that were tried.
-    """
-    if not _OLDEST <= tuple(map(int, torch.__version__.split(".")[:2])) <= _NEWEST:
-        tried = " to ".join(f"{major}.{minor}" for major, minor in (_OLDEST, _NEWEST))
+    """Refuse a torch with which this was not tried."""
+    if ".".join(torch.__version__.split(".")[:2]) not in _TRIED:
         raise UnsupportedError(
-            f"launch: torch is {torch.__version__}, expected {tried}: ranks that are threads need "
-            "names of torch's that are private and may have changed"
+            f"launch: torch is {torch.__version__}, expected {_TRIED[0]} to {_TRIED[-1]}: ranks "
+            "that are threads need names of torch's that are private and may have changed"
         )
 
 
@@ -103,10 +92,8 @@ class _PerRank(_World):  # type: ignore[misc]
 def is_future_for_reducer(method: str) -> bool:
     """Return whether DistributedDataParallel will wait in C++ for what the caller returns.
 
-    It asks in backward, or from C++, or, for a rank that has joined, through a hook.
-
-    Args:
-        method: The caller's name, which Python code that calls it has among its names.
+    It asks in backward, or from C++, or, for a rank that has joined, through a hook. Python code
+    that calls ``method``, which is the caller, has it among its names.
     """
     if torch._C._current_graph_task_id() != -1:
         return True
@@ -145,12 +132,10 @@ def interrupt(rank: Rank) -> None:
 
     Do nothing where it takes a lock of logging or of a condition: nobody would release that.
     """
-    if rank.thread is None or rank.thread.ident is None:
-        return
-    ident = rank.thread.ident
+    ident: Any = getattr(rank.thread, "ident", None)
     frame = sys._current_frames().get(ident)
     # Up to Python 3.11 a thread that it starts has its ident for a moment, and would get it.
-    if (frame is None or not _takes_lock(frame)) and rank.starting.acquire(blocking=False):
+    if frame and not _takes_lock(frame) and rank.starting.acquire(blocking=False):
         try:
             raised = ctypes.py_object(KeyboardInterrupt)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), raised)
@@ -170,26 +155,17 @@ def entered(
     num_ranks: int,
     note: Callable[[str], None],
 ) -> Iterator[None]:
-    """Give the threads of ranks a torch.distributed each, in this process.
-
-    Args:
-        make_group: Returns the group of the rank that calls, given torch's options.
-        store: The store that ranks share.
-        num_ranks: How many there are.
-        note: Told of a thread that no rank started, and that asks for a group in vain.
-    """
+    """Give the threads of ranks a torch.distributed each, in this process."""
     # The one registers the backend. The other has the world's group for a default argument: that
     # of the rank which imports it, if there is one by then.
     importlib.import_module("pyringar.distributed")
     importlib.import_module("torch.distributed.nn.functional")
     with contextlib.ExitStack() as undo:
-        world: Any = distributed_c10d._world
-        undo.callback(setattr, world, "__class__", type(world))
-        world.__class__ = _PerRank
+        replace(undo, distributed_c10d._world, "__class__", _PerRank)
         c10d_cpp._set_thread_isolation_mode(True)
         undo.callback(c10d_cpp._set_thread_isolation_mode, False)
         replace(undo, sys, "excepthook", sys.excepthook)
-        wrap(undo, distributed_c10d, "_new_process_group_helper", _make_group_of_ringar)
+        wrap(undo, distributed_c10d, "_new_process_group_helper", _make_group)
         _take_backend(undo, make_group)
         # torch 2.15 would give it the calls of one rank.
         wrap(undo, distributed_c10d, "_maybe_attach_flight_recorder", _outside_ranks)
@@ -199,19 +175,20 @@ def entered(
         take_replicas(undo)
         _take_dual_levels(undo, store)
         wrap(undo, torch, "set_num_interop_threads", _keep_interop_threads)
-        take_modules(undo, num_ranks, {"torch._dynamo.eval_frame": _take_compiler})
+        take_modules(undo, num_ranks)
         _take_threads(undo, note)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         yield
 
 
-def _make_group_of_ringar(
+def _make_group(
     own: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Make the group of a rank that is a thread, with our backend whatever it names."""
-    if current() is not None and str(backend).lower() != "fake":
-        if str(backend) not in ("ringar", "undefined"):
-            _say_once(
+    name = str(backend).lower()
+    if current() is not None and name != "fake":
+        if name not in ("ringar", "undefined"):
+            say_once(
                 f"init_process_group: {str(backend)!r} was asked for, and ranks that are "
                 "threads of one process get 'ringar', whose sums are in rank order"
             )
@@ -221,19 +198,15 @@ def _make_group_of_ringar(
 
 
 def set_device_guard() -> None:
-    """Set the guard of FakeTensorMode, which DTensor uses, in the thread that calls `launch`.
-
-    In torch 2.11 and 2.12 the guard is the first thread's, and lives no longer than that.
-    """
+    """Set the guard of FakeTensorMode, which torch 2.11 and 2.12 end with the first thread."""
     run_first_backward()
     torch._C._ensureCUDADeviceGuardSet()
 
 
 def run_first_backward() -> None:
-    """Run a backward pass, so that a process that is forked later can run one.
+    """Run a backward pass: the first starts threads, after which no fork can run one.
 
-    The first pass of a process starts threads if there is a GPU, or if FakeTensorMode was used.
-    torch then refuses to run one after a fork.
+    It does so if there is a GPU, or if FakeTensorMode was used.
     """
     if torch.cuda.device_count() == 0:
         # This process may be a fork that can run none: then its forks are told when they try.
@@ -243,15 +216,9 @@ def run_first_backward() -> None:
 
 def forget_groups_of_parent() -> None:
     """Give this process, which was forked, a torch.distributed without groups."""
+    # Its groups stay: to destroy one waits for threads that a forked process does not have.
     world: Any = distributed_c10d._world
-    for name, empty in _empty_world().items():
-        value = getattr(world, name, None)
-        if isinstance(value, (dict, list)):
-            _of_parent.append(value.copy())
-            value.clear()
-        elif value:
-            _of_parent.append(value)
-            setattr(world, name, empty)
+    world.__class__ = type("_OwnWorld", (_World,), _empty_world())
     c10d_cpp._unregister_all_process_groups()
 
 
@@ -268,11 +235,6 @@ def make_ringar_the_default() -> None:
     wrap(contextlib.ExitStack(), distributed_c10d, "_new_process_group_helper", make)
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    logger.warning(text)
-
-
 def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) -> None:
     plugins: Any = dist.Backend._plugins
     own = plugins["RINGAR"]
@@ -285,38 +247,33 @@ def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) 
 
 
 def _take_stores(undo: contextlib.ExitStack, root: ThreadStore) -> None:
-    """Give ranks views of the cluster's store, for the classes of torch that they name."""
+    """Give ranks views of the cluster's store where they make one of torch's."""
 
-    def tcp(own: Any, host_name: str, port: int, *_: Any, **options: Any) -> ThreadStore:
+    def tcp(host_name: str, port: int, *_: Any, **options: Any) -> ThreadStore:
         port = port or 49151 + root.add("ports that were chosen", 1)
         more = {"host": host_name, "port": port, "libuvBackend": True}
-        return root.view(f"TCPStore({host_name}:{port})", kind=own, **more)
+        return root.view(f"TCPStore({host_name}:{port})", **more)
 
-    def file(own: Any, file_name: str, *_: Any, **options: Any) -> ThreadStore:
-        return root.view(f"FileStore({file_name})", kind=own, path=file_name)
+    def file(file_name: str, *_: Any, **options: Any) -> ThreadStore:
+        return root.view(f"FileStore({file_name})", path=file_name)
 
-    def prefixed(own: Any, prefix: str, store: Any) -> Any:
+    def prefixed(prefix: str, store: Any) -> ThreadStore | None:
         if not isinstance(store, ThreadStore):
-            return own(prefix, store)
+            return None
         base = getattr(store, "_underlying_non_prefix_store", store)
-        more = {"underlying_store": store, "_underlying_non_prefix_store": base}
-        return store.view(prefix, kind=own, **more)
+        return store.view(prefix, underlying_store=store, _underlying_non_prefix_store=base)
+
+    def new(own: Any, make: Any, kind: Any, *args: Any, **options: Any) -> Any:
+        store = None if current() is None else make(*args, **options)
+        if store is None:
+            return own(kind)
+        store.kind = kind
+        return store
 
     for name, make in (("TCPStore", tcp), ("FileStore", file), ("PrefixStore", prefixed)):
-        own: Any = getattr(c10d_cpp, name)
-        kind = type("_Kind", (type(own),), {"__instancecheck__": partial(_is_store_of, own)})
-        made = kind(name, (own,), {"__new__": partial(_store_of_rank, own, make)})
-        for module in (dist, distributed_c10d, _rendezvous):
-            if hasattr(module, name):
-                replace(undo, module, name, made)
-
-
-def _is_store_of(own: Any, store: Any) -> bool:
-    return store.kind is own if isinstance(store, ThreadStore) else isinstance(store, own)
-
-
-def _store_of_rank(own: Any, make: Any, _: Any, *args: Any, **options: Any) -> Any:
-    return own(*args, **options) if current() is None else make(own, *args, **options)
+        kind = getattr(c10d_cpp, name)
+        undo.callback(delattr, kind, "__new__")
+        kind.__new__ = partial(new, kind.__new__, make)
 
 
 def _outside_ranks(own: Any, *args: Any) -> Any:
@@ -339,53 +296,35 @@ def _take_environment(undo: contextlib.ExitStack) -> None:
     undo.callback(mine.give_to_process)
 
 
-def _take_compiler(undo: contextlib.ExitStack, frames: Any) -> None:
-    """Run compiled functions of ranks as they are: ranks would share what torch compiles.
-
-    Dynamo keeps compiled code with the function, for the rank, group and mesh of the first caller.
-    """
-
-    def choose(own: Any, callback: Any) -> Any:
-        if current() is None or callback in (None, False):
-            return own(callback)
-        _say_once("torch.compile: ranks that are threads of one process run uncompiled")
-        return None
-
-    wrap(undo, frames, "_callback_from_stance", choose)
-    replace(undo, frames, "_stance", frames.DynamoStance("force_eager"))  # fullgraph asks for it
-
-
 def _take_dual_levels(undo: contextlib.ExitStack, store: ThreadStore) -> None:
     """Let several ranks be in the one level of forward AD that C++ has.
 
     It forgets tangents when the last rank leaves. A rank that comes back waits for that.
     """
-    is_inside: dict[Rank | None, bool] = {}  # False: the rank has left, and others have not
+    inside: set[Rank | None] = set()
+    left: set[Rank | None] = set()
     key = "forward AD, which other ranks have to leave"
 
-    def enter(own: Any) -> Any:
+    def enter(own: Any) -> int:
         rank = current()
-        if rank is None or is_inside.get(rank):
-            return own()
-        if rank in is_inside:
+        if rank in left:
             store.wait([key])
-        if not any(is_inside.values()):
+        if rank is None or rank in inside or not inside:
             own()
-        is_inside[rank] = True
+        if rank is not None:
+            inside.add(rank)
         forward_ad._current_level = 0
         return 0
 
     def leave(own: Any, **level: Any) -> None:
         rank = current()
-        if not is_inside.get(rank):
-            own(**level)
-            return
-        is_inside[rank] = False
-        if any(is_inside.values()):
+        inside.discard(rank)
+        if inside:
+            left.add(rank)
             store.delete_key(key)
             forward_ad._current_level = -1
         else:
-            is_inside.clear()
+            left.clear()
             store.set(key, "")
             own(**level)
 
@@ -397,7 +336,7 @@ def _keep_interop_threads(own: Any, num_threads: Any) -> None:
     if current() is None:
         own(num_threads)
     elif num_threads != torch.get_num_interop_threads():
-        _say_once(
+        say_once(
             f"torch.set_num_interop_threads: {num_threads} was asked for, and the process keeps "
             f"{torch.get_num_interop_threads()}: {WAY}"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -18,8 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyringar.cluster.ranks import Rank, current
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["WAY", "replace", "take_modules", "take_replicas", "wrap"]
+__all__ = ["WAY", "replace", "say_once", "take_modules", "take_replicas", "wrap"]
 
+logger = logging.getLogger(__name__)
 WAY = (
     "a process has it once, and the ranks of pr.launch are threads of one process; expected "
     "processes: pr.launch(fn, ranks, processes=True), or pyringar run --processes"
@@ -59,50 +62,45 @@ def wrap(undo: ExitStack, owner: Any, name: str, wrapper: Callable[..., Any]) ->
         replace(undo, owner, name, call)
 
 
-def take_modules(
-    undo: ExitStack, num_ranks: int, more: dict[str, Callable[[ExitStack, Any], None]]
-) -> None:
-    """Change modules that are imported, and others when a program imports them.
+@functools.cache
+def say_once(text: str) -> None:
+    """Log a warning, once in this process."""
+    logger.warning(text)
 
-    Args:
-        undo: Puts back what was changed.
-        num_ranks: One rank may use what a process has once.
-        more: Functions that change a module, by its name.
-    """
-    takers = {"unittest.mock": _take_patches, "torch._library.custom_ops": _take_operators, **more}
+
+def take_modules(undo: ExitStack, num_ranks: int) -> None:
+    """Change modules that are imported, and others when a program imports them."""
+    takers = {
+        "torch._dynamo.eval_frame": _take_compiler,
+        "torch._library.custom_ops": _take_operators,
+        "unittest.mock": _take_patches,
+    }
     refused = {path: what for path, what in _REFUSED.items() if num_ranks > 1 or what is _OURS}
     names = {*takers, *(path.partition(":")[0] for path in refused if ":" in path)}
 
-    def take(module: Any) -> None:
+    def load(own: Any, module: Any) -> None:
+        own(module)
         if module.__name__ in takers:
             takers[module.__name__](undo, module)
         for path, what in refused.items():
             found, _, name = path.partition(":")
-            if found == module.__name__ and hasattr(module, name):
-                owner: Any = getattr(module, name)
-                place = (owner, "__init__") if isinstance(owner, type) else (module, name)
-                wrap(undo, place[0], place[1], partial(_refuse, what))
+            if found == module.__name__:
+                kind = isinstance(getattr(module, name, None), type)
+                owner = getattr(module, name) if kind else module
+                wrap(undo, owner, "__init__" if kind else name, partial(_refuse, what))
 
-    def load(own: Any, module: Any) -> None:
-        own(module)
-        take(module)
-
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-            if name in refused:
-                _refuse(refused[name], lambda: None)
-            others = [each for each in sys.meta_path if each is not Finder and name in names]
-            spec: Any = next(filter(None, (e.find_spec(name, path, target) for e in others)), None)
-            if spec is not None:
-                spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
-                spec.loader.exec_module = partial(load, spec.loader.exec_module)
-            return spec
+    def find_spec(own: Any, name: str, *args: Any) -> Any:
+        if name in refused:
+            _refuse(refused[name], lambda: None)
+        spec = own(name, *args)
+        if spec is not None and name in names:
+            spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
+            spec.loader.exec_module = partial(load, spec.loader.exec_module)
+        return spec
 
     for name in names & sys.modules.keys():
-        take(sys.modules[name])
-    sys.meta_path.insert(0, Finder)
-    undo.callback(sys.meta_path.remove, Finder)
+        load(lambda _: None, sys.modules[name])
+    wrap(undo, importlib.import_module("importlib._bootstrap"), "_find_spec", find_spec)
 
 
 def _refuse(what: str, own: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,27 +111,27 @@ def _refuse(what: str, own: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _take_patches(undo: ExitStack, mock: Any) -> None:
     """Refuse to patch what another rank has patched: each would put back the other's."""
-    patches: list[tuple[Any, Rank, Any]] = []
+    patches: dict[Any, tuple[Any, Rank]] = {}  # the target and the rank of each
 
     def enter(own: Any, self: Any) -> Any:
         rank, target = current(), _target_of(self)
-        owner = next((owner for known, owner, _ in patches if known == target), rank)
+        owner = next((owner for known, owner in patches.values() if known == target), rank)
         if rank is not None and owner is not rank:
             name = getattr(self, "attribute", "a dict")
             raise UnsupportedError(f"mock.patch of {name!r}, which {owner} has patched: {WAY}")
         result = own(self)
         if rank is not None and target is not None:
-            patches.append((target, rank, self))
+            patches[self] = target, rank
         return result
 
     def leave(own: Any, self: Any, *error: Any) -> Any:
-        patches[:] = [each for each in patches if each[2] is not self]
+        patches.pop(self, None)
         return own(self, *error)
 
     def end() -> None:  # those that a rank has started and not stopped
-        for *_, patch in reversed(patches[:]):
+        for patch in reversed(list(patches)):
             patch.stop()
-            if any(each[2] is patch for each in patches):
+            if patch in patches:
                 patch.__exit__(None, None, None)
 
     for kind in (mock._patch, mock._patch_dict):
@@ -183,3 +181,19 @@ def _take_operators(undo: ExitStack, module: Any) -> None:
         own(self, namespace, name, *args, **kwargs)
 
     wrap(undo, module.CustomOpDef, "__init__", init)
+
+
+def _take_compiler(undo: ExitStack, frames: Any) -> None:
+    """Run compiled functions of ranks as they are: ranks would share what torch compiles.
+
+    Dynamo keeps compiled code with the function, for the rank, group and mesh of the first caller.
+    """
+
+    def choose(own: Any, callback: Any) -> Any:
+        if current() is None or callback in (None, False):
+            return own(callback)
+        say_once("torch.compile: ranks that are threads of one process run uncompiled")
+        return None
+
+    wrap(undo, frames, "_callback_from_stance", choose)
+    replace(undo, frames, "_stance", frames.DynamoStance("force_eager"))  # fullgraph asks for it

@@ -133,17 +133,10 @@ class ProcessState:
 
     @classmethod
     def fresh(cls, number: int) -> ProcessState:
-        """Return the state of a process that has just begun; its random numbers are fixed.
-
-        Args:
-            number: Seeds random numbers, which differ between ranks as between processes.
-        """
+        """Return the state of a process that has just begun; ``number`` seeds random numbers."""
         self = cls()
         self._torch = torch.Generator().manual_seed(number).get_state()
-        self._cuda = [
-            torch.Generator(f"cuda:{i}").manual_seed(number).get_state()
-            for i, _ in enumerate(self._cuda)
-        ]
+        self._cuda = [torch.Generator("cuda").manual_seed(number).get_state() for _ in self._cuda]
         self._python = random.Random(number).getstate()
         if self._numpy is not None:
             self._numpy = _numpy_random().MT19937(number)
@@ -190,12 +183,7 @@ def _numpy_random() -> Any:
 
 
 class Environment(UserDict[Any, Any]):
-    """Keep the variables of ``os.environ``: a rank's own for its threads.
-
-    Args:
-        outside: Those of all other threads.
-        mine: Returns those of this thread's rank; None: it is no rank's.
-    """
+    """Keep the variables of ``os.environ``: a rank's own for its threads, and ``outside``."""
 
     def __init__(self, outside: MutableMapping[Any, Any], mine: Callable[[], Any]) -> None:
         self._outside = outside
@@ -227,11 +215,7 @@ class Environment(UserDict[Any, Any]):
 
 
 def environment_of(index: int, world_size: int, device: torch.device) -> dict[bytes, bytes]:
-    """Return a rank's environment: the process's, and what torchrun sets.
-
-    ``LOCAL_RANK`` is the number of the rank's GPU where it has one: that is what programs take it
-    for.
-    """
+    """Return a rank's environment: the process's, and what torchrun sets."""
     own = _variables(index, world_size, device)
     if world_size == 1 or "OMP_NUM_THREADS" in os.environ:
         del own[b"OMP_NUM_THREADS"]
@@ -241,7 +225,7 @@ def environment_of(index: int, world_size: int, device: torch.device) -> dict[by
 def _variables(index: int, world_size: int, device: torch.device) -> dict[bytes, bytes]:
     values = {
         "RANK": index,
-        "LOCAL_RANK": device.index if device.type == "cuda" else index,
+        "LOCAL_RANK": device.index if device.type == "cuda" else index,  # programs' GPU
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
         "GROUP_RANK": 0,

@@ -14,6 +14,7 @@ from pyringar.cluster.ranks import this_rank
 __all__ = ["ThreadStore"]
 
 _c10d: Any = _distributed_c10d
+_Call = Callable[..., None]
 
 
 class _Keys(Wait):
@@ -26,7 +27,6 @@ class _Keys(Wait):
 
     @property
     def is_done(self) -> bool:
-        """Whether all are there, or the wait was ended."""
         return self._is_over or self._store.has(self._keys)
 
     @is_done.setter
@@ -34,13 +34,17 @@ class _Keys(Wait):
         self._is_over = value
 
 
-def _passed_on(name: str) -> Any:
-    """Return a method that calls the data's, after which a wait may be over."""
+def _passed_on(name: str, first: _Call | None = None) -> Any:
+    """Return a method of the data; ``first`` is called where a key is missing."""
 
-    def call(self: ThreadStore, *args: Any) -> Any:
-        result = getattr(self._data, name)(*args)
-        self._changed()
-        return result
+    def call(self: ThreadStore, keys: Any, *args: Any) -> Any:
+        if first is None:
+            result = getattr(self._data, name)(keys, *args)
+            self._changed()
+            return result
+        if not self.has(listed := [keys] if isinstance(keys, str) else keys):
+            first(self, listed)
+        return getattr(self._data, name)(keys, *args)
 
     return call
 
@@ -52,23 +56,17 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         wait: Returns when a wait is done, and raises the error that it ended with.
         ask: Lets others run: a rank may ask in a loop for a key, which the argument names.
         changed: Called when there are new keys.
-        data: Holds the values; it is asked for those that are there, and so never waits.
+        data: The store of torch that holds the values.
     """
 
-    def __init__(
-        self,
-        wait: Callable[[Wait], None],
-        ask: Callable[[str], None],
-        changed: Callable[[], None],
-        data: Any = None,
-    ) -> None:
-        super().__init__()
+    def __init__(self, wait: _Call, ask: _Call, changed: _Call, data: Any = None) -> None:
+        _c10d.Store.__init__(self)
         self._calls = wait, ask, changed
         self._wait, self._ask, self._changed = wait, ask, changed
         self._data = data or _c10d.HashStore()
         self._data.set_timeout(timedelta(milliseconds=1))  # get() of a queue would wait in C++
-        self.kind: Any = None
-        """The class of torch that it stands for."""
+        self.kind: type = ThreadStore
+        """The class of torch that it stands for, to isinstance()."""
 
     def view(self, prefix: str, **attributes: Any) -> ThreadStore:
         """Return a store of the keys of this one that begin with a prefix, and a slash."""
@@ -76,20 +74,31 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         store.__dict__.update(attributes)
         return store
 
+    def _ask_for(self, keys: Sequence[str]) -> None:
+        self._ask(_text_of(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all keys are there."""
+        if not self.has(keys):
+            self._wait(_Keys(self, keys, seconds_of(timeout)))
+
+    __class__ = property(lambda self: self.kind)
     append = _passed_on("append")
+    check = _passed_on("check", first=_ask_for)
     delete_key = deleteKey = _passed_on("delete_key")  # noqa: N815  # the second is C++'s name
+    get = _passed_on("get", first=wait)
+    queue_len = _passed_on("queue_len", first=_ask_for)
     queue_push = _passed_on("queue_push")
     set = _passed_on("set")
 
-    def get(self, key: str) -> bytes:
-        """Return a key's value, when it is there."""
-        self.wait([key])
-        return bytes(self._data.get(key))
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are there now."""
+        return bool(self._data.check(keys))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum; let others run first if that only reads it."""
         if amount == 0:
-            self._ask(_text_of([key]))
+            self._ask_for([key])
         total = int(self._data.add(key, amount))
         self._changed()
         return total
@@ -99,40 +108,16 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         found = bytes(self._data.compare_set(key, expected, desired))
         self._changed()
         if found != (desired.encode() if isinstance(desired, str) else desired):
-            self._ask(_text_of([key]))
+            self._ask_for([key])
         return found
 
-    def has(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there now."""
-        return bool(self._data.check(keys))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there; if not, let others run first."""
-        if not self.has(keys):
-            self._ask(_text_of(keys))
-        return self.has(keys)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys are there."""
-        if not self.has(keys):
-            self._wait(_Keys(self, keys, seconds_of(timeout)))
-
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue, when there is one.
-
-        Raises:
-            QueueEmptyError: There is none, and ``block`` is false.
-        """
+        """Take the first value of a queue; wait for one, or raise QueueEmptyError."""
         if not block:
             self.check([key])
-        while block and self._data.queue_len(key) == 0:
+        while block and not self._data.queue_len(key):
             self.wait([key])
         return bytes(self._data.queue_pop(key, False))
-
-    def queue_len(self, key: str) -> int:
-        """Return how many values are in a queue; if none, let others run first."""
-        self.check([key])
-        return int(self._data.queue_len(key))
 
     def num_keys(self) -> int:
         """Return how many keys there are, and one of the server's as torch does."""
