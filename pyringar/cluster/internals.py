@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pyringar.cluster.ranks import Rank, belong_to, current, this_rank, wrong_thread
+from pyringar.cluster.ranks import Rank, belong_to, current, wrong_thread
 from pyringar.cluster.refusals import WAY, replace, say_once, take_modules, take_replicas, wrap
 from pyringar.cluster.state import Environment, end_fork_server
 from pyringar.cluster.store import ThreadStore
@@ -168,7 +167,7 @@ def entered(
         wrap(undo, distributed_c10d, "_new_process_group_helper", _make_group)
         _take_backend(undo, make_group)
         # torch 2.15 would give it the calls of one rank.
-        wrap(undo, distributed_c10d, "_maybe_attach_flight_recorder", _outside_ranks)
+        wrap(undo, distributed_c10d, "_maybe_attach_flight_recorder", lambda *_: None)
         _take_stores(undo, store)
         wrap(undo, device_mesh.DeviceMesh, "__init__", _tell_mesh_apart)
         _take_environment(undo)
@@ -182,12 +181,11 @@ def entered(
 
 
 def _make_group(
-    own: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+    _: Rank, own: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make the group of a rank that is a thread, with our backend whatever it names."""
-    name = str(backend).lower()
-    if current() is not None and name != "fake":
-        if name not in ("ringar", "undefined"):
+    """Make a rank's group, with our backend whatever it names."""
+    if str(backend).lower() != "fake":
+        if str(backend) not in ("ringar", "undefined"):
             say_once(
                 f"init_process_group: {str(backend)!r} was asked for, and ranks that are "
                 "threads of one process get 'ringar', whose sums are in rank order"
@@ -225,14 +223,13 @@ def forget_groups_of_parent() -> None:
 def make_ringar_the_default() -> None:
     """Let ``init_process_group()`` without a backend make a group of the backend ``ringar``."""
     importlib.import_module("pyringar.distributed")
+    own: Any = distributed_c10d._new_process_group_helper
 
-    def make(
-        own: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kw: Any
-    ) -> Any:
-        name = "ringar" if str(backend) == "undefined" else backend
-        return own(size, rank, ranks, name, *args, **kw)
+    def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = "ringar" if str(backend) == "undefined" else backend
+        return own(size, rank, ranks, backend, *args, **kwargs)
 
-    wrap(contextlib.ExitStack(), distributed_c10d, "_new_process_group_helper", make)
+    replace(contextlib.ExitStack(), distributed_c10d, "_new_process_group_helper", make)
 
 
 def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) -> None:
@@ -249,43 +246,30 @@ def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) 
 def _take_stores(undo: contextlib.ExitStack, root: ThreadStore) -> None:
     """Give ranks views of the cluster's store where they make one of torch's."""
 
-    def tcp(host_name: str, port: int, *_: Any, **options: Any) -> ThreadStore:
+    def tcp(_: Rank, own: Any, kind: Any, host_name: str, port: int, *__: Any, **more: Any) -> Any:
         port = port or 49151 + root.add("ports that were chosen", 1)
-        more = {"host": host_name, "port": port, "libuvBackend": True}
-        return root.view(f"TCPStore({host_name}:{port})", **more)
+        attributes = {"host": host_name, "port": port, "libuvBackend": True}
+        return root.view(f"TCPStore({host_name}:{port})", kind=kind, **attributes)
 
-    def file(file_name: str, *_: Any, **options: Any) -> ThreadStore:
-        return root.view(f"FileStore({file_name})", path=file_name)
+    def file(_: Rank, own: Any, kind: Any, file_name: str, *__: Any, **more: Any) -> Any:
+        return root.view(f"FileStore({file_name})", kind=kind, path=file_name)
 
-    def prefixed(prefix: str, store: Any) -> ThreadStore | None:
+    def prefixed(_: Rank, own: Any, kind: Any, prefix: str, store: Any) -> Any:
         if not isinstance(store, ThreadStore):
-            return None
-        base = getattr(store, "_underlying_non_prefix_store", store)
-        return store.view(prefix, underlying_store=store, _underlying_non_prefix_store=base)
-
-    def new(own: Any, make: Any, kind: Any, *args: Any, **options: Any) -> Any:
-        store = None if current() is None else make(*args, **options)
-        if store is None:
             return own(kind)
-        store.kind = kind
-        return store
+        base = getattr(store, "_underlying_non_prefix_store", store)
+        attributes = {"underlying_store": store, "_underlying_non_prefix_store": base}
+        return store.view(prefix, kind=kind, **attributes)
 
-    for name, make in (("TCPStore", tcp), ("FileStore", file), ("PrefixStore", prefixed)):
-        kind = getattr(c10d_cpp, name)
-        undo.callback(delattr, kind, "__new__")
-        kind.__new__ = partial(new, kind.__new__, make)
-
-
-def _outside_ranks(own: Any, *args: Any) -> Any:
-    return own(*args) if current() is None else None
+    wrap(undo, c10d_cpp.TCPStore, "__new__", tcp)
+    wrap(undo, c10d_cpp.FileStore, "__new__", file)
+    wrap(undo, c10d_cpp.PrefixStore, "__new__", prefixed)
 
 
-def _tell_mesh_apart(own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def _tell_mesh_apart(rank: Rank, own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Make a mesh that differs from those of other ranks, which torch's caches take for one."""
     own(self, *args, **kwargs)
-    rank = current()
-    if rank is not None:
-        self._thread_id, self._hash = rank.identity, None
+    self._thread_id, self._hash = rank.identity, None
 
 
 def _take_environment(undo: contextlib.ExitStack) -> None:
@@ -301,23 +285,20 @@ def _take_dual_levels(undo: contextlib.ExitStack, store: ThreadStore) -> None:
 
     It forgets tangents when the last rank leaves. A rank that comes back waits for that.
     """
-    inside: set[Rank | None] = set()
-    left: set[Rank | None] = set()
+    inside: set[Rank] = set()
+    left: set[Rank] = set()
     key = "forward AD, which other ranks have to leave"
 
-    def enter(own: Any) -> int:
-        rank = current()
+    def enter(rank: Rank, own: Any) -> int:
         if rank in left:
             store.wait([key])
-        if rank is None or rank in inside or not inside:
+        if rank in inside or not inside:
             own()
-        if rank is not None:
-            inside.add(rank)
+        inside.add(rank)
         forward_ad._current_level = 0
         return 0
 
-    def leave(own: Any, **level: Any) -> None:
-        rank = current()
+    def leave(rank: Rank, own: Any, **level: Any) -> None:
         inside.discard(rank)
         if inside:
             left.add(rank)
@@ -332,10 +313,8 @@ def _take_dual_levels(undo: contextlib.ExitStack, store: ThreadStore) -> None:
     wrap(undo, forward_ad, "exit_dual_level", leave)
 
 
-def _keep_interop_threads(own: Any, num_threads: Any) -> None:
-    if current() is None:
-        own(num_threads)
-    elif num_threads != torch.get_num_interop_threads():
+def _keep_interop_threads(_: Rank, own: Any, num_threads: Any) -> None:
+    if num_threads != torch.get_num_interop_threads():
         say_once(
             f"torch.set_num_interop_threads: {num_threads} was asked for, and the process keeps "
             f"{torch.get_num_interop_threads()}: {WAY}"
@@ -346,7 +325,9 @@ def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> No
     """Refuse threads that are no rank's, also where torch looks for a group in vain."""
     functional: Any = importlib.import_module("torch.distributed._functional_collectives")
 
-    def get(own: Any) -> Any:
+    own: Any = distributed_c10d._get_default_group
+
+    def get() -> Any:
         try:
             return own()
         except ValueError as error:
@@ -355,11 +336,10 @@ def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> No
             note(wrong_thread())
             raise ValueError(f"{error} {wrong_thread()}") from error
 
-    def in_own_thread(own: Any, *args: Any, **options: Any) -> Any:
-        if current() is not None:
-            this_rank()
+    def in_own_thread(rank: Rank, own: Any, *args: Any, **options: Any) -> Any:
+        rank.check_thread()
         return own(*args, **options)
 
-    wrap(undo, distributed_c10d, "_get_default_group", get)
+    replace(undo, distributed_c10d, "_get_default_group", get)
     for name in ("_resolve_group", "_resolve_group_name"):  # depends on the version of torch
         wrap(undo, functional, name, in_own_thread)

@@ -55,11 +55,17 @@ def replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def wrap(undo: ExitStack, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Give calls of a function, if there is one, to a wrapper, with the function first."""
-    if hasattr(owner, name):
-        own = getattr(owner, name)
-        call = functools.wraps(own)(lambda *args, **kwargs: wrapper(own, *args, **kwargs))
-        replace(undo, owner, name, call)
+    """Give a rank's calls of a function, if there is one, to ``wrapper(rank, function, ...)``."""
+    own = getattr(owner, name, None)
+    if own is None:
+        return
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        rank = current()
+        return own(*args, **kwargs) if rank is None else wrapper(rank, own, *args, **kwargs)
+
+    replace(undo, owner, name, call)
 
 
 @functools.cache
@@ -90,8 +96,8 @@ def take_modules(undo: ExitStack, num_ranks: int) -> None:
                 wrap(undo, owner, "__init__" if kind else name, partial(_refuse, what))
 
     def find_spec(own: Any, name: str, *args: Any) -> Any:
-        if name in refused:
-            _refuse(refused[name], lambda: None)
+        if name in refused and current() is not None:
+            _refuse(refused[name])
         spec = own(name, *args)
         if spec is not None and name in names:
             spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
@@ -100,39 +106,36 @@ def take_modules(undo: ExitStack, num_ranks: int) -> None:
 
     for name in names & sys.modules.keys():
         load(lambda _: None, sys.modules[name])
-    wrap(undo, importlib.import_module("importlib._bootstrap"), "_find_spec", find_spec)
+    bootstrap: Any = importlib.import_module("importlib._bootstrap")
+    replace(undo, bootstrap, "_find_spec", partial(find_spec, bootstrap._find_spec))
 
 
-def _refuse(what: str, own: Any, *args: Any, **kwargs: Any) -> Any:
-    if current() is not None:
-        raise UnsupportedError(f"{what}: {WAY}")
-    return own(*args, **kwargs)
+def _refuse(what: str, *_: Any, **options: Any) -> Any:
+    raise UnsupportedError(f"{what}: {WAY}")
 
 
 def _take_patches(undo: ExitStack, mock: Any) -> None:
     """Refuse to patch what another rank has patched: each would put back the other's."""
     patches: dict[Any, tuple[Any, Rank]] = {}  # the target and the rank of each
 
-    def enter(own: Any, self: Any) -> Any:
-        rank, target = current(), _target_of(self)
+    def enter(rank: Rank, own: Any, self: Any) -> Any:
+        target = _target_of(self)
         owner = next((owner for known, owner in patches.values() if known == target), rank)
-        if rank is not None and owner is not rank:
+        if owner is not rank:
             name = getattr(self, "attribute", "a dict")
             raise UnsupportedError(f"mock.patch of {name!r}, which {owner} has patched: {WAY}")
         result = own(self)
-        if rank is not None and target is not None:
+        if target is not None:
             patches[self] = target, rank
         return result
 
-    def leave(own: Any, self: Any, *error: Any) -> Any:
+    def leave(rank: Rank, own: Any, self: Any, *error: Any) -> Any:
         patches.pop(self, None)
         return own(self, *error)
 
-    def end() -> None:  # those that a rank has started and not stopped
+    def end() -> None:
         for patch in reversed(list(patches)):
-            patch.stop()
-            if patch in patches:
-                patch.__exit__(None, None, None)
+            patch.stop()  # does nothing to a patch that was not started, or was stopped
 
     for kind in (mock._patch, mock._patch_dict):
         wrap(undo, kind, "__enter__", enter)
@@ -152,9 +155,8 @@ def take_replicas(undo: ExitStack) -> None:
     """Refuse a module that two ranks replicate: each would add to the other's gradients."""
     owners = cast("Any", WeakIdKeyDictionary())
 
-    def init(own: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        rank = current()
-        for name, parameter in module.named_parameters() if rank is not None else ():
+    def init(rank: Rank, own: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        for name, parameter in module.named_parameters():
             owner = owners.setdefault(parameter, rank) if parameter.requires_grad else rank
             if owner is not rank:
                 raise ArgumentError(
@@ -168,17 +170,17 @@ def take_replicas(undo: ExitStack) -> None:
 
 def _take_operators(undo: ExitStack, module: Any) -> None:
     """Refuse an operator that two ranks define: torch lets the first go, and crashes."""
-    defined: dict[Any, Any] = {}
+    owners: dict[str, Rank] = {}
 
-    def init(own: Any, self: Any, namespace: str, name: str, *args: Any, **kwargs: Any) -> None:
-        rank = current()
-        owner = defined.setdefault((namespace, name), rank)
-        if rank is not None and owner is not rank:
+    def init(rank: Rank, own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        name = "::".join(args[:2])
+        owner = owners.setdefault(name, rank)
+        if owner is not rank:
             raise UnsupportedError(
-                f"the operator {namespace}::{name} is defined by {owner} and {rank}, which are "
-                "threads of one process; define it in a module, which is imported once"
+                f"the operator {name} is defined by {owner} and {rank}, which are threads of one "
+                "process; define it in a module, which is imported once"
             )
-        own(self, namespace, name, *args, **kwargs)
+        own(self, *args, **kwargs)
 
     wrap(undo, module.CustomOpDef, "__init__", init)
 
@@ -189,8 +191,8 @@ def _take_compiler(undo: ExitStack, frames: Any) -> None:
     Dynamo keeps compiled code with the function, for the rank, group and mesh of the first caller.
     """
 
-    def choose(own: Any, callback: Any) -> Any:
-        if current() is None or callback in (None, False):
+    def choose(_: Rank, own: Any, callback: Any) -> Any:
+        if callback in (None, False):
             return own(callback)
         say_once("torch.compile: ranks that are threads of one process run uncompiled")
         return None

@@ -56,7 +56,6 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         wait: Returns when a wait is done, and raises the error that it ended with.
         ask: Lets others run: a rank may ask in a loop for a key, which the argument names.
         changed: Called when there are new keys.
-        data: The store of torch that holds the values.
     """
 
     def __init__(self, wait: _Call, ask: _Call, changed: _Call, data: Any = None) -> None:
