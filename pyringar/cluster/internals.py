@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch
+_Call = Callable[..., Any]
 _World: Any = distributed_c10d._World
 c10d_cpp: Any = _distributed_c10d
 
@@ -148,12 +149,7 @@ def _takes_lock(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def entered(
-    make_group: Callable[[Any], Any],
-    store: ThreadStore,
-    num_ranks: int,
-    note: Callable[[str], None],
-) -> Iterator[None]:
+def entered(make_group: _Call, store: ThreadStore, num_ranks: int, note: _Call) -> Iterator[None]:
     """Give the threads of ranks a torch.distributed each, in this process."""
     # The one registers the backend. The other has the world's group for a default argument: that
     # of the rank which imports it, if there is one by then.
@@ -202,13 +198,12 @@ def set_device_guard() -> None:
 
 
 def run_first_backward() -> None:
-    """Run a backward pass: the first starts threads, after which no fork can run one.
+    """Run a backward pass, so that a process that is forked later can run one.
 
-    It does so if there is a GPU, or if FakeTensorMode was used.
+    torch refuses that where the first pass started threads: beside a GPU, or for FakeTensorMode.
     """
     if torch.cuda.device_count() == 0:
-        # This process may be a fork that can run none: then its forks are told when they try.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # this process may be such a fork
             drop_failed_backward()
 
 
@@ -248,8 +243,7 @@ def _take_stores(undo: contextlib.ExitStack, root: ThreadStore) -> None:
 
     def tcp(_: Rank, own: Any, kind: Any, host_name: str, port: int, *__: Any, **more: Any) -> Any:
         port = port or 49151 + root.add("ports that were chosen", 1)
-        attributes = {"host": host_name, "port": port, "libuvBackend": True}
-        return root.view(f"TCPStore({host_name}:{port})", kind=kind, **attributes)
+        return root.view(f"TCPStore({host_name}:{port})", kind=kind, host=host_name, port=port)
 
     def file(_: Rank, own: Any, kind: Any, file_name: str, *__: Any, **more: Any) -> Any:
         return root.view(f"FileStore({file_name})", kind=kind, path=file_name)
@@ -285,8 +279,7 @@ def _take_dual_levels(undo: contextlib.ExitStack, store: ThreadStore) -> None:
 
     It forgets tangents when the last rank leaves. A rank that comes back waits for that.
     """
-    inside: set[Rank] = set()
-    left: set[Rank] = set()
+    inside, left = set[Rank](), set[Rank]()
     key = "forward AD, which other ranks have to leave"
 
     def enter(rank: Rank, own: Any) -> int:
@@ -324,7 +317,6 @@ def _keep_interop_threads(_: Rank, own: Any, num_threads: Any) -> None:
 def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> None:
     """Refuse threads that are no rank's, also where torch looks for a group in vain."""
     functional: Any = importlib.import_module("torch.distributed._functional_collectives")
-
     own: Any = distributed_c10d._get_default_group
 
     def get() -> Any:

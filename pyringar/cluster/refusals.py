@@ -10,9 +10,8 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
@@ -93,7 +92,7 @@ def take_modules(undo: ExitStack, num_ranks: int) -> None:
             if found == module.__name__:
                 kind = isinstance(getattr(module, name, None), type)
                 owner = getattr(module, name) if kind else module
-                wrap(undo, owner, "__init__" if kind else name, partial(_refuse, what))
+                wrap(undo, owner, "__init__" if kind else name, functools.partial(_refuse, what))
 
     def find_spec(own: Any, name: str, *args: Any) -> Any:
         if name in refused and current() is not None:
@@ -101,13 +100,13 @@ def take_modules(undo: ExitStack, num_ranks: int) -> None:
         spec = own(name, *args)
         if spec is not None and name in names:
             spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
-            spec.loader.exec_module = partial(load, spec.loader.exec_module)
+            spec.loader.exec_module = functools.partial(load, spec.loader.exec_module)
         return spec
 
     for name in names & sys.modules.keys():
         load(lambda _: None, sys.modules[name])
     bootstrap: Any = importlib.import_module("importlib._bootstrap")
-    replace(undo, bootstrap, "_find_spec", partial(find_spec, bootstrap._find_spec))
+    replace(undo, bootstrap, "_find_spec", functools.partial(find_spec, bootstrap._find_spec))
 
 
 def _refuse(what: str, *_: Any, **options: Any) -> Any:
@@ -153,7 +152,7 @@ def _target_of(patch: Any) -> Any:
 
 def take_replicas(undo: ExitStack) -> None:
     """Refuse a module that two ranks replicate: each would add to the other's gradients."""
-    owners = cast("Any", WeakIdKeyDictionary())
+    owners: Any = WeakIdKeyDictionary()
 
     def init(rank: Rank, own: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         for name, parameter in module.named_parameters():
@@ -186,10 +185,7 @@ def _take_operators(undo: ExitStack, module: Any) -> None:
 
 
 def _take_compiler(undo: ExitStack, frames: Any) -> None:
-    """Run compiled functions of ranks as they are: ranks would share what torch compiles.
-
-    Dynamo keeps compiled code with the function, for the rank, group and mesh of the first caller.
-    """
+    """Run compiled functions as they are: Dynamo keeps the code for the first caller's rank."""
 
     def choose(_: Rank, own: Any, callback: Any) -> Any:
         if callback in (None, False):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import os
-import pkgutil
 import random
 import signal
 import sys
@@ -18,38 +16,37 @@ import torch
 
 __all__ = ["Environment", "ProcessState", "end_fork_server", "environment_of"]
 
-# Modules, or objects in them ("module:object"), and patterns of attributes of which each rank has
-# its own. The last value is the one that a rank begins with: a constant, a class to call, or "...",
-# the value of the process. Globals of tracing, export and compilers are not here: ranks run
-# uncompiled.
+# Attributes of modules and of objects in them, as patterns, of which each rank has its own. The
+# last value is the one that a rank begins with: a constant, a class to call, or "...", the value of
+# the process. Globals of tracing, export and compilers are not here: ranks run uncompiled.
 _GLOBALS: list[tuple[str, str, Any]] = [
-    ("accelerate.state:AcceleratorState", "_shared_state", dict),
-    ("accelerate.state:GradientState", "_shared_state", dict),
-    ("accelerate.state:PartialState", "_shared_state", dict),
-    ("multiprocessing.context:_default_context", "_actual_context", None),
-    ("multiprocessing.forkserver:_forkserver", "_forkserver_*", None),
-    ("multiprocessing.forkserver:_forkserver", "_inherited_fds", None),
+    ("accelerate.state", "AcceleratorState._shared_state", dict),
+    ("accelerate.state", "GradientState._shared_state", dict),
+    ("accelerate.state", "PartialState._shared_state", dict),
+    ("multiprocessing.context", "_default_context._actual_context", None),
+    ("multiprocessing.forkserver", "_forkserver._forkserver_*", None),
+    ("multiprocessing.forkserver", "_forkserver._inherited_fds", None),
     ("torch._functorch.eager_transforms", "JVP_NESTING", 0),
     ("torch.autograd.forward_ad", "_current_level", -1),
     ("torch.autograd.graph", "_allow_mutation_on_saved_tensors_enabled", False),
-    ("torch.backends:m", "__allow_nonbracketed_mutation_flag", ...),
+    ("torch.backends", "m.__allow_nonbracketed_mutation_flag", ...),
     ("torch.backends.mha", "_is_fastpath_enabled", ...),
-    ("torch.backends.opt_einsum:m", "enabled", ...),
-    ("torch.backends.opt_einsum:m", "strategy", ...),
+    ("torch.backends.opt_einsum", "m.enabled", ...),
+    ("torch.backends.opt_einsum", "m.strategy", ...),
     ("torch.cpu", "_current_stream", ...),
     ("torch.distributed._shard.api", "_CURRENT_PROCESS_GROUP", None),
     ("torch.distributed.distributed_c10d", "_backend", ...),
     ("torch.distributed.distributed_c10d", "_default_pg_init_method", None),
     ("torch.distributed.fsdp._fully_shard._fully_shard", "_enable_fsdp_module_new_init", True),
-    ("torch.distributed.tensor._api:DTensor._op_dispatcher", "_allow_implicit_replication", False),
-    ("torch.distributed.tensor._api:DTensor._op_dispatcher", "_custom_op_handlers", ...),
+    ("torch.distributed.tensor._api", "DTensor._op_dispatcher._allow_implicit_replication", False),
+    ("torch.distributed.tensor._api", "DTensor._op_dispatcher._custom_op_handlers", ...),
     ("torch.distributed.tensor._random", "_rng_tracker", None),
     ("torch.distributed.tensor._redistribute", "_DISABLE_*", False),
     ("torch.distributed.tensor._redistribute", "_FORCE_MIN_COST_REDISTRIBUTION_PLAN", None),
     ("torch.hub", "_hub_dir", ...),
     ("torch.multiprocessing", "_sharing_strategy", ...),
     ("torch.nn.modules.module", "_global_*", ...),
-    ("torch.nn.parallel.distributed:DistributedDataParallel", "_active_ddp_module", None),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", None),
     ("torch.nn.utils.parametrize", "_cache", dict),
     ("torch.nn.utils.parametrize", "_cache_enabled", 0),
     ("torch.optim.optimizer", "_global_*", ...),
@@ -93,24 +90,21 @@ GROUP_RANK=0 GROUP_WORLD_SIZE=1 ROLE_NAME=default OMP_NUM_THREADS=1
 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
 TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_RUN_ID=none
 """
-_missing: dict[str, list[tuple[str, str, Any]]] = {}  # rows of _GLOBALS by module, not yet imported
-for _row in _GLOBALS:
-    _missing.setdefault(_row[0].partition(":")[0], []).append(_row)
+_missing = list(_GLOBALS)  # rows whose modules are not imported yet
 _found: list[tuple[Any, str, Any]] = []
-_IN_MODE = "_is_in_any_mode_without_ignore_compile_internals"
 _cuda: Any = torch.cuda
-_dispatch: Any = torch.utils._python_dispatch
 
 
 def _imported() -> list[tuple[Any, str, Any]]:
     """Return objects of ``_GLOBALS`` that are imported, their attributes and first values."""
-    for module in _missing.keys() & sys.modules.keys():
-        if getattr(getattr(sys.modules[module], "__spec__", None), "_initializing", False):
-            continue
-        for path, pattern, first in _missing.pop(module):
-            with contextlib.suppress(AttributeError, ImportError):
-                owner = pkgutil.resolve_name(path)
-                _found.extend((owner, n, first) for n in fnmatch.filter(dir(owner), pattern))
+    for row in [row for row in _missing if row[0] in sys.modules]:
+        owner: Any = sys.modules[row[0]]
+        if not getattr(getattr(owner, "__spec__", None), "_initializing", False):
+            _missing.remove(row)
+            *path, pattern = row[1].split(".")
+            for name in path:
+                owner = getattr(owner, name, None)
+            _found.extend((owner, name, row[2]) for name in fnmatch.filter(dir(owner), pattern))
     return _found
 
 
@@ -152,8 +146,7 @@ class ProcessState:
     def restore(self) -> None:
         """Give the process this state."""
         torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        torch.cuda.set_rng_state_all(self._cuda)
         random.setstate(self._python)
         if self._numpy is not None:
             _numpy_random().set_bit_generator(self._numpy)
@@ -165,8 +158,6 @@ class ProcessState:
         for (owner, name, _), value in zip(found, self._globals + more, strict=True):
             if getattr(owner, name) is not value:
                 setattr(owner, name, value)
-        if hasattr(_dispatch, _IN_MODE):  # torch.compile has it in C++, too
-            _dispatch.set_is_in_mode_without_ignore_compile_internals(getattr(_dispatch, _IN_MODE))
         environ: Any = os.environ
         if isinstance(environ._data, Environment):
             environ._data.give_to_process()
@@ -176,8 +167,7 @@ def end_fork_server() -> None:
     """End the server of processes that multiprocessing has started for this rank."""
     server: Any = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
     if server is not None and server._forkserver_pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server._forkserver_pid, signal.SIGTERM)
+        os.kill(server._forkserver_pid, signal.SIGTERM)
         server._stop()
 
 
