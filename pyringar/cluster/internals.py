@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import functools
 import importlib
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from contextlib import ExitStack
+from types import FrameType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -18,14 +21,15 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.autograd import forward_ad
 from torch.distributed import device_mesh, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pyringar.cluster.ranks import Rank, belong_to, current, wrong_thread
-from pyringar.cluster.refusals import WAY, replace, say_once, take_modules, take_replicas, wrap
 from pyringar.cluster.state import Environment, end_fork_server
 from pyringar.cluster.store import ThreadStore
 from pyringar.comm.exits import drop_failed_backward
-from pyringar.errors import UnsupportedError
+from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = [
     "check_torch",
@@ -40,10 +44,34 @@ __all__ = [
     "set_device_guard",
 ]
 
+logger = logging.getLogger(__name__)
 _TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch
 _Call = Callable[..., Any]
 _World: Any = distributed_c10d._World
-c10d_cpp: Any = _distributed_c10d
+_c10d: Any = _distributed_c10d
+_WAY = (
+    "a process has it once, and the ranks of pr.launch are threads of one process; expected "
+    "processes: pr.launch(fn, ranks, processes=True), or pyringar run --processes"
+)
+_OURS = "ProcessCommunicator, HierarchicalCommunicator, ddp_hook"
+# Classes and functions that keep a rank, or connect processes, and their names in errors. Modules
+# without one do so when they are imported.
+_REFUSED = {
+    "accelerate.state:PartialState": "accelerate",
+    "deepspeed.comm.torch:TorchBackend": "deepspeed",
+    "lightning": "lightning",
+    "lightning.fabric.fabric:Fabric": "lightning",
+    "lightning.pytorch.trainer.trainer:Trainer": "lightning",
+    "lightning_fabric": "lightning_fabric",
+    "lightning_fabric.fabric:Fabric": "lightning_fabric",
+    "megatron.core.parallel_state:initialize_model_parallel": "megatron",
+    "pyringar.comm.rendezvous:Rendezvous": _OURS,
+    "pyringar.comm.stores:_environment_store": _OURS,
+    "pytorch_lightning": "pytorch_lightning",
+    "pytorch_lightning.trainer.trainer:Trainer": "pytorch_lightning",
+    "torch.distributed.tensor.experimental._context_parallel._attention:"
+    "_enable_context_parallel_dispatcher_impl": "context_parallel, which patches torch",
+}
 
 
 def check_torch() -> None:
@@ -60,6 +88,150 @@ def plain_torch() -> Iterator[None]:
     """Compute as torch does by itself: without this thread's modes, subclasses and gradients."""
     with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
+
+
+def is_future_for_reducer(method: str) -> bool:
+    """Return whether DistributedDataParallel waits in C++ for what ``method``, its caller, returns.
+
+    It asks in backward, or from C++, or, for a rank that has joined, through a hook.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    frame: Any = sys._getframe(2)
+    if method not in frame.f_code.co_names:
+        return True
+    while frame is not None and "_run_comm_hook" not in frame.f_code.co_names:
+        frame = frame.f_back
+    return frame is not None
+
+
+def set_device_guard() -> None:
+    """Set the guard of FakeTensorMode, which torch 2.11 and 2.12 end with the first thread."""
+    run_first_backward()
+    torch._C._ensureCUDADeviceGuardSet()
+
+
+def run_first_backward() -> None:
+    """Run a backward pass, so that a process that is forked later can run one.
+
+    torch refuses that where the first pass started threads: beside a GPU, or for FakeTensorMode.
+    """
+    if torch.cuda.device_count() == 0:
+        with contextlib.suppress(RuntimeError):  # this process may be such a fork
+            drop_failed_backward()
+
+
+def forget_groups_of_parent() -> None:
+    """Give this process, which was forked, a torch.distributed without groups."""
+    # Its groups stay: to destroy one waits for threads that a forked process does not have.
+    own_world = type("_OwnWorld", (_World,), _empty_world())
+    _replace(ExitStack(), distributed_c10d._world, "__class__", own_world)
+    _c10d._unregister_all_process_groups()
+
+
+def make_ringar_the_default() -> None:
+    """Let ``init_process_group()`` without a backend make a group of the backend ``ringar``."""
+    importlib.import_module("pyringar.distributed")
+    own: Any = distributed_c10d._new_process_group_helper
+
+    def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = "ringar" if str(backend) == "undefined" else backend
+        return own(size, rank, ranks, backend, *args, **kwargs)
+
+    _replace(ExitStack(), distributed_c10d, "_new_process_group_helper", make)
+
+
+def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
+    """Make this thread a rank's while it runs its program: torch.distributed knows its groups."""
+    rank.world = _empty_world()
+    belong_to(rank)
+    cast("Any", os.environ)._data.give_to_process()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    if rank.device.type == "cuda":
+        torch.cuda.set_device(rank.device)
+    try:
+        # Backward then runs in this thread on GPUs, too.
+        with torch.autograd.set_multithreading_enabled(False):
+            rank.result = program()
+            rank.complete_futures()
+    finally:
+        end_fork_server()
+        if not rank.is_gone:  # or they would be the process's
+            _c10d._unregister_all_process_groups()
+        # A thread's own, whose end would let Python objects go without the GIL.
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        belong_to(None)
+
+
+def interrupt(rank: Rank) -> None:
+    """Raise KeyboardInterrupt in a rank's thread, unless it takes a lock: that would stay taken."""
+    ident: Any = getattr(rank.thread, "ident", None)
+    frame = sys._current_frames().get(ident)
+    # Up to Python 3.11 a thread that it starts has its ident for a moment, and would get it.
+    if frame and not _takes_lock(frame) and rank.starting.acquire(blocking=False):
+        try:
+            raised = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), raised)
+        finally:
+            rank.starting.release()
+
+
+def _takes_lock(frame: FrameType) -> bool:
+    code, in_logging = frame.f_code, logging.Handler.acquire.__code__.co_filename
+    return code.co_filename == in_logging or code is threading.Condition.__enter__.__code__
+
+
+@contextlib.contextmanager
+def entered(make_group: _Call, store: ThreadStore, num_ranks: int, note: _Call) -> Iterator[None]:
+    """Give the threads of ranks a torch.distributed each, in this process."""
+    # The one registers the backend. The other has the world's group for a default argument: that
+    # of the rank which imports it, if there is one by then.
+    importlib.import_module("pyringar.distributed")
+    importlib.import_module("torch.distributed.nn.functional")
+    with ExitStack() as undo:
+        _replace(undo, distributed_c10d._world, "__class__", _PerRank)
+        _c10d._set_thread_isolation_mode(True)
+        undo.callback(_c10d._set_thread_isolation_mode, False)
+        _replace(undo, sys, "excepthook", sys.excepthook)
+        _wrap(undo, distributed_c10d, "_new_process_group_helper", _make_group)
+        _take_backend(undo, make_group)
+        # torch 2.15 would give it the calls of one rank.
+        _wrap(undo, distributed_c10d, "_maybe_attach_flight_recorder", lambda *_: None)
+        _take_stores(undo, store)
+        _wrap(undo, device_mesh.DeviceMesh, "__init__", _tell_mesh_apart)
+        _take_environment(undo)
+        _take_replicas(undo)
+        _take_dual_levels(undo, store)
+        _wrap(undo, torch, "set_num_interop_threads", _keep_interop_threads)
+        _take_modules(undo, num_ranks)
+        _take_threads(undo, note)
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        yield
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until ``undo`` ends."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _wrap(undo: ExitStack, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Give a rank's calls of a function, if there is one, to ``wrapper(rank, function, ...)``."""
+    own = getattr(owner, name, None)
+    if own is None:
+        return
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        rank = current()
+        return own(*args, **kwargs) if rank is None else wrapper(rank, own, *args, **kwargs)
+
+    _replace(undo, owner, name, call)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _empty_world() -> dict[str, Any]:
@@ -89,100 +261,13 @@ class _PerRank(_World):  # type: ignore[misc]
             rank.world[name] = value
 
 
-def is_future_for_reducer(method: str) -> bool:
-    """Return whether DistributedDataParallel will wait in C++ for what the caller returns.
-
-    It asks in backward, or from C++, or, for a rank that has joined, through a hook. Python code
-    that calls ``method``, which is the caller, has it among its names.
-    """
-    if torch._C._current_graph_task_id() != -1:
-        return True
-    frame: Any = sys._getframe(2)
-    if method not in frame.f_code.co_names:
-        return True
-    while frame is not None and "_run_comm_hook" not in frame.f_code.co_names:
-        frame = frame.f_back
-    return frame is not None
-
-
-def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
-    """Make this thread a rank's while it runs its program: torch.distributed knows its groups."""
-    rank.world = _empty_world()
-    belong_to(rank)
-    cast("Any", os.environ)._data.give_to_process()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
-    if rank.device.type == "cuda":
-        torch.cuda.set_device(rank.device)
-    try:
-        # Backward then runs in this thread on GPUs, too.
-        with torch.autograd.set_multithreading_enabled(False):
-            rank.result = program()
-            rank.complete_futures()
-    finally:
-        end_fork_server()
-        if not rank.is_gone:  # or they would be the process's
-            c10d_cpp._unregister_all_process_groups()
-        # A thread's own, whose end would let Python objects go without the GIL.
-        torch._C._clear_DTensor_sharding_propagator_cache()
-        belong_to(None)
-
-
-def interrupt(rank: Rank) -> None:
-    """Raise KeyboardInterrupt in a rank's thread when it runs Python next.
-
-    Do nothing where it takes a lock of logging or of a condition: nobody would release that.
-    """
-    ident: Any = getattr(rank.thread, "ident", None)
-    frame = sys._current_frames().get(ident)
-    # Up to Python 3.11 a thread that it starts has its ident for a moment, and would get it.
-    if frame and not _takes_lock(frame) and rank.starting.acquire(blocking=False):
-        try:
-            raised = ctypes.py_object(KeyboardInterrupt)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), raised)
-        finally:
-            rank.starting.release()
-
-
-def _takes_lock(frame: FrameType) -> bool:
-    code, in_logging = frame.f_code, logging.Handler.acquire.__code__.co_filename
-    return code.co_filename == in_logging or code is threading.Condition.__enter__.__code__
-
-
-@contextlib.contextmanager
-def entered(make_group: _Call, store: ThreadStore, num_ranks: int, note: _Call) -> Iterator[None]:
-    """Give the threads of ranks a torch.distributed each, in this process."""
-    # The one registers the backend. The other has the world's group for a default argument: that
-    # of the rank which imports it, if there is one by then.
-    importlib.import_module("pyringar.distributed")
-    importlib.import_module("torch.distributed.nn.functional")
-    with contextlib.ExitStack() as undo:
-        replace(undo, distributed_c10d._world, "__class__", _PerRank)
-        c10d_cpp._set_thread_isolation_mode(True)
-        undo.callback(c10d_cpp._set_thread_isolation_mode, False)
-        replace(undo, sys, "excepthook", sys.excepthook)
-        wrap(undo, distributed_c10d, "_new_process_group_helper", _make_group)
-        _take_backend(undo, make_group)
-        # torch 2.15 would give it the calls of one rank.
-        wrap(undo, distributed_c10d, "_maybe_attach_flight_recorder", lambda *_: None)
-        _take_stores(undo, store)
-        wrap(undo, device_mesh.DeviceMesh, "__init__", _tell_mesh_apart)
-        _take_environment(undo)
-        take_replicas(undo)
-        _take_dual_levels(undo, store)
-        wrap(undo, torch, "set_num_interop_threads", _keep_interop_threads)
-        take_modules(undo, num_ranks)
-        _take_threads(undo, note)
-        undo.callback(torch.set_num_threads, torch.get_num_threads())
-        yield
-
-
 def _make_group(
     _: Rank, own: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Make a rank's group, with our backend whatever it names."""
     if str(backend).lower() != "fake":
         if str(backend) not in ("ringar", "undefined"):
-            say_once(
+            _say_once(
                 f"init_process_group: {str(backend)!r} was asked for, and ranks that are "
                 "threads of one process get 'ringar', whose sums are in rank order"
             )
@@ -191,43 +276,7 @@ def _make_group(
     return own(size, rank, ranks, backend, *args, **kwargs)
 
 
-def set_device_guard() -> None:
-    """Set the guard of FakeTensorMode, which torch 2.11 and 2.12 end with the first thread."""
-    run_first_backward()
-    torch._C._ensureCUDADeviceGuardSet()
-
-
-def run_first_backward() -> None:
-    """Run a backward pass, so that a process that is forked later can run one.
-
-    torch refuses that where the first pass started threads: beside a GPU, or for FakeTensorMode.
-    """
-    if torch.cuda.device_count() == 0:
-        with contextlib.suppress(RuntimeError):  # this process may be such a fork
-            drop_failed_backward()
-
-
-def forget_groups_of_parent() -> None:
-    """Give this process, which was forked, a torch.distributed without groups."""
-    # Its groups stay: to destroy one waits for threads that a forked process does not have.
-    world: Any = distributed_c10d._world
-    world.__class__ = type("_OwnWorld", (_World,), _empty_world())
-    c10d_cpp._unregister_all_process_groups()
-
-
-def make_ringar_the_default() -> None:
-    """Let ``init_process_group()`` without a backend make a group of the backend ``ringar``."""
-    importlib.import_module("pyringar.distributed")
-    own: Any = distributed_c10d._new_process_group_helper
-
-    def make(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-        backend = "ringar" if str(backend) == "undefined" else backend
-        return own(size, rank, ranks, backend, *args, **kwargs)
-
-    replace(contextlib.ExitStack(), distributed_c10d, "_new_process_group_helper", make)
-
-
-def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) -> None:
+def _take_backend(undo: ExitStack, make_group: Callable[[Any], Any]) -> None:
     plugins: Any = dist.Backend._plugins
     own = plugins["RINGAR"]
 
@@ -238,7 +287,7 @@ def _take_backend(undo: contextlib.ExitStack, make_group: Callable[[Any], Any]) 
     plugins["RINGAR"] = type(own)(create, True)
 
 
-def _take_stores(undo: contextlib.ExitStack, root: ThreadStore) -> None:
+def _take_stores(undo: ExitStack, root: ThreadStore) -> None:
     """Give ranks views of the cluster's store where they make one of torch's."""
 
     def tcp(_: Rank, own: Any, kind: Any, host_name: str, port: int, *__: Any, **more: Any) -> Any:
@@ -255,9 +304,9 @@ def _take_stores(undo: contextlib.ExitStack, root: ThreadStore) -> None:
         attributes = {"underlying_store": store, "_underlying_non_prefix_store": base}
         return store.view(prefix, kind=kind, **attributes)
 
-    wrap(undo, c10d_cpp.TCPStore, "__new__", tcp)
-    wrap(undo, c10d_cpp.FileStore, "__new__", file)
-    wrap(undo, c10d_cpp.PrefixStore, "__new__", prefixed)
+    _wrap(undo, _c10d.TCPStore, "__new__", tcp)
+    _wrap(undo, _c10d.FileStore, "__new__", file)
+    _wrap(undo, _c10d.PrefixStore, "__new__", prefixed)
 
 
 def _tell_mesh_apart(rank: Rank, own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -266,19 +315,39 @@ def _tell_mesh_apart(rank: Rank, own: Any, self: Any, *args: Any, **kwargs: Any)
     self._thread_id, self._hash = rank.identity, None
 
 
-def _take_environment(undo: contextlib.ExitStack) -> None:
+def _take_threads(undo: ExitStack, note: Callable[[str], None]) -> None:
+    """Refuse threads that are no rank's, also where torch looks for a group in vain."""
+    functional: Any = importlib.import_module("torch.distributed._functional_collectives")
+    own: Any = distributed_c10d._get_default_group
+
+    def get() -> Any:
+        try:
+            return own()
+        except ValueError as error:
+            if current() is not None:
+                raise
+            note(wrong_thread())
+            raise ValueError(f"{error} {wrong_thread()}") from error
+
+    def in_own_thread(rank: Rank, own: Any, *args: Any, **options: Any) -> Any:
+        rank.check_thread()
+        return own(*args, **options)
+
+    _replace(undo, distributed_c10d, "_get_default_group", get)
+    for name in ("_resolve_group", "_resolve_group_name"):  # depends on the version of torch
+        _wrap(undo, functional, name, in_own_thread)
+
+
+def _take_environment(undo: ExitStack) -> None:
     outside = cast("Any", os.environ)._data
     mine = Environment(outside, lambda: getattr(current(), "environment", None))
-    replace(undo, os.environ, "_data", mine)
-    replace(undo, os.environb, "_data", mine)
+    _replace(undo, os.environ, "_data", mine)
+    _replace(undo, os.environb, "_data", mine)
     undo.callback(mine.give_to_process)
 
 
-def _take_dual_levels(undo: contextlib.ExitStack, store: ThreadStore) -> None:
-    """Let several ranks be in the one level of forward AD that C++ has.
-
-    It forgets tangents when the last rank leaves. A rank that comes back waits for that.
-    """
+def _take_dual_levels(undo: ExitStack, store: ThreadStore) -> None:
+    """Let ranks share the one level of forward AD, whose tangents end when the last one leaves."""
     inside, left = set[Rank](), set[Rank]()
     key = "forward AD, which other ranks have to leave"
 
@@ -302,36 +371,137 @@ def _take_dual_levels(undo: contextlib.ExitStack, store: ThreadStore) -> None:
             store.set(key, "")
             own(**level)
 
-    wrap(undo, forward_ad, "enter_dual_level", enter)
-    wrap(undo, forward_ad, "exit_dual_level", leave)
+    _wrap(undo, forward_ad, "enter_dual_level", enter)
+    _wrap(undo, forward_ad, "exit_dual_level", leave)
 
 
 def _keep_interop_threads(_: Rank, own: Any, num_threads: Any) -> None:
     if num_threads != torch.get_num_interop_threads():
-        say_once(
+        _say_once(
             f"torch.set_num_interop_threads: {num_threads} was asked for, and the process keeps "
-            f"{torch.get_num_interop_threads()}: {WAY}"
+            f"{torch.get_num_interop_threads()}: {_WAY}"
         )
 
 
-def _take_threads(undo: contextlib.ExitStack, note: Callable[[str], None]) -> None:
-    """Refuse threads that are no rank's, also where torch looks for a group in vain."""
-    functional: Any = importlib.import_module("torch.distributed._functional_collectives")
-    own: Any = distributed_c10d._get_default_group
+def _take_modules(undo: ExitStack, num_ranks: int) -> None:
+    """Change modules that are imported, and others when a program imports them."""
+    takers = {
+        "torch._dynamo.eval_frame": _take_compiler,
+        "torch._library.custom_ops": _take_operators,
+        "unittest.mock": _take_patches,
+    }
+    refused = {path: what for path, what in _REFUSED.items() if num_ranks > 1 or what is _OURS}
+    names = {*takers, *(path.partition(":")[0] for path in refused if ":" in path)}
 
-    def get() -> Any:
-        try:
-            return own()
-        except ValueError as error:
-            if current() is not None:
-                raise
-            note(wrong_thread())
-            raise ValueError(f"{error} {wrong_thread()}") from error
+    def load(own: Any, module: Any) -> None:
+        own(module)
+        if module.__name__ in takers:
+            takers[module.__name__](undo, module)
+        for path, what in refused.items():
+            found, _, name = path.partition(":")
+            if found == module.__name__:
+                kind = isinstance(getattr(module, name, None), type)
+                owner = getattr(module, name) if kind else module
+                _wrap(undo, owner, "__init__" if kind else name, functools.partial(_refuse, what))
 
-    def in_own_thread(rank: Rank, own: Any, *args: Any, **options: Any) -> Any:
-        rank.check_thread()
-        return own(*args, **options)
+    def find_spec(own: Any, name: str, *args: Any) -> Any:
+        if name in refused and current() is not None:
+            _refuse(refused[name])
+        spec = own(name, *args)
+        if spec is not None and name in names:
+            spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
+            spec.loader.exec_module = functools.partial(load, spec.loader.exec_module)
+        return spec
 
-    replace(undo, distributed_c10d, "_get_default_group", get)
-    for name in ("_resolve_group", "_resolve_group_name"):  # depends on the version of torch
-        wrap(undo, functional, name, in_own_thread)
+    for name in names & sys.modules.keys():
+        load(lambda _: None, sys.modules[name])
+    bootstrap: Any = importlib.import_module("importlib._bootstrap")
+    _replace(undo, bootstrap, "_find_spec", functools.partial(find_spec, bootstrap._find_spec))
+
+
+def _refuse(what: str, *_: Any, **options: Any) -> Any:
+    raise UnsupportedError(f"{what}: {_WAY}")
+
+
+def _take_compiler(undo: ExitStack, frames: Any) -> None:
+    """Run compiled functions as they are: Dynamo keeps the code for the first caller's rank."""
+
+    def choose(_: Rank, own: Any, callback: Any) -> Any:
+        if callback in (None, False):
+            return own(callback)
+        _say_once("torch.compile: ranks that are threads of one process run uncompiled")
+        return None
+
+    _wrap(undo, frames, "_callback_from_stance", choose)
+    _replace(undo, frames, "_stance", frames.DynamoStance("force_eager"))  # fullgraph asks for it
+
+
+def _take_operators(undo: ExitStack, module: Any) -> None:
+    """Refuse an operator that two ranks define: torch lets the first go, and crashes."""
+    owners: dict[str, Rank] = {}
+
+    def init(rank: Rank, own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        name = "::".join(args[:2])
+        owner = owners.setdefault(name, rank)
+        if owner is not rank:
+            raise UnsupportedError(
+                f"the operator {name} is defined by {owner} and {rank}, which are threads of one "
+                "process; define it in a module, which is imported once"
+            )
+        own(self, *args, **kwargs)
+
+    _wrap(undo, module.CustomOpDef, "__init__", init)
+
+
+def _take_patches(undo: ExitStack, mock: Any) -> None:
+    """Refuse to patch what another rank has patched: each would put back the other's."""
+    patches: dict[Any, tuple[Any, Rank]] = {}  # the target and the rank of each
+
+    def enter(rank: Rank, own: Any, self: Any) -> Any:
+        target = _target_of(self)
+        owner = next((owner for known, owner in patches.values() if known == target), rank)
+        if owner is not rank:
+            name = getattr(self, "attribute", "a dict")
+            raise UnsupportedError(f"mock.patch of {name!r}, which {owner} has patched: {_WAY}")
+        result = own(self)
+        if target is not None:
+            patches[self] = target, rank
+        return result
+
+    def leave(rank: Rank, own: Any, self: Any, *error: Any) -> Any:
+        patches.pop(self, None)
+        return own(self, *error)
+
+    def end() -> None:
+        for patch in reversed(list(patches)):
+            patch.stop()  # does nothing to a patch that was not started, or was stopped
+
+    for kind in (mock._patch, mock._patch_dict):
+        _wrap(undo, kind, "__enter__", enter)
+        _wrap(undo, kind, "__exit__", leave)
+    undo.callback(end)
+
+
+def _target_of(patch: Any) -> Any:
+    """Return the target of a patch, which is the process's; None: each rank has its own."""
+    if hasattr(patch, "in_dict"):
+        return None if patch.in_dict in (os.environ, "os.environ") else id(patch.in_dict)
+    owner = patch.getter()
+    return id(vars(owner) if isinstance(owner, ModuleType) else owner), patch.attribute
+
+
+def _take_replicas(undo: ExitStack) -> None:
+    """Refuse a module that two ranks replicate: each would add to the other's gradients."""
+    owners: Any = WeakIdKeyDictionary()
+
+    def init(rank: Rank, own: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        for name, parameter in module.named_parameters():
+            owner = owners.setdefault(parameter, rank) if parameter.requires_grad else rank
+            if owner is not rank:
+                raise ArgumentError(
+                    f"module has {name!r}, which {owner} replicates, too: ranks that are threads "
+                    f"share what is made outside the program; make the module in it, on each rank"
+                )
+        own(self, module, *args, **kwargs)
+
+    _wrap(undo, DistributedDataParallel, "__init__", init)

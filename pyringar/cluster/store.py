@@ -22,8 +22,7 @@ class _Keys(Wait):
 
     def __init__(self, store: ThreadStore, keys: Sequence[str], limit_s: float | None) -> None:
         super().__init__(this_rank(), _text_of(keys), limit_s)
-        self._store = store
-        self._keys = keys
+        self._store, self._keys = store, keys
 
     @property
     def is_done(self) -> bool:
@@ -38,25 +37,18 @@ def _passed_on(name: str, first: _Call | None = None) -> Any:
     """Return a method of the data; ``first`` is called where a key is missing."""
 
     def call(self: ThreadStore, keys: Any, *args: Any) -> Any:
-        if first is None:
-            result = getattr(self._data, name)(keys, *args)
-            self._changed()
-            return result
-        if not self.has(listed := [keys] if isinstance(keys, str) else keys):
+        if first is not None and not self.has(listed := [keys] if isinstance(keys, str) else keys):
             first(self, listed)
-        return getattr(self._data, name)(keys, *args)
+        result = getattr(self._data, name)(keys, *args)
+        if first is None:
+            self._changed()
+        return result
 
     return call
 
 
 class ThreadStore(_c10d.Store):  # type: ignore[misc]
-    """Keys, values and queues of all ranks of a cluster; a rank that waits lets others run.
-
-    Args:
-        wait: Returns when a wait is done, and raises the error that it ended with.
-        ask: Lets others run: a rank may ask in a loop for a key, which the argument names.
-        changed: Called when there are new keys.
-    """
+    """Keys, values and queues of all ranks of a cluster; a rank that waits lets others run."""
 
     def __init__(self, wait: _Call, ask: _Call, changed: _Call, data: Any = None) -> None:
         _c10d.Store.__init__(self)
