@@ -95,10 +95,8 @@ def is_future_for_reducer(method: str) -> bool:
 
     It asks in backward, or from C++, or, for a rank that has joined, through a hook.
     """
-    if torch._C._current_graph_task_id() != -1:
-        return True
     frame: Any = sys._getframe(2)
-    if method not in frame.f_code.co_names:
+    if torch._C._current_graph_task_id() != -1 or method not in frame.f_code.co_names:
         return True
     while frame is not None and "_run_comm_hook" not in frame.f_code.co_names:
         frame = frame.f_back
@@ -352,7 +350,7 @@ def _take_dual_levels(undo: ExitStack, store: ThreadStore) -> None:
     key = "forward AD, which other ranks have to leave"
 
     def enter(rank: Rank, own: Any) -> int:
-        if rank in left:
+        if rank in left:  # its tangents are there until the last rank leaves
             store.wait([key])
         if rank in inside or not inside:
             own()

@@ -82,7 +82,8 @@ _SETTINGS += [
         lambda values: torch.set_anomaly_enabled(*values),
     ),
 ]
-# What torchrun sets; programs take LOCAL_RANK for the number of their GPU.
+# What torchrun sets. With OMP_NUM_THREADS the bits are torchrun's, too. Programs take LOCAL_RANK
+# for the number of their GPU.
 _VARIABLES = """
 RANK={rank} ROLE_RANK={rank} LOCAL_RANK={local_rank}
 WORLD_SIZE={size} ROLE_WORLD_SIZE={size} LOCAL_WORLD_SIZE={size}

@@ -120,7 +120,7 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         return list(self._data.list_keys())
 
     def clone(self) -> ThreadStore:
-        """Return this store: all its objects share one."""
+        """Return this store, as a HashStore does."""
         return self
 
     def let_go(self) -> None:
