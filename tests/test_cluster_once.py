@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
-from pyringar.cluster import refusals
+from pyringar.cluster import internals
 from pyringar.distributed import HierarchicalCommunicator, HookState, ddp_hook
 
 # -- what a process has once -----------------------------------------------------------------------
@@ -40,7 +40,7 @@ def test_own_communicators_are_refused(begin, ranks):
         pr.ProcessCommunicator()
 
 
-LIBRARIES = [path for path in refusals._REFUSED if not path.startswith(("pyringar.", "torch."))]
+LIBRARIES = [path for path in internals._REFUSED if not path.startswith(("pyringar.", "torch."))]
 
 
 @pytest.mark.parametrize("path", LIBRARIES)

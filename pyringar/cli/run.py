@@ -76,8 +76,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the program on all ranks; print what a rank raised as Python would."""
+    from pyringar.cli.script import as_program
     from pyringar.cluster.launch import launch
-    from pyringar.cluster.script import as_program
 
     devices = args.devices.split(",") if args.devices is not None else None
     try:

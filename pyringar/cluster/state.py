@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import fnmatch
 import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -15,119 +16,96 @@ import torch
 
 __all__ = ["Environment", "ProcessState", "end_fork_server", "environment_of"]
 
-# Attributes of modules, or of objects in them ("module:object"), of which each rank has its own.
-# The value is the one that a rank begins with: a constant, a class to call, or "...", the value of
+# Attributes of modules and of objects in them, as patterns, of which each rank has its own. The
+# last value is the one that a rank begins with: a constant, a class to call, or "...", the value of
 # the process. Globals of tracing, export and compilers are not here: ranks run uncompiled.
-_GLOBALS: dict[str, dict[str, Any]] = {
-    "accelerate.state:AcceleratorState": {"_shared_state": dict},
-    "accelerate.state:GradientState": {"_shared_state": dict},
-    "accelerate.state:PartialState": {"_shared_state": dict},
-    "multiprocessing.context:_default_context": {"_actual_context": None},
-    "multiprocessing.forkserver:_forkserver": {
-        "_forkserver_address": None,
-        "_forkserver_alive_fd": None,
-        "_forkserver_authkey": None,
-        "_forkserver_pid": None,
-        "_inherited_fds": None,
-    },
-    "torch._functorch.eager_transforms": {"JVP_NESTING": 0},
-    "torch.autograd.forward_ad": {"_current_level": -1},
-    "torch.autograd.graph": {"_allow_mutation_on_saved_tensors_enabled": False},
-    "torch.backends:m": {"__allow_nonbracketed_mutation_flag": ...},
-    "torch.backends.mha": {"_is_fastpath_enabled": ...},
-    "torch.backends.opt_einsum:m": {"enabled": ..., "strategy": ...},
-    "torch.cpu": {"_current_stream": ...},
-    "torch.distributed._shard.api": {"_CURRENT_PROCESS_GROUP": None},
-    "torch.distributed.distributed_c10d": {"_backend": ..., "_default_pg_init_method": None},
-    "torch.distributed.fsdp._fully_shard._fully_shard": {"_enable_fsdp_module_new_init": True},
-    "torch.distributed.tensor._api:DTensor._op_dispatcher": {
-        "_allow_implicit_replication": False,
-        "_custom_op_handlers": ...,
-    },
-    "torch.distributed.tensor._random": {"_rng_tracker": None},
-    "torch.distributed.tensor._redistribute": {
-        "_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION": False,
-        "_FORCE_MIN_COST_REDISTRIBUTION_PLAN": None,
-    },
-    "torch.hub": {"_hub_dir": ...},
-    "torch.multiprocessing": {"_sharing_strategy": ...},
-    "torch.nn.parallel.distributed:DistributedDataParallel": {"_active_ddp_module": None},
-    "torch.nn.utils.parametrize": {"_cache": dict, "_cache_enabled": 0},
-    "torch.utils._debug_mode._mode": {"_ACTIVE_DEBUG_MODE_COUNT": 0},
-    "torch.utils._device": {"CURRENT_DEVICE": None},
-    "torch.utils._python_dispatch": {
-        "_is_in_any_mode_without_ignore_compile_internals": False,
-        "_is_in_non_infra_torch_dispatch_mode": False,
-        "_is_in_torch_dispatch_mode": False,
-    },
-    "torch.utils.checkpoint": {
-        "_checkpoint_debug_enabled": None,
-        "_enable_checkpoint_early_stop": None,
-    },
-    **{
-        module: {name: ... for name in vars(sys.modules[module]) if name.startswith("_global_")}
-        for module in ("torch.nn.modules.module", "torch.optim.optimizer")
-    },
-}
+_GLOBALS: list[tuple[str, str, Any]] = [
+    ("accelerate.state", "AcceleratorState._shared_state", dict),
+    ("accelerate.state", "GradientState._shared_state", dict),
+    ("accelerate.state", "PartialState._shared_state", dict),
+    ("multiprocessing.context", "_default_context._actual_context", None),
+    ("multiprocessing.forkserver", "_forkserver._forkserver_*", None),
+    ("multiprocessing.forkserver", "_forkserver._inherited_fds", None),
+    ("torch._functorch.eager_transforms", "JVP_NESTING", 0),
+    ("torch.autograd.forward_ad", "_current_level", -1),
+    ("torch.autograd.graph", "_allow_mutation_on_saved_tensors_enabled", False),
+    ("torch.backends", "m.__allow_nonbracketed_mutation_flag", ...),
+    ("torch.backends.mha", "_is_fastpath_enabled", ...),
+    ("torch.backends.opt_einsum", "m.enabled", ...),
+    ("torch.backends.opt_einsum", "m.strategy", ...),
+    ("torch.cpu", "_current_stream", ...),
+    ("torch.distributed._shard.api", "_CURRENT_PROCESS_GROUP", None),
+    ("torch.distributed.distributed_c10d", "_backend", ...),
+    ("torch.distributed.distributed_c10d", "_default_pg_init_method", None),
+    ("torch.distributed.fsdp._fully_shard._fully_shard", "_enable_fsdp_module_new_init", True),
+    ("torch.distributed.tensor._api", "DTensor._op_dispatcher._allow_implicit_replication", False),
+    ("torch.distributed.tensor._api", "DTensor._op_dispatcher._custom_op_handlers", ...),
+    ("torch.distributed.tensor._random", "_rng_tracker", None),
+    ("torch.distributed.tensor._redistribute", "_DISABLE_*", False),
+    ("torch.distributed.tensor._redistribute", "_FORCE_MIN_COST_REDISTRIBUTION_PLAN", None),
+    ("torch.hub", "_hub_dir", ...),
+    ("torch.multiprocessing", "_sharing_strategy", ...),
+    ("torch.nn.modules.module", "_global_*", ...),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", None),
+    ("torch.nn.utils.parametrize", "_cache", dict),
+    ("torch.nn.utils.parametrize", "_cache_enabled", 0),
+    ("torch.optim.optimizer", "_global_*", ...),
+    ("torch.utils._debug_mode._mode", "_ACTIVE_DEBUG_MODE_COUNT", 0),
+    ("torch.utils._device", "CURRENT_DEVICE", None),
+    ("torch.utils._python_dispatch", "_is_in_*", False),
+    ("torch.utils.checkpoint", "_checkpoint_debug_enabled", None),
+    ("torch.utils.checkpoint", "_enable_checkpoint_early_stop", None),
+]
+_FLAGS = (
+    "cudnn_benchmark cudnn_deterministic cudnn_enabled mkldnn_deterministic mkldnn_enabled "
+    "nnpack_enabled sdp_priority_order"
+)
+_KERNELS = "cudnn flash math mem_efficient overrideable"
 # Settings that torch keeps in C++: functions that read and set them, and arguments of both.
 _FUNCTIONS: list[tuple[Any, ...]] = [
     ("get_default_dtype", "_set_default_dtype"),
-    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
-    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    ("_get_nnpack_enabled", "_set_nnpack_enabled"),
-    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
-    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
     ("_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"),
-    ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
-    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
     ("_get_fp32_precision_getter", "_set_fp32_precision_setter", "generic", "all"),
     ("_get_fp32_precision_getter", "_set_fp32_precision_setter", "mkldnn", "all"),
 ]
+_FUNCTIONS += [(f"_get_{name}", f"_set_{name}") for name in _FLAGS.split()]
+_FUNCTIONS += [(f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _KERNELS.split()]
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (partial(getattr(torch._C, get), *args), partial(getattr(torch._C, put), *args))
     for get, put, *args in _FUNCTIONS
     if hasattr(torch._C, get) and hasattr(torch._C, put)
-] + [
+]
+_SETTINGS += [
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda values: torch.set_anomaly_enabled(*values),
     ),
-    (
-        lambda: (
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_deterministic_algorithms_warn_only(),
-        ),
-        lambda values: torch._C._set_deterministic_algorithms(values[0], warn_only=values[1]),
-    ),
 ]
-_missing = set(_GLOBALS)
+# What torchrun sets. With OMP_NUM_THREADS the bits are torchrun's, too. Programs take LOCAL_RANK
+# for the number of their GPU.
+_VARIABLES = """
+RANK={rank} ROLE_RANK={rank} LOCAL_RANK={local_rank}
+WORLD_SIZE={size} ROLE_WORLD_SIZE={size} LOCAL_WORLD_SIZE={size}
+GROUP_RANK=0 GROUP_WORLD_SIZE=1 ROLE_NAME=default OMP_NUM_THREADS=1
+MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
+TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_RUN_ID=none
+"""
+_missing = list(_GLOBALS)  # rows whose modules are not imported yet
 _found: list[tuple[Any, str, Any]] = []
-_num_modules = 0
+_cuda: Any = torch.cuda
 
 
 def _imported() -> list[tuple[Any, str, Any]]:
     """Return objects of ``_GLOBALS`` that are imported, their attributes and first values."""
-    global _num_modules
-    if len(sys.modules) != _num_modules:
-        _num_modules = len(sys.modules)
-        for path in sorted(_missing):
-            name, _, rest = path.partition(":")
-            module = sys.modules.get(name)
-            if module is None:
-                continue
-            if getattr(module.__spec__, "_initializing", False):
-                _num_modules = 0
-                continue
-            owner: Any = module
-            for attribute in rest.split(".") if rest else ():
-                owner = getattr(owner, attribute, None)
-            _found.extend((owner, n, v) for n, v in _GLOBALS[path].items() if hasattr(owner, n))
-            _missing.remove(path)
+    for row in [row for row in _missing if row[0] in sys.modules]:
+        owner: Any = sys.modules[row[0]]
+        if not getattr(getattr(owner, "__spec__", None), "_initializing", False):
+            _missing.remove(row)
+            *path, pattern = row[1].split(".")
+            for name in path:
+                owner = getattr(owner, name, None)
+            _found.extend((owner, name, row[2]) for name in fnmatch.filter(dir(owner), pattern))
     return _found
 
 
@@ -139,36 +117,23 @@ def _first(owner: Any, name: str, value: Any) -> Any:
 
 
 class ProcessState:
-    """Random states of torch, Python and NumPy, settings of torch, and globals of its contexts.
-
-    NumPy's generator is exchanged, which takes 1 us; to copy its state takes 160. The legacy
-    functions keep the second of a pair of normal numbers beside it, and forget that then.
-
-    Cost: 35 us to take and to restore.
-    """
+    """Random numbers, settings and globals of a process; 35 us to take and to restore."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
-        self._cuda = _of_cuda()
+        self._cuda = _cuda.get_rng_state_all() if _cuda.is_initialized() else []
         self._python = random.getstate()
-        numpy = _numpy_random()
+        numpy = _numpy_random()  # to exchange its generator takes 1 us, to copy the state 160
         self._numpy = None if numpy is None else numpy.get_bit_generator()
         self._settings = [get() for get, _ in _SETTINGS]
         self._globals = [getattr(owner, name) for owner, name, _ in _imported()]
 
     @classmethod
     def fresh(cls, number: int) -> ProcessState:
-        """Return the state of a process that has just begun; its random numbers are fixed.
-
-        Args:
-            number: Seeds random numbers, which differ between ranks as between processes.
-        """
+        """Return the state of a process that has just begun; ``number`` seeds random numbers."""
         self = cls()
         self._torch = torch.Generator().manual_seed(number).get_state()
-        self._cuda = [
-            torch.Generator(f"cuda:{i}").manual_seed(number).get_state()
-            for i, _ in enumerate(self._cuda)
-        ]
+        self._cuda = [torch.Generator("cuda").manual_seed(number).get_state() for _ in self._cuda]
         self._python = random.Random(number).getstate()
         if self._numpy is not None:
             self._numpy = _numpy_random().MT19937(number)
@@ -179,8 +144,7 @@ class ProcessState:
     def restore(self) -> None:
         """Give the process this state."""
         torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        torch.cuda.set_rng_state_all(self._cuda)
         random.setstate(self._python)
         if self._numpy is not None:
             _numpy_random().set_bit_generator(self._numpy)
@@ -192,32 +156,17 @@ class ProcessState:
         for (owner, name, _), value in zip(found, self._globals + more, strict=True):
             if getattr(owner, name) is not value:
                 setattr(owner, name, value)
-        _tell_dynamo()
         environ: Any = os.environ
         if isinstance(environ._data, Environment):
             environ._data.give_to_process()
-
-
-def _tell_dynamo() -> None:
-    """Tell the C++ part of torch.compile of a global that it has, too."""
-    name = "_is_in_any_mode_without_ignore_compile_internals"
-    modes: Any = sys.modules["torch.utils._python_dispatch"]
-    if hasattr(modes, name):
-        modes.set_is_in_mode_without_ignore_compile_internals(getattr(modes, name))
 
 
 def end_fork_server() -> None:
     """End the server of processes that multiprocessing has started for this rank."""
     server: Any = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
     if server is not None and server._forkserver_pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server._forkserver_pid, signal.SIGTERM)
+        os.kill(server._forkserver_pid, signal.SIGTERM)
         server._stop()
-
-
-def _of_cuda() -> list[torch.Tensor]:
-    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.get_rng_state_all() if is_used else []
 
 
 def _numpy_random() -> Any:
@@ -226,79 +175,45 @@ def _numpy_random() -> Any:
     return found if hasattr(found, "set_bit_generator") else None
 
 
-class Environment(MutableMapping[Any, Any]):
-    """Keep the variables of ``os.environ``: a rank's own for its threads.
-
-    Args:
-        outside: Those of all other threads.
-        mine: Returns those of this thread's rank; None: it is no rank's.
-    """
+class Environment(UserDict[Any, Any]):
+    """Keep the variables of ``os.environ``: a rank's own for its threads, and ``outside``."""
 
     def __init__(self, outside: MutableMapping[Any, Any], mine: Callable[[], Any]) -> None:
-        self._outside = outside
-        self._mine = mine
+        self._outside, self._mine = outside, mine
         # The process's own copy of variables that ranks have changed: programs inherit that.
-        self._given = {key: outside.get(key) for key in _variables(0, 2, torch.device("cpu"))}
+        self._given = {key: outside.get(key) for key in _variables(0, 2, 0)}
 
-    def _here(self) -> MutableMapping[Any, Any]:
-        own: MutableMapping[Any, Any] | None = self._mine()
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """The variables of this thread."""
+        own = self._mine()
         return self._outside if own is None else own
 
     def give_to_process(self) -> None:
         """Give the process this thread's variables, which programs that it starts inherit."""
-        here = self._here()
+        here = self.data
         for key, given in self._given.items():
             value = here.get(key)
             if value != given:
                 os.putenv(key, value) if value is not None else os.unsetenv(key)
                 self._given[key] = value
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._here()[key]
-
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._here()[key] = self._given[key] = value  # which Python has given to the process
+        self.data[key] = self._given[key] = value  # which Python has given to the process
 
     def __delitem__(self, key: Any) -> None:
-        del self._here()[key]
+        del self.data[key]
         self._given[key] = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._here())
-
-    def __len__(self) -> int:
-        return len(self._here())
 
 
 def environment_of(index: int, world_size: int, device: torch.device) -> dict[bytes, bytes]:
-    """Return a rank's environment: the process's, and what torchrun sets.
-
-    ``LOCAL_RANK`` is the number of the rank's GPU where it has one: that is what programs take it
-    for.
-    """
-    variables = {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items()}
-    own = _variables(index, world_size, device)
+    """Return a rank's environment: the process's, and what torchrun sets."""
+    own = _variables(index, world_size, device.index if device.type == "cuda" else index)
     if world_size == 1 or "OMP_NUM_THREADS" in os.environ:
         del own[b"OMP_NUM_THREADS"]
-    return variables | own
+    return dict(os.environb) | own
 
 
-def _variables(index: int, world_size: int, device: torch.device) -> dict[bytes, bytes]:
-    values = {
-        "RANK": index,
-        "LOCAL_RANK": device.index if device.type == "cuda" else index,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
-        "ROLE_NAME": "default",
-        "ROLE_RANK": index,
-        "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 29500,
-        "OMP_NUM_THREADS": 1,  # as torchrun: then the bits are its, too
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_RUN_ID": "none",
-    }
-    return {os.fsencode(name): os.fsencode(str(value)) for name, value in values.items()}
+def _variables(rank: int, size: int, local_rank: int) -> dict[bytes, bytes]:
+    text = _VARIABLES.format(rank=rank, size=size, local_rank=local_rank)
+    return dict(pair.split(b"=") for pair in text.encode().split())

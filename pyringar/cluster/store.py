@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from pyringar.cluster.calls import Wait, seconds_of
@@ -14,21 +13,19 @@ from pyringar.cluster.ranks import this_rank
 
 __all__ = ["ThreadStore"]
 
-_Store: Any = _distributed_c10d.Store
-_FIRST_PORT = 49152  # of those that a store chooses
+_c10d: Any = _distributed_c10d
+_Call = Callable[..., None]
 
 
 class _Keys(Wait):
     """A wait for keys of the store."""
 
     def __init__(self, store: ThreadStore, keys: Sequence[str], limit_s: float | None) -> None:
-        super().__init__(this_rank(), f"the store's {', '.join(map(_short, keys))}", limit_s)
-        self._store = store
-        self._keys = keys
+        super().__init__(this_rank(), _text_of(keys), limit_s)
+        self._store, self._keys = store, keys
 
     @property
     def is_done(self) -> bool:
-        """Whether all are there, or the wait was ended."""
         return self._is_over or self._store.has(self._keys)
 
     @is_done.setter
@@ -36,166 +33,103 @@ class _Keys(Wait):
         self._is_over = value
 
 
-class ThreadStore(_Store):  # type: ignore[misc]
-    """Keys, values and queues of all ranks of a cluster; a rank that waits lets others run.
+def _passed_on(name: str, first: _Call | None = None) -> Any:
+    """Return a method of the data; ``first`` is called where a key is missing."""
 
-    Args:
-        wait: Returns when a wait is done, and raises the error that it ended with.
-        ask: Lets others run: a rank may ask in a loop for a key, which the argument names.
-        changed: Called when there are new keys.
-    """
+    def call(self: ThreadStore, keys: Any, *args: Any) -> Any:
+        if first is not None and not self.has(listed := [keys] if isinstance(keys, str) else keys):
+            first(self, listed)
+        result = getattr(self._data, name)(keys, *args)
+        if first is None:
+            self._changed()
+        return result
 
-    kind: Any = None
-    """The class of torch that it stands for."""
+    return call
 
-    def __init__(
-        self,
-        wait: Callable[[Wait], None],
-        ask: Callable[[str], None],
-        changed: Callable[[], None],
-    ) -> None:
-        super().__init__()
+
+class ThreadStore(_c10d.Store):  # type: ignore[misc]
+    """Keys, values and queues of all ranks of a cluster; a rank that waits lets others run."""
+
+    def __init__(self, wait: _Call, ask: _Call, changed: _Call, data: Any = None) -> None:
+        _c10d.Store.__init__(self)
         self._calls = wait, ask, changed
         self._wait, self._ask, self._changed = wait, ask, changed
-        self._values: dict[str, bytes] = {}
-        self._queues: dict[str, list[bytes]] = {}
-        self._prefix = ""
-        self._timeout = timedelta(seconds=300)
-        self._stores: dict[Any, ThreadStore] = {}
+        self._data = data or _c10d.HashStore()
+        self._data.set_timeout(timedelta(milliseconds=1))  # get() of a queue would wait in C++
+        self.kind: type = ThreadStore
+        """The class of torch that it stands for, to isinstance()."""
 
-    def store_at(self, kind: type, place: Sequence[Any]) -> ThreadStore:
-        """Return the store that ranks share by its class and place.
+    def view(self, prefix: str, **attributes: Any) -> ThreadStore:
+        """Return a store of the keys of this one that begin with a prefix, and a slash."""
+        store = ThreadStore(*self._calls, _c10d.PrefixStore(prefix, self._data))
+        store.__dict__.update(attributes)
+        return store
 
-        Args:
-            kind: A class of torch.
-            place: Host and port, where 0 is a port that was not used, or the path of a file.
-        """
-        key = kind, *(each or _FIRST_PORT + len(self._stores) for each in place)
-        if key not in self._stores:
-            names = ("path",) if len(key) == 2 else ("host", "port")
-            attributes = dict(zip(names, key[1:], strict=True), kind=kind, libuvBackend=True)
-            self._stores[key] = ThreadStore(*self._calls)._with(attributes)
-        return self._stores[key]
-
-    def view(self, prefix: str, kind: type | None = None) -> ThreadStore:
-        """Return a store of the keys of this one that begin with a prefix, of a class of torch."""
-        made = ThreadStore(*self._calls)._with(self.__dict__)
-        root = getattr(self, "_underlying_non_prefix_store", self)
-        more = {"underlying_store": self, "_underlying_non_prefix_store": root, "kind": kind}
-        return made._with({"_prefix": self._prefix + prefix, **(more if kind is not None else {})})
-
-    def _with(self, attributes: dict[str, Any]) -> ThreadStore:
-        self.__dict__.update(attributes)
-        return self
-
-    def set(self, key: str, value: bytes | str) -> None:
-        """Set a key."""
-        self._values[self._prefix + key] = _bytes(value)
-        self._changed()
-
-    def get(self, key: str) -> bytes:
-        """Return a key's value, when it is there."""
-        self.wait([key])
-        return self._values[self._prefix + key]
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum."""
-        if amount == 0:
-            self._ask(f"the store's {_short(key)}")
-        total = int(self._values.get(self._prefix + key, b"0")) + amount
-        self.set(key, str(total))
-        return total
-
-    def append(self, key: str, value: bytes | str) -> None:
-        """Put more at the end of a key's value."""
-        self.set(key, self._values.get(self._prefix + key, b"") + _bytes(value))
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set a key if it has the expected value, or if it has none and none is expected."""
-        found = self._values.get(self._prefix + key)
-        if found == _bytes(expected) or (found is None and not expected):
-            self.set(key, desired)
-            return _bytes(desired)
-        self._ask(f"the store's {_short(key)}")
-        return _bytes(expected) if found is None else found
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there; if not, let others run first."""
-        if not self.has(keys):
-            self._ask(f"the store's {', '.join(map(_short, keys))}")
-        return self.has(keys)
-
-    def has(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there now."""
-        full = [self._prefix + key for key in keys]
-        return all(key in self._values or self._queues.get(key) for key in full)
+    def _ask_for(self, keys: Sequence[str]) -> None:
+        self._ask(_text_of(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all keys are there."""
         if not self.has(keys):
             self._wait(_Keys(self, keys, seconds_of(timeout)))
 
-    def queue_push(self, key: str, value: bytes | str) -> None:
-        """Put a value at the end of a queue."""
-        self._queues.setdefault(self._prefix + key, []).append(_bytes(value))
+    __class__ = property(lambda self: self.kind)
+    append = _passed_on("append")
+    check = _passed_on("check", first=_ask_for)
+    delete_key = deleteKey = _passed_on("delete_key")  # noqa: N815  # the second is C++'s name
+    get = _passed_on("get", first=wait)
+    queue_len = _passed_on("queue_len", first=_ask_for)
+    queue_push = _passed_on("queue_push")
+    set = _passed_on("set")
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are there now."""
+        return bool(self._data.check(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, and return the sum; let others run first if that only reads it."""
+        if amount == 0:
+            self._ask_for([key])
+        total = int(self._data.add(key, amount))
         self._changed()
+        return total
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes | str) -> bytes:
+        """Set a key if it has the expected value, or if it has none and none is expected."""
+        found = bytes(self._data.compare_set(key, expected, desired))
+        self._changed()
+        if found != (desired.encode() if isinstance(desired, str) else desired):
+            self._ask_for([key])
+        return found
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue, when there is one.
-
-        Raises:
-            QueueEmptyError: There is none, and ``block`` is false.
-        """
-        while not (queue := self._queues.get(self._prefix + key)):
-            if not block and not self.check([key]):
-                raise dist.QueueEmptyError("queue is empty")
+        """Take the first value of a queue; wait for one, or raise QueueEmptyError."""
+        if not block:
+            self.check([key])
+        while block and not self._data.queue_len(key):
             self.wait([key])
-        return queue.pop(0)
-
-    def queue_len(self, key: str) -> int:
-        """Return how many values are in a queue; if none, let others run first."""
-        self.check([key])
-        return len(self._queues.get(self._prefix + key, ()))
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it was there."""
-        return self._values.pop(self._prefix + key, None) is not None
+        return bytes(self._data.queue_pop(key, False))
 
     def num_keys(self) -> int:
         """Return how many keys there are, and one of the server's as torch does."""
-        return len(self._values) + 1
+        base: Any = getattr(self, "_underlying_non_prefix_store", self)
+        return len(base.list_keys()) + 1
 
     def list_keys(self) -> list[str]:
         """Return all keys."""
-        start = len(self._prefix)
-        return [key[start:] for key in self._values if key.startswith(self._prefix)]
+        return list(self._data.list_keys())
 
     def clone(self) -> ThreadStore:
-        """Return another object for the same store."""
-        return self.view("")
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a wait for keys may last."""
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        """Return how long a wait for keys may last."""
-        return self._timeout
+        """Return this store, as a HashStore does."""
+        return self
 
     def let_go(self) -> None:
         """Forget all keys."""
-        for store in [self, *self._stores.values()]:
-            store._values.clear()
-            store._queues.clear()
-        self._stores.clear()
+        for key in self.list_keys():
+            self._data.delete_key(key)
 
-    deleteKey, getNumKeys, compareSet = delete_key, num_keys, compare_set  # noqa: N815
+    getNumKeys, compareSet = num_keys, compare_set  # noqa: N815
 
 
-def _bytes(value: bytes | str) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _short(key: str) -> str:
-    return key.rpartition("/")[2]
+def _text_of(keys: Sequence[str]) -> str:
+    return f"the store's {', '.join(key.rpartition('/')[2] for key in keys)}"
