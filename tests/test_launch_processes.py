@@ -15,7 +15,9 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -27,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import pyringar as pr
-from pyringar.cli import main
 from pyringar.cluster.board import Board
+from pyringar.cluster.calls import text_of
 
 
 def launch(fn, ranks=2, **options):
@@ -86,7 +88,10 @@ def test_ddp_has_the_parameters_of_threads():
 def test_ranks_have_the_state_of_new_processes():
     def program():
         draws = float(torch.rand(())), random.random()
-        return draws, torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.warn("old", DeprecationWarning, stacklevel=1)
+        dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
+        return draws, torch.is_grad_enabled(), dtype, num_threads, len(told)
 
     torch.set_default_dtype(torch.float64)
     try:
@@ -95,7 +100,7 @@ def test_ranks_have_the_state_of_new_processes():
     finally:
         torch.set_default_dtype(torch.float32)
     assert processes == pr.launch(program, 2)
-    assert processes[0][1:] == (True, torch.float32, 1)
+    assert processes[0][1:] == (True, torch.float32, 1, 1)
     assert processes[0][0] != processes[1][0]
 
 
@@ -259,6 +264,22 @@ def sends_in_a_circle():
     dist.recv(torch.ones(3), (rank + 1) % 3)
 
 
+def joins_without_rank_2(backend):
+    if os.environ["RANK"] != "2":
+        rank_of(backend)
+
+
+def reads_a_missing_key():
+    rank_of()
+    dist.distributed_c10d._get_default_store().get("missing")
+
+
+def raises_beside_a_sleeper():
+    if os.environ["RANK"] != "0":
+        time.sleep(60)
+    raise pr.PeerLostError("planted")
+
+
 @pytest.mark.parametrize(
     ("program", "kind", "first_line", "row"),
     [
@@ -288,6 +309,22 @@ def sends_in_a_circle():
             "all ranks wait",
             r"2 +waits +recv \(from 0\) .* 0 +test_launch",
         ),
+        *[
+            (
+                partial(joins_without_rank_2, backend),
+                pr.CollectiveTimeout,
+                "all ranks wait",
+                r"1 +waits in the store +after 0 calls",
+            )
+            for backend in ("gloo", "ringar")
+        ],
+        (
+            reads_a_missing_key,
+            pr.CollectiveTimeout,
+            "all ranks wait",
+            r"1 +waits in the store +after 0 calls",
+        ),
+        (raises_beside_a_sleeper, pr.PeerLostError, "planted", r"1 +runs +after 0 calls"),
     ],
     ids=lambda value: value.__name__ if callable(value) and hasattr(value, "__code__") else "",
 )
@@ -307,16 +344,25 @@ def test_stacks_of_waiting_ranks_are_shown():
     assert "in run_rank" not in text
 
 
+def forks_a_child_that_raises():
+    child = os.fork()
+    if child == 0:
+        raise ValueError("of the child")
+    os.waitpid(child, 0)
+    sys.exit(0)
+
+
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
+        (forks_a_child_that_raises, None),
         (lambda: sys.exit(0), None),
         (lambda: os._exit(0), None),
         (lambda: sys.exit(3), "3"),
         (lambda: os._exit(3), r"rank 1 \(process \d+\) exited with status 3"),
         (lambda: os.abort(), r"rank 1 \(process \d+\) was killed by SIGABRT"),
     ],
-    ids=["exit", "_exit", "exit-3", "_exit-3", "abort"],
+    ids=["fork", "exit", "_exit", "exit-3", "_exit-3", "abort"],
 )
 def test_end_of_a_process(end, expected):
     def program():
@@ -336,17 +382,42 @@ class UnpicklableError(Exception):
         super().__init__(f"{one} and {two}")
 
 
+class UntoldError(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+def error_of_a_rank():
+    """Return an exception whose class the caller of launch does not have."""
+    module = sys.modules["of_a_rank"] = types.ModuleType("of_a_rank")
+    exec("class HereError(Exception): pass", vars(module))
+    return module.HereError("text")
+
+
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("make", "fails", "text"),
     [
-        (lambda: lambda: 1, r"rank \d returned function, which cannot be pickled"),
-        (lambda: (_ for _ in ()).throw(UnpicklableError(1, 2)), r"UnpicklableError: 1 and 2"),
+        (
+            lambda: lambda: 1,
+            False,
+            r"RingarError: rank \d returned function, which cannot be pickled",
+        ),
+        (error_of_a_rank, False, "RingarError: rank 0 returned HereError, which cannot be pickled"),
+        (lambda: UnpicklableError(1, 2), True, "RingarError: UnpicklableError: 1 and 2"),
+        (error_of_a_rank, True, "RingarError: HereError: text"),
+        (UntoldError, True, r"UntoldError: \(its text fails with ValueError\)"),
     ],
-    ids=["result", "exception"],
+    ids=["result", "result-class", "exception", "exception-class", "exception-text"],
 )
-def test_unpicklable_becomes_an_error(make, text):
-    with pytest.raises(pr.RingarError, match=text):
-        launch(lambda: make())
+def test_unpicklable_becomes_an_error(make, fails, text):
+    def program():
+        if fails:
+            raise make()
+        return make()
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        launch(program)
+    assert re.match(text, text_of(caught.value))
 
 
 def test_wrong_arguments_raise():
@@ -361,6 +432,44 @@ def test_cuda_in_use_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(pr.UnsupportedError, match=r"'cuda:1'.*initialised CUDA"):
         launch(rank_of, devices=["cpu", "cuda:1"])
+
+
+def test_ignored_signals(monkeypatch):
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGCHLD)
+    }
+    try:
+        with pytest.raises(pr.UnsupportedError, match="SIGCHLD is ignored"):
+            launch(rank_of)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        assert launch(lambda: signal.getsignal(signal.SIGINT)) == [signal.SIG_IGN] * 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, BlockingIOError])
+def test_failed_start_leaves_nothing(monkeypatch, kind):
+    pids, fork = [], os.fork
+
+    def fork_and_fail():
+        if pids and kind is BlockingIOError:
+            raise BlockingIOError
+        pids.append(fork())
+        if pids[-1] and kind is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        return pids[-1]
+
+    launch(os.getpid)
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "fork", fork_and_fail)
+    with pytest.raises(kind):
+        launch(lambda: time.sleep(60))
+    left = 4 * (kind is BlockingIOError)  # which multiprocessing does not close
+    assert len(os.listdir("/proc/self/fd")) == len(before) + left
+    for pid in pids:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def test_board_keeps_the_last_whole_call():
@@ -393,17 +502,20 @@ def test_output_is_marked_by_rank(capsys):
     assert len(out.splitlines()) == 8
 
 
-def test_endless_output_does_not_hide_a_failure(monkeypatch):
+@pytest.mark.parametrize("end", ["\n", ""], ids=["lines", "no-lines"])
+def test_endless_output_does_not_hide_a_failure(monkeypatch, end):
     def program():
         if rank_of() == 1:
             raise ValueError("planted")
         while True:
-            print("x" * 1000)
+            print("x" * 1000, end=end)
 
-    with open(os.devnull, "w") as devnull:
-        monkeypatch.setattr(sys, "stdout", devnull)
-        error, _, _ = failure_of(program, 2)
+    lengths = []
+    stream = types.SimpleNamespace(write=lambda text: lengths.append(len(text)), flush=int)
+    monkeypatch.setattr(sys, "stdout", stream)
+    error, _, _ = failure_of(program, 2)
     assert type(error) is ValueError
+    assert 1000 < max(lengths) < 1 << 20
 
 
 def test_output_before_a_kill_is_shown(capsys):
@@ -433,54 +545,6 @@ def test_handlers_at_exit_run_in_ranks_alone(capsys):
     ]
 
 
-# -- scripts and tests -----------------------------------------------------------------------------
-
-
-def test_script_runs_as_main(tmp_path, capsys):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, pickle, sys, torch.distributed as dist\n"
-        "class Thing: pass\n"
-        "dist.init_process_group()\n"
-        "things = [None] * 2\n"
-        "dist.all_gather_object(things, Thing())\n"
-        "assert all(type(thing) is Thing for thing in things)\n"
-        "print(__name__, sys.argv[1:], os.environ['LOCAL_RANK'])\n"
-        "sys.exit(int(sys.argv[1]) if dist.get_rank() else 0)\n"
-    )
-    command = ["run", "--processes", "--ranks", "2", str(script)]
-    assert main([*command, "0"]) == 0
-    lines = [f"[rank {rank}] __main__ ['0'] {rank}" for rank in range(2)]
-    assert sorted(capsys.readouterr().out.splitlines()) == lines
-    with pytest.raises(SystemExit, match="3"):
-        main([*command, "3"])
-
-
-def test_seed_of_a_script_is_refused(capsys):
-    assert main(["run", "--processes", "--seed", "3", __file__]) == 2
-    assert "--seed is 3, expected 0" in capsys.readouterr().err
-
-
-@pytest.mark.ranks(3, processes=True)
-def test_mark_runs_a_test_in_processes(tmp_path):
-    assert multiprocessing.current_process().pid != os.getppid()
-    mine = torch.full((2,), float(dist.get_rank()))
-    dist.all_reduce(mine)
-    assert mine.tolist() == [3.0] * 2
-    (tmp_path / str(dist.get_rank())).touch()
-
-
-@pytest.mark.ranks(2, processes=True)
-def test_mark_skips_in_processes():
-    pytest.skip("a rank may skip")
-
-
-@pytest.mark.ranks(2, processes=True)
-@pytest.mark.xfail(strict=True, reason="its assertion is wrong on both ranks")
-def test_mark_fails_in_processes():
-    assert dist.get_rank() == 5
-
-
 # -- interrupts ------------------------------------------------------------------------------------
 
 
@@ -506,7 +570,7 @@ def test_handler_exception_ends_ranks(tmp_path):
             os.kill(int(file.read_text()), 0)
 
 
-def started(tmp_path, body):
+def started(tmp_path, body, timeout=30):
     """Start a Python that launches a program, and return it with the processes of its ranks."""
     script = tmp_path / "program.py"
     script.write_text(
@@ -515,7 +579,7 @@ def started(tmp_path, body):
         "    dist.init_process_group()\n"
         f"    open(os.path.join({str(tmp_path)!r}, f'rank{{os.getpid()}}'), 'w').close()\n"
         f"{textwrap.indent(textwrap.dedent(body), '    ')}\n"
-        "pr.launch(program, 2, processes=True)\n"
+        f"pr.launch(program, 2, processes=True, timeout={timeout})\n"
     )
     python = subprocess.Popen(
         [sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -564,6 +628,17 @@ def test_sigkill_of_the_caller_ends_ranks(tmp_path):
     python.kill()
     python.communicate(timeout=30)
     assert are_gone(ranks, 5)
+
+
+@pytest.mark.slow
+def test_stopped_time_does_not_count(tmp_path):
+    body = "for _ in range(4): time.sleep(1.6 * dist.get_rank()); dist.barrier()"
+    python, _ = started(tmp_path, body, timeout=2)
+    os.killpg(python.pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.killpg(python.pid, signal.SIGCONT)
+    _, err = python.communicate(timeout=30)
+    assert python.returncode == 0, err
 
 
 @pytest.mark.slow

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import re
 import threading
 from collections.abc import Callable
+from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 from pyringar.cluster.calls import call_of_program, some
@@ -21,7 +25,6 @@ from pyringar.errors import UnsupportedError
 __all__ = ["Board", "Publisher"]
 
 _SLOT_BYTES = 4096
-_HALF_BYTES = 2040
 # The methods of a process group that wait for other ranks.
 _METHODS = re.findall(
     r"\w+",
@@ -33,32 +36,23 @@ _METHODS = re.findall(
 
 
 class Board:
-    """Anonymous shared memory with a slot per rank, which only that rank writes.
-
-    A slot has two halves, and a first byte that says which half counts: a rank that is killed while
-    it writes leaves the half before.
-    """
+    """Shared memory with a slot for the last call of each rank, also of one that is killed."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._memory = mmap.mmap(-1, num_ranks * _SLOT_BYTES)
+        memory = mmap.mmap(-1, num_ranks * _SLOT_BYTES)
+        self._slots = (ctypes.c_char * _SLOT_BYTES * num_ranks).from_buffer(memory)
 
     def write(self, rank: int, call: dict[str, Any]) -> None:
         """Publish a rank's last call."""
         text = json.dumps(call).encode()
-        if len(text) >= _HALF_BYTES:  # the ranks of a large group, the numbers of many groups
-            text = json.dumps({**call, "ranks": [], "numbers": {}}).encode()[: _HALF_BYTES - 1]
-        start = rank * _SLOT_BYTES
-        half = 1 - self._memory[start]
-        first = start + 1 + half * _HALF_BYTES
-        self._memory[first : first + len(text) + 1] = text + b"\0"
-        self._memory[start] = half
+        if len(text) >= _SLOT_BYTES:  # the ranks of a large group, the numbers of many groups
+            text = json.dumps({**call, "ranks": [], "numbers": {}}).encode()
+        self._slots[rank].value = text[: _SLOT_BYTES - 1]
 
     def read(self, rank: int) -> dict[str, Any]:
         """Return a rank's last call; empty before the first, and if it is too long for a slot."""
-        first = rank * _SLOT_BYTES + 1 + self._memory[rank * _SLOT_BYTES] * _HALF_BYTES
-        text, _, _ = self._memory[first : first + _HALF_BYTES].partition(b"\0")
         try:
-            found: dict[str, Any] = json.loads(text or b"{}")
+            found: dict[str, Any] = json.loads(self._slots[rank].value)
         except ValueError:
             return {}
         return found
@@ -73,8 +67,7 @@ class Publisher:
         self._world_size = world_size
         self._numbers: dict[str, int] = {}  # of the last call, by group
         self._num_calls = 0
-        self._here = threading.local()
-        self._is_inside = False
+        self._inside: set[int] = set()  # the threads that are in a call
         self._work: Any = None
         self._group: Any = None
         for kind in (dist.ProcessGroup, RingarProcessGroup, RingarBackend):
@@ -82,30 +75,39 @@ class Publisher:
                 if hasattr(kind, name):
                     setattr(kind, name, self._published(getattr(kind, name), name))
             keep_dynamo_out(kind)
+        store: Any = dist.Store  # type: ignore[attr-defined]
+        for name in ("get", "wait"):
+            setattr(store, name, _with_a_frame(getattr(store, name)))
 
-    def state(self) -> tuple[bool, Any]:
-        """Return whether the last call has not ended, and a value that changes as it goes on."""
-        waits = self._is_inside or not (self._work is None or self._work.is_completed())
+    def state(self, frame: FrameType | None) -> tuple[str, Any]:
+        """Return what the program does in a frame, and a value that changes as calls go on."""
         engine = getattr(getattr(self._group, "_comm", None), "_group", None)
-        return waits, (self._num_calls, engine.progress() if engine is not None else 0)
+        progress = (self._num_calls, engine.progress() if engine is not None else 0)
+        if self._inside or not (self._work is None or self._work.is_completed()):
+            return "waits", progress
+        waiting = (vars(distributed_c10d), globals())
+        if any(outer.f_globals in waiting for outer, _ in walk_stack(frame)):
+            return "waits in the store", progress  # for ranks that join a group, or for a key
+        return "runs", progress
 
     def _published(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(self._here, "is_inside", False):  # one method of a group calls another
+            thread = threading.get_ident()
+            if thread in self._inside:  # one method of a group calls another
                 return method(group, *args, **kwargs)
-            self._here.is_inside = self._is_inside = True
+            self._inside.add(thread)
             self._group = group
             try:
                 self._publish(group, name, [*args, *kwargs.values()])
                 self._work = work = method(group, *args, **kwargs)
             finally:
-                self._here.is_inside = self._is_inside = False
+                self._inside.remove(thread)
             return work
 
         return call
 
     def _publish(self, group: Any, name: str, args: list[Any]) -> None:
-        ranks = list(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))
+        ranks = list(distributed_c10d._world.pg_group_ranks.get(group, ()))
         ranks = ranks or getattr(group, "_global_ranks", None) or list(range(self._world_size))
         is_world = len(ranks) == self._world_size
         key = "the world" if is_world else f"group {', '.join(map(str, ranks))}"
@@ -113,26 +115,33 @@ class Publisher:
         tensors = next((row for row in reversed(rows) if row), [])  # inputs come after outputs
         details = [f"op {_name_of(a.reduceOp)}" for a in args if hasattr(a, "reduceOp")]
         details += [f"root {a.rootRank}" for a in args if hasattr(a, "rootRank")]
-        peers = ranks
-        self._num_calls += 1
+        number = 0
         if name in ("send", "recv"):
-            peers = [ranks[args[1]]]
-            details.append(f"{'to' if name == 'send' else 'from'} {peers[0]}")
+            ranks = [ranks[args[1]]]
+            details.append(f"{'to' if name == 'send' else 'from'} {ranks[0]}")
         elif name != "recv_anysource":
-            self._numbers[key] = self._numbers.get(key, 0) + 1
+            number = self._numbers[key] = self._numbers.get(key, 0) + 1
+        self._num_calls += 1
         line, function = call_of_program()
-        call = {
-            "call": (function or name) + (f" ({', '.join(details)})" if details else ""),
-            "number": self._numbers[key] if peers is ranks and name != "recv_anysource" else 0,
-            "in": key,
-            "shape": some(tuple(tensor.shape) for tensor in tensors),
-            "dtype": some(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors)),
-            "line": line,
-            "ranks": peers,
-            "numbers": self._numbers,
-            "calls": self._num_calls,
-        }
+        columns = [
+            (function or name) + (f" ({', '.join(details)})" if details else ""),
+            str(number or ""),
+            key,
+            some(tuple(tensor.shape) for tensor in tensors),
+            some(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors)),
+        ]
+        call = {"columns": columns, "line": line, "in": key, "number": number, "ranks": ranks}
+        call |= {"numbers": self._numbers, "calls": self._num_calls}
         self._board.write(self._rank, call)
+
+
+def _with_a_frame(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method in C++ as a function in Python, which stacks show."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return call
 
 
 def _name_of(reduce_op: Any) -> str:

@@ -29,7 +29,7 @@ from pyringar.cluster.state import ProcessState, environment_of
 from pyringar.comm.exits import close_all
 from pyringar.comm.threads import start_thread
 from pyringar.distributed.backend import keep_gloo
-from pyringar.errors import RingarError, UnsupportedError
+from pyringar.errors import PeerLostError, UnsupportedError
 
 __all__ = ["run_rank"]
 
@@ -39,65 +39,56 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_rank(
-    program: Callable[[], Any],
     index: int,
+    channel: Connection,
+    stdout: Connection,
+    stderr: Connection,
+    program: Callable[[], Any],
     devices: Sequence[torch.device],
     port: int,
     board: Board,
-    channel: Connection,
-    outputs: Sequence[int],
-    parent: int,
 ) -> None:
-    """Run the program as a rank, in a process forked for it, and send what came of it.
-
-    Args:
-        program: The function of `pyringar.launch`.
-        index: The rank.
-        devices: Of all ranks.
-        port: Of the store that all ranks share.
-        board: Where the rank publishes its calls.
-        channel: To `launch`, in the process ``parent``.
-        outputs: File descriptors that become 1 and 2.
-        parent: The process that the rank may not outlive.
-    """
-    _leave_parent(parent, outputs)
-    _become_rank(index, devices, port)
-    link = _Link(channel, Publisher(board, index, len(devices)))
+    """Run the program as a rank, in a process forked for it, and send what came of it."""
+    _leave_parent([stdout, stderr])
+    pid, lock = os.getpid(), threading.Lock()
+    publisher = Publisher(board, index, len(devices))
+    start_thread("state of this rank", _answer, channel, lock, publisher, threading.get_ident())
     try:
-        try:
-            result = program()
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                raise
-            result = None
-        link.send("returned", _pickled(index, result))
+        _become_rank(index, devices, port)
+        result = _run(program)
+        what = f"rank {index} returned {type(result).__name__}, which cannot be pickled"
+        message = {"outcome": "returned", "result": _pickled(result, what)}
     except BaseException as error:
+        if os.getpid() != pid:  # a child that the program forked
+            raise
         sys.last_value = error  # tells close_all that the program has failed
-        link.send("failed", *_portable(error))
+        message = _failure(error)
+    if os.getpid() == pid:
+        with lock:
+            channel.send(message)
     atexit._run_exitfuncs()
     keep_gloo()
     with contextlib.suppress(RuntimeError):  # told to the other ranks, or in the result
         close_all()
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
-def _leave_parent(parent: int, outputs: Sequence[int]) -> None:
+def _leave_parent(outputs: Sequence[Connection]) -> None:
     """Replace what belongs to the process of `launch`: signals, streams, handlers at exit."""
+    parent: Any = multiprocessing.process.parent_process()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it had ended before that call
+    if os.getppid() != parent.pid:  # it had ended before that call
         os._exit(1)
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+            is_ctrl_c = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
     atexit._clear()
     multiprocessing.process.current_process().name = "MainProcess"
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     for fd, (output, name) in enumerate(zip(outputs, ("stdout", "stderr"), strict=True), start=1):
-        os.dup2(output, fd)
-        os.close(output)
+        os.dup2(output.fileno(), fd)
+        output.close()
         stream = open(fd, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -130,52 +121,52 @@ def _keep_one_thread(number: int) -> None:
         )
 
 
-def _pickled(index: int, result: Any) -> bytes:
+def _run(program: Callable[[], Any]) -> Any:
     try:
-        return pickle.dumps(result)
-    except Exception as error:
-        raise RingarError(
-            f"rank {index} returned {type(result).__name__}, which cannot be pickled for the "
-            f"process that called launch: {text_of(error)}"
-        ) from error
+        return program()
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        return None
 
 
-def _portable(error: BaseException) -> tuple[bytes, str, float]:
-    """Return an exception pickled, its traceback, and the time."""
+def _pickled(value: Any, text: str) -> tuple[bytes, str]:
+    """Return a value for `launch`, and the text of the error if it cannot be pickled."""
+    try:
+        return pickle.dumps(value), text
+    except Exception as error:  # the methods of a program's class may raise any
+        return b"", f"{text}: {text_of(error)}"
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """Return the message for `launch` about an exception of the program."""
     lines = traceback.format_exception(type(error), error, of_program(error.__traceback__))
-    if "wiki/Autograd-and-Fork" in str(error):
+    text = text_of(error)
+    if "wiki/Autograd-and-Fork" in text:
         error = UnsupportedError(
             "launch: ranks that are forked processes cannot run backward, because the first "
             "backward of this process, beside a GPU or after torch.compile, has started threads; "
             "launch before that, or use torchrun"
         )
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:  # the methods of a program's class may raise any
-        data = pickle.dumps(RingarError(text_of(error)))
-    return data, "".join(lines), time.monotonic()
+    is_peers = isinstance(error, PeerLostError)
+    return {
+        # The failure of its peer has ended a wait.
+        "outcome": "waits" if is_peers else f"failed: {type(error).__name__}",
+        "error": _pickled(error, text),
+        "trace": "".join(lines),
+        "failed_s": time.monotonic(),
+    }
 
 
-class _Link:
-    """The rank's end of its pipe to `launch`; a thread answers what the rank does."""
-
-    def __init__(self, channel: Connection, publisher: Publisher) -> None:
-        self._channel = channel
-        self._publisher = publisher
-        self._lock = threading.Lock()
-        self._program = threading.get_ident()
-        start_thread("state of this rank", self._answer)
-
-    def send(self, kind: str, *values: Any) -> None:
-        data = pickle.dumps((kind, *values))
-        with self._lock:
-            self._channel.send_bytes(data)
-
-    def _answer(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._channel.recv_bytes()
-                frame = sys._current_frames().get(self._program)
-                stack = stack_of(frame, after=run_rank.__code__)
-                self.send("state", *self._publisher.state(), stack)
+def _answer(channel: Connection, lock: threading.Lock, publisher: Publisher, program: int) -> None:
+    """Tell `launch`, whenever it asks, what the thread of the program does."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            channel.recv_bytes()
+            frame = sys._current_frames().get(program)
+            state, progress = publisher.state(frame)
+            stack = stack_of(frame, after=run_rank.__code__)
+            with lock:
+                channel.send(
+                    {"state": state, "progress": progress, "stack": stack, "is_asked": False}
+                )
