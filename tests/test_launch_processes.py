@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -12,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import types
@@ -29,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import pyringar as pr
-from pyringar.cluster.board import Board
 from pyringar.cluster.calls import text_of
+from pyringar.cluster.process_rank import Board
 
 
 def launch(fn, ranks=2, **options):
@@ -434,44 +432,6 @@ def test_cuda_in_use_is_refused(monkeypatch):
         launch(rank_of, devices=["cpu", "cuda:1"])
 
 
-def test_ignored_signals(monkeypatch):
-    before = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGCHLD)
-    }
-    try:
-        with pytest.raises(pr.UnsupportedError, match="SIGCHLD is ignored"):
-            launch(rank_of)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        assert launch(lambda: signal.getsignal(signal.SIGINT)) == [signal.SIG_IGN] * 2
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, BlockingIOError])
-def test_failed_start_leaves_nothing(monkeypatch, kind):
-    pids, fork = [], os.fork
-
-    def fork_and_fail():
-        if pids and kind is BlockingIOError:
-            raise BlockingIOError
-        pids.append(fork())
-        if pids[-1] and kind is KeyboardInterrupt:
-            signal.raise_signal(signal.SIGINT)
-        return pids[-1]
-
-    launch(os.getpid)
-    before = os.listdir("/proc/self/fd")
-    monkeypatch.setattr(os, "fork", fork_and_fail)
-    with pytest.raises(kind):
-        launch(lambda: time.sleep(60))
-    left = 4 * (kind is BlockingIOError)  # which multiprocessing does not close
-    assert len(os.listdir("/proc/self/fd")) == len(before) + left
-    for pid in pids:
-        with pytest.raises(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
-
-
 def test_board_keeps_the_last_whole_call():
     board = Board(2)
     assert board.read(1) == {}
@@ -480,6 +440,23 @@ def test_board_keeps_the_last_whole_call():
     assert board.read(1) == {"call": "all_reduce", "ranks": [], "numbers": {}}
     board.write(1, {"call": "x" * 5000})  # longer than a slot
     assert (board.read(0), board.read(1)) == ({}, {})
+
+
+@pytest.mark.slow
+def test_backward_after_threads_is_told(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, torch, pyringar as pr\n"
+        "def backward(): torch.ones((), requires_grad=True).backward()\n"
+        "if sys.argv[1] == 'first': pr.launch(print, 1, processes=True)\n"
+        "torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(()))\n"
+        "backward()\n"
+        "pr.launch(backward, 1, processes=True)\n"
+    )
+    for order, expected in (("first", 0), ("last", 1)):
+        done = subprocess.run([sys.executable, script, order], capture_output=True, text=True)
+        assert done.returncode == expected, done.stderr
+        assert ("UnsupportedError: launch: ranks that are forked" in done.stderr) == expected
 
 
 # -- output ----------------------------------------------------------------------------------------
@@ -543,132 +520,3 @@ def test_handlers_at_exit_run_in_ranks_alone(capsys):
         "[rank 0] of a thread",
         "[rank 0] of the rank",
     ]
-
-
-# -- interrupts ------------------------------------------------------------------------------------
-
-
-def test_handler_exception_ends_ranks(tmp_path):
-    def program():
-        (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
-        rank_of()
-        time.sleep(60)
-
-    def handle(*_):
-        raise TimeoutError("of a handler")
-
-    before = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
-    try:
-        with pytest.raises(TimeoutError, match="of a handler"):
-            launch(program)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    for file in tmp_path.iterdir():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(file.read_text()), 0)
-
-
-def started(tmp_path, body, timeout=30):
-    """Start a Python that launches a program, and return it with the processes of its ranks."""
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import os, sys, time, torch, torch.distributed as dist, pyringar as pr\n"
-        "def program():\n"
-        "    dist.init_process_group()\n"
-        f"    open(os.path.join({str(tmp_path)!r}, f'rank{{os.getpid()}}'), 'w').close()\n"
-        f"{textwrap.indent(textwrap.dedent(body), '    ')}\n"
-        f"pr.launch(program, 2, processes=True, timeout={timeout})\n"
-    )
-    python = subprocess.Popen(
-        [sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    ends_s = time.monotonic() + 60
-    while len(ranks := list(tmp_path.glob("rank*"))) < 2 and time.monotonic() < ends_s:
-        time.sleep(0.02)
-    time.sleep(0.1)
-    return python, [int(path.name[4:]) for path in ranks]
-
-
-def are_gone(pids, within_s):
-    ends_s = time.monotonic() + within_s
-    while time.monotonic() < ends_s:
-        left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
-        if not left:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "notebook"])
-def test_ctrl_c_ends_all_ranks(tmp_path, to_all):
-    body = """
-    try:
-        dist.barrier() if dist.get_rank() else time.sleep(60)
-    except KeyboardInterrupt:
-        open(os.environ["RANK"] + ".interrupted", "w").close()
-        raise
-    """
-    body = body.replace('os.environ["RANK"]', f'{str(tmp_path)!r} + "/" + os.environ["RANK"]')
-    python, ranks = started(tmp_path, body)
-    (os.killpg if to_all else os.kill)(python.pid, signal.SIGINT)
-    assert are_gone(ranks, 2)
-    assert "KeyboardInterrupt" in python.communicate(timeout=30)[1].splitlines()[-1]
-    assert sorted(p.name for p in tmp_path.glob("*.interrupted")) == [
-        "0.interrupted",
-        "1.interrupted",
-    ]
-
-
-@pytest.mark.slow
-def test_sigkill_of_the_caller_ends_ranks(tmp_path):
-    python, ranks = started(tmp_path, "while True: pass")
-    python.kill()
-    python.communicate(timeout=30)
-    assert are_gone(ranks, 5)
-
-
-@pytest.mark.slow
-def test_stopped_time_does_not_count(tmp_path):
-    body = "for _ in range(4): time.sleep(1.6 * dist.get_rank()); dist.barrier()"
-    python, _ = started(tmp_path, body, timeout=2)
-    os.killpg(python.pid, signal.SIGSTOP)
-    time.sleep(4)
-    os.killpg(python.pid, signal.SIGCONT)
-    _, err = python.communicate(timeout=30)
-    assert python.returncode == 0, err
-
-
-@pytest.mark.slow
-def test_rank_that_swallows_signals_is_killed(tmp_path):
-    def program():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if rank_of() == 1:
-            raise ValueError("planted")
-        with contextlib.suppress(BaseException):
-            dist.barrier()
-        time.sleep(60)
-
-    began_s = time.monotonic()
-    error, _, _ = failure_of(program, 2)
-    assert type(error) is ValueError
-    assert time.monotonic() - began_s < 15
-
-
-@pytest.mark.slow
-def test_backward_after_threads_is_told(tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import sys, torch, pyringar as pr\n"
-        "def backward(): torch.ones((), requires_grad=True).backward()\n"
-        "if sys.argv[1] == 'first': pr.launch(print, 1, processes=True)\n"
-        "torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(()))\n"
-        "backward()\n"
-        "pr.launch(backward, 1, processes=True)\n"
-    )
-    for order, expected in (("first", 0), ("last", 1)):
-        done = subprocess.run([sys.executable, script, order], capture_output=True, text=True)
-        assert done.returncode == expected, done.stderr
-        assert ("UnsupportedError: launch: ranks that are forked" in done.stderr) == expected

@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d
 
 from pyringar.cluster import internals
-from pyringar.cluster.board import Board
 from pyringar.cluster.calls import names_of
-from pyringar.cluster.process_rank import run_rank
+from pyringar.cluster.process_rank import Board, run_rank
 from pyringar.cluster.report import by_text, layout
 from pyringar.engine import load
 from pyringar.errors import (
@@ -166,10 +165,6 @@ class _Rank:
         pipes = [self.channel, *(output.pipe for output in self.outputs)]
         return [pipe for pipe in pipes if not pipe.closed]
 
-    @property
-    def has_failed(self) -> bool:
-        return self.outcome not in ("", "returned")
-
     def read(self, noticed_s: float) -> None:
         """Take the messages and the output that are there, and note the end of the process."""
         code = self.process.exitcode
@@ -189,6 +184,14 @@ class _Rank:
             killed = f"was killed by {names.get(code, f'signal {-code}')}"
             self.outcome = f"exited with status {code}" if code > 0 else killed
             self.failed_s = noticed_s - _DYING_S
+
+    def failure(self) -> BaseException:
+        if self.error is None:
+            return PeerLostError(f"rank {self.index} (process {self.process.pid}) {self.outcome}")
+        try:
+            return cast("BaseException", _loaded(*self.error))
+        except RingarError as error:  # with the text of the other
+            return error
 
     def kill(self, number: int) -> None:
         if not self.has_ended:
@@ -266,10 +269,9 @@ class _Ranks:
             alive = [rank for rank in self._ranks if not rank.has_ended]
             if not alive:
                 return
-            wait(
-                [end for rank in alive for end in (rank.process.sentinel, *rank.open_pipes)],
-                _POLL_S,
-            )
+            sources = [rank.process.sentinel for rank in alive]
+            sources += [pipe for rank in alive for pipe in rank.open_pipes]
+            wait(sources, _POLL_S)
             for rank in alive:
                 rank.read(self._woke_s)
             self._woke_s = time.monotonic()
@@ -283,11 +285,11 @@ class _Ranks:
 
     def _is_over(self) -> bool:
         """Return whether a rank has failed, or ranks wait and no rank moves for the timeout."""
-        passed_s = time.monotonic() - self._asked_s
-        interval_s = min(1.0, self._timeout_s / 8)
-        if any(rank.has_failed for rank in self._ranks):
+        if any(rank.outcome not in ("", "returned") for rank in self._ranks):
             self._ask()
             return True
+        passed_s = time.monotonic() - self._asked_s
+        interval_s = min(1.0, self._timeout_s / 8)
         if passed_s > interval_s:
             before = [rank.progress for rank in self._ranks]
             self._ask()
@@ -295,58 +297,48 @@ class _Ranks:
             # The time during which all processes are stopped does not count.
             self._still_s = 0 if has_moved else self._still_s + min(passed_s, 2 * interval_s)
             if self._still_s > self._timeout_s:
-                self._look_at_waits()
+                self._stuck = self._standstill()
         return bool(self._stuck)
 
     def _ask(self) -> None:
         """Ask all ranks what they do; a rank that does not run Python does not answer."""
         self._asked_s = time.monotonic()
-        for rank in self._ranks:
-            if not (rank.is_asked or rank.outcome):
+        alive = [rank for rank in self._ranks if not rank.outcome]
+        for rank in alive:
+            if not rank.is_asked:
                 with contextlib.suppress(OSError):
                     rank.channel.send_bytes(b"")
                     rank.is_asked = True
-        self._serve(
-            _ANSWER_S,
-            lambda: not any(rank.is_asked and not rank.has_ended for rank in self._ranks),
-        )
+        self._serve(_ANSWER_S, lambda: not any(rank.is_asked for rank in alive if not rank.outcome))
 
-    def _look_at_waits(self) -> None:
-        """End the ranks if one of them waits for others: no rank has moved for the timeout."""
+    def _standstill(self) -> str:
+        """Return that ranks wait, or "" if none does: no rank has moved for the timeout."""
         alive = [rank for rank in self._ranks if not rank.has_ended]
-        running = [rank.index for rank in alive if rank.outcome or rank.state == "runs"]
-        if len(running) < len(alive):
-            what = f"all ranks wait for each other, for {self._timeout_s:g} s"
-            if running:
-                what = (
-                    f"{names_of(running)} ran for {self._timeout_s:g} s without a call in which "
-                    "others go on, and these waited"
-                )
-            self._stuck = f"{what}{self._table()}"
+        running = [rank.index for rank in alive if rank.state == "runs"]
+        if len(running) == len(alive):
+            return ""
+        if not running:
+            return f"all ranks wait for each other, for {self._timeout_s:g} s"
+        what = "without a call in which others go on, and these waited"
+        return f"{names_of(running)} ran for {self._timeout_s:g} s {what}"
 
     # -- what came of it ---------------------------------------------------------------------------
 
     def _failure(self) -> BaseException | None:
         """Return the first failure, whose cause has the tracebacks of all ranks that raised."""
-        if self._stuck:
-            return CollectiveTimeout(self._stuck)
-        failed = [rank for rank in self._ranks if rank.has_failed]
-        if not failed:
-            return None
-        # A rank that waits has lost its peer, and failed because of the peer.
-        first = min(failed, key=lambda rank: (rank.outcome == "waits", rank.failed_s))
+        failed = [rank for rank in self._ranks if rank.outcome not in ("", "returned")]
         error: BaseException
-        if first.error is None:
-            what = f"rank {first.index} (process {first.process.pid}) {first.outcome}"
-            error = PeerLostError(f"{what}{self._table()}")
+        if self._stuck:
+            error = CollectiveTimeout(self._stuck)
+        elif not failed:
+            return None
         else:
-            try:
-                error = _loaded(*first.error)
-            except RingarError as without_class:
-                error = without_class
-            if type(error) in (ArgumentError, CollectiveTimeout, PeerLostError):
-                error = type(error)(f"{error}{self._table()}")
-        traces = {rank.index: rank.trace for rank in [first, *failed] if rank.trace}
+            # A rank that waits has lost its peer, and failed because of the peer.
+            failed.sort(key=lambda rank: (rank.outcome == "waits", rank.failed_s))
+            error = failed[0].failure()
+        if type(error) in (ArgumentError, CollectiveTimeout, PeerLostError):
+            error = type(error)(f"{error}{self._table()}")
+        traces = {rank.index: rank.trace for rank in failed if rank.trace}
         error.__cause__ = RemoteTraceback(f"\n{by_text(traces)}") if traces else None
         return error
 
