@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from doc_pages import blocks_of
 from programs import run_programs
 
@@ -276,3 +278,51 @@ def test_pages_program_has_torchruns_bits(tmp_path, capsys):
 
 
 RINGAR = "import pyringar.distributed\nfrom torch import nn\n"  # torch before 2.14 needs it
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def test_script_runs_as_main(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pickle, sys, torch.distributed as dist\n"
+        "class Thing: pass\n"
+        "dist.init_process_group()\n"
+        "things = [None] * 2\n"
+        "dist.all_gather_object(things, Thing())\n"
+        "assert all(type(thing) is Thing for thing in things)\n"
+        "print(__name__, sys.argv[1:], os.environ['LOCAL_RANK'])\n"
+        "sys.exit(int(sys.argv[1]) if dist.get_rank() else 0)\n"
+    )
+    command = ["run", "--processes", "--ranks", "2", str(script)]
+    assert main([*command, "0"]) == 0
+    lines = [f"[rank {rank}] __main__ ['0'] {rank}" for rank in range(2)]
+    assert sorted(capsys.readouterr().out.splitlines()) == lines
+    with pytest.raises(SystemExit, match="3"):
+        main([*command, "3"])
+
+
+def test_seed_of_a_script_is_refused(capsys):
+    assert main(["run", "--processes", "--seed", "3", __file__]) == 2
+    assert "--seed is 3, expected 0" in capsys.readouterr().err
+
+
+@pytest.mark.ranks(3, processes=True)
+def test_mark_runs_a_test_in_processes(tmp_path):
+    assert multiprocessing.current_process().pid != os.getppid()
+    mine = torch.full((2,), float(dist.get_rank()))
+    dist.all_reduce(mine)
+    assert mine.tolist() == [3.0] * 2
+    (tmp_path / str(dist.get_rank())).touch()
+
+
+@pytest.mark.ranks(2, processes=True)
+def test_mark_skips_in_processes():
+    pytest.skip("a rank may skip")
+
+
+@pytest.mark.ranks(2, processes=True)
+@pytest.mark.xfail(strict=True, reason="its assertion is wrong on both ranks")
+def test_mark_fails_in_processes():
+    assert dist.get_rank() == 5

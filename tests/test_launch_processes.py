@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -12,10 +11,11 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
+import types
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import pyringar as pr
-from pyringar.cli import main
-from pyringar.cluster.board import Board
+from pyringar.cluster.calls import text_of
+from pyringar.cluster.process_rank import Board
 
 
 def launch(fn, ranks=2, **options):
@@ -86,7 +86,10 @@ def test_ddp_has_the_parameters_of_threads():
 def test_ranks_have_the_state_of_new_processes():
     def program():
         draws = float(torch.rand(())), random.random()
-        return draws, torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.warn("old", DeprecationWarning, stacklevel=1)
+        dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
+        return draws, torch.is_grad_enabled(), dtype, num_threads, len(told)
 
     torch.set_default_dtype(torch.float64)
     try:
@@ -95,7 +98,7 @@ def test_ranks_have_the_state_of_new_processes():
     finally:
         torch.set_default_dtype(torch.float32)
     assert processes == pr.launch(program, 2)
-    assert processes[0][1:] == (True, torch.float32, 1)
+    assert processes[0][1:] == (True, torch.float32, 1, 1)
     assert processes[0][0] != processes[1][0]
 
 
@@ -259,6 +262,22 @@ def sends_in_a_circle():
     dist.recv(torch.ones(3), (rank + 1) % 3)
 
 
+def joins_without_rank_2(backend):
+    if os.environ["RANK"] != "2":
+        rank_of(backend)
+
+
+def reads_a_missing_key():
+    rank_of()
+    dist.distributed_c10d._get_default_store().get("missing")
+
+
+def raises_beside_a_sleeper():
+    if os.environ["RANK"] != "0":
+        time.sleep(60)
+    raise pr.PeerLostError("planted")
+
+
 @pytest.mark.parametrize(
     ("program", "kind", "first_line", "row"),
     [
@@ -288,6 +307,22 @@ def sends_in_a_circle():
             "all ranks wait",
             r"2 +waits +recv \(from 0\) .* 0 +test_launch",
         ),
+        *[
+            (
+                partial(joins_without_rank_2, backend),
+                pr.CollectiveTimeout,
+                "all ranks wait",
+                r"1 +waits in the store +after 0 calls",
+            )
+            for backend in ("gloo", "ringar")
+        ],
+        (
+            reads_a_missing_key,
+            pr.CollectiveTimeout,
+            "all ranks wait",
+            r"1 +waits in the store +after 0 calls",
+        ),
+        (raises_beside_a_sleeper, pr.PeerLostError, "planted", r"1 +runs +after 0 calls"),
     ],
     ids=lambda value: value.__name__ if callable(value) and hasattr(value, "__code__") else "",
 )
@@ -307,16 +342,25 @@ def test_stacks_of_waiting_ranks_are_shown():
     assert "in run_rank" not in text
 
 
+def forks_a_child_that_raises():
+    child = os.fork()
+    if child == 0:
+        raise ValueError("of the child")
+    os.waitpid(child, 0)
+    sys.exit(0)
+
+
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
+        (forks_a_child_that_raises, None),
         (lambda: sys.exit(0), None),
         (lambda: os._exit(0), None),
         (lambda: sys.exit(3), "3"),
         (lambda: os._exit(3), r"rank 1 \(process \d+\) exited with status 3"),
         (lambda: os.abort(), r"rank 1 \(process \d+\) was killed by SIGABRT"),
     ],
-    ids=["exit", "_exit", "exit-3", "_exit-3", "abort"],
+    ids=["fork", "exit", "_exit", "exit-3", "_exit-3", "abort"],
 )
 def test_end_of_a_process(end, expected):
     def program():
@@ -336,17 +380,42 @@ class UnpicklableError(Exception):
         super().__init__(f"{one} and {two}")
 
 
+class UntoldError(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+def error_of_a_rank():
+    """Return an exception whose class the caller of launch does not have."""
+    module = sys.modules["of_a_rank"] = types.ModuleType("of_a_rank")
+    exec("class HereError(Exception): pass", vars(module))
+    return module.HereError("text")
+
+
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("make", "fails", "text"),
     [
-        (lambda: lambda: 1, r"rank \d returned function, which cannot be pickled"),
-        (lambda: (_ for _ in ()).throw(UnpicklableError(1, 2)), r"UnpicklableError: 1 and 2"),
+        (
+            lambda: lambda: 1,
+            False,
+            r"RingarError: rank \d returned function, which cannot be pickled",
+        ),
+        (error_of_a_rank, False, "RingarError: rank 0 returned HereError, which cannot be pickled"),
+        (lambda: UnpicklableError(1, 2), True, "RingarError: UnpicklableError: 1 and 2"),
+        (error_of_a_rank, True, "RingarError: HereError: text"),
+        (UntoldError, True, r"UntoldError: \(its text fails with ValueError\)"),
     ],
-    ids=["result", "exception"],
+    ids=["result", "result-class", "exception", "exception-class", "exception-text"],
 )
-def test_unpicklable_becomes_an_error(make, text):
-    with pytest.raises(pr.RingarError, match=text):
-        launch(lambda: make())
+def test_unpicklable_becomes_an_error(make, fails, text):
+    def program():
+        if fails:
+            raise make()
+        return make()
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        launch(program)
+    assert re.match(text, text_of(caught.value))
 
 
 def test_wrong_arguments_raise():
@@ -373,6 +442,23 @@ def test_board_keeps_the_last_whole_call():
     assert (board.read(0), board.read(1)) == ({}, {})
 
 
+@pytest.mark.slow
+def test_backward_after_threads_is_told(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, torch, pyringar as pr\n"
+        "def backward(): torch.ones((), requires_grad=True).backward()\n"
+        "if sys.argv[1] == 'first': pr.launch(print, 1, processes=True)\n"
+        "torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(()))\n"
+        "backward()\n"
+        "pr.launch(backward, 1, processes=True)\n"
+    )
+    for order, expected in (("first", 0), ("last", 1)):
+        done = subprocess.run([sys.executable, script, order], capture_output=True, text=True)
+        assert done.returncode == expected, done.stderr
+        assert ("UnsupportedError: launch: ranks that are forked" in done.stderr) == expected
+
+
 # -- output ----------------------------------------------------------------------------------------
 
 
@@ -393,17 +479,20 @@ def test_output_is_marked_by_rank(capsys):
     assert len(out.splitlines()) == 8
 
 
-def test_endless_output_does_not_hide_a_failure(monkeypatch):
+@pytest.mark.parametrize("end", ["\n", ""], ids=["lines", "no-lines"])
+def test_endless_output_does_not_hide_a_failure(monkeypatch, end):
     def program():
         if rank_of() == 1:
             raise ValueError("planted")
         while True:
-            print("x" * 1000)
+            print("x" * 1000, end=end)
 
-    with open(os.devnull, "w") as devnull:
-        monkeypatch.setattr(sys, "stdout", devnull)
-        error, _, _ = failure_of(program, 2)
+    lengths = []
+    stream = types.SimpleNamespace(write=lambda text: lengths.append(len(text)), flush=int)
+    monkeypatch.setattr(sys, "stdout", stream)
+    error, _, _ = failure_of(program, 2)
     assert type(error) is ValueError
+    assert 1000 < max(lengths) < 1 << 20
 
 
 def test_output_before_a_kill_is_shown(capsys):
@@ -431,169 +520,3 @@ def test_handlers_at_exit_run_in_ranks_alone(capsys):
         "[rank 0] of a thread",
         "[rank 0] of the rank",
     ]
-
-
-# -- scripts and tests -----------------------------------------------------------------------------
-
-
-def test_script_runs_as_main(tmp_path, capsys):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, pickle, sys, torch.distributed as dist\n"
-        "class Thing: pass\n"
-        "dist.init_process_group()\n"
-        "things = [None] * 2\n"
-        "dist.all_gather_object(things, Thing())\n"
-        "assert all(type(thing) is Thing for thing in things)\n"
-        "print(__name__, sys.argv[1:], os.environ['LOCAL_RANK'])\n"
-        "sys.exit(int(sys.argv[1]) if dist.get_rank() else 0)\n"
-    )
-    command = ["run", "--processes", "--ranks", "2", str(script)]
-    assert main([*command, "0"]) == 0
-    lines = [f"[rank {rank}] __main__ ['0'] {rank}" for rank in range(2)]
-    assert sorted(capsys.readouterr().out.splitlines()) == lines
-    with pytest.raises(SystemExit, match="3"):
-        main([*command, "3"])
-
-
-def test_seed_of_a_script_is_refused(capsys):
-    assert main(["run", "--processes", "--seed", "3", __file__]) == 2
-    assert "--seed is 3, expected 0" in capsys.readouterr().err
-
-
-@pytest.mark.ranks(3, processes=True)
-def test_mark_runs_a_test_in_processes(tmp_path):
-    assert multiprocessing.current_process().pid != os.getppid()
-    mine = torch.full((2,), float(dist.get_rank()))
-    dist.all_reduce(mine)
-    assert mine.tolist() == [3.0] * 2
-    (tmp_path / str(dist.get_rank())).touch()
-
-
-@pytest.mark.ranks(2, processes=True)
-def test_mark_skips_in_processes():
-    pytest.skip("a rank may skip")
-
-
-@pytest.mark.ranks(2, processes=True)
-@pytest.mark.xfail(strict=True, reason="its assertion is wrong on both ranks")
-def test_mark_fails_in_processes():
-    assert dist.get_rank() == 5
-
-
-# -- interrupts ------------------------------------------------------------------------------------
-
-
-def test_handler_exception_ends_ranks(tmp_path):
-    def program():
-        (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
-        rank_of()
-        time.sleep(60)
-
-    def handle(*_):
-        raise TimeoutError("of a handler")
-
-    before = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
-    try:
-        with pytest.raises(TimeoutError, match="of a handler"):
-            launch(program)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    for file in tmp_path.iterdir():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(file.read_text()), 0)
-
-
-def started(tmp_path, body):
-    """Start a Python that launches a program, and return it with the processes of its ranks."""
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import os, sys, time, torch, torch.distributed as dist, pyringar as pr\n"
-        "def program():\n"
-        "    dist.init_process_group()\n"
-        f"    open(os.path.join({str(tmp_path)!r}, f'rank{{os.getpid()}}'), 'w').close()\n"
-        f"{textwrap.indent(textwrap.dedent(body), '    ')}\n"
-        "pr.launch(program, 2, processes=True)\n"
-    )
-    python = subprocess.Popen(
-        [sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    ends_s = time.monotonic() + 60
-    while len(ranks := list(tmp_path.glob("rank*"))) < 2 and time.monotonic() < ends_s:
-        time.sleep(0.02)
-    time.sleep(0.1)
-    return python, [int(path.name[4:]) for path in ranks]
-
-
-def are_gone(pids, within_s):
-    ends_s = time.monotonic() + within_s
-    while time.monotonic() < ends_s:
-        left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
-        if not left:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "notebook"])
-def test_ctrl_c_ends_all_ranks(tmp_path, to_all):
-    body = """
-    try:
-        dist.barrier() if dist.get_rank() else time.sleep(60)
-    except KeyboardInterrupt:
-        open(os.environ["RANK"] + ".interrupted", "w").close()
-        raise
-    """
-    body = body.replace('os.environ["RANK"]', f'{str(tmp_path)!r} + "/" + os.environ["RANK"]')
-    python, ranks = started(tmp_path, body)
-    (os.killpg if to_all else os.kill)(python.pid, signal.SIGINT)
-    assert are_gone(ranks, 2)
-    assert "KeyboardInterrupt" in python.communicate(timeout=30)[1].splitlines()[-1]
-    assert sorted(p.name for p in tmp_path.glob("*.interrupted")) == [
-        "0.interrupted",
-        "1.interrupted",
-    ]
-
-
-@pytest.mark.slow
-def test_sigkill_of_the_caller_ends_ranks(tmp_path):
-    python, ranks = started(tmp_path, "while True: pass")
-    python.kill()
-    python.communicate(timeout=30)
-    assert are_gone(ranks, 5)
-
-
-@pytest.mark.slow
-def test_rank_that_swallows_signals_is_killed(tmp_path):
-    def program():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if rank_of() == 1:
-            raise ValueError("planted")
-        with contextlib.suppress(BaseException):
-            dist.barrier()
-        time.sleep(60)
-
-    began_s = time.monotonic()
-    error, _, _ = failure_of(program, 2)
-    assert type(error) is ValueError
-    assert time.monotonic() - began_s < 15
-
-
-@pytest.mark.slow
-def test_backward_after_threads_is_told(tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import sys, torch, pyringar as pr\n"
-        "def backward(): torch.ones((), requires_grad=True).backward()\n"
-        "if sys.argv[1] == 'first': pr.launch(print, 1, processes=True)\n"
-        "torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(()))\n"
-        "backward()\n"
-        "pr.launch(backward, 1, processes=True)\n"
-    )
-    for order, expected in (("first", 0), ("last", 1)):
-        done = subprocess.run([sys.executable, script, order], capture_output=True, text=True)
-        assert done.returncode == expected, done.stderr
-        assert ("UnsupportedError: launch: ranks that are forked" in done.stderr) == expected

@@ -11,22 +11,30 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d
 
 from pyringar.cluster import internals
-from pyringar.cluster.board import Board
 from pyringar.cluster.calls import names_of
-from pyringar.cluster.process_rank import run_rank
+from pyringar.cluster.process_rank import Board, run_rank
 from pyringar.cluster.report import by_text, layout
 from pyringar.engine import load
-from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError
+from pyringar.errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    PeerLostError,
+    RingarError,
+    UnsupportedError,
+)
 
 __all__ = ["run_processes"]
 
@@ -57,6 +65,8 @@ def run_processes(
             "initialised CUDA, which a forked process cannot use; launch before the first use of "
             "CUDA, or take threads or torchrun"
         )
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        raise UnsupportedError("launch: SIGCHLD is ignored, so that no process can be waited for")
     for name in _LATE:
         importlib.import_module(name)
     internals.run_first_backward()
@@ -64,134 +74,137 @@ def run_processes(
     return _Ranks(devices, timeout_s).run(program)
 
 
-class _RanksError(Exception):
-    """Show, as the cause of an error, the tracebacks of the ranks that raised."""
+@contextlib.contextmanager
+def _handlers_wait() -> Iterator[None]:
+    """Call handlers of signals at the end: what they raise would lose a process that was forked."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [n for n in signal.valid_signals() if is_main and callable(signal.getsignal(n))]
+    came: list[int] = []
+    handlers = [signal.signal(number, lambda n, _: came.append(n)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        for late in came:
+            signal.raise_signal(late)
 
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
+
+def _loaded(data: bytes, text: str) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # of a class that this process does not have, for instance
+        raise RingarError(text) from error
 
 
+@dataclass
 class _Output:
-    """Relay what a rank writes to a stream, line by line, with the rank's number before it."""
+    """Relay what a rank writes to a stream, line by line, with a mark before each line."""
 
-    def __init__(self, fd: int, rank: int, stream: Any) -> None:
-        self.fd = fd
-        self.is_open = True
-        self._mark = f"[rank {rank}] "
-        self._stream = stream
-        self._text = b""
-        self._last_s = 0.0
+    pipe: Connection
+    mark: bytes
+    stream: Any
+    text: bytes = b""
+    last_s: float = 0.0
 
     def relay(self, *, is_over: bool) -> None:
-        """Relay the lines that are there, and a line without an end that has stood for a while."""
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(self.fd, _PIPE_BYTES)
-            self.is_open = bool(data)
-            self._text += data
-            self._last_s = time.monotonic()
-        end = max(self._text.rfind(b"\n"), self._text.rfind(b"\r")) + 1
-        if self._text[end:] and (is_over or time.monotonic() - self._last_s > _PARTIAL_LINE_S):
-            self._text += b"\n"
-            end = len(self._text)
-        lines = self._text[:end].decode(errors="replace").splitlines(keepends=True)
-        self._text = self._text[end:]
+        """Relay the lines that are there, and a line without an end that is old or long."""
+        with contextlib.suppress(OSError):  # there is nothing, or the pipe is closed
+            data = os.read(self.pipe.fileno(), _PIPE_BYTES)
+            if not data:
+                self.pipe.close()
+            self.text += data
+            self.last_s = time.monotonic()
+        end = max(self.text.rfind(b"\n"), self.text.rfind(b"\r")) + 1
+        is_old = is_over or time.monotonic() - self.last_s > _PARTIAL_LINE_S
+        if self.text[end:] and (is_old or len(self.text) > _PIPE_BYTES):
+            self.text += b"\n"
+            end = len(self.text)
+        lines = self.text[:end].splitlines(keepends=True)
+        self.text = self.text[end:]
         if lines:
-            self._stream.write("".join(self._mark + line for line in lines))
-            self._stream.flush()
+            marked = b"".join(self.mark + line for line in lines)
+            self.stream.write(marked.decode(errors="replace"))
+            self.stream.flush()
 
 
 class _Rank:
     """One rank, as `launch` sees it."""
 
-    def __init__(self, index: int, process: Any, channel: Connection, fds: Sequence[int]) -> None:
+    def __init__(self, index: int, *shared: Any) -> None:
+        context: Any = multiprocessing.get_context("fork")
         self.index = index
-        self.process = process
-        self.pid = process.pid
-        self.end_fd = os.pidfd_open(self.pid)
-        self.outputs = [_Output(fds[0], index, sys.stdout), _Output(fds[1], index, sys.stderr)]
-        self.channel = channel
-        self.is_open = True  # the channel
-        self.has_ended = False  # the process
-        self.result: bytes | None = None
-        self.error: BaseException | None = None
-        self.trace = ""
-        self.lost = ""  # how the process ended, if without a result
+        self.channel, theirs = context.Pipe()
+        self.outputs, writers = [], [theirs]
+        for stream in (sys.stdout, sys.stderr):
+            reader, writer = context.Pipe(duplex=False)
+            os.set_blocking(reader.fileno(), False)
+            self.outputs.append(_Output(reader, b"[rank %d] " % index, stream))
+            writers.append(writer)
+        self.has_ended = False
+        # The rank's messages set what follows.
+        self.outcome = ""  # for tables, as the state before
+        self.result = (pickle.dumps(None), "")  # if it calls os._exit(0)
+        self.error: tuple[bytes, str] | None = None
         self.failed_s = 0.0
+        self.trace = ""
         self.is_asked = False
-        self.waits = False
+        self.state = "runs"
         self.progress: Any = None
         self.stack = ""
+        self.process = context.Process(target=run_rank, args=(index, *writers, *shared))
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads at a fork: idle pools, which the rank does not use.
+            warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+            self.process.start()
+        for writer in writers:
+            writer.close()
+
+    @property
+    def open_pipes(self) -> list[Connection]:
+        pipes = [self.channel, *(output.pipe for output in self.outputs)]
+        return [pipe for pipe in pipes if not pipe.closed]
 
     def read(self, noticed_s: float) -> None:
         """Take the messages and the output that are there, and note the end of the process."""
-        self.has_ended = self.process.exitcode is not None
+        code = self.process.exitcode
+        self.has_ended = code is not None
         try:
-            while self.is_open and self.channel.poll():
-                self._take(*pickle.loads(self.channel.recv_bytes()))
+            while not self.channel.closed and self.channel.poll():
+                vars(self).update(self.channel.recv())
         except (EOFError, OSError):
-            self.is_open = False
+            self.channel.close()
         for output in self.outputs:
             output.relay(is_over=self.has_ended)
-        if self.has_ended and self.error is None:
-            self._end(self.process.exitcode, noticed_s)
+        if code is None or self.error is not None:
+            return
+        self.outcome = "returned"
+        if code != 0:
+            names = {-number.value: number.name for number in signal.Signals}
+            killed = f"was killed by {names.get(code, f'signal {-code}')}"
+            self.outcome = f"exited with status {code}" if code > 0 else killed
+            self.failed_s = noticed_s - _DYING_S
 
-    def _take(self, kind: str, *values: Any) -> None:
-        if kind == "returned":
-            (self.result,) = values
-        elif kind == "failed":
-            data, self.trace, self.failed_s = values
-            self.error = pickle.loads(data)
-        else:
-            self.is_asked = False
-            self.waits, self.progress, self.stack = values
-
-    def _end(self, code: int, noticed_s: float) -> None:
-        self.failed_s = noticed_s - _DYING_S
-        if code > 0:
-            self.lost = f"exited with status {code}"
-        elif code < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            self.lost = f"was killed by {names.get(-code, f'signal {-code}')}"
-        elif self.result is None:  # the program has called os._exit(0)
-            self.result = pickle.dumps(None)
-
-    def ask(self) -> None:
-        """Ask what the rank does; the answer comes later, or never if it does not run Python."""
-        if not (self.is_asked or self.has_ended):
-            with contextlib.suppress(OSError):
-                self.channel.send_bytes(b"")
-                self.is_asked = True
+    def failure(self) -> BaseException:
+        if self.error is None:
+            return PeerLostError(f"rank {self.index} (process {self.process.pid}) {self.outcome}")
+        try:
+            return cast("BaseException", _loaded(*self.error))
+        except RingarError as error:  # with the text of the other
+            return error
 
     def kill(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if not self.has_ended:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self.process.pid, number)
 
     def close(self) -> None:
         """End the process, if that has not happened, and free what this one holds of it."""
         self.kill(signal.SIGKILL)
         self.process.join()
         self.process.close()
-        self.channel.close()
-        for fd in (self.end_fd, *(output.fd for output in self.outputs)):
-            os.close(fd)
-
-    @property
-    def is_failed(self) -> bool:
-        """Return whether the program raised, or the process was lost."""
-        return self.error is not None or bool(self.lost)
-
-    @property
-    def state(self) -> str:
-        """Return the rank's state for the table, at the first failure."""
-        if self.lost or self.result is not None:
-            return self.lost or "returned"
-        if self.error is None:
-            return "waits" if self.waits else "runs"
-        # The failure of its peer has ended a wait.
-        is_peers = isinstance(self.error, PeerLostError)
-        return "waits" if is_peers else f"failed: {type(self.error).__name__}"
+        for pipe in self.open_pipes:
+            pipe.close()
 
 
 class _Ranks:
@@ -204,26 +217,30 @@ class _Ranks:
         self._ranks: list[_Rank] = []
         self._store: Any = None
         self._stuck = ""
-        self._signals = [signal.SIGTERM, signal.SIGKILL]  # the next one is sent at _ends_s
-        self._ends_s = float("inf")
-        self._woke_s = self._moved_s = self._asked_s = time.monotonic()
+        self._still_s = 0.0  # for how long no rank has moved
+        self._woke_s = self._asked_s = time.monotonic()
 
     def run(self, program: Callable[[], Any]) -> list[Any]:
         """Run the program on every rank; return the results by rank, or raise."""
         try:
-            self._start(program)
-            self._wait_for_end()
+            with _handlers_wait():
+                self._start(program)
+            self._serve(float("inf"), self._is_over)
+            self._serve(0 if self._stuck else _GRACE_S)
+            failure = self._failure()
+            self._end(signal.SIGTERM)
         except BaseException as error:
             is_ctrl_c = isinstance(error, KeyboardInterrupt)
-            self._signals = [signal.SIGINT if is_ctrl_c else signal.SIGTERM, signal.SIGKILL]
-            self._ends_s = time.monotonic() + (_TERMINAL_S if is_ctrl_c else 0.0)
-            self._wait_for_end()
+            self._serve(_TERMINAL_S if is_ctrl_c else 0)
+            self._end(signal.SIGINT if is_ctrl_c else signal.SIGTERM)
             raise
         finally:
             for rank in self._ranks:
                 rank.close()
             self._store = None
-        return self._results()
+        if failure is not None:
+            raise failure
+        return [_loaded(*rank.result) for rank in self._ranks]
 
     def _start(self, program: Callable[[], Any]) -> None:
         """Fork the ranks, then serve their store, whose threads no fork would have."""
@@ -232,7 +249,7 @@ class _Ranks:
         gc.freeze()  # or each rank's collector would copy the pages of all objects
         try:
             for index in range(len(self._devices)):
-                self._fork(index, program, port)
+                self._ranks.append(_Rank(index, program, self._devices, port, self._board))
         finally:
             gc.unfreeze()
         self._store = _distributed_c10d.TCPStore(
@@ -243,127 +260,99 @@ class _Ranks:
             master_listen_fd=listening.detach(),
         )
 
-    def _fork(self, index: int, program: Callable[[], Any], port: int) -> None:
-        context: Any = multiprocessing.get_context("fork")
-        channel, theirs = context.Pipe()
-        pipes = [os.pipe(), os.pipe()]
-        outputs = [writer for _, writer in pipes]
-        args = (program, index, self._devices, port, self._board, theirs, outputs, os.getpid())
-        process = context.Process(target=run_rank, args=args)
-        with warnings.catch_warnings():
-            # Python 3.12 warns of threads at a fork: idle pools, which the rank does not use.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-        theirs.close()
-        for reader, writer in pipes:
-            os.close(writer)
-            os.set_blocking(reader, False)
-        self._ranks.append(_Rank(index, process, channel, [reader for reader, _ in pipes]))
-
     # -- while they run ----------------------------------------------------------------------------
 
-    def _wait_for_end(self) -> None:
-        while self._serve():
-            self._look(time.monotonic())
+    def _serve(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Handle what ranks send and write, until all have ended or the time or need is over."""
+        ends_s = time.monotonic() + seconds
+        while time.monotonic() < ends_s and not is_over():
+            alive = [rank for rank in self._ranks if not rank.has_ended]
+            if not alive:
+                return
+            sources = [rank.process.sentinel for rank in alive]
+            sources += [pipe for rank in alive for pipe in rank.open_pipes]
+            wait(sources, _POLL_S)
+            for rank in alive:
+                rank.read(self._woke_s)
+            self._woke_s = time.monotonic()
 
-    def _serve(self) -> bool:
-        """Handle what ranks send and write, or wait a moment for it; return whether one runs."""
-        alive = [rank for rank in self._ranks if not rank.has_ended]
-        sources: list[Any] = [rank.end_fd for rank in alive]
-        sources += [rank.channel for rank in alive if rank.is_open]
-        sources += [output.fd for rank in alive for output in rank.outputs if output.is_open]
-        wait(sources, _POLL_S)
-        for rank in alive:
-            rank.read(self._woke_s)
-        self._woke_s = time.monotonic()
-        return any(not rank.has_ended for rank in alive)
-
-    def _look(self, now_s: float) -> None:
-        """End the ranks after a failure, or if ranks wait and no rank moves for the timeout."""
-        if now_s > self._ends_s:
+    def _end(self, number: signal.Signals) -> None:
+        """End the ranks that have not ended by a signal, and if they swallow it by SIGKILL."""
+        for signal_number in (number, signal.SIGKILL):
             for rank in self._ranks:
-                rank.kill(self._signals[0])
-            self._signals = self._signals[1:] or self._signals
-            self._ends_s = now_s + _GRACE_S
-        elif self._ends_s < float("inf"):
-            return
-        elif any(rank.is_failed for rank in self._ranks):
+                rank.kill(signal_number)
+            self._serve(_GRACE_S)
+
+    def _is_over(self) -> bool:
+        """Return whether a rank has failed, or ranks wait and no rank moves for the timeout."""
+        if any(rank.outcome not in ("", "returned") for rank in self._ranks):
             self._ask()
-            self._ends_s = now_s + _GRACE_S
-        elif now_s - self._asked_s > min(1.0, self._timeout_s / 8):
+            return True
+        passed_s = time.monotonic() - self._asked_s
+        interval_s = min(1.0, self._timeout_s / 8)
+        if passed_s > interval_s:
             before = [rank.progress for rank in self._ranks]
             self._ask()
-            if before != [rank.progress for rank in self._ranks]:
-                self._moved_s = now_s
-            elif now_s - self._moved_s > self._timeout_s:
-                self._look_at_waits()
+            has_moved = before != [rank.progress for rank in self._ranks]
+            # The time during which all processes are stopped does not count.
+            self._still_s = 0 if has_moved else self._still_s + min(passed_s, 2 * interval_s)
+            if self._still_s > self._timeout_s:
+                self._stuck = self._standstill()
+        return bool(self._stuck)
 
     def _ask(self) -> None:
-        """Ask all ranks what they do, and give them a moment to answer."""
+        """Ask all ranks what they do; a rank that does not run Python does not answer."""
         self._asked_s = time.monotonic()
-        for rank in self._ranks:
-            rank.ask()
-        while any(rank.is_asked and not rank.has_ended for rank in self._ranks):
-            if not self._serve() or self._woke_s > self._asked_s + _ANSWER_S:
-                break
+        alive = [rank for rank in self._ranks if not rank.outcome]
+        for rank in alive:
+            if not rank.is_asked:
+                with contextlib.suppress(OSError):
+                    rank.channel.send_bytes(b"")
+                    rank.is_asked = True
+        self._serve(_ANSWER_S, lambda: not any(rank.is_asked for rank in alive if not rank.outcome))
 
-    def _look_at_waits(self) -> None:
-        """End the ranks if one of them waits for others: no rank has moved for the timeout."""
+    def _standstill(self) -> str:
+        """Return that ranks wait, or "" if none does: no rank has moved for the timeout."""
         alive = [rank for rank in self._ranks if not rank.has_ended]
-        running = [rank.index for rank in alive if not rank.waits]
+        running = [rank.index for rank in alive if rank.state == "runs"]
         if len(running) == len(alive):
-            return
-        what = f"all ranks wait for each other, for {self._timeout_s:g} s"
-        if running:
-            what = (
-                f"{names_of(running)} ran for {self._timeout_s:g} s without a call in which others "
-                "go on, and these waited"
-            )
-        self._stuck = f"{what}{self._table()}"
-        self._ends_s = 0.0
+            return ""
+        if not running:
+            return f"all ranks wait for each other, for {self._timeout_s:g} s"
+        what = "without a call in which others go on, and these waited"
+        return f"{names_of(running)} ran for {self._timeout_s:g} s {what}"
 
     # -- what came of it ---------------------------------------------------------------------------
 
-    def _results(self) -> list[Any]:
-        """Return the results by rank, or raise the first failure."""
-        failed = [rank for rank in self._ranks if rank.is_failed]
+    def _failure(self) -> BaseException | None:
+        """Return the first failure, whose cause has the tracebacks of all ranks that raised."""
+        failed = [rank for rank in self._ranks if rank.outcome not in ("", "returned")]
+        error: BaseException
         if self._stuck:
-            raise CollectiveTimeout(self._stuck)
-        if not failed:
-            return [pickle.loads(cast("bytes", rank.result)) for rank in self._ranks]
-        # A rank that lost its peer has failed because of the peer.
-        first = min(failed, key=lambda r: (isinstance(r.error, PeerLostError), r.failed_s))
-        error = first.error
-        if error is None:
-            what = f"rank {first.index} (process {first.pid}) {first.lost}"
-            error = PeerLostError(f"{what}{self._table()}")
-        elif type(error) in (ArgumentError, CollectiveTimeout, PeerLostError):
+            error = CollectiveTimeout(self._stuck)
+        elif not failed:
+            return None
+        else:
+            # A rank that waits has lost its peer, and failed because of the peer.
+            failed.sort(key=lambda rank: (rank.outcome == "waits", rank.failed_s))
+            error = failed[0].failure()
+        if type(error) in (ArgumentError, CollectiveTimeout, PeerLostError):
             error = type(error)(f"{error}{self._table()}")
-        traces = {rank.index: rank.trace for rank in [first, *failed] if rank.trace}
-        raise error from (_RanksError(by_text(traces)) if traces else None)
+        traces = {rank.index: rank.trace for rank in failed if rank.trace}
+        error.__cause__ = RemoteTraceback(f"\n{by_text(traces)}") if traces else None
+        return error
 
     def _table(self) -> str:
-        stacks = {r.index: r.stack for r in self._ranks if r.state in ("waits", "runs")}
+        stacks = {rank.index: rank.stack for rank in self._ranks if not rank.outcome}
         return layout([self._row(rank) for rank in self._ranks], stacks).rstrip()
 
     def _row(self, rank: _Rank) -> tuple[str, ...]:
-        call, state = self._board.read(rank.index), rank.state
-        if not call or state in ("returned", "runs"):
+        call, state = self._board.read(rank.index), rank.outcome or rank.state
+        if not call or state in ("returned", "runs", "waits in the store"):
             return (str(rank.index), state, f"after {call.get('calls', 0)} calls", *[""] * 6)
-        number = call["number"]
         missing = call["ranks"] if state == "waits" else []
-        if number:
+        if call["number"]:
             numbers = {r: self._board.read(r).get("numbers", {}) for r in missing}
-            missing = [r for r in missing if numbers[r].get(call["in"], 0) < number]
-        shown = [call[name] for name in ("shape", "dtype")]
+            missing = [r for r in missing if numbers[r].get(call["in"], 0) < call["number"]]
         where = ", ".join(map(str, missing))
-        return (
-            str(rank.index),
-            state,
-            call["call"],
-            str(number or ""),
-            call["in"],
-            *shown,
-            where,
-            call["line"],
-        )
+        return (str(rank.index), state, *call["columns"], where, call["line"])
