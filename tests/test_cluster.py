@@ -364,21 +364,29 @@ def test_wrong_arguments(arguments, text):
 # -- stores ----------------------------------------------------------------------------------------
 
 
-def test_store_may_be_polled():
+POLLS: dict[str, Callable[[Any], bool]] = {
+    "check": lambda store: store.check(["ready"]),
+    "add": lambda store: store.add("count", 0) == 3,
+    "compare_set": lambda store: store.compare_set("ready", "never", "set") == b"yes",
+    "queue_len": lambda store: store.queue_len("queue") == 1,
+}
+
+
+@pytest.mark.parametrize("name", POLLS)
+def test_store_may_be_polled(name):
     def program() -> bytes:
         dist.init_process_group()
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 2:
-            store.set("ready", "yes")
+            store.queue_push("queue", "value")
             store.add("count", 3)
-        while not store.check(["ready"]):
-            pass
-        while store.add("count", 0) < 3:
+            store.set("ready", "yes")
+        while not POLLS[name](store):
             pass
         return store.get("ready")
 
     for seed in range(5):
-        assert pr.launch(program, 3, seed=seed) == [b"yes"] * 3
+        assert pr.launch(program, 3, seed=seed, timeout=2) == [b"yes"] * 3
 
 
 # -- after a run -----------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import sys
+import threading
 import time
+import types
 from typing import Any
 from unittest import mock
 
@@ -101,6 +104,29 @@ def test_patch_of_another_rank_is_refused(patch):
     assert mock._patch._active_patches == []
 
 
+@pytest.mark.slow
+def test_patch_of_a_rank_left_behind_is_undone():
+    target, may_end = types.SimpleNamespace(value=1), threading.Event()
+
+    def program() -> None:
+        dist.init_process_group()
+        if dist.get_rank() == 0:
+            dist.barrier()
+            raise KeyError("planted")
+        with mock.patch.object(target, "value", 2):
+            dist.barrier()
+            with contextlib.suppress(pr.PeerLostError):
+                dist.barrier()
+            while not may_end.is_set():
+                with contextlib.suppress(BaseException):
+                    may_end.wait(0.1)
+
+    with pytest.raises(KeyError):
+        pr.launch(program, 2, timeout=0.5)
+    assert target.value == 1
+    may_end.set()
+
+
 def test_patches_in_turn_are_taken():
     class Mine:
         value = 0
@@ -151,11 +177,14 @@ def test_processes_have_the_ranks_environment(method):
 def test_commands_have_the_ranks_environment():
     def program() -> str:
         dist.init_process_group()
-        del os.environ["ROLE_NAME"]
+        if dist.get_rank() == 0:
+            del os.environ["ROLE_NAME"]
         dist.barrier()
         return os.popen("echo $RANK $ROLE_NAME $WORLD_SIZE").read()
 
-    assert pr.launch(program, 3) == [f"{rank} 3\n" for rank in range(3)]
+    for seed in range(4):
+        found = pr.launch(program, 3, seed=seed)
+        assert found == ["0 3\n", "1 default 3\n", "2 default 3\n"]
     assert os.popen("echo $RANK $WORLD_SIZE").read() == "\n"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import begin
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyringar as pr
 from pyringar.cli import main
@@ -91,6 +93,23 @@ def test_receiver_chooses_the_sender():
 
     for seed in range(4):
         assert pr.launch(program, 3, seed=seed)[0] == [1.0, 2.0]
+
+
+class RefusesCopies(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_copies_of_stand_ins_pass_modes_by():
+    def program() -> list[int]:
+        begin()
+        mine = torch.ones(2, dtype=torch.int16)
+        with RefusesCopies():
+            dist.all_reduce(mine)
+        return mine.tolist()
+
+    assert pr.launch(program, 2) == [[2, 2]] * 2
 
 
 def test_callback_waits_for_another_future():

@@ -438,6 +438,10 @@ def test_board_keeps_the_last_whole_call():
     board.write(1, {"call": "first"})
     board.write(1, {"call": "all_reduce", "ranks": list(range(2000)), "numbers": {}})
     assert board.read(1) == {"call": "all_reduce", "ranks": [], "numbers": {}}
+    other = board._slots[1][1 - board._last[1]]
+    assert b"first" in other.value
+    other.value = b'{"call'  # by a rank that is killed while it writes
+    assert board.read(1) == {"call": "all_reduce", "ranks": [], "numbers": {}}
     board.write(1, {"call": "x" * 5000})  # longer than a slot
     assert (board.read(0), board.read(1)) == ({}, {})
 

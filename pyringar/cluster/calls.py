@@ -171,7 +171,7 @@ class Call(Wait):
         return self.is_done
 
     def exception(self) -> BaseException | None:
-        """Return what it ended with; None while it runs and when all went well."""
+        """Return the call's error; None while it runs and if it ended well."""
         return self.error
 
     def then(self, step: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""The process group of ranks that are threads: the backend's code over a transport of its own."""
+"""The process group of ranks that are threads: the calls of the backend over a `Transport`."""
 
 from __future__ import annotations
 

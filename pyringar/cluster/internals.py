@@ -113,8 +113,8 @@ def run_first_backward() -> None:
 def forget_groups_of_parent() -> None:
     """Give this process, which was forked, a torch.distributed without groups."""
     # Its groups stay: to destroy one waits for threads that a forked process does not have.
-    own_world = type("_OwnWorld", (_World,), _empty_world())
-    _replace(ExitStack(), distributed_c10d._world, "__class__", own_world)
+    world: Any = distributed_c10d._world
+    world.__class__ = type("_OwnWorld", (_World,), _empty_world())
     _c10d._unregister_all_process_groups()
 
 
@@ -127,7 +127,7 @@ def make_ringar_the_default() -> None:
         backend = "ringar" if str(backend) == "undefined" else backend
         return own(size, rank, ranks, backend, *args, **kwargs)
 
-    _replace(ExitStack(), distributed_c10d, "_new_process_group_helper", make)
+    distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
 
 
 def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
@@ -224,7 +224,7 @@ def _say_once(text: str) -> None:
 
 
 def _empty_world() -> dict[str, Any]:
-    """Return what torch.distributed keeps without groups, by property of ``_World``."""
+    """Return the values of ``_World``'s properties where there is no group."""
     dicts = (
         "pg_map pg_names pg_group_ranks pg_backend_config tags_to_pg pg_to_tag pg_coalesce_state "
         "pg_flight_recorder_hooks"
@@ -233,7 +233,7 @@ def _empty_world() -> dict[str, Any]:
 
 
 class _PerRank(_World):  # type: ignore[misc]
-    """Keep what torch.distributed knows of its groups: of each rank its own."""
+    """Give each rank a registry of process groups of its own."""
 
     def __getattribute__(self, name: str) -> Any:
         rank = current()
@@ -253,7 +253,7 @@ class _PerRank(_World):  # type: ignore[misc]
 def _make_group(
     _: Rank, own: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make a rank's group, with our backend whatever it names."""
+    """Make a rank's group with the backend ``ringar``, also if the program names another."""
     if str(backend).lower() != "fake":
         if str(backend) not in ("ringar", "undefined"):
             _say_once(
@@ -277,7 +277,7 @@ def _take_backend(undo: ExitStack, make_group: Callable[[Any], Any]) -> None:
 
 
 def _take_stores(undo: ExitStack, root: ThreadStore) -> None:
-    """Give ranks views of the cluster's store where they make one of torch's."""
+    """Make TCPStore, FileStore and PrefixStore return views of the cluster's store on ranks."""
 
     def tcp(_: Rank, own: Any, kind: Any, host_name: str, port: int, *__: Any, **more: Any) -> Any:
         port = port or 49151 + root.add("ports that were chosen", 1)
@@ -457,17 +457,19 @@ def _take_patches(undo: ExitStack, mock: Any) -> None:
             patches[self] = target, rank
         return result
 
-    def leave(rank: Rank, own: Any, self: Any, *error: Any) -> Any:
+    def leave(self: Any, own: Any, *error: Any) -> Any:
         patches.pop(self, None)
         return own(self, *error)
 
     def end() -> None:
-        for patch in reversed(list(patches)):
-            patch.stop()  # does nothing to a patch that was not started, or was stopped
+        while patches:
+            patch = next(reversed(patches))
+            is_started = patch in mock._patch._active_patches
+            patch.stop() if is_started else patch.__exit__(None, None, None)
 
     for kind in (mock._patch, mock._patch_dict):
         _wrap(undo, kind, "__enter__", enter)
-        _wrap(undo, kind, "__exit__", leave)
+        _replace(undo, kind, "__exit__", functools.partialmethod(leave, kind.__exit__))
     undo.callback(end)
 
 

@@ -45,7 +45,7 @@ __all__ = ["Board", "run_rank"]
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_SLOT_BYTES = 4096
+_SLOT_BYTES = 2048
 # The methods of a process group that wait for other ranks.
 _METHODS = re.findall(
     r"\w+",
@@ -169,7 +169,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
         )
     is_peers = isinstance(error, PeerLostError)
     return {
-        # The failure of its peer has ended a wait.
+        # Its wait has ended because a peer failed.
         "outcome": "waits" if is_peers else f"failed: {type(error).__name__}",
         "error": _pickled(error, text),
         "trace": "".join(lines),
@@ -191,23 +191,30 @@ def _answer(channel: Connection, lock: threading.Lock, publisher: Publisher, pro
 
 
 class Board:
-    """Shared memory with a slot for the last call of each rank, which outlives the rank."""
+    """Shared memory with two slots for the last calls of each rank, which outlives the rank.
+
+    A rank that is killed while it writes leaves the call before, in the other slot.
+    """
 
     def __init__(self, num_ranks: int) -> None:
-        memory = mmap.mmap(-1, num_ranks * _SLOT_BYTES)
-        self._slots = (ctypes.c_char * _SLOT_BYTES * num_ranks).from_buffer(memory)
+        memory = mmap.mmap(-1, num_ranks * (2 * _SLOT_BYTES + 1))
+        self._slots = (ctypes.c_char * _SLOT_BYTES * 2 * num_ranks).from_buffer(memory)
+        size_bytes = ctypes.sizeof(self._slots)
+        self._last = (ctypes.c_byte * num_ranks).from_buffer(memory, size_bytes)
 
     def write(self, rank: int, call: dict[str, Any]) -> None:
         """Publish a rank's last call."""
         text = json.dumps(call).encode()
         if len(text) >= _SLOT_BYTES:  # the ranks of a large group, the numbers of many groups
             text = json.dumps({**call, "ranks": [], "numbers": {}}).encode()
-        self._slots[rank].value = text[: _SLOT_BYTES - 1]
+        slot = 1 - self._last[rank]
+        self._slots[rank][slot].value = text[: _SLOT_BYTES - 1]
+        self._last[rank] = slot
 
     def read(self, rank: int) -> dict[str, Any]:
         """Return a rank's last call; empty before the first, and if it is too long for a slot."""
         try:
-            return dict(json.loads(self._slots[rank].value))
+            return dict(json.loads(self._slots[rank][self._last[rank]].value))
         except ValueError:
             return {}
 
@@ -234,7 +241,7 @@ class Publisher:
             setattr(store, name, partialmethod(_in_store, getattr(store, name)))
 
     def state(self, frame: FrameType | None) -> tuple[str, Any]:
-        """Return what the program does in a frame, and a value that changes as calls go on."""
+        """Return whether the program waits in ``frame``, in words, and a count of its progress."""
         engine = getattr(getattr(self._group, "_comm", None), "_group", None)
         progress = (self._num_calls, engine.progress() if engine is not None else 0)
         if self._inside or not (self._work is None or self._work.is_completed()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import random
@@ -165,7 +166,8 @@ def end_fork_server() -> None:
     """End the server of processes that multiprocessing has started for this rank."""
     server: Any = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
     if server is not None and server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGTERM)
         server._stop()
 
 

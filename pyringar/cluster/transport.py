@@ -1,4 +1,4 @@
-"""The calls of a group of threads, which lie in one memory: the last rank to call serves all."""
+"""The calls of a group of threads: the last rank to call reads and writes the tensors of all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Calls = Sequence[Call]
 
 
 class Transport(RankCommunicator):
-    """What the backend asks of the engine and of gloo, for one rank that is a thread.
+    """The engine's and gloo's calls of one rank that is a thread.
 
     `pyringar.ProcessCommunicator` describes the engine's calls. Those of gloo have its names.
 
@@ -185,7 +185,7 @@ class Transport(RankCommunicator):
     # -- calls of gloo -----------------------------------------------------------------------------
 
     def for_device(self, device: str, operation: str) -> Transport:
-        """Return what moves tensors on a type of device."""
+        """Return this transport, or refuse a type of device."""
         if device not in DEVICES:
             raise UnsupportedError(
                 f"{operation}: ranks that are threads take tensors on the CPU and on CUDA GPUs, "
