@@ -33,7 +33,7 @@ def first_launch() -> None:
 
 # -- exceptions at any line ------------------------------------------------------------------------
 
-HAND_OVER = ("schedule.py", "state.py", "ranks.py")
+HAND_OVER = ("ranks.py", "state.py")
 
 
 @pytest.mark.parametrize("first", mostly_slow(range(10), 0, 5))

@@ -1,11 +1,13 @@
-"""Describe what ranks wait for: their calls, above all."""
+"""Waits of ranks, the calls among them, and words for both."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pyringar.cluster.streams import devices_of, follow, mark
 from pyringar.errors import CollectiveTimeout, RingarError
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
-    "Limited",
-    "Pause",
     "Wait",
     "call_of_program",
     "copy_of",
+    "devices_of",
+    "follow",
     "is_inside",
+    "mark",
     "names_of",
     "plain_torch",
     "seconds_of",
@@ -36,19 +38,11 @@ __all__ = [
     "text_of",
 ]
 
-_INSIDE = ("torch.", "pyringar.", "importlib.", "concurrent.")
-_INSIDE_TOO = {
-    "contextlib",
-    "frozen_importlib",
-    "frozen_importlib_external",
-    "functools",
-    "importlib",
-    "runpy",
-    "threading",
-    "torch",
-    "typing_extensions",
-    "warnings",
-}
+# Packages whose frames are not the program's.
+_INSIDE = {"pyringar", "torch", "typing_extensions"}
+_LIBRARY = {"concurrent", "contextlib", "functools", "importlib", "runpy", "threading", "warnings"}
+_SHAPES = ("dtypes", "sizes")  # details that have columns of their own in a table
+_MOST_VALUES = 3
 _MOST_TEXT = 2000
 
 
@@ -59,67 +53,67 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
+def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
+    """Return the GPUs on which there is a tensor."""
+    return list({tensor.device for tensor in tensors if tensor.is_cuda})
+
+
+def mark(devices: Iterable[torch.device]) -> list[Any]:
+    """Return events after all that is on this thread's current streams of these GPUs."""
+    return [torch.cuda.current_stream(device).record_event() for device in devices]
+
+
+def follow(events: Sequence[Any]) -> None:
+    """Let this thread's current streams go on after events on their GPUs."""
+    for event in events:
+        torch.cuda.current_stream(event.device).wait_event(event)
+
+
+@dataclass(eq=False, repr=False)
 class Wait:
-    """Something that a rank waits for.
+    """A wait of a rank, until another rank acts."""
 
-    Args:
-        rank: The rank that waits.
-        what: In words: ``"the store's 'key'"``.
-        limit_s: How long the program wants to wait; None: as long as another rank may act.
-        call: The call that it is about, if it is none itself.
-    """
+    rank: Rank
+    what: str
+    limit_s: float | None = None  # None: as long as another rank may act
+    call: Call | None = None  # whose end ends the wait, too
+    is_pause: bool = False  # only lets others run: the program may ask in a loop
+    ends_s: float = math.inf  # when the limit is reached, by the schedule's clock
+    error: BaseException | None = None
+    _is_over: bool = False
 
-    def __init__(
-        self, rank: Rank, what: str, limit_s: float | None = None, call: Call | None = None
-    ) -> None:
-        self.rank = rank
-        self.what = what
-        self.limit_s = limit_s
-        self.call = call
-        self.ends_s = 0.0
-        """When the limit is reached, by the schedule's clock."""
-        self.is_done = False
-        self.is_pause = False
-        """Whether it only lets others run, in a loop that asks for something again and again."""
-        self.error: BaseException | None = None
-
-    def __str__(self) -> str:
-        return self.what
+    @property
+    def is_done(self) -> bool:
+        """Whether the rank can go on."""
+        return self._is_over or self.is_pause or (self.call is not None and self.call.is_done)
 
     def missing(self) -> list[int]:
         """Return the ranks for whose part it waits, as far as that is known."""
         return [] if self.call is None else self.call.missing()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End it, well or with an error."""
+        """End it, well or with an error, if it has not ended."""
         if not self.is_done:
             self.error = error
-            self.is_done = True
+            self._is_over = True
 
     def give_up(self) -> None:
-        """End it: the program did not want to wait longer."""
+        """End it because its limit is reached."""
         missing = self.missing()
         what = f": it waits for {names_of(missing)}" if missing else ""
         self.finish(CollectiveTimeout(f"{self.what} is not done after {self.limit_s:g} s{what}"))
 
     def raise_error(self) -> None:
-        """Raise what it ended with: each time, and in each rank, an exception of its own."""
+        """Raise a copy of the error that ended it: ranks do not share exceptions."""
         if self.error is not None:
             raise copy_of(self.error)
 
 
 class Call(Wait):
-    """One call of one rank: its part of a collective, or one side of a message.
+    """A rank's part of a collective, or one side of a message.
 
-    Args:
-        meeting: Of the group in which it is made.
-        rank: Who calls.
-        operation: torch's name for it.
-        tensors: What tables show, and what is read or written on GPUs.
-        details: What must be the same on all ranks, by name.
-        act: Does what was asked for, given one call of each rank; None: nothing.
-        args: This rank's, for ``act``.
-        peers: The group's ranks without which it cannot end; None: all.
+    ``act`` does the work, given one call of each rank, which all have the same ``details``. The
+    call cannot end without the group's ranks ``peers``; None: all.
     """
 
     def __init__(
@@ -144,30 +138,27 @@ class Call(Wait):
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
         self.dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         self.line, _ = call_of_program()
-        self.begun = mark(devices_of(tensors))  # on GPUs: after what the rank had enqueued
-        self.ended: Sequence[Any] = ()  # on GPUs: after what was done
+        self.begun = mark(devices_of(tensors))  # on GPUs: after the rank's work so far
+        self.ended: Sequence[Any] = ()  # on GPUs: after the work of the call
         self._steps: list[tuple[Sequence[Any], Callable[[], object]]] = []
         self._was_awaited = False
 
     def wait(self, timeout: float | None = None) -> object:
-        """Let others run until it is done; raise what it ended with.
-
-        Raises:
-            CollectiveTimeout: It is not done after ``timeout`` seconds; it goes on nevertheless.
-        """
+        """Let others run until it is done; raise its error, or CollectiveTimeout: it goes on."""
         self.rank.check_thread()
         if not (self.is_done and self._was_awaited):
             self._was_awaited = True
-            self.meeting.cluster.wait(self if timeout is None else Limited(self, timeout))
+            cluster = self.meeting.cluster
+            cluster.wait(self if timeout is None else Wait(self.rank, self.what, timeout, self))
         self.raise_error()
         follow(self.ended)
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done; let others run first if not: a program may ask in a loop."""
+        """Return whether it is done; if not, let others run first."""
         self.rank.check_thread()
         if not self.is_done:
-            self.meeting.cluster.pause(Pause(self.rank, str(self), self))
+            self.meeting.cluster.wait(Wait(self.rank, self.what, call=self, is_pause=True))
         return self.is_done
 
     def exception(self) -> BaseException | None:
@@ -195,7 +186,7 @@ class Call(Wait):
         return self.meeting.missing(self)
 
     def signature(self) -> str:
-        """Return what must be the same on all ranks, in words."""
+        """Return in words what must be the same on all ranks."""
         if "sizes" not in self.details:
             return str(self)
         pairs = zip(self.details["sizes"], self.details["dtypes"], strict=True)
@@ -206,16 +197,11 @@ class Call(Wait):
         return f"{self.operation} ({', '.join(shown)})" if shown else self.operation
 
 
-# Details that have columns of their own in a table.
-_SHAPES = ("dtypes", "sizes")
-_MOST = 3
-
-
 def some(values: Iterable[Any]) -> str:
-    """Return the first of several values, in words."""
+    """Return the first values in words, and the number of the others."""
     shown = [str(value) for value in values]
-    more = f" and {len(shown) - _MOST} more" if len(shown) > _MOST else ""
-    return ", ".join(shown[:_MOST]) + more
+    more = len(shown) - _MOST_VALUES
+    return ", ".join(shown[:_MOST_VALUES]) + (f" and {more} more" if more > 0 else "")
 
 
 def names_of(ranks: Sequence[int]) -> str:
@@ -223,40 +209,15 @@ def names_of(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
-class Pause(Wait):
-    """Lets others run, for a program that may ask for ``what`` in a loop."""
-
-    def __init__(self, rank: Rank, what: str, call: Call | None = None) -> None:
-        super().__init__(rank, what, call=call)
-        self.is_done = self.is_pause = True
-
-
-class Limited(Wait):
-    """A wait for a call that lasts so many seconds at most."""
-
-    def __init__(self, call: Call, limit_s: float) -> None:
-        super().__init__(call.rank, call.what, limit_s, call)
-        self._of = call
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the call is done, or given up."""
-        return self._is_over or self._of.is_done
-
-    @is_done.setter
-    def is_done(self, value: bool) -> None:
-        self._is_over = value
-
-
 def seconds_of(timeout: Any) -> float | None:
-    """Return a limit of torch in seconds; None if torch means no limit."""
+    """Return a time limit of torch in seconds; None: there is no limit."""
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     return float(timeout) if timeout is not None and timeout > 0 else None
 
 
 def copy_of(error: BaseException) -> BaseException:
-    """Return an exception like this one, to be raised in another thread."""
+    """Return an equal exception, to be raised in another thread."""
     try:
         copy = type(error)(*error.args)
     except Exception:  # a program's class may want other arguments, and raise what it likes
@@ -276,12 +237,12 @@ def text_of(error: BaseException) -> str:
 
 
 def is_inside(module: str) -> bool:
-    """Return whether a module is torch's or ours, and not the program's."""
-    return module.startswith(_INSIDE) or module.lstrip("_") in _INSIDE_TOO
+    """Return whether a module is not the program's."""
+    return module.partition(".")[0] in _INSIDE | _LIBRARY
 
 
 def call_of_program() -> tuple[str, str]:
-    """Return where the program makes this call, and the function of torch.distributed it calls."""
+    """Return the program's line that makes the caller's call, and the function of torch in it."""
     frame: Any = sys._getframe(2)
     function = ""
     while frame is not None and is_inside(module := frame.f_globals.get("__name__", "")):

@@ -1,11 +1,11 @@
-"""A cluster: its ranks, their groups, and what becomes of a failure."""
+"""A cluster: its ranks, their groups, and their failures."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import logging
+import math
 import signal
 import sys
 import threading
@@ -16,35 +16,31 @@ from typing import Any, cast
 import torch
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import Call, Pause, Wait, copy_of, names_of, some, text_of
+from pyringar.cluster.calls import Call, Wait, copy_of, names_of, some, text_of
 from pyringar.cluster.group import ThreadGroup
 from pyringar.cluster.meeting import Meeting
-from pyringar.cluster.ranks import Rank, current, noting_threads, this_rank, wrong_thread
+from pyringar.cluster.ranks import Rank, Schedule, current, this_rank, wrong_thread
 from pyringar.cluster.report import is_at_prompt, report, stack_of
-from pyringar.cluster.schedule import Schedule, check_stack
 from pyringar.cluster.state import ProcessState, environment_of
 from pyringar.cluster.store import ThreadStore
 from pyringar.comm.communicator import Communicator
-from pyringar.comm.threads import Latch, starting_thread
+from pyringar.comm.threads import Latch, start_thread, starting_thread
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["Cluster"]
 
 logger = logging.getLogger(__name__)
 
-# How long ranks that were interrupted may take to end.
+# How long ranks that are interrupted may take to end.
 _GRACE_S = 5.0
-# How many times the timeout a rank may run while others wait for nothing but their turn.
+# How many times the timeout a rank may run while no other rank waits in a call.
 _PATIENCE = 10
 # The process has one torch.distributed, one environment and one interpreter to lend.
 _running = threading.Lock()
 
 
 class Cluster:
-    """Ranks that are threads of this process, from their start to their end; for one run.
-
-    See `pyringar.launch` for the arguments.
-    """
+    """The ranks of one launch, which are threads of this process; see `pyringar.launch`."""
 
     def __init__(self, devices: Sequence[torch.device], *, seed: int, timeout_s: float) -> None:
         self.ranks = [
@@ -52,214 +48,170 @@ class Cluster:
             for index, device in enumerate(devices)
         ]
         self.schedule = Schedule(self.ranks, seed=seed, stuck=self._all_wait)
-        self._seed = seed
+        self._note = f"seed={seed} repeats this run"
         self._timeout_s = timeout_s
         self._store = ThreadStore(self.wait, self._ask, self._store_has_changed)
         self._meetings: dict[Any, Meeting] = {}
         self._engines: dict[tuple[torch.device, ...], Communicator] = {}
-        self._failure: BaseException | None = None
-        """What went wrong first."""
-        self._told: BaseException | None = None
-        """What ranks get in their calls since then."""
-        self._is_refused = False
-        """Whether a thread that is no rank's called: raised also where ranks handle it."""
-        self._stranger: str | None = None
-        """What a thread was told that no rank started, and that asked for a group in vain."""
-        self._ends_s = float("inf")
-        self._left: BaseException | None = None
-        """What the caller of `run` was interrupted with, by a signal handler."""
+        self._strangers: list[str] = []  # errors of threads that no rank started
+        self._failure: BaseException | None = None  # the first one
+        self._told: BaseException | None = None  # what ranks get in their calls since then
+        self._interrupted_by: BaseException | None = None  # why all ranks are interrupted
         self._over = Latch()
 
-    # -- running -----------------------------------------------------------------------------------
-
     def run(self, program: Callable[[], Any]) -> list[Any]:
-        """Run a program on every rank; return the results by rank.
+        """Run a program on every rank; return the results by rank, or raise the first failure.
 
-        A thread of its own starts and ends the ranks: the exception of a signal handler, which
-        comes at any line of the caller, ends all ranks, and finds the process as it was.
-
-        Raises:
-            BaseException: What went wrong first: what a rank raised, or what ended its waits.
+        Another thread starts and ends the ranks: here a signal handler may raise at any line.
         """
         outcome: list[Any] = []
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(self._control, program, outcome, signals),
-            name="launch",
-            daemon=True,
-        )
+        run = contextvars.copy_context().run
+        arguments = self._control, program, outcome, signals
+        thread = threading.Thread(target=run, args=arguments, name="launch", daemon=True)
         try:
             internals.set_device_guard()
             # Not by the first rank that adds: it may take minutes to compile, while others wait.
-            cpus = [torch.device("cpu")] * len(self.ranks)
-            for devices in (cpus, [rank.device for rank in self.ranks]):
-                self.engine(devices)
-            try:  # Python would count a thread for ever whose start is interrupted
-                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-                with starting_thread(thread.name):
+            self.engine([torch.device("cpu")] * len(self.ranks))
+            self.engine([rank.device for rank in self.ranks])
+            with self.schedule.lock, starting_thread(thread.name):
+                try:  # Python would count a thread for ever whose start is interrupted
+                    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
                     thread.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-            while not self._over.wait(0.1):
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+            while not self._over.wait(0.1):  # not for long: another thread may take the signal
                 pass
-            thread.join()
         except BaseException as error:
-            self._left = error  # the thread looks at it, also before it starts any rank
+            self._interrupted_by = error
+            raise
+        finally:
             while thread.is_alive():
                 thread.join(0.1)
             self._let_go()
-            raise
         failure, results = outcome
-        try:
-            if failure is not None:
-                raise failure
+        if failure is None:
             return cast("list[Any]", results)
+        try:
+            raise failure
         finally:
             del failure, outcome
 
     def _control(self, program: Callable[[], Any], outcome: list[Any], signals: Any) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-        error: BaseException | None = None
-        results: list[Any] = []
-        is_first = _running.acquire(blocking=False)
+        with self.schedule.lock:  # or `run` could get a signal while it starts this thread
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         try:
-            if not is_first or self._left is not None:
+            outcome[:] = self._run_ranks(program)
+        except BaseException as error:
+            outcome[:] = error, []
+        finally:
+            self._over.open()
+
+    def _run_ranks(self, program: Callable[[], Any]) -> tuple[BaseException | None, list[Any]]:
+        """Run all ranks until they have ended or are left behind; return failure and results."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._let_go)
+            if self._interrupted_by is not None or not _running.acquire(blocking=False):
                 raise RingarError(
                     "launch: another one has not ended, and a process can have one at a time"
                 )
-            outside = ProcessState()
-            try:
-                enter = internals.entered(
-                    self._make_group, self._store, len(self.ranks), self._note_stranger
-                )
-                with enter, noting_threads():
-                    self._run_ranks(program)
-            finally:
-                outside.restore()
-            errors = [rank.error for rank in self.ranks if rank.error is not None]
-            if errors or self._is_refused or not all(rank.has_ended for rank in self.ranks):
-                error = self._failure or errors[0]
-            results = [rank.result for rank in self.ranks]
-        except BaseException as caught:
-            error = caught
-        finally:
-            self._let_go()
-            if is_first:
-                _running.release()
-            outcome += [error, results]
-            self._over.open()
-
-    def _let_go(self) -> None:
-        """Let go of what ranks had: torch's caches may keep a group of theirs."""
-        self._told = RingarError("launch has returned, and the ranks of this group are gone")
-        for meeting in self._meetings.values():
-            meeting.fail(self._told)
-        self._end_waits(self._told)
-        for engine in self._engines.values():
-            engine.close()
-        for rank in self.ranks:
-            rank.let_go()
-        self._meetings, self._engines, self._failure = {}, {}, None
-        self._store.let_go()
-
-    def _run_ranks(self, program: Callable[[], Any]) -> None:
-        """Start all ranks and wait until they have ended, or are left behind."""
-        try:
+            undo.callback(_running.release)
+            undo.callback(ProcessState().restore)
+            note = self._strangers.append
+            enter = internals.entered(self._make_group, self._store, len(self.ranks), note)
+            undo.enter_context(enter)
             for rank in self.ranks:
-                rank.state = ProcessState.fresh(rank.index)
-                # With the caller's context variables, as a process that it forked.
-                run = functools.partial(self._run_rank, rank, program)
-                context = contextvars.copy_context()
-                rank.thread = threading.Thread(
-                    target=context.run, args=(run,), name=f"{rank}", daemon=True
-                )
-                with starting_thread(rank.thread.name):
-                    rank.thread.start()
-            self.schedule.look()
-        except BaseException as error:
-            self._left = error
-        self._wait_while()
-        left = [rank.index for rank in self.ranks if not self._has_ended(rank)]
-        if left:
-            logger.warning(
-                "%s %s not end, and goes on in the background until what it does returns%s",
-                names_of(left),
-                "does" if len(left) == 1 else "do",
-                report(self.ranks, {}, ""),
-            )
+                state = ProcessState.fresh(rank.index)
+                run = contextvars.copy_context().run  # as a process that the caller forked
+                rank.thread = start_thread(str(rank), run, self._run_rank, rank, program, state)
+            self._wait_for_end()
+            errors = [rank.error for rank in self.ranks if rank.error is not None]
+            failure = (self._failure or errors[0]) if errors else None
+            return failure, [rank.result for rank in self.ranks]
 
-    def _run_rank(self, rank: Rank, program: Callable[[], Any]) -> None:
-        try:
+    def _run_rank(self, rank: Rank, program: Callable[[], Any], state: ProcessState) -> None:
+        with contextlib.suppress(BaseException):  # a late interrupt; see `_live`
             try:
-                rank.await_turn()
-                if self._told is not None:
-                    raise copy_of(self._told)
-                if rank.state is not None:
-                    rank.state.restore()
+                rank.await_choice()
+                self._check_told()
+                state.restore()
                 internals.run_in_thread_of(rank, program)
             except BaseException as error:
                 self._take_error(rank, error)
             finally:
                 self.schedule.end(rank)
-        except KeyboardInterrupt:  # another one, in the lines above
-            pass
-        except BaseException as error:
-            rank.error = rank.error or error
 
-    def _wait_while(self) -> None:
-        with self.schedule.lock:
-            while not all(map(self._has_ended, self.ranks)) and time.monotonic() < self._ends_s:
-                for rank in self.ranks:
-                    if self._has_ended(rank) and not rank.has_ended:
-                        self.schedule.end(rank)
-                if self._left is not None and self._ends_s == float("inf"):
-                    self._end_all(self._left, KeyboardInterrupt())
-                    self._ends_s = time.monotonic() + _GRACE_S
-                if self._ends_s < float("inf"):
-                    self._interrupt()
-                else:
-                    self._look_at_time()
-                self.schedule.ended.wait(0.1)
+    def _live(self) -> list[Rank]:
+        """Return the ranks that have not ended, also not by an interrupt in their last lines."""
         for rank in self.ranks:
-            if rank.thread is not None and rank.has_ended:
+            if not (rank.has_ended or rank.thread.is_alive()):
+                self.schedule.end(rank)
+        return [rank for rank in self.ranks if not rank.has_ended]
+
+    def _wait_for_end(self) -> None:
+        """Wait until all ranks have ended; interrupt them if need be; at last leave them behind."""
+        with self.schedule.lock:
+            while (live := self._live()) and self._interrupted_by is None:
+                self._look_at_time(live)
+                self.schedule.ended.wait(0.1)
+            if live:
+                self._end(self._interrupted_by, KeyboardInterrupt())
+                self.schedule.most_running = len(self.ranks)
+            ends_s = time.monotonic() + _GRACE_S
+            while (live := self._live()) and time.monotonic() < ends_s:
+                self.schedule.look()
+                for rank in live:
+                    internals.interrupt(rank)
+                self.schedule.ended.wait(0.1)
+        if live:
+            names, text = names_of([rank.index for rank in live]), report(self.ranks, {})
+            logger.warning("ranks do not end, and go on in the background: %s%s", names, text)
+        for rank in self.ranks:
+            if rank in live:
+                rank.error = self._failure
+            else:
                 rank.thread.join()
 
-    def _has_ended(self, rank: Rank) -> bool:
-        return rank.has_ended or rank.thread is None or not rank.thread.is_alive()
-
-    def _look_at_time(self) -> None:
-        """Fail if others wait for ranks that run, or ask, without end; interrupt these."""
-        running = [rank for rank in self.ranks if rank.is_running]
-        quiet_s = time.monotonic() - min(self.schedule.last_turn_s, self.schedule.last_event_s)
+    def _look_at_time(self, live: Sequence[Rank]) -> None:
+        """Fail if ranks wait in vain for ranks that poll, run without end, or have threads."""
+        schedule, now_s = self.schedule, time.monotonic()
+        running = [rank for rank in live if rank.is_running]
+        quiet_s = now_s - min(schedule.last_choice_s, schedule.last_event_s)
         # Rarely: Python 3.11 may crash where the frames of a running thread are looked at.
         if quiet_s > self._timeout_s / 2 and any(map(is_at_prompt, running)):
             # Time at a debugger's prompt does not count.
-            self.schedule.last_turn_s = self.schedule.last_event_s = time.monotonic()
-            return
-        self.schedule.look_at_time(self._timeout_s)
-        late_s = time.monotonic() - self.schedule.last_turn_s
-        others = [rank for rank in self.ranks if not (rank.is_running or rank.has_ended)]
-        # Those that wait for their turn alone have more patience: nobody has called anything yet.
-        wait = any(rank.waits_for is not None and not rank.waits_for.is_done for rank in others)
-        limit_s = self._timeout_s * (1 if wait or self._told is not None else _PATIENCE)
-        if not running or late_s < limit_s or not (others or self._told is not None):
-            return
-        what = (
-            f"{names_of([rank.index for rank in running])} ran for {limit_s:g} s without a call in "
-            "which others go on, and these waited"
-        )
-        self.fail(lambda text: CollectiveTimeout(what + text))
-        self._ends_s = time.monotonic() + _GRACE_S
+            schedule.last_choice_s = schedule.last_event_s = now_s
+        waits = [r.waits_for for r in live if r.waits_for is not None and not r.waits_for.is_done]
+        if len(waits) + sum(rank.polls for rank in live) == len(live):
+            idle_s = now_s - schedule.last_event_s
+            first = min(waits, key=lambda wait: wait.ends_s, default=None)
+            if first is not None and idle_s > (first.limit_s or math.inf):
+                first.give_up()
+                schedule.last_event_s = now_s
+            elif idle_s > self._timeout_s:
+                self._all_wait()
+        elif running and (len(live) > len(running) or self._told is not None):
+            # Where others wait to be chosen, and not in a call, none of them may have begun.
+            limit_s = self._timeout_s * (1 if waits or self._told is not None else _PATIENCE)
+            if now_s - schedule.last_choice_s > limit_s:
+                what = (
+                    f"{names_of([rank.index for rank in running])} ran for {limit_s:g} s without a "
+                    "call in which others go on, and these waited"
+                )
+                self.fail(lambda text: CollectiveTimeout(what + text))
+                self._interrupted_by = self._failure
+        schedule.look()
 
-    def _interrupt(self) -> None:
-        """Raise KeyboardInterrupt in all ranks, wherever they are; called again and again."""
-        self.schedule.run_all()
+    def _let_go(self) -> None:
+        """Let go of the ranks' objects: torch's caches may keep a group of theirs."""
+        self.schedule.most_running = len(self.ranks)
+        self._end(None, RingarError("launch has returned, and the ranks of this group are gone"))
+        for engine in self._engines.values():
+            engine.close()
         for rank in self.ranks:
-            if not rank.has_ended:
-                internals.interrupt(rank)
-
-    # -- groups ------------------------------------------------------------------------------------
+            rank.let_go()
+        self._meetings, self._engines = {}, {}
+        self._store.let_go()
 
     def _make_group(self, options: Any) -> ThreadGroup:
         """Return the side that this thread's rank has of a group."""
@@ -279,7 +231,7 @@ class Cluster:
         return ThreadGroup(meeting, rank, options)
 
     def name_of(self, meeting: Meeting) -> str:
-        """Return how people are told of a group: torch's own names are numbers and hashes."""
+        """Return the group's name in reports: torch's own names are numbers and hashes."""
         is_world = len(meeting.ranks) == len(self.ranks)
         name = "the world" if is_world else f"group {', '.join(map(str, meeting.ranks))}"
         alike = [each for each in list(self._meetings.values()) if each.ranks == meeting.ranks]
@@ -294,132 +246,109 @@ class Cluster:
                 self._engines[key] = Communicator(key, order="rank", timeout=self._timeout_s)
             return self._engines[key]
 
-    # -- calls -------------------------------------------------------------------------------------
-
     def begin(self, call: Call, post: Callable[[], None]) -> None:
         """Begin a rank's call with ``post``; raise if the run has failed, or in a wrong thread."""
         call.rank.check_thread()
         self._check_told()
-        check_stack()
+        self.schedule.check_stack()
         call.rank.num_calls += 1
-        call.rank.asks_for, call.rank.has_asked = None, False
+        call.rank.num_polls, call.rank.waits_for = 0, None
         self.schedule.last_event_s = time.monotonic()
         post()
 
     def wait(self, what: Wait) -> None:
         """Let other ranks run until a wait is over; raise what it ended with."""
         if not what.rank.is_gone:
+            what.rank.check_thread()
             if not what.is_done:
                 self._check_told()
-            self.pause(what)
+            self.schedule.wait(what)
+            what.rank.complete_futures()
         what.raise_error()
-
-    def pause(self, what: Wait) -> None:
-        """Let other ranks run."""
-        what.rank.check_thread()
-        self.schedule.wait(what)
-        if isinstance(self._told, KeyboardInterrupt):
-            raise copy_of(self._told)
-        what.rank.complete_futures()
 
     def _ask(self, what: str) -> None:
         """Let other ranks run; fail where there is no hope."""
-        rank = this_rank()
+        wait = Wait(this_rank(), what, is_pause=True)
         self._check_told()
-        self.pause(Pause(rank, what))
+        self.wait(wait)
         self._check_told()
 
     def _store_has_changed(self) -> None:
-        rank = current()
-        if rank is not None:
-            rank.check_thread()
+        if current() is not None:
+            this_rank()
+        self.schedule.last_event_s = time.monotonic()
         self.schedule.look()
 
     def _check_told(self) -> None:
         if self._told is not None:
             raise copy_of(self._told)
 
-    # -- failures ----------------------------------------------------------------------------------
-
     def fail(
         self, make_error: Callable[[str], BaseException], calls: Mapping[int, Call] | None = None
     ) -> BaseException:
         """End all waits with an error, unless the run has failed before; return that error.
 
-        Args:
-            make_error: Makes it, given a report of what all ranks do.
-            calls: The calls it is about, by rank.
+        ``make_error`` is given a report of all ranks, in which ``calls`` stand by rank.
         """
         with self.schedule.lock:
             if self._told is None:
-                error = make_error(
-                    report(self.ranks, calls or {}, f"\nseed={self._seed} repeats this run")
-                )
-                self._end_all(error, error)
-            assert self._told is not None
+                error = make_error(f"{report(self.ranks, calls or {})}\n{self._note}")
+                self._end(error, error)
+                return error
             return self._told
 
+    def _end(self, failure: BaseException | None, told: BaseException) -> None:
+        """End all calls and waits with an error, and refuse others."""
+        with self.schedule.lock:
+            self._failure, self._told = failure, told
+            for meeting in self._meetings.values():
+                meeting.fail(told)
+            for rank in self.ranks:
+                if rank.waits_for is not None:
+                    rank.waits_for.finish(told)
+            self.schedule.look()
+
     def _all_wait(self) -> None:
+        """Fail: no rank can go on."""
         if self._told is not None:  # a rank began to wait at the same moment
-            self._end_waits(self._told)
+            self._end(self._failure, self._told)
             return
         with contextlib.suppress(ArgumentError):
             for meeting in self._meetings.values():
                 meeting.compare()
-        waits = [w for rank in self.ranks for w in (rank.waits_for, rank.asks_for) if w is not None]
+        waits = [rank.waits_for for rank in self.ranks if rank.waits_for is not None]
         missing = sorted({index for wait in waits for index in wait.missing()})
         gone = [index for index in missing if self.ranks[index].has_ended]
+        kind: type[RingarError] = PeerLostError if gone else CollectiveTimeout
+        if gone:
+            what = f"ranks wait for {names_of(gone)}, which {'have' if gone[1:] else 'has'} ended"
+        elif missing:
+            what = "all ranks wait for each other"
+        else:
+            what = "ranks wait for what nobody will do"
+        what += "".join(f"; {text}" for text in self._strangers[-1:])
         threads = [thread.name for rank in self.ranks for thread in rank.live_threads()]
-        more = f"; {self._stranger}" if self._stranger else ""
         if threads:
-            more += (
+            what += (
                 f"; threads that ranks started still run, {some(threads)}: if these are to call "
                 "torch.distributed, use pr.launch(..., processes=True)"
             )
-        kind: type[RingarError] = PeerLostError if gone else CollectiveTimeout
-        if gone:
-            have = "has" if len(gone) == 1 else "have"
-            what = f"ranks wait for {names_of(gone)}, which {have} ended"
-        else:
-            each = "each other" if missing else "what nobody will do"
-            what = f"{'all ranks' if missing else 'ranks'} wait for {each}"
-        self.fail(lambda text: kind(what + more + text))
+        self.fail(lambda text: kind(what + text))
 
-    def _refuse(self) -> BaseException:
-        """End the run because of a call in a thread that is no rank's own; return the error."""
-
-        def make_error(text: str) -> BaseException:
-            self._is_refused = True
-            stack = f"{threading.current_thread().name}:\n{stack_of(sys._getframe())}"
-            return RingarError(f"{wrong_thread()}\n\n{stack.rstrip()}{text}")
-
-        return copy_of(self.fail(make_error))
-
-    def _note_stranger(self, text: str) -> None:
-        self._stranger = text
+    def _refuse(self, rank: Rank) -> BaseException:
+        """End the run because of a call in another thread than the rank's; return the error."""
+        stack = f"{threading.current_thread().name}:\n{stack_of(sys._getframe())}".rstrip()
+        told = self.fail(lambda text: RingarError(f"{wrong_thread()}\n\n{stack}{text}"))
+        rank.error = told  # also where the program handles it
+        return copy_of(told)
 
     def _take_error(self, rank: Rank, error: BaseException) -> None:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return
-        rank.error = error
         with self.schedule.lock:
+            rank.error = error
             if self._told is None:
-                self._end_all(error, PeerLostError(f"{rank} raised {text_of(error)}"))
+                self._end(error, PeerLostError(f"{rank} raised {text_of(error)}"))
                 with contextlib.suppress(Exception):  # Python 3.10 has none; others refuse
-                    note = (
-                        f"raised by {rank} of {len(self.ranks)}, seed={self._seed} repeats this run"
-                    )
+                    note = f"raised by {rank} of {len(self.ranks)}, {self._note}"
                     cast("Any", error).add_note(note)
-
-    def _end_all(self, failure: BaseException, told: BaseException) -> None:
-        self._failure, self._told = failure, told
-        for meeting in self._meetings.values():
-            meeting.fail(told)
-        self._end_waits(told)
-
-    def _end_waits(self, error: BaseException) -> None:
-        with self.schedule.lock:
-            for rank in self.ranks:
-                if rank.waits_for is not None:
-                    rank.waits_for.finish(error)
-        self.schedule.look()

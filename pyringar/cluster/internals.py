@@ -24,7 +24,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyringar.cluster.ranks import Rank, belong_to, current, wrong_thread
+from pyringar.cluster.ranks import Rank, belong_to, current, start_noted, wrong_thread
 from pyringar.cluster.state import Environment, end_fork_server
 from pyringar.cluster.store import ThreadStore
 from pyringar.comm.exits import drop_failed_backward
@@ -194,6 +194,8 @@ def entered(make_group: _Call, store: ThreadStore, num_ranks: int, note: _Call) 
         _wrap(undo, torch, "set_num_interop_threads", _keep_interop_threads)
         _take_modules(undo, num_ranks)
         _take_threads(undo, note)
+        noted = functools.partialmethod(start_noted, threading.Thread.start)
+        _replace(undo, threading.Thread, "start", noted)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         yield
 

@@ -39,10 +39,10 @@ def launch(
     """Call ``fn`` once per rank: ranks are threads or forked processes, behind torch.distributed.
 
     A rank finds what torchrun gives a process: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and the
-    others in its ``os.environ``, one OpenMP thread, and ``dist.init_process_group()``. Everything
-    that is built on torch.distributed runs in it as it is: DistributedDataParallel, FSDP2, DTensor,
-    ZeRO, checkpoints. Random numbers of torch, Python and NumPy differ between ranks and repeat
-    from run to run. Sums of the backend ``ringar`` are in rank order, rounded once.
+    others in its ``os.environ``, one OpenMP thread, and ``dist.init_process_group()``. What is
+    built on torch.distributed runs unchanged: DistributedDataParallel, FSDP2, DTensor, ZeRO,
+    checkpoints. Random numbers of torch, Python and NumPy differ between ranks and repeat from run
+    to run. Sums of the backend ``ringar`` are in rank order, rounded once.
 
     Threads: one rank runs at a time, and another one when it waits. All groups have the backend
     ``ringar``. Each rank has its own random numbers, default dtype and device, gradient mode,
@@ -70,14 +70,14 @@ def launch(
         What ``fn`` returned, by rank. Processes pickle it.
 
     Raises:
-        ArgumentError: An argument is wrong; or ranks call different things: the message has a table
-            of the calls, with the lines of the program.
+        ArgumentError: An argument is wrong, or ranks call different things: with a table of the
+            calls, and the lines of the program.
         CollectiveTimeout: All ranks wait for each other, which threads find at once; or a rank ran
             on for ``timeout`` while others waited, and was interrupted. With a table and stacks.
-        PeerLostError: Ranks wait for one that has returned; or the process of a rank was killed.
+        PeerLostError: Ranks wait for one that has returned, or the process of a rank was killed.
         UnsupportedError: Threads: this torch was not tried, or the program needs processes.
             Processes: this is not Linux, or a GPU cannot be used after the fork.
-        RingarError: Another `launch` of threads has not ended; or a result cannot be pickled.
+        RingarError: Another `launch` of threads has not ended, or a result cannot be pickled.
         BaseException: What ``fn`` raised first on any rank. The others got a `PeerLostError` in
             their next call. Its cause shows the tracebacks of all processes that raised.
 
@@ -101,7 +101,12 @@ def launch(
     chosen = check_devices(["cpu"] * ranks if devices is None else devices)
     if len(chosen) != ranks:
         raise ArgumentError(f"devices has {len(chosen)} entries, expected {ranks}, one per rank")
-    program = partial(fn, *_checked_args(args), **_checked_kwargs(kwargs))
+    if not is_list(args):
+        raise ArgumentError(f"args is {kind_of(args)}, expected a list or tuple")
+    kwargs = {} if kwargs is None else kwargs
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise ArgumentError(f"kwargs is {kind_of(kwargs)}, expected a dict by names")
+    program = partial(fn, *args, **kwargs)
     if not is_count(seed):
         raise ArgumentError(f"seed is {seed!r}, expected an int, 0 or more")
     timeout_s = check_timeout(timeout)
@@ -115,17 +120,3 @@ def launch(
         return run_processes(program, chosen, timeout_s)
     internals.check_torch()
     return Cluster(chosen, seed=seed, timeout_s=timeout_s).run(program)
-
-
-def _checked_args(args: Any) -> Sequence[Any]:
-    if not is_list(args):
-        raise ArgumentError(f"args is {kind_of(args)}, expected a list or tuple")
-    return list(args)
-
-
-def _checked_kwargs(kwargs: Any) -> Mapping[str, Any]:
-    if kwargs is None:
-        return {}
-    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
-        raise ArgumentError(f"kwargs is {kind_of(kwargs)}, expected a dict by names")
-    return kwargs

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from pyringar.cluster.calls import Call, copy_of, names_of, plain_torch
-from pyringar.cluster.streams import follow, mark
+from pyringar.cluster.calls import Call, copy_of, follow, mark, names_of, plain_torch
 from pyringar.errors import ArgumentError
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from traceback import StackSummary, walk_stack
 from types import CodeType, TracebackType
@@ -17,21 +16,11 @@ __all__ = ["by_text", "is_at_prompt", "layout", "of_program", "report", "stack_o
 _COLUMNS = ("rank", "state", "call", "number", "in", "shape", "dtype", "waits for", "line")
 
 
-def report(ranks: Sequence[Rank], calls: Mapping[int, Call], note: str) -> str:
-    """Return what every rank does, in several lines.
-
-    Args:
-        ranks: All of a cluster.
-        calls: Those to show, by rank, if it is not what a rank waits for.
-        note: How to come here again.
-    """
-    frames = sys._current_frames()
-    stacks = {
-        rank.index: stack_of(frames[rank.thread.ident])
-        for rank in ranks
-        if rank.thread is not None and not rank.has_ended and rank.thread.ident in frames
-    }
-    return f"{layout([_row(rank, calls.get(rank.index)) for rank in ranks], stacks)}{note}"
+def report(ranks: Sequence[Rank], calls: Mapping[int, Call]) -> str:
+    """Return a table of all ranks, with these calls or what they wait for, and their stacks."""
+    rows = [_row(rank, calls.get(rank.index)) for rank in ranks]
+    frames = {rank.index: rank.frame() for rank in ranks}
+    return layout(rows, {index: stack_of(frame) for index, frame in frames.items() if frame})
 
 
 def layout(rows: Sequence[tuple[str, ...]], stacks: Mapping[int, str]) -> str:
@@ -44,7 +33,7 @@ def layout(rows: Sequence[tuple[str, ...]], stacks: Mapping[int, str]) -> str:
 
 
 def by_text(texts: Mapping[int, str]) -> str:
-    """Return texts under the ranks that they belong to; equal texts once."""
+    """Return texts under their ranks, equal texts once, and no empty text."""
     found: dict[str, list[int]] = {}
     for rank, text in texts.items():
         found.setdefault(text, []).append(rank)
@@ -52,7 +41,7 @@ def by_text(texts: Mapping[int, str]) -> str:
 
 
 def of_program(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from where the program begins; None: nothing of it is the program's."""
+    """Return a traceback from the program's first frame on; None: it has none."""
     while trace is not None and is_inside(trace.tb_frame.f_globals.get("__name__", "")):
         trace = trace.tb_next
     return trace
@@ -60,22 +49,19 @@ def of_program(trace: TracebackType | None) -> TracebackType | None:
 
 def is_at_prompt(rank: Rank) -> bool:
     """Return whether a debugger holds a rank's thread."""
-    ident = None if rank.thread is None else rank.thread.ident
-    frame = sys._current_frames().get(ident or 0)
-    while frame is not None:
-        is_debuggers = frame.f_globals.get("__name__") in ("bdb", "pdb", "pydevd")
-        if is_debuggers and not frame.f_code.co_name.startswith("run"):  # runs the program
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_globals.get("__name__") in ("bdb", "pdb", "pydevd")
+        and not frame.f_code.co_name.startswith("run")  # the program
+        for frame, _ in walk_stack(rank.frame())
+    )
 
 
 def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
     wait = rank.waits_for
     if rank.has_ended:
         state = f"failed: {type(rank.error).__name__}" if rank.error else "returned"
-    elif rank.asks_for is not None:
-        state, wait = "asks", rank.asks_for
+    elif rank.polls:
+        state = "asks"
     elif wait is None:
         state = "runs" if rank.is_running else "has not begun"
     else:
@@ -99,12 +85,7 @@ def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
 
 
 def stack_of(frame: Any, *, after: CodeType | None = None) -> str:
-    """Return the program's part of a stack, without frames of torch and of this package.
-
-    Args:
-        frame: The innermost one.
-        after: The code whose frame, and the frames outside of it, are left out.
-    """
+    """Return the program's part of a stack, from its innermost frame to the one of a code."""
     inner = itertools.takewhile(lambda pair: pair[0].f_code is not after, walk_stack(frame))
     frames = [(f, n) for f, n in inner if not is_inside(f.f_globals.get("__name__", ""))]
     return "".join(StackSummary.extract(iter(frames[::-1])).format())

@@ -12,9 +12,8 @@ from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import Call, seconds_of
+from pyringar.cluster.calls import Call, devices_of, seconds_of
 from pyringar.cluster.ranks import Rank
-from pyringar.cluster.streams import devices_of
 from pyringar.distributed.work import PendingWork
 from pyringar.errors import RingarError
 
