@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,6 @@ __all__ = [
 # Packages whose frames are not the program's.
 _INSIDE = {"pyringar", "torch", "typing_extensions"}
 _LIBRARY = {"concurrent", "contextlib", "functools", "importlib", "runpy", "threading", "warnings"}
-_SHAPES = ("dtypes", "sizes")  # details that have columns of their own in a table
 _MOST_VALUES = 3
 _MOST_TEXT = 2000
 
@@ -120,36 +119,31 @@ class Call(Wait):
         self,
         meeting: Meeting,
         rank: Rank,
-        operation: str,
+        what: str,
         tensors: Sequence[Tensor],
-        details: Mapping[str, Any],
+        details: dict[str, Any],
         act: Callable[[Sequence[Call]], object] | None,
         args: Any = None,
         peers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, operation)
+        super().__init__(rank, what)
         self.meeting = meeting
-        self.operation = operation
-        self.details = dict(details)
+        self.details = details
         self.act = act
         self.args = args
         self.peers = peers
         self.number = 0
+        self.are_alike = False  # whether sizes and dtypes must agree between ranks
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
         self.dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         self.line, _ = call_of_program()
         self.begun = mark(devices_of(tensors))  # on GPUs: after the rank's work so far
         self.ended: Sequence[Any] = ()  # on GPUs: after the work of the call
         self._steps: list[tuple[Sequence[Any], Callable[[], object]]] = []
-        self._was_awaited = False
 
     def wait(self, timeout: float | None = None) -> object:
         """Let others run until it is done; raise its error, or CollectiveTimeout: it goes on."""
-        self.rank.check_thread()
-        if not (self.is_done and self._was_awaited):
-            self._was_awaited = True
-            cluster = self.meeting.cluster
-            cluster.wait(self if timeout is None else Wait(self.rank, self.what, timeout, self))
+        self.meeting.cluster.wait(Wait(self.rank, self.what, timeout, self))
         self.raise_error()
         follow(self.ended)
         return True
@@ -187,14 +181,16 @@ class Call(Wait):
 
     def signature(self) -> str:
         """Return in words what must be the same on all ranks."""
-        if "sizes" not in self.details:
-            return str(self)
-        pairs = zip(self.details["sizes"], self.details["dtypes"], strict=True)
-        return f"{self} of {some(f'{n} {dtype}' for n, dtype in pairs) or 'nothing'}"
+        pairs = zip(map(math.prod, self.shapes), self.dtypes, strict=True)
+        return (
+            f"{self} of {some(f'{n} {dtype}' for n, dtype in pairs)}"
+            if self.are_alike
+            else str(self)
+        )
 
     def __str__(self) -> str:
-        shown = [f"{name} {value}" for name, value in self.details.items() if name not in _SHAPES]
-        return f"{self.operation} ({', '.join(shown)})" if shown else self.operation
+        details = ", ".join(f"{name} {value}" for name, value in self.details.items())
+        return f"{self.what} ({details})" if details else self.what
 
 
 def some(values: Iterable[Any]) -> str:

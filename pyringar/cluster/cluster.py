@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -133,7 +133,7 @@ class Cluster:
         with contextlib.suppress(BaseException):  # a late interrupt; see `_live`
             try:
                 rank.await_choice()
-                self._check_told()
+                self.check_told()
                 state.restore()
                 internals.run_in_thread_of(rank, program)
             except BaseException as error:
@@ -198,7 +198,7 @@ class Cluster:
                     f"{names_of([rank.index for rank in running])} ran for {limit_s:g} s without a "
                     "call in which others go on, and these waited"
                 )
-                self.fail(lambda text: CollectiveTimeout(what + text))
+                self.fail(CollectiveTimeout, what)
                 self._interrupted_by = self._failure
         schedule.look()
 
@@ -227,15 +227,15 @@ class Cluster:
         with self.schedule.lock:
             name = (options.group_id, ranks)
             rank.num_groups[name] = number = rank.num_groups.get(name, 0) + 1
-            meeting = self._meetings.setdefault((name, number), Meeting(self, ranks))
+            made = Meeting(self, ranks, self._new_name(ranks))
+            meeting = self._meetings.setdefault((name, number), made)
         return ThreadGroup(meeting, rank, options)
 
-    def name_of(self, meeting: Meeting) -> str:
-        """Return the group's name in reports: torch's own names are numbers and hashes."""
-        is_world = len(meeting.ranks) == len(self.ranks)
-        name = "the world" if is_world else f"group {', '.join(map(str, meeting.ranks))}"
-        alike = [each for each in list(self._meetings.values()) if each.ranks == meeting.ranks]
-        number = alike.index(meeting) + 1 if meeting in alike else 1
+    def _new_name(self, ranks: Sequence[int]) -> str:
+        """Return a name of a group for reports: torch's own names are numbers and hashes."""
+        is_world = len(ranks) == len(self.ranks)
+        name = "the world" if is_world else f"group {', '.join(map(str, ranks))}"
+        number = 1 + sum(meeting.ranks == ranks for meeting in self._meetings.values())
         return f"{name} #{number}" if number > 1 else name
 
     def engine(self, devices: Sequence[torch.device]) -> Communicator:
@@ -249,7 +249,7 @@ class Cluster:
     def begin(self, call: Call, post: Callable[[], None]) -> None:
         """Begin a rank's call with ``post``; raise if the run has failed, or in a wrong thread."""
         call.rank.check_thread()
-        self._check_told()
+        self.check_told()
         self.schedule.check_stack()
         call.rank.num_calls += 1
         call.rank.num_polls, call.rank.waits_for = 0, None
@@ -261,7 +261,7 @@ class Cluster:
         if not what.rank.is_gone:
             what.rank.check_thread()
             if not what.is_done:
-                self._check_told()
+                self.check_told()
             self.schedule.wait(what)
             what.rank.complete_futures()
         what.raise_error()
@@ -269,9 +269,9 @@ class Cluster:
     def _ask(self, what: str) -> None:
         """Let other ranks run; fail where there is no hope."""
         wait = Wait(this_rank(), what, is_pause=True)
-        self._check_told()
+        self.check_told()
         self.wait(wait)
-        self._check_told()
+        self.check_told()
 
     def _store_has_changed(self) -> None:
         if current() is not None:
@@ -279,20 +279,22 @@ class Cluster:
         self.schedule.last_event_s = time.monotonic()
         self.schedule.look()
 
-    def _check_told(self) -> None:
+    def check_told(self) -> None:
+        """Raise what ranks get in their calls once the run has failed or is over."""
         if self._told is not None:
             raise copy_of(self._told)
 
     def fail(
-        self, make_error: Callable[[str], BaseException], calls: Mapping[int, Call] | None = None
+        self, kind: type[BaseException], text: str, calls: Iterable[Call] = ()
     ) -> BaseException:
         """End all waits with an error, unless the run has failed before; return that error.
 
-        ``make_error`` is given a report of all ranks, in which ``calls`` stand by rank.
+        A report of all ranks follows its text, and shows these calls.
         """
         with self.schedule.lock:
             if self._told is None:
-                error = make_error(f"{report(self.ranks, calls or {})}\n{self._note}")
+                table = report(self.ranks, {call.rank.index: call for call in calls})
+                error = kind(f"{text}{table}\n{self._note}")
                 self._end(error, error)
                 return error
             return self._told
@@ -333,12 +335,12 @@ class Cluster:
                 f"; threads that ranks started still run, {some(threads)}: if these are to call "
                 "torch.distributed, use pr.launch(..., processes=True)"
             )
-        self.fail(lambda text: kind(what + text))
+        self.fail(kind, what)
 
     def _refuse(self, rank: Rank) -> BaseException:
         """End the run because of a call in another thread than the rank's; return the error."""
         stack = f"{threading.current_thread().name}:\n{stack_of(sys._getframe())}".rstrip()
-        told = self.fail(lambda text: RingarError(f"{wrong_thread()}\n\n{stack}{text}"))
+        told = self.fail(RingarError, f"{wrong_thread()}\n\n{stack}")
         rank.error = told  # also where the program handles it
         return copy_of(told)
 

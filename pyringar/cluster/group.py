@@ -37,7 +37,7 @@ class ThreadGroup(Collectives, PythonGroup):
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Return when all ranks have called it; raise if some do not, naming them."""
-        call = self._comm.begin("monitored_barrier", [], None)
+        call = self._comm.begin("monitored_barrier", [], None, async_op=True)
         call.wait(seconds_of(getattr(timeout, "timeout", timeout)))
 
     def _hand_over(self, operation: str, tensors: Sequence[Tensor], *args: Any, **more: Any) -> Any:

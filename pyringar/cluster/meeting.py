@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pyringar.cluster.calls import Call, copy_of, follow, mark, names_of, plain_torch
@@ -20,20 +20,16 @@ class Meeting:
     Args:
         cluster: Whose ranks they are.
         ranks: The group's ranks, by their numbers in the cluster.
+        name: Of the group in reports.
     """
 
-    def __init__(self, cluster: Cluster, ranks: Sequence[int]) -> None:
+    def __init__(self, cluster: Cluster, ranks: Sequence[int], name: str) -> None:
         self.cluster = cluster
         self.ranks = ranks
+        self.name = name
         self._numbers = [0] * len(ranks)
         self._open: dict[int, dict[int, Call]] = {}  # of each number, by rank in the group
         self._messages: list[Call] = []  # of which the other side is missing
-        self._error: BaseException | None = None
-
-    @property
-    def name(self) -> str:
-        """Name the group for people."""
-        return self.cluster.name_of(self)
 
     def post(self, index: int, call: Call) -> None:
         """Take part in a collective as the group's rank ``index``, without a wait.
@@ -42,7 +38,7 @@ class Meeting:
             ArgumentError: All ranks have called, and not the same.
         """
         with self.cluster.schedule.lock:
-            self._check()
+            self.cluster.check_told()
             self._numbers[index] += 1
             call.number = self._numbers[index]
             calls = self._open.setdefault(call.number, {})
@@ -56,13 +52,13 @@ class Meeting:
     def post_message(self, call: Call) -> None:
         """Send, or receive, without a wait."""
         with self.cluster.schedule.lock:
-            self._check()
+            self.cluster.check_told()
             other = next((each for each in self._messages if _belong_together(each, call)), None)
             if other is None:
                 self._messages.append(call)
                 return
             self._messages.remove(other)
-        self._act([call, other] if call.operation == "send" else [other, call])
+        self._act([call, other] if call.what == "send" else [other, call])
 
     def missing(self, call: Call) -> list[int]:
         """Return the ranks, of the cluster, that have not done their part."""
@@ -73,33 +69,23 @@ class Meeting:
         return [self.ranks[i] for i in others if call.peers is not None or i not in there]
 
     def fail(self, error: BaseException) -> None:
-        """End all calls that have not met, and refuse others."""
-        self._error = error
+        """End all calls that have not met."""
         calls = [*self._messages, *(c for there in self._open.values() for c in there.values())]
         self._messages, self._open = [], {}
         for call in calls:
             call.finish(error)
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise copy_of(self._error)
-
-    def compare(self, number: int | None = None) -> None:
-        """Fail if ranks call different things.
-
-        Args:
-            number: Of the calls; None: of all that have not met.
-        """
-        for each in self._open if number is None else [number]:
-            calls = self._open[each]
+    def compare(self, *numbers: int) -> None:
+        """Fail if ranks call different things as one of these numbers, or as any that is open."""
+        for number in numbers or tuple(self._open):
+            calls = self._open[number].values()
             kinds: dict[str, list[int]] = {}
-            for call in sorted(calls.values(), key=lambda call: call.rank.index):
+            for call in sorted(calls, key=lambda call: call.rank.index):
                 kinds.setdefault(call.signature(), []).append(call.rank.index)
-            if len(kinds) == 1:
-                continue
-            what = "; ".join(f"{names_of(ranks)}: {kind}" for kind, ranks in kinds.items())
-            text = f"ranks call different things as number {each} of {self.name}: {what}"
-            raise copy_of(self._failed(ArgumentError, text, calls.values()))
+            if len(kinds) > 1:
+                what = "; ".join(f"{names_of(ranks)}: {kind}" for kind, ranks in kinds.items())
+                text = f"ranks call different things as number {number} of {self.name}: {what}"
+                raise copy_of(self.cluster.fail(ArgumentError, text, calls))
 
     def _act(self, calls: Sequence[Call]) -> None:
         act = calls[0].act
@@ -113,22 +99,17 @@ class Meeting:
             for call in calls:
                 call.run_steps()
         except Exception as caught:
-            error = self._failed(type(caught), f"{calls[0]}: {caught}", calls)
+            error = self.cluster.fail(type(caught), f"{calls[0]}: {caught}", calls)
         ended = mark({event.device for call in calls for event in call.begun})
         for call in calls:
             call.ended = ended
             call.finish(error)
         self.cluster.schedule.look()
 
-    def _failed(self, kind: type[BaseException], text: str, calls: Iterable[Call]) -> BaseException:
-        return self.cluster.fail(
-            lambda report: kind(text + report), {call.rank.index: call for call in calls}
-        )
-
 
 def _belong_together(one: Call, other: Call) -> bool:
-    send, receive = (one, other) if one.operation == "send" else (other, one)
-    if (send.operation, receive.operation) != ("send", "recv"):
+    send, receive = (one, other) if one.what == "send" else (other, one)
+    if (send.what, receive.what) != ("send", "recv"):
         return False
     (sender, _), (receiver, _) = send.args, receive.args
     is_from_it = receive.details.get("from", sender) == sender

@@ -56,10 +56,12 @@ class Transport(RankCommunicator):
         *,
         args: Any = None,
         written: Sequence[Tensor] = (),
+        are_alike: bool = True,
         what: Described | None = None,
+        async_op: bool = False,
         **details: Any,
-    ) -> Call:
-        """Take part in a collective, without a wait.
+    ) -> Any:
+        """Take part in a collective; return the call, or if not ``async_op`` None after its end.
 
         Args:
             name: What tables call it.
@@ -67,8 +69,10 @@ class Transport(RankCommunicator):
             act: Does it, given all ranks' calls.
             args: For ``act``; None: the data of ``tensors``.
             written: What it writes on this rank.
+            are_alike: Whether the sizes and dtypes of ``tensors`` must agree with other ranks.
             what: The call of the original tensors, if these are stand-ins.
-            **details: What must agree with other ranks.
+            async_op: Whether to leave the wait to the caller.
+            **details: What else must agree.
         """
         self._check_open(name)
         for tensor in written:
@@ -76,14 +80,17 @@ class Transport(RankCommunicator):
         check_disjoint({f"tensors[{i}]": tensor for i, tensor in enumerate(written)})
         count_changes(list(written))
         args = _data(tensors) if args is None else args
-        if what is not None:
-            name, details = what.call, {"sizes": [what.numel], "dtypes": [what.dtype]}
         call = Call(self._meeting, self._of, name, tensors, details, act, args)
+        call.are_alike = are_alike
         if what is not None:
+            call.what, call.details = what.call, {}
             call.shapes, call.dtypes = [(what.numel,)], [what.dtype]
         self._meeting.cluster.begin(call, lambda: self._meeting.post(self._rank, call))
         self._last = call
-        return call
+        if async_op:
+            return call
+        call.wait()
+        return None
 
     def _check_open(self, name: str) -> None:
         self._of.check_thread()
@@ -92,9 +99,7 @@ class Transport(RankCommunicator):
 
     # -- calls of the engine -----------------------------------------------------------------------
 
-    def all_reduce(
-        self, tensors: Any, op: Any = "sum", *, async_op: bool = False, what: Any = None
-    ) -> Any:
+    def all_reduce(self, tensors: Any, op: Any = "sum", **more: Any) -> Any:
         """Reduce this rank's tensor, or tensors, over all ranks, in place."""
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         for tensor in tensors:
@@ -106,8 +111,7 @@ class Transport(RankCommunicator):
             for row in zip(*(call.args for call in calls), strict=True):
                 self._reduce(row, op)
 
-        details = {"written": tensors, "op": op, **_kinds(tensors)}
-        return _ended(self.begin("all_reduce", tensors, act, what=what, **details), async_op)
+        return self.begin("all_reduce", tensors, act, written=tensors, op=op, **more)
 
     def _reduce(self, row: Sequence[Tensor], op: str) -> None:
         """Reduce one tensor per rank into all of them: in rank order, rounded once."""
@@ -116,25 +120,20 @@ class Transport(RankCommunicator):
         for tensor, result in zip(row, alike, strict=True):
             _copy(tensor, result)
 
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor, op: Any = "sum", *, async_op: bool = False
-    ) -> Any:
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: Any = "sum", **more: Any) -> Any:
         """Reduce ``input`` over all ranks and leave this rank's part in ``output``."""
         check_parts("reduce_scatter", output, input, output, input, self._world_size)
 
         def act(calls: Calls) -> None:
             row = [call.args[1].reshape(-1).clone() for call in calls]
             self._reduce(row, op)
-            for call, total, rank in zip(calls, row, range(len(row)), strict=True):
+            for rank, (call, total) in enumerate(zip(calls, row, strict=True)):
                 _copy(call.args[0], total.tensor_split(len(row))[rank])
 
-        args = output.data, input.data
-        details = {"args": args, "written": [output], "op": op, **_kinds([input])}
-        return _ended(self.begin("reduce_scatter", [input], act, **details), async_op)
+        more |= {"args": (output.data, input.data), "written": [output], "op": op}
+        return self.begin("reduce_scatter", [input], act, **more)
 
-    def all_gather(
-        self, output: Tensor, input: Tensor, *, async_op: bool = False, what: Any = None
-    ) -> Any:
+    def all_gather(self, output: Tensor, input: Tensor, **more: Any) -> Any:
         """Put all ranks' ``input``, end to end in rank order, into ``output``."""
         check_parts("all_gather", output, input, input, output, self._world_size)
 
@@ -144,13 +143,10 @@ class Transport(RankCommunicator):
             for call in calls:
                 _copy(call.args[0], whole)
 
-        args = output.data, input.data
-        details = {"args": args, "written": [output], **_kinds([input])}
-        return _ended(self.begin("all_gather", [input], act, what=what, **details), async_op)
+        more |= {"args": (output.data, input.data), "written": [output]}
+        return self.begin("all_gather", [input], act, **more)
 
-    def broadcast(
-        self, tensor: Tensor, root: int = 0, *, async_op: bool = False, what: Any = None
-    ) -> Any:
+    def broadcast(self, tensor: Tensor, root: int = 0, **more: Any) -> Any:
         """Copy the tensor of rank ``root`` into every other rank's."""
 
         def act(calls: Calls) -> None:
@@ -158,12 +154,11 @@ class Transport(RankCommunicator):
                 _copy(call.args[0], calls[root].args[0])
 
         written = [tensor] if self._rank != root else []
-        details = {"written": written, "root": root, **_kinds([tensor])}
-        return _ended(self.begin("broadcast", [tensor], act, what=what, **details), async_op)
+        return self.begin("broadcast", [tensor], act, written=written, root=root, **more)
 
     def barrier(self, *, async_op: bool = False) -> Any:
         """Return when all ranks have called it, and all earlier calls have ended."""
-        return _ended(self.begin("barrier", [], None), async_op)
+        return self.begin("barrier", [], None, async_op=async_op)
 
     def _begin_as(self, what: object, call: str, *arguments: Any) -> Any:
         return getattr(self, call)(*arguments, async_op=True, what=what)
@@ -179,8 +174,6 @@ class Transport(RankCommunicator):
     def close(self) -> None:
         """Refuse all further calls."""
         self._is_closed = True
-
-    abort = close
 
     # -- calls of gloo -----------------------------------------------------------------------------
 
@@ -200,7 +193,7 @@ class Transport(RankCommunicator):
         """Return what `barrier` does not wait for: nothing."""
         return []
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Call:
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         """Add sparse tensors, in rank order."""
         op = reduction_name(opts.reduceOp, "all_reduce")
         if op != "sum":
@@ -212,28 +205,28 @@ class Transport(RankCommunicator):
                 for tensor in row:
                     tensor.copy_(total)
 
-        return self.begin("all_reduce", tensors, act, args=tensors, op=op, **_kinds(tensors))
+        return self.begin("all_reduce", tensors, act, args=tensors, async_op=True, op=op)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Call:
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Put rank ``r``'s input into the root's ``outputs[i][r]``."""
         out_of = [inputs if rank == opts.rootRank else [] for rank in range(self._world_size)]
         into = self._by_rank("gather", outputs)
         return self._exchange("gather", into, out_of, inputs, root=opts.rootRank)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Call:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Put the root's ``inputs[i][r]`` into rank ``r``'s output."""
         into = [outputs if rank == opts.rootRank else [] for rank in range(self._world_size)]
         out_of = self._by_rank("scatter", inputs)
         return self._exchange("scatter", into, out_of, outputs, root=opts.rootRank)
 
-    def alltoall(self, outputs: Any, inputs: Any, *_: Any) -> Call:
+    def alltoall(self, outputs: Any, inputs: Any, *_: Any) -> Any:
         """Give every rank what the others have for it."""
         into, out_of = (self._by_rank("all_to_all", [row]) for row in (outputs, inputs))
         return self._exchange("all_to_all", into, out_of, inputs)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, *_: Any
-    ) -> Call:
+    ) -> Any:
         """Give every rank what the others have for it, in one tensor."""
         into = self._parts(output, out_splits, "output_split_sizes")
         out_of = self._parts(input, in_splits, "input_split_sizes")
@@ -241,13 +234,12 @@ class Transport(RankCommunicator):
 
     def _by_rank(self, name: str, rows: Sequence[Sequence[Tensor]]) -> list[Any]:
         """Return the tensors of lists of one per rank, by rank."""
-        for row in rows:
-            if len(row) != self._world_size:
-                raise ArgumentError(
-                    f"{name}: a list has {len(row)} tensors, expected {self._world_size}, one per "
-                    "rank"
-                )
-        return [[row[rank] for row in rows] for rank in range(self._world_size)]
+        size = self._world_size
+        for number in {len(row) for row in rows} - {size}:
+            raise ArgumentError(
+                f"{name}: a list has {number} tensors, expected {size}, one per rank"
+            )
+        return [[row[rank] for row in rows] for rank in range(size)]
 
     def _parts(self, tensor: Tensor, splits: Any, name: str) -> list[Any]:
         num_rows, size = tensor.shape[0] if tensor.dim() else 0, self._world_size
@@ -261,7 +253,7 @@ class Transport(RankCommunicator):
 
     def _exchange(
         self, name: str, into: Any, out_of: Any, shown: Sequence[Tensor], **details: Any
-    ) -> Call:
+    ) -> Any:
         """Fill the tensors ``into[r]`` with those that rank ``r`` has in ``out_of`` for this rank.
 
         Either may be empty for a rank.
@@ -270,15 +262,16 @@ class Transport(RankCommunicator):
         def act(calls: Calls) -> None:
             # Copies: an input may be a part of an output.
             sent = [[[t.clone() for t in row] for row in call.args[1]] for call in calls]
-            for me, call in enumerate(calls):
-                for rank, targets in enumerate(call.args[0]):
-                    _copy_all(targets, sent[rank][me])
+            pairs = [
+                (targets, sent[rank][me])
+                for me, call in enumerate(calls)
+                for rank, targets in enumerate(call.args[0])
+            ]
+            _copy_all(pairs)
 
-        into, out_of = [_data(row) for row in into], [_data(row) for row in out_of]
-        # Others' are compared when all have called.
-        for target, source in zip(into[self._rank], out_of[self._rank], strict=True):
-            _check_alike(target, source)
-        return self.begin(name, shown, act, args=(into, out_of), **details)
+        args = [_data(row) for row in into], [_data(row) for row in out_of]
+        details |= {"are_alike": False, "async_op": True}
+        return self.begin(name, shown, act, args=args, **details)
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> Call:
         """Send to a rank; done when it has received."""
@@ -307,14 +300,7 @@ class Transport(RankCommunicator):
 def _deliver(calls: Calls) -> None:
     sent, received = calls
     received.details["from"] = sent.args[0]
-    _copy_all(received.args[1], sent.args[1])
-
-
-def _ended(call: Call, async_op: bool) -> Call | None:
-    if async_op:
-        return call
-    call.wait()
-    return None
+    _copy_all([(received.args[1], sent.args[1])])
 
 
 def _data(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -322,15 +308,16 @@ def _data(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.data for tensor in tensors]
 
 
-def _kinds(tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Return what must agree between ranks: numbers of elements, and dtypes."""
-    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-    return {"sizes": [tensor.numel() for tensor in tensors], "dtypes": dtypes}
-
-
-def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        _check_alike(target, source)
+def _copy_all(rows: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+    """Copy lists of sources into lists of targets, or none if a pair does not fit."""
+    pairs = [pair for targets, sources in rows for pair in zip(targets, sources, strict=True)]
+    for target, source in pairs:
+        if target.numel() != source.numel() or target.dtype != source.dtype:
+            raise ArgumentError(
+                f"a tensor of {source.numel()} elements of {source.dtype} is for one of "
+                f"{target.numel()} of {target.dtype}; expected the same"
+            )
+    for target, source in pairs:
         _copy(target, source)
 
 
@@ -338,11 +325,3 @@ def _copy(target: Tensor, source: Tensor) -> None:
     """Copy as many elements, which correspond by index, unless both are the same memory."""
     if target.data_ptr() != source.data_ptr() or target.device != source.device:
         target.copy_(source.reshape(target.shape))
-
-
-def _check_alike(target: Tensor, source: Tensor) -> None:
-    if target.numel() != source.numel() or target.dtype != source.dtype:
-        raise ArgumentError(
-            f"a tensor of {source.numel()} elements of {source.dtype} is for one of "
-            f"{target.numel()} of {target.dtype}; expected the same"
-        )
