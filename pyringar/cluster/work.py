@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import Call, devices_of, seconds_of
+from pyringar.cluster.calls import Call, devices_of, seconds_of, text_of
 from pyringar.cluster.ranks import Rank
 from pyringar.distributed.work import PendingWork
 from pyringar.errors import RingarError
@@ -29,42 +29,23 @@ class ThreadFuture(_Future):  # type: ignore[misc]
     If the rank ends before, the future fails, and its callbacks do not run.
     """
 
-    def __init__(self, work: ThreadWork, rank: Rank) -> None:
+    def __init__(self, work: ThreadWork) -> None:
         super().__init__(devices=work._devices)
-        self._work = work
-        self._rank = rank
+        self._work, self._rank = work, work._of
 
-    def is_over(self) -> bool:
-        """Return whether the work is done."""
-        return self._work._is_over()
-
-    def complete(self) -> None:
-        """Complete it: the work is done, or the rank has ended."""
-        self._follow(lambda: self._work._outcome(self))
-
-    def _follow(self, make_value: Callable[[], Any]) -> None:
+    def complete(self, make_value: Callable[[], Any]) -> None:
         """Complete it with a value, or with the RuntimeError that torch makes of an exception."""
-
-        def make(_: Any) -> Any:
+        try:
             if self._rank.is_gone:
                 raise RingarError(f"{self._rank} has ended, and did not wait for this future")
-            try:
-                return make_value()
-            except BaseException as error:
-                if not isinstance(error, Exception):  # the rank's next wait raises it, too
-                    self._rank.pending_error = error
-                raise
-
-        made = _Future(devices=self._work._devices)
-        made.set_result(None)
-        try:
-            value = made.then(make).value()
-        except RuntimeError as error:
+            value = make_value()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._rank.pending_error = error  # the rank's next wait raises it, too
             # Not the exception: C++ would keep it for ever, with the frames in its traceback.
             self._set_unwrap_func(_raise)
-            self.set_result(str(error))
-        else:
-            self.set_result(value)
+            value = f"Got the following error when running the callback: {text_of(error)}"
+        self.set_result(value)
 
     def done(self) -> bool:
         """Return whether it is complete; let others run first if not."""
@@ -75,14 +56,14 @@ class ThreadFuture(_Future):  # type: ignore[misc]
 
     def wait(self) -> Any:
         """Let others run until it is complete; return its value, or raise its error."""
-        self._work._settle()
+        self._work.settle()
         self._rank.complete_futures()  # this wait may be in a callback of another future
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Return a future of what ``callback`` returns, which is called with this one."""
-        child = ThreadFuture(self._work, self._rank)
-        super().add_done_callback(lambda done: child._follow(lambda: callback(done)))
+        child = ThreadFuture(self._work)
+        super().add_done_callback(lambda done: child.complete(lambda: callback(done)))
         return child
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
@@ -98,10 +79,9 @@ class ThreadWork(PendingWork):
     """The work of calls that a rank has begun, and of steps that have ended."""
 
     def __init__(self, rank: Rank, parts: Sequence[Any], results: Any) -> None:
-        calls = [part for part in parts if isinstance(part, Call)]
-        super().__init__(None, calls, results)  # type: ignore[arg-type]  # futures are completed here
+        self._calls = [part for part in parts if isinstance(part, Call)]
+        super().__init__(None, self._calls, results)  # type: ignore[arg-type]  # needs no completer
         self._of = rank
-        self._calls: Sequence[Call] = calls
         self._devices = devices_of(t for t in tree_leaves(results) if isinstance(t, Tensor))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -117,16 +97,23 @@ class ThreadWork(PendingWork):
         """
         self._of.check_thread()
         if internals.is_future_for_reducer("get_future"):
-            self._settle()
-        if self._future is None and not self._is_over():
-            self._future = future = ThreadFuture(self, self._of)
-            self._of.futures.append(future)
+            self.settle()
+        if self._future is None and not self.is_over():
+            self._future = ThreadFuture(self)
+            self._of.unfinished.append(self)
         return self._future or super().get_future()
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Return whether all calls are done."""
         return all(call.is_done for call in self._calls)
 
-    def _settle(self) -> None:
+    def complete_future(self) -> None:
+        """Complete the future: all calls are done, or the rank has ended."""
+        future: Any = self._future
+        future.complete(lambda: self._outcome(future))
+
+    def settle(self) -> None:
+        """Let other ranks run until all calls are done, well or not."""
         self._of.check_thread()  # its error is not suppressed
         for call in self._calls:
             with contextlib.suppress(Exception):
