@@ -16,13 +16,12 @@ from typing import Any, cast
 import torch
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import Call, Wait, copy_of, names_of, some, text_of
-from pyringar.cluster.group import ThreadGroup
-from pyringar.cluster.meeting import Meeting
+from pyringar.cluster.calls import Call, Meeting, Wait, copy_of, names_of, some, text_of
 from pyringar.cluster.ranks import Rank, Schedule, current, this_rank, wrong_thread
 from pyringar.cluster.report import is_at_prompt, report, stack_of
 from pyringar.cluster.state import ProcessState, environment_of
 from pyringar.cluster.store import ThreadStore
+from pyringar.cluster.transport import ThreadGroup
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.threads import Latch, start_thread, starting_thread
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError

@@ -1,33 +1,41 @@
-"""The calls of a group of threads: the last rank to call reads and writes the tensors of all."""
+"""The process group of ranks that are threads: calls of the backend ``ringar``, and a transport.
+
+The last rank to call reads and writes the tensors of all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyringar.cluster.calls import Call, plain_torch
-from pyringar.cluster.meeting import Meeting
+from pyringar.cluster.calls import Call, Meeting, plain_torch, seconds_of
 from pyringar.cluster.ranks import Rank
+from pyringar.cluster.work import ThreadWork
 from pyringar.comm.arguments import OPS, check_parts
 from pyringar.comm.base import RankCommunicator
 from pyringar.comm.plain_group import check_disjoint
 from pyringar.comm.work import Work
+from pyringar.distributed.backend import PythonGroup, keep_dynamo_out
+from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.convert import (
     NATIVE,
+    Copy,
     Described,
     check_no_overlap,
+    copy_all,
     count_changes,
     reduction_name,
 )
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
-__all__ = ["DEVICES", "Transport"]
+__all__ = ["ThreadGroup"]
 
-DEVICES = ("cpu", "cuda")
+_DEVICES = ("cpu", "cuda")
 Calls = Sequence[Call]
 
 
@@ -103,7 +111,7 @@ class Transport(RankCommunicator):
         """Reduce this rank's tensor, or tensors, over all ranks, in place."""
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         for tensor in tensors:
-            is_here = tensor.device.type in DEVICES and tensor.layout is torch.strided
+            is_here = tensor.device.type in _DEVICES and tensor.layout is torch.strided
             if not is_here or tensor.dtype not in NATIVE or op not in OPS:
                 raise UnsupportedError(f"all_reduce: {op} of {tensor.dtype} needs a stand-in")
 
@@ -179,7 +187,7 @@ class Transport(RankCommunicator):
 
     def for_device(self, device: str, operation: str) -> Transport:
         """Return this transport, or refuse a type of device."""
-        if device not in DEVICES:
+        if device not in _DEVICES:
             raise UnsupportedError(
                 f"{operation}: ranks that are threads take tensors on the CPU and on CUDA GPUs, "
                 f"this one is on {device}"
@@ -297,6 +305,62 @@ class Transport(RankCommunicator):
         return call
 
 
+class ThreadGroup(Collectives, PythonGroup):
+    """One rank's view of a group."""
+
+    _own_devices = _DEVICES
+
+    def __init__(self, meeting: Meeting, rank: Rank, options: Any) -> None:
+        PythonGroup.__init__(self, options)
+        self._of = rank
+        self._comm: Any = Transport(meeting, rank, self._rank)
+        self._fallback: Any = self._comm
+        self._reduce_plain = lambda *_: False
+        self._batch = None
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have called it; raise if some do not, naming them."""
+        call = self._comm.begin("monitored_barrier", [], None, async_op=True)
+        call.wait(seconds_of(getattr(timeout, "timeout", timeout)))
+
+    def _hand_over(self, operation: str, tensors: Sequence[Tensor], *args: Any, **more: Any) -> Any:
+        for tensor in tensors:
+            if tensor.layout is not torch.strided and operation != "all_reduce":
+                raise UnsupportedError(
+                    f"{operation}: a tensor has layout {tensor.layout}, expected a dense one"
+                )
+        return super()._hand_over(operation, tensors, *args, **more)
+
+    def _watched(
+        self,
+        operation: str,
+        begin: Callable[[], Any],
+        copies: Sequence[Copy],
+        *_peers: Any,
+        **_more: Any,
+    ) -> list[Any]:
+        call = begin()
+        call.then(lambda: copy_all(copies))
+        return [call]
+
+    def _pending(self, parts: Sequence[Any], results: Any) -> Any:
+        return self._noted(ThreadWork(self._of, parts, results))
+
+    def shutdown(self) -> None:
+        """Leave it: its calls are refused from then on."""
+        self._comm.close()
+
+    abort = shutdown
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: the cluster's own counts."""
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        names = _DEVICES if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(name) for name in names]
+
+
 def _deliver(calls: Calls) -> None:
     sent, received = calls
     received.details["from"] = sent.args[0]
@@ -325,3 +389,6 @@ def _copy(target: Tensor, source: Tensor) -> None:
     """Copy as many elements, which correspond by index, unless both are the same memory."""
     if target.data_ptr() != source.data_ptr() or target.device != source.device:
         target.copy_(source.reshape(target.shape))
+
+
+keep_dynamo_out(ThreadGroup, ThreadWork)
