@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import faulthandler
 import logging
-import math
 import mmap
 import multiprocessing.process
 import os
@@ -19,10 +18,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partialmethod
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,10 +38,7 @@ from pyringar.errors import PeerLostError, RingarError, UnsupportedError
 
 __all__ = ["REPORT_S", "Report", "SharedValue", "run_rank"]
 
-logger = logging.getLogger(__name__)
-
 REPORT_S = 0.25  # between reports
-_PR_SET_PDEATHSIG = 1
 _SLOT_BYTES = 1 << 16
 # The methods of a process group that wait for other ranks.
 _METHODS = re.compile(
@@ -51,8 +46,7 @@ _METHODS = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What a rank tells `launch` at intervals, and at the end of its program."""
 
     state: str = "runs"  # for tables: "waits", "returned", "failed: ValueError"
@@ -132,7 +126,7 @@ def run_rank(
 def _leave_parent(outputs: Sequence[Connection]) -> None:
     """Replace what belongs to the process of `launch`: signals, streams, handlers at exit."""
     parent: Any = multiprocessing.process.parent_process()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent.pid:  # it had ended before that call
         os._exit(1)
     signal.set_wakeup_fd(-1)
@@ -145,10 +139,8 @@ def _leave_parent(outputs: Sequence[Connection]) -> None:
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     for fd, name in enumerate(("stdout", "stderr"), start=1):
         os.dup2(outputs[fd - 1].fileno(), fd)
-        outputs[fd - 1].close()
         stream = open(fd, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+        vars(sys)[name] = vars(sys)[f"__{name}__"] = stream
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     faulthandler.enable(2)
 
@@ -170,7 +162,7 @@ def _become_rank(index: int, devices: Sequence[torch.device], port: int) -> None
 
 def _keep_one_thread(number: int) -> None:
     if number != 1:
-        logger.warning(
+        logging.getLogger(__name__).warning(
             "torch.set_num_threads(%d): ranks that are forked processes compute on one thread, "
             "since OpenMP starts no threads after a fork",
             number,
@@ -227,21 +219,20 @@ class Publisher:
     def observe(self, thread: int) -> None:
         """Report at intervals what the thread of the program does."""
         while not self.has_ended.wait(REPORT_S):
-            frame = sys._current_frames().get(thread)
-            engine = getattr(getattr(self._group, "_comm", None), "_group", None)
-            progress = (self._num_calls, engine.progress() if engine is not None else 0)
-            stack = stack_of(frame, after=run_rank.__code__)
-            self._channel.send(Report(self._state(frame), stack, progress))
-            del frame  # and the variables in it
+            self._channel.send(self._report(sys._current_frames().get(thread)))
 
-    def _state(self, frame: Any) -> str:
+    def _report(self, frame: Any) -> Report:
+        # Frames of a rank that waits for ranks that join a group, or for a key.
+        is_in_store = any(
+            outer.f_globals is vars(distributed_c10d) or outer.f_code is _in_store.__code__
+            for outer, _ in traceback.walk_stack(frame)
+        )
+        state = "waits in the store" if is_in_store else "runs"
         if self._inside or not (self._work is None or self._work.is_completed()):
-            return "waits"
-        for outer, _ in traceback.walk_stack(frame):
-            # It waits for ranks that join a group, or for a key.
-            if outer.f_globals is vars(distributed_c10d) or outer.f_code is _in_store.__code__:
-                return "waits in the store"
-        return "runs"
+            state = "waits"
+        engine = getattr(getattr(self._group, "_comm", None), "_group", None)
+        progress = (self._num_calls, engine.progress() if engine is not None else 0)
+        return Report(state, stack_of(frame, after=run_rank.__code__), progress)
 
     def _published(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +260,7 @@ class Publisher:
         ops = [a.reduceOp for a in args if hasattr(a, "reduceOp")]
         details = [f"op {getattr(op, 'op', op).name.lower()}" for op in ops]
         details += [f"root {a.rootRank}" for a in args if hasattr(a, "rootRank")]
-        number = math.inf  # a message has no number
+        number = 0  # a message has no number
         if name in ("send", "recv"):
             ranks = [ranks[args[1]]]
             details.append(f"{'to' if name == 'send' else 'from'} {ranks[0]}")
@@ -280,7 +271,7 @@ class Publisher:
         text = (function or name) + (f" ({', '.join(details)})" if details else "")
         shapes = some(tuple(tensor.shape) for tensor in tensors)
         dtypes = some(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
-        columns = (text, "" if number == math.inf else str(number), key, shapes, dtypes, line)
+        columns = (text, str(number or ""), key, shapes, dtypes, line)
         self._last_call.set((self._num_calls, number, columns, ranks, self._numbers))
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any
@@ -97,12 +97,11 @@ class _Output:
                 self.pipe.close()
             self.text += data
             self.last_s = time.monotonic()
-        *lines, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self.text)
+        *lines, self.text = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self.text)
         is_old = is_over or time.monotonic() - self.last_s > _PARTIAL_LINE_S
-        if rest and (is_old or len(self.text) > _PIPE_BYTES):
-            lines.append(rest + b"\n")
-            rest = b""
-        self.text = rest
+        if self.text and (is_old or len(self.text) > _PIPE_BYTES):
+            lines.append(self.text + b"\n")
+            self.text = b""
         if lines:
             self.stream.write(b"".join(self.mark + line for line in lines).decode(errors="replace"))
             self.stream.flush()
@@ -136,22 +135,19 @@ class _Rank:
         before = self.report.progress
         code = self.process.exitcode
         self.has_ended = code is not None
-        channel = self.pipes[0]
-        try:
-            while not channel.closed and channel.poll():
-                self.report = channel.recv()
-        except (EOFError, OSError):
-            channel.close()
+        with contextlib.suppress(EOFError, OSError):  # it has died
+            while self.pipes[0].poll():
+                self.report = self.pipes[0].recv()
         for output in self.outputs:
             output.relay(is_over=self.has_ended)
         if code == 0 and not self.report.failed_s:  # it has returned, or called os._exit(0)
-            self.report = replace(self.report, state="returned", stack="")
+            self.report = self.report._replace(state="returned", stack="")
         elif code and not self.report.failed_s:
             name = {-s.value: s.name for s in signal.Signals}.get(code, f"signal {-code}")
             state = f"exited with status {code}" if code > 0 else f"was killed by {name}"
             error = PeerLostError(f"rank {self.index} (process {self.process.pid}) {state}")
-            failed_s = noticed_s - _DYING_S
-            self.report = Report(state, failed_s=failed_s, pickled=(pickle.dumps(error), ""))
+            pickled = (pickle.dumps(error), "")
+            self.report = Report(state, failed_s=noticed_s - _DYING_S, pickled=pickled)
         return self.report.progress != before
 
     def close(self) -> None:
@@ -244,19 +240,17 @@ class _Ranks:
         failed = [rank for rank in self._ranks if rank.report.failed_s]
         # A rank that waits has lost its peer, and failed because of the peer.
         failed.sort(key=lambda rank: (rank.report.state == "waits", rank.report.failed_s))
-        error: BaseException
+        standstill = self._standstill()
+        if not failed and not standstill:
+            return None
+        error: BaseException = CollectiveTimeout(standstill)
         if failed:
             try:
                 error = failed[0].report.value()
             except Exception as unknown:
                 error = unknown
-        elif text := self._standstill():
-            error = CollectiveTimeout(text)
-        else:
-            return None
         if type(error) in (ArgumentError, CollectiveTimeout, PeerLostError):
-            running = [rank for rank in self._ranks if not rank.report.failed_s]
-            stacks = {rank.index: rank.report.stack for rank in running}
+            stacks = {r.index: r.report.stack for r in self._ranks if not r.report.failed_s}
             table = layout([self._row(rank) for rank in self._ranks], stacks).rstrip()
             error = type(error)(f"{error}{table}")
         traces = by_text({rank.index: rank.report.stack for rank in failed})
@@ -270,5 +264,7 @@ class _Ranks:
             return (str(rank.index), state, f"after {num_calls} calls", *[""] * 6)
         *columns, line = columns
         numbers = [other.last_call.get()[-1].get(columns[2], 0) for other in self._ranks]
-        missing = [str(r) for r in ranks if state == "waits" and numbers[r] < number]
+        missing = [
+            str(r) for r in ranks if state == "waits" and (not number or numbers[r] < number)
+        ]
         return (str(rank.index), state, *columns, ", ".join(missing), line)
