@@ -375,6 +375,19 @@ def test_end_of_a_process(end, expected):
         assert re.match(expected, text)
 
 
+@pytest.mark.parametrize("is_thread", [True, False], ids=["thread", "atexit"])
+def test_rank_that_does_not_exit_raises(is_thread):
+    def program():
+        if rank_of() == 1 and is_thread:
+            threading.Thread(target=time.sleep, args=(60,)).start()
+        elif os.environ["RANK"] == "1":
+            atexit.register(time.sleep, 60)
+
+    error, text, _ = failure_of(program, 2, timeout=1)
+    assert type(error) is pr.CollectiveTimeout
+    assert text.startswith("rank 1 returned, and did not exit for 1 s")
+
+
 class UnpicklableError(Exception):
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")

@@ -112,17 +112,14 @@ class _Rank:
 
     def __init__(self, index: int, *args: Any) -> None:
         context: Any = multiprocessing.get_context("fork")
-        pipes, writers = zip(*(context.Pipe(duplex=False) for _ in range(3)), strict=True)
+        self.pipes, writers = zip(*(context.Pipe(duplex=False) for _ in range(3)), strict=True)
         self.index = index
-        self.pipes = list(pipes)
-        outputs = zip(pipes[1:], (sys.stdout, sys.stderr), strict=True)
+        outputs = zip(self.pipes[1:], (sys.stdout, sys.stderr), strict=True)
         self.outputs = [_Output(pipe, stream, b"[rank %d] " % index) for pipe, stream in outputs]
-        self.last_call = SharedValue(default=(0, 0, (), (), {}))
+        self.last_call = call = SharedValue(default=(0, 0, (), (), {}))
         self.report = Report()
         self.has_ended = False
-        self.process = context.Process(
-            target=run_rank, args=(index, writers, self.last_call, *args)
-        )
+        self.process = context.Process(target=run_rank, args=(index, writers, call, *args))
         with warnings.catch_warnings():
             # Python 3.12 warns of threads at a fork: idle pools, which the rank does not use.
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
@@ -185,9 +182,9 @@ class _Ranks:
             number = signal.SIGINT
             raise
         finally:
-            del store
             gc.unfreeze()
             self._end(number)
+            del store
         if failure is not None:
             raise failure
         return [rank.report.value() for rank in self._ranks]
@@ -264,7 +261,5 @@ class _Ranks:
             return (str(rank.index), state, f"after {num_calls} calls", *[""] * 6)
         *columns, line = columns
         numbers = [other.last_call.get()[-1].get(columns[2], 0) for other in self._ranks]
-        missing = [
-            str(r) for r in ranks if state == "waits" and (not number or numbers[r] < number)
-        ]
+        missing = [str(r) for r in ranks if state == "waits" and not 0 < number <= numbers[r]]
         return (str(rank.index), state, *columns, ", ".join(missing), line)
