@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -130,6 +131,31 @@ def test_ctrl_c_ends_all_ranks(tmp_path, to_all):
         "0.interrupted",
         "1.interrupted",
     ]
+
+
+@pytest.mark.slow
+def test_debugger_prompt_in_a_terminal(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import torch.distributed as dist, pyringar as pr\n"
+        "def program():\n"
+        "    dist.init_process_group()\n"
+        "    if dist.get_rank() == 1:\n"
+        "        number = 41\n"
+        "        breakpoint()\n"
+        "    dist.barrier()\n"
+        "pr.launch(program, 2, processes=True, timeout=float('inf'))\n"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, script])
+    shown = b""
+    for expected, command in ((b"(Pdb)", b"p number + 1\n"), (b"42", b"c\n")):
+        while expected not in shown:
+            shown += os.read(terminal, 1 << 16)
+        os.write(terminal, command)
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(terminal)
 
 
 @pytest.mark.slow

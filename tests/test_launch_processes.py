@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 import pyringar as pr
 from pyringar.cluster.calls import text_of
-from pyringar.cluster.process_rank import Board
+from pyringar.cluster.process_rank import SharedValue
 
 
 def launch(fn, ranks=2, **options):
@@ -375,6 +375,19 @@ def test_end_of_a_process(end, expected):
         assert re.match(expected, text)
 
 
+@pytest.mark.parametrize("is_thread", [True, False], ids=["thread", "atexit"])
+def test_rank_that_does_not_exit_raises(is_thread):
+    def program():
+        if rank_of() == 1 and is_thread:
+            threading.Thread(target=time.sleep, args=(60,)).start()
+        elif os.environ["RANK"] == "1":
+            atexit.register(time.sleep, 60)
+
+    error, text, _ = failure_of(program, 2, timeout=1)
+    assert type(error) is pr.CollectiveTimeout
+    assert text.startswith("rank 1 returned, and did not exit for 1 s")
+
+
 class UnpicklableError(Exception):
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
@@ -432,18 +445,16 @@ def test_cuda_in_use_is_refused(monkeypatch):
         launch(rank_of, devices=["cpu", "cuda:1"])
 
 
-def test_board_keeps_the_last_whole_call():
-    board = Board(2)
-    assert board.read(1) == {}
-    board.write(1, {"call": "first"})
-    board.write(1, {"call": "all_reduce", "ranks": list(range(2000)), "numbers": {}})
-    assert board.read(1) == {"call": "all_reduce", "ranks": [], "numbers": {}}
-    other = board._slots[1][1 - board._last[1]]
-    assert b"first" in other.value
-    other.value = b'{"call'  # by a rank that is killed while it writes
-    assert board.read(1) == {"call": "all_reduce", "ranks": [], "numbers": {}}
-    board.write(1, {"call": "x" * 5000})  # longer than a slot
-    assert (board.read(0), board.read(1)) == ({}, {})
+def test_shared_value_is_the_last_whole_one():
+    shared = SharedValue("default")
+    assert shared.get() == "default"
+    shared.set(["first"])
+    shared.set(["all_reduce", list(range(2000))])
+    assert shared.get() == ["all_reduce", list(range(2000))]
+    shared._slots[1 - shared._last[0]][:4] = b"torn"  # by a rank that is killed while it writes
+    assert shared.get() == ["all_reduce", list(range(2000))]
+    shared.set(list(range(100_000)))  # longer than a slot
+    assert shared.get() == "default"
 
 
 @pytest.mark.slow
