@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partialmethod
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class Report(NamedTuple):
     """What a rank tells `launch` at intervals, and at the end of its program."""
 
     state: str = "runs"  # for tables: "waits", "returned", "failed: ValueError"
-    stack: str = ""  # of the program, or its traceback if it failed
+    stack: str = ""  # of the program if it waits or is late, or its traceback if it failed
     progress: Any = None  # is another value if a call has moved, and at the end
     failed_s: float = 0.0  # when; 0: it has not failed
     # What the program returned or raised, and the text of the error if that cannot be pickled.
@@ -96,6 +97,7 @@ def run_rank(
     last_call: SharedValue,
     program: Callable[[], Any],
     devices: Sequence[torch.device],
+    timeout_s: float,
     port: int,
 ) -> None:
     """Run the program as a rank, in a process forked for it, and report to `launch`."""
@@ -103,7 +105,8 @@ def run_rank(
     _leave_parent(outputs)
     pid = os.getpid()
     publisher = Publisher(channel, last_call, len(devices))
-    observer = start_thread("reports of this rank", publisher.observe, threading.get_ident())
+    me = threading.get_ident()
+    observer = start_thread("reports of this rank", publisher.observe, me, timeout_s / 2)
     try:
         _become_rank(index, devices, port)
         result = program()
@@ -216,23 +219,27 @@ class Publisher:
         for name in ("get", "wait"):
             setattr(store, name, partialmethod(_in_store, getattr(store, name)))
 
-    def observe(self, thread: int) -> None:
-        """Report at intervals what the thread of the program does."""
-        while not self.has_ended.wait(REPORT_S):
-            self._channel.send(self._report(sys._current_frames().get(thread)))
+    def observe(self, thread: int, late_s: float) -> None:
+        """Report at intervals what the thread of the program does.
 
-    def _report(self, frame: Any) -> Report:
-        # Frames of a rank that waits for ranks that join a group, or for a key.
-        is_in_store = any(
-            outer.f_globals is vars(distributed_c10d) or outer.f_code is _in_store.__code__
-            for outer, _ in traceback.walk_stack(frame)
-        )
-        state = "waits in the store" if is_in_store else "runs"
-        if self._inside or not (self._work is None or self._work.is_completed()):
-            state = "waits"
+        The stack of a rank that runs is looked at only if it has made no call for ``late_s``:
+        Python 3.11 may crash where one thread walks the frames of another that runs.
+        """
+        progress, moved_s = None, time.monotonic()
+        while not self.has_ended.wait(REPORT_S):
+            before, progress = progress, self._progress()
+            if progress != before:
+                moved_s = time.monotonic()
+            is_waiting = bool(self._inside) or not (self._work is None or self._work.is_completed())
+            is_late = time.monotonic() - moved_s > late_s
+            frame = sys._current_frames().get(thread) if is_waiting or is_late else None
+            state = "waits" if is_waiting else "waits in the store" if _joins(frame) else "runs"
+            stack = "" if frame is None else stack_of(frame, after=run_rank.__code__)
+            self._channel.send(Report(state, stack, progress))
+
+    def _progress(self) -> tuple[int, Any]:
         engine = getattr(getattr(self._group, "_comm", None), "_group", None)
-        progress = (self._num_calls, engine.progress() if engine is not None else 0)
-        return Report(state, stack_of(frame, after=run_rank.__code__), progress)
+        return self._num_calls, engine.progress() if engine is not None else 0
 
     def _published(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,6 +280,14 @@ class Publisher:
         dtypes = some(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
         columns = (text, str(number or ""), key, shapes, dtypes, line)
         self._last_call.set((self._num_calls, number, columns, ranks, self._numbers))
+
+
+def _joins(frame: FrameType | None) -> bool:
+    """Return whether a thread waits for ranks that join a group, or for a key of the store."""
+    return frame is not None and any(
+        outer.f_globals is vars(distributed_c10d) or outer.f_code is _in_store.__code__
+        for outer, _ in traceback.walk_stack(frame)
+    )
 
 
 def _in_store(store: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

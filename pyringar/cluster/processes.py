@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -166,14 +167,22 @@ class _Ranks:
 
     def run(self, program: Callable[[], Any], devices: Sequence[torch.device]) -> list[Any]:
         """Run the program on every rank; return the results by rank, or raise."""
-        number = signal.SIGTERM
-        # The threads of the store stay in this process.
-        store = _distributed_c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        number, store = signal.SIGTERM, None
+        listening = socket.create_server(("127.0.0.1", 0))  # torch's own would ask a name server
+        _, port = listening.getsockname()
         try:
             with _handlers_wait():
                 gc.freeze()  # or each rank's collector would copy the pages of all objects
                 for index in range(len(devices)):
-                    self._ranks.append(_Rank(index, program, devices, store.port))
+                    self._ranks.append(_Rank(index, program, devices, self._timeout_s, port))
+            # After the forks, which would not have its threads.
+            store = _distributed_c10d.TCPStore(
+                "127.0.0.1",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
             self._serve(float("inf"), self._failure)
             self._serve(_GRACE_S if any(rank.report.failed_s for rank in self._ranks) else 0)
             failure = self._failure()
@@ -184,7 +193,8 @@ class _Ranks:
         finally:
             gc.unfreeze()
             self._end(number)
-            del store
+            listening.close()
+            store = None  # noqa: F841  # a traceback would keep it
         if failure is not None:
             raise failure
         return [rank.report.value() for rank in self._ranks]
