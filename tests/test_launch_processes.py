@@ -375,6 +375,10 @@ def test_end_of_a_process(end, expected):
         assert re.match(expected, text)
 
 
+def test_ranks_may_run_beyond_the_timeout():
+    assert launch(lambda: time.sleep(1 + int(os.environ["RANK"])), timeout=0.2) == [None] * 2
+
+
 @pytest.mark.parametrize("is_thread", [True, False], ids=["thread", "atexit"])
 def test_rank_that_does_not_exit_raises(is_thread):
     def program():
@@ -480,7 +484,7 @@ def test_backward_after_threads_is_told(tmp_path):
 def test_output_is_marked_by_rank(capsys):
     def program():
         print("one\ntwo")
-        os.write(1, b"raw \xff\n")
+        os.write(1, b"raw \xff\r\n")
         sys.stderr.write("50 %\r100 %\rno end")
         subprocess.run(["sh", "-c", "echo from a shell"], check=True)
 
@@ -492,6 +496,7 @@ def test_output_is_marked_by_rank(capsys):
         assert own == [f"[rank {rank}] {text}" for text in texts]
         assert f"[rank {rank}] 50 %\r[rank {rank}] 100 %\r" in err
     assert len(out.splitlines()) == 8
+    assert "raw \ufffd\r\n" in out
 
 
 @pytest.mark.parametrize("end", ["\n", ""], ids=["lines", "no-lines"])
