@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -257,6 +258,8 @@ def process() -> tuple[Any, ...]:
         dist.TCPStore,
         threading.active_count(),
         torch.get_num_threads(),
+        torch.__config__.parallel_info(),
+        sys.excepthook,
         dist.is_initialized(),
         dist.device_mesh.DeviceMesh.__init__,
         os.getenv("RANK"),
