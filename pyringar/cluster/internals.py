@@ -223,15 +223,17 @@ def _for_ranks(own: _Call, wrapper: _Call) -> _Call:
 
 def _wrap_functions(undo: ExitStack, wrappers: Mapping[str, _Call]) -> None:
     """Wrap functions of modules that are imported, and of others when a program imports them."""
-    modules = {path.partition(":")[0] for path in wrappers}
+    by_module: dict[str, list[tuple[str, _Call]]] = {}
+    for path, wrapper in wrappers.items():
+        module, _, function = path.partition(":")
+        by_module.setdefault(module, []).append((function, wrapper))
 
     def wrap(module: Any) -> None:
-        for path, wrapper in wrappers.items():
-            if path.startswith(f"{module.__name__}:"):
-                kind, _, name = path.partition(":")[2].rpartition(".")
-                owner = getattr(module, kind, None) if kind else module
-                if hasattr(owner, name):  # not in all versions
-                    _replace(undo, owner, name, _for_ranks(getattr(owner, name), wrapper))
+        for function, wrapper in by_module[module.__name__]:
+            kind, _, name = function.rpartition(".")
+            owner = getattr(module, kind, None) if kind else module
+            if hasattr(owner, name):  # not in all versions
+                _replace(undo, owner, name, _for_ranks(getattr(owner, name), wrapper))
         if module.__name__ == "torch._dynamo.eval_frame":  # fullgraph=True asks for it
             _replace(undo, module, "_stance", module.DynamoStance("force_eager"))
 
@@ -241,12 +243,12 @@ def _wrap_functions(undo: ExitStack, wrappers: Mapping[str, _Call]) -> None:
 
     def find_spec(own: Any, name: str, *args: Any) -> Any:
         spec = own(name, *args)
-        if spec is not None and name in modules:
+        if spec is not None and name in by_module:
             spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
             spec.loader.exec_module = partial(load, spec.loader.exec_module)
         return spec
 
-    for name in modules & sys.modules.keys():
+    for name in by_module.keys() & sys.modules.keys():
         wrap(sys.modules[name])
     bootstrap: Any = importlib.import_module("importlib._bootstrap")
     _replace(undo, bootstrap, "_find_spec", partial(find_spec, bootstrap._find_spec))
