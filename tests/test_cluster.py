@@ -6,9 +6,11 @@ import functools
 import gc
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import distributed_cases
@@ -244,6 +246,11 @@ def test_messages_of_any_rank_repeat_their_order():
 # -- the process -----------------------------------------------------------------------------------
 
 
+def in_new_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
 def process() -> tuple[Any, ...]:
     c10d: Any = dist.distributed_c10d
     return (
@@ -257,6 +264,8 @@ def process() -> tuple[Any, ...]:
         dist.TCPStore,
         threading.active_count(),
         torch.get_num_threads(),
+        in_new_thread(torch.get_num_threads),
+        sys.excepthook,
         dist.is_initialized(),
         dist.device_mesh.DeviceMesh.__init__,
         os.getenv("RANK"),
@@ -266,12 +275,15 @@ def process() -> tuple[Any, ...]:
 def test_process_is_as_before():
     import pyringar.distributed  # noqa: F401
 
+    own = torch.get_num_threads()
+    torch.set_num_threads(3)
     before = process()
     for _ in range(2):
         pr.launch(lambda: dist.init_process_group(), 3)
         with pytest.raises(KeyError):
             pr.launch(lambda: {}["nothing"], 2)
     assert process() == before
+    torch.set_num_threads(own)
 
 
 OUTSIDE = """

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
-from pyringar.cluster import internals
+from pyringar.cluster import internals, state
 from pyringar.distributed import HierarchicalCommunicator, HookState, ddp_hook
 
 # -- what a process has once -----------------------------------------------------------------------
@@ -51,13 +51,14 @@ def test_libraries_with_one_rank_are_refused(path, tmp_path, monkeypatch):
     module, _, name = path.partition(":")
     folder = tmp_path.joinpath(*module.split("."))
     folder.mkdir(parents=True)
+    name = name.removesuffix(".__init__")
     kind = "class" if name[:1].isupper() else "def"
-    (folder / "__init__.py").write_text(f"{kind} {name or 'f'}(): 0\n")
+    (folder / "__init__.py").write_text(f"{kind} {name}(): 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     known = set(sys.modules)
 
     def program() -> None:
-        getattr(importlib.import_module(module), name or "f")()
+        getattr(importlib.import_module(module), name)()
 
     def refused() -> None:
         with pytest.raises(pr.UnsupportedError, match=r"^\w+: .*processes=True"):
@@ -65,7 +66,7 @@ def test_libraries_with_one_rank_are_refused(path, tmp_path, monkeypatch):
 
     refused()
     pr.launch(program, 1)
-    program() if not name else refused()  # it was imported before
+    refused()  # it was imported before
     program()
     for added in set(sys.modules) - known:
         if added.partition(".")[0] == module.partition(".")[0]:
@@ -144,6 +145,23 @@ def test_patches_in_turn_are_taken():
     assert pr.launch(program, 3) == [[rank, str(rank), 9, None] for rank in range(3)]
 
 
+def test_accelerate_of_the_parent_is_not_inherited(monkeypatch):
+    """A process of a rank would take the parent's world of one rank for its own."""
+    module: Any = types.ModuleType("accelerate.state")
+    for name in ("PartialState", "AcceleratorState", "GradientState"):
+        setattr(module, name, type(name, (), {"_shared_state": {"num_processes": 1}}))
+    monkeypatch.setitem(sys.modules, "accelerate.state", module)
+    monkeypatch.setattr(state, "_missing", list(state._GLOBALS))
+    monkeypatch.setattr(state, "_found", [])
+
+    def program() -> Any:
+        return module.PartialState._shared_state
+
+    assert pr.launch(program, 2, processes=True) == [{}, {}]
+    assert pr.launch(program, 1) == [{}]
+    assert program() == {"num_processes": 1}
+
+
 def test_settings_made_once_pass(caplog):
     def program() -> str:
         torch.multiprocessing.set_start_method("spawn")
@@ -177,6 +195,7 @@ def test_processes_have_the_ranks_environment(method):
 def test_commands_have_the_ranks_environment():
     def program() -> str:
         dist.init_process_group()
+        dist.barrier()
         if dist.get_rank() == 0:
             del os.environ["ROLE_NAME"]
         dist.barrier()

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 import pyringar as pr
-from pyringar.cluster import state
+from pyringar.cluster import internals, state
 
 # -- random numbers and settings -------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ NOT_PER_RANK = {
     "refused": "*._context_parallel.*",
     "registries": "*._extensions *_rendezvous_handlers *_composable_* nn.attention._registry.*"
     " *_privateuse1_* _ops.cached_ops utils._zip.* *sharded_tensor.api.*",
-    "settings": "__future__.* _weights_only_unpickler.*",
+    "settings": "__future__.* _weights_only_unpickler.* backends.mha.* hub.* *._sharing_strategy",
     "streams": "nn.parallel._functions.*",
     "tests": "distributed._local_tensor.* *_symmetric_memory.* utils.benchmark.*",
     "threads": "*_tls *_GLOBAL_DEVICE_CONTEXT",
@@ -317,6 +317,7 @@ THREAD_CALLS: dict[str, Callable[[Any], object]] = {
     "future": lambda given: given["future"].wait(),
     "new future": lambda given: given["work"].get_future().wait(),
     "store": lambda _: store_of_world().set("key", "value"),
+    "store's compare_set": lambda _: store_of_world().compare_set("key", "", "value"),
     "store's wait": lambda _: store_of_world().get("key"),
     "new group": lambda _: dist.new_group([1]),
     "end": lambda _: dist.destroy_process_group(),
@@ -405,6 +406,19 @@ def test_thread_of_the_process_keeps_its_groups():
     outside.start()
     pr.launch(program, 2)
     assert asked == [False]
+
+
+def test_thread_of_no_rank_is_told():
+    """An executor from before the launch: its threads belong to the process."""
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int).result()
+
+    def program() -> None:
+        if begin() == 0:
+            pool.submit(dist.barrier).result()
+
+    with pool, pytest.raises(ValueError, match=r"ThreadPoolExecutor.*processes=True"):
+        pr.launch(program, 2)
 
 
 # -- torch's caches and globals --------------------------------------------------------------------
@@ -503,7 +517,7 @@ def sum_of(x: torch.Tensor, group: Any) -> torch.Tensor:
     return funcol.all_reduce(x, "sum", group) + 1
 
 
-def test_compiled_functions_run_uncompiled():
+def test_compiled_functions_run_uncompiled(caplog):
     """Dynamo takes a rank's number for a constant, and keeps compiled code with the function."""
 
     def program() -> Any:
@@ -512,8 +526,10 @@ def test_compiled_functions_run_uncompiled():
         net(torch.ones(1, 2)).sum().backward()
         return [branch_by_rank(torch.ones(1)).item(), sum_of(torch.ones(1), dist.group.WORLD)]
 
+    internals._say_once.cache_clear()
     total = 101 + 1 + 2
     assert pr.launch(program, 3) == [[total * 3 - rank, 4] for rank in range(3)]
+    assert "torch.compile: ranks that are threads of one process run uncompiled" in caplog.text
     graphs: list[Any] = []
     triple = torch.compile(lambda x: 3 * x, backend=lambda graph, _: graphs.append(1) or graph)
     assert triple(torch.ones(1)) == 3.0

@@ -11,8 +11,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, cast
 
@@ -20,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.autograd import forward_ad
-from torch.distributed import device_mesh, distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyringar.cluster.ranks import Rank, belong_to, current, start_noted, wrong_thread
@@ -47,26 +47,24 @@ _TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch
 _Call = Callable[..., Any]
 _World: Any = distributed_c10d._World
 _c10d: Any = _distributed_c10d
+_WRAPPERS: dict[str, _Call] = {}  # by the function in whose place ranks call them
+_LEVEL = "forward AD, which other ranks have to leave"  # a key of the store
 _WAY = (
     "a process has it once, and the ranks of pr.launch are threads of one process; expected "
     "processes: pr.launch(fn, ranks, processes=True), or pyringar run --processes"
 )
 _OURS = "ProcessCommunicator, HierarchicalCommunicator, ddp_hook"
-# Classes and functions that keep a rank, or connect processes, and their names in errors. Modules
-# without one do so when they are imported.
+# Functions that keep a rank, or connect processes, and their names in errors.
 _REFUSED = {
-    "accelerate.state:PartialState": "accelerate",
-    "deepspeed.comm.torch:TorchBackend": "deepspeed",
-    "lightning": "lightning",
-    "lightning.fabric.fabric:Fabric": "lightning",
-    "lightning.pytorch.trainer.trainer:Trainer": "lightning",
-    "lightning_fabric": "lightning_fabric",
-    "lightning_fabric.fabric:Fabric": "lightning_fabric",
+    "accelerate.state:PartialState.__init__": "accelerate",
+    "deepspeed.comm.torch:TorchBackend.__init__": "deepspeed",
+    "lightning.fabric.fabric:Fabric.__init__": "lightning",
+    "lightning.pytorch.trainer.trainer:Trainer.__init__": "lightning",
+    "lightning_fabric.fabric:Fabric.__init__": "lightning_fabric",
     "megatron.core.parallel_state:initialize_model_parallel": "megatron",
-    "pyringar.comm.rendezvous:Rendezvous": _OURS,
+    "pyringar.comm.rendezvous:Rendezvous.__init__": _OURS,
     "pyringar.comm.stores:_environment_store": _OURS,
-    "pytorch_lightning": "pytorch_lightning",
-    "pytorch_lightning.trainer.trainer:Trainer": "pytorch_lightning",
+    "pytorch_lightning.trainer.trainer:Trainer.__init__": "pytorch_lightning",
     "torch.distributed.tensor.experimental._context_parallel._attention:"
     "_enable_context_parallel_dispatcher_impl": "context_parallel, which patches torch",
 }
@@ -177,26 +175,32 @@ def entered(make_group: _Call, store: ThreadStore, num_ranks: int, note: _Call) 
     # of the rank which imports it, if there is one by then.
     importlib.import_module("pyringar.distributed")
     importlib.import_module("torch.distributed.nn.functional")
+    environ, plugins = cast("Any", os.environ), cast("Any", dist.Backend)._plugins
+    variables = Environment(environ._data, lambda: getattr(current(), "environment", None))
+    backend = plugins["RINGAR"]
     with ExitStack() as undo:
         _replace(undo, distributed_c10d._world, "__class__", _PerRank)
         _c10d._set_thread_isolation_mode(True)
         undo.callback(_c10d._set_thread_isolation_mode, False)
-        _replace(undo, sys, "excepthook", sys.excepthook)
-        _wrap(undo, distributed_c10d, "_new_process_group_helper", _make_group)
-        _take_backend(undo, make_group)
-        # torch 2.15 would give it the calls of one rank.
-        _wrap(undo, distributed_c10d, "_maybe_attach_flight_recorder", lambda *_: None)
-        _take_stores(undo, store)
-        _wrap(undo, device_mesh.DeviceMesh, "__init__", _tell_mesh_apart)
-        _take_environment(undo)
-        _take_replicas(undo)
-        _take_dual_levels(undo, store)
-        _wrap(undo, torch, "set_num_interop_threads", _keep_interop_threads)
-        _take_modules(undo, num_ranks)
-        _take_threads(undo, note)
-        noted = functools.partialmethod(start_noted, threading.Thread.start)
-        _replace(undo, threading.Thread, "start", noted)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
+        undo.callback(plugins.__setitem__, "RINGAR", backend)
+        create = _for_ranks(backend.creator_fn, lambda _, own, options, more: make_group(options))
+        plugins["RINGAR"] = backend._replace(creator_fn=create)
+        undo.callback(variables.give_to_process)
+        _replace(undo, os.environ, "_data", variables)
+        _replace(undo, os.environb, "_data", variables)
+        _replace(undo, sys, "excepthook", sys.excepthook)
+        start = functools.partialmethod(start_noted, threading.Thread.start)
+        _replace(undo, threading.Thread, "start", start)
+        get_group = partial(_get_default_group, distributed_c10d._get_default_group, note)
+        _replace(undo, distributed_c10d, "_get_default_group", get_group)
+        launch = _Launch(store)
+        wrappers: dict[str, _Call] = {path: partial(f, launch) for path, f in _WRAPPERS.items()}
+        for path, what in _REFUSED.items():
+            if num_ranks > 1 or what is _OURS:
+                wrappers[path] = partial(_refuse, what)
+        _wrap_functions(undo, wrappers)
+        undo.callback(launch.end_patches)
         yield
 
 
@@ -206,23 +210,68 @@ def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _wrap(undo: ExitStack, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Give a rank's calls of a function, if there is one, to ``wrapper(rank, function, ...)``."""
-    own = getattr(owner, name, None)
-    if own is None:
-        return
+def _for_ranks(own: _Call, wrapper: _Call) -> _Call:
+    """Return a function that gives the calls of ranks to ``wrapper(rank, own, ...)``."""
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
         rank = current()
         return own(*args, **kwargs) if rank is None else wrapper(rank, own, *args, **kwargs)
 
-    _replace(undo, owner, name, call)
+    return call
+
+
+def _wrap_functions(undo: ExitStack, wrappers: Mapping[str, _Call]) -> None:
+    """Wrap functions of modules that are imported, and of others when a program imports them."""
+    by_module: dict[str, list[tuple[str, _Call]]] = {}
+    for path, wrapper in wrappers.items():
+        module, _, function = path.partition(":")
+        by_module.setdefault(module, []).append((function, wrapper))
+
+    def wrap(module: Any) -> None:
+        for function, wrapper in by_module[module.__name__]:
+            kind, _, name = function.rpartition(".")
+            owner = getattr(module, kind, None) if kind else module
+            if hasattr(owner, name):  # not in all versions
+                _replace(undo, owner, name, _for_ranks(getattr(owner, name), wrapper))
+        if module.__name__ == "torch._dynamo.eval_frame":  # fullgraph=True asks for it
+            _replace(undo, module, "_stance", module.DynamoStance("force_eager"))
+
+    def load(own: Any, module: Any) -> None:
+        own(module)
+        wrap(module)
+
+    def find_spec(own: Any, name: str, *args: Any) -> Any:
+        spec = own(name, *args)
+        if spec is not None and name in by_module:
+            spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
+            spec.loader.exec_module = partial(load, spec.loader.exec_module)
+        return spec
+
+    for name in by_module.keys() & sys.modules.keys():
+        wrap(sys.modules[name])
+    bootstrap: Any = importlib.import_module("importlib._bootstrap")
+    _replace(undo, bootstrap, "_find_spec", partial(find_spec, bootstrap._find_spec))
 
 
 @functools.cache
 def _say_once(text: str) -> None:
     logger.warning(text)
+
+
+def _refuse(what: str, *_: Any, **options: Any) -> Any:
+    raise UnsupportedError(f"{what}: {_WAY}")
+
+
+def _get_default_group(own: _Call, note: _Call) -> Any:
+    """Add to torch's error that the thread is no rank's own."""
+    try:
+        return own()
+    except ValueError as error:
+        if current() is not None:
+            raise
+        note(wrong_thread())
+        raise ValueError(f"{error} {wrong_thread()}") from error
 
 
 def _empty_world() -> dict[str, Any]:
@@ -252,227 +301,156 @@ class _PerRank(_World):  # type: ignore[misc]
             rank.world[name] = value
 
 
-def _make_group(
-    _: Rank, own: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Make a rank's group with the backend ``ringar``, also if the program names another."""
-    if str(backend).lower() != "fake":
+def _wraps(path: str) -> Callable[[_Call], _Call]:
+    """Note that ranks call another function in place of ``module:function``."""
+    return partial(_WRAPPERS.setdefault, path)
+
+
+class _Launch:
+    """What the ranks of a launch share, and the functions that they call in place of torch's."""
+
+    def __init__(self, store: ThreadStore) -> None:
+        self.store = store
+        self.levels: dict[Rank, bool] = {}  # of forward AD: whether a rank is inside
+        self.operators: dict[str, Rank] = {}
+        self.replicas: Any = WeakIdKeyDictionary()  # by parameter
+        self.patches: dict[Any, Rank] = {}
+
+    @_wraps("torch.distributed.distributed_c10d:_new_process_group_helper")
+    def make_group(self, _: Any, own: _Call, *args: Any, **kwargs: Any) -> Any:
+        """Make a group with the backend ``ringar``, also if the program names another."""
+        size, rank, ranks, backend, *more = args
+        if str(backend).lower() == "fake":
+            return own(*args, **kwargs)
         if str(backend) not in ("ringar", "undefined"):
             _say_once(
                 f"init_process_group: {str(backend)!r} was asked for, and ranks that are "
                 "threads of one process get 'ringar', whose sums are in rank order"
             )
-        backend = "ringar"
         kwargs |= {"device_id": None, "backend_options": None}
-    return own(size, rank, ranks, backend, *args, **kwargs)
+        return own(size, rank, ranks, "ringar", *more, **kwargs)
 
+    # torch 2.15 would record the calls of one rank.
+    _wraps("torch.distributed.distributed_c10d:_maybe_attach_flight_recorder")(lambda *_: None)
 
-def _take_backend(undo: ExitStack, make_group: Callable[[Any], Any]) -> None:
-    plugins: Any = dist.Backend._plugins
-    own = plugins["RINGAR"]
+    @_wraps("torch.distributed._functional_collectives:_resolve_group")
+    @_wraps("torch.distributed._functional_collectives:_resolve_group_name")
+    def resolve_group(self, rank: Rank, own: _Call, *args: Any, **kwargs: Any) -> Any:
+        rank.check_thread()
+        return own(*args, **kwargs)
 
-    def create(options: Any, more: Any) -> Any:
-        return own.creator_fn(options, more) if current() is None else make_group(options)
+    @_wraps("torch.distributed.device_mesh:DeviceMesh.__init__")
+    def make_mesh(self, rank: Rank, own: _Call, mesh: Any, *args: Any, **kwargs: Any) -> None:
+        """Tell meshes of ranks apart, which torch's caches would take for one."""
+        own(mesh, *args, **kwargs)
+        mesh._thread_id = rank.identity
 
-    undo.callback(plugins.__setitem__, "RINGAR", own)
-    plugins["RINGAR"] = type(own)(create, True)
+    @_wraps("torch.distributed:TCPStore.__new__")
+    def tcp_store(
+        self, _: Any, own: _Call, kind: Any, host_name: str, port: int, *__: Any, **___: Any
+    ) -> Any:
+        port = port or 49151 + self.store.add("ports that were chosen", 1)
+        prefix = f"TCPStore({host_name}:{port})"
+        return self.store.view(prefix, kind=kind, host=host_name, port=port)
 
+    @_wraps("torch.distributed:FileStore.__new__")
+    def file_store(self, _: Any, own: _Call, kind: Any, file_name: str, *__: Any) -> Any:
+        return self.store.view(f"FileStore({file_name})", kind=kind, path=file_name)
 
-def _take_stores(undo: ExitStack, root: ThreadStore) -> None:
-    """Make TCPStore, FileStore and PrefixStore return views of the cluster's store on ranks."""
-
-    def tcp(_: Rank, own: Any, kind: Any, host_name: str, port: int, *__: Any, **more: Any) -> Any:
-        port = port or 49151 + root.add("ports that were chosen", 1)
-        return root.view(f"TCPStore({host_name}:{port})", kind=kind, host=host_name, port=port)
-
-    def file(_: Rank, own: Any, kind: Any, file_name: str, *__: Any, **more: Any) -> Any:
-        return root.view(f"FileStore({file_name})", kind=kind, path=file_name)
-
-    def prefixed(_: Rank, own: Any, kind: Any, prefix: str, store: Any) -> Any:
+    @_wraps("torch.distributed:PrefixStore.__new__")
+    def prefix_store(self, _: Any, own: _Call, kind: Any, prefix: str, store: Any) -> Any:
         if not isinstance(store, ThreadStore):
             return own(kind)
         base = getattr(store, "_underlying_non_prefix_store", store)
         attributes = {"underlying_store": store, "_underlying_non_prefix_store": base}
         return store.view(prefix, kind=kind, **attributes)
 
-    _wrap(undo, _c10d.TCPStore, "__new__", tcp)
-    _wrap(undo, _c10d.FileStore, "__new__", file)
-    _wrap(undo, _c10d.PrefixStore, "__new__", prefixed)
-
-
-def _tell_mesh_apart(rank: Rank, own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make a mesh that differs from those of other ranks, which torch's caches take for one."""
-    own(self, *args, **kwargs)
-    self._thread_id, self._hash = rank.identity, None
-
-
-def _take_threads(undo: ExitStack, note: Callable[[str], None]) -> None:
-    """Refuse threads that are no rank's, also where torch looks for a group in vain."""
-    functional: Any = importlib.import_module("torch.distributed._functional_collectives")
-    own: Any = distributed_c10d._get_default_group
-
-    def get() -> Any:
-        try:
-            return own()
-        except ValueError as error:
-            if current() is not None:
-                raise
-            note(wrong_thread())
-            raise ValueError(f"{error} {wrong_thread()}") from error
-
-    def in_own_thread(rank: Rank, own: Any, *args: Any, **options: Any) -> Any:
-        rank.check_thread()
-        return own(*args, **options)
-
-    _replace(undo, distributed_c10d, "_get_default_group", get)
-    for name in ("_resolve_group", "_resolve_group_name"):  # depends on the version of torch
-        _wrap(undo, functional, name, in_own_thread)
-
-
-def _take_environment(undo: ExitStack) -> None:
-    outside = cast("Any", os.environ)._data
-    mine = Environment(outside, lambda: getattr(current(), "environment", None))
-    _replace(undo, os.environ, "_data", mine)
-    _replace(undo, os.environb, "_data", mine)
-    undo.callback(mine.give_to_process)
-
-
-def _take_dual_levels(undo: ExitStack, store: ThreadStore) -> None:
-    """Let ranks share the one level of forward AD, whose tangents end when the last one leaves."""
-    inside, left = set[Rank](), set[Rank]()
-    key = "forward AD, which other ranks have to leave"
-
-    def enter(rank: Rank, own: Any) -> int:
-        if rank in left:  # its tangents are there until the last rank leaves
-            store.wait([key])
-        if rank in inside or not inside:
-            own()
-        inside.add(rank)
+    @_wraps("torch.autograd.forward_ad:enter_dual_level")
+    def enter_level(self, rank: Rank, own: _Call) -> int:
+        """Share the one level of forward AD, whose tangents end when the last rank leaves it."""
+        if not self.levels.get(rank, True):  # it has left: its tangents are still there
+            self.store.wait([_LEVEL])
+        if rank in self.levels or not self.levels:
+            own()  # which refuses a level in a level
+        self.levels[rank] = True
         forward_ad._current_level = 0
         return 0
 
-    def leave(rank: Rank, own: Any, **level: Any) -> None:
-        inside.discard(rank)
-        if inside:
-            left.add(rank)
-            store.delete_key(key)
+    @_wraps("torch.autograd.forward_ad:exit_dual_level")
+    def exit_level(self, rank: Rank, own: _Call, **level: Any) -> None:
+        self.levels[rank] = False
+        if any(self.levels.values()):
+            self.store.delete_key(_LEVEL)
             forward_ad._current_level = -1
         else:
-            left.clear()
-            store.set(key, "")
+            self.levels.clear()
+            self.store.set(_LEVEL, "")
             own(**level)
 
-    _wrap(undo, forward_ad, "enter_dual_level", enter)
-    _wrap(undo, forward_ad, "exit_dual_level", leave)
+    @_wraps("torch:set_num_interop_threads")
+    def set_num_interop_threads(self, *_: Any) -> None:
+        _say_once(f"torch.set_num_interop_threads has no effect: {_WAY}")
 
-
-def _keep_interop_threads(_: Rank, own: Any, num_threads: Any) -> None:
-    if num_threads != torch.get_num_interop_threads():
-        _say_once(
-            f"torch.set_num_interop_threads: {num_threads} was asked for, and the process keeps "
-            f"{torch.get_num_interop_threads()}: {_WAY}"
-        )
-
-
-def _take_modules(undo: ExitStack, num_ranks: int) -> None:
-    """Change modules that are imported, and others when a program imports them."""
-    takers = {
-        "torch._dynamo.eval_frame": _take_compiler,
-        "torch._library.custom_ops": _take_operators,
-        "unittest.mock": _take_patches,
-    }
-    refused = {path: what for path, what in _REFUSED.items() if num_ranks > 1 or what is _OURS}
-    names = {*takers, *(path.partition(":")[0] for path in refused if ":" in path)}
-
-    def load(own: Any, module: Any) -> None:
-        own(module)
-        if module.__name__ in takers:
-            takers[module.__name__](undo, module)
-        for path, what in refused.items():
-            found, _, name = path.partition(":")
-            if found == module.__name__:
-                kind = isinstance(getattr(module, name, None), type)
-                owner = getattr(module, name) if kind else module
-                _wrap(undo, owner, "__init__" if kind else name, functools.partial(_refuse, what))
-
-    def find_spec(own: Any, name: str, *args: Any) -> Any:
-        if name in refused and current() is not None:
-            _refuse(refused[name])
-        spec = own(name, *args)
-        if spec is not None and name in names:
-            spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
-            spec.loader.exec_module = functools.partial(load, spec.loader.exec_module)
-        return spec
-
-    for name in names & sys.modules.keys():
-        load(lambda _: None, sys.modules[name])
-    bootstrap: Any = importlib.import_module("importlib._bootstrap")
-    _replace(undo, bootstrap, "_find_spec", functools.partial(find_spec, bootstrap._find_spec))
-
-
-def _refuse(what: str, *_: Any, **options: Any) -> Any:
-    raise UnsupportedError(f"{what}: {_WAY}")
-
-
-def _take_compiler(undo: ExitStack, frames: Any) -> None:
-    """Run compiled functions as they are: Dynamo keeps the code for the first caller's rank."""
-
-    def choose(_: Rank, own: Any, callback: Any) -> Any:
+    @_wraps("torch._dynamo.eval_frame:_callback_from_stance")
+    def choose_compiler(self, _: Any, own: _Call, callback: Any) -> Any:
+        """Run compiled functions as they are: Dynamo keeps the code for the first caller's rank."""
         if callback in (None, False):
             return own(callback)
         _say_once("torch.compile: ranks that are threads of one process run uncompiled")
         return None
 
-    _wrap(undo, frames, "_callback_from_stance", choose)
-    _replace(undo, frames, "_stance", frames.DynamoStance("force_eager"))  # fullgraph asks for it
-
-
-def _take_operators(undo: ExitStack, module: Any) -> None:
-    """Refuse an operator that two ranks define: torch lets the first go, and crashes."""
-    owners: dict[str, Rank] = {}
-
-    def init(rank: Rank, own: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    @_wraps("torch._library.custom_ops:CustomOpDef.__init__")
+    def define_operator(self, rank: Rank, own: _Call, new: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuse an operator that two ranks define: torch lets the first go, and crashes."""
         name = "::".join(args[:2])
-        owner = owners.setdefault(name, rank)
+        owner = self.operators.setdefault(name, rank)
         if owner is not rank:
             raise UnsupportedError(
                 f"the operator {name} is defined by {owner} and {rank}, which are threads of one "
                 "process; define it in a module, which is imported once"
             )
-        own(self, *args, **kwargs)
+        own(new, *args, **kwargs)
 
-    _wrap(undo, module.CustomOpDef, "__init__", init)
+    @_wraps("torch.nn.parallel:DistributedDataParallel.__init__")
+    def replicate(
+        self, rank: Rank, own: _Call, new: Any, module: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Refuse a module that two ranks replicate: each would add to the other's gradients."""
+        for name, parameter in module.named_parameters():
+            owner = self.replicas.setdefault(parameter, rank) if parameter.requires_grad else rank
+            if owner is not rank:
+                raise ArgumentError(
+                    f"module has {name!r}, which {owner} replicates, too: ranks that are threads "
+                    f"share what is made outside the program; make the module in it, on each rank"
+                )
+        own(new, module, *args, **kwargs)
 
-
-def _take_patches(undo: ExitStack, mock: Any) -> None:
-    """Refuse to patch what another rank has patched: each would put back the other's."""
-    patches: dict[Any, tuple[Any, Rank]] = {}  # the target and the rank of each
-
-    def enter(rank: Rank, own: Any, self: Any) -> Any:
-        target = _target_of(self)
-        owner = next((owner for known, owner in patches.values() if known == target), rank)
-        if owner is not rank:
-            name = getattr(self, "attribute", "a dict")
-            raise UnsupportedError(f"mock.patch of {name!r}, which {owner} has patched: {_WAY}")
-        result = own(self)
+    @_wraps("unittest.mock:_patch.__enter__")
+    @_wraps("unittest.mock:_patch_dict.__enter__")
+    def patch(self, rank: Rank, own: _Call, patch: Any) -> Any:
+        """Refuse to patch what another rank has patched: each would put back the other's."""
+        target = _target_of(patch)
+        owners = [owner for other, owner in self.patches.items() if _target_of(other) == target]
+        if owners and owners[0] is not rank:
+            name = getattr(patch, "attribute", "a dict")
+            raise UnsupportedError(f"mock.patch of {name!r}, which {owners[0]} has patched: {_WAY}")
+        result = own(patch)
         if target is not None:
-            patches[self] = target, rank
+            self.patches[patch] = rank
         return result
 
-    def leave(self: Any, own: Any, *error: Any) -> Any:
-        patches.pop(self, None)
-        return own(self, *error)
+    @_wraps("unittest.mock:_patch.__exit__")
+    @_wraps("unittest.mock:_patch_dict.__exit__")
+    def end_patch(self, _: Any, own: _Call, patch: Any, *error: Any) -> Any:
+        self.patches.pop(patch, None)
+        return own(patch, *error)
 
-    def end() -> None:
-        while patches:
-            patch = next(reversed(patches))
-            is_started = patch in mock._patch._active_patches
-            patch.stop() if is_started else patch.__exit__(None, None, None)
-
-    for kind in (mock._patch, mock._patch_dict):
-        _wrap(undo, kind, "__enter__", enter)
-        _replace(undo, kind, "__exit__", functools.partialmethod(leave, kind.__exit__))
-    undo.callback(end)
+    def end_patches(self) -> None:
+        """Undo the patches of ranks that have not done so."""
+        for patch in reversed(self.patches):
+            active = importlib.import_module("unittest.mock")._patch._active_patches
+            with contextlib.suppress(AttributeError):  # one of patch.multiple ends with the first
+                patch.stop() if patch in active else patch.__exit__(None, None, None)
 
 
 def _target_of(patch: Any) -> Any:
@@ -481,20 +459,3 @@ def _target_of(patch: Any) -> Any:
         return None if patch.in_dict in (os.environ, "os.environ") else id(patch.in_dict)
     owner = patch.getter()
     return id(vars(owner) if isinstance(owner, ModuleType) else owner), patch.attribute
-
-
-def _take_replicas(undo: ExitStack) -> None:
-    """Refuse a module that two ranks replicate: each would add to the other's gradients."""
-    owners: Any = WeakIdKeyDictionary()
-
-    def init(rank: Rank, own: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        for name, parameter in module.named_parameters():
-            owner = owners.setdefault(parameter, rank) if parameter.requires_grad else rank
-            if owner is not rank:
-                raise ArgumentError(
-                    f"module has {name!r}, which {owner} replicates, too: ranks that are threads "
-                    f"share what is made outside the program; make the module in it, on each rank"
-                )
-        own(self, module, *args, **kwargs)
-
-    _wrap(undo, DistributedDataParallel, "__init__", init)

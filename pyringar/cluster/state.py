@@ -18,20 +18,18 @@ import torch
 __all__ = ["Environment", "ProcessState", "end_fork_server", "environment_of"]
 
 # Attributes of modules and of objects in them, as patterns, of which each rank has its own. The
-# last value is the one that a rank begins with: a constant, a class to call, or "...", the value of
-# the process. Globals of tracing, export and compilers are not here: ranks run uncompiled.
+# last value is the one that a rank begins with: a constant, a copy of a dict, or "...", the value
+# of the process. Globals of tracing, export and compilers are not here: ranks run uncompiled.
 _GLOBALS: list[tuple[str, str, Any]] = [
-    ("accelerate.state", "AcceleratorState._shared_state", dict),
-    ("accelerate.state", "GradientState._shared_state", dict),
-    ("accelerate.state", "PartialState._shared_state", dict),
+    ("accelerate.state", "AcceleratorState._shared_state", {}),
+    ("accelerate.state", "GradientState._shared_state", {}),
+    ("accelerate.state", "PartialState._shared_state", {}),
     ("multiprocessing.context", "_default_context._actual_context", None),
     ("multiprocessing.forkserver", "_forkserver._forkserver_*", None),
-    ("multiprocessing.forkserver", "_forkserver._inherited_fds", None),
     ("torch._functorch.eager_transforms", "JVP_NESTING", 0),
     ("torch.autograd.forward_ad", "_current_level", -1),
     ("torch.autograd.graph", "_allow_mutation_on_saved_tensors_enabled", False),
     ("torch.backends", "m.__allow_nonbracketed_mutation_flag", ...),
-    ("torch.backends.mha", "_is_fastpath_enabled", ...),
     ("torch.backends.opt_einsum", "m.enabled", ...),
     ("torch.backends.opt_einsum", "m.strategy", ...),
     ("torch.cpu", "_current_stream", ...),
@@ -44,11 +42,9 @@ _GLOBALS: list[tuple[str, str, Any]] = [
     ("torch.distributed.tensor._random", "_rng_tracker", None),
     ("torch.distributed.tensor._redistribute", "_DISABLE_*", False),
     ("torch.distributed.tensor._redistribute", "_FORCE_MIN_COST_REDISTRIBUTION_PLAN", None),
-    ("torch.hub", "_hub_dir", ...),
-    ("torch.multiprocessing", "_sharing_strategy", ...),
     ("torch.nn.modules.module", "_global_*", ...),
     ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", None),
-    ("torch.nn.utils.parametrize", "_cache", dict),
+    ("torch.nn.utils.parametrize", "_cache", {}),
     ("torch.nn.utils.parametrize", "_cache_enabled", 0),
     ("torch.optim.optimizer", "_global_*", ...),
     ("torch.utils._debug_mode._mode", "_ACTIVE_DEBUG_MODE_COUNT", 0),
@@ -62,21 +58,21 @@ _FLAGS = (
     "nnpack_enabled sdp_priority_order"
 )
 _KERNELS = "cudnn flash math mem_efficient overrideable"
-# Settings that torch keeps in C++: functions that read and set them, and arguments of both.
+# Functions that read and set what torch keeps in C++, and arguments of both.
 _FUNCTIONS: list[tuple[Any, ...]] = [
     ("get_default_dtype", "_set_default_dtype"),
     ("_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"),
     ("_get_fp32_precision_getter", "_set_fp32_precision_setter", "generic", "all"),
     ("_get_fp32_precision_getter", "_set_fp32_precision_setter", "mkldnn", "all"),
+    *((f"_get_{name}", f"_set_{name}") for name in _FLAGS.split()),
+    *((f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _KERNELS.split()),
 ]
-_FUNCTIONS += [(f"_get_{name}", f"_set_{name}") for name in _FLAGS.split()]
-_FUNCTIONS += [(f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _KERNELS.split()]
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    (partial(getattr(torch._C, get), *args), partial(getattr(torch._C, put), *args))
-    for get, put, *args in _FUNCTIONS
-    if hasattr(torch._C, get) and hasattr(torch._C, put)
-]
-_SETTINGS += [
+    *(
+        (partial(getattr(torch._C, get), *args), partial(getattr(torch._C, put), *args))
+        for get, put, *args in _FUNCTIONS
+        if hasattr(torch._C, get) and hasattr(torch._C, put)
+    ),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -111,10 +107,8 @@ def _imported() -> list[tuple[Any, str, Any]]:
 
 
 def _first(owner: Any, name: str, value: Any) -> Any:
-    if value is ...:
-        found = getattr(owner, name)
-        return found.copy() if isinstance(found, dict) else found
-    return value() if isinstance(value, type) else value
+    value = getattr(owner, name) if value is ... else value
+    return value.copy() if isinstance(value, dict) else value
 
 
 class ProcessState:

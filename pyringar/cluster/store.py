@@ -20,24 +20,21 @@ _Call = Callable[..., None]
 class _Keys(Wait):
     """A wait for keys of the store."""
 
-    def __init__(self, store: ThreadStore, keys: Sequence[str], limit_s: float | None) -> None:
+    def __init__(self, data: Any, keys: Sequence[str], limit_s: float | None) -> None:
         super().__init__(this_rank(), _text_of(keys), limit_s)
-        self._store, self._keys = store, keys
+        self._data, self._keys = data, keys
 
     @property
     def is_done(self) -> bool:
-        return self._is_over or self._store.has(self._keys)
-
-    @is_done.setter
-    def is_done(self, value: bool) -> None:
-        self._is_over = value
+        return self._is_over or bool(self._data.check(self._keys))
 
 
-def _passed_on(name: str, first: _Call | None = None) -> Any:
-    """Return a method of the data; ``first`` is called where a key is missing."""
+def _method(name: str, first: _Call | None = None) -> Any:
+    """Return a method that changes the data, or one that calls ``first`` if a key is missing."""
 
     def call(self: ThreadStore, keys: Any, *args: Any) -> Any:
-        if first is not None and not self.has(listed := [keys] if isinstance(keys, str) else keys):
+        listed = [keys] if isinstance(keys, str) else keys
+        if first is not None and not self._data.check(listed):
             first(self, listed)
         result = getattr(self._data, name)(keys, *args)
         if first is None:
@@ -52,7 +49,6 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
 
     def __init__(self, wait: _Call, ask: _Call, changed: _Call, data: Any = None) -> None:
         _c10d.Store.__init__(self)
-        self._calls = wait, ask, changed
         self._wait, self._ask, self._changed = wait, ask, changed
         self._data = data or _c10d.HashStore()
         self._data.set_timeout(timedelta(milliseconds=1))  # get() of a queue would wait in C++
@@ -61,7 +57,8 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
 
     def view(self, prefix: str, **attributes: Any) -> ThreadStore:
         """Return a store of the keys of this one that begin with a prefix, and a slash."""
-        store = ThreadStore(*self._calls, _c10d.PrefixStore(prefix, self._data))
+        data = _c10d.PrefixStore(prefix, self._data)
+        store = ThreadStore(self._wait, self._ask, self._changed, data)
         store.__dict__.update(attributes)
         return store
 
@@ -70,21 +67,17 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all keys are there."""
-        if not self.has(keys):
-            self._wait(_Keys(self, keys, seconds_of(timeout)))
+        if not self._data.check(keys):
+            self._wait(_Keys(self._data, keys, seconds_of(timeout)))
 
     __class__ = property(lambda self: self.kind)
-    append = _passed_on("append")
-    check = _passed_on("check", first=_ask_for)
-    delete_key = deleteKey = _passed_on("delete_key")  # noqa: N815  # the second is C++'s name
-    get = _passed_on("get", first=wait)
-    queue_len = _passed_on("queue_len", first=_ask_for)
-    queue_push = _passed_on("queue_push")
-    set = _passed_on("set")
-
-    def has(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there now."""
-        return bool(self._data.check(keys))
+    append = _method("append")
+    check = _method("check", first=_ask_for)
+    delete_key = _method("delete_key")
+    get = _method("get", first=wait)
+    queue_len = _method("queue_len", first=_ask_for)
+    queue_push = _method("queue_push")
+    set = _method("set")
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum; let others run first if that only reads it."""
@@ -127,8 +120,6 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         """Forget all keys."""
         for key in self.list_keys():
             self._data.delete_key(key)
-
-    getNumKeys, compareSet = num_keys, compare_set  # noqa: N815
 
 
 def _text_of(keys: Sequence[str]) -> str:
