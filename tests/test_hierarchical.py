@@ -5,6 +5,7 @@ Here machines are names that processes give themselves; in `test_two_machines.py
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -50,6 +51,7 @@ def join(rank, world_size, store, machines=TWO_BY_TWO, **options) -> Hierarchica
     return HierarchicalCommunicator(store, rank, world_size, **{"timeout": 20.0, **options})
 
 
+@functools.cache
 def values(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
     return oracle.random(numel, dtype, rank)
 
