@@ -30,7 +30,7 @@ INTERLEAVED = "abab"
 UNEVEN = ["aaba", "abca"]
 PLACES = [TWO_BY_TWO, INTERLEAVED, "abbb", *UNEVEN, "abcd", "aaaa"]
 # Of a rank's part: none, one, odd, more than a piece.
-SIZES = (0, 1, 7, 3001)
+SIZES = (0, 1, 7, 1201)
 
 
 @pytest.fixture(scope="module")
