@@ -112,7 +112,7 @@ PROGRAMS = {f"random {seed}": random_program(seed) for seed in range(14)}
 def play_as_rank(rank, world_size, store, op, options):
     found = {}
     with pr.ProcessCommunicator(store, rank, world_size) as comm:
-        for name, play in PROGRAMS.items():
+        for name, play in list(PROGRAMS.items())[:6]:
             nets = [Linears()]
             with pr.GradientBucketer(nets, comm=comm, op=op, **options) as bucketer:
                 ranks = BucketedRanks(world_size, range(rank, rank + 1), bucketer, nets)

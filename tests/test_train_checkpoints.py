@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,9 +45,16 @@ def go(images, options, stop_in=None, on_epoch=None, **folders):
     return None
 
 
+@pytest.fixture(scope="module")
+def trained(images, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    go(images, LENET, 2, save=folder)
+    return folder / FILE
+
+
 @pytest.fixture
-def saved(images, tmp_path):
-    go(images, LENET, 2, save=tmp_path)
+def saved(trained, tmp_path):
+    shutil.copy(trained, tmp_path)
     return tmp_path
 
 
