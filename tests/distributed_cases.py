@@ -6,8 +6,9 @@ Every rank works out all ranks' inputs, so that each can tell the right result b
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import oracle
@@ -79,6 +80,14 @@ def ops_of(dtype: torch.dtype) -> Sequence[str]:
     return ("sum", "mean") if dtype.is_complex else oracle.OPS
 
 
+def in_turns(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[torch.dtype, str, int, str]]:
+    """Yield every dtype with every op, with one of three sizes and ways to wait in turn."""
+    ways = itertools.cycle(zip(SIZES, ("sync", "async", "future"), strict=True))
+    for dtype in dtypes:
+        for op in ops_of(dtype):
+            yield dtype, op, *next(ways)
+
+
 def assert_equal(actual: Tensor, expected: Tensor, context: object = "") -> None:
     if actual.is_complex():
         actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
@@ -115,13 +124,11 @@ def finish(call: Callable[..., Any], how: str, *args: Any, **kwargs: Any) -> Non
 
 
 def all_reduce_every_dtype_and_op(rank: int, size: int) -> None:
-    for dtype in dtypes():
-        for op in ops_of(dtype):
-            for numel, how in zip(SIZES, ("sync", "async", "future"), strict=True):
-                parts = all_values(numel, dtype, size)
-                mine = parts[rank].clone()
-                finish(dist.all_reduce, how, mine, REDUCE[op])
-                assert_equal(mine, wanted(parts, op), (dtype, op, numel, how))
+    for dtype, op, numel, how in in_turns(dtypes()):
+        parts = all_values(numel, dtype, size)
+        mine = parts[rank].clone()
+        finish(dist.all_reduce, how, mine, REDUCE[op])
+        assert_equal(mine, wanted(parts, op), (dtype, op, numel, how))
 
 
 def all_reduce_bitwise(rank: int, size: int) -> None:
@@ -314,18 +321,16 @@ def coalesced(rank: int, size: int) -> None:
 
 def reduce(rank: int, size: int) -> None:
     root = size - 1
-    for dtype in (*dtypes(), torch.uint16):
+    for dtype, op, numel, how in in_turns((*dtypes(), torch.uint16)):
         made = torch.int16 if dtype is torch.uint16 else dtype
-        for op in ops_of(dtype):
-            for numel, how in zip(SIZES, ("sync", "async", "future"), strict=True):
-                parts = [
-                    part.abs().to(dtype) if made != dtype else part
-                    for part in all_values(numel, made, size)
-                ]
-                mine = parts[rank].clone()
-                finish(dist.reduce, how, mine, root, REDUCE[op])
-                expected = wanted(parts, op) if rank == root else parts[rank]
-                assert_equal(mine, expected, (dtype, op, numel, how))
+        parts = [
+            part.abs().to(dtype) if made != dtype else part
+            for part in all_values(numel, made, size)
+        ]
+        mine = parts[rank].clone()
+        finish(dist.reduce, how, mine, root, REDUCE[op])
+        expected = wanted(parts, op) if rank == root else parts[rank]
+        assert_equal(mine, expected, (dtype, op, numel, how))
     for dtype, op in (
         (torch.complex64, "MAX"),
         (torch.float8_e5m2, "BOR"),

@@ -173,14 +173,14 @@ def solution(tmp_path):
 
 
 def test_command_prints_table_or_json(solution, capfd):
-    words = ["audit", f"{solution}:allreduce", "--ranks", "5", "--sizes", "1,8,300"]
+    words = ["audit", f"{solution}:allreduce", "--ranks", "3", "--sizes", "8,30"]
     assert main(words) == 0
     printed = capfd.readouterr().out
-    assert printed.startswith("solution.py:allreduce, 5 ranks\n\nthe sum\n  is right  yes")
-    assert "\n  1 to 300 elements  rank  (((0+1)+2)+3)+4\n" in printed
+    assert printed.startswith("solution.py:allreduce, 3 ranks\n\nthe sum\n  is right  yes")
+    assert "\n  8 to 30 elements  rank  (0+1)+2 (also tree and recursive doubling)\n" in printed
     assert main([*words, "--json"]) == 0
     document = json.loads(capfd.readouterr().out)
-    assert (document["target"], document["ranks"]) == ("solution.py:allreduce", 5)
+    assert (document["target"], document["ranks"]) == ("solution.py:allreduce", 3)
 
 
 @pytest.mark.slow

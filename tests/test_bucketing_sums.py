@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pyringar as pr
 
 BRANCHES = "abc"
+LATE = {"overlap": False}
 
 
 class Linears(nn.Module):
@@ -111,7 +112,7 @@ PROGRAMS = {f"random {seed}": random_program(seed) for seed in range(14)}
 def play_as_rank(rank, world_size, store, op, options):
     found = {}
     with pr.ProcessCommunicator(store, rank, world_size) as comm:
-        for name, play in PROGRAMS.items():
+        for name, play in list(PROGRAMS.items())[:6]:
             nets = [Linears()]
             with pr.GradientBucketer(nets, comm=comm, op=op, **options) as bucketer:
                 ranks = BucketedRanks(world_size, range(rank, rank + 1), bucketer, nets)
@@ -129,8 +130,7 @@ def assert_steps(got: list[list[Tensor | None]], want: list[list[Tensor | None]]
 
 @pytest.mark.parametrize("options", [{}, EARLY, {"overlap": True}], ids=["late", "each", "one"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "k"), [(n, 1 + i % 4) for i, n in enumerate(PROGRAMS)])
 def test_list_ranks_match_plain_module(name, k, op, options):
     nets = [Linears() for _ in range(k)]
     with pr.GradientBucketer(nets, op=op, **options) as bucketer:
@@ -138,9 +138,10 @@ def test_list_ranks_match_plain_module(name, k, op, options):
     assert_steps(got, list(PROGRAMS[name](PlainRanks(k, op))))
 
 
-@pytest.mark.parametrize("options", [EACH, {"overlap": False}], ids=["each", "late"])
-@pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize(
+    ("k", "op", "options"),
+    [(2, "sum", EACH), (3, "mean", EACH), (2, "mean", LATE), (3, "sum", LATE)],
+)
 def test_processes_match_plain_module(crew_of, k, op, options):
     for found in crew_of(k).check(play_as_rank, op, options):
         for name, got in found.items():

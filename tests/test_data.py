@@ -392,6 +392,7 @@ def test_missing_torchvision_is_explained(tmp_path, caplog, monkeypatch, error):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     monkeypatch.setattr(data_module, "default_data_dir", lambda: tmp_path)
+    monkeypatch.setattr(data_module, "_SYNTHETIC_TRAIN", 10)
     assert load_data("auto").name == "synthetic garments"
     told = f"torchvision, which downloads it, cannot be imported ({error.__name__}: no nms)"
     assert f"{told}; install the one for torch" in caplog.text

@@ -5,6 +5,7 @@ Here machines are names that processes give themselves; in `test_two_machines.py
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -26,10 +27,10 @@ from pyringar.train.synthetic import synthetic_images
 
 TWO_BY_TWO = "aabb"
 INTERLEAVED = "abab"
-UNEVEN = ["aaba", "abca"]
-PLACES = [TWO_BY_TWO, INTERLEAVED, "abbb", *UNEVEN, "abcd", "aaaa"]
+UNEVEN = "abca"
+PLACES = [TWO_BY_TWO, INTERLEAVED, "abbb", "aaba", UNEVEN, "abcd", "aaaa"]
 # Of a rank's part: none, one, odd, more than a piece.
-SIZES = (0, 1, 7, 3001)
+SIZES = (0, 1, 7, 1201)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,7 @@ def join(rank, world_size, store, machines=TWO_BY_TWO, **options) -> Hierarchica
     return HierarchicalCommunicator(store, rank, world_size, **{"timeout": 20.0, **options})
 
 
+@functools.cache
 def values(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
     return oracle.random(numel, dtype, rank)
 
@@ -82,7 +84,8 @@ def whole(tensors: list[Tensor]) -> list[Tensor]:
 
 def cases() -> list[tuple[int, torch.dtype, int]]:
     pairs = itertools.product(oracle.DTYPES, SIZES)
-    return [(i + i // 4, dtype, numel) for i, (dtype, numel) in enumerate(pairs)]
+    every = [(i + i // 4, dtype, numel) for i, (dtype, numel) in enumerate(pairs)]
+    return [case for case in every if case[0] % 2 == 0]  # of a dtype two sizes, of the next others
 
 
 def sums_as_rank(rank, world_size, store, machines, op, order):
@@ -105,7 +108,7 @@ def sums_as_rank(rank, world_size, store, machines, op, order):
 
 SUMS = list(itertools.product(PLACES, oracle.OPS, ["any"]))
 TREES = list(itertools.product([TWO_BY_TWO, "abcd", "aaaa"], ["sum", "mean", "prod"], ["tree"]))
-PLAIN = [case for case in SUMS + TREES if case[1] == "mean" and case[0] in (TWO_BY_TWO, *UNEVEN)]
+PLAIN = [case for case in SUMS + TREES if case[1] == "mean" and case[0] in (TWO_BY_TWO, UNEVEN)]
 
 
 @pytest.mark.parametrize(("machines", "op", "order"), mostly_slow(SUMS + TREES, *PLAIN))
@@ -147,7 +150,7 @@ def copies_as_rank(rank, world_size, store, machines):
         return found, place
 
 
-@pytest.mark.parametrize("machines", mostly_slow(PLACES, TWO_BY_TWO, *UNEVEN))
+@pytest.mark.parametrize("machines", mostly_slow(PLACES, TWO_BY_TWO, UNEVEN))
 def test_gathers_and_broadcasts_copy_all(pool, machines):
     for found, place in pool.check(copies_as_rank, machines):
         for (dtype, numel), results in found.items():

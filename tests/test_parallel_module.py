@@ -69,8 +69,7 @@ OPTIMIZERS = {  # LBFGS: pytorch#30439
 }
 
 
-@CAPS
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(("k", "cap_mb"), [(1, None), (2, 1e-6), (3, None)])
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_ten_steps_are_the_plain_modules(name, kind, k, cap_mb):

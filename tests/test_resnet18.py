@@ -169,7 +169,7 @@ GPU, OTHER, CPU = (torch.device(name) for name in ("cuda:0", "cuda:1", "cpu"))
 
 @pytest.fixture(scope="module")
 def images():
-    return garments(100, 40)
+    return garments(40, 10)
 
 
 def is_last(tensor):

@@ -23,12 +23,12 @@ import pyringar as pr
 from pyringar.parallel import sharded_step
 from pyringar.train import load_data
 
-PLACES = {"1 process": "a", "2 processes": "aa", "4 processes": "aaaa", "2 machines of 2": "aabb"}
+PLACES = {"2 processes": "aa", "4 processes": "aaaa", "2 machines of 2": "aabb"}
 
 
 @pytest.fixture(scope="module")
 def crews():
-    made = {k: Crew(k) for k in (1, 2, 4)}
+    made = {k: Crew(k) for k in (2, 4)}
     yield made
     for crew in made.values():
         crew.close()
@@ -47,7 +47,7 @@ def check(rows):
 )
 def test_the_bits_of_any_number_of_ranks(crews, model, kind):
     options = {**MODELS[model], **KINDS[kind]}
-    rows = {f"{model} {kind}, {k} ranks": in_one_process(k, **options) for k in (1, 2, 4, 8)}
+    rows = {f"{model} {kind}, {k} ranks": in_one_process(k, **options) for k in (1, 2, 8)}
     for place, machines in PLACES.items():
         answers = crews[len(machines)].check(as_rank, machines, options)
         assert all(answer == answers[0] for answer in answers), place
@@ -57,11 +57,11 @@ def test_the_bits_of_any_number_of_ranks(crews, model, kind):
 
 MORE = {
     "6 shards on 3 ranks": ((1, 3, 6), {"shards": 6}),
-    "16 shards": ((1, 2, 4, 8, 16), {"shards": 16, "batch_size": 33}),
+    "16 shards": ((1, 4, 16), {"shards": 16, "batch_size": 33}),
     "1 shard": ((1,), {"shards": 1}),
     "float64": ((1, 4), {"dtype": "float64"}),
-    "without momentum": ((1, 2, 4), {"momentum": 0.0, "lr_schedule": "constant"}),
-    "width 8, 3 epochs": ((1, 2, 4, 8), {"epochs": 3, "batch_size": 64}),
+    "without momentum": ((1, 4), {"momentum": 0.0, "lr_schedule": "constant"}),
+    "width 8, 2 epochs": ((1, 8), {"epochs": 2, "batch_size": 64}),
 }
 
 
@@ -72,7 +72,7 @@ def test_more_shards_and_dtypes(model, name):
     options = {**MODELS[model], **options}
     if "width" in name and model == "resnet18":
         options["width"] = 8
-    data = garments(300, TEST) if "epochs" in options else garments(TRAIN, TEST)
+    data = garments(150, TEST) if "epochs" in options else garments(TRAIN, TEST)
     threads = torch.get_num_threads()
     rows = {}
     for k in ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,9 +45,16 @@ def go(images, options, stop_in=None, on_epoch=None, **folders):
     return None
 
 
+@pytest.fixture(scope="module")
+def trained(images, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    go(images, LENET, 2, save=folder)
+    return folder / FILE
+
+
 @pytest.fixture
-def saved(images, tmp_path):
-    go(images, LENET, 2, save=tmp_path)
+def saved(trained, tmp_path):
+    shutil.copy(trained, tmp_path)
     return tmp_path
 
 
@@ -400,7 +408,7 @@ def test_failed_write_keeps_last_checkpoint(images, tmp_path, monkeypatch):
 # -- the command -----------------------------------------------------------------------------------
 
 ALONE = [sys.executable, "-m", "pyringar", "train", "lenet", "--dataset", "synthetic"]
-ALONE += ["--epochs", "3", "--batch-size", "500"]
+ALONE += ["--epochs", "4", "--batch-size", "500"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 TOGETHER = [ALONE[0], *TORCHRUN, *ALONE[1:]]
 
@@ -409,7 +417,8 @@ def rows(lines):
     return [line.split()[:3] for line in lines if line[:5].strip().isdecimal()]
 
 
-def run_command(command, stop=None):
+def run_command(command, stop=None, after=0):
+    """Return the output and the status. ``stop``: a signal, sent when ``after`` rows are there."""
     lines = []
     with subprocess.Popen(
         command,
@@ -420,7 +429,7 @@ def run_command(command, stop=None):
     ) as process:
         for line in process.stdout:
             lines.append(line)
-            if stop is not None and len(rows(lines)) == 1:
+            if stop is not None and len(rows(lines)) == after:
                 process.send_signal(stop)
                 stop = None
     return lines, process.returncode
@@ -429,25 +438,20 @@ def run_command(command, stop=None):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killed_commands_resume_elsewhere(tmp_path):
-    whole, status = run_command([*ALONE, "--out", str(tmp_path / "whole.pt")])
+    """One run, killed in each epoch, resumed by another command each time."""
+    folder, files = tmp_path / "run", [tmp_path / "whole.pt", tmp_path / "resumed.pt"]
+    whole, status = run_command([*ALONE, "--out", str(files[0])])
     assert status == 0, whole
-    for number, (first, stop, second) in enumerate(
-        [
-            (ALONE, signal.SIGKILL, TOGETHER),
-            (TOGETHER, signal.SIGINT, ALONE),
-            (ALONE, signal.SIGTERM, ALONE),
-        ]
-    ):
-        folder, out = tmp_path / f"run{number}", tmp_path / f"{number}.pt"
-        stopped, status = run_command([*first, "--save", str(folder)], stop)
+    stops = [(ALONE, signal.SIGKILL), (TOGETHER, signal.SIGINT), (ALONE, signal.SIGTERM)]
+    for number, (command, stop) in enumerate(stops, 1):
+        option = "--save" if number == 1 else "--resume"
+        stopped, status = run_command([*command, option, str(folder)], stop, number)
         assert status != 0
         assert [path.name for path in folder.iterdir()] == [FILE]
-        assert len(rows(stopped)) < 3
-        rest, status = run_command([*second, "--resume", str(folder), "--out", str(out)])
-        assert status == 0, rest
-        assert rows(rest) == rows(whole)
-        found, wanted = (
-            torch.load(path, weights_only=True) for path in (out, tmp_path / "whole.pt")
-        )
-        assert list(found) == list(wanted)
-        check_replicas_equal([list(found.values()), list(wanted.values())])
+        assert number <= len(rows(stopped)) < 4, "it was stopped between two epochs"
+    rest, status = run_command([*ALONE, "--resume", str(folder), "--out", str(files[1])])
+    assert status == 0, rest
+    assert rows(rest) == rows(whole)
+    wanted, found = (torch.load(path, weights_only=True) for path in files)
+    assert list(found) == list(wanted)
+    check_replicas_equal([list(found.values()), list(wanted.values())])

@@ -269,6 +269,26 @@ class Field:
         return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]
 
 
+def _strided(
+    base: np.ndarray, shape: Sequence[int], strides: Sequence[int], offset: int
+) -> np.ndarray:
+    size = base.itemsize
+    in_bytes = [s * size for s in strides]
+    return np.ndarray(shape, base.dtype, base, offset * size, in_bytes)
+
+
+@functools.lru_cache(32)
+def _around(
+    shape: tuple[int, ...], strides: tuple[int, ...], offset: int, word: type
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what fills a memory, and which of its words no element is."""
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    size = offset + (last + 1 if math.prod(shape) else 0) + 5
+    is_gap = np.ones(size, dtype=bool)
+    _strided(is_gap, shape, strides, offset)[...] = False
+    return (np.arange(size) * 37 % 199).astype(word), is_gap
+
+
 class Placed:
     """A field in memory, with other bytes around and between its elements."""
 
@@ -276,14 +296,11 @@ class Placed:
         self.field, self.part = field, field.part
         self._layout = self.part.layout(field.rank)
         shape, strides = self.part.shape, self._layout.strides_of(self.part.shape)
-        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        size = self._layout.offset + (last + 1 if self.part.numel else 0) + 5
-        kind = self.part.kind
-        noise = (np.arange(size) * 37 % 199).astype(kind.word)
         self._strides = strides
-        self._is_own = np.zeros(size, dtype=bool)
-        self._view(self._is_own)[...] = True
-        self._noise = noise.copy()
+        self._noise, self._is_gap = _around(
+            shape, strides, self._layout.offset, self.part.kind.word
+        )
+        noise = self._noise.copy()
         if field.is_read:
             self._view(noise)[...] = self._signed(field.values(world_size)).reshape(shape)
         self._first = noise
@@ -296,9 +313,7 @@ class Placed:
         self.first_version = self.tensor._version
 
     def _view(self, base: np.ndarray) -> np.ndarray:
-        strides = [s * base.itemsize for s in self._strides]
-        first = base[self._layout.offset :]
-        return np.lib.stride_tricks.as_strided(first, self.part.shape, strides)
+        return _strided(base, self.part.shape, self._strides, self._layout.offset)
 
     def _signed(self, words: Words) -> Words:
         return negated(words, self.part.kind) if self._layout.is_negated else words
@@ -318,6 +333,6 @@ class Placed:
 
     def read(self) -> Words:
         after = self._memory.cpu().numpy().view(self.part.kind.word)
-        changed = (after != self._noise) & ~self._is_own
+        changed = (after != self._noise) & self._is_gap
         assert not changed.any(), "memory between the elements was written"
         return self._signed(np.ascontiguousarray(self._view(after)).reshape(-1))

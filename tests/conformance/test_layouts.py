@@ -15,6 +15,7 @@ from calls import LISTS as COALESCED
 from calls import PLAIN, SHARES, Call, Layout, Part
 from hypothesis import strategies as st
 from oracle import DTYPES, assert_all_ranks, assert_bits, folded, inputs, random
+from transports import PYTHON
 
 import pyringar as pr
 
@@ -74,23 +75,21 @@ def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(transport, name):
     shape, strides, offset = LAYOUTS[name]
-    for dtype in (F32, torch.bfloat16, torch.int8):
+    for dtype, k in ((F32, 3), (torch.int8, 3), (torch.bfloat16, 1)):
         parts = (
             Part(dtype, shape, (Layout(strides, offset),)),
             Part(torch.float64, (5,)),
         )
-        for k in (1, 3):
-            transport.check(calls_of(transport, parts, k))
+        transport.check(calls_of(transport, parts, k))
 
 
 @pytest.mark.parametrize("name", MIXES)
 def test_layouts_that_differ_by_rank(transport, name):
     shape, strides = MIXES[name]
     layouts = tuple(Layout(s, offset) for offset, s in enumerate(strides))
-    for dtype in (F32, torch.int64):
-        for mixed in (layouts, layouts[::-1]):
-            part = Part(dtype, shape, mixed)
-            transport.check(calls_of(transport, (part, Part(F32, (3,)), part), 3))
+    for dtype, mixed in ((F32, layouts), (torch.int64, layouts[::-1])):
+        part = Part(dtype, shape, mixed)
+        transport.check(calls_of(transport, (part, Part(F32, (3,)), part), 3))
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.float16, torch.int64, torch.uint8], ids=str)
@@ -122,7 +121,8 @@ LISTS_OF_MANY = {  # ranks, dtypes in turn, elements, tensors
 def test_lists_of_many(transport, name):
     k, dtypes, numel, many = LISTS_OF_MANY[name]
     parts = tuple(Part(dtypes[i % len(dtypes)], (numel,)) for i in range(many))
-    transport.check(calls_of(transport, parts, k, entries=["coalesced"], ops=("mean",)))
+    calls = calls_of(transport, parts, k, entries=["coalesced"], ops=("mean",))
+    transport.check([call for call in calls if call.algorithm not in PYTHON])  # a tensor at a time
 
 
 @pytest.mark.parametrize("holds", ["tuples", "arrays"])
