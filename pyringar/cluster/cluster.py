@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import logging
 import math
-import signal
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from pyringar.cluster.state import ProcessState, environment_of
 from pyringar.cluster.store import ThreadStore
 from pyringar.cluster.transport import ThreadGroup
 from pyringar.comm.communicator import Communicator
-from pyringar.comm.threads import Latch, start_thread, starting_thread
+from pyringar.comm.threads import Latch, handlers_wait, start_thread
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
 __all__ = ["Cluster"]
@@ -64,28 +63,22 @@ class Cluster:
         Another thread starts and ends the ranks: here a signal handler may raise at any line.
         """
         outcome: list[Any] = []
-        signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        thread: threading.Thread | None = None
         run = contextvars.copy_context().run
-        arguments = self._control, program, outcome, signals
-        thread = threading.Thread(target=run, args=arguments, name="launch", daemon=True)
         try:
             internals.set_device_guard()
             # Not by the first rank that adds: it may take minutes to compile, while others wait.
             self.engine([torch.device("cpu")] * len(self.ranks))
             self.engine([rank.device for rank in self.ranks])
-            with self.schedule.lock, starting_thread(thread.name):
-                try:  # Python would count a thread for ever whose start is interrupted
-                    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-                    thread.start()
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+            with handlers_wait():
+                thread = start_thread("launch", run, self._control, program, outcome)
             while not self._over.wait(0.1):  # not for long: another thread may take the signal
                 pass
         except BaseException as error:
             self._interrupted_by = error
             raise
         finally:
-            while thread.is_alive():
+            while thread is not None and thread.is_alive():
                 thread.join(0.1)
             self._let_go()
         failure, results = outcome
@@ -96,9 +89,7 @@ class Cluster:
         finally:
             del failure, outcome
 
-    def _control(self, program: Callable[[], Any], outcome: list[Any], signals: Any) -> None:
-        with self.schedule.lock:  # or `run` could get a signal while it starts this thread
-            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+    def _control(self, program: Callable[[], Any], outcome: list[Any]) -> None:
         try:
             outcome[:] = self._run_ranks(program)
         except BaseException as error:

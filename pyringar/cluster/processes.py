@@ -12,10 +12,9 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
@@ -28,6 +27,7 @@ from pyringar.cluster import internals
 from pyringar.cluster.calls import names_of
 from pyringar.cluster.process_rank import REPORT_S, Report, SharedValue, run_rank
 from pyringar.cluster.report import by_text, layout
+from pyringar.comm.threads import handlers_wait
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError
 
@@ -64,20 +64,6 @@ def run_processes(
     internals.run_first_backward()
     load.engine()
     return _Ranks(timeout_s).run(program, devices)
-
-
-@contextlib.contextmanager
-def _handlers_wait() -> Iterator[None]:
-    """Call handlers of signals at the end: what they raise would lose a process that was forked."""
-    is_main = threading.current_thread() is threading.main_thread()
-    came: list[int] = []
-    with contextlib.ExitStack() as stack:
-        stack.callback(lambda: list(map(signal.raise_signal, came)))
-        for number in signal.valid_signals():
-            if is_main and callable(handler := signal.getsignal(number)):
-                stack.callback(signal.signal, number, handler)
-                signal.signal(number, lambda number, _: came.append(number))
-        yield
 
 
 @dataclass
@@ -171,7 +157,7 @@ class _Ranks:
         listening = socket.create_server(("127.0.0.1", 0))  # torch's own would ask a name server
         _, port = listening.getsockname()
         try:
-            with _handlers_wait():
+            with handlers_wait():
                 gc.freeze()  # or each rank's collector would copy the pages of all objects
                 for index in range(len(devices)):
                     self._ranks.append(_Rank(index, program, devices, self._timeout_s, port))
@@ -223,7 +209,7 @@ class _Ranks:
                         os.kill(rank.process.pid, number)
             self._serve(_GRACE_S)
         finally:
-            with _handlers_wait():
+            with handlers_wait():
                 for rank in self._ranks:
                     rank.close()
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from pyringar.errors import RingarError
 
-__all__ = ["Latch", "start_thread", "starting_thread"]
+__all__ = ["Latch", "handlers_wait", "start_thread", "starting_thread"]
 
 
 class Latch:
@@ -62,3 +63,17 @@ def starting_thread(name: str) -> Iterator[None]:
             f"cannot start the thread '{name}': {error}; the limit is that of the user "
             "(`ulimit -u`) or of the container (pids.max)"
         ) from error
+
+
+@contextmanager
+def handlers_wait() -> Iterator[None]:
+    """Call handlers of signals at the end: what they raise would lose what is started meanwhile."""
+    is_main = threading.current_thread() is threading.main_thread()
+    came: list[int] = []
+    with ExitStack() as stack:
+        stack.callback(lambda: list(map(signal.raise_signal, came)))
+        for number in signal.valid_signals():
+            if is_main and callable(handler := signal.getsignal(number)):
+                stack.callback(signal.signal, number, handler)
+                signal.signal(number, lambda number, _: came.append(number))
+        yield
