@@ -54,16 +54,20 @@ _WAY = (
     "processes: pr.launch(fn, ranks, processes=True), or pyringar run --processes"
 )
 _OURS = "ProcessCommunicator, HierarchicalCommunicator, ddp_hook"
-# Functions that keep a rank, or connect processes, and their names in errors.
+# Functions that keep a rank, or connect processes, and their names in errors. Modules without one
+# do so when they are imported.
 _REFUSED = {
     "accelerate.state:PartialState.__init__": "accelerate",
     "deepspeed.comm.torch:TorchBackend.__init__": "deepspeed",
+    "lightning": "lightning",
     "lightning.fabric.fabric:Fabric.__init__": "lightning",
     "lightning.pytorch.trainer.trainer:Trainer.__init__": "lightning",
+    "lightning_fabric": "lightning_fabric",
     "lightning_fabric.fabric:Fabric.__init__": "lightning_fabric",
     "megatron.core.parallel_state:initialize_model_parallel": "megatron",
     "pyringar.comm.rendezvous:Rendezvous.__init__": _OURS,
     "pyringar.comm.stores:_environment_store": _OURS,
+    "pytorch_lightning": "pytorch_lightning",
     "pytorch_lightning.trainer.trainer:Trainer.__init__": "pytorch_lightning",
     "torch.distributed.tensor.experimental._context_parallel._attention:"
     "_enable_context_parallel_dispatcher_impl": "context_parallel, which patches torch",
@@ -242,6 +246,9 @@ def _wrap_functions(undo: ExitStack, wrappers: Mapping[str, _Call]) -> None:
         wrap(module)
 
     def find_spec(own: Any, name: str, *args: Any) -> Any:
+        for function, wrapper in by_module.get(name, ()):
+            if not function and current() is not None:
+                wrapper()
         spec = own(name, *args)
         if spec is not None and name in by_module:
             spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
