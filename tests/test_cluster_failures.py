@@ -92,6 +92,13 @@ def wrong_root() -> None:
     dist.broadcast(torch.ones(4), begin() // 3)
 
 
+@mistake(pr.ArgumentError, "ranks 0, 1, 3: barrier; rank 2: all_reduce (op sum) of 4 float32")
+def missing_barrier() -> None:
+    if begin() != 2:
+        dist.barrier()
+    dist.all_reduce(torch.ones(4))
+
+
 @mistake(
     pr.CollectiveTimeout,
     "all ranks wait for each other",

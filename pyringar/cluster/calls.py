@@ -180,11 +180,8 @@ class Call(Wait):
     def signature(self) -> str:
         """Return in words what must be the same on all ranks."""
         pairs = zip(map(math.prod, self.shapes), self.dtypes, strict=True)
-        return (
-            f"{self} of {some(f'{n} {dtype}' for n, dtype in pairs)}"
-            if self.are_alike
-            else str(self)
-        )
+        sizes = some(f"{numel} {dtype}" for numel, dtype in pairs)
+        return f"{self} of {sizes}" if self.are_alike and sizes else str(self)
 
     def __str__(self) -> str:
         details = ", ".join(f"{name} {value}" for name, value in self.details.items())
