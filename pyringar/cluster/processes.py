@@ -21,7 +21,7 @@ from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import TCPStore
 
 from pyringar.cluster import internals
 from pyringar.cluster.calls import names_of
@@ -153,22 +153,17 @@ class _Ranks:
 
     def run(self, program: Callable[[], Any], devices: Sequence[torch.device]) -> list[Any]:
         """Run the program on every rank; return the results by rank, or raise."""
-        number, store = signal.SIGTERM, None
-        listening = socket.create_server(("127.0.0.1", 0))  # torch's own would ask a name server
-        _, port = listening.getsockname()
+        number = signal.SIGTERM
+        server: Any = socket.create_server(("127.0.0.1", 0))  # torch's own would ask a name server
+        _, port = server.getsockname()
         try:
             with handlers_wait():
                 gc.freeze()  # or each rank's collector would copy the pages of all objects
                 for index in range(len(devices)):
                     self._ranks.append(_Rank(index, program, devices, self._timeout_s, port))
-            # After the forks, which would not have its threads.
-            store = _distributed_c10d.TCPStore(
-                "127.0.0.1",
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listening.detach(),
-            )
+                # After the forks: with a copy of its threads' state, ranks may hang in the store.
+                options: Any = {"is_master": True, "wait_for_workers": False}
+                server = TCPStore("127.0.0.1", port, master_listen_fd=server.detach(), **options)
             self._serve(float("inf"), self._failure)
             self._serve(_GRACE_S if any(rank.report.failed_s for rank in self._ranks) else 0)
             failure = self._failure()
@@ -179,8 +174,7 @@ class _Ranks:
         finally:
             gc.unfreeze()
             self._end(number)
-            listening.close()
-            store = None  # noqa: F841  # a traceback would keep it
+            del server
         if failure is not None:
             raise failure
         return [rank.report.value() for rank in self._ranks]
