@@ -272,9 +272,10 @@ def reduce_scatter(rank: int, size: int) -> None:
             parts = all_values(6 * size, dtype, size)
             expected = wanted(parts, op)
             for how in ("sync", "async", "future"):
-                out = torch.empty(6, dtype=dtype)
-                finish(dist.reduce_scatter_tensor, how, out, parts[rank].clone(), REDUCE[op])
+                out, mine = torch.empty(6, dtype=dtype), parts[rank].clone()
+                finish(dist.reduce_scatter_tensor, how, out, mine, REDUCE[op])
                 assert_equal(out, expected[6 * rank : 6 * rank + 6], (dtype, op, how))
+                assert_equal(mine, parts[rank], (dtype, op, how))
                 whole = parts[rank].clone()
                 part = whole[6 * rank : 6 * rank + 6]
                 finish(dist.reduce_scatter_tensor, how, part, whole, REDUCE[op])

@@ -92,6 +92,18 @@ def wrong_root() -> None:
     dist.broadcast(torch.ones(4), begin() // 3)
 
 
+@mistake(
+    pr.ArgumentError,
+    "rank 3: all_reduce (op sum) of 2 float32, 2 float32, 2 float32, 3 float32",
+)
+def wrong_size_late_in_a_list() -> None:
+    tensors = [torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(3 if begin() == 3 else 2)]
+    with contextlib.suppress(pr.ArgumentError):
+        dist.all_reduce_coalesced(tensors)
+    assert all((tensor == 1).all() for tensor in tensors), "none is written"
+    dist.barrier()
+
+
 @mistake(pr.ArgumentError, "ranks 0, 1, 3: barrier; rank 2: all_reduce (op sum) of 4 float32")
 def missing_barrier() -> None:
     if begin() != 2:

@@ -22,6 +22,7 @@ from ranks import begin
 
 import pyringar as pr
 from pyringar.cluster import internals
+from pyringar.comm.threads import handlers_wait
 
 K = 4
 
@@ -133,6 +134,66 @@ def test_signal_handlers_exception_ends_all_ranks(seed):
             assert counted == []
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_handlers_that_raise_stay(monkeypatch):
+    numbers = [signal.SIGUSR1, signal.SIGUSR2]
+    called: list[int] = []
+
+    def handler(number: int, _: Any) -> None:
+        called.append(number)
+        raise AlarmError
+
+    def put(number: int, new: Any) -> Any:
+        if new is handler and not called:
+            handler(0, None)  # of a signal that comes while handlers are put back
+        return own(number, new)
+
+    own = signal.signal
+    before = [own(number, handler) for number in numbers]
+    try:
+        monkeypatch.setattr(signal, "signal", put)
+        with pytest.raises(AlarmError), handlers_wait():  # noqa: PT012  the end raises
+            for number in numbers:
+                signal.raise_signal(number)
+            assert called == []
+        assert called == [0, *numbers]
+        assert [signal.getsignal(number) for number in numbers] == [handler] * 2
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            own(number, old)
+
+
+TWICE = """
+import ctypes, signal, threading, time
+import pyringar as pr
+
+class Alarm(Exception): pass
+
+def program():
+    ctypes.CDLL(None).usleep(800_000)  # no exception ends it
+
+def handle(*_):
+    times.append(time.monotonic())
+    raise Alarm
+
+times = []
+pr.launch(lambda: 1, 2)
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 0.1, 0.2)
+try:
+    pr.launch(program, 2)
+except Alarm:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    print(len(times) > 1, threading.active_count())
+print(pr.launch(lambda: 1, 2))
+"""
+
+
+def test_second_signal_does_not_leave_ranks():
+    with programs(TWICE, []) as (program,):
+        out, err = program.communicate(timeout=60)
+    assert out == "True 1\n[1, 1]\n", err
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------

@@ -310,8 +310,8 @@ def raises_beside_a_sleeper():
         *[
             (
                 partial(joins_without_rank_2, backend),
-                pr.CollectiveTimeout,
-                "all ranks wait",
+                pr.PeerLostError,
+                "ranks wait for rank 2, which has ended",
                 r"1 +waits in the store +after 0 calls",
             )
             for backend in ("gloo", "ringar")
@@ -377,6 +377,61 @@ def test_end_of_a_process(end, expected):
 
 def test_ranks_may_run_beyond_the_timeout():
     assert launch(lambda: time.sleep(1 + int(os.environ["RANK"])), timeout=0.2) == [None] * 2
+
+
+def test_ranks_that_compute_beside_a_message_do_not_wait():
+    def program():
+        rank, received = rank_of(), torch.zeros(1)
+        work = dist.irecv(received, 1 - rank)
+        time.sleep(1.2)
+        dist.isend(torch.ones(1), 1 - rank).wait()
+        work.wait()
+        return received.item()
+
+    assert launch(program, timeout=0.3) == [1.0] * 2
+
+
+def test_message_that_is_never_sent_is_a_standstill():
+    def program():
+        dist.irecv(torch.zeros(1), 1 - rank_of("gloo")).wait()
+
+    error, text, _ = failure_of(program, 2, timeout=0.5)
+    assert type(error) is pr.CollectiveTimeout
+    assert text.startswith("all ranks wait for each other")
+
+
+def test_rank_that_exits_before_it_joins_is_named():
+    def program():
+        os._exit(0) if os.environ["RANK"] == "1" else rank_of()
+
+    error, text, _ = failure_of(program, timeout=0.5)
+    assert type(error) is pr.PeerLostError
+    assert text.startswith("ranks wait for rank 1, which has ended")
+
+
+def test_groups_of_the_same_ranks_are_told_apart():
+    def program():
+        rank, pair = rank_of(), dist.new_group()
+        for group in (pair, None) if rank else (None, pair):
+            dist.all_reduce(torch.ones(1), group=group)
+
+    text = failure_of(program, 2, timeout=0.5)[1]
+    assert re.search(r"\n0 .* the world  +\(1,\) .* 1 .*\n1 .* the world #2 .* 0 ", text), text
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_exit_with_an_odd_code_is_an_error(processes):
+    def program():
+        raise SystemExit(torch.tensor([1, 2]) if os.environ["RANK"] == "1" else 0)
+
+    with pytest.raises(SystemExit) as caught:
+        pr.launch(program, 2, processes=processes)
+    assert caught.value.code.tolist() == [1, 2]
+
+
+def test_output_without_a_stream_is_dropped(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert launch(lambda: print("for nobody")) == [None] * 2
 
 
 @pytest.mark.parametrize("is_thread", [True, False], ids=["thread", "atexit"])

@@ -28,6 +28,7 @@ __all__ = [
     "Wait",
     "call_of_program",
     "devices_of",
+    "is_good_exit",
     "is_inside",
     "names_of",
     "plain_torch",
@@ -177,10 +178,10 @@ class Call(Wait):
         """Return the ranks, of the cluster, for whose part it waits."""
         return self.meeting.missing(self)
 
-    def signature(self) -> str:
-        """Return in words what must be the same on all ranks."""
+    def signature(self, most_values: int) -> str:
+        """Return in words what must be the same on all ranks; with at most so many sizes."""
         pairs = zip(map(math.prod, self.shapes), self.dtypes, strict=True)
-        sizes = some(f"{numel} {dtype}" for numel, dtype in pairs)
+        sizes = some((f"{numel} {dtype}" for numel, dtype in pairs), most_values)
         return f"{self} of {sizes}" if self.are_alike and sizes else str(self)
 
     def __str__(self) -> str:
@@ -253,11 +254,16 @@ class Meeting:
         """Fail if ranks call different things as one of these numbers, or as any that is open."""
         for number in numbers or tuple(self._open):
             calls = self._open[number].values()
-            kinds: dict[str, list[int]] = {}
+            kinds: dict[str, list[Call]] = {}
             for call in sorted(calls, key=lambda call: call.rank.index):
-                kinds.setdefault(call.signature(), []).append(call.rank.index)
+                kinds.setdefault(call.signature(len(call.shapes)), []).append(call)
             if len(kinds) > 1:
-                what = "; ".join(f"{names_of(ranks)}: {kind}" for kind, ranks in kinds.items())
+                shown = {each[0].signature(_MOST_VALUES): each for each in kinds.values()}
+                shown = shown if len(shown) == len(kinds) else kinds
+                what = "; ".join(
+                    f"{names_of([call.rank.index for call in each])}: {kind}"
+                    for kind, each in shown.items()
+                )
                 text = f"ranks call different things as number {number} of {self.name}: {what}"
                 raise copy_of(self.cluster.fail(ArgumentError, text, calls))
 
@@ -291,11 +297,11 @@ def _belong_together(one: Call, other: Call) -> bool:
     return send.details["to"] == receiver and is_from_it and has_its_tag
 
 
-def some(values: Iterable[Any]) -> str:
+def some(values: Iterable[Any], most_values: int = _MOST_VALUES) -> str:
     """Return the first values in words, and the number of the others."""
     shown = [str(value) for value in values]
-    more = len(shown) - _MOST_VALUES
-    return ", ".join(shown[:_MOST_VALUES]) + (f" and {more} more" if more > 0 else "")
+    more = len(shown) - most_values
+    return ", ".join(shown[:most_values]) + (f" and {more} more" if more > 0 else "")
 
 
 def names_of(ranks: Sequence[int]) -> str:
@@ -324,10 +330,17 @@ def text_of(error: BaseException) -> str:
     """Return an exception's class and text, which may be endless, or fail."""
     try:
         text = str(error)
-    except Exception as failure:
+    except BaseException as failure:
         text = f"(its text fails with {type(failure).__name__})"
     more = "..." if len(text) > _MOST_TEXT else ""
     return f"{type(error).__name__}: {text[:_MOST_TEXT]}{more}"
+
+
+def is_good_exit(error: BaseException) -> bool:
+    """Return whether it ends a process with status 0."""
+    if not isinstance(error, SystemExit):
+        return False
+    return error.code is None or (isinstance(error.code, int) and error.code == 0)
 
 
 def is_inside(module: str) -> bool:

@@ -15,7 +15,16 @@ from typing import Any, cast
 import torch
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import Call, Meeting, Wait, copy_of, names_of, some, text_of
+from pyringar.cluster.calls import (
+    Call,
+    Meeting,
+    Wait,
+    copy_of,
+    is_good_exit,
+    names_of,
+    some,
+    text_of,
+)
 from pyringar.cluster.ranks import Rank, Schedule, current, this_rank, wrong_thread
 from pyringar.cluster.report import is_at_prompt, report, stack_of
 from pyringar.cluster.state import ProcessState, environment_of
@@ -78,9 +87,17 @@ class Cluster:
             self._interrupted_by = error
             raise
         finally:
+            late: BaseException | None = None
             while thread is not None and thread.is_alive():
-                thread.join(0.1)
+                try:
+                    while not self._over.wait(0.1):
+                        pass
+                    thread.join()  # not before: up to 3.12 an interrupted join takes it for ended
+                except BaseException as error:  # another signal's, while the ranks end
+                    late = error
             self._let_go()
+        if late is not None:
+            raise late
         failure, results = outcome
         if failure is None:
             return cast("list[Any]", results)
@@ -335,10 +352,10 @@ class Cluster:
         return copy_of(told)
 
     def _take_error(self, rank: Rank, error: BaseException) -> None:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
+        if is_good_exit(error):
             return
+        rank.error = error  # first: what follows calls methods of the program's exception
         with self.schedule.lock:
-            rank.error = error
             if self._told is None:
                 self._end(error, PeerLostError(f"{rank} raised {text_of(error)}"))
                 with contextlib.suppress(Exception):  # Python 3.10 has none; others refuse

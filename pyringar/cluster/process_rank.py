@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import call_of_program, some, text_of
+from pyringar.cluster.calls import call_of_program, is_good_exit, some, text_of
 from pyringar.cluster.report import of_program, stack_of
 from pyringar.cluster.state import ProcessState, environment_of
 from pyringar.comm.exits import close_all
@@ -41,6 +41,8 @@ __all__ = ["REPORT_S", "Report", "SharedValue", "run_rank"]
 
 REPORT_S = 0.25  # between reports
 _SLOT_BYTES = 1 << 16
+# Modules whose functions wait for works: DistributedDataParallel does so in autograd.
+_WAITING = ("pyringar.", "torch.autograd", "torch.distributed", "torch.futures")
 # The methods of a process group that wait for other ranks.
 _METHODS = re.compile(
     "_allgather|_reduce_scatter|all(?!ocate)|reduce|broadcast|gather|scatter|send|recv|.*barrier"
@@ -181,7 +183,7 @@ def _pickled(value: Any, text: str) -> tuple[bytes, str]:
 
 def _end_by(error: BaseException) -> Report:
     """Return the last report, after an exception of the program."""
-    if isinstance(error, SystemExit) and error.code in (None, 0):
+    if is_good_exit(error):
         return Report("returned")
     sys.last_value = error  # tells close_all that the program has failed
     lines = traceback.format_exception(type(error), error, of_program(error.__traceback__))
@@ -218,6 +220,8 @@ class Publisher:
         store: Any = dist.Store  # type: ignore[attr-defined]
         for name in ("get", "wait"):
             setattr(store, name, partialmethod(_in_store, getattr(store, name)))
+        work: Any = distributed_c10d.Work
+        work.wait = partialmethod(_in_work, work.wait)
 
     def observe(self, thread: int, late_s: float) -> None:
         """Report at intervals what the thread of the program does.
@@ -230,9 +234,11 @@ class Publisher:
             before, progress = progress, self._progress()
             if progress != before:
                 moved_s = time.monotonic()
-            is_waiting = bool(self._inside) or not (self._work is None or self._work.is_completed())
+            is_pending = self._work is not None and not self._work.is_completed()
             is_late = time.monotonic() - moved_s > late_s
-            frame = sys._current_frames().get(thread) if is_waiting or is_late else None
+            is_shown = self._inside or is_pending or is_late
+            frame = sys._current_frames().get(thread) if is_shown else None
+            is_waiting = bool(self._inside) or (is_pending and _may_wait(frame))
             state = "waits" if is_waiting else "waits in the store" if _joins(frame) else "runs"
             stack = "" if frame is None else stack_of(frame, after=run_rank.__code__)
             self._channel.send(Report(state, stack, progress))
@@ -262,6 +268,10 @@ class Publisher:
         ranks = list(known or getattr(group, "_global_ranks", None) or range(self._world_size))
         is_world = len(ranks) == self._world_size
         key = "the world" if is_world else f"group {', '.join(map(str, ranks))}"
+        groups = distributed_c10d._world.pg_group_ranks.items()
+        alike = [other for other, members in groups if list(members) == ranks]
+        if group in alike[1:]:
+            key += f" #{alike.index(group) + 1}"
         rows = [[t for t in tree_leaves([arg]) if isinstance(t, torch.Tensor)] for arg in args]
         tensors = next((row for row in reversed(rows) if row), [])  # inputs come after outputs
         ops = [a.reduceOp for a in args if hasattr(a, "reduceOp")]
@@ -288,6 +298,17 @@ def _joins(frame: FrameType | None) -> bool:
         outer.f_globals is vars(distributed_c10d) or outer.f_code is _in_store.__code__
         for outer, _ in traceback.walk_stack(frame)
     )
+
+
+def _may_wait(frame: FrameType | None) -> bool:
+    """Return whether a thread is where it may wait for a call that is under way."""
+    module = "" if frame is None else frame.f_globals.get("__name__", "")
+    return module.startswith(_WAITING)
+
+
+def _in_work(work: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Do as `_in_store`."""
+    return method(work, *args, **kwargs)
 
 
 def _in_store(store: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

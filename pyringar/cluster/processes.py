@@ -29,7 +29,13 @@ from pyringar.cluster.process_rank import REPORT_S, Report, SharedValue, run_ran
 from pyringar.cluster.report import by_text, layout
 from pyringar.comm.threads import handlers_wait
 from pyringar.engine import load
-from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError
+from pyringar.errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    PeerLostError,
+    RingarError,
+    UnsupportedError,
+)
 
 __all__ = ["run_processes"]
 
@@ -89,7 +95,7 @@ class _Output:
         if self.text and (is_old or len(self.text) > _PIPE_BYTES):
             lines.append(self.text + b"\n")
             self.text = b""
-        if lines:
+        if lines and self.stream is not None:  # a daemon has none
             self.stream.write(b"".join(self.mark + line for line in lines).decode(errors="replace"))
             self.stream.flush()
 
@@ -207,35 +213,42 @@ class _Ranks:
                 for rank in self._ranks:
                     rank.close()
 
-    def _standstill(self) -> str:
-        """Return why no rank has moved for the timeout; "" if one has, or if no rank waits."""
+    def _standstill(self) -> RingarError | None:
+        """Return why no rank has moved for the timeout; None if one has, or if no rank waits."""
         alive = {rank.index: rank.report.state for rank in self._ranks if not rank.has_ended}
         running = [index for index, state in alive.items() if state == "runs"]
         # The last reports may be as old as REPORT_S.
         if self._still_s < self._timeout_s + REPORT_S or len(running) == len(alive):
-            return ""
+            return None
         limit = f"for {self._timeout_s:g} s"
+        gone = [rank.index for rank in self._ranks if rank.has_ended]
         if set(alive.values()) == {"returned"}:
-            return f"{names_of([*alive])} returned, and did not exit {limit}: see its threads"
-        if running:
-            what = "without a call in which others go on, and these waited"
-            return f"{names_of(running)} ran {limit} {what}"
-        return f"all ranks wait for each other, {limit}"
+            what = f"{names_of([*alive])} returned, and did not exit {limit}: see its threads"
+        elif running:
+            what = (
+                f"{names_of(running)} ran {limit} without a call in which others go on, and these "
+            )
+            what += "waited"
+        elif gone and "waits in the store" in alive.values():
+            has = "have" if gone[1:] else "has"
+            return PeerLostError(f"ranks wait for {names_of(gone)}, which {has} ended, {limit}")
+        else:
+            what = f"all ranks wait for each other, {limit}"
+        return CollectiveTimeout(what)
 
     def _failure(self) -> BaseException | None:
         """Return the first failure, if any; its cause has the tracebacks of all that raised."""
         failed = [rank for rank in self._ranks if rank.report.failed_s]
         # A rank that waits has lost its peer, and failed because of the peer.
         failed.sort(key=lambda rank: (rank.report.state == "waits", rank.report.failed_s))
-        standstill = self._standstill()
-        if not failed and not standstill:
-            return None
-        error: BaseException = CollectiveTimeout(standstill)
+        error: BaseException | None = self._standstill()
         if failed:
             try:
                 error = failed[0].report.value()
             except Exception as unknown:
                 error = unknown
+        if error is None:
+            return None
         if type(error) in (ArgumentError, CollectiveTimeout, PeerLostError):
             stacks = {r.index: r.report.stack for r in self._ranks if not r.report.failed_s}
             table = layout([self._row(rank) for rank in self._ranks], stacks).rstrip()

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from pyringar.errors import RingarError
@@ -67,13 +67,30 @@ def starting_thread(name: str) -> Iterator[None]:
 
 @contextmanager
 def handlers_wait() -> Iterator[None]:
-    """Call handlers of signals at the end: what they raise would lose what is started meanwhile."""
+    """Call handlers of signals at the end: what they raise would lose what is started meanwhile.
+
+    Raises:
+        BaseException: What the first of these handlers raised, after all were called.
+    """
     is_main = threading.current_thread() is threading.main_thread()
+    numbers = signal.valid_signals() if is_main else ()
+    handlers = {n: handler for n in numbers if callable(handler := signal.getsignal(n))}
     came: list[int] = []
-    with ExitStack() as stack:
-        stack.callback(lambda: list(map(signal.raise_signal, came)))
-        for number in signal.valid_signals():
-            if is_main and callable(handler := signal.getsignal(number)):
-                stack.callback(signal.signal, number, handler)
-                signal.signal(number, lambda number, _: came.append(number))
+    errors: list[BaseException] = []
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _: came.append(number))
         yield
+    finally:
+        left = list(handlers.items())
+        while left or came:
+            try:
+                while left:  # a handler that is there again may raise in this loop
+                    signal.signal(*left[-1])
+                    left.pop()
+                while came:
+                    signal.raise_signal(came.pop(0))
+            except BaseException as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
