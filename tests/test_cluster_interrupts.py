@@ -196,6 +196,44 @@ def test_second_signal_does_not_leave_ranks():
     assert out == "True 1\n[1, 1]\n", err
 
 
+SWALLOWED = """
+import os, signal, threading, time
+import torch.distributed as dist
+import pyringar as pr
+
+def program():
+    dist.init_process_group()
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank != 1:
+        try:
+            dist.barrier()
+        finally:
+            ended.append(rank)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    while True:
+        try:
+            time.sleep(10)
+        except KeyboardInterrupt:
+            pass
+
+ended = []
+try:
+    pr.launch(program, 3)
+except KeyboardInterrupt:
+    print(sorted(ended), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_end_beside_one_that_does_not():
+    with programs(SWALLOWED, []) as (program,):
+        out, err = program.communicate(timeout=60)
+    assert out == "[0, 2]\n", err
+    assert "go on in the background: rank 1\n" in err
+
+
 # -- Ctrl-C ----------------------------------------------------------------------------------------
 
 INTERRUPTED = """
