@@ -423,7 +423,7 @@ def poll_the_store() -> None:
     ("program", "kind", "text"),
     [
         (poll_a_call, pr.PeerLostError, "which has ended"),
-        (poll_the_store, pr.CollectiveTimeout, "what nobody will do"),
+        (poll_the_store, pr.CollectiveTimeout, "all ranks wait, and none can go on"),
     ],
 )
 def test_endless_polling_ends_after_the_timeout(program, kind, text):

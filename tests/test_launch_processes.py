@@ -379,7 +379,7 @@ def test_ranks_may_run_beyond_the_timeout():
     assert launch(lambda: time.sleep(1 + int(os.environ["RANK"])), timeout=0.2) == [None] * 2
 
 
-def test_ranks_that_compute_beside_a_message_do_not_wait():
+def test_computing_beside_a_message_is_no_wait():
     def program():
         rank, received = rank_of(), torch.zeros(1)
         work = dist.irecv(received, 1 - rank)
@@ -391,7 +391,7 @@ def test_ranks_that_compute_beside_a_message_do_not_wait():
     assert launch(program, timeout=0.3) == [1.0] * 2
 
 
-def test_message_that_is_never_sent_is_a_standstill():
+def test_message_never_sent_is_a_standstill():
     def program():
         dist.irecv(torch.zeros(1), 1 - rank_of("gloo")).wait()
 
@@ -400,7 +400,7 @@ def test_message_that_is_never_sent_is_a_standstill():
     assert text.startswith("all ranks wait for each other")
 
 
-def test_rank_that_exits_before_it_joins_is_named():
+def test_rank_that_never_joins_is_named():
     def program():
         os._exit(0) if os.environ["RANK"] == "1" else rank_of()
 
@@ -409,7 +409,7 @@ def test_rank_that_exits_before_it_joins_is_named():
     assert text.startswith("ranks wait for rank 1, which has ended")
 
 
-def test_groups_of_the_same_ranks_are_told_apart():
+def test_groups_of_equal_ranks_have_own_names():
     def program():
         rank, pair = rank_of(), dist.new_group()
         for group in (pair, None) if rank else (None, pair):
@@ -420,7 +420,7 @@ def test_groups_of_the_same_ranks_are_told_apart():
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_exit_with_an_odd_code_is_an_error(processes):
+def test_exit_with_odd_code_raises(processes):
     def program():
         raise SystemExit(torch.tensor([1, 2]) if os.environ["RANK"] == "1" else 0)
 

@@ -179,7 +179,7 @@ class Call(Wait):
         return self.meeting.missing(self)
 
     def signature(self, most_values: int) -> str:
-        """Return in words what must be the same on all ranks; with at most so many sizes."""
+        """Return a description that must be equal on all ranks, with at most so many sizes."""
         pairs = zip(map(math.prod, self.shapes), self.dtypes, strict=True)
         sizes = some((f"{numel} {dtype}" for numel, dtype in pairs), most_values)
         return f"{self} of {sizes}" if self.are_alike and sizes else str(self)

@@ -334,7 +334,7 @@ class Cluster:
         elif missing:
             what = "all ranks wait for each other"
         else:
-            what = "ranks wait for what nobody will do"
+            what = "all ranks wait, and none can go on"
         what += "".join(f"; {text}" for text in self._strangers[-1:])
         threads = [thread.name for rank in self.ranks for thread in rank.live_threads()]
         if threads:

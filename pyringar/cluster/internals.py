@@ -314,7 +314,7 @@ def _wraps(path: str) -> Callable[[_Call], _Call]:
 
 
 class _Launch:
-    """What the ranks of a launch share, and the functions that they call in place of torch's."""
+    """The state that ranks of a launch share, and wrappers of functions of torch for them."""
 
     def __init__(self, store: ThreadStore) -> None:
         self.store = store

@@ -56,11 +56,11 @@ class Report(NamedTuple):
     stack: str = ""  # of the program if it waits or is late, or its traceback if it failed
     progress: Any = None  # is another value if a call has moved, and at the end
     failed_s: float = 0.0  # when; 0: it has not failed
-    # What the program returned or raised, and the text of the error if that cannot be pickled.
+    # The program's result or exception, and the text of the error if that cannot be pickled.
     pickled: tuple[bytes, str] = (pickle.dumps(None), "")
 
     def value(self) -> Any:
-        """Return what the program returned or raised."""
+        """Return the program's result, or its exception."""
         data, text = self.pickled
         try:
             return pickle.loads(data)

@@ -64,15 +64,15 @@ _FUNCTIONS: list[tuple[Any, ...]] = [
     ("_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"),
     ("_get_fp32_precision_getter", "_set_fp32_precision_setter", "generic", "all"),
     ("_get_fp32_precision_getter", "_set_fp32_precision_setter", "mkldnn", "all"),
-    *((f"_get_{name}", f"_set_{name}") for name in _FLAGS.split()),
-    *((f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _KERNELS.split()),
 ]
+_FUNCTIONS += [(f"_get_{name}", f"_set_{name}") for name in _FLAGS.split()]
+_FUNCTIONS += [(f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _KERNELS.split()]
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    *(
-        (partial(getattr(torch._C, get), *args), partial(getattr(torch._C, put), *args))
-        for get, put, *args in _FUNCTIONS
-        if hasattr(torch._C, get) and hasattr(torch._C, put)
-    ),
+    (partial(getattr(torch._C, get), *args), partial(getattr(torch._C, put), *args))
+    for get, put, *args in _FUNCTIONS
+    if hasattr(torch._C, get) and hasattr(torch._C, put)
+]
+_SETTINGS += [
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),

@@ -67,10 +67,11 @@ def starting_thread(name: str) -> Iterator[None]:
 
 @contextmanager
 def handlers_wait() -> Iterator[None]:
-    """Call handlers of signals at the end: what they raise would lose what is started meanwhile.
+    """Delay handlers of signals until the block ends: an exception would lose a new thread.
 
     Raises:
-        BaseException: What the first of these handlers raised, after all were called.
+        BaseException: The exception of the block, or else of the first handler that raised. All
+            handlers are called before.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = signal.valid_signals() if is_main else ()

@@ -281,7 +281,7 @@ def _strided(
 def _around(
     shape: tuple[int, ...], strides: tuple[int, ...], offset: int, word: type
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what fills a memory, and which of its words no element is."""
+    """Return noise for a memory, and a mask of its words that belong to no element."""
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     size = offset + (last + 1 if math.prod(shape) else 0) + 5
     is_gap = np.ones(size, dtype=bool)
