@@ -400,6 +400,17 @@ def test_message_never_sent_is_a_standstill():
     assert text.startswith("all ranks wait for each other")
 
 
+def test_backward_that_waits_is_a_standstill():
+    def program():
+        rank, model = rank_of(), DistributedDataParallel(nn.Linear(3, 1))
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward() if rank == 0 else dist.recv(torch.zeros(1), 0)
+
+    error, text, _ = failure_of(program, 2, timeout=0.5)
+    assert type(error) is pr.CollectiveTimeout
+    assert text.startswith("all ranks wait for each other")
+
+
 def test_rank_that_never_joins_is_named():
     def program():
         os._exit(0) if os.environ["RANK"] == "1" else rank_of()
