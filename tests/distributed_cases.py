@@ -191,8 +191,8 @@ def asynchronous_calls_return_at_once(rank: int, size: int) -> None:
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
     works += [dist.all_gather_into_tensor(o, o[:4].clone(), async_op=True) for o in outs]
     works += [dist.broadcast(tensors[0], 0, async_op=True), dist.barrier(async_op=True)]
-    futures = [work.get_future() for work in works]
     store.set(f"issued{rank}", "yes")
+    futures = [work.get_future() for work in works]
     for work in works:
         work.wait()
     for future in futures:

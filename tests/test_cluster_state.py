@@ -314,8 +314,7 @@ THREAD_CALLS: dict[str, Callable[[Any], object]] = {
     "message": lambda given: dist.send(torch.ones(1), 1, group=given["group"]),
     "wait": lambda given: given["work"].wait(),
     "poll": lambda given: given["work"].is_completed(),
-    "future": lambda given: given["future"].wait(),
-    "new future": lambda given: given["work"].get_future().wait(),
+    "future": lambda given: given["work"].get_future(),
     "store": lambda _: store_of_world().set("key", "value"),
     "store's compare_set": lambda _: store_of_world().compare_set("key", "", "value"),
     "store's wait": lambda _: store_of_world().get("key"),
@@ -342,7 +341,6 @@ def test_thread_of_a_rank_is_refused(call, kind):
         rank = begin()
         given = {"group": dist.new_group(), "mesh": init_device_mesh("cpu", (2,))}
         given["work"] = dist.irecv(torch.ones(1), 1 - rank, group=given["group"])
-        given["future"] = given["work"].get_future()
 
         def run() -> None:
             time.sleep(0.02)

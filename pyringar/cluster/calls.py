@@ -56,17 +56,6 @@ def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
     return list({tensor.device for tensor in tensors if tensor.is_cuda})
 
 
-def mark(devices: Iterable[torch.device]) -> list[Any]:
-    """Return events after all that is on this thread's current streams of these GPUs."""
-    return [torch.cuda.current_stream(device).record_event() for device in devices]
-
-
-def follow(events: Sequence[Any]) -> None:
-    """Let this thread's current streams go on after events on their GPUs."""
-    for event in events:
-        torch.cuda.current_stream(event.device).wait_event(event)
-
-
 @dataclass(eq=False, repr=False)
 class Wait:
     """A wait of a rank, until another rank acts."""
@@ -136,15 +125,13 @@ class Call(Wait):
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
         self.dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         self.line, _ = call_of_program()
-        self.begun = mark(devices_of(tensors))  # on GPUs: after the rank's work so far
-        self.ended: Sequence[Any] = ()  # on GPUs: after the work of the call
-        self._steps: list[tuple[Sequence[Any], Callable[[], object]]] = []
+        self.devices = devices_of(tensors)
+        self._steps: list[Callable[[], object]] = []
 
-    def wait(self, timeout: float | None = None) -> object:
+    def wait(self, timeout: float | None = None, *, what: str = "") -> object:
         """Let others run until it is done; raise its error, or CollectiveTimeout: it goes on."""
-        self.meeting.cluster.wait(Wait(self.rank, self.what, timeout, self))
+        self.meeting.cluster.wait(Wait(self.rank, what or self.what, timeout, self))
         self.raise_error()
-        follow(self.ended)
         return True
 
     def is_completed(self) -> bool:
@@ -160,18 +147,15 @@ class Call(Wait):
 
     def then(self, step: Callable[[], object]) -> None:
         """Run ``step`` when it has ended well, before this rank's next call can end."""
-        begun = mark({event.device for event in self.begun})
-        self._steps.append((begun, step))
+        self._steps.append(step)
         if self.is_done:
-            follow(self.ended)
             self.run_steps()
 
     def run_steps(self) -> None:
         """Run what comes after it, if it has ended well."""
         steps, self._steps = self._steps, []
         with plain_torch():
-            for begun, step in steps if self.error is None else ():
-                follow(begun)
+            for step in steps if self.error is None else ():
                 step()
 
     def missing(self) -> list[int]:
@@ -271,20 +255,24 @@ class Meeting:
         act = calls[0].act
         error: BaseException | None = None
         try:
+            _wait_for_gpus(calls)
             if act is not None:
                 with plain_torch():
-                    for call in calls:
-                        follow(call.begun)
                     act(calls)
             for call in calls:
                 call.run_steps()
+            _wait_for_gpus(calls)
         except Exception as caught:
             error = self.cluster.fail(type(caught), f"{calls[0]}: {caught}", calls)
-        ended = mark({event.device for call in calls for event in call.begun})
         for call in calls:
-            call.ended = ended
             call.finish(error)
         self.cluster.schedule.look()
+
+
+def _wait_for_gpus(calls: Sequence[Call]) -> None:
+    """Wait for all work on the GPUs of calls, whose ranks have streams of their own."""
+    for device in {device for call in calls for device in call.devices}:
+        torch.cuda.synchronize(device)
 
 
 def _belong_together(one: Call, other: Call) -> bool:

@@ -270,7 +270,6 @@ class Cluster:
             if not what.is_done:
                 self.check_told()
             self.schedule.wait(what)
-            what.rank.complete_futures()
         what.raise_error()
 
     def _ask(self, what: str) -> None:
@@ -335,6 +334,8 @@ class Cluster:
             what = "all ranks wait for each other"
         else:
             what = "all ranks wait, and none can go on"
+        if any(wait.what == "get_future" for wait in waits):
+            what += "; get_future waits for its call here, and not with pr.launch(processes=True)"
         what += "".join(f"; {text}" for text in self._strangers[-1:])
         threads = [thread.name for rank in self.ranks for thread in rank.live_threads()]
         if threads:

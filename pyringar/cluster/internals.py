@@ -35,7 +35,6 @@ __all__ = [
     "entered",
     "forget_groups_of_parent",
     "interrupt",
-    "is_future_for_reducer",
     "make_ringar_the_default",
     "run_first_backward",
     "run_in_thread_of",
@@ -81,19 +80,6 @@ def check_torch() -> None:
             f"launch: torch is {torch.__version__}, expected {_TRIED[0]} to {_TRIED[-1]}: ranks "
             "that are threads need names of torch's that are private and may have changed"
         )
-
-
-def is_future_for_reducer(method: str) -> bool:
-    """Return whether DistributedDataParallel waits in C++ for what ``method``, its caller, returns.
-
-    It asks in backward, or from C++, or, for a rank that has joined, through a hook.
-    """
-    frame: Any = sys._getframe(2)
-    if torch._C._current_graph_task_id() != -1 or method not in frame.f_code.co_names:
-        return True
-    while frame is not None and "_run_comm_hook" not in frame.f_code.co_names:
-        frame = frame.f_back
-    return frame is not None
 
 
 def set_device_guard() -> None:
@@ -144,7 +130,6 @@ def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
         # Backward then runs in this thread on GPUs, too.
         with torch.autograd.set_multithreading_enabled(False):
             rank.result = program()
-            rank.complete_futures()
     finally:
         end_fork_server()
         if not rank.is_gone:  # or they would be the process's

@@ -75,7 +75,6 @@ def launch(
         CollectiveTimeout: All ranks wait for each other, which threads find at once; or a rank ran
             on for ``timeout`` while others waited, and was interrupted; or all processes returned,
             and one does not exit. With a table and stacks.
-            Or all programs have returned, and a process did not exit for ``timeout``.
         PeerLostError: Ranks wait for one that has returned, or the process of a rank was killed.
         UnsupportedError: Threads: this torch was not tried, or the program needs processes.
             Processes: this is not Linux, or a GPU cannot be used after the fork.

@@ -95,8 +95,6 @@ class Rank:
     num_calls: int = 0
     result: Any = None
     error: BaseException | None = None
-    pending_error: BaseException | None = None  # of a callback; torch would not let it through
-    unfinished: list[Any] = field(default_factory=list)  # works whose futures are not complete
     world: dict[str, Any] = field(default_factory=dict)  # its groups as torch keeps them
     num_groups: dict[Any, int] = field(default_factory=dict)  # by name
     main: ModuleType | None = None  # its ``__main__``, where it runs a script
@@ -137,24 +135,12 @@ class Rank:
         while not self.is_running:
             self._go.acquire()
 
-    def complete_futures(self) -> None:
-        """Complete futures whose works are done; raise what no future holds: KeyboardInterrupt."""
-        for work in list(self.unfinished):  # a callback may wait for others
-            if work in self.unfinished and work.is_over():
-                self.unfinished.remove(work)
-                work.complete_future()
-        if self.pending_error is not None:
-            error, self.pending_error = self.pending_error, None
-            raise error
-
     def let_go(self) -> None:
         """Forget the objects of its program."""
         self.is_gone, self.main = True, None
-        for work in self.unfinished:  # C++ would hold the callbacks of its future for ever
-            work.complete_future()
-        self.result = self.error = self.waits_for = self.pending_error = None
+        self.result = self.error = self.waits_for = None
         self.world, self.environment, self.num_groups = {}, {}, {}
-        self.threads, self.unfinished = [], []
+        self.threads = []
 
     def __str__(self) -> str:
         return f"rank {self.index}"

@@ -71,16 +71,9 @@ class Transport(RankCommunicator):
     ) -> Any:
         """Take part in a collective; return the call, or if not ``async_op`` None after its end.
 
-        Args:
-            name: What tables call it.
-            tensors: What tables show.
-            act: Does it, given all ranks' calls.
-            args: For ``act``; None: the data of ``tensors``.
-            written: What it writes on this rank.
-            are_alike: Whether the sizes and dtypes of ``tensors`` must agree with other ranks.
-            what: The call of the original tensors, if these are stand-ins.
-            async_op: Whether to leave the wait to the caller.
-            **details: What else must agree.
+        ``act`` does it, given all ranks' calls with their ``args`` (None: the data of ``tensors``),
+        and writes ``written`` on this rank. ``details``, and if ``are_alike`` sizes and dtypes,
+        must agree between ranks. ``what`` describes the call if ``tensors`` are stand-ins.
         """
         self._check_open(name)
         for tensor in written:
@@ -344,7 +337,7 @@ class ThreadGroup(Collectives, PythonGroup):
         return [call]
 
     def _pending(self, parts: Sequence[Any], results: Any) -> Any:
-        return self._noted(ThreadWork(self._of, parts, results))
+        return self._noted(ThreadWork(parts, results))
 
     def shutdown(self) -> None:
         """Leave it: its calls are refused from then on."""
