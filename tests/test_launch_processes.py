@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import multiprocessing
 import os
@@ -118,6 +119,16 @@ def test_process_stays_as_it_was():
     )
     assert not dist.is_initialized()
     assert multiprocessing.active_children() == []
+
+
+def test_frozen_objects_stay_frozen():
+    gc.freeze()
+    try:
+        num_frozen = gc.get_freeze_count()
+        launch(rank_of)
+        assert gc.get_freeze_count() == num_frozen
+    finally:
+        gc.unfreeze()
 
 
 def test_caller_may_have_a_group(tmp_path):
@@ -257,6 +268,14 @@ def runs_on():
     dist.all_reduce(torch.ones(3))
 
 
+def is_stopped():
+    rank = rank_of()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(3))
+
+
 def sends_in_a_circle():
     rank = rank_of("gloo")
     dist.recv(torch.ones(3), (rank + 1) % 3)
@@ -333,6 +352,13 @@ def test_failure_has_a_table(program, kind, first_line, row):
     assert text.startswith(first_line)
     assert re.search(f"^{row}", text, re.MULTILINE), text
     assert time.monotonic() - began_s < 8
+
+
+def test_stopped_rank_is_named():
+    error, text, _ = failure_of(is_stopped, timeout=2.5)
+    assert type(error) is pr.CollectiveTimeout
+    assert text.startswith("rank 1 gave no sign for 2.5 s, while others waited")
+    assert re.search(r"^1 +is silent .*\n2 +waits +all_reduce", text, re.MULTILINE), text
 
 
 def test_stacks_of_waiting_ranks_are_shown():

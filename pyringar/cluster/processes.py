@@ -44,6 +44,7 @@ _GRACE_S = 2.0
 # A process that dies closes its connections, so that its peers fail, before its end can be noticed.
 _DYING_S = 0.5
 _PARTIAL_LINE_S = 0.2
+_SILENT_S = 8 * REPORT_S  # without a report, after which a rank is called silent
 _POLL_S = 0.05
 _PIPE_BYTES = 1 << 16
 # Modules that DistributedDataParallel, FSDP and checkpoints import when they are first used.
@@ -111,6 +112,7 @@ class _Rank:
         self.outputs = [_Output(pipe, stream, b"[rank %d] " % index) for pipe, stream in outputs]
         self.last_call = call = SharedValue(default=(0, 0, (), (), {}))
         self.report = Report()
+        self.silent_s = 0.0  # since its last report
         self.has_ended = False
         self.process = context.Process(target=run_rank, args=(index, writers, call, *args))
         with warnings.catch_warnings():
@@ -128,6 +130,7 @@ class _Rank:
         with contextlib.suppress(EOFError, OSError):  # it has died
             while self.pipes[0].poll():
                 self.report = self.pipes[0].recv()
+                self.silent_s = 0.0
         for output in self.outputs:
             output.relay(is_over=self.has_ended)
         if code == 0 and not self.report.failed_s:  # it has returned, or called os._exit(0)
@@ -139,6 +142,12 @@ class _Rank:
             pickled = (pickle.dumps(error), "")
             self.report = Report(state, failed_s=noticed_s - _DYING_S, pickled=pickled)
         return self.report.progress != before
+
+    @property
+    def state(self) -> str:
+        """What it does, in a word of its last report; a stopped process reports nothing."""
+        is_silent = self.silent_s > _SILENT_S and self.report.state in ("runs", "waits")
+        return "is silent" if is_silent else self.report.state
 
     def close(self) -> None:
         """End the process, if that has not happened, and free what this one holds of it."""
@@ -159,12 +168,13 @@ class _Ranks:
 
     def run(self, program: Callable[[], Any], devices: Sequence[torch.device]) -> list[Any]:
         """Run the program on every rank; return the results by rank, or raise."""
-        number = signal.SIGTERM
+        number, is_frozen = signal.SIGTERM, gc.get_freeze_count() > 0
         server: Any = socket.create_server(("127.0.0.1", 0))  # torch's own would ask a name server
         _, port = server.getsockname()
         try:
             with handlers_wait():
-                gc.freeze()  # or each rank's collector would copy the pages of all objects
+                if not is_frozen:
+                    gc.freeze()  # or each rank's collector would copy the pages of all objects
                 for index in range(len(devices)):
                     self._ranks.append(_Rank(index, program, devices, self._timeout_s, port))
                 # After the forks: with a copy of its threads' state, ranks may hang in the store.
@@ -178,7 +188,8 @@ class _Ranks:
             number = signal.SIGINT
             raise
         finally:
-            gc.unfreeze()
+            if not is_frozen:
+                gc.unfreeze()
             self._end(number)
             del server
         if failure is not None:
@@ -194,11 +205,14 @@ class _Ranks:
                 return
             pipes = [pipe for rank in alive for pipe in rank.pipes if not pipe.closed]
             wait([rank.process.sentinel for rank in alive] + pipes, _POLL_S)
-            num_moved = sum(rank.read(woke_s) for rank in alive)
             passed_s = time.monotonic() - woke_s
-            woke_s += passed_s
             # The time during which all processes are stopped does not count.
-            self._still_s = 0.0 if num_moved else self._still_s + min(passed_s, REPORT_S)
+            step_s = min(passed_s, REPORT_S)
+            for rank in alive:
+                rank.silent_s += step_s
+            num_moved = sum(rank.read(woke_s) for rank in alive)
+            woke_s += passed_s
+            self._still_s = 0.0 if num_moved else self._still_s + step_s
 
     def _end(self, number: signal.Signals) -> None:
         """End the ranks that have not ended by a signal, and if they swallow it by SIGKILL."""
@@ -215,15 +229,22 @@ class _Ranks:
 
     def _standstill(self) -> RingarError | None:
         """Return why no rank has moved for the timeout; None if one has, or if no rank waits."""
-        alive = {rank.index: rank.report.state for rank in self._ranks if not rank.has_ended}
+        alive = {rank.index: rank.state for rank in self._ranks if not rank.has_ended}
+        silent = [index for index, state in alive.items() if state == "is silent"]
         running = [index for index, state in alive.items() if state == "runs"]
         # The last reports may be as old as REPORT_S.
-        if self._still_s < self._timeout_s + REPORT_S or len(running) == len(alive):
+        is_late = self._still_s > self._timeout_s + REPORT_S
+        if not is_late or len(running) + len(silent) == len(alive):
             return None
         limit = f"for {self._timeout_s:g} s"
         gone = [rank.index for rank in self._ranks if rank.has_ended]
         if set(alive.values()) == {"returned"}:
             what = f"{names_of([*alive])} returned, and did not exit {limit}: see its threads"
+        elif silent:
+            what = (
+                f"{names_of(silent)} gave no sign {limit}, while others waited: stopped, or in "
+                "code that keeps Python's global lock"
+            )
         elif running:
             what = (
                 f"{names_of(running)} ran {limit} without a call in which others go on, and these "
@@ -258,7 +279,7 @@ class _Ranks:
         return error
 
     def _row(self, rank: _Rank) -> tuple[str, ...]:
-        state = rank.report.state
+        state = rank.state
         num_calls, number, columns, ranks, _ = rank.last_call.get()
         if not num_calls or state in ("returned", "runs", "waits in the store"):
             return (str(rank.index), state, f"after {num_calls} calls", *[""] * 6)
