@@ -119,15 +119,18 @@ def test_signal_handlers_exception_ends_all_ranks(seed):
     def ring(*_: Any) -> None:
         raise AlarmError
 
+    def launch_with_alarm(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        pr.launch(program, 3)
+
     counted: list[int] = []
     before = signal.signal(signal.SIGALRM, ring)
     num_threads = threading.active_count()
     moments = random.Random(seed)
     try:
         for _ in range(15):
-            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-4, 2e-2))
             with pytest.raises(AlarmError):
-                pr.launch(program, 3)
+                launch_with_alarm(moments.uniform(1e-4, 2e-2))
             assert threading.active_count() == num_threads
             counted.clear()
             assert pr.launch(lambda: 1, 2) == [1, 1]

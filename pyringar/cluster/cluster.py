@@ -334,8 +334,9 @@ class Cluster:
             what = "all ranks wait for each other"
         else:
             what = "all ranks wait, and none can go on"
-        if any(wait.what == "get_future" for wait in waits):
-            what += "; get_future waits for its call here, and not with pr.launch(processes=True)"
+        asked = [wait.rank.index for wait in waits if wait.what == "get_future"]
+        if asked:
+            what += f"; get_future of {names_of(asked)} waits for its call, since ranks are threads"
         what += "".join(f"; {text}" for text in self._strangers[-1:])
         threads = [thread.name for rank in self.ranks for thread in rank.live_threads()]
         if threads:

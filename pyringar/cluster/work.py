@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -31,14 +31,14 @@ class ThreadWork(PendingWork):
         return True
 
     def get_future(self) -> Any:
-        """Wait, and return a future of the tensors; it fails with what a call failed with.
+        """Wait, and return a future of the tensors; raise what a call failed with.
 
         A future that is not complete waits in C++, and lets no other rank run.
         """
+        # In backward DistributedDataParallel asks, and the program does not know of it.
+        is_asked = torch._C._current_graph_task_id() == -1
         for call in self._calls:
-            call.rank.check_thread()  # its error is not suppressed
-            with contextlib.suppress(Exception):
-                call.wait(what="get_future")
+            call.wait(what="get_future" if is_asked else "")
         return super().get_future()
 
     def _source_rank(self) -> int:
