@@ -504,6 +504,21 @@ def test_waiting_rank_polls_seldom():
     assert store.num_calls < 100, store.num_calls  # every millisecond: 1000
 
 
+def test_pause_is_short_beside_the_wait(monkeypatch):
+    pauses = []
+    began_s = time.monotonic()
+
+    def sleep(seconds, own=time.sleep):
+        pauses.append((seconds, time.monotonic() - began_s))
+        own(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(pr.CollectiveTimeout):
+        pr.ProcessCommunicator(dist.HashStore(), 0, 2, name=new_name(), timeout=0.3)
+    assert len(pauses) > 20
+    assert all(pause_s <= max(0.001, waited_s / 8) for pause_s, waited_s in pauses)
+
+
 # -- machines --------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,7 @@ def run_rank(
     index: int,
     pipes: Sequence[Connection],
     last_call: SharedValue,
+    state: ProcessState,
     program: Callable[[], Any],
     devices: Sequence[torch.device],
     timeout_s: float,
@@ -110,7 +111,7 @@ def run_rank(
     me = threading.get_ident()
     observer = start_thread("reports of this rank", publisher.observe, me, timeout_s / 2)
     try:
-        _become_rank(index, devices, port)
+        _become_rank(index, state, devices, port)
         result = program()
         text = f"rank {index} returned {type(result).__name__}, which cannot be pickled"
         end = Report("returned", pickled=_pickled(result, text))
@@ -150,14 +151,16 @@ def _leave_parent(outputs: Sequence[Connection]) -> None:
     faulthandler.enable(2)
 
 
-def _become_rank(index: int, devices: Sequence[torch.device], port: int) -> None:
+def _become_rank(
+    index: int, state: ProcessState, devices: Sequence[torch.device], port: int
+) -> None:
     os.environb.update(environment_of(index, len(devices), devices[index]))
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's other threads have stayed with the parent
     torch.set_num_threads(1)
     torch.set_num_threads = _keep_one_thread  # type: ignore[assignment]
     torch.set_grad_enabled(True)
-    ProcessState.fresh(index).restore()
+    state.restore()
     internals.forget_groups_of_parent()
     if devices[index].type == "cuda":
         torch.cuda.set_device(devices[index])

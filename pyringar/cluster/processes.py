@@ -27,6 +27,7 @@ from pyringar.cluster import internals
 from pyringar.cluster.calls import names_of
 from pyringar.cluster.process_rank import REPORT_S, Report, SharedValue, run_rank
 from pyringar.cluster.report import by_text, layout
+from pyringar.cluster.state import ProcessState
 from pyringar.comm.threads import handlers_wait
 from pyringar.engine import load
 from pyringar.errors import (
@@ -114,7 +115,8 @@ class _Rank:
         self.report = Report()
         self.silent_s = 0.0  # since its last report
         self.has_ended = False
-        self.process = context.Process(target=run_rank, args=(index, writers, call, *args))
+        state = ProcessState.fresh(index)  # made here: a fork that has just begun is slow
+        self.process = context.Process(target=run_rank, args=(index, writers, call, state, *args))
         with warnings.catch_warnings():
             # Python 3.12 warns of threads at a fork: idle pools, which the rank does not use.
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)

@@ -255,14 +255,15 @@ class Rendezvous:
         return f"{self._members[0].attempt}/{name}"
 
     def _poll(self, look: Callable[[], T | None], absent: Callable[[], list[int]], what: str) -> T:
-        """Poll with exponential backoff until ``look`` returns something."""
+        """Poll until ``look`` returns something, ever more seldom: for an eighth of the wait."""
         longest_s = _LONGEST_POLL_S + min(_POLL_S_PER_RANK * self.world_size, 0.2)
-        pause_s = _FIRST_POLL_S
+        began_s = time.monotonic()
         while (found := look()) is None:
-            if time.monotonic() >= self._deadline:
+            now_s = time.monotonic()
+            if now_s >= self._deadline:
                 raise self._timed_out(absent(), what)
-            time.sleep(max(0.0, min(pause_s, self._deadline - time.monotonic())))
-            pause_s = min(2 * pause_s, longest_s)
+            pause_s = min(max(_FIRST_POLL_S, (now_s - began_s) / 8), longest_s)
+            time.sleep(min(pause_s, self._deadline - now_s))
         return found
 
     def _timed_out(self, absent: list[int], what: str) -> CollectiveTimeout:
