@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyringar as pr
 from pyringar.cli import main
+from pyringar.cluster import calls
 
 
 def total(number: float) -> float:
@@ -136,6 +137,26 @@ def test_wait_with_limit_beside_a_poll():
         return "done"
 
     assert pr.launch(program, 2) == ["done"] * 2
+
+
+def test_call_waits_for_its_gpus(monkeypatch):
+    """Before and after it: ranks have streams of their own. Here GPUs are planted."""
+    seen: list[tuple[torch.device, list[float]]] = []
+    tensors = [torch.full((1,), float(rank)) for rank in range(2)]
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+    def synchronize(device: torch.device) -> None:
+        seen.append((device, [tensor.item() for tensor in tensors]))
+
+    def program() -> None:
+        dist.all_reduce(tensors[begin()])
+
+    pr.launch(begin, 2)  # imports the modules that take devices_of from calls
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(calls, "devices_of", lambda tensors: [gpus[int(t)] for t in tensors])
+    pr.launch(program, 2)
+    assert [values for _, values in seen] == [[0.0, 1.0]] * 2 + [[1.0, 1.0]] * 2
+    assert {device for device, _ in seen[:2]} == {device for device, _ in seen[2:]} == set(gpus)
 
 
 def test_destroyed_group_is_refused():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import ctypes
 import gc
 import logging
 import multiprocessing
@@ -248,11 +248,11 @@ def differs():
     dist.all_reduce(torch.ones(3 if rank_of() else 4))
 
 
-def is_killed():
+def gets(number):
     rank = rank_of()
     dist.barrier()
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
     dist.all_reduce(torch.ones(3))
 
 
@@ -266,14 +266,6 @@ def is_killed_beside_gloo():
 def runs_on():
     if rank_of() == 1:
         time.sleep(60)
-    dist.all_reduce(torch.ones(3))
-
-
-def is_stopped():
-    rank = rank_of()
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(3))
 
 
@@ -308,7 +300,12 @@ def raises_beside_a_sleeper():
             "ranks call different",
             r"0 .* all_reduce \(op sum\) +1 +the world +\(4,\) +float32",
         ),
-        (is_killed, pr.PeerLostError, "rank 1 (process", r"1 +was killed by SIGKILL +barrier +1 "),
+        (
+            partial(gets, signal.SIGKILL),
+            pr.PeerLostError,
+            "rank 1 (process",
+            r"1 +was killed by SIGKILL +barrier +1 ",
+        ),
         (
             is_killed_beside_gloo,
             pr.PeerLostError,
@@ -356,7 +353,7 @@ def test_failure_has_a_table(program, kind, first_line, row):
 
 
 def test_stopped_rank_is_named():
-    error, text, _ = failure_of(is_stopped, timeout=2.5)
+    error, text, _ = failure_of(partial(gets, signal.SIGSTOP), timeout=2.5)
     assert type(error) is pr.CollectiveTimeout
     assert text.startswith("rank 1 gave no sign for 2.5 s, while others waited")
     assert re.search(r"^1 +is silent .*\n2 +waits +all_reduce", text, re.MULTILINE), text
@@ -404,6 +401,8 @@ def test_end_of_a_process(end, expected):
 
 def test_ranks_may_run_beyond_the_timeout():
     assert launch(lambda: time.sleep(1 + int(os.environ["RANK"])), timeout=0.2) == [None] * 2
+    keep_the_lock = ctypes.PyDLL(None).usleep  # all ranks, so that none can report
+    assert launch(lambda: keep_the_lock(3_000_000), timeout=0.2) == [0] * 2
 
 
 def test_computing_beside_a_message_is_no_wait():
