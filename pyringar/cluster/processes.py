@@ -112,7 +112,7 @@ class _Rank:
         outputs = zip(self.pipes[1:], (sys.stdout, sys.stderr), strict=True)
         self.outputs = [_Output(pipe, stream, b"[rank %d] " % index) for pipe, stream in outputs]
         self.last_call = call = SharedValue(default=(0, 0, (), (), {}))
-        self.report = Report()
+        self.report = Report(progress=())
         self.silent_s = 0.0  # since its last report
         self.has_ended = False
         state = ProcessState.fresh(index)  # made here: a fork that has just begun is slow
@@ -236,11 +236,13 @@ class _Ranks:
         running = [index for index, state in alive.items() if state == "runs"]
         # The last reports may be as old as REPORT_S.
         is_late = self._still_s > self._timeout_s + REPORT_S
-        if not is_late or len(running) + len(silent) == len(alive):
+        have_returned = set(alive.values()) == {"returned"}
+        one_waits = any(state.startswith("waits") for state in alive.values())
+        if not is_late or not (one_waits or have_returned):
             return None
         limit = f"for {self._timeout_s:g} s"
         gone = [rank.index for rank in self._ranks if rank.has_ended]
-        if set(alive.values()) == {"returned"}:
+        if have_returned:
             what = f"{names_of([*alive])} returned, and did not exit {limit}: see its threads"
         elif silent:
             what = (
