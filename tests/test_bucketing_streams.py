@@ -49,14 +49,13 @@ class FakeGpuGroup:
     def make_ready(self, sizes: list[int]) -> FakeReady:
         return FakeReady(self.events)
 
-    def all_reduce(self, *arguments: object) -> object:
-        self.events.append(("reduce", 0))
-        return self.group.all_reduce(*arguments)
-
-    def all_reduce_coalesced(self, *arguments: object) -> object:
-        *others, after = arguments if len(arguments) == 6 else (*arguments, None)
-        self.events.append(("reduce", -1 if after is None else after[1]))
-        return self.group.all_reduce_coalesced(*others)
+    def run(self, *arguments: object) -> object:
+        *call, after = arguments[:9]
+        if arguments[0] == "all_reduce":
+            self.events.append(("reduce", 0))
+        elif arguments[0] == "all_reduce_coalesced":
+            self.events.append(("reduce", -1 if after is None else after[1]))
+        return self.group.run(*call, None, *arguments[9:])
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.group, name)

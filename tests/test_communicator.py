@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 import pyringar as pr
 from pyringar.comm import default_group
-from pyringar.comm.base import EngineCommunicator, _interrupted
+from pyringar.comm.engine_communicator import EngineCommunicator, _interrupted
 
 
 def ranks(k: int, numel: int = 1000) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 from pyringar.cluster.calls import Call, Meeting, plain_torch, seconds_of
 from pyringar.cluster.ranks import Rank
 from pyringar.cluster.work import ThreadWork
-from pyringar.comm.arguments import OPS, check_parts
-from pyringar.comm.base import RankCommunicator
-from pyringar.comm.plain_group import check_disjoint
+from pyringar.comm.arguments import check_parts
+from pyringar.comm.collective_call import CollectiveCall, tensors_of
+from pyringar.comm.plain_group import check_disjoint, check_no_overlap
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.work import Work
 from pyringar.distributed.backend import PythonGroup, keep_dynamo_out
 from pyringar.distributed.collectives import Collectives
@@ -26,7 +27,6 @@ from pyringar.distributed.convert import (
     NATIVE,
     Copy,
     Described,
-    check_no_overlap,
     copy_all,
     count_changes,
     reduction_name,
@@ -54,7 +54,6 @@ class Transport(RankCommunicator):
         self._meeting, self._of = meeting, of
         self._rank, self._world_size = index, len(meeting.ranks)
         self._last: Call | None = None
-        self._is_closed = False
 
     def begin(
         self,
@@ -100,19 +99,42 @@ class Transport(RankCommunicator):
 
     # -- calls of the engine -----------------------------------------------------------------------
 
-    def all_reduce(self, tensors: Any, op: Any = "sum", **more: Any) -> Any:
-        """Reduce this rank's tensor, or tensors, over all ranks, in place."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        for tensor in tensors:
-            is_here = tensor.device.type in _DEVICES and tensor.layout is torch.strided
-            if not is_here or tensor.dtype not in NATIVE or op not in OPS:
-                raise UnsupportedError(f"all_reduce: {op} of {tensor.dtype} needs a stand-in")
+    def _run(self, call: CollectiveCall, *, async_op: bool = False, what: Any = None) -> Any:
+        outputs = tensors_of(call.outputs)
+        inputs = tensors_of(call.inputs) if call.has_inputs else []
+        if call.has_inputs:
+            check_parts(call.operation, call.outputs, call.inputs, self._world_size)
+        elif call.operation == "all_reduce":
+            _check_reducible(outputs)
+        details: dict[str, Any] = {"op": call.op} if call.is_reduction else {}
+        details |= {"root": call.root} if call.has_root else {}
+        act = {
+            "all_reduce": self._all_reduce_rows,
+            "reduce_scatter": self._reduce_scatter_rows,
+            "all_gather": _all_gather,
+            "broadcast": _broadcast,
+            "barrier": None,
+        }[call.operation]
+        return self.begin(
+            call.operation,
+            inputs or outputs,
+            act and partial(act, call),
+            args=(_data(outputs), _data(inputs)),
+            written=[] if call.operation == "broadcast" and call.root == self._rank else outputs,
+            what=what,
+            async_op=async_op,
+            **details,
+        )
 
-        def act(calls: Calls) -> None:
-            for row in zip(*(call.args for call in calls), strict=True):
-                self._reduce(row, op)
+    def _all_reduce_rows(self, call: CollectiveCall, calls: Calls) -> None:
+        for row in zip(*(each.args[0] for each in calls), strict=True):
+            self._reduce(row, call.op)
 
-        return self.begin("all_reduce", tensors, act, written=tensors, op=op, **more)
+    def _reduce_scatter_rows(self, call: CollectiveCall, calls: Calls) -> None:
+        row = [each.args[1][0].reshape(-1).clone() for each in calls]
+        self._reduce(row, call.op)
+        for rank, (each, total) in enumerate(zip(calls, row, strict=True)):
+            _copy(each.args[0][0], total.tensor_split(len(row))[rank])
 
     def _reduce(self, row: Sequence[Tensor], op: str) -> None:
         """Reduce one tensor per rank into all of them: in rank order, rounded once."""
@@ -121,49 +143,6 @@ class Transport(RankCommunicator):
         for tensor, result in zip(row, alike, strict=True):
             _copy(tensor, result)
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: Any = "sum", **more: Any) -> Any:
-        """Reduce ``input`` over all ranks and leave this rank's part in ``output``."""
-        check_parts("reduce_scatter", output, input, output, input, self._world_size)
-
-        def act(calls: Calls) -> None:
-            row = [call.args[1].reshape(-1).clone() for call in calls]
-            self._reduce(row, op)
-            for rank, (call, total) in enumerate(zip(calls, row, strict=True)):
-                _copy(call.args[0], total.tensor_split(len(row))[rank])
-
-        more |= {"args": (output.data, input.data), "written": [output], "op": op}
-        return self.begin("reduce_scatter", [input], act, **more)
-
-    def all_gather(self, output: Tensor, input: Tensor, **more: Any) -> Any:
-        """Put all ranks' ``input``, end to end in rank order, into ``output``."""
-        check_parts("all_gather", output, input, input, output, self._world_size)
-
-        def act(calls: Calls) -> None:
-            device = calls[0].args[0].device
-            whole = torch.cat([call.args[1].reshape(-1).to(device) for call in calls])
-            for call in calls:
-                _copy(call.args[0], whole)
-
-        more |= {"args": (output.data, input.data), "written": [output]}
-        return self.begin("all_gather", [input], act, **more)
-
-    def broadcast(self, tensor: Tensor, root: int = 0, **more: Any) -> Any:
-        """Copy the tensor of rank ``root`` into every other rank's."""
-
-        def act(calls: Calls) -> None:
-            for call in calls:
-                _copy(call.args[0], calls[root].args[0])
-
-        written = [tensor] if self._rank != root else []
-        return self.begin("broadcast", [tensor], act, written=written, root=root, **more)
-
-    def barrier(self, *, async_op: bool = False) -> Any:
-        """Return when all ranks have called it, and all earlier calls have ended."""
-        return self.begin("barrier", [], None, async_op=async_op)
-
-    def _begin_as(self, what: object, call: str, *arguments: Any) -> Any:
-        return getattr(self, call)(*arguments, async_op=True, what=what)
-
     def _submit_step(self, step: Callable[[], object]) -> Any:
         if self._last is not None:
             self._last.then(step)
@@ -171,10 +150,6 @@ class Transport(RankCommunicator):
         with plain_torch():
             step()
         return Work(None, {}, "step")
-
-    def close(self) -> None:
-        """Refuse all further calls."""
-        self._is_closed = True
 
     # -- calls of gloo -----------------------------------------------------------------------------
 
@@ -298,6 +273,25 @@ class Transport(RankCommunicator):
         return call
 
 
+def _check_reducible(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        is_here = tensor.device.type in _DEVICES and tensor.layout is torch.strided
+        if not is_here or tensor.dtype not in NATIVE:
+            raise UnsupportedError(f"all_reduce: {tensor.dtype} needs a stand-in")
+
+
+def _all_gather(_: CollectiveCall, calls: Calls) -> None:
+    device = calls[0].args[0][0].device
+    whole = torch.cat([each.args[1][0].reshape(-1).to(device) for each in calls])
+    for each in calls:
+        _copy(each.args[0][0], whole)
+
+
+def _broadcast(call: CollectiveCall, calls: Calls) -> None:
+    for each in calls:
+        _copy(each.args[0][0], calls[call.root].args[0][0])
+
+
 class ThreadGroup(Collectives, PythonGroup):
     """One rank's view of a group."""
 
@@ -308,7 +302,6 @@ class ThreadGroup(Collectives, PythonGroup):
         self._of = rank
         self._comm: Any = Transport(meeting, rank, self._rank)
         self._fallback: Any = self._comm
-        self._reduce_plain = lambda *_: False
         self._batch = None
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

@@ -101,12 +101,10 @@ def are_lists(value: Any) -> bool:
     )
 
 
-def check_list(operation: str, tensors: Any) -> None:
-    """Refuse what is given to ``operation``, which takes a list, and is none."""
-    if not is_list(tensors):
-        raise ArgumentError(
-            f"{operation}: tensors is {kind_of(tensors)}, expected a list of tensors"
-        )
+def check_list(operation: str, value: Any, name: str = "tensors") -> None:
+    """Raise ArgumentError if the argument ``name`` of ``operation`` is no list."""
+    if not is_list(value):
+        raise ArgumentError(f"{operation}: {name} is {kind_of(value)}, expected a list of tensors")
 
 
 def check_lists(lists: Any) -> None:
@@ -123,10 +121,9 @@ def check_lists(lists: Any) -> None:
             )
 
 
-def check_parts(
-    operation: str, output: Tensor, input: Tensor, part: Tensor, whole: Tensor, world_size: int
-) -> None:
-    """Refuse ``part`` and ``whole``, which are output and input, that do not fit each other."""
+def check_parts(operation: str, output: Tensor, input: Tensor, world_size: int) -> None:
+    """Refuse an output and an input of ``reduce_scatter`` or ``all_gather`` that do not fit."""
+    part, whole = (input, output) if operation == "all_gather" else (output, input)
     if part.dtype != whole.dtype or part.numel() * world_size != whole.numel():
         raise ArgumentError(
             f"{operation}: input has {input.numel()} elements of {input.dtype} and output "

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from pyringar.comm import arrays
 from pyringar.comm.arguments import is_list, op_name
-from pyringar.comm.base import handle_of, is_traced
-from pyringar.comm.communicator import Communicator
+from pyringar.comm.base_communicator import decline
+from pyringar.comm.communicator import Communicator, make_group
 from pyringar.comm.exits import close_at_exit
-from pyringar.engine import load
+from pyringar.comm.handles import handle_of, is_traced
 
 __all__ = ["allreduce"]
 
@@ -27,6 +28,7 @@ class _Default:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may come in between
         self._group: Any = None
+        self.run_prepared: Callable[..., bool] = decline
         self.handle = handle_of(self, "of allreduce()")
         self._communicators: dict[tuple[int, ...], Communicator] = {}  # by GPU; -1: not on one
         close_at_exit(self, _Default._close, in_child=_Default._forget)
@@ -36,7 +38,8 @@ class _Default:
         if self._group is None:
             with self._lock:
                 if self._group is None:
-                    self._group = load.engine().Group(0, 30.0)
+                    self._group = make_group((), 30.0, {})
+                    self.run_prepared = self._group.prepared("fused", "rank")
         return self._group
 
     def communicator(self, data: TensorList) -> Communicator | None:
@@ -60,7 +63,8 @@ class _Default:
         if (communicator := self.communicator(data)) is not None:
             communicator.all_reduce(data, op)
         else:
-            self.group().all_reduce(data, op_name(op), "fused", "rank", None)
+            name = op_name(op)
+            self.group().run("all_reduce", data, None, name, "fused", "rank", 0, None)
 
     def _on(self, gpus: tuple[int, ...]) -> Communicator:
         with self._lock:
@@ -72,7 +76,7 @@ class _Default:
     def _forget(self) -> None:
         # The parent's threads are not in this process, and its lock may be held for ever.
         self._lock = threading.RLock()
-        self._group = None
+        self._group, self.run_prepared = None, decline
         self._communicators = {}
 
     def _close(self) -> None:
@@ -100,6 +104,8 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
 
     Source: Zhang, Lipton, Li, Smola, "Dive into Deep Learning", multiple GPUs, from scratch.
     """
+    if not is_dynamo_compiling() and _default.run_prepared(data, op, None, None):
+        return
     if is_traced() and is_list(data):
         from pyringar.comm import operators
 

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from pyringar.choices import kind_of
 from pyringar.comm.arguments import op_name
-from pyringar.comm.base import communicator_of
+from pyringar.comm.handles import communicator_of
 from pyringar.errors import ArgumentError, UnsupportedError
 
 __all__ = ["reduce"]

@@ -1,4 +1,4 @@
-"""Stand in for the engine's group where there is no engine, for algorithms in plain torch."""
+"""Check tensors in plain torch: for ``naive`` and ``sharded`` without an engine, and machines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 from pyringar.choices import kind_of
-from pyringar.comm.arguments import DTYPES, check_lists
+from pyringar.comm.arguments import DTYPES, check_lists, check_parts
 from pyringar.comm.arrays import as_tensor, is_array
+from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
 
-__all__ = ["PlainGroup", "check_disjoint", "check_tensor"]
+__all__ = [
+    "PlainGroup",
+    "check_disjoint",
+    "check_no_overlap",
+    "check_tensor",
+    "check_tensors_of_rank",
+]
 
 
 class PlainGroup:
@@ -30,16 +37,15 @@ class PlainGroup:
         self._reason = reason
         self._is_closed = False
 
-    def check(self, tensors: Any) -> None:
-        """Refuse what is not one tensor per rank, alike in shape and dtype."""
-        self._check_ranks("tensors", tensors)
-        self._check_tensors({f"tensors[{rank}]": [t] for rank, t in enumerate(tensors)})
-
-    def check_coalesced(self, lists: Any) -> None:
-        """Refuse what is not one list of tensors per rank, alike in length, shapes and dtypes."""
-        self._check_ranks("lists", lists)
-        check_lists(lists)
-        self._check_tensors({f"lists[{rank}]": tensors for rank, tensors in enumerate(lists)})
+    def check_call(self, operation: str, given: Any) -> None:
+        """Refuse all but one tensor, or one list, per rank, alike in length, shapes and dtypes."""
+        if operation == "all_reduce":
+            self._check_ranks("tensors", given)
+            self._check_tensors({f"tensors[{rank}]": [t] for rank, t in enumerate(given)})
+            return
+        self._check_ranks("lists", given)
+        check_lists(given)
+        self._check_tensors({f"lists[{rank}]": tensors for rank, tensors in enumerate(given)})
 
     def check_usable(self) -> None:
         """Refuse everything once it is closed."""
@@ -63,7 +69,7 @@ class PlainGroup:
                 name = rank if rank.startswith("tensors") else f"{rank}[{i}]"
                 tensor = as_tensor(value, name) if is_array(value) else value
                 check_tensor(name, tensor, device)
-                _check_no_overlap(name, tensor)
+                _check_distinct(name, tensor)
                 if len(first) == i:
                     first.append(tensor)
                 for what in ("shape", "dtype"):
@@ -88,8 +94,40 @@ class PlainGroup:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise CompilerNotFoundError(self._reason)
 
-    all_reduce = all_reduce_coalesced = reduce_scatter = all_gather = broadcast = _refuse
-    reduce = reduce_coalesced = broadcast_coalesced = bind = bind_coalesced = _refuse
+    run = bind = _refuse
+
+
+def check_tensors_of_rank(
+    call: CollectiveCall, device: torch.device, world_size: int
+) -> list[Tensor]:
+    """Check the tensors of a call of one local rank; return the tensors that it may write.
+
+    Raises:
+        ArgumentError, UnsupportedError: As `BaseCommunicator.all_reduce`.
+    """
+    written = tensors_of(call.outputs)
+    named = {f"tensors[{i}]": tensor for i, tensor in enumerate(written)}
+    if call.operation != "all_reduce" and written:
+        named = {"output" if call.has_inputs else "tensor": written[0]}
+    for name, tensor in named.items():
+        check_tensor(name, tensor, device)
+        check_no_overlap(name, tensor)
+    check_disjoint(named)
+    if call.has_inputs:
+        check_tensor("input", call.inputs, device, is_written=False)
+        check_parts(call.operation, call.outputs, call.inputs, world_size)
+    return written
+
+
+def check_no_overlap(name: str, tensor: Tensor) -> None:
+    """Raise ArgumentError for an expanded tensor: its elements share addresses."""
+    if tensor.is_contiguous():
+        return
+    if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ArgumentError(
+            f"{name} of shape {tuple(tensor.shape)} overlaps itself (an expanded tensor?); "
+            "expected every element at its own address"
+        )
 
 
 def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bool = True) -> None:
@@ -110,7 +148,7 @@ def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bo
         )
 
 
-def _check_no_overlap(name: str, tensor: Tensor) -> None:
+def _check_distinct(name: str, tensor: Tensor) -> None:
     by_stride = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     if not by_stride.is_contiguous() and len(torch.unique(_addresses(tensor))) < tensor.numel():
         raise ArgumentError(f"{name} has elements that share memory")

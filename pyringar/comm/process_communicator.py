@@ -6,36 +6,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from pyringar.choices import ORDERS, check_choice
-from pyringar.comm.arguments import (
-    check_list,
-    check_max_blocks,
-    check_plan,
-    check_root,
-    check_timeout,
-    is_list,
-    op_name,
-)
+from pyringar.choices import ALGORITHMS as ALL_ALGORITHMS
+from pyringar.comm._native_adapter import NativeAdapter
+from pyringar.comm.arguments import check_max_blocks
 from pyringar.comm.auto import choose
-from pyringar.comm.base import EngineCommunicator, RankCommunicator, handle_of, is_traced
+from pyringar.comm.engine_communicator import EngineCommunicator
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.member import Member, check_agreed, check_one_node
-from pyringar.comm.orders import engine_order
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
-from pyringar.errors import ArgumentError, CollectiveTimeout, UnsupportedError
+from pyringar.errors import ArgumentError, CollectiveTimeout
 
 __all__ = ["ProcessCommunicator"]
 
 ALGORITHMS = ("auto", "direct")
-_AUTO, _WHY = choose("processes")
-
-Tensors = Tensor | Sequence[Tensor]
+_REFUSED = {
+    **RankCommunicator._refused,
+    **{
+        f"algorithm is {name!r}": "take 'auto' or 'direct'"
+        for name in ALL_ALGORITHMS
+        if name not in ALGORITHMS
+    },
+}
 
 
 class ProcessCommunicator(EngineCommunicator, RankCommunicator):
@@ -87,6 +83,9 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
     that this process makes or closes does, or its end.
     """
 
+    _refused = _REFUSED
+    _auto, _why = choose("processes")
+
     def __init__(
         self,
         store: Any = None,
@@ -101,9 +100,8 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         compares_shapes: bool = True,
         max_blocks: int | None = None,
     ) -> None:
-        self._configure(name, algorithm, order, timeout, device)
-        has_gpu = self._device.type == "cuda"
-        self._limits: dict[str, Any] = check_max_blocks(max_blocks, has_gpus=has_gpu)
+        self._configure_rank(name, algorithm, order, timeout, device)
+        self._limits: dict[str, Any] = check_max_blocks(max_blocks, has_gpus=self._has_gpus)
         store, rank, world_size = checked_store(store, rank, world_size)
         with Rendezvous(
             store, rank, world_size, name, self._timeout_s, self._device.type
@@ -124,16 +122,16 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
     ) -> ProcessCommunicator:
         self = cls.__new__(cls)
         self._limits = {}
-        self._configure(meeting.name, algorithm, order, timeout, device)
+        self._configure_rank(meeting.name, algorithm, order, timeout, device)
         self._join(meeting, members, compares_shapes)
         return self
 
-    def _configure(self, name: Any, algorithm: Any, order: Any, timeout: Any, device: Any) -> None:
-        self._algorithm = _check_algorithm(algorithm)
-        self._order = check_choice("order", order, ORDERS)
-        self._timeout_s = check_timeout(timeout)
+    def _configure_rank(
+        self, name: Any, algorithm: Any, order: Any, timeout: Any, device: Any
+    ) -> None:
         self._device = check_device("cpu" if device is None else device, "device")
-        self._resolve(None, None)
+        self._has_gpus = self._device.type != "cpu"
+        self._configure(algorithm, order, timeout)
         if not isinstance(name, str):
             raise ArgumentError(f"name is {name!r}, expected a string")
         self._name = name
@@ -144,37 +142,32 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         check_one_node(members)
         check_agreed(members)
         options: dict[str, Any] = {}
-        if self._device.type == "cuda":
+        if self._has_gpus:
             options |= {"device": self._device.index, **self._limits}
         elif not compares_shapes:
             options["compares_shapes"] = False
         memory = meeting.share_memory()
-        self._group = meeting.engine.ProcessGroup(
-            memory=memory,
-            rank=self._rank,
-            world_size=self._world_size,
-            token=meeting.token,
-            timeout_s=self._timeout_s,
-            **options,
+        group = NativeAdapter(
+            meeting.engine.ProcessGroup(
+                memory=memory,
+                rank=self._rank,
+                world_size=self._world_size,
+                token=meeting.token,
+                timeout_s=self._timeout_s,
+                **options,
+            )
         )
-        meeting.group = self._group
-        meeting.wait_until_mapped(self._group.absent_ranks)
+        meeting.group = group
+        meeting.wait_until_mapped(group.absent_ranks)
         self._store = meeting.store
-        self._group.seal()
-        if self._device.type == "cuda":
-            self._group.connect()
-        # The backend's, too: what it declines goes the general way; on GPUs all does.
-        self.reduce_plain = (
-            _decline
-            if self._device.type == "cuda"
-            else self._group.plain_all_reduce(self._resolve(None, None))
-        )
-        self._in_flight = {}
-        what = (
+        group.seal()
+        if self._has_gpus:
+            group.connect()
+        self._use(
+            group,
             f"rank {self._rank} of {self._world_size}, name={self._name!r}, "
-            f"device={str(self._device)!r}, algorithm={self._algorithm!r}, order={self._order!r}"
+            f"device={str(self._device)!r}, algorithm={self._algorithm!r}, order={self._order!r}",
         )
-        self._handle = handle_of(self, what)
         # Tells the others that this rank has left, sooner than they would find its process gone.
         close_at_exit(
             self,
@@ -188,295 +181,33 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         num = sum(not native.is_completed() for native in list(self._in_flight))
         return (num, self._group.progress()) if num else None
 
-    @property
-    def device(self) -> torch.device:
-        """Return the device of this rank's tensors."""
-        return self._device
+    def _set_timeout(self, seconds: float) -> None:
+        self._group.set_timeout(seconds)
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """Every rank's process and host, in rank order."""
-        return tuple(self._members)
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that a call waits for other ranks."""
-        return self._timeout_s
-
-    def set_timeout(self, timeout: float) -> None:
-        """Let the calls that begin from now on wait for other ranks as long as this.
-
-        Args:
-            timeout: Seconds.
-
-        Raises:
-            ArgumentError: It is no positive number of seconds.
-        """
-        self._timeout_s = check_timeout(timeout)
-        self._group.set_timeout(self._timeout_s)
-
-    def check(self) -> None:
-        """Raise if the communicator is closed or has failed; wait for nothing.
-
-        Raises:
-            PeerLostError, CollectiveTimeout: A rank is gone, or was late; also in a call that had
-                returned, and has ended on a GPU without its data.
-            RingarError: The communicator is closed.
-        """
+    def _check(self) -> None:
         self._group.check()
 
-    def check_peers(self, ranks: Sequence[int]) -> None:
-        """Raise what the next call would, as far as it is known. Never waits.
-
-        Args:
-            ranks: Those that must be there.
-
-        Raises:
-            PeerLostError: One of them is gone or has left: names it.
-            RingarError: The group failed before, with that error's class; or it is closed.
-        """
+    def _check_peers(self, ranks: Sequence[int]) -> None:
         self._group.check_peers(ranks)
 
     def _tell(self, error: RuntimeError) -> None:
         self._group.tell(str(error), isinstance(error, CollectiveTimeout))
-
-    def abort(self) -> None:
-        """Fail what runs, here and elsewhere, with an error that names this rank, then `close`."""
-        self._abort("")
 
     def _abort(self, why: str) -> None:
         self._is_closed = True
         if self._group.abort(why):
             self._in_flight.clear()
 
-    # -- collectives -------------------------------------------------------------------------------
-
-    def all_reduce(
-        self,
-        tensors: Tensors,
-        op: Any = "sum",
-        *,
-        algorithm: str | None = None,
-        order: str | None = None,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Reduce this rank's tensor, or tensors, over all ranks; every rank then holds the result.
-
-        Args:
-            tensors: One tensor, or a list of them, any layout without overlap, on this rank's
-                device: equal on all ranks in number, dtype and sizes. Elements belong together by
-                index; on GPUs, dense tensors must have the same strides on all ranks.
-
-        Raises:
-            ArgumentError: Names the tensor and value that is wrong; nothing was changed, and no
-                rank was told. Or ranks call different things: names both, on every rank; tensors
-                are as they were, and the communicator refuses further calls.
-            UnsupportedError: A layout or dtype that the engine does not handle; a stream that is
-                captured in a CUDA graph.
-            PeerLostError, CollectiveTimeout: A rank is gone, or late: names it, its process, host
-                and last call. Tensors may be half reduced; the communicator refuses further calls.
-
-        See `Communicator.all_reduce` for the dtypes and the other arguments.
-
-        Cost: data goes through slots that fit the caches, in pieces. Two ranks, and up to 32 KiB
-        any number, each reduce everything: one wait per piece, ``(k + 1) N`` bytes read and ``2 N``
-        written by every rank. Otherwise each reduces a slice: two waits per piece,
-        ``(3 - 2 / k) N`` read and ``2 N`` written.
-        """
-        if (
-            not async_op
-            and not is_dynamo_compiling()
-            and self.reduce_plain(tensors, op, algorithm, order)
-        ):
-            return None
-        own = [tensors] if isinstance(tensors, Tensor) else tensors
-        if is_traced() and is_list(own) and not async_op:
-            from pyringar.comm import operators
-
-            operators.reduce(self._handle, own, op, algorithm, order)
-            return None
-        order = self._resolve(algorithm, order)
-        native = self._group.all_reduce(
-            tensors, op_name(op), order, self._in_flight if async_op else None
-        )
-        return self._begun(native, "all_reduce", op_name(op)) if async_op else None
-
-    def all_reduce_coalesced(
-        self,
-        tensors: Sequence[Tensor],
-        op: Any = "sum",
-        *,
-        algorithm: str | None = None,
-        order: str | None = None,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Reduce a list; nothing is flattened, tensors are packed as they are read.
-
-        See `all_reduce` for arguments and errors.
-        """
-        check_list("all_reduce_coalesced", tensors)
-        return self.all_reduce(tensors, op, algorithm=algorithm, order=order, async_op=async_op)
-
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor, op: Any = "sum", *, async_op: bool = False
-    ) -> Work | None:
-        """Reduce ``input`` over all ranks and leave this rank's part of the result in ``output``.
-
-        Args:
-            output: ``n`` elements.
-            input: ``world_size * n`` elements, left as they are; part ``r``, in index order, is for
-                rank ``r``.
-
-        See `all_reduce` for the other arguments and errors.
-        """
-        order = self._resolve(None, None)
-        native = self._group.reduce_scatter(
-            output, input, op_name(op), order, self._in_flight if async_op else None
-        )
-        return self._begun(native, "reduce_scatter", op_name(op)) if async_op else None
-
-    def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work | None:
-        """Put all ranks' ``input``, end to end in rank order, into ``output``.
-
-        Args:
-            output: ``world_size * n`` elements.
-            input: ``n`` elements, left as they are.
-
-        See `all_reduce` for the other arguments and errors.
-        """
-        native = self._group.all_gather(output, input, self._in_flight if async_op else None)
-        return self._begun(native, "all_gather") if async_op else None
-
-    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
-        """Copy the tensor of rank ``root`` into every other rank's.
-
-        Args:
-            tensor: One tensor, as `all_reduce` takes it.
-            root: The rank whose tensor is copied.
-
-        See `all_reduce` for the other arguments and errors.
-        """
-        check_root(root, self._world_size)
-        native = self._group.broadcast(tensor, root, self._in_flight if async_op else None)
-        return self._begun(native, "broadcast") if async_op else None
-
-    def _begin_as(self, what: object, call: str, *arguments: Any) -> Work | None:
-        order = (self._resolve(None, None),) if call == "all_reduce" else ()
-        native = getattr(self._group, call)(*arguments, *order, self._in_flight, str(what))
-        return self._begun(native, call)
-
-    def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Return when all ranks have called it.
-
-        On GPUs all ranks' current streams go on after all of them have come here; the host does not
-        wait for them.
-
-        See `all_reduce` for ``async_op`` and errors.
-        """
-        native = self._group.barrier(self._in_flight if async_op else None)
-        return self._begun(native, "barrier") if async_op else None
-
     def _submit_step(self, step: Callable[[], object]) -> Work:
-        """Call ``step`` in the engine's thread, after all calls made before and before later ones.
-
-        It must neither call this communicator nor wait for its works.
-        """
         return Work(self._group.submit_step(step), {}, "step")
 
-    def bind(
-        self,
-        tensors: Tensors,
-        op: Any = "sum",
-        *,
-        algorithm: str | None = None,
-        order: str | None = None,
-    ) -> Callable[[], None]:
-        """Check an `all_reduce` once, to call it again and again on the same tensors.
-
-        Args:
-            tensors: The returned callable keeps them alive.
-
-        Returns:
-            A callable without arguments that reduces ``tensors``; all ranks must call theirs. It
-            raises ArgumentError, before the other ranks are told, if a tensor has changed as
-            `Communicator.bind` says.
-
-        See `all_reduce` for the other arguments and errors.
-        """
-        bound: Callable[[], None] = self._group.bind(
-            tensors, op_name(op), self._resolve(algorithm, order)
-        )
-        return bound
-
-    def bind_coalesced(
-        self,
-        tensors: Sequence[Tensor],
-        op: Any = "sum",
-        *,
-        algorithm: str | None = None,
-        order: str | None = None,
-    ) -> Callable[[], None]:
-        """Check an `all_reduce_coalesced` once, to call it again and again on the same tensors.
-
-        See `bind` for arguments, the callable and errors.
-        """
-        check_list("bind_coalesced", tensors)
-        return self.bind(tensors, op, algorithm=algorithm, order=order)
-
-    # -- plans, statistics -------------------------------------------------------------------------
-
-    def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
-        """Return what an all_reduce of ``nbytes`` per rank would do, and why.
-
-        Args:
-            nbytes: Bytes of one rank's tensors.
-            dtype: Their dtype.
-
-        Returns:
-            The plan; ``algorithm`` is as in `stats`.
-        """
-        check_plan(nbytes, dtype)
-        reason = _WHY if self._algorithm == "auto" else "asked for"
+    def _make_plan(self, nbytes: int, dtype: torch.dtype) -> Plan:
         plan = self._group.plan(nbytes)
         return Plan.in_processes(
             plan["algorithm"],
             plan["num_pieces"],
-            reason,
+            self._reason,
             self._world_size,
             nbytes,
-            self._resolve(None, None),
+            self._default[1],
         )
-
-    def stats(self) -> dict[str, dict[str, float]]:
-        """Return what ran: ``{"exchange" | "direct": {"calls", ...}}``.
-
-        ``exchange`` is ``direct`` for small tensors, and what other collectives do.
-        """
-        stats: dict[str, dict[str, float]] = self._group.stats()
-        return stats
-
-    def __repr__(self) -> str:
-        closed = "closed, " if self._is_closed else ""
-        return (
-            f"ProcessCommunicator({closed}rank {self._rank} of {self._world_size}, "
-            f"name={self._name!r}, algorithm={self._algorithm!r}, order={self._order!r}, "
-            f"timeout={self._timeout_s:g} s, device={str(self._device)!r})"
-        )
-
-    def _resolve(self, algorithm: str | None, order: str | None) -> str:
-        if algorithm is not None:
-            _check_algorithm(algorithm)
-        order = self._order if order is None else check_choice("order", order, ORDERS)
-        return engine_order("direct", order, has_gpus=self._device.type != "cpu")
-
-
-def _check_algorithm(algorithm: Any) -> str:
-    if algorithm == "ring":
-        raise UnsupportedError(
-            "algorithm is 'ring', which ranks in processes do not have; take 'auto' or 'direct'"
-        )
-    return check_choice("algorithm", algorithm, ALGORITHMS)
-
-
-def _decline(*_call: object) -> bool:
-    return False

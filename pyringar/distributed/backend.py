@@ -51,8 +51,6 @@ class _Group(Collectives):
         self._comm = comm = communicator_for(
             store, rank, size, name=options.group_id, timeout=seconds, compares_shapes=False
         )
-        # Ranks on several machines have no short way.
-        self._reduce_plain = getattr(comm, "reduce_plain", lambda *_: False)
         # In this group's part of the store: a restarted job may find its store as it was, with the
         # addresses of processes that are gone.
         self._fallback = Fallback(

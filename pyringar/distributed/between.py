@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.comm.float_mode import default_float_mode
 from pyringar.comm.member import Member
 from pyringar.comm.orders import tree
@@ -53,8 +54,12 @@ class Between:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: str, what: str) -> None:
-        """Reduce a list in place. ``what`` describes the call; equal calls have equal text."""
+    def run(self, call: CollectiveCall, what: str) -> None:
+        """Run a call. ``what`` describes it; equal calls have equal text."""
+        getattr(self, f"_{call.operation}")(call, what)
+
+    def _all_reduce(self, call: CollectiveCall, what: str) -> None:
+        tensors, op = tensors_of(call.outputs), call.op
         groups: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             groups.setdefault(wide(tensor.dtype), []).append(tensor)
@@ -71,28 +76,27 @@ class Between:
                 parts = torch.split(flat, [tensor.numel() for tensor in group])
                 copy_all([(t, p.view(t.shape)) for t, p in zip(group, parts, strict=True)])
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: str, what: str) -> None:
-        """Reduce ``input``, and write this rank's part of the result into ``output``."""
+    def _reduce_scatter(self, call: CollectiveCall, what: str) -> None:
         self.compare(what)
-        rows = input.detach().contiguous().view(len(self.members), -1)
+        rows = call.inputs.detach().contiguous().view(len(self.members), -1)
         result = torch.empty_like(rows[0])
         step = self._row_elements()
         pieces = zip(torch.split(result, step), torch.split(rows, step, 1), strict=True)
-        _run_overlapped(self._scatter_piece(*piece, op) for piece in pieces)
-        copy_all([(output, result.view(output.shape))])
+        _run_overlapped(self._scatter_piece(*piece, call.op) for piece in pieces)
+        copy_all([(call.outputs, result.view(call.outputs.shape))])
 
-    def all_gather(self, output: Tensor, input: Tensor, what: str) -> None:
-        """Put all ranks' ``input`` into ``output``, by rank."""
+    def _all_gather(self, call: CollectiveCall, what: str) -> None:
         self.compare(what)
-        own = input.detach().contiguous().resolve_neg().view(-1)
+        own = call.inputs.detach().contiguous().resolve_neg().view(-1)
         rows = own.new_empty(len(self.members), len(own))
         step = self._row_elements()
         pieces = zip(torch.split(rows, step, 1), torch.split(own, step), strict=True)
         _run_overlapped(self._gather_piece(*piece) for piece in pieces)
-        copy_all([(output, rows.view(output.shape))])
+        copy_all([(call.outputs, rows.view(call.outputs.shape))])
 
-    def broadcast(self, tensor: Tensor, root: int, what: str) -> None:
-        """Copy the tensor of rank ``root`` to all ranks; each column carries a part."""
+    def _broadcast(self, call: CollectiveCall, what: str) -> None:
+        """Copy the tensor of the root to all ranks; each column carries a part."""
+        [tensor], root = tensors_of(call.outputs), call.root
         data = tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
         data = data.view(-1).view(torch.uint8)
         padded = pad(data, (0, -len(data) % len(self.members)))
@@ -101,6 +105,9 @@ class Between:
         _run_overlapped(self._broadcast_piece(piece, root) for piece in pieces)
         if self.machines.rank != root:
             copy_all([(tensor, padded[: len(data)].view(tensor.dtype).view(tensor.shape))])
+
+    def _barrier(self, _: CollectiveCall, what: str) -> None:
+        self.compare(what)
 
     def _row_elements(self) -> int:
         return max(1, PIECE_ELEMENTS // len(self.members))

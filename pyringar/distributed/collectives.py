@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from pyringar.comm.arguments import OPS
+from pyringar.comm.plain_group import check_no_overlap
 from pyringar.distributed.convert import (
     BITWISE,
     NATIVE,
@@ -22,7 +23,6 @@ from pyringar.distributed.convert import (
     Described,
     StandIn,
     are_same,
-    check_no_overlap,
     copy_all,
     count_changes,
     for_copy,
@@ -107,8 +107,6 @@ class Collectives(Delegated):
     than the ``_into_tensor`` and ``_tensor`` forms.
     """
 
-    _reduce_plain: Callable[..., bool]
-
     # -- all_reduce --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -122,7 +120,7 @@ class Collectives(Delegated):
             op = "sum" if reduce_op == SUM else reduction_name(reduce_op, "all_reduce")
             if is_async:
                 return self._pending((self._comm.all_reduce(tensors, op, async_op=True),), tensors)
-            if not self._reduce_plain(tensors, op, None, None):
+            if not self._comm._run_prepared(tensors, op, None, None):
                 self._comm.all_reduce(tensors, op)
         except (ArgumentError, UnsupportedError) as error:
             return self._all_reduce_others(tensors, opts, error)
@@ -157,7 +155,7 @@ class Collectives(Delegated):
         if copy is not None:
             self._copy_in_turn([(copy[1], copy[0])], call)
         if op in OPS:
-            call.parts.append(self._comm._begin_as(what, "all_reduce", [tensor], op))
+            call.parts.append(self._comm._begin_as(what, "all_reduce", [tensor], op=op))
         else:
             self._fold_bits(tensor, op, what, call)
         call.copies.extend([*([copy] if copy is not None else []), *more])
@@ -225,14 +223,11 @@ class Collectives(Delegated):
             self._copy_in_turn([(whole, tensor.detach())], call)
         elif whole is not None:
             call.copies.append((tensor.detach(), whole))
-        call.parts.append(self._begin_copy("broadcast", tensor, stand_in, root))
-
-    def _begin_copy(self, call: str, tensor: Tensor, *arguments: Any) -> Any:
-        """Begin a call that moves a tensor, or its stand-in."""
         if tensor.dtype in NATIVE:
-            return getattr(self._comm, call)(*arguments, async_op=True)
-        name = f"{call} from rank {arguments[-1]}" if call == "broadcast" else call
-        return self._comm._begin_as(Described.of(name, tensor), call, *arguments)
+            call.parts.append(self._comm.broadcast(stand_in, root, async_op=True))
+        else:
+            what = Described.of(f"broadcast from rank {root}", tensor)
+            call.parts.append(self._comm._begin_as(what, "broadcast", stand_in, root=root))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return when all ranks have called it, and all earlier calls have ended on this rank.
@@ -260,7 +255,11 @@ class Collectives(Delegated):
         part, source = for_copy(input, apart=_share_memory(input, output))
         if source is not None:
             self._copy_in_turn([(source, input.detach())], call)
-        call.parts.append(self._begin_copy("all_gather", output, into, part))
+        if output.dtype in NATIVE:
+            call.parts.append(self._comm.all_gather(into, part, async_op=True))
+        else:
+            what = Described.of("all_gather", output)
+            call.parts.append(self._comm._begin_as(what, "all_gather", into, part))
 
     def _gather_row(self, row: Sequence[Tensor], input: Tensor, opts: Any, call: _Call) -> None:
         self._check_row(row, "all_gather")

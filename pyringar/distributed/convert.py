@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyringar.comm.arguments import DTYPES, REDUCE_OPS
-from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.comm.plain_group import check_no_overlap
+from pyringar.errors import UnsupportedError
 
 __all__ = [
     "BITWISE",
@@ -21,7 +22,6 @@ __all__ = [
     "StandIn",
     "are_same",
     "as_bytes",
-    "check_no_overlap",
     "copy_all",
     "count_changes",
     "for_copy",
@@ -104,17 +104,6 @@ def copy_all(copies: Sequence[Copy]) -> None:
         if not (target.is_contiguous() and has_plain_memory(target)):
             source = source.to(target.dtype)
         target.data.copy_(source)
-
-
-def check_no_overlap(name: str, tensor: Tensor) -> None:
-    """Raise ArgumentError for an expanded tensor: its elements share addresses."""
-    if tensor.is_contiguous():
-        return
-    if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ArgumentError(
-            f"{name} of shape {tuple(tensor.shape)} overlaps itself (an expanded tensor?); "
-            "expected every element at its own address"
-        )
 
 
 def for_reduction(tensor: Tensor, op: str) -> StandIn:

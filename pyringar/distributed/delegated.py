@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from pyringar.comm.plain_group import check_no_overlap
 from pyringar.distributed.convert import (
     NATIVE,
     Copy,
     as_bytes,
-    check_no_overlap,
     copy_all,
     count_changes,
     has_plain_memory,

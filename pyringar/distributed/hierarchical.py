@@ -10,29 +10,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from pyringar.choices import ORDERS, check_choice
-from pyringar.comm.arguments import (
-    check_list,
-    check_parts,
-    check_plan,
-    check_root,
-    check_timeout,
-    op_name,
-)
-from pyringar.comm.base import RankCommunicator
+from pyringar.choices import ALGORITHMS
+from pyringar.comm.arguments import check_timeout
+from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.jobs import Jobs
 from pyringar.comm.member import Member, check_agreed, ranks_by_node
-from pyringar.comm.plain_group import check_disjoint, check_tensor
+from pyringar.comm.plain_group import check_tensors_of_rank
 from pyringar.comm.process_communicator import ProcessCommunicator
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
 from pyringar.distributed.between import Between
-from pyringar.distributed.convert import check_no_overlap, count_changes
+from pyringar.distributed.convert import count_changes
 from pyringar.distributed.machines import Column, Machines
 from pyringar.errors import (
     ArgumentError,
@@ -43,6 +36,13 @@ from pyringar.errors import (
 )
 
 __all__ = ["HierarchicalCommunicator", "communicator_for"]
+
+_REFUSED = {
+    **RankCommunicator._refused,
+    "bind": "take all_reduce",
+    "bind_coalesced": "take all_reduce_coalesced",
+    **{f"algorithm is {name!r}": "take 'auto'" for name in ALGORITHMS if name != "auto"},
+}
 
 # Ranks wait longer inside a machine, so that a rank that waits for another machine fails first.
 _INSIDE_GRACE_S = 1.0
@@ -112,16 +112,15 @@ class HierarchicalCommunicator(RankCommunicator):
     See `pyringar.ProcessCommunicator` for the other arguments and errors.
 
     Attributes:
-        device: Device of this rank's tensors.
-        members: Process and host of every rank, in rank order.
         nodes: Ranks of every machine, in the order in which machines are added.
-        timeout_s: Seconds that a call waits for other ranks.
 
     Cost: with L ranks on each of M machines an all_reduce of N bytes sends ``2 (M - 1) / M`` of
     ``N / L`` bytes per rank, and 128 to each other machine to compare calls. If machines have
     different numbers of ranks, the first rank of each sends all bytes. All but one contiguous
     tensor of 32 bits or more are packed.
     """
+
+    _refused = _REFUSED
 
     def __init__(
         self,
@@ -150,10 +149,10 @@ class HierarchicalCommunicator(RankCommunicator):
         compares_shapes: bool,
     ) -> None:
         self._rank, self._world_size, self._store = meeting.rank, meeting.world_size, meeting.store
-        self._name, self.timeout_s, self.device = meeting.name, timeout, device
-        self._order, self._compares_shapes = order, compares_shapes
+        self._name, self._device, self._members = meeting.name, device, members
+        self._compares_shapes = compares_shapes
+        self._configure("auto", order, timeout)
         check_agreed(members)
-        self.members = tuple(members)
         self.nodes = ranks_by_node(members)
         self._machines = machines = Machines(self.nodes, self._rank)
         machines.check_order(order)
@@ -179,86 +178,44 @@ class HierarchicalCommunicator(RankCommunicator):
             len(self._machines.here),
             name=f"{name} {self._machines.node}",
             order=self._order,
-            timeout=self.timeout_s + _INSIDE_GRACE_S,
+            timeout=self._timeout_s + _INSIDE_GRACE_S,
             device=device,
         )
 
-    def set_timeout(self, timeout: float) -> None:
-        """Change the timeout of waits that begin from now on. See `ProcessCommunicator`."""
-        self.timeout_s = check_timeout(timeout)
-        for group in self._inside_groups:
-            group.set_timeout(self.timeout_s + _INSIDE_GRACE_S)
-        self._column.set_timeout(self.timeout_s)
-
-    # -- collectives -------------------------------------------------------------------------------
-
-    def all_reduce(
-        self,
-        tensors: Tensor | Sequence[Tensor],
-        op: Any = "sum",
-        *,
-        algorithm: str | None = None,
-        order: str | None = None,
-        async_op: bool = False,
+    def _run(
+        self, call: CollectiveCall, *, async_op: bool = False, what: object = ""
     ) -> Work | None:
-        """Reduce tensors over all ranks in place, after comparing the calls of all machines.
-
-        See `pyringar.ProcessCommunicator.all_reduce` for arguments and errors. ``algorithm`` can
-        only be ``"auto"``, and ``order`` the order of the communicator.
-        """
-        check_choice("algorithm", "auto" if algorithm is None else algorithm, ("auto",))
-        if order not in (None, self._order):
-            check_choice("order", order, ORDERS)
-            raise ArgumentError(
-                f"order is {order!r}, but this HierarchicalCommunicator was made with "
-                f"order={self._order!r}, and adds in no other: make it with order={order!r}, as in "
-                f"communicator_for(order={order!r})"
+        written = check_tensors_of_rank(call, self._device, self._world_size)
+        words = str(what) or self._describe(call)
+        if is_inherited(self):
+            raise RingarError(
+                "this communicator was made before fork() and is the parent process's rank. Make a "
+                "new one in the child"
             )
-        given: list[Any] = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-        for i, tensor in enumerate(given):
-            self._check_writable(f"tensors[{i}]", tensor)
-        check_disjoint({f"tensors[{i}]": tensor for i, tensor in enumerate(given)})
-        name = op_name(op)
-        what = f"all_reduce ({name}) of {self._describe(given)}"
-        call = partial(self._between.all_reduce, given, name, what)
-        return self._submit(what, call, given, async_op)
+        if self._is_closed:
+            raise RingarError("this communicator is closed")
+        stream = self._current_stream(words)
+        is_sent = call.operation == "broadcast" and call.root == self._rank
+        count_changes([] if is_sent else written)
+        run = partial(self._run_on_thread, words, call, stream)
+        job = self._jobs.submit(run, f"{words} of rank {self._rank} of {self._world_size}")
+        if async_op:
+            return Work(job, {}, words)
+        try:
+            job.wait()
+        except BaseException as error:
+            if not job.is_completed():  # interrupted: it must not write behind the caller's back
+                self._break_off(error)
+                with suppress(RingarError):
+                    job.wait()
+            raise
+        return None
 
-    def all_reduce_coalesced(
-        self, tensors: Sequence[Tensor], op: Any = "sum", **options: Any
-    ) -> Work | None:
-        """Reduce a list. See `all_reduce` for arguments and errors."""
-        check_list("all_reduce_coalesced", tensors)
-        return self.all_reduce(tensors, op, **options)
-
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor, op: Any = "sum", *, async_op: bool = False
-    ) -> Work | None:
-        """See `pyringar.ProcessCommunicator.reduce_scatter` for arguments and errors."""
-        self._check_parts("reduce_scatter", output, input, output, input)
-        name = op_name(op)
-        what = f"reduce_scatter ({name}) of {self._describe([input])}"
-        call = partial(self._between.reduce_scatter, output, input, name, what)
-        return self._submit(what, call, [output], async_op)
-
-    def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work | None:
-        """See `pyringar.ProcessCommunicator.all_gather` for arguments and errors."""
-        self._check_parts("all_gather", output, input, input, output)
-        what = f"all_gather of {self._describe([input])}"
-        call = partial(self._between.all_gather, output, input, what)
-        return self._submit(what, call, [output], async_op)
-
-    def _check_parts(
-        self, operation: str, output: Tensor, input: Tensor, part: Tensor, whole: Tensor
-    ) -> None:
-        self._check_writable("output", output)
-        check_tensor("input", input, self.device, is_written=False)
-        check_parts(operation, output, input, part, whole, self._world_size)
-
-    def _check_writable(self, name: str, tensor: Any) -> None:
-        check_tensor(name, tensor, self.device)
-        check_no_overlap(name, tensor)
-
-    def _describe(self, tensors: Sequence[Tensor]) -> str:
+    def _describe(self, call: CollectiveCall) -> str:
+        """Return the description of a call that must be equal on all ranks."""
+        if call.operation == "barrier":
+            return str(call)
+        tensors = tensors_of(call.inputs if call.has_inputs else call.outputs)
         numel = sum(tensor.numel() for tensor in tensors)
         is_by_shape = self._compares_shapes
         kinds = repr([(tuple(t.shape) if is_by_shape else t.numel(), t.dtype) for t in tensors])
@@ -266,33 +223,22 @@ class HierarchicalCommunicator(RankCommunicator):
         dtype = f" {tensors[0].dtype}" if tensors else ""
         shapes = "shapes" if is_by_shape else "sizes"
         order = "" if self._order == "any" else f" in {self._order} order"
-        return f"{numel}{dtype} elements in {len(tensors)} tensors ({shapes} {digest}){order}"
+        size = f"{numel}{dtype} elements in {len(tensors)} tensors"
+        return f"{call} of {size} ({shapes} {digest}){order}"
 
-    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
-        """See `pyringar.ProcessCommunicator.broadcast` for arguments and errors."""
-        check_root(root, self._world_size)
-        self._check_writable("tensor", tensor)
-        what = f"broadcast from rank {root} of {self._describe([tensor])}"
-        call = partial(self._between.broadcast, tensor, root, what)
-        return self._submit(what, call, [tensor] if root != self._rank else [], async_op)
-
-    def _begin_as(self, what: object, call: str, *arguments: Any) -> Work | None:
-        run = partial(getattr(self._between, call), *arguments, str(what))
-        first = arguments[0] if call == "all_reduce" else arguments[:1]
-        is_sent = call == "broadcast" and arguments[1] == self._rank
-        return self._submit(str(what), run, [] if is_sent else first, async_op=True)
-
-    def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Wait for all ranks; on GPUs only the hosts wait. See `ProcessCommunicator.barrier`."""
-        return self._submit("barrier", partial(self._between.compare, "barrier"), [], async_op)
+    def _order_of(self, algorithm: str, order: str) -> str:
+        if order != self._order:
+            raise ArgumentError(
+                f"order is {order!r}, but this HierarchicalCommunicator was made with "
+                f"order={self._order!r}, and adds in no other: make it with order={order!r}, as in "
+                f"communicator_for(order={order!r})"
+            )
+        return order
 
     def _submit_step(self, step: Callable[[], object]) -> Work:
-        """Run ``step``, which must not wait, between earlier and later calls."""
         return Work(self._jobs.submit(step, "step"), {}, "step")
 
-    def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
-        """See `pyringar.ProcessCommunicator.plan`."""
-        check_plan(nbytes, dtype)
+    def _make_plan(self, nbytes: int, dtype: torch.dtype) -> Plan:
         pieces = -(-nbytes // dtype.itemsize // self._between.piece_elements())
         return Plan(
             algorithm="hierarchical",
@@ -302,14 +248,17 @@ class HierarchicalCommunicator(RankCommunicator):
             reason=f"{self._machines}: reduced inside, then between, then shared inside",
         )
 
-    def stats(self) -> dict[str, dict[str, float]]:
-        """Return this rank's calls, and the exchanges and bytes that it sent to other machines."""
+    def _stats(self) -> dict[str, dict[str, float]]:
         return {"hierarchical": {"calls": self._num_calls}, "inter": dict(self._column.sent)}
 
     # -- life --------------------------------------------------------------------------------------
 
-    def check_peers(self, ranks: Sequence[int]) -> None:
-        """Check the ranks of this machine. See `ProcessCommunicator.check_peers`."""
+    def _set_timeout(self, seconds: float) -> None:
+        for group in self._inside_groups:
+            group.set_timeout(seconds + _INSIDE_GRACE_S)
+        self._column.set_timeout(seconds)
+
+    def _check_peers(self, ranks: Sequence[int]) -> None:
         self._check_not_failed()
         here = self._machines.here
         local = [here.index(rank) for rank in ranks if rank in here]
@@ -319,8 +268,7 @@ class HierarchicalCommunicator(RankCommunicator):
         for group in self._inside_groups:
             group._tell(error)
 
-    def close(self) -> None:
-        """See `pyringar.ProcessCommunicator.close`."""
+    def _close(self) -> None:
         if is_inherited(self):
             return
         self._is_closed = True
@@ -335,8 +283,7 @@ class HierarchicalCommunicator(RankCommunicator):
         for group in self._inside_groups:
             group.close()
 
-    def abort(self) -> None:
-        """Fail the running calls on all ranks, then `close`."""
+    def _abort(self, why: str) -> None:
         if is_inherited(self):
             return
         self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
@@ -356,52 +303,18 @@ class HierarchicalCommunicator(RankCommunicator):
             group._abort(_text_of(self._failure))
         self._column.abort()
 
-    def __repr__(self) -> str:
-        closed = "closed, " if self._is_closed else ""
-        return (
-            f"HierarchicalCommunicator({closed}rank {self._rank} of {self._world_size}, machine "
-            f"{self._machines.node} of {len(self._machines.nodes)}, name={self._name!r}, "
-            f"timeout={self.timeout_s:g} s, device={str(self.device)!r})"
-        )
-
     # -- one call, on the communicator's own thread ------------------------------------------------
 
-    def _submit(
-        self, what: str, call: Callable[[], None], written: Sequence[Tensor], async_op: bool
-    ) -> Work | None:
-        if is_inherited(self):
-            raise RingarError(
-                "this communicator was made before fork() and is the parent process's rank. Make a "
-                "new one in the child"
-            )
-        if self._is_closed:
-            raise RingarError("this communicator is closed")
-        stream = self._current_stream(what)
-        count_changes(written)
-        in_words = f"{what} of rank {self._rank} of {self._world_size}"
-        job = self._jobs.submit(partial(self._run, what, call, stream), in_words)
-        if async_op:
-            return Work(job, {}, what)
-        try:
-            job.wait()
-        except BaseException as error:
-            if not job.is_completed():  # interrupted: it must not write behind the caller's back
-                self._break_off(error)
-                with suppress(RingarError):
-                    job.wait()
-            raise
-        return None
-
     def _current_stream(self, what: str) -> Any:
-        if self.device.type == "cpu":
+        if self._device.type == "cpu":
             return nullcontext()
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError(
                     f"{what}: ranks on several machines meet on the host in every call, which a "
                     "CUDA graph cannot capture; call it outside of the graph"
                 )
-        return torch.cuda.stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(torch.cuda.current_stream(self._device))
 
     def _check_not_failed(self) -> None:
         if self._failure is not None:
@@ -409,20 +322,18 @@ class HierarchicalCommunicator(RankCommunicator):
             why = _text_of(self._failure)
             raise kind(f"this communicator failed before and cannot be used again: {why}")
 
-    def _run(self, what: str, call: Callable[[], None], stream: Any) -> None:
+    def _run_on_thread(self, what: str, call: CollectiveCall, stream: Any) -> None:
         self._check_not_failed()
         self._between.is_told = False
         try:
             with torch.no_grad(), stream:
-                call()
+                self._between.run(call, what)
         except BaseException as error:
             if self._failure is None and not self._between.is_told:
                 raise  # such as no memory: there was no call
             named = error
             head = f"{what} over {len(self.nodes)} machines: "
-            is_told = head in str(
-                error
-            )  # by another rank: the text must not grow from rank to rank
+            is_told = head in str(error)  # by another rank: the text must not grow
             if isinstance(error, (PeerLostError, CollectiveTimeout)) and not is_told:
                 named = type(error)(f"{head}{error}")
             self._break_off(named)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pyringar.choices import kind_of
-from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.bucket_step import Launched

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pyringar.comm.arguments import op_name
-from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.exits import empty_backward_at_exit
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.engine import load
 from pyringar.errors import RingarError, UnsupportedError
 from pyringar.parallel.bucket_params import (

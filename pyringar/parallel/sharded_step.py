@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from pyringar.choices import kind_of
 from pyringar.comm.arguments import is_count
-from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.engine.toolchain import read_cpu
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel.bucket_params import HookedParams, Replica, check_replicas, grad_dtype

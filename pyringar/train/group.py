@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.process_communicator import ALGORITHMS
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.stores import checked_store
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
 from pyringar.parallel.shards import Shards, digest_of, shard_sizes, split_batch

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.errors import CompilerNotFoundError
 from pyringar.parallel.batchnorm import synchronise_batchnorm
 from pyringar.parallel.bucketer import GradientBucketer

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.parallel.sharded_step import ShardedStep
 from pyringar.parallel.shards import Shards, mismatch_flags, shard_sizes
 from pyringar.train.config import TrainConfig

@@ -79,7 +79,7 @@ class Group(Collectives):
     """The backend's calls over a communicator, without a torch process group."""
 
     def __init__(self, comm: pr.ProcessCommunicator) -> None:
-        self._comm, self._reduce_plain = comm, comm.reduce_plain
+        self._comm = comm
         self._completer = Completer("of a test")
         self._batch = None
 

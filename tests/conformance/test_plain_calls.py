@@ -29,8 +29,8 @@ def comm():
 )
 def test_takes_plain_tensors(comm, tensor):
     version = tensor._version
-    assert comm.reduce_plain(tensor, "sum", None, None)
-    assert comm.reduce_plain([tensor], "mean", None, None)
+    assert comm._run_prepared(tensor, "sum", None, None)
+    assert comm._run_prepared([tensor], "mean", None, None)
     assert tensor._version == version + 2
     assert comm.stats()["exchange"]["calls"] == 2
 

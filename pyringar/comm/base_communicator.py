@@ -1,0 +1,577 @@
+"""The public calls of every communicator: names, arguments, checks, plans and errors.
+
+A subclass is a transport: it moves the data. `BaseCommunicator` says what a transport implements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from pyringar.choices import ALGORITHMS, ORDERS, check_choice
+from pyringar.comm.arguments import (
+    are_lists,
+    check_plan,
+    check_root,
+    check_timeout,
+    is_list,
+    op_name,
+)
+from pyringar.comm.collective_call import CollectiveCall
+from pyringar.comm.handles import is_traced
+from pyringar.comm.orders import Guarantee, engine_order
+from pyringar.comm.topology import Plan
+from pyringar.comm.work import Work
+from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["LATE_ERRORS", "PLAIN_ALGORITHMS", "BaseCommunicator", "decline"]
+
+Tensors = Tensor | Sequence[Tensor]
+Lists = Sequence[Tensor] | Sequence[Sequence[Tensor]]
+
+# Errors of close() about calls that had returned, on GPUs.
+LATE_ERRORS = (CollectiveTimeout, PeerLostError)
+
+# The algorithms in plain torch, and the operations that they know.
+PLAIN_ALGORITHMS = ("naive", "sharded")
+_PLAIN_OPERATIONS = ("all_reduce", "all_reduce_coalesced")
+
+
+def decline(*_call: object) -> bool:
+    """Return False: the call was not run."""
+    return False
+
+
+class BaseCommunicator:
+    """A group of ranks that reduce together.
+
+    A list group drives all ranks from one process: each call takes one tensor per rank, in rank
+    order. A group with one local rank takes that rank's tensor bare: all ranks make the same calls
+    in the same order.
+
+    A transport is a subclass. It sets ``_world_size`` and implements ``_run``. It implements
+    ``_bind_call``, ``_make_plan``, ``_check``, ``_abort`` and ``_close``, or keeps the defaults.
+    ``_refused`` maps each feature that the transport lacks to the alternative for the caller. A
+    feature is the name of a method, or text such as ``"algorithm is 'ring'"``.
+    """
+
+    _world_size: int
+    _refused: Mapping[str, str] = {}
+    _takes_bare_tensors = False
+    _algorithm = "auto"
+    _order = "any"
+    _auto, _why = "direct", ""  # the algorithm of "auto", and the reason for it
+    _default = ("direct", "rank")  # algorithm and order of calls that name neither
+    _has_gpus = False
+    _timeout_s = 30.0
+    _is_closed = False
+    _handle = ""  # of this communicator in graphs; "": graphs cannot hold its calls
+    # Runs a prepared all_reduce, (tensors, op, algorithm, order) -> bool. False: not run.
+    _run_prepared: Callable[[Any, Any, Any, Any], bool] = staticmethod(decline)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._world_size
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Changes that keep the bits of calls which name no order."""
+        return Guarantee.of(self._order)
+
+    # -- collectives -------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        tensors: Tensors,
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce tensors over all ranks, in place: every rank gets the result.
+
+        Args:
+            tensors: List group: ``world_size`` tensors, one per rank. One local rank: its tensor,
+                or a list of its tensors. Shapes and dtypes agree over ranks. Layouts may differ, if
+                no elements overlap: elements belong together by index. float64, float32, float16,
+                bfloat16, int8, uint8, int32 or int64.
+            op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"`` or a
+                ``torch.distributed.ReduceOp``. Means divide once, after the sum; those of integers
+                towards zero.
+            algorithm: Overrides the communicator's.
+            order: Overrides the communicator's.
+            async_op: Return a `Work` and reduce in the background. ``naive``, ``sharded`` and a
+                short ``fused`` call reduce before they return. `Work` lists the objects that must
+                stay unchanged until it is done.
+
+        Raises:
+            ArgumentError: Names the index and value that is wrong. Nothing was changed, and no
+                other rank was told. Or ranks of several processes made different calls: names
+                both, on every rank; then the communicator refuses further calls.
+            UnsupportedError: A layout, device, dtype, algorithm or operation that this
+                communicator does not offer. Names the alternative.
+            CollectiveTimeout: A rank was late. Names the rank that waited and the rank that was
+                late. The communicator then refuses further calls.
+            PeerLostError: A rank's process is gone. Names rank, process, host and last call.
+                Tensors may be half reduced; the communicator then refuses further calls.
+
+        Cost for k ranks with N bytes each. ``fused`` reads and writes every byte once, ``2 k N``.
+        ``ring`` takes ``2 (k - 1)`` steps; each rank sends ``2 (k - 1) / k`` of its bytes.
+        Processes: two ranks, or up to 32 KiB, read ``(k + 1) N`` and write ``2 N`` per rank, with
+        one wait per piece; else ``(3 - 2 / k) N`` and ``2 N``, with two waits. List groups and
+        GPUs first pack tensors with gaps, and tensors that do not lie in the order of their index
+        unless they lie alike on all ranks. On GPUs of several processes dense tensors must have the
+        same strides on all ranks.
+        """
+        if (
+            not async_op
+            and not is_dynamo_compiling()
+            and self._run_prepared(tensors, op, algorithm, order)
+        ):
+            return None
+        return self._all_reduce("all_reduce", tensors, op, algorithm, order, async_op)
+
+    def all_reduce_coalesced(
+        self,
+        lists: Lists,
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce many tensors per rank in one call, such as all gradients of all replicas.
+
+        Args:
+            lists: List group: ``lists[rank][i]``. One local rank: ``lists[i]``. Tensor ``i`` agrees
+                over ranks as in `all_reduce`. Different ``i`` may differ in everything. No two
+                tensors share memory.
+
+        See `all_reduce` for the other arguments and errors.
+
+        Cost: one dispatch for all tensors. Tensors are packed only if `all_reduce` would pack them.
+        """
+        operation = self._of_lists("all_reduce_coalesced", lists)
+        return self._all_reduce(operation, lists, op, algorithm, order, async_op)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Tensors, op: Any = "sum", *, async_op: bool = False
+    ) -> Work | None:
+        """Reduce ``inputs`` over all ranks and leave part ``r`` of the result on rank ``r``.
+
+        Args:
+            outputs: List group: one tensor per rank. One local rank: its tensor. ``n`` elements
+                each.
+            inputs: As ``outputs``, with ``world_size * n`` elements each; not changed. Part ``r``
+                is elements ``r * n`` to ``(r + 1) * n`` in index order.
+
+        See `all_reduce` for the other arguments and errors.
+
+        Cost: ``fused`` reads ``k N`` and writes ``N`` bytes. ``ring`` takes ``k - 1`` steps.
+        """
+        return self._begin("reduce_scatter", outputs, inputs, op, async_op=async_op)
+
+    def all_gather(
+        self, outputs: Tensors, inputs: Tensors, *, async_op: bool = False
+    ) -> Work | None:
+        """Put all ranks' ``inputs``, end to end in rank order, into every rank's output.
+
+        Args:
+            outputs: List group: one tensor per rank. One local rank: its tensor.
+                ``world_size * n`` elements each.
+            inputs: As ``outputs``, with ``n`` elements each; not changed.
+
+        See `all_reduce` for the other arguments and errors.
+
+        Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements. ``ring`` takes ``k - 1`` steps.
+        """
+        return self._begin("all_gather", outputs, inputs, async_op=async_op)
+
+    def broadcast(self, tensors: Tensors, root: int = 0, *, async_op: bool = False) -> Work | None:
+        """Copy the tensor of rank ``root`` into every other rank's.
+
+        Args:
+            tensors: List group: one tensor per rank. One local rank: its tensor.
+            root: The rank whose tensor is copied.
+
+        See `all_reduce` for the other arguments and errors.
+
+        Cost: one pass, ``N`` bytes read and ``(k - 1) N`` written, whatever the algorithm. Each of
+        several GPUs reads a slice from the root and writes it to the other ranks.
+        """
+        return self._begin("broadcast", tensors, root=root, async_op=async_op)
+
+    def broadcast_coalesced(
+        self, lists: Lists, root: int = 0, *, async_op: bool = False
+    ) -> Work | None:
+        """Copy the tensors of rank ``root`` into every other rank's, all in one call.
+
+        Args:
+            lists: ``lists[rank][i]``, as in `all_reduce_coalesced`. List groups only.
+
+        See `broadcast` for the other arguments and errors.
+
+        Cost: that of one `broadcast` of all bytes, and one dispatch.
+        """
+        return self._begin("broadcast_coalesced", lists, root=root, async_op=async_op)
+
+    def reduce(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        op: Any = "sum",
+        *,
+        root: int = 0,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce ``inputs`` over all ranks into one tensor on the device of rank ``root``.
+
+        Args:
+            output: Of the inputs' shape and dtype. It is ``inputs[root]`` itself (in place), or
+                shares no memory with an input.
+            inputs: One tensor per rank, not changed. List groups only.
+            root: The rank on whose device ``output`` is.
+            algorithm: Overrides the communicator's. ``ring``, ``naive`` and ``sharded`` have no
+                reduction to one rank and raise `UnsupportedError`.
+
+        See `all_reduce` for the other arguments, the errors and the bits of the result.
+
+        Cost: reads ``k N`` and writes ``N`` bytes. Each of several GPUs reduces a slice and writes
+        it to the root: with a rank on each no link carries more than ``2 N`` bytes each way.
+        """
+        return self._begin("reduce", output, inputs, op, algorithm, order, root, async_op=async_op)
+
+    def reduce_coalesced(
+        self,
+        outputs: Sequence[Tensor],
+        lists: Sequence[Sequence[Tensor]],
+        op: Any = "sum",
+        *,
+        root: int = 0,
+        algorithm: str | None = None,
+        order: str | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce many tensors per rank into the tensors of one rank, all in one call.
+
+        Args:
+            outputs: Tensor ``i`` is ``lists[root][i]`` itself, or shares no memory with another.
+            lists: ``lists[rank][i]``, as in `all_reduce_coalesced`. List groups only.
+
+        See `reduce` for the other arguments, errors and bits.
+
+        Cost: that of one `reduce` of all bytes, and one dispatch.
+        """
+        operation = "reduce_coalesced"
+        return self._begin(operation, outputs, lists, op, algorithm, order, root, async_op=async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Work | None:
+        """Return when all ranks have called it. For groups with one local rank.
+
+        On GPUs the current streams of all ranks continue after all ranks have called it; the host
+        does not wait for the GPUs.
+
+        See `all_reduce` for ``async_op`` and errors.
+        """
+        return self._begin("barrier", [], async_op=async_op)
+
+    # -- bound calls -------------------------------------------------------------------------------
+
+    def bind(
+        self,
+        tensors: Tensors,
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+    ) -> Callable[[], None]:
+        """Check an `all_reduce` once, to call it again and again on the same tensors.
+
+        Args:
+            tensors: As for `all_reduce`. The returned callable keeps them alive.
+            algorithm: Overrides the communicator's. ``naive`` and ``sharded`` cannot be bound.
+
+        Returns:
+            A callable without arguments that reduces ``tensors`` in place; all ranks must call
+            theirs. It raises ArgumentError and reduces nothing if a tensor has other memory, a
+            smaller storage, or another shape, stride or dtype than when it was bound: after
+            ``resize_``, ``share_memory_``, ``set_``, a new ``.data`` or ``torch.multiprocessing``.
+            Bind again then. It notices neither memory of NumPy arrays that ``ndarray.resize``
+            freed nor a new ``requires_grad``.
+
+        See `all_reduce` for the other arguments and errors.
+
+        Cost: beside the reduction, about 0.1 microseconds for each tensor.
+        """
+        return self._bind("bind", "all_reduce", tensors, op, algorithm, order)
+
+    def bind_coalesced(
+        self,
+        lists: Lists,
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        order: str | None = None,
+    ) -> Callable[[], None]:
+        """Check an `all_reduce_coalesced` once, to call it again and again on the same tensors.
+
+        Args:
+            lists: As for `all_reduce_coalesced`. The returned callable keeps their tensors alive.
+
+        See `bind` for the other arguments, the callable and its cost, and `all_reduce` for errors.
+        """
+        operation = self._of_lists("bind_coalesced", lists)
+        return self._bind("bind_coalesced", operation, lists, op, algorithm, order)
+
+    # -- state, plans, statistics ------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if the communicator is closed or a call has failed; wait for nothing.
+
+        While another thread is in a call of a list group, it checks nothing.
+
+        Raises:
+            CollectiveTimeout, PeerLostError: A rank was late, or is gone; also in a call that had
+                returned, and has ended on a GPU since.
+            RingarError: The communicator is closed, or was aborted.
+        """
+        self._check()
+
+    def abort(self) -> None:
+        """End running calls at once; every later call raises.
+
+        Groups with one local rank: running calls fail on all ranks with an error that names this
+        rank, and this rank closes. List groups on GPUs: waiting kernels end. Tensors of aborted
+        calls hold any values. May be called from any thread.
+
+        Raises:
+            UnsupportedError: A list group without GPUs: calls on the CPU end by themselves.
+        """
+        self._check_offered("abort")
+        self._abort("")
+
+    def close(self) -> None:
+        """Wait for calls in the background, then end all threads. May be called again.
+
+        Every later call but close() raises `RingarError`. Ranks in other processes that go on
+        calling get a `PeerLostError`.
+
+        Where ranks of one process wait for GPUs, signals are ignored; use `abort` from another
+        thread. Elsewhere an exception from a signal handler ends the wait within 0.2 s. Calls that
+        have not begun then fail, and the other processes are told.
+
+        Raises:
+            CollectiveTimeout, PeerLostError: A rank was late in one of the last calls, or lost, on
+                a GPU. Or this process's GPU has not reached their end: the tensors that it writes
+                are kept until then. A second close() raises nothing.
+        """
+        self._close()
+
+    def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
+        """Describe an all_reduce of ``nbytes`` per rank: algorithm, order, traffic, reason.
+
+        Args:
+            nbytes: Bytes of one rank's tensors.
+            dtype: Their dtype.
+
+        Raises:
+            ArgumentError: ``nbytes`` is no number of bytes, or ``dtype`` is none that is reduced.
+        """
+        self._check_offered("plan")
+        check_plan(nbytes, dtype)
+        return self._make_plan(nbytes, dtype)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Return the number of calls so far: ``{algorithm: {"calls", "bytes", "busy_s"}}``.
+
+        ``bytes`` counts one rank's data. ``busy_s`` is missing on GPUs, and ``naive`` and
+        ``sharded`` count calls only. Processes: ``exchange`` is ``direct`` for small tensors, and
+        all other collectives. Several machines: ``hierarchical``, and ``inter``, the exchanges
+        between machines and the bytes that this rank sent.
+        """
+        return self._stats()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # The error of the block matters more than a call that was late because of it.
+        with nullcontext() if error is None else suppress(*LATE_ERRORS):
+            self.close()
+
+    # -- what a transport implements ---------------------------------------------------------------
+
+    def _run(
+        self, call: CollectiveCall, *, async_op: bool = False, what: object = ""
+    ) -> Work | None:
+        """Run a call now and return None; or run it in the background and return its work.
+
+        Args:
+            call: The call; its tensors are not checked yet.
+            async_op: Run it in the background.
+            what: Description of the call that this one stands for. Ranks compare it, and messages
+                show it. Empty: the call stands for itself.
+        """
+        raise NotImplementedError
+
+    def _bind_call(self, call: CollectiveCall) -> Callable[[], None]:
+        raise NotImplementedError
+
+    def _make_plan(self, nbytes: int, dtype: torch.dtype) -> Plan:
+        raise NotImplementedError
+
+    def _stats(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    def _check(self) -> None:
+        raise NotImplementedError
+
+    def _abort(self, why: str) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        self._is_closed = True
+
+    @property
+    def _reason(self) -> str:
+        """Why `plan` has its algorithm."""
+        return self._why if self._algorithm == "auto" else "asked for"
+
+    def _order_of(self, algorithm: str, order: str) -> str:
+        """Return the order of additions; raise if this algorithm cannot keep ``order``."""
+        return engine_order(algorithm, order, has_gpus=self._has_gpus)
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _configure(self, algorithm: Any, order: Any, timeout: Any) -> None:
+        """Check and keep the settings of the constructor."""
+        self._algorithm = self._check_algorithm(algorithm)
+        self._order = check_choice("order", order, ORDERS)
+        self._timeout_s = check_timeout(timeout)
+        self._default = self._resolve(algorithm, order)
+
+    def _check_offered(self, feature: str) -> None:
+        if feature in self._refused:
+            raise UnsupportedError(
+                f"{feature}: a {type(self).__name__} does not offer this; {self._refused[feature]}"
+            )
+
+    def _check_algorithm(self, algorithm: Any) -> str:
+        check_choice("algorithm", algorithm, ALGORITHMS)
+        self._check_offered(f"algorithm is {algorithm!r}")
+        return str(algorithm)
+
+    def _resolve(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
+        """Return the algorithm and the order of additions of a call."""
+        if algorithm is None and order is None:
+            return self._default
+        name = self._algorithm if algorithm is None else self._check_algorithm(algorithm)
+        name = self._auto if name == "auto" else name
+        order = self._order if order is None else check_choice("order", order, ORDERS)
+        return name, self._order_of(name, order)
+
+    def _prepare(
+        self,
+        operation: str,
+        outputs: Any,
+        inputs: Any,
+        op: Any,
+        algorithm: str | None,
+        order: str | None,
+        root: int,
+    ) -> CollectiveCall:
+        self._check_offered(operation)
+        call = CollectiveCall(operation, outputs, inputs, op, self._auto, "rank", root)
+        if call.has_root:
+            check_root(root, self._world_size, operation)
+        if not call.has_algorithm:
+            return call
+        chosen, added_in = self._resolve(algorithm, order)
+        _check_known(operation, chosen)
+        return call._replace(op=op_name(op), algorithm=chosen, order=added_in)
+
+    def _of_lists(self, operation: str, lists: Any) -> str:
+        """Return the operation that reduces these lists; list groups check them later."""
+        return "all_reduce_coalesced"
+
+    def _begin(
+        self,
+        operation: str,
+        outputs: Any,
+        inputs: Any = None,
+        op: Any = "sum",
+        algorithm: str | None = None,
+        order: str | None = None,
+        root: int = 0,
+        *,
+        async_op: bool,
+    ) -> Work | None:
+        call = self._prepare(operation, outputs, inputs, op, algorithm, order, root)
+        return self._run(call, async_op=async_op)
+
+    def _all_reduce(
+        self,
+        operation: str,
+        given: Any,
+        op: Any,
+        algorithm: str | None,
+        order: str | None,
+        async_op: bool,
+    ) -> Work | None:
+        if self._handle and not async_op and is_traced():
+            is_per_rank = operation == "all_reduce_coalesced"
+            is_bare = self._takes_bare_tensors and isinstance(given, Tensor)
+            if is_bare or (are_lists(given) if is_per_rank else is_list(given)):
+                from pyringar.comm import operators
+
+                flat = [tensor for tensors in given for tensor in tensors] if is_per_rank else given
+                operators.reduce(
+                    self._handle,
+                    [given] if is_bare else flat,
+                    op,
+                    algorithm,
+                    order,
+                    num_lists=len(given) if is_per_rank else 0,
+                )
+                return None
+        return self._begin(operation, given, None, op, algorithm, order, async_op=async_op)
+
+    def _bind(
+        self,
+        method: str,
+        operation: str,
+        given: Any,
+        op: Any,
+        algorithm: str | None,
+        order: str | None,
+    ) -> Callable[[], None]:
+        call = self._prepare(method, given, None, op, algorithm, order, 0)
+        return self._bind_call(call._replace(operation=operation))
+
+
+def _check_known(operation: str, algorithm: str) -> None:
+    if algorithm in PLAIN_ALGORITHMS and operation not in _PLAIN_OPERATIONS:
+        raise UnsupportedError(
+            f"{operation}: algorithm {algorithm!r} knows all_reduce and all_reduce_coalesced only; "
+            "take auto, fused, direct or ring"
+        )
+    if algorithm == "ring" and operation in ("reduce", "reduce_coalesced"):
+        raise UnsupportedError(f"{operation}: algorithm 'ring' has no root; take auto or direct")

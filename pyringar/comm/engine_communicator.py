@@ -1,0 +1,86 @@
+"""Run calls by a group of the engine, and end that group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from pyringar.comm import exits  # noqa: F401  its exit handler ends the engine's use of torch
+from pyringar.comm.base_communicator import LATE_ERRORS, PLAIN_ALGORITHMS, BaseCommunicator
+from pyringar.comm.collective_call import CollectiveCall
+from pyringar.comm.handles import handle_of
+from pyringar.comm.work import Work
+
+__all__ = ["EngineCommunicator"]
+
+logger = logging.getLogger(__name__)
+
+# Tensors of communicators whose last close() a signal ended: the engine may still write them.
+_interrupted: list[dict[Any, object]] = []
+
+
+class EngineCommunicator(BaseCommunicator):
+    """A communicator whose calls a group of the engine runs."""
+
+    _group: Any
+    # The tensors of the engine's running works, by work; the engine adds them before it returns.
+    # No lock guards it: a signal handler or a fork may interrupt any step.
+    _in_flight: dict[Any, object]
+
+    def _use(self, group: Any, settings: str) -> None:
+        """Start with a group of the engine. ``settings`` are all that change its results."""
+        self._group = group
+        self._in_flight = {}
+        algorithm, order = self._default
+        if algorithm not in PLAIN_ALGORITHMS:
+            self._run_prepared = group.prepared(algorithm, order)
+        self._handle = handle_of(self, settings)
+
+    def _run(
+        self, call: CollectiveCall, *, async_op: bool = False, what: object = ""
+    ) -> Work | None:
+        in_flight = self._in_flight if async_op else None
+        native = self._group.run(*call, in_flight, None, str(what))
+        return self._begun(native, call) if async_op else None
+
+    def _begun(self, native: Any, call: CollectiveCall) -> Work:
+        """Return the work for the engine's work; release the tensors of works that are done."""
+        # list() is one step of the interpreter. tuple() may collect garbage in the middle, and
+        # other threads remove works then.
+        for other in list(self._in_flight):
+            if other.is_completed():
+                self._in_flight.pop(other, None)
+        return Work(native, self._in_flight, *call.words())
+
+    def _bind_call(self, call: CollectiveCall) -> Callable[[], None]:
+        bound: Callable[[], None] = self._group.bind(
+            call.operation, call.outputs, call.op, call.algorithm, call.order
+        )
+        return bound
+
+    def _stats(self) -> dict[str, dict[str, float]]:
+        stats: dict[str, dict[str, float]] = self._group.stats()
+        return stats
+
+    def _close(self) -> None:
+        self._is_closed = True
+        try:
+            is_done = self._group.close()
+        except LATE_ERRORS:  # raised once, for the last calls, which may still run
+            if self._group.close():
+                self._in_flight.clear()
+            raise
+        if is_done:
+            self._in_flight.clear()
+
+    def __del__(self) -> None:
+        # Background work must end before its tensors are released.
+        if hasattr(self, "_in_flight"):
+            try:
+                self.close()
+            except LATE_ERRORS as error:
+                logger.error("a communicator was let go without close(), and %s", error)
+            finally:
+                if self._in_flight:  # the engine or a GPU still uses them
+                    _interrupted.append(self._in_flight)

@@ -1,0 +1,57 @@
+"""Let graphs of torch.compile name a communicator; tell whether a graph is being made."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch._C import _len_torch_dispatch_stack as num_modes
+from torch.compiler import is_dynamo_compiling
+
+from pyringar.errors import RingarError
+
+__all__ = ["communicator_of", "handle_of", "is_traced"]
+
+# A graph holds no Python objects, so it holds the handle of its communicator.
+_by_handle: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_numbers = itertools.count()
+_MAKING_GRAPHS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+
+
+def handle_of(communicator: Any, settings: str) -> str:
+    """Return a new handle under which `communicator_of` finds this communicator while it lives.
+
+    Args:
+        communicator: The object to find.
+        settings: Text of all settings that change its results. A graph that is loaded by another
+            process, or from torch's cache, finds the communicator with the same number and the
+            same settings, or no communicator.
+    """
+    handle = f"communicator {next(_numbers)} ({settings})"
+    _by_handle[handle] = communicator
+    return handle
+
+
+def communicator_of(handle: str) -> Any:
+    """Return the communicator of this process with that handle.
+
+    Raises:
+        RingarError: The communicator was deleted.
+    """
+    found = _by_handle.get(handle)
+    if found is None:
+        raise RingarError(
+            f"{handle} is not there: keep a communicator as long as the graphs and the results "
+            "that were made with it"
+        )
+    return found
+
+
+def is_traced() -> bool:
+    """Return whether torch.compile, torch.export or make_fx makes a graph of this code."""
+    return is_dynamo_compiling() or (
+        num_modes() > 0
+        and any(torch._C._get_dispatch_mode(key) is not None for key in _MAKING_GRAPHS)
+    )

@@ -1,0 +1,136 @@
+"""The public properties of communicators with one local rank, and calls for torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pyringar.comm.arguments import check_list, check_timeout
+from pyringar.comm.base_communicator import BaseCommunicator
+
+__all__ = ["RankCommunicator"]
+
+
+class RankCommunicator(BaseCommunicator):
+    """One local rank of a group whose other ranks are in other processes.
+
+    All ranks make the same calls in the same order. A transport also sets ``_rank``, ``_store``,
+    ``_members``, ``_device`` and ``_name``.
+    """
+
+    _takes_bare_tensors = True
+    _refused: Mapping[str, str] = {
+        "reduce": "take all_reduce",
+        "reduce_coalesced": "take all_reduce_coalesced",
+        "broadcast_coalesced": "take broadcast for each tensor, or for one flat tensor",
+    }
+    _rank: int
+    _store: Any
+    _members: Sequence[Any]
+    _device = torch.device("cpu")
+    _name: str
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._rank
+
+    @property
+    def store(self) -> Any:
+        """The part of the torch.distributed store that belongs to this group and to no other."""
+        return self._store
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank's tensors."""
+        return self._device
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """Process and host of every rank, in rank order."""
+        return tuple(self._members)
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a call waits for other ranks."""
+        return self._timeout_s
+
+    def set_timeout(self, timeout: float) -> None:
+        """Change the timeout of calls that begin from now on.
+
+        Args:
+            timeout: Seconds that a call waits for a rank which makes no progress.
+
+        Raises:
+            ArgumentError: It is no positive number of seconds.
+        """
+        self._timeout_s = check_timeout(timeout)
+        self._set_timeout(self._timeout_s)
+
+    def check_peers(self, ranks: Sequence[int]) -> None:
+        """Raise the known error of the next call. Never waits.
+
+        Args:
+            ranks: Ranks that must not be lost.
+
+        Raises:
+            PeerLostError: One of these ranks is gone or has left: names it.
+            RingarError: The group failed before, with that error's class; or it is closed.
+        """
+        self._check_peers(ranks)
+
+    def __repr__(self) -> str:
+        closed = "closed, " if self._is_closed else ""
+        return (
+            f"{type(self).__name__}({closed}rank {self._rank} of {self._world_size}, "
+            f"name={self._name!r}, algorithm={self._algorithm!r}, order={self._order!r}, "
+            f"timeout={self._timeout_s:g} s, device={str(self._device)!r})"
+        )
+
+    # -- for the backend of torch.distributed ------------------------------------------------------
+
+    def _begin_as(
+        self,
+        what: object,
+        operation: str,
+        outputs: Any,
+        inputs: Any = None,
+        *,
+        op: str = "sum",
+        root: int = 0,
+    ) -> Any:
+        """Begin a call on stand-ins for tensors that the engine does not take.
+
+        Args:
+            what: Description of the call of the original tensors. Ranks compare it.
+            operation: ``"all_reduce"``, ``"all_gather"`` or ``"broadcast"``.
+            outputs: As for `CollectiveCall`.
+            inputs: As for `CollectiveCall`.
+            op: Name of the reduction.
+            root: Rank that sends.
+        """
+        call = self._prepare(operation, outputs, inputs, op, None, None, root)
+        return self._run(call, async_op=True, what=what)
+
+    def _submit_step(self, step: Callable[[], object]) -> Any:
+        """Run ``step``, which must not wait, between earlier and later calls; return its work."""
+        raise NotImplementedError
+
+    def _tell(self, error: RuntimeError) -> None:
+        """Tell the other ranks of a rank that was late or lost."""
+        raise NotImplementedError
+
+    def _set_timeout(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def _check_peers(self, ranks: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def _check(self) -> None:
+        self._check_peers([])
+
+    def _of_lists(self, operation: str, lists: Any) -> str:
+        check_list(operation, lists, "lists")
+        return "all_reduce"
