@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from pyringar.comm.arguments import (
     is_list,
     op_name,
 )
-from pyringar.comm.collective_call import CollectiveCall
+from pyringar.comm.collective_call import WITH_ROOT, WITHOUT_ALGORITHM, CollectiveCall
 from pyringar.comm.handles import is_traced
 from pyringar.comm.orders import Guarantee, engine_order
 from pyringar.comm.topology import Plan
@@ -41,9 +41,11 @@ Lists = Sequence[Tensor] | Sequence[Sequence[Tensor]]
 # Errors of close() about calls that had returned, on GPUs.
 LATE_ERRORS = (CollectiveTimeout, PeerLostError)
 
-# The algorithms in plain torch, and the operations that they know.
-PLAIN_ALGORITHMS = ("naive", "sharded")
-_PLAIN_OPERATIONS = ("all_reduce", "all_reduce_coalesced")
+PLAIN_ALGORITHMS = ("naive", "sharded")  # in plain torch
+_ROOTED_SUMS = {"reduce", "reduce_coalesced"}
+_OTHERS = {"reduce_scatter", "all_gather", "bind", "bind_coalesced", *_ROOTED_SUMS}
+# The operations that an algorithm does not know.
+_MISSING = {"ring": _ROOTED_SUMS, **dict.fromkeys(PLAIN_ALGORITHMS, _OTHERS)}
 
 
 def decline(*_call: object) -> bool:
@@ -180,7 +182,7 @@ class BaseCommunicator:
 
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes. ``ring`` takes ``k - 1`` steps.
         """
-        return self._begin("reduce_scatter", outputs, inputs, op, async_op=async_op)
+        return self._begin(async_op, "reduce_scatter", outputs, inputs, op)
 
     def all_gather(
         self, outputs: Tensors, inputs: Tensors, *, async_op: bool = False
@@ -196,7 +198,7 @@ class BaseCommunicator:
 
         Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements. ``ring`` takes ``k - 1`` steps.
         """
-        return self._begin("all_gather", outputs, inputs, async_op=async_op)
+        return self._begin(async_op, "all_gather", outputs, inputs)
 
     def broadcast(self, tensors: Tensors, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank ``root`` into every other rank's.
@@ -210,7 +212,7 @@ class BaseCommunicator:
         Cost: one pass, ``N`` bytes read and ``(k - 1) N`` written, whatever the algorithm. Each of
         several GPUs reads a slice from the root and writes it to the other ranks.
         """
-        return self._begin("broadcast", tensors, root=root, async_op=async_op)
+        return self._begin(async_op, "broadcast", tensors, root=root)
 
     def broadcast_coalesced(
         self, lists: Lists, root: int = 0, *, async_op: bool = False
@@ -224,7 +226,7 @@ class BaseCommunicator:
 
         Cost: that of one `broadcast` of all bytes, and one dispatch.
         """
-        return self._begin("broadcast_coalesced", lists, root=root, async_op=async_op)
+        return self._begin(async_op, "broadcast_coalesced", lists, root=root)
 
     def reduce(
         self,
@@ -252,7 +254,7 @@ class BaseCommunicator:
         Cost: reads ``k N`` and writes ``N`` bytes. Each of several GPUs reduces a slice and writes
         it to the root: with a rank on each no link carries more than ``2 N`` bytes each way.
         """
-        return self._begin("reduce", output, inputs, op, algorithm, order, root, async_op=async_op)
+        return self._begin(async_op, "reduce", output, inputs, op, algorithm, order, root=root)
 
     def reduce_coalesced(
         self,
@@ -275,8 +277,8 @@ class BaseCommunicator:
 
         Cost: that of one `reduce` of all bytes, and one dispatch.
         """
-        operation = "reduce_coalesced"
-        return self._begin(operation, outputs, lists, op, algorithm, order, root, async_op=async_op)
+        call = "reduce_coalesced", outputs, lists, op, algorithm, order
+        return self._begin(async_op, *call, root=root)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it. For groups with one local rank.
@@ -286,7 +288,7 @@ class BaseCommunicator:
 
         See `all_reduce` for ``async_op`` and errors.
         """
-        return self._begin("barrier", [], async_op=async_op)
+        return self._begin(async_op, "barrier", [])
 
     # -- bound calls -------------------------------------------------------------------------------
 
@@ -316,7 +318,8 @@ class BaseCommunicator:
 
         Cost: beside the reduction, about 0.1 microseconds for each tensor.
         """
-        return self._bind("bind", "all_reduce", tensors, op, algorithm, order)
+        call = self._checked("bind", tensors, None, op, algorithm, order)
+        return self._bind_call(call._replace(operation="all_reduce"))
 
     def bind_coalesced(
         self,
@@ -334,7 +337,8 @@ class BaseCommunicator:
         See `bind` for the other arguments, the callable and its cost, and `all_reduce` for errors.
         """
         operation = self._of_lists("bind_coalesced", lists)
-        return self._bind("bind_coalesced", operation, lists, op, algorithm, order)
+        call = self._checked("bind_coalesced", lists, None, op, algorithm, order)
+        return self._bind_call(call._replace(operation=operation))
 
     # -- state, plans, statistics ------------------------------------------------------------------
 
@@ -488,31 +492,7 @@ class BaseCommunicator:
         order = self._order if order is None else check_choice("order", order, ORDERS)
         return name, self._order_of(name, order)
 
-    def _prepare(
-        self,
-        operation: str,
-        outputs: Any,
-        inputs: Any,
-        op: Any,
-        algorithm: str | None,
-        order: str | None,
-        root: int,
-    ) -> CollectiveCall:
-        self._check_offered(operation)
-        call = CollectiveCall(operation, outputs, inputs, op, self._auto, "rank", root)
-        if call.has_root:
-            check_root(root, self._world_size, operation)
-        if not call.has_algorithm:
-            return call
-        chosen, added_in = self._resolve(algorithm, order)
-        _check_known(operation, chosen)
-        return call._replace(op=op_name(op), algorithm=chosen, order=added_in)
-
-    def _of_lists(self, operation: str, lists: Any) -> str:
-        """Return the operation that reduces these lists; list groups check them later."""
-        return "all_reduce_coalesced"
-
-    def _begin(
+    def _checked(
         self,
         operation: str,
         outputs: Any,
@@ -520,12 +500,27 @@ class BaseCommunicator:
         op: Any = "sum",
         algorithm: str | None = None,
         order: str | None = None,
-        root: int = 0,
         *,
-        async_op: bool,
-    ) -> Work | None:
-        call = self._prepare(operation, outputs, inputs, op, algorithm, order, root)
-        return self._run(call, async_op=async_op)
+        root: int = 0,
+    ) -> CollectiveCall:
+        """Return the call, after checking all arguments but the tensors."""
+        if operation in self._refused:
+            self._check_offered(operation)
+        if operation in WITH_ROOT:
+            check_root(root, self._world_size, operation)
+        if operation in WITHOUT_ALGORITHM:
+            return CollectiveCall(operation, outputs, inputs, op, self._auto, "rank", root)
+        chosen, added_in = self._resolve(algorithm, order)
+        if operation in _MISSING.get(chosen, ()):
+            _refuse_algorithm(operation, chosen)
+        return CollectiveCall(operation, outputs, inputs, op_name(op), chosen, added_in, root)
+
+    def _of_lists(self, operation: str, lists: Any) -> str:
+        """Return the operation that reduces these lists; list groups check them later."""
+        return "all_reduce_coalesced"
+
+    def _begin(self, async_op: bool, *call: Any, root: int = 0) -> Work | None:
+        return self._run(self._checked(*call, root=root), async_op=async_op)
 
     def _all_reduce(
         self,
@@ -538,40 +533,22 @@ class BaseCommunicator:
     ) -> Work | None:
         if self._handle and not async_op and is_traced():
             is_per_rank = operation == "all_reduce_coalesced"
-            is_bare = self._takes_bare_tensors and isinstance(given, Tensor)
-            if is_bare or (are_lists(given) if is_per_rank else is_list(given)):
+            if self._takes_bare_tensors and isinstance(given, Tensor):
+                given = [given]
+            if are_lists(given) if is_per_rank else is_list(given):
                 from pyringar.comm import operators
 
+                count = len(given) if is_per_rank else 0
                 flat = [tensor for tensors in given for tensor in tensors] if is_per_rank else given
-                operators.reduce(
-                    self._handle,
-                    [given] if is_bare else flat,
-                    op,
-                    algorithm,
-                    order,
-                    num_lists=len(given) if is_per_rank else 0,
-                )
+                operators.reduce(self._handle, flat, op, algorithm, order, num_lists=count)
                 return None
-        return self._begin(operation, given, None, op, algorithm, order, async_op=async_op)
-
-    def _bind(
-        self,
-        method: str,
-        operation: str,
-        given: Any,
-        op: Any,
-        algorithm: str | None,
-        order: str | None,
-    ) -> Callable[[], None]:
-        call = self._prepare(method, given, None, op, algorithm, order, 0)
-        return self._bind_call(call._replace(operation=operation))
+        return self._begin(async_op, operation, given, None, op, algorithm, order)
 
 
-def _check_known(operation: str, algorithm: str) -> None:
-    if algorithm in PLAIN_ALGORITHMS and operation not in _PLAIN_OPERATIONS:
+def _refuse_algorithm(operation: str, algorithm: str) -> NoReturn:
+    if algorithm in PLAIN_ALGORITHMS:
         raise UnsupportedError(
             f"{operation}: algorithm {algorithm!r} knows all_reduce and all_reduce_coalesced only; "
             "take auto, fused, direct or ring"
         )
-    if algorithm == "ring" and operation in ("reduce", "reduce_coalesced"):
-        raise UnsupportedError(f"{operation}: algorithm 'ring' has no root; take auto or direct")
+    raise UnsupportedError(f"{operation}: algorithm {algorithm!r} has no root; take auto or direct")

@@ -1,26 +1,25 @@
-"""One collective call after its arguments were checked: what a transport runs."""
+"""One collective call as plain data, as the public methods hand it to a transport."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["CollectiveCall", "tensors_of"]
+__all__ = ["WITHOUT_ALGORITHM", "WITH_ROOT", "CollectiveCall", "tensors_of"]
 
-_REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_coalesced", "reduce_scatter")
-_WITHOUT_ALGORITHM = ("broadcast", "broadcast_coalesced", "barrier")
-_WITH_INPUTS = ("reduce", "reduce_coalesced", "reduce_scatter", "all_gather")
-_ROOTED = ("broadcast", "broadcast_coalesced", "reduce", "reduce_coalesced")
+_REDUCING = {"all_reduce", "all_reduce_coalesced", "reduce", "reduce_coalesced", "reduce_scatter"}
+_WITH_INPUTS = {"reduce", "reduce_coalesced", "reduce_scatter", "all_gather"}
+WITH_ROOT = {"broadcast", "broadcast_coalesced", "reduce", "reduce_coalesced"}
+WITHOUT_ALGORITHM = {"broadcast", "broadcast_coalesced", "barrier"}
 
 
 class CollectiveCall(NamedTuple):
-    """One collective call after its arguments were checked.
+    """One collective call, whose arguments but the tensors were checked.
 
     Attributes:
         operation: Name of the method. A group with one local rank gets ``"all_reduce"`` for
             ``all_reduce_coalesced``, with a list as ``outputs``.
         outputs: Tensors that the call writes or reduces in place; ``[]`` for a barrier. List
-            groups: a list with one entry per rank. One local rank: its tensor, or a list of its
-            tensors.
+            groups: one entry per rank. One local rank: its tensor, or a list of its tensors.
         inputs: Tensors that the call reads; None if it works in place.
         op: Name of the reduction, such as ``"sum"``.
         algorithm: Algorithm that runs; never ``"auto"``.
@@ -44,17 +43,17 @@ class CollectiveCall(NamedTuple):
     @property
     def has_algorithm(self) -> bool:
         """Whether ``algorithm`` counts."""
-        return self.operation not in _WITHOUT_ALGORITHM
+        return self.operation not in WITHOUT_ALGORITHM
 
     @property
     def has_inputs(self) -> bool:
-        """Whether the call reads ``inputs``; else it works in place."""
+        """Whether ``inputs`` count."""
         return self.operation in _WITH_INPUTS
 
     @property
     def has_root(self) -> bool:
         """Whether ``root`` counts."""
-        return self.operation in _ROOTED
+        return self.operation in WITH_ROOT
 
     def words(self) -> tuple[str, ...]:
         """Return the operation, and the reduction and algorithm if they count."""

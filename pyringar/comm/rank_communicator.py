@@ -31,6 +31,7 @@ class RankCommunicator(BaseCommunicator):
     _members: Sequence[Any]
     _device = torch.device("cpu")
     _name: str
+    _place = ""  # text for repr()
 
     @property
     def rank(self) -> int:
@@ -84,7 +85,7 @@ class RankCommunicator(BaseCommunicator):
     def __repr__(self) -> str:
         closed = "closed, " if self._is_closed else ""
         return (
-            f"{type(self).__name__}({closed}rank {self._rank} of {self._world_size}, "
+            f"{type(self).__name__}({closed}rank {self._rank} of {self._world_size}, {self._place}"
             f"name={self._name!r}, algorithm={self._algorithm!r}, order={self._order!r}, "
             f"timeout={self._timeout_s:g} s, device={str(self._device)!r})"
         )
@@ -111,7 +112,7 @@ class RankCommunicator(BaseCommunicator):
             op: Name of the reduction.
             root: Rank that sends.
         """
-        call = self._prepare(operation, outputs, inputs, op, None, None, root)
+        call = self._checked(operation, outputs, inputs, op, root=root)
         return self._run(call, async_op=True, what=what)
 
     def _submit_step(self, step: Callable[[], object]) -> Any:

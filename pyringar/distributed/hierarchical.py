@@ -155,6 +155,7 @@ class HierarchicalCommunicator(RankCommunicator):
         check_agreed(members)
         self.nodes = ranks_by_node(members)
         self._machines = machines = Machines(self.nodes, self._rank)
+        self._place = f"machine {machines.node} of {len(self.nodes)}, "
         machines.check_order(order)
         self._intra = host = self._inside("machine", device)
         if device.type != "cpu":  # comparing calls must not wait for a GPU
