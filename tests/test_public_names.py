@@ -97,10 +97,12 @@ def documented(package: str) -> Iterator[tuple[str, Any]]:
         found = getattr(module, name)
         if inspect.isclass(found) or inspect.isfunction(found):
             yield name, found
-        for member, value in vars(found).items() if inspect.isclass(found) else ():
-            function = getattr(value, "__func__", value)  # of a class method
-            if isinstance(function, types.FunctionType) and member[0] != "_":
-                yield f"{name}.{member}", function
+        bases = inspect.getmro(found) if inspect.isclass(found) else ()
+        for base in (base for base in bases if base.__module__.startswith("pyringar.")):
+            for member, value in vars(base).items():
+                function = getattr(value, "__func__", value)  # of a class method
+                if isinstance(function, types.FunctionType) and member[0] != "_":
+                    yield f"{name}.{member}", function
 
 
 def undocumented(found: Any) -> list[str]:

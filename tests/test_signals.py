@@ -255,11 +255,11 @@ def test_signal_ends_wait_in_one_process(what):
 
 def test_interrupted_del_keeps_tensors(monkeypatch):
     """What a handler raises in __del__ goes nowhere; what still runs must keep its memory."""
-    from pyringar.comm import base
+    from pyringar.comm import engine_communicator
 
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: unraisable.append(args.exc_type))
-    monkeypatch.setattr(base, "_interrupted", kept := [])
+    monkeypatch.setattr(engine_communicator, "_interrupted", kept := [])
     comm = pr.Communicator(["cpu"] * 2)
     group = comm._group
     work = delayed(comm)

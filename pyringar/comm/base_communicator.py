@@ -104,37 +104,34 @@ class BaseCommunicator:
         """Reduce tensors over all ranks, in place: every rank gets the result.
 
         Args:
-            tensors: List group: ``world_size`` tensors, one per rank. One local rank: its tensor,
-                or a list of its tensors. Shapes and dtypes agree over ranks. Layouts may differ, if
-                no elements overlap: elements belong together by index. float64, float32, float16,
-                bfloat16, int8, uint8, int32 or int64.
+            tensors: List group: one tensor per rank. One local rank: its tensor, or a list of its
+                tensors. float64, float32, float16, bfloat16, int8, uint8, int32 or int64. Shapes
+                and dtypes agree over ranks. Layouts may differ if no elements overlap: elements
+                belong together by index. GPUs of several processes need equal strides.
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"`` or a
                 ``torch.distributed.ReduceOp``. Means divide once, after the sum; those of integers
                 towards zero.
             algorithm: Overrides the communicator's.
             order: Overrides the communicator's.
             async_op: Return a `Work` and reduce in the background. ``naive``, ``sharded`` and a
-                short ``fused`` call reduce before they return. `Work` lists the objects that must
-                stay unchanged until it is done.
+                short ``fused`` call reduce before they return.
 
         Raises:
-            ArgumentError: Names the index and value that is wrong. Nothing was changed, and no
-                other rank was told. Or ranks of several processes made different calls: names
-                both, on every rank; then the communicator refuses further calls.
+            ArgumentError: Names the index and value that is wrong; nothing was changed, and no
+                other rank was told. Or processes made different calls: names both, on every rank.
             UnsupportedError: A layout, device, dtype, algorithm or operation that this
                 communicator does not offer. Names the alternative.
-            CollectiveTimeout: A rank was late. Names the rank that waited and the rank that was
-                late. The communicator then refuses further calls.
-            PeerLostError: A rank's process is gone. Names rank, process, host and last call.
-                Tensors may be half reduced; the communicator then refuses further calls.
+            CollectiveTimeout, PeerLostError: A rank was late, or its process is gone: names it and
+                the rank that waited. Tensors may be half reduced.
 
-        Cost for k ranks with N bytes each. ``fused`` reads and writes every byte once, ``2 k N``.
+        After an error that other ranks know of, the communicator refuses further calls.
+
+        Cost for k ranks with N bytes each: ``fused`` reads and writes every byte once, ``2 k N``.
         ``ring`` takes ``2 (k - 1)`` steps; each rank sends ``2 (k - 1) / k`` of its bytes.
         Processes: two ranks, or up to 32 KiB, read ``(k + 1) N`` and write ``2 N`` per rank, with
         one wait per piece; else ``(3 - 2 / k) N`` and ``2 N``, with two waits. List groups and
-        GPUs first pack tensors with gaps, and tensors that do not lie in the order of their index
-        unless they lie alike on all ranks. On GPUs of several processes dense tensors must have the
-        same strides on all ranks.
+        GPUs pack tensors with gaps, and tensors in another order than their index unless they lie
+        alike on all ranks.
         """
         if (
             not async_op
@@ -157,12 +154,9 @@ class BaseCommunicator:
 
         Args:
             lists: List group: ``lists[rank][i]``. One local rank: ``lists[i]``. Tensor ``i`` agrees
-                over ranks as in `all_reduce`. Different ``i`` may differ in everything. No two
-                tensors share memory.
+                over ranks as in `all_reduce`. No two tensors share memory.
 
-        See `all_reduce` for the other arguments and errors.
-
-        Cost: one dispatch for all tensors. Tensors are packed only if `all_reduce` would pack them.
+        See `all_reduce` for the other arguments and errors. Cost: one dispatch for all tensors.
         """
         operation = self._of_lists("all_reduce_coalesced", lists)
         return self._all_reduce(operation, lists, op, algorithm, order, async_op)
@@ -173,14 +167,12 @@ class BaseCommunicator:
         """Reduce ``inputs`` over all ranks and leave part ``r`` of the result on rank ``r``.
 
         Args:
-            outputs: List group: one tensor per rank. One local rank: its tensor. ``n`` elements
-                each.
-            inputs: As ``outputs``, with ``world_size * n`` elements each; not changed. Part ``r``
-                is elements ``r * n`` to ``(r + 1) * n`` in index order.
+            outputs: One tensor per rank; one local rank: its tensor. ``n`` elements each.
+            inputs: Alike, ``world_size * n`` elements each; not changed. Part ``r`` is elements
+                ``r * n`` to ``(r + 1) * n`` in index order.
 
-        See `all_reduce` for the other arguments and errors.
-
-        Cost: ``fused`` reads ``k N`` and writes ``N`` bytes. ``ring`` takes ``k - 1`` steps.
+        See `all_reduce` for the other arguments and errors. Cost: ``fused`` reads ``k N`` and
+        writes ``N`` bytes. ``ring`` takes ``k - 1`` steps.
         """
         return self._begin(async_op, "reduce_scatter", outputs, inputs, op)
 
@@ -190,13 +182,11 @@ class BaseCommunicator:
         """Put all ranks' ``inputs``, end to end in rank order, into every rank's output.
 
         Args:
-            outputs: List group: one tensor per rank. One local rank: its tensor.
-                ``world_size * n`` elements each.
-            inputs: As ``outputs``, with ``n`` elements each; not changed.
+            outputs: One tensor per rank; one local rank: its tensor. ``world_size * n`` elements.
+            inputs: Alike, ``n`` elements each; not changed.
 
-        See `all_reduce` for the other arguments and errors.
-
-        Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements. ``ring`` takes ``k - 1`` steps.
+        See `all_reduce` for the other arguments and errors. Cost: ``fused`` reads ``k n`` and
+        writes ``k k n`` elements. ``ring`` takes ``k - 1`` steps.
         """
         return self._begin(async_op, "all_gather", outputs, inputs)
 
@@ -204,13 +194,11 @@ class BaseCommunicator:
         """Copy the tensor of rank ``root`` into every other rank's.
 
         Args:
-            tensors: List group: one tensor per rank. One local rank: its tensor.
+            tensors: One tensor per rank; one local rank: its tensor.
             root: The rank whose tensor is copied.
 
-        See `all_reduce` for the other arguments and errors.
-
-        Cost: one pass, ``N`` bytes read and ``(k - 1) N`` written, whatever the algorithm. Each of
-        several GPUs reads a slice from the root and writes it to the other ranks.
+        See `all_reduce` for the other arguments and errors. Cost: one pass, ``N`` bytes read and
+        ``(k - 1) N`` written, whatever the algorithm. Each of several GPUs copies a slice.
         """
         return self._begin(async_op, "broadcast", tensors, root=root)
 
@@ -222,9 +210,7 @@ class BaseCommunicator:
         Args:
             lists: ``lists[rank][i]``, as in `all_reduce_coalesced`. List groups only.
 
-        See `broadcast` for the other arguments and errors.
-
-        Cost: that of one `broadcast` of all bytes, and one dispatch.
+        See `broadcast` for the other arguments and errors. Cost: one dispatch for all tensors.
         """
         return self._begin(async_op, "broadcast_coalesced", lists, root=root)
 
@@ -246,13 +232,11 @@ class BaseCommunicator:
                 shares no memory with an input.
             inputs: One tensor per rank, not changed. List groups only.
             root: The rank on whose device ``output`` is.
-            algorithm: Overrides the communicator's. ``ring``, ``naive`` and ``sharded`` have no
-                reduction to one rank and raise `UnsupportedError`.
+            algorithm: Overrides the communicator's; not ``ring``, ``naive`` or ``sharded``.
 
-        See `all_reduce` for the other arguments, the errors and the bits of the result.
-
-        Cost: reads ``k N`` and writes ``N`` bytes. Each of several GPUs reduces a slice and writes
-        it to the root: with a rank on each no link carries more than ``2 N`` bytes each way.
+        See `all_reduce` for the other arguments, errors and bits. Cost: reads ``k N`` and writes
+        ``N`` bytes. Each of several GPUs reduces a slice and writes it to the root: with a rank on
+        each no link carries more than ``2 N`` bytes each way.
         """
         return self._begin(async_op, "reduce", output, inputs, op, algorithm, order, root=root)
 
@@ -273,9 +257,7 @@ class BaseCommunicator:
             outputs: Tensor ``i`` is ``lists[root][i]`` itself, or shares no memory with another.
             lists: ``lists[rank][i]``, as in `all_reduce_coalesced`. List groups only.
 
-        See `reduce` for the other arguments, errors and bits.
-
-        Cost: that of one `reduce` of all bytes, and one dispatch.
+        See `reduce` for the other arguments and errors. Cost: one dispatch for all tensors.
         """
         call = "reduce_coalesced", outputs, lists, op, algorithm, order
         return self._begin(async_op, *call, root=root)
@@ -283,10 +265,8 @@ class BaseCommunicator:
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it. For groups with one local rank.
 
-        On GPUs the current streams of all ranks continue after all ranks have called it; the host
-        does not wait for the GPUs.
-
-        See `all_reduce` for ``async_op`` and errors.
+        On GPUs the ranks' current streams wait for each other, and the host does not wait for
+        them. See `all_reduce` for ``async_op`` and errors.
         """
         return self._begin(async_op, "barrier", [])
 
@@ -304,7 +284,7 @@ class BaseCommunicator:
 
         Args:
             tensors: As for `all_reduce`. The returned callable keeps them alive.
-            algorithm: Overrides the communicator's. ``naive`` and ``sharded`` cannot be bound.
+            algorithm: Overrides the communicator's; not ``naive`` or ``sharded``.
 
         Returns:
             A callable without arguments that reduces ``tensors`` in place; all ranks must call
@@ -314,9 +294,7 @@ class BaseCommunicator:
             Bind again then. It notices neither memory of NumPy arrays that ``ndarray.resize``
             freed nor a new ``requires_grad``.
 
-        See `all_reduce` for the other arguments and errors.
-
-        Cost: beside the reduction, about 0.1 microseconds for each tensor.
+        See `all_reduce` for the other arguments and errors. Cost: 0.1 microseconds per tensor.
         """
         call = self._checked("bind", tensors, None, op, algorithm, order)
         return self._bind_call(call._replace(operation="all_reduce"))
@@ -334,7 +312,7 @@ class BaseCommunicator:
         Args:
             lists: As for `all_reduce_coalesced`. The returned callable keeps their tensors alive.
 
-        See `bind` for the other arguments, the callable and its cost, and `all_reduce` for errors.
+        See `bind` for the other arguments, the callable and errors.
         """
         operation = self._of_lists("bind_coalesced", lists)
         call = self._checked("bind_coalesced", lists, None, op, algorithm, order)
@@ -345,7 +323,7 @@ class BaseCommunicator:
     def check(self) -> None:
         """Raise if the communicator is closed or a call has failed; wait for nothing.
 
-        While another thread is in a call of a list group, it checks nothing.
+        It checks nothing while another thread is in a call of a list group.
 
         Raises:
             CollectiveTimeout, PeerLostError: A rank was late, or is gone; also in a call that had
@@ -370,17 +348,13 @@ class BaseCommunicator:
     def close(self) -> None:
         """Wait for calls in the background, then end all threads. May be called again.
 
-        Every later call but close() raises `RingarError`. Ranks in other processes that go on
-        calling get a `PeerLostError`.
-
-        Where ranks of one process wait for GPUs, signals are ignored; use `abort` from another
-        thread. Elsewhere an exception from a signal handler ends the wait within 0.2 s. Calls that
-        have not begun then fail, and the other processes are told.
+        Every later call raises `RingarError`. Ranks in other processes that go on calling get a
+        `PeerLostError`. An exception from a signal handler ends the wait within 0.2 s, except for
+        list groups on GPUs: use `abort` from another thread. Calls that have not begun then fail.
 
         Raises:
-            CollectiveTimeout, PeerLostError: A rank was late in one of the last calls, or lost, on
-                a GPU. Or this process's GPU has not reached their end: the tensors that it writes
-                are kept until then. A second close() raises nothing.
+            CollectiveTimeout, PeerLostError: On GPUs, a rank was late or lost in one of the last
+                calls, or a GPU still runs: its tensors are kept. A second close() raises nothing.
         """
         self._close()
 
@@ -401,10 +375,9 @@ class BaseCommunicator:
     def stats(self) -> dict[str, dict[str, float]]:
         """Return the number of calls so far: ``{algorithm: {"calls", "bytes", "busy_s"}}``.
 
-        ``bytes`` counts one rank's data. ``busy_s`` is missing on GPUs, and ``naive`` and
-        ``sharded`` count calls only. Processes: ``exchange`` is ``direct`` for small tensors, and
-        all other collectives. Several machines: ``hierarchical``, and ``inter``, the exchanges
-        between machines and the bytes that this rank sent.
+        ``bytes`` counts one rank's data. GPUs have no ``busy_s``; ``naive`` and ``sharded`` count
+        calls only. Processes: ``exchange`` is ``direct`` for small tensors, and all other
+        collectives. Several machines: ``inter`` counts exchanges and bytes between machines.
         """
         return self._stats()
 
@@ -456,7 +429,6 @@ class BaseCommunicator:
 
     @property
     def _reason(self) -> str:
-        """Why `plan` has its algorithm."""
         return self._why if self._algorithm == "auto" else "asked for"
 
     def _order_of(self, algorithm: str, order: str) -> str:
@@ -466,7 +438,6 @@ class BaseCommunicator:
     # -- checks ------------------------------------------------------------------------------------
 
     def _configure(self, algorithm: Any, order: Any, timeout: Any) -> None:
-        """Check and keep the settings of the constructor."""
         self._algorithm = self._check_algorithm(algorithm)
         self._order = check_choice("order", order, ORDERS)
         self._timeout_s = check_timeout(timeout)
@@ -484,7 +455,6 @@ class BaseCommunicator:
         return str(algorithm)
 
     def _resolve(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
-        """Return the algorithm and the order of additions of a call."""
         if algorithm is None and order is None:
             return self._default
         name = self._algorithm if algorithm is None else self._check_algorithm(algorithm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
     """
 
     _refused = _REFUSED
+    _limits: Mapping[str, Any] = {}
     _auto, _why = choose("processes")
 
     def __init__(
@@ -101,30 +102,12 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         max_blocks: int | None = None,
     ) -> None:
         self._configure_rank(name, algorithm, order, timeout, device)
-        self._limits: dict[str, Any] = check_max_blocks(max_blocks, has_gpus=self._has_gpus)
+        self._limits = check_max_blocks(max_blocks, has_gpus=self._has_gpus)
         store, rank, world_size = checked_store(store, rank, world_size)
         with Rendezvous(
             store, rank, world_size, name, self._timeout_s, self._device.type
         ) as meeting:
             self._join(meeting, meeting.exchange_members(), compares_shapes)
-
-    @classmethod
-    def _of_meeting(
-        cls,
-        meeting: Rendezvous,
-        members: list[Member],
-        device: torch.device,
-        *,
-        algorithm: str,
-        order: str,
-        timeout: float,
-        compares_shapes: bool,
-    ) -> ProcessCommunicator:
-        self = cls.__new__(cls)
-        self._limits = {}
-        self._configure_rank(meeting.name, algorithm, order, timeout, device)
-        self._join(meeting, members, compares_shapes)
-        return self
 
     def _configure_rank(
         self, name: Any, algorithm: Any, order: Any, timeout: Any, device: Any

@@ -16,8 +16,8 @@ __all__ = ["RankCommunicator"]
 class RankCommunicator(BaseCommunicator):
     """One local rank of a group whose other ranks are in other processes.
 
-    All ranks make the same calls in the same order. A transport also sets ``_rank``, ``_store``,
-    ``_members``, ``_device`` and ``_name``.
+    A transport also sets ``_rank``, and ``_store``, ``_members``, ``_device`` and ``_name`` if it
+    has them.
     """
 
     _takes_bare_tensors = True
@@ -104,13 +104,7 @@ class RankCommunicator(BaseCommunicator):
     ) -> Any:
         """Begin a call on stand-ins for tensors that the engine does not take.
 
-        Args:
-            what: Description of the call of the original tensors. Ranks compare it.
-            operation: ``"all_reduce"``, ``"all_gather"`` or ``"broadcast"``.
-            outputs: As for `CollectiveCall`.
-            inputs: As for `CollectiveCall`.
-            op: Name of the reduction.
-            root: Rank that sends.
+        Ranks compare ``what``, the description of the call of the original tensors.
         """
         call = self._checked(operation, outputs, inputs, op, root=root)
         return self._run(call, async_op=True, what=what)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from pyringar.comm.arguments import OPS
+from pyringar.comm.arguments import OPS, check_parts
 from pyringar.comm.plain_group import check_no_overlap
 from pyringar.distributed.convert import (
     BITWISE,
@@ -244,10 +244,7 @@ class Collectives(Delegated):
     # -- all_gather --------------------------------------------------------------------------------
 
     def _gather_into(self, output: Tensor, input: Tensor, opts: Any, call: _Call) -> None:
-        if output.dtype != input.dtype:
-            raise ArgumentError(
-                f"all_gather: output has dtype {output.dtype} and input {input.dtype}"
-            )
+        check_parts("all_gather", output, input, self._comm.world_size)
         check_no_overlap("output", output)
         into, whole = for_copy(output)
         if whole is not None:
@@ -262,14 +259,9 @@ class Collectives(Delegated):
             call.parts.append(self._comm._begin_as(what, "all_gather", into, part))
 
     def _gather_row(self, row: Sequence[Tensor], input: Tensor, opts: Any, call: _Call) -> None:
-        self._check_row(row, "all_gather")
         rank = self._comm.rank
-        if row[rank].numel() != input.numel() or any(t.dtype != input.dtype for t in row):
-            raise ArgumentError(
-                f"all_gather: input is {tuple(input.shape)} of {input.dtype}, expected as "
-                f"tensor_list[{rank}], {tuple(row[rank].shape)} of {row[rank].dtype}, and the "
-                f"dtype of all {len(row)}"
-            )
+        self._check_row(row, "all_gather")
+        self._check_own_part("all_gather", "input", input, "tensor_list", row)
         for i, tensor in enumerate(row):
             check_no_overlap(f"tensor_list[{i}]", tensor)
         if all(t.numel() == input.numel() for t in row):
@@ -326,12 +318,7 @@ class Collectives(Delegated):
 
     def _scatter_from(self, output: Tensor, input: Tensor, opts: Any, call: _Call) -> None:
         op = reduction_name(opts.reduceOp, "reduce_scatter")
-        size = self._comm.world_size
-        if output.dtype != input.dtype or output.numel() * size != input.numel():
-            raise ArgumentError(
-                f"reduce_scatter: input has {input.numel()} elements of {input.dtype} and output "
-                f"{output.numel()} of {output.dtype}; expected one dtype and {size} times as many"
-            )
+        check_parts("reduce_scatter", output, input, self._comm.world_size)
         check_no_overlap("output", output)
         is_native = input.dtype in NATIVE and op in OPS
         if is_native and input.is_contiguous() and not _share_memory(input, output):
@@ -344,14 +331,9 @@ class Collectives(Delegated):
             self._scatter_slice(output, flat, self._comm.rank * output.numel(), op, call)
 
     def _scatter_row(self, output: Tensor, row: Sequence[Tensor], opts: Any, call: _Call) -> None:
-        self._check_row(row, "reduce_scatter")
         rank, op = self._comm.rank, reduction_name(opts.reduceOp, "reduce_scatter")
-        if row[rank].numel() != output.numel() or any(t.dtype != output.dtype for t in row):
-            raise ArgumentError(
-                f"reduce_scatter: output is {tuple(output.shape)} of {output.dtype}, expected as "
-                f"input_list[{rank}], {tuple(row[rank].shape)} of {row[rank].dtype}, and the dtype "
-                f"of all {len(row)}"
-            )
+        self._check_row(row, "reduce_scatter")
+        self._check_own_part("reduce_scatter", "output", output, "input_list", row)
         check_no_overlap("output", output)
         flat = self._flat_copy(row, call)
         if all(t.numel() == output.numel() for t in row):
@@ -443,6 +425,17 @@ class Collectives(Delegated):
             raise ArgumentError(
                 f"{operation}: a list has {len(row)} tensors, expected "
                 f"{self._comm.world_size}, one per rank"
+            )
+
+    def _check_own_part(
+        self, operation: str, name: str, part: Tensor, list_name: str, row: Sequence[Tensor]
+    ) -> None:
+        own = row[self._comm.rank]
+        if own.numel() != part.numel() or any(t.dtype != part.dtype for t in row):
+            raise ArgumentError(
+                f"{operation}: {name} is {tuple(part.shape)} of {part.dtype}, expected as "
+                f"{list_name}[{self._comm.rank}], {tuple(own.shape)} of {own.dtype}, and the dtype "
+                f"of all {len(row)}"
             )
 
 

@@ -75,21 +75,21 @@ def communicator_for(
     See `HierarchicalCommunicator` for the other arguments and errors.
     """
     place = check_device("cpu" if device is None else device, "device")
-    options: Any = {"order": order, "timeout": timeout, "compares_shapes": compares_shapes}
     with _meeting(store, rank, world_size, name, timeout, place) as meeting:
         members = meeting.exchange_members()
         num_nodes = len(ranks_by_node(members))
         if num_nodes == 1:
-            return ProcessCommunicator._of_meeting(
-                meeting, members, place, algorithm=algorithm, **options
-            )
+            one = ProcessCommunicator.__new__(ProcessCommunicator)
+            one._configure_rank(meeting.name, algorithm, order, timeout, place)
+            one._join(meeting, members, compares_shapes)
+            return one
     if algorithm != "auto":
         raise ArgumentError(
             f"algorithm is {algorithm!r}, but the ranks are on {num_nodes} machines, whose sums "
             "are added to each other: expected 'auto'"
         )
     made = HierarchicalCommunicator.__new__(HierarchicalCommunicator)
-    made._join(meeting, members, place, **options)
+    made._join(meeting, members, place, order, timeout, compares_shapes)
     return made
 
 
