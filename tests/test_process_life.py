@@ -43,12 +43,33 @@ def test_wrong_constructor_arguments_raise(store_port):
     refused("rank is 0 and world_size 0", store, 0, 0)
     refused("world_size is 2.0", store, 0, 2.0)
     refused("rank is 0 and world_size 2 without a store", None, 0, 2)
-    refused("algorithm is 'fused', expected one of auto, direct", store, 0, 1, algorithm="fused")
-    ring = pytest.raises(pr.UnsupportedError, match=r"algorithm is 'ring'.*take 'auto' or 'direct'")
-    with ring:
-        pr.ProcessCommunicator(store, 0, 1, algorithm="ring")
-    with pr.ProcessCommunicator(store, 0, 1) as comm, ring:
-        comm.all_reduce(torch.ones(4), algorithm="ring")
+    refused("algorithm is 'nccl', expected one of auto", store, 0, 1, algorithm="nccl")
+
+
+@pytest.mark.parametrize("algorithm", ["fused", "ring", "naive", "sharded"])
+def test_missing_algorithm_names_alternative(algorithm):
+    store = torch.distributed.HashStore()
+    words = f"algorithm is '{algorithm}': a ProcessCommunicator .*; take 'auto' or 'direct'"
+    refused = pytest.raises(pr.UnsupportedError, match=words)
+    with refused:
+        pr.ProcessCommunicator(store, 0, 1, algorithm=algorithm)
+    with pr.ProcessCommunicator(store, 0, 1) as comm, refused:
+        comm.all_reduce(torch.ones(4), algorithm=algorithm)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda comm, x: comm.reduce(x, [x]), "reduce: .*; take all_reduce"),
+        (lambda comm, x: comm.reduce_coalesced([x], [[x]]), ": .*; take all_reduce_coalesced"),
+        (lambda comm, x: comm.broadcast_coalesced([x]), "broadcast_coalesced: .*; take broadcast"),
+    ],
+)
+def test_missing_operation_names_alternative(call, words):
+    with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as comm:
+        with pytest.raises(pr.UnsupportedError, match=words):
+            call(comm, torch.ones(4))
+        comm.all_reduce(torch.ones(4))
 
 
 # -- where ranks find each other -------------------------------------------------------------------

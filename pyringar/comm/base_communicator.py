@@ -174,7 +174,7 @@ class BaseCommunicator:
         See `all_reduce` for the other arguments and errors. Cost: ``fused`` reads ``k N`` and
         writes ``N`` bytes. ``ring`` takes ``k - 1`` steps.
         """
-        return self._begin(async_op, "reduce_scatter", outputs, inputs, op)
+        return self._run(self._checked("reduce_scatter", outputs, inputs, op), async_op=async_op)
 
     def all_gather(
         self, outputs: Tensors, inputs: Tensors, *, async_op: bool = False
@@ -188,7 +188,7 @@ class BaseCommunicator:
         See `all_reduce` for the other arguments and errors. Cost: ``fused`` reads ``k n`` and
         writes ``k k n`` elements. ``ring`` takes ``k - 1`` steps.
         """
-        return self._begin(async_op, "all_gather", outputs, inputs)
+        return self._run(self._checked("all_gather", outputs, inputs), async_op=async_op)
 
     def broadcast(self, tensors: Tensors, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy the tensor of rank ``root`` into every other rank's.
@@ -200,7 +200,7 @@ class BaseCommunicator:
         See `all_reduce` for the other arguments and errors. Cost: one pass, ``N`` bytes read and
         ``(k - 1) N`` written, whatever the algorithm. Each of several GPUs copies a slice.
         """
-        return self._begin(async_op, "broadcast", tensors, root=root)
+        return self._run(self._checked("broadcast", tensors, root=root), async_op=async_op)
 
     def broadcast_coalesced(
         self, lists: Lists, root: int = 0, *, async_op: bool = False
@@ -212,7 +212,7 @@ class BaseCommunicator:
 
         See `broadcast` for the other arguments and errors. Cost: one dispatch for all tensors.
         """
-        return self._begin(async_op, "broadcast_coalesced", lists, root=root)
+        return self._run(self._checked("broadcast_coalesced", lists, root=root), async_op=async_op)
 
     def reduce(
         self,
@@ -238,7 +238,8 @@ class BaseCommunicator:
         ``N`` bytes. Each of several GPUs reduces a slice and writes it to the root: with a rank on
         each no link carries more than ``2 N`` bytes each way.
         """
-        return self._begin(async_op, "reduce", output, inputs, op, algorithm, order, root=root)
+        call = self._checked("reduce", output, inputs, op, algorithm, order, root=root)
+        return self._run(call, async_op=async_op)
 
     def reduce_coalesced(
         self,
@@ -259,8 +260,8 @@ class BaseCommunicator:
 
         See `reduce` for the other arguments and errors. Cost: one dispatch for all tensors.
         """
-        call = "reduce_coalesced", outputs, lists, op, algorithm, order
-        return self._begin(async_op, *call, root=root)
+        call = self._checked("reduce_coalesced", outputs, lists, op, algorithm, order, root=root)
+        return self._run(call, async_op=async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when all ranks have called it. For groups with one local rank.
@@ -268,7 +269,7 @@ class BaseCommunicator:
         On GPUs the ranks' current streams wait for each other, and the host does not wait for
         them. See `all_reduce` for ``async_op`` and errors.
         """
-        return self._begin(async_op, "barrier", [])
+        return self._run(self._checked("barrier", []), async_op=async_op)
 
     # -- bound calls -------------------------------------------------------------------------------
 
@@ -455,8 +456,6 @@ class BaseCommunicator:
         return str(algorithm)
 
     def _resolve(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
-        if algorithm is None and order is None:
-            return self._default
         name = self._algorithm if algorithm is None else self._check_algorithm(algorithm)
         name = self._auto if name == "auto" else name
         order = self._order if order is None else check_choice("order", order, ORDERS)
@@ -480,7 +479,9 @@ class BaseCommunicator:
             check_root(root, self._world_size, operation)
         if operation in WITHOUT_ALGORITHM:
             return CollectiveCall(operation, outputs, inputs, op, self._auto, "rank", root)
-        chosen, added_in = self._resolve(algorithm, order)
+        chosen, added_in = self._default
+        if algorithm is not None or order is not None:
+            chosen, added_in = self._resolve(algorithm, order)
         if operation in _MISSING.get(chosen, ()):
             _refuse_algorithm(operation, chosen)
         return CollectiveCall(operation, outputs, inputs, op_name(op), chosen, added_in, root)
@@ -488,9 +489,6 @@ class BaseCommunicator:
     def _of_lists(self, operation: str, lists: Any) -> str:
         """Return the operation that reduces these lists; list groups check them later."""
         return "all_reduce_coalesced"
-
-    def _begin(self, async_op: bool, *call: Any, root: int = 0) -> Work | None:
-        return self._run(self._checked(*call, root=root), async_op=async_op)
 
     def _all_reduce(
         self,
@@ -512,7 +510,8 @@ class BaseCommunicator:
                 flat = [tensor for tensors in given for tensor in tensors] if is_per_rank else given
                 operators.reduce(self._handle, flat, op, algorithm, order, num_lists=count)
                 return None
-        return self._begin(async_op, operation, given, None, op, algorithm, order)
+        call = self._checked(operation, given, None, op, algorithm, order)
+        return self._run(call, async_op=async_op)
 
 
 def _refuse_algorithm(operation: str, algorithm: str) -> NoReturn:

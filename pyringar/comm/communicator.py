@@ -123,11 +123,7 @@ class Communicator(EngineCommunicator):
         """The device of every rank."""
         return self._devices
 
-    def _run(
-        self, call: CollectiveCall, *, async_op: bool = False, what: object = ""
-    ) -> Work | None:
-        if call.algorithm not in PLAIN_ALGORITHMS:
-            return super()._run(call, async_op=async_op, what=what)
+    def _run_plain(self, call: CollectiveCall, async_op: bool) -> Work | None:
         self._group.check_call(call.operation, call.outputs)
         is_list = call.operation == "all_reduce"
         given = [[tensor] for tensor in call.outputs] if is_list else call.outputs

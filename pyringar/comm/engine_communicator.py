@@ -40,9 +40,17 @@ class EngineCommunicator(BaseCommunicator):
     def _run(
         self, call: CollectiveCall, *, async_op: bool = False, what: object = ""
     ) -> Work | None:
-        in_flight = self._in_flight if async_op else None
-        native = self._group.run(*call, in_flight, None, str(what))
-        return self._begun(native, call) if async_op else None
+        if call.algorithm in PLAIN_ALGORITHMS:
+            return self._run_plain(call, async_op)
+        if not async_op:
+            self._group.run(*call, None)
+            return None
+        native = self._group.run(*call, self._in_flight, None, str(what))
+        return self._begun(native, call)
+
+    def _run_plain(self, call: CollectiveCall, async_op: bool) -> Work | None:
+        """Run a call by an algorithm in plain torch."""
+        raise NotImplementedError
 
     def _begun(self, native: Any, call: CollectiveCall) -> Work:
         """Return the work for the engine's work; release the tensors of works that are done."""
