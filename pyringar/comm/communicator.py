@@ -128,6 +128,7 @@ class Communicator(EngineCommunicator):
             logger.warning("%s runs in plain torch, without the engine: %s", algorithm, error)
             self._group = PlainGroup(self._devices, str(error))
         self._in_flight = {}
+        self._now = self._group.prepared(*self._default) if self._default[0] not in _PYTHON_ALGORITHMS else None
         what = f"{self._topology}, algorithm={algorithm!r}, order={order!r}"
         self._handle = handle_of(self, what)
         self._python_calls = dict.fromkeys(_PYTHON_ALGORITHMS, 0)
@@ -179,6 +180,8 @@ class Communicator(EngineCommunicator):
         are packed first and unpacked after; so are those not in the order of their index, unless
         all ranks' lie alike.
         """
+        if not async_op and self._now is not None and not torch.compiler.is_dynamo_compiling() and self._now(tensors, op, algorithm, order):
+            return None
         if is_traced() and is_list(tensors) and not async_op:
             from pyringar.comm import operators
 
@@ -187,10 +190,11 @@ class Communicator(EngineCommunicator):
         chosen, order = self._resolve(algorithm, order)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
-            self._group.check(tensors)
+            self._group.check_call("all_reduce", tensors)
             return self._run_in_python("all_reduce", chosen, [[t] for t in tensors], name, async_op)
-        native = self._group.all_reduce(
-            tensors, name, chosen, order, self._in_flight if async_op else None
+        native = self._group.run(
+            "all_reduce", tensors, None, name, chosen, order, 0,
+            self._in_flight if async_op else None
         )
         return self._begun(native, "all_reduce", name, chosen) if async_op else None
 
@@ -222,10 +226,11 @@ class Communicator(EngineCommunicator):
         chosen, order = self._resolve(algorithm, order)
         name = op_name(op)
         if chosen in _PYTHON_ALGORITHMS:
-            self._group.check_coalesced(lists)
+            self._group.check_call("all_reduce_coalesced", lists)
             return self._run_in_python("all_reduce_coalesced", chosen, lists, name, async_op)
-        native = self._group.all_reduce_coalesced(
-            lists, name, chosen, order, self._in_flight if async_op else None
+        native = self._group.run(
+            "all_reduce_coalesced", lists, None, name, chosen, order, 0,
+            self._in_flight if async_op else None
         )
         return self._begun(native, "all_reduce_coalesced", name, chosen) if async_op else None
 
@@ -244,8 +249,8 @@ class Communicator(EngineCommunicator):
         Cost: ``fused`` reads ``k N`` and writes ``N`` bytes; ``ring`` takes ``k - 1`` steps.
         """
         algorithm, order = self._resolve_engine("reduce_scatter")
-        native = self._group.reduce_scatter(
-            outputs, inputs, op_name(op), algorithm, order, self._in_flight if async_op else None
+        native = self._group.run("reduce_scatter",
+            outputs, inputs, op_name(op), algorithm, order, 0, self._in_flight if async_op else None
         )
         return self._begun(native, "reduce_scatter", op_name(op), algorithm) if async_op else None
 
@@ -263,8 +268,8 @@ class Communicator(EngineCommunicator):
         Cost: ``fused`` reads ``k n`` and writes ``k k n`` elements; ``ring`` takes ``k - 1`` steps.
         """
         algorithm, _ = self._resolve_engine("all_gather")
-        native = self._group.all_gather(
-            outputs, inputs, algorithm, self._in_flight if async_op else None
+        native = self._group.run("all_gather",
+            outputs, inputs, "sum", algorithm, "rank", 0, self._in_flight if async_op else None
         )
         return self._begun(native, "all_gather", algorithm) if async_op else None
 
@@ -282,7 +287,7 @@ class Communicator(EngineCommunicator):
         several GPUs reads a slice from the root and writes it to the other ranks.
         """
         check_root(root, len(self._devices))
-        native = self._group.broadcast(tensors, root, self._in_flight if async_op else None)
+        native = self._group.run("broadcast", tensors, None, "sum", "fused", "rank", root, self._in_flight if async_op else None)
         return self._begun(native, "broadcast") if async_op else None
 
     def broadcast_coalesced(
@@ -298,7 +303,7 @@ class Communicator(EngineCommunicator):
         Cost: that of one `broadcast` of all bytes, and one dispatch.
         """
         check_root(root, len(self._devices), "broadcast_coalesced")
-        native = self._group.broadcast_coalesced(lists, root, self._in_flight if async_op else None)
+        native = self._group.run("broadcast_coalesced", lists, None, "sum", "fused", "rank", root, self._in_flight if async_op else None)
         return self._begun(native, "broadcast_coalesced") if async_op else None
 
     def reduce(
@@ -329,7 +334,7 @@ class Communicator(EngineCommunicator):
         """
         chosen, order = self._resolve_reduce("reduce", root, algorithm, order)
         in_flight = self._in_flight if async_op else None
-        native = self._group.reduce(output, inputs, op_name(op), chosen, order, root, in_flight)
+        native = self._group.run("reduce", output, inputs, op_name(op), chosen, order, root, in_flight)
         return self._begun(native, "reduce", op_name(op), chosen) if async_op else None
 
     def reduce_coalesced(
@@ -356,7 +361,7 @@ class Communicator(EngineCommunicator):
         name = op_name(op)
         chosen, order = self._resolve_reduce("reduce_coalesced", root, algorithm, order)
         in_flight = self._in_flight if async_op else None
-        native = self._group.reduce_coalesced(outputs, lists, name, chosen, order, root, in_flight)
+        native = self._group.run("reduce_coalesced", outputs, lists, name, chosen, order, root, in_flight)
         return self._begun(native, "reduce_coalesced", name, chosen) if async_op else None
 
     def bind(
@@ -385,7 +390,7 @@ class Communicator(EngineCommunicator):
         Cost: beside the reduction, about 0.1 microseconds for each tensor.
         """
         chosen = self._resolve_engine("bind", algorithm, order)
-        bound: Callable[[], None] = self._group.bind(tensors, op_name(op), *chosen)
+        bound: Callable[[], None] = self._group.bind("all_reduce", tensors, op_name(op), *chosen)
         return bound
 
     def bind_coalesced(
@@ -404,7 +409,7 @@ class Communicator(EngineCommunicator):
         See `bind` for the other arguments, the callable and its cost, and `all_reduce` for errors.
         """
         chosen = self._resolve_engine("bind_coalesced", algorithm, order)
-        bound: Callable[[], None] = self._group.bind_coalesced(lists, op_name(op), *chosen)
+        bound: Callable[[], None] = self._group.bind("all_reduce_coalesced", lists, op_name(op), *chosen)
         return bound
 
     def _begin_bucket(self, lists: list[list[Tensor]], op: str, after: Any) -> Work | None:
@@ -423,7 +428,7 @@ class Communicator(EngineCommunicator):
             for rank in range(len(self._devices)):
                 ready.make_wait(bucket, rank)
             return self.all_reduce_coalesced(lists, op, async_op=True)
-        native = self._group.all_reduce_coalesced(lists, op, chosen, order, self._in_flight, after)
+        native = self._group.run("all_reduce_coalesced", lists, None, op, chosen, order, 0, self._in_flight, after)
         return self._begun(native, "all_reduce_coalesced", op, chosen)
 
     # -- failures ----------------------------------------------------------------------------------

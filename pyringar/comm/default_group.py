@@ -60,7 +60,7 @@ class _Default:
         if (communicator := self.communicator(data)) is not None:
             communicator.all_reduce(data, op)
         else:
-            self.group().all_reduce(data, op_name(op), "fused", "rank", None)
+            self.group().run("all_reduce", data, None, op_name(op), "fused", "rank", 0, None)
 
     def _on(self, gpus: tuple[int, ...]) -> Communicator:
         with self._lock:

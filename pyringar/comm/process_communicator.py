@@ -165,9 +165,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             self._group.connect()
         # The backend's, too: what it declines goes the general way; on GPUs all does.
         self.reduce_plain = (
-            _decline
-            if self._device.type == "cuda"
-            else self._group.plain_all_reduce(self._resolve(None, None))
+            self._group.prepared("direct", self._resolve(None, None))
         )
         self._in_flight = {}
         what = (
@@ -296,8 +294,8 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             operators.reduce(self._handle, own, op, algorithm, order)
             return None
         order = self._resolve(algorithm, order)
-        native = self._group.all_reduce(
-            tensors, op_name(op), order, self._in_flight if async_op else None
+        native = self._group.run("all_reduce",
+            tensors, None, op_name(op), "direct", order, 0, self._in_flight if async_op else None
         )
         return self._begun(native, "all_reduce", op_name(op)) if async_op else None
 
@@ -330,8 +328,8 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         See `all_reduce` for the other arguments and errors.
         """
         order = self._resolve(None, None)
-        native = self._group.reduce_scatter(
-            output, input, op_name(op), order, self._in_flight if async_op else None
+        native = self._group.run("reduce_scatter",
+            output, input, op_name(op), "direct", order, 0, self._in_flight if async_op else None
         )
         return self._begun(native, "reduce_scatter", op_name(op)) if async_op else None
 
@@ -344,7 +342,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
 
         See `all_reduce` for the other arguments and errors.
         """
-        native = self._group.all_gather(output, input, self._in_flight if async_op else None)
+        native = self._group.run("all_gather", output, input, "sum", "direct", "rank", 0, self._in_flight if async_op else None)
         return self._begun(native, "all_gather") if async_op else None
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work | None:
@@ -357,12 +355,18 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         See `all_reduce` for the other arguments and errors.
         """
         check_root(root, self._world_size)
-        native = self._group.broadcast(tensor, root, self._in_flight if async_op else None)
+        native = self._group.run("broadcast", tensor, None, "sum", "direct", "rank", root, self._in_flight if async_op else None)
         return self._begun(native, "broadcast") if async_op else None
 
     def _begin_as(self, what: object, call: str, *arguments: Any) -> Work | None:
-        order = (self._resolve(None, None),) if call == "all_reduce" else ()
-        native = getattr(self._group, call)(*arguments, *order, self._in_flight, str(what))
+        order = self._resolve(None, None)
+        if call == "all_reduce":
+            a = (arguments[0], None, arguments[1], "direct", order, 0)
+        elif call == "all_gather":
+            a = (*arguments, "sum", "direct", "rank", 0)
+        else:
+            a = (arguments[0], None, "sum", "direct", "rank", arguments[1])
+        native = self._group.run(call, *a, self._in_flight, None, str(what))
         return self._begun(native, call)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
@@ -373,7 +377,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
 
         See `all_reduce` for ``async_op`` and errors.
         """
-        native = self._group.barrier(self._in_flight if async_op else None)
+        native = self._group.run("barrier", None, None, "sum", "direct", "rank", 0, self._in_flight if async_op else None)
         return self._begun(native, "barrier") if async_op else None
 
     def _submit_step(self, step: Callable[[], object]) -> Work:
@@ -403,8 +407,8 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
 
         See `all_reduce` for the other arguments and errors.
         """
-        bound: Callable[[], None] = self._group.bind(
-            tensors, op_name(op), self._resolve(algorithm, order)
+        bound: Callable[[], None] = self._group.bind("all_reduce",
+            tensors, op_name(op), "direct", self._resolve(algorithm, order)
         )
         return bound
 
