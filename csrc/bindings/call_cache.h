@@ -1,9 +1,9 @@
-// call_cache: checked all-reduces of a group, to run again on tensors at the same addresses.
+// call_cache: prepared all-reduces of a group, to run again on tensors at the same addresses.
 //
 // Contract  find() returns a call only where a check of the same arguments would make it again: as
-//           many lists of as many tensors, each with the memory, layout, dtype and device that the
-//           tensor had, and none that autograd watches. It keeps no tensor and no memory alive.
-//           Anything else is null, for the checks of a call to refuse or to prepare.
+//           many ranks and tensors, each with the memory, layout, dtype and device that the tensor
+//           had, and no tensor that autograd watches. It keeps no tensor and no memory alive.
+//           Otherwise null: the checks of a call then refuse or prepare it.
 // Threads   with the GIL held. A call that is found may run without it.
 // Tests     tests/conformance/test_prepared.py
 #pragma once
@@ -15,40 +15,36 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bindings/prepare.h"
 #include "bindings/tensor.h"
 #include "core/collective.h"
 
 namespace pyringar {
 
-struct CallKey {
-  bool is_coalesced;
-  Reduction reduction;
-  Algorithm algorithm;
-
-  bool operator==(const CallKey&) const = default;
-};
-
-// The tensors of a call, in one tuple or in one for each rank.
-using TensorTuples = std::vector<py::tuple>;
-
 class CallCache {
  public:
-  // tensors: as the caller passed them. Empty where they are no list or tuple, or lists of those.
-  static TensorTuples tuples_of(py::handle tensors, bool is_coalesced);
-
-  std::shared_ptr<const Collective> find(const CallKey& key, const TensorTuples& tuples) const;
+  std::shared_ptr<const Collective> find(const CallOptions& options,
+                                         const GivenTensors& tensors) const;
   // Call it before the call runs: tensors may get other memory meanwhile. The first call with a
   // tensor only leaves a mark, because calls of new tensors every time are never found again.
-  void keep(const CallKey& key, const TensorTuples& tuples, std::shared_ptr<const Collective> call);
+  void keep(const CallOptions& options, const GivenTensors& tensors,
+            std::shared_ptr<const Collective> call);
 
  private:
   static constexpr std::size_t kMostCalls = 64;
 
   struct Entry {
-    CallKey key;
-    std::vector<std::size_t> sizes;  // of the tuples
+    Operation operation;
+    Reduction reduction;
+    Algorithm algorithm;
+    int num_ranks;
     std::vector<Place> places;
     std::shared_ptr<const Collective> call;  // null: seen once
+
+    bool is_of(const CallOptions& options) const {
+      return operation == options.operation && reduction == options.reduction &&
+             algorithm == options.algorithm;
+    }
   };
 
   // By the memory of the first tensor.

@@ -85,7 +85,9 @@ class StreamedGroup : public ForkGuard {
 
   CallCache calls;
 
-  Ranks ranks() const { return {static_cast<int>(devices_.size()), &devices_}; }
+  LocalRanks ranks() const {
+    return {.world_size = static_cast<int>(devices_.size()), .devices = &devices_};
+  }
   bool has_this_thread() const { return false; }
   void check_usable() { pyringar::check_usable(group()); }
   void check() { group().try_check_usable(); }
@@ -147,19 +149,22 @@ struct Engine {
   using GroupPtr = std::shared_ptr<Group>;
 
   static Group& host(Group& group) { return group; }
-  static Ranks ranks(const Group& group) { return group.ranks(); }
+  static LocalRanks ranks(const Group& group) { return group.ranks(); }
   static CallCache& calls(Group& group) { return group.calls; }
-  static void run(Group& group, const Collective& collective) { group.run(collective); }
+  static void run(Group& group, const Collective& collective, PyObject* written) {
+    mark_written(written);
+    group.run(collective);
+  }
   static py::object submit(const GroupPtr& group, const Collective& collective, py::handle after) {
     return group->submit(collective, parse_after(after));
   }
   static py::object enqueued(const GroupPtr& group) { return group->enqueued(); }
-  static void wait_for_turn(Group&) {}
+  static void wait_until_free(Group&) {}
 };
 
 void bind_group(py::module_& m) {
   py::class_<StreamedGroup, Engine::GroupPtr> group(m, "Group");
-  def_rank_calls<Engine>(group);
+  def_list_calls<Engine>(group);
   group
       .def(py::init([](std::vector<int> devices, double timeout_s, int max_blocks) {
              const cuda::GroupOptions options{to_nanoseconds(timeout_s), max_blocks};

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bindings/cuda_ready.h"
+#include "bindings/shared_segment.h"
 #include "cuda_process/group.h"
 
 namespace pyringar {
@@ -55,20 +56,28 @@ class CudaProcessWork {
   const CudaProcessGroup::Submitted submitted_;
 };
 
+// A group, its prepared calls, and the device of its tensors.
+struct CallingGroup : WithCalls<CudaProcessGroup> {
+  using WithCalls<CudaProcessGroup>::WithCalls;
+  const std::vector<int> devices = {device()};
+};
+
 struct Engine {
-  using Group = CudaProcessGroup;
+  using Group = CallingGroup;
   using GroupPtr = std::shared_ptr<Group>;
 
   static ProcessGroup& host(Group& group) { return group.host(); }
-  static LocalRank local_rank(Group& group) {
-    return {group.host().rank(), group.host().world_size(), group.device()};
+  static CallCache& calls(Group& group) { return group.calls; }
+  static LocalRanks ranks(Group& group) {
+    return {group.host().world_size(), group.host().rank(), true, true, &group.devices};
   }
-  static void run(Group& group, const ProcessCall& call) {
+  static void run(Group& group, const Collective& call, PyObject* written) {
+    mark_written(written);
     const cudaStream_t stream = stream_of(group);
     const PythonCall python_call;
     group.run(call, stream);
   }
-  static py::object submit(const GroupPtr& group, ProcessCall call, py::handle) {
+  static py::object submit(const GroupPtr& group, Collective call, py::handle) {
     return work(group, group->submit(std::move(call), stream_of(*group)));
   }
   static py::object enqueued(const GroupPtr& group) {
@@ -94,22 +103,14 @@ Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, cons
                             double timeout_s, int device, int max_blocks) {
   const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
   const CudaProcessOptions options{to_nanoseconds(timeout_s), &look_at_signals, max_blocks};
-  return Engine::GroupPtr(new CudaProcessGroup(std::move(memory), segment, rank, device, options),
+  return Engine::GroupPtr(new CallingGroup(std::move(memory), segment, rank, device, options),
                           GroupDeleter<Engine>{});
-}
-
-// This module's own: the CPU engine's may have been made by another compiler.
-void bind_segment(py::module_& m) {
-  py::class_<SharedMemory>(m, "SharedMemory", py::module_local())
-      .def_property_readonly("fd", &SharedMemory::fd);
-  m.def("create_segment", &create_segment);
-  m.def("open_segment", &open_segment);
 }
 
 }  // namespace
 
 void bind_cuda_process_group(py::module_& m) {
-  bind_segment(m);
+  def_shared_segment(m);
   m.def("limits", &limits);
   py::class_<CudaProcessWork, std::shared_ptr<CudaProcessWork>>(m, "ProcessWork")
       .def("is_completed", &CudaProcessWork::is_completed)
@@ -117,21 +118,20 @@ void bind_cuda_process_group(py::module_& m) {
       .def("finished_ns", [](CudaProcessWork&) { return 0; })  // nobody waits for it on the host
       .def("wait", &CudaProcessWork::wait)
       .def("describe", &CudaProcessWork::describe);
-  py::class_<CudaProcessGroup, Engine::GroupPtr> group(m, "ProcessGroup");
+  py::class_<CallingGroup, Engine::GroupPtr> group(m, "ProcessGroup");
   def_process_calls<Engine>(group);
   group
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
            py::arg("token"), py::arg("timeout_s"), py::arg("device"),
            py::arg("max_blocks") = cuda::kAnyBlocks)
       .def("connect",
-           [](CudaProcessGroup& group) {
+           [](CallingGroup& group) {
              const PythonCall python_call;
              group.connect();
            })
       .def("make_ready",
-           [](const CudaProcessGroup& group, std::vector<int> bucket_sizes) {
-             const std::vector<int> devices = {group.device()};
-             return std::make_unique<BoundReady>(devices, std::move(bucket_sizes));
+           [](const CallingGroup& group, std::vector<int> bucket_sizes) {
+             return std::make_unique<BoundReady>(group.devices, std::move(bucket_sizes));
            })
       .def("slot_bytes", &CudaProcessGroup::slot_bytes);
 }

@@ -4,14 +4,18 @@
 // Contract  An engine's file brings a struct Engine with
 //             Group, GroupPtr       the class that Python sees, held by a shared_ptr
 //             host(group)           answers forked(), has_this_thread(), check_usable(), check()
-//             run(group, call)      now; on GPUs the work is enqueued when this returns
+//             ranks(group)          LocalRanks
+//             calls(group)          the CallCache
+//             run(group, call, written)    marks the tensors `written` and runs the call now; on
+//                                   GPUs the work is enqueued when this returns
 //             submit(group, call, after)   in the background; returns the work as a Python object.
-//                                   after: None, or what GPUs wait for in place of what is on the
-//                                   current streams
-//             mark_and_run(group, call, written)   if it marks a bound call's tensors itself
-//             enqueued(group)       GPUs only: the work of all that is on the current streams
-//           and what def_rank_calls() or def_process_calls() name besides. Tensors are marked as
-//           written before the first write: a call that fails half-way has written too.
+//                                   after: None, or an event that GPUs wait for in place of the
+//                                   work on the current streams
+//             enqueued(group)       GPUs only: the work of all calls on the current streams
+//             wait_until_free(group)       if algorithms in Python run, too: until calls before
+//                                   have run
+//           Tensors are marked as written before the first write: a call that fails half-way has
+//           written too.
 // Threads   with the GIL held; an engine releases it while it waits or moves data.
 // Tests     tests/test_communicator.py, tests/conformance/test_bits.py, tests/cuda
 #pragma once
@@ -21,13 +25,13 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "bindings/call_cache.h"
 #include "bindings/convert.h"
 #include "bindings/prepare.h"
-#include "bindings/process_prepare.h"
 #include "bindings/python_call.h"
 #include "bindings/tensor.h"
 #include "process/group.h"
@@ -90,14 +94,20 @@ inline void copy_back(const py::list& copies) {
   }
 }
 
-// Runs now and returns None, or, with a dict for what is in flight, returns a work.
-template <typename Engine, typename Call>
-py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> prepared,
-                         py::handle in_flight, py::handle after = Py_None) {
+// A group, and its prepared calls.
+template <typename Group>
+struct WithCalls : Group {
+  using Group::Group;
+  CallCache calls;
+};
+
+// Returns None after the call, or, with a dict for works in flight, a work.
+template <typename Engine>
+py::object run_or_submit(const typename Engine::GroupPtr& group, PreparedCollective prepared,
+                         py::handle in_flight, py::handle after) {
   Engine::host(*group).check_usable();
-  mark_written(prepared.written.ptr());
   if (in_flight.is_none()) {
-    Engine::run(*group, prepared.call);
+    Engine::run(*group, prepared.call, prepared.written.ptr());
     copy_back(prepared.copies);
     return py::none();
   }
@@ -105,67 +115,81 @@ py::object run_or_submit(const typename Engine::GroupPtr& group, Prepared<Call> 
   if constexpr (requires { Engine::enqueued(group); }) {
     if (py::len(prepared.copies) > 0) {
       // The copies back are torch's, on the current streams: there the work ends.
-      Engine::run(*group, prepared.call);
+      Engine::run(*group, prepared.call, prepared.written.ptr());
       copy_back(prepared.copies);
       return keep_until_done(in_flight, Engine::enqueued(group),
                              py::make_tuple(std::move(storages), prepared.copies));
     }
   }
+  mark_written(prepared.written.ptr());
   py::object work = Engine::submit(group, std::move(prepared.call), after);
   return keep_until_done(in_flight, std::move(work), std::move(storages));
 }
 
-// An all-reduce of ranks in one process. Its arguments are checked once: it runs again while its
-// tensors lie where they lay. Engines bring calls(group), the CallCache.
-template <typename Engine>
-py::object all_reduce(const typename Engine::GroupPtr& group, const CallKey& key,
-                      py::handle tensors, py::handle in_flight) {
-  const auto prepare = [&](py::handle given) {
-    return prepare_all_reduce(given, key.is_coalesced, key.reduction, key.algorithm,
-                              Engine::ranks(*group));
-  };
-  if (!in_flight.is_none()) return run_or_submit<Engine>(group, prepare(tensors), in_flight);
-  CallCache& calls = Engine::calls(*group);
-  const TensorTuples tuples = CallCache::tuples_of(tensors, key.is_coalesced);
-  if (const auto call = calls.find(key, tuples)) {
-    Engine::host(*group).check_usable();
-    for (const py::tuple& tuple : tuples) mark_written(tuple.ptr());
-    Engine::run(*group, *call);
-    return py::none();
-  }
-  // The tuples that the cache keeps the call for: the caller's lists may have changed.
-  const bool is_refused = tuples.empty();
-  PreparedCollective prepared = is_refused         ? prepare(tensors)
-                                : key.is_coalesced ? prepare(py::cast(tuples))
-                                                   : prepare(tuples[0]);
-  Engine::host(*group).check_usable();
-  mark_written(prepared.written.ptr());
-  const auto call = std::make_shared<const Collective>(std::move(prepared.call));
-  if (py::len(prepared.copies) == 0 && call->packed.empty()) calls.keep(key, tuples, call);
-  Engine::run(*group, *call);
-  copy_back(prepared.copies);
-  return py::none();
+inline GivenTensors given_tensors(py::handle given, const CallOptions& options,
+                                  const LocalRanks& ranks) {
+  const bool are_lists = is_coalesced(options.operation);
+  return {given, options.name(), are_lists ? "lists" : "tensors", ranks, are_lists};
 }
 
-// A call that was checked once, and whose tensors are compared each time with what they were.
-template <typename Engine, typename Call>
+// An all-reduce, prepared once: it runs again while its tensors lie at the same addresses.
+template <typename Engine>
+void all_reduce(const typename Engine::GroupPtr& group, const CallOptions& options,
+                py::handle given) {
+  CallCache& calls = Engine::calls(*group);
+  const LocalRanks ranks = Engine::ranks(*group);
+  GivenTensors tensors = given_tensors(given, options, ranks);
+  if (const auto call = calls.find(options, tensors)) {
+    Engine::host(*group).check_usable();
+    return Engine::run(*group, *call, tensors.all().ptr());
+  }
+  PreparedCollective prepared = prepare_all_reduce(tensors, options, ranks);
+  Engine::host(*group).check_usable();
+  const auto call = std::make_shared<const Collective>(std::move(prepared.call));
+  if (py::len(prepared.copies) == 0 && call->packed.empty()) calls.keep(options, tensors, call);
+  Engine::run(*group, *call, prepared.written.ptr());
+  copy_back(prepared.copies);
+}
+
+// all_reduce as one C function: the path of the calls that a training loop repeats.
+template <typename Engine>
+struct ReduceNow {
+  typename Engine::GroupPtr group;
+  CallOptions options;
+
+  // (tensors, op, algorithm, order) -> bool. False: nothing was done, since the call names another
+  // algorithm or order, or a graph is made: the caller takes the general path.
+  static PyObject* run(PyObject* capsule, PyObject* const* args, Py_ssize_t num_args) {
+    try {
+      const auto& self = state_of<ReduceNow>(capsule);
+      const bool names_only_op = num_args == 4 && args[2] == Py_None && args[3] == Py_None;
+      if (!names_only_op || is_dispatched()) Py_RETURN_FALSE;
+      CallOptions options = self.options;
+      const std::optional<ReduceOp> op = find<ReduceOp>(args[1], &op_name, kNumReduceOps);
+      if (!op || !has_order(*op, options.reduction.order)) Py_RETURN_FALSE;
+      options.reduction.op = *op;
+      all_reduce<Engine>(self.group, options, args[0]);
+    } catch (...) {
+      set_python_error(std::current_exception());
+      return nullptr;
+    }
+    Py_RETURN_TRUE;
+  }
+};
+
+// A prepared call with its tensors, which are compared each time with what they were.
+template <typename Engine>
 struct BoundCall {
   typename Engine::GroupPtr group;
-  Call call;
+  Collective call;
   BoundTensors tensors;
 
   static PyObject* run(PyObject* capsule, PyObject*) {
     try {
       BoundCall& bound = state_of<BoundCall>(capsule);
-      PyObject* const written = bound.tensors.list();
       Engine::host(*bound.group).check_usable();
       bound.tensors.check();
-      if constexpr (requires { Engine::mark_and_run(*bound.group, bound.call, written); }) {
-        Engine::mark_and_run(*bound.group, bound.call, written);
-      } else {
-        mark_written(written);
-        Engine::run(*bound.group, bound.call);
-      }
+      Engine::run(*bound.group, bound.call, bound.tensors.list());
     } catch (...) {
       set_python_error(std::current_exception());
       return nullptr;
@@ -174,20 +198,24 @@ struct BoundCall {
   }
 };
 
-template <typename Engine, typename Call>
-py::object bind_call(const typename Engine::GroupPtr& group, Prepared<Call> prepared,
-                     ListNames names) {
-  using Bound = BoundCall<Engine, Call>;
+template <typename Engine>
+py::object bind_call(const typename Engine::GroupPtr& group, const CallOptions& options,
+                     py::handle given) {
+  Engine::host(*group).check_usable();
+  const LocalRanks ranks = Engine::ranks(*group);
+  GivenTensors tensors = given_tensors(given, options, ranks);
+  PreparedCollective prepared = prepare_all_reduce(tensors, options, ranks);
   if (py::len(prepared.copies) > 0) {
     fail(ErrorKind::kUnsupported,
          "bind: on GPUs, tensors with gaps, or whose strides differ between ranks, cannot be "
          "bound; pass .contiguous() ones");
   }
+  using Bound = BoundCall<Engine>;
   static PyMethodDef method = {"bound_all_reduce", &Bound::run, METH_NOARGS,
                                "Reduce the bound tensors in place."};
-  BoundTensors tensors(std::move(prepared.written), names);
-  return function_over(method, std::unique_ptr<Bound>(
-                                   new Bound{group, std::move(prepared.call), std::move(tensors)}));
+  BoundTensors bound(std::move(prepared.written), tensors.names());
+  return function_over(
+      method, std::unique_ptr<Bound>(new Bound{group, std::move(prepared.call), std::move(bound)}));
 }
 
 // {algorithm: {"calls", "bytes", "busy_s"}}; without times where only a device knows them.
@@ -206,150 +234,78 @@ py::dict stats_dict(const CallStats<kNum>& stats, const char* (*name_of)(Algorit
   return by_algorithm;
 }
 
+// -- the calls of a group -------------------------------------------------------------------------
+
+template <typename Engine, typename Class>
+void def_calls(Class& cls) {
+  using Ptr = const typename Engine::GroupPtr&;
+  cls.def(
+         "run",
+         [](Ptr group, py::handle operation, py::handle outputs, py::handle inputs, py::handle op,
+            py::handle algorithm, py::handle order, int root, py::handle in_flight,
+            py::handle after, std::string what) -> py::object {
+           const CallOptions options{parse_operation(operation), parse_reduction(op, order),
+                                     parse_algorithm(algorithm), root, std::move(what)};
+           const bool can_repeat = in_flight.is_none() && options.what.empty();
+           if (can_repeat && kind_of(options.operation) == CallKind::kAllReduce) {
+             all_reduce<Engine>(group, options, outputs);
+             return py::none();
+           }
+           return run_or_submit<Engine>(
+               group, prepare(outputs, inputs, options, Engine::ranks(*group)), in_flight, after);
+         },
+         py::arg("operation"), py::arg("outputs"), py::arg("inputs"), py::arg("op"),
+         py::arg("algorithm"), py::arg("order"), py::arg("root"), py::arg("in_flight"),
+         py::arg("after") = py::none(), py::arg("what") = "")
+      .def("prepared",
+           [](Ptr group, py::handle algorithm, py::handle order) {
+             using Now = ReduceNow<Engine>;
+             static PyMethodDef method = {
+                 "all_reduce_now",
+                 reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Now::run)),
+                 METH_FASTCALL, "Run an all_reduce and return True, or return False."};
+             const CallOptions options{Operation::kAllReduce,
+                                       {ReduceOp::kSum, parse_order(order)},
+                                       parse_algorithm(algorithm)};
+             return function_over(method, std::unique_ptr<Now>(new Now{group, options}));
+           })
+      .def("bind", [](Ptr group, py::handle operation, py::handle tensors, py::handle op,
+                      py::handle algorithm, py::handle order) {
+        const CallOptions options{.operation = parse_operation(operation),
+                                  .reduction = parse_reduction(op, order),
+                                  .algorithm = parse_algorithm(algorithm),
+                                  .is_bound = true};
+        return bind_call<Engine>(group, options, tensors);
+      });
+}
+
 // -- ranks in one process -------------------------------------------------------------------------
 
-// Engine brings, besides:
-//   ranks(group)            how many there are, and where
-//   calls(group)            the CallCache
-//   wait_for_turn(group)    for the algorithms in Python: the next to run, as run() would be
+// For algorithms in Python: the checks of a call, and the wait for the calls before it.
 template <typename Engine, typename Class>
-void def_rank_calls(Class& cls) {
+void def_list_calls(Class& cls) {
   using Ptr = const typename Engine::GroupPtr&;
-  for (const bool are_lists : {false, true}) {
-    const auto def = [&](const char* name, auto&& call) {
-      cls.def(join(name, are_lists ? "_coalesced" : "").c_str(), call);
-    };
-    def("all_reduce", [are_lists](Ptr group, py::handle tensors, py::handle op,
-                                  py::handle algorithm, py::handle order, py::handle in_flight) {
-      const CallKey key{are_lists, parse_reduction(op, order), parse_algorithm(algorithm)};
-      return all_reduce<Engine>(group, key, tensors, in_flight);
-    });
-    def("bind", [are_lists](Ptr group, py::handle tensors, py::handle op, py::handle algorithm,
-                            py::handle order) {
-      Engine::host(*group).check_usable();
-      auto prepared = prepare_all_reduce(tensors, are_lists, parse_reduction(op, order),
-                                         parse_algorithm(algorithm), Engine::ranks(*group), true);
-      const std::size_t per_list = are_lists ? py::len(prepared.written) / py::len(tensors) : 0;
-      return bind_call<Engine>(group, std::move(prepared),
-                               {are_lists ? "lists" : "tensors", true, per_list});
-    });
-    def("check", [are_lists](Ptr group, py::handle tensors) {
-      Engine::host(*group).check_usable();
-      const PreparedCollective prepared = prepare_all_reduce(
-          tensors, are_lists, Reduction{}, Algorithm::kFused, Engine::ranks(*group));
-      Engine::wait_for_turn(*group);
-    });
-    def("reduce",
-        [are_lists](Ptr group, py::handle output, py::handle inputs, py::handle op,
-                    py::handle algorithm, py::handle order, int root, py::handle in_flight) {
-          return run_or_submit<Engine>(
-              group,
-              prepare_reduce(output, inputs, are_lists, parse_reduction(op, order),
-                             parse_algorithm(algorithm), root, Engine::ranks(*group)),
-              in_flight);
-        });
-    def("broadcast", [are_lists](Ptr group, py::handle tensors, int root, py::handle in_flight) {
-      return run_or_submit<Engine>(
-          group, prepare_broadcast(tensors, are_lists, root, Engine::ranks(*group)), in_flight);
-    });
-  }
-  // Of a bucket: after its gradients.
-  cls.def("all_reduce_coalesced",
-          [](Ptr group, py::handle lists, py::handle op, py::handle algorithm, py::handle order,
-             py::handle in_flight, py::handle after) {
-            return run_or_submit<Engine>(
-                group,
-                prepare_all_reduce(lists, true, parse_reduction(op, order),
-                                   parse_algorithm(algorithm), Engine::ranks(*group)),
-                in_flight, after);
+  def_calls<Engine>(cls);
+  cls.def("check_call",
+          [](Ptr group, py::handle operation, py::handle tensors) {
+            Engine::host(*group).check_usable();
+            const CallOptions options{.operation = parse_operation(operation)};
+            const PreparedCollective prepared =
+                prepare(tensors, py::none(), options, Engine::ranks(*group));
+            Engine::wait_until_free(*group);
           })
-      .def("check_usable", [](Ptr group) { Engine::host(*group).check(); })
-      .def("reduce_scatter",
-           [](Ptr group, py::handle outputs, py::handle inputs, py::handle op, py::handle algorithm,
-              py::handle order, py::handle in_flight) {
-             return run_or_submit<Engine>(
-                 group,
-                 prepare_reduce_scatter(outputs, inputs, parse_reduction(op, order),
-                                        parse_algorithm(algorithm), Engine::ranks(*group)),
-                 in_flight);
-           })
-      .def("all_gather", [](Ptr group, py::handle outputs, py::handle inputs, py::handle algorithm,
-                            py::handle in_flight) {
-        return run_or_submit<Engine>(
-            group,
-            prepare_all_gather(outputs, inputs, parse_algorithm(algorithm), Engine::ranks(*group)),
-            in_flight);
-      });
+      .def("check_usable", [](Ptr group) { Engine::host(*group).check(); });
 }
 
 // -- ranks in processes ---------------------------------------------------------------------------
 
-// what: the call of other tensors that it stands for, in words; ranks compare it.
-template <typename Engine>
-py::object run_as(const typename Engine::GroupPtr& group, PreparedCall prepared,
-                  py::handle in_flight, std::string what) {
-  prepared.call.what = std::move(what);
-  return run_or_submit<Engine>(group, std::move(prepared), in_flight);
-}
-
-// Engine brings, besides (host(group) is the ProcessGroup on the host):
-//   local_rank(group)    its part in the group
+// host(group) is the ProcessGroup on the host.
 template <typename Engine, typename Class>
 void def_process_calls(Class& cls) {
   using Ptr = const typename Engine::GroupPtr&;
-  const auto prepare = [](Ptr group, py::handle tensors, py::handle op, py::handle order,
-                          const char* operation) {
-    return prepare_process_all_reduce(Engine::local_rank(*group), tensors,
-                                      parse_reduction(op, order), operation);
-  };
-  const auto no_other = py::arg("what") = "";
+  def_calls<Engine>(cls);
   cls.def("absent_ranks", [](Ptr group) { return Engine::host(*group).absent_ranks(); })
       .def("seal", [](Ptr group) { Engine::host(*group).seal(); })
-      .def(
-          "all_reduce",
-          [prepare](Ptr group, py::handle tensors, py::handle op, py::handle order,
-                    py::handle in_flight, std::string what) {
-            return run_as<Engine>(group, prepare(group, tensors, op, order, "all_reduce"),
-                                  in_flight, std::move(what));
-          },
-          py::arg("tensors"), py::arg("op"), py::arg("order"), py::arg("in_flight"), no_other)
-      .def("reduce_scatter",
-           [](Ptr group, py::handle output, py::handle input, py::handle op, py::handle order,
-              py::handle in_flight) {
-             return run_or_submit<Engine>(
-                 group,
-                 prepare_process_reduce_scatter(Engine::local_rank(*group), output, input,
-                                                parse_reduction(op, order)),
-                 in_flight);
-           })
-      .def(
-          "all_gather",
-          [](Ptr group, py::handle output, py::handle input, py::handle in_flight,
-             std::string what) {
-            return run_as<Engine>(
-                group, prepare_process_all_gather(Engine::local_rank(*group), output, input),
-                in_flight, std::move(what));
-          },
-          py::arg("output"), py::arg("input"), py::arg("in_flight"), no_other)
-      .def(
-          "broadcast",
-          [](Ptr group, py::handle tensor, int root, py::handle in_flight, std::string what) {
-            return run_as<Engine>(
-                group, prepare_process_broadcast(Engine::local_rank(*group), tensor, root),
-                in_flight, std::move(what));
-          },
-          py::arg("tensor"), py::arg("root"), py::arg("in_flight"), no_other)
-      .def("barrier",
-           [](Ptr group, py::handle in_flight) {
-             return run_or_submit<Engine>(group, prepare_process_barrier(), in_flight);
-           })
-      .def("bind",
-           [prepare](Ptr group, py::handle tensors, py::handle op, py::handle order) {
-             Engine::host(*group).check_usable();
-             const bool is_list = is_sequence(tensors.ptr());
-             return bind_call<Engine>(group, prepare(group, tensors, op, order, "bind"),
-                                      {is_list ? "tensors" : "tensor", is_list});
-           })
       .def(
           "abort",
           [](Ptr group, const std::string& why) {

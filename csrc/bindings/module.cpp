@@ -25,21 +25,16 @@ namespace {
 // Payload of all ranks up to which a call keeps the GIL: some microseconds of work.
 constexpr std::size_t kKeepGilBytes = 128 * 1024;
 
-// A group, and the calls that were checked for it.
-struct CachingGroup : pyringar::Group {
-  using pyringar::Group::Group;
-  CallCache calls;
-};
-
 struct Engine {
-  using Group = CachingGroup;
+  using Group = WithCalls<pyringar::Group>;
   using GroupPtr = std::shared_ptr<Group>;
 
   static Group& host(Group& group) { return group; }
-  static Ranks ranks(const Group& group) { return {group.world_size()}; }
+  static LocalRanks ranks(const Group& group) { return {group.world_size()}; }
   static CallCache& calls(Group& group) { return group.calls; }
-  static void run(Group& group, const Collective& collective) {
-    const std::size_t bytes = collective.bytes * static_cast<std::size_t>(collective.num_ranks);
+  static void run(Group& group, const Collective& collective, PyObject* written) {
+    mark_written(written);
+    const std::size_t bytes = collective.bytes * static_cast<std::size_t>(collective.num_local);
     if (bytes <= kKeepGilBytes && collective.algorithm == Algorithm::kFused &&
         group.try_run(collective)) {
       return;
@@ -55,7 +50,7 @@ struct Engine {
     }
     return py::cast(std::move(work));
   }
-  static void wait_for_turn(Group& group) {
+  static void wait_until_free(Group& group) {
     const PythonCall python_call;
     group.wait_for_turn();
   }
@@ -120,20 +115,20 @@ py::dict limits() {
 }
 
 void bind_group(py::module_& m) {
-  py::class_<CachingGroup, Engine::GroupPtr> group(m, "Group");
-  def_rank_calls<Engine>(group);
+  py::class_<Engine::Group, Engine::GroupPtr> group(m, "Group");
+  def_list_calls<Engine>(group);
   group
       .def(py::init([](int world_size, double timeout_s) {
              return Engine::GroupPtr(
-                 new CachingGroup(world_size, to_nanoseconds(timeout_s), &look_at_signals),
+                 new Engine::Group(world_size, to_nanoseconds(timeout_s), &look_at_signals),
                  GroupDeleter<Engine>{});
            }),
            py::arg("world_size"), py::arg("timeout_s"))
       .def("close", &Group::close, py::call_guard<PythonCall>())
-      .def("stats", [](CachingGroup& group) { return stats_dict(group.stats(), &algorithm_name); })
+      .def("stats", [](Engine::Group& group) { return stats_dict(group.stats(), &algorithm_name); })
       .def(
           "delay_rank",
-          [](CachingGroup& group, int rank, double seconds) {
+          [](Engine::Group& group, int rank, double seconds) {
             group.delay_rank(rank, to_nanoseconds(seconds));
           },
           py::call_guard<PythonCall>())

@@ -1,9 +1,12 @@
-// prepare: from Python lists of tensors to a Collective, every check on the way.
+// prepare: from the tensors of a call in Python to a Collective, every check on the way.
 //
-// Units     lists[rank][i]; every list holds one entry per rank, in rank order.
-// Contract  either a Collective that can run as it is, or an Error and nothing changed.
+// Units     The tensors of a call stand in one tuple: of each local rank one after the other, each
+//           rank's in the order of its list.
+// Contract  Either a Collective that can run as it is, or an Error: nothing was changed, and no
+//           other process was told. Ranks in other processes compare a digest of sizes, and one of
+//           the strides of tensors that are dense and not in the order of their index.
 // Threads   with the GIL held.
-// Tests     tests/conformance/test_refused.py
+// Tests     tests/conformance/test_refused.py, tests/conformance/test_bits.py
 #pragma once
 
 #include <pybind11/pytypes.h>
@@ -15,24 +18,90 @@ namespace pyringar {
 
 namespace py = pybind11;
 
-using PreparedCollective = Prepared<Collective>;
+// The ranks of a group that are in this process: all of a group, or one.
+struct LocalRanks {
+  int world_size;  // 0: as many ranks as the call has tensors
+  int first_rank = 0;
+  // The other ranks are in processes of their own. The local rank's tensor is passed bare.
+  bool is_one_of_processes = false;
+  bool compares_shapes = true;
+  const std::vector<int>* devices = nullptr;  // of each local rank; null: in the host's memory
 
-// devices: null for ranks in the host's memory. world_size 0: as many ranks as there are tensors.
-struct Ranks {
-  int world_size;
-  const std::vector<int>* devices = nullptr;
+  int num_local(int num_given) const {
+    return is_one_of_processes ? 1 : world_size == 0 ? num_given : world_size;
+  }
 };
 
-// are_lists: the coalesced call, with lists in place of tensors. is_bound: for messages.
-PreparedCollective prepare_all_reduce(py::handle tensors, bool are_lists, Reduction reduction,
-                                      Algorithm algorithm, Ranks ranks, bool is_bound = false);
-PreparedCollective prepare_reduce_scatter(py::handle outputs, py::handle inputs,
-                                          Reduction reduction, Algorithm algorithm, Ranks ranks);
-PreparedCollective prepare_all_gather(py::handle outputs, py::handle inputs, Algorithm algorithm,
-                                      Ranks ranks);
-// An output may be the root's own input.
-PreparedCollective prepare_reduce(py::handle output, py::handle inputs, bool are_lists,
-                                  Reduction reduction, Algorithm algorithm, int root, Ranks ranks);
-PreparedCollective prepare_broadcast(py::handle tensors, bool are_lists, int root, Ranks ranks);
+// The calls as Python names them.
+enum class Operation : std::uint8_t {
+  kAllReduce,
+  kAllReduceCoalesced,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kBroadcastCoalesced,
+  kReduce,
+  kReduceCoalesced,
+  kBarrier,
+};
+inline constexpr int kNumOperations = 9;
+const char* operation_name(Operation operation);
+CallKind kind_of(Operation operation);
+bool is_coalesced(Operation operation);
+
+inline Operation parse_operation(py::handle operation) {
+  return parse<Operation>(operation, "operation", &operation_name, kNumOperations);
+}
+
+// One argument of a call: its tensors, read from lists that may change afterwards.
+class GivenTensors {
+ public:
+  // given: a tensor for each local rank; if are_lists, a list for each. Of one rank among processes
+  // a tensor, or a list; is_one: a tensor only. argument: its name in messages.
+  GivenTensors(py::handle given, const char* operation, const char* argument,
+               const LocalRanks& ranks, bool are_lists, bool is_one = false);
+
+  int num_ranks() const { return num_ranks_; }
+  std::size_t num_tensors() const { return num_tensors_; }  // of each rank
+  const py::tuple& all() const { return all_; }
+  PyObject* at(std::size_t i) const {
+    return PyTuple_GET_ITEM(all_.ptr(), static_cast<Py_ssize_t>(i));
+  }
+  ArgName name(std::size_t i) const { return names_[i]; }
+  const ListNames& names() const { return names_; }
+
+  // Tensors that share the memory of arrays of other libraries. Before it the tuple holds what the
+  // caller passed.
+  void adopt_arrays();
+
+ private:
+  void read_lists();
+
+  const char* operation_;
+  ListNames names_;
+  py::tuple all_;
+  int num_ranks_ = 1;
+  std::size_t num_tensors_ = 1;
+};
+
+struct CallOptions {
+  Operation operation;
+  Reduction reduction{};
+  Algorithm algorithm = Algorithm::kFused;
+  int root = 0;
+  std::string what{};     // see RemoteCall
+  bool is_bound = false;  // for messages
+
+  const char* name() const;
+};
+
+using PreparedCollective = Prepared<Collective>;
+
+// tensors: adopts arrays of other libraries.
+PreparedCollective prepare_all_reduce(GivenTensors& tensors, const CallOptions& options,
+                                      const LocalRanks& ranks);
+// outputs, inputs: as Python passed them; inputs are None where a call is in place.
+PreparedCollective prepare(py::handle outputs, py::handle inputs, const CallOptions& options,
+                           const LocalRanks& ranks);
 
 }  // namespace pyringar

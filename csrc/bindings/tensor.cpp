@@ -181,19 +181,6 @@ bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
   return false;
 }
 
-// False for anything but a tensor that torch shows: why not is for the checks of a call to say.
-bool try_read(PyObject* object, dlpack::Tensor* raw) {
-  const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
-  if (api == nullptr) return false;
-  if (api->dltensor_from_py_object(object, raw) == 0) return true;
-  PyErr_Clear();
-  return false;
-}
-
-const std::byte* data_of(const dlpack::Tensor& raw) {
-  return static_cast<const std::byte*>(raw.data) + raw.byte_offset;
-}
-
 void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
   view->object = object;
   view->data = static_cast<std::byte*>(raw.data) + raw.byte_offset;
@@ -202,16 +189,6 @@ void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
   view->strides = raw.strides;
   view->numel = 1;
   for (int dim = 0; dim < raw.ndim; ++dim) view->numel *= static_cast<std::size_t>(raw.shape[dim]);
-}
-
-// What DLPack says, of a tensor on a CPU or GPU with a dtype of the engine; else false.
-bool try_view(PyObject* object, TensorView* view) {
-  dlpack::Tensor raw{};
-  if (!try_read(object, &raw) || !read_dtype(raw, &view->dtype)) return false;
-  if (raw.device_type != dlpack::kCpu && raw.device_type != dlpack::kCuda) return false;
-  view->device = raw.device_type == dlpack::kCpu ? kHost : raw.device_id;
-  fill_view(object, raw, view);
-  return true;
 }
 
 bool is_dense(const TensorView& view) {
@@ -248,13 +225,26 @@ std::string describe_shape(const TensorView& view) {
 
 }  // namespace
 
+bool is_dispatched() {
+  return PyLong_AsLong(call(TorchNames::get().num_dispatch_modes).ptr()) != 0;
+}
+
 bool is_recording() { return call(TorchNames::get().is_grad_enabled).ptr() == Py_True; }
 
 bool requires_grad(PyObject* tensor) { return TorchNames::get().requires_grad(tensor); }
 
-const void* memory_of(PyObject* object) {
+bool try_view(PyObject* object, TensorView* view) {
+  const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
   dlpack::Tensor raw{};
-  return try_read(object, &raw) ? data_of(raw) : nullptr;
+  if (api == nullptr) return false;
+  if (api->dltensor_from_py_object(object, &raw) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (raw.device_type != dlpack::kCpu && raw.device_type != dlpack::kCuda) return false;
+  view->device = raw.device_type == dlpack::kCpu ? kHost : raw.device_id;
+  fill_view(object, raw, view);
+  return read_dtype(raw, &view->dtype);
 }
 
 StridedView TensorView::strided() const {
@@ -302,16 +292,6 @@ void read_tensor(PyObject* object, const char* operation, ArgName name, TensorVi
   view->is_dense = !view->is_negated && is_dense(*view);
 }
 
-bool read_plain(PyObject* object, TensorView* view) {
-  if (!is_plain_tensor(object)) return false;
-  const Reading reading;
-  const TorchNames& names = TorchNames::get();
-  return try_view(object, view) && view->device == kHost && view->data != nullptr &&
-         has_index_order(*view) && !names.is_neg(object) &&
-         PyLong_AsLong(call(names.num_dispatch_modes).ptr()) == 0 &&
-         !(names.requires_grad(object) && is_recording());
-}
-
 Place::Place(PyObject* tensor) {
   TensorView view;
   read_tensor(tensor, "bind", {"tensor"}, &view);
@@ -330,12 +310,11 @@ bool Place::has_layout(const TensorView& view) const {
          std::equal(view.strides, view.strides + ndim, layout_.begin() + view.ndim);
 }
 
-bool Place::is_of(PyObject* object) const {
-  TensorView view;
+bool Place::is_of(const TensorView& view) const {
   // The sign even of the same object: it may be a new tensor at that address, or have a negated
   // `.data`.
-  return try_view(object, &view) && view.data == data_ && has_layout(view) &&
-         TorchNames::get().is_neg(object) == is_negated_;
+  return view.data == data_ && has_layout(view) &&
+         TorchNames::get().is_neg(view.object) == is_negated_;
 }
 
 const char* Place::change_of(PyObject* object) const {

@@ -53,18 +53,18 @@ std::string kind_of(PyObject* object);
 // Into a view where it is to stay: copying one that was just written costs as much as reading it.
 void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view);
 
-// Reads a tensor that needs no second look before it is written: torch.Tensor itself, on the host,
-// in the order of its index, while nobody makes a graph. False: for the checks of a call to say.
-bool read_plain(PyObject* object, TensorView* view);
-
 // "cpu" or "cuda:1".
 std::string device_name(int device);
 
 // torch's current stream on a GPU, as the CUDA runtime knows it.
 void* current_stream(int device);
 
-// The address of a tensor's first element; null for anything else than a tensor.
-const void* memory_of(PyObject* object);
+// Reads a tensor on a CPU or GPU with a dtype of the engine, but for is_negated and is_dense. False
+// for other objects: the checks of a call say why.
+bool try_view(PyObject* object, TensorView* view);
+
+// Whether a mode of torch's dispatcher sees this thread's calls, such as one that makes a graph.
+bool is_dispatched();
 
 // Whether autograd records what this thread does.
 bool is_recording();
@@ -95,7 +95,8 @@ bool has_index_order(const TensorView& view);
 class Place {
  public:
   explicit Place(PyObject* tensor);
-  bool is_of(PyObject* object) const;
+  // view: from try_view().
+  bool is_of(const TensorView& view) const;
   // What is new about the tensor, its memory or layout; null: nothing. Without the sign of its
   // elements, for which torch would give the GIL away.
   const char* change_of(PyObject* object) const;

@@ -1,10 +1,12 @@
-// collective: one call on all ranks of a group, checked and ready to run.
+// collective: one call of a group's local ranks, checked and ready to run.
 //
 // Units     elements; the tensors' memory is borrowed: the caller keeps it alive.
-// Contract  bindings/prepare makes it, the groups of cpu/ and cuda/ run it. Pointer tables point
-//           into `pointers`, which therefore never grows again; a Collective may be moved.
+// Contract  bindings/prepare makes it, the groups of all transports run it. Its pointers are those
+//           of the ranks in this process: all ranks of a group, or one. Pointer tables point into
+//           `pointers`, which therefore never grows again; a Collective may be moved.
 // Threads   none.
-// Tests     tests/cpp/group_test.cpp, tests/cpp/cuda_host/group_test.cpp
+// Tests     tests/cpp/group_test.cpp, tests/cpp/process_test.cpp,
+//           tests/cpp/cuda_host/group_test.cpp
 #pragma once
 
 #include <array>
@@ -13,6 +15,8 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "core/dtype.h"
@@ -31,7 +35,31 @@ constexpr const char* algorithm_name(Algorithm algorithm) {
   return kNames[static_cast<int>(algorithm)];
 }
 
-// One tensor over all ranks: its inputs in rank order, and where the result goes.
+enum class CallKind : std::uint8_t {
+  kAllReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kReduce,
+  kBarrier,
+};
+inline constexpr int kNumCallKinds = 6;
+
+constexpr const char* call_name(CallKind kind) {
+  constexpr const char* kNames[kNumCallKinds] = {"all_reduce", "reduce_scatter", "all_gather",
+                                                 "broadcast",  "reduce",         "barrier"};
+  return kNames[static_cast<int>(kind)];
+}
+
+// Elements of one tensor, densely packed; memory borrowed.
+struct TensorSpan {
+  std::byte* data;
+  std::size_t numel;
+  DType dtype;
+  std::size_t bytes() const { return numel * item_bytes(dtype); }
+};
+
+// One tensor over the local ranks: its inputs in rank order, and where the result goes.
 struct Buffers {
   const void* const* sources;
   void* const* destinations;
@@ -39,8 +67,8 @@ struct Buffers {
   int num_destinations;
   std::size_t numel;
   DType dtype;
-  // For a ring, which has a source and a destination per rank. kReduceScatter: sources of numel,
-  // destinations hold chunk r; kAllGather the other way round.
+  // For a ring, and for ranks in processes, which have a source and a destination per local rank.
+  // kReduceScatter: sources of numel, destinations hold chunk r; kAllGather the other way round.
   RingPhases phases = RingPhases::kAllReduce;
 
   bool is_in_place() const { return sources == destinations; }
@@ -70,29 +98,106 @@ struct PackedTensor {
   bool is_output;
 };
 
+// What the ranks of other processes compare with their own call, or need of this rank's tensors.
+struct RemoteCall {
+  std::string what;           // the call that this one stands for; empty: it is that call
+  std::uint64_t shapes = 0;   // digest of sizes
+  std::uint64_t strides = 0;  // digest of the strides of `permuted`; 0: there are none
+
+  // Dense tensors in place whose elements are not in the order of their index: all ranks may reduce
+  // them as they lie, if all ranks' strides agree.
+  struct Permuted {
+    std::size_t tensor;
+    StridedView view;
+    bool is_output;
+  };
+  std::vector<Permuted> permuted;
+};
+
 struct Collective {
   Collective() = default;
   Collective(Collective&&) = default;  // not copied: `tensors` point into `pointers`
   Collective& operator=(Collective&&) = default;
 
+  CallKind kind = CallKind::kAllReduce;
   const char* operation = "collective";  // as the caller knows it, for messages
   Algorithm algorithm = Algorithm::kFused;
   Fold fold;
+  int root = 0;
   std::size_t bytes = 0;  // of one rank's data
-  int num_ranks = 1;
+  int num_local = 1;
+  int world_size = 1;
   std::vector<Buffers> tensors;
   std::vector<void*> pointers;  // reserved, never regrown
   std::vector<int> ranks;       // whose memory each of them is
+  RemoteCall remote;
   // Kept by the group that runs it: what the driver said, and a GPU group's FusedLaunches.
   mutable std::optional<bool> needs_staging;
   mutable std::shared_ptr<const void> launches;
+
+  std::vector<PackedTensor> packed;
 
   // Where in `pointers` a table begins.
   std::size_t index_of(const void* const* table) const {
     return static_cast<std::size_t>(table - static_cast<const void* const*>(pointers.data()));
   }
 
-  std::vector<PackedTensor> packed;
+  // A tensor of the only local rank. reserve: room for two pointers of each tensor.
+  void reserve_local(std::size_t num_tensors) {
+    tensors.reserve(num_tensors);
+    pointers.reserve(2 * num_tensors);
+  }
+  void add_local(void* source, void* destination, std::size_t numel, DType dtype) {
+    const RingPhases phases = kind == CallKind::kReduceScatter ? RingPhases::kReduceScatter
+                              : kind == CallKind::kAllGather   ? RingPhases::kAllGather
+                                                               : RingPhases::kAllReduce;
+    void* const* table = pointers.data() + pointers.size();
+    pointers.push_back(source);
+    if (destination != source) pointers.push_back(destination);
+    bytes += numel * item_bytes(dtype);
+    tensors.push_back(
+        {table, destination == source ? table : table + 1, 1, 1, numel, dtype, phases});
+  }
+  TensorSpan local_source(std::size_t i) const {
+    const Buffers& t = tensors[i];
+    return {static_cast<std::byte*>(const_cast<void*>(t.sources[0])),
+            elements_of(t, RingPhases::kAllGather), t.dtype};
+  }
+  TensorSpan local_destination(std::size_t i) const {
+    const Buffers& t = tensors[i];
+    return {static_cast<std::byte*>(t.destinations[0]), elements_of(t, RingPhases::kReduceScatter),
+            t.dtype};
+  }
+
+  // The same call, with pointers of its own.
+  Collective copy() const {
+    Collective copied;
+    copied.kind = kind;
+    copied.operation = operation;
+    copied.algorithm = algorithm;
+    copied.fold = fold;
+    copied.root = root;
+    copied.bytes = bytes;
+    copied.num_local = num_local;
+    copied.world_size = world_size;
+    copied.tensors = tensors;
+    copied.pointers = pointers;
+    copied.ranks = ranks;
+    copied.remote = remote;
+    copied.packed = packed;
+    for (Buffers& tensor : copied.tensors) {
+      tensor.sources = copied.pointers.data() + index_of(tensor.sources);
+      tensor.destinations = copied.pointers.data() + index_of(tensor.destinations);
+    }
+    return copied;
+  }
+
+ private:
+  // Of a tensor, or of its chunk in the given phases.
+  std::size_t elements_of(const Buffers& tensor, RingPhases chunked) const {
+    return tensor.phases == chunked ? tensor.numel / static_cast<std::size_t>(world_size)
+                                    : tensor.numel;
+  }
 };
 
 // What ran so far, by algorithm. busy_ns: of threads of the host.

@@ -82,15 +82,7 @@ std::vector<std::size_t> Staging::lay_out(const Collective& collective, const Ev
 
 Collective Staging::copy_in(const Collective& collective, Streams streams, const Events* last_use) {
   const std::vector<std::size_t> offsets = lay_out(collective, last_use);
-  Collective staged;
-  staged.operation = collective.operation;
-  staged.fold = collective.fold;
-  staged.pointers = collective.pointers;
-  staged.tensors = collective.tensors;
-  for (Buffers& tensor : staged.tensors) {
-    tensor.sources = staged.pointers.data() + collective.index_of(tensor.sources);
-    tensor.destinations = staged.pointers.data() + collective.index_of(tensor.destinations);
-  }
+  Collective staged = collective.copy();
   for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use use) {
     const auto rank = static_cast<std::size_t>(collective.ranks[at]);
     const int device = devices_.of_rank(rank);

@@ -73,7 +73,7 @@ class StreamMemory : public StagedCounters {
 
 }  // namespace
 
-bool run_staged(const ProcessCall& call, bool is_direct, ProcessRank& self,
+bool run_staged(const Collective& call, bool is_direct, ProcessRank& self,
                 const ProcessStaging& staging, cudaStream_t stream) {
   const StreamMemory memory(call.fold, self, staging, stream);
   const std::size_t slot_bytes = staging.plan().slot_bytes;
@@ -96,7 +96,7 @@ bool run_staged(const ProcessCall& call, bool is_direct, ProcessRank& self,
     const ShareEngine shares(memory, call, slot_bytes);
     return run(shares, shares.num_pieces());
   }
-  self.line.view(call.outputs);
+  self.line.view(call);
   return run(ReduceEngine(memory, is_direct, slot_bytes), pieces_of(self.line.bytes(), slot_bytes));
 }
 

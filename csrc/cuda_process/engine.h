@@ -23,7 +23,7 @@ namespace pyringar::cuda {
 inline constexpr std::size_t kExchangeBytes = 256 * 1024;
 
 // is_direct: an all_reduce where every rank reduces its slice, else everything.
-bool run_staged(const ProcessCall& call, bool is_direct, ProcessRank& self,
+bool run_staged(const Collective& call, bool is_direct, ProcessRank& self,
                 const ProcessStaging& staging, cudaStream_t stream);
 
 }  // namespace pyringar::cuda

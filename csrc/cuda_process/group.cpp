@@ -111,11 +111,11 @@ CudaProcessGroup::~CudaProcessGroup() {
 void CudaProcessGroup::exchange(const Outcome& own, std::vector<Outcome>& all) {
   static_assert(std::is_trivially_copyable_v<Outcome>);
   Outcome input = own;
-  ProcessCall call;
+  Collective call;
   call.kind = CallKind::kAllGather;
-  call.inputs.push_back({reinterpret_cast<std::byte*>(&input), sizeof input, DType::kUInt8});
-  call.outputs.push_back(
-      {reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(Outcome), DType::kUInt8});
+  call.world_size = host_->world_size();
+  call.reserve_local(1);
+  call.add_local(&input, all.data(), all.size() * sizeof(Outcome), DType::kUInt8);
   host_->run(call);
   raise_first(own, all);
 }
@@ -176,7 +176,7 @@ void CudaProcessGroup::check_connected() const {
   if (stream_ == nullptr) fail(ErrorKind::kState, "this communicator has not been connected");
 }
 
-void CudaProcessGroup::check_not_captured(const ProcessCall& call, cudaStream_t stream) const {
+void CudaProcessGroup::check_not_captured(const Collective& call, cudaStream_t stream) const {
   if (!cuda::is_capturing(stream, device_)) return;
   fail(
       ErrorKind::kUnsupported, call_name(call.kind),
@@ -196,12 +196,11 @@ ProcessPlan CudaProcessGroup::plan(std::size_t bytes) const {
           std::max<std::size_t>(1, slots)};
 }
 
-bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaStream_t stream) {
+bool CudaProcessGroup::enqueue(const Collective& call, ProcessRank& self, cudaStream_t stream) {
   const cuda::ProfiledRange range(call_name(call.kind));
   const auto start = Clock::now();
-  const ProcessAlgorithm algorithm = call.kind == CallKind::kAllReduce
-                                         ? plan(call.bytes()).algorithm
-                                         : ProcessAlgorithm::kExchange;
+  const ProcessAlgorithm algorithm =
+      call.kind == CallKind::kAllReduce ? plan(call.bytes).algorithm : ProcessAlgorithm::kExchange;
   const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
   begin_call(call, self, false);
   const std::lock_guard<std::mutex> staging_lock(staging_mutex_);
@@ -214,11 +213,11 @@ bool CudaProcessGroup::enqueue(const ProcessCall& call, ProcessRank& self, cudaS
   }
   last_.store(staging_->last());
   const std::lock_guard<std::mutex> lock(stats_mutex_);
-  stats_.add(algorithm, call.bytes(), Clock::now() - start);
+  stats_.add(algorithm, call.bytes, Clock::now() - start);
   return true;
 }
 
-void CudaProcessGroup::run(const ProcessCall& call, cudaStream_t stream) {
+void CudaProcessGroup::run(const Collective& call, cudaStream_t stream) {
   check_connected();
   check_not_captured(call, stream);
   try {
@@ -229,14 +228,14 @@ void CudaProcessGroup::run(const ProcessCall& call, cudaStream_t stream) {
   }
 }
 
-CudaProcessGroup::Submitted CudaProcessGroup::submit(ProcessCall call, cudaStream_t after) {
+CudaProcessGroup::Submitted CudaProcessGroup::submit(Collective call, cudaStream_t after) {
   check_connected();
   check_not_captured(call, after);
   auto ready = std::make_shared<const cuda::Event>(device_);
   auto done = std::make_shared<const cuda::Event>(device_);
   ready->record(after);
   auto last = std::make_shared<std::uint32_t>(last_.load());
-  auto shared = std::make_shared<const ProcessCall>(std::move(call));
+  auto shared = std::make_shared<const Collective>(std::move(call));
   auto enqueued = host_->submit_program(
       [this, ready, done, last, shared](ProcessRank& self) {
         // A thread begins on device 0: none of its calls need go there and back.

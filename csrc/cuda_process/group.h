@@ -47,8 +47,8 @@ class CudaProcessGroup {
   ProcessGroup& host() { return *host_; }
   int device() const { return device_; }
 
-  // ProcessCall's spans are of the device's memory here; nothing is packed.
-  void run(const ProcessCall& call, cudaStream_t stream);
+  // Collective's spans are of the device's memory here; nothing is packed.
+  void run(const Collective& call, cudaStream_t stream);
 
   // A call on a stream of the group's own, after what is on `after` now.
   struct Submitted {
@@ -57,7 +57,7 @@ class CudaProcessGroup {
     std::shared_ptr<const cuda::Event> done;
     std::shared_ptr<std::uint32_t> last;  // message of the call
   };
-  Submitted submit(ProcessCall call, cudaStream_t after);
+  Submitted submit(Collective call, cudaStream_t after);
   // The same for the calls that were made on `stream` and have returned.
   Submitted enqueued(cudaStream_t stream);
   // Why a call was not enqueued, or has ended, or will end, without all of its data; null: neither.
@@ -78,11 +78,11 @@ class CudaProcessGroup {
   static std::vector<cuda::StagingHandles> handles_of(const std::vector<Outcome>& all);
   void exchange(const Outcome& own, std::vector<Outcome>& all);
   void raise_first(const Outcome& own, const std::vector<Outcome>& all) const;
-  bool enqueue(const ProcessCall& call, ProcessRank& self, cudaStream_t stream);
+  bool enqueue(const Collective& call, ProcessRank& self, cudaStream_t stream);
   void release_streams();
   void release(Leaving leaving);
   Error void_error() const;
-  void check_not_captured(const ProcessCall& call, cudaStream_t stream) const;
+  void check_not_captured(const Collective& call, cudaStream_t stream) const;
   void check_connected() const;
   bool wait_until_idle(std::chrono::nanoseconds patience) const;
 

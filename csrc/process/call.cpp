@@ -121,8 +121,8 @@ ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
   return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
 }
 
-bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm algorithm) {
-  self.line.view(call.outputs);
+bool run_all_reduce(const Collective& call, ProcessRank& self, ProcessAlgorithm algorithm) {
+  self.line.view(call);
   const std::size_t bytes = self.line.bytes();
   const std::size_t piece_bytes = piece_bytes_for(bytes, self.segment);
   const std::size_t num_pieces = pieces_of(bytes, piece_bytes);
@@ -131,15 +131,15 @@ bool run_all_reduce(const ProcessCall& call, ProcessRank& self, ProcessAlgorithm
   return is_direct ? direct(engine, self, num_pieces) : exchange(engine, self, num_pieces);
 }
 
-bool run_shares(const ProcessCall& call, ProcessRank& self) {
+bool run_shares(const Collective& call, ProcessRank& self) {
   const std::size_t slot_bytes = self.segment.slot_bytes();
   const bool is_scatter = call.kind == CallKind::kReduceScatter;
-  const std::size_t most_bytes = is_scatter ? slot_bytes : call.inputs[0].bytes();
+  const std::size_t most_bytes = is_scatter ? slot_bytes : call.local_source(0).bytes();
   ShareEngine engine(HostMemory(self, call.fold, most_bytes), call, slot_bytes);
   return exchange(engine, self, engine.num_pieces());
 }
 
-bool move_data(const ProcessCall& call, ProcessRank& self) {
+bool move_data(const Collective& call, ProcessRank& self) {
   if (call.kind == CallKind::kAllReduce) {
     return run_all_reduce(call, self, algorithm_of(call, self.segment));
   }
@@ -172,14 +172,6 @@ const char* phase_name(Phase phase) {
   return kNames[static_cast<int>(phase)];
 }
 
-std::size_t ProcessCall::bytes() const {
-  std::size_t bytes = 0;
-  for (const TensorSpan& tensor : kind == CallKind::kReduceScatter ? inputs : outputs) {
-    bytes += tensor.bytes();
-  }
-  return bytes;
-}
-
 void ProcessRank::sleep_in(Phase phase) {
   if (delay.phase != phase || delay.delay <= delay.delay.zero()) return;
   watch.before_wait();
@@ -194,11 +186,11 @@ bool ProcessRank::count_messages(const StagedProgram& program, bool is_done) {
   return is_done;
 }
 
-ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment) {
+ProcessAlgorithm algorithm_of(const Collective& call, const Segment& segment) {
   if (call.kind != CallKind::kAllReduce || segment.world_size() == 1) {
     return ProcessAlgorithm::kExchange;
   }
-  return staged_algorithm(call.bytes(), segment);
+  return staged_algorithm(call.bytes, segment);
 }
 
 ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment) {
@@ -207,19 +199,20 @@ ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment) {
           pieces_of(bytes, piece_bytes_for(bytes, segment))};
 }
 
-CallRecord ProcessCall::record() const {
+CallRecord record_of(const Collective& call) {
   CallRecord record;
-  record.kind = kind;
-  record.op = fold.op;
-  record.divisor = static_cast<std::uint16_t>(fold.divisor);
-  record.order = fold.order;
-  record.root = root;
-  record.num_tensors = static_cast<std::uint32_t>(outputs.size());
-  record.strides = strides;
-  record.shapes = shapes;
-  what.copy(record.what.data(), record.what.size() - 1);
-  if (!outputs.empty()) record.dtype = outputs[0].dtype;
-  for (const TensorSpan& tensor : outputs) {
+  record.kind = call.kind;
+  record.op = call.fold.op;
+  record.divisor = static_cast<std::uint16_t>(call.fold.divisor);
+  record.order = call.fold.order;
+  record.root = call.root;
+  record.num_tensors = static_cast<std::uint32_t>(call.tensors.size());
+  record.strides = call.remote.strides;
+  record.shapes = call.remote.shapes;
+  call.remote.what.copy(record.what.data(), record.what.size() - 1);
+  for (std::size_t i = 0; i < call.tensors.size(); ++i) {
+    const TensorSpan tensor = call.local_destination(i);
+    if (i == 0) record.dtype = tensor.dtype;
     record.numel += tensor.numel;
     record.shapes =
         mix(record.shapes, tensor.numel * kNumDTypes + static_cast<std::size_t>(tensor.dtype));
@@ -227,18 +220,18 @@ CallRecord ProcessCall::record() const {
   return record;
 }
 
-void begin_call(const ProcessCall& call, ProcessRank& self, bool is_background,
+void begin_call(const Collective& call, ProcessRank& self, bool is_background,
                 Clock::time_point now) {
   self.sequence += 1;
   CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
-  record = call.record();
+  record = record_of(call);
   record.sequence = self.sequence;
   self.call_digest = record.digest();
   self.lies_otherwise = false;
   self.watch.begin_call(is_background, now);
 }
 
-bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background,
+bool run_process_call(const Collective& call, ProcessRank& self, bool is_background,
                       Clock::time_point now) {
   for (const PackedTensor& tensor : call.packed) {
     if (tensor.is_input) for_each_dense_part(tensor, self, &pack);
@@ -254,17 +247,17 @@ bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_backgr
   return true;
 }
 
-ProcessCall in_index_order(const ProcessCall& call) {
-  ProcessCall ordered = call;
-  ordered.strides = 0;
-  ordered.permuted.clear();
-  for (const ProcessCall::Permuted& permuted : call.permuted) {
-    TensorSpan& span = ordered.outputs[permuted.output];
-    std::shared_ptr<std::byte[]> dense = std::make_unique_for_overwrite<std::byte[]>(span.bytes());
-    span.data = dense.get();
+Collective in_index_order(const Collective& call) {
+  Collective ordered = call.copy();
+  ordered.remote.strides = 0;
+  ordered.remote.permuted.clear();
+  for (const RemoteCall::Permuted& permuted : call.remote.permuted) {
+    const Buffers& tensor = ordered.tensors[permuted.tensor];
+    std::shared_ptr<std::byte[]> dense = std::make_unique_for_overwrite<std::byte[]>(
+        call.local_destination(permuted.tensor).bytes());
+    ordered.pointers[ordered.index_of(tensor.destinations)] = dense.get();
     ordered.packed.push_back({permuted.view, std::move(dense), true, permuted.is_output});
   }
-  if (call.kind == CallKind::kBroadcast) ordered.inputs = ordered.outputs;
   return ordered;
 }
 

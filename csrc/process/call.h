@@ -24,31 +24,8 @@ enum class ProcessAlgorithm : std::uint8_t { kExchange, kDirect };
 inline constexpr int kNumProcessAlgorithms = 2;
 const char* process_algorithm_name(ProcessAlgorithm algorithm);
 
-struct ProcessCall {
-  CallKind kind = CallKind::kBarrier;
-  Fold fold;
-  int root = 0;
-  // all_reduce, broadcast: inputs are the outputs. reduce_scatter: inputs[0] holds a part per rank,
-  // outputs[0] one part. all_gather: the other way round.
-  std::vector<TensorSpan> inputs;
-  std::vector<TensorSpan> outputs;
-  std::string what;           // the call that this one stands for, in words; or empty
-  std::uint64_t shapes = 0;   // digest of sizes
-  std::uint64_t strides = 0;  // digest of those of `permuted`; 0: there are none
-
-  std::vector<PackedTensor> packed;
-
-  // Dense outputs not in the order of their index: fine where it is so on all ranks.
-  struct Permuted {
-    std::size_t output;
-    StridedView view;
-    bool is_output;
-  };
-  std::vector<Permuted> permuted;
-
-  std::size_t bytes() const;
-  CallRecord record() const;  // without a sequence
-};
+// Without a sequence.
+CallRecord record_of(const Collective& call);
 
 // A moment at which a test may stop a rank, to kill it there.
 enum class Phase : std::uint8_t { kIdle, kAnnounce, kReduce, kGather };
@@ -95,7 +72,7 @@ inline constexpr std::size_t kPieceBytes = 128 * 1024;
 inline constexpr std::size_t kReadsAheadBytes = 2 * 1024 * 1024;
 
 // Which algorithm a call takes, alike on all ranks that agree on the call.
-ProcessAlgorithm algorithm_of(const ProcessCall& call, const Segment& segment);
+ProcessAlgorithm algorithm_of(const Collective& call, const Segment& segment);
 
 // What an all_reduce of so many bytes would do.
 struct ProcessPlan {
@@ -105,16 +82,16 @@ struct ProcessPlan {
 ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 
 // What every call begins with: its record, for the others to compare.
-void begin_call(const ProcessCall& call, ProcessRank& self, bool is_background,
+void begin_call(const Collective& call, ProcessRank& self, bool is_background,
                 Clock::time_point now = Clock::now());
 
 // Packs tensors with gaps, announces, compares, moves the data, unpacks. False: a wait failed, or
 // the ranks do not agree, and the watch says why; or self.lies_otherwise, on all ranks, and nothing
 // was written.
-bool run_process_call(const ProcessCall& call, ProcessRank& self, bool is_background,
+bool run_process_call(const Collective& call, ProcessRank& self, bool is_background,
                       Clock::time_point now = Clock::now());
 
 // The same call for ranks whose tensors lie otherwise: in the order of their index, through slots.
-ProcessCall in_index_order(const ProcessCall& call);
+Collective in_index_order(const Collective& call);
 
 }  // namespace pyringar

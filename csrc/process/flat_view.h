@@ -14,27 +14,20 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/collective.h"
 
 namespace pyringar {
-
-// Elements of one tensor, densely packed; memory borrowed.
-struct TensorSpan {
-  std::byte* data;
-  std::size_t numel;
-  DType dtype;
-  std::size_t bytes() const { return numel * item_bytes(dtype); }
-};
 
 class FlatView {
  public:
   static constexpr std::size_t kAlignment = 16;
 
-  // Another list's, in the memory that this one has.
-  void view(const std::vector<TensorSpan>& tensors) {
+  // The destinations of another call, in the memory that this view has.
+  void view(const Collective& call) {
     tensors_.clear();
     bytes_ = 0;
-    for (const TensorSpan& tensor : tensors) {
+    for (std::size_t i = 0; i < call.tensors.size(); ++i) {
+      const TensorSpan tensor = call.local_destination(i);
       if (tensor.numel == 0) continue;
       const std::size_t begin = (bytes_ + kAlignment - 1) / kAlignment * kAlignment;
       bytes_ = begin + tensor.bytes();

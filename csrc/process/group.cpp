@@ -67,7 +67,7 @@ Turn::Held ProcessGroup::take_turn() {
   }
 }
 
-void ProcessGroup::run(const ProcessCall& call) {
+void ProcessGroup::run(const Collective& call) {
   run_program([&](ProcessRank&) { return run_call(call, false); });
 }
 
@@ -82,15 +82,15 @@ std::shared_ptr<Work> ProcessGroup::enqueue(std::function<void()> job, Describe 
       std::move(describe), [this] { leave_at_once(kInterrupted); });
 }
 
-std::shared_ptr<Work> ProcessGroup::submit(ProcessCall call) {
-  auto shared = std::make_shared<const ProcessCall>(std::move(call));
+std::shared_ptr<Work> ProcessGroup::submit(Collective call) {
+  auto shared = std::make_shared<const Collective>(std::move(call));
   return submit_program([this, shared](ProcessRank&) { return run_call(*shared, true); }, shared);
 }
 
 // Of a call in the background.
-std::string ProcessGroup::describe(const ProcessCall& call, bool has_begun) const {
+std::string ProcessGroup::describe(const Collective& call, bool has_begun) const {
   const std::string awaited = watch_.awaited();
-  const std::string what = join(call.record().text(), " of rank ", rank_, " of ", world_size());
+  const std::string what = join(record_of(call).text(), " of rank ", rank_, " of ", world_size());
   if (has_begun)
     return join(what, awaited.empty() ? ", which runs" : ", which waits for ", awaited);
   return join(what, ", which waits for the calls before it",
@@ -103,7 +103,7 @@ void ProcessGroup::run_program(const Program& program) {
 }
 
 std::shared_ptr<Work> ProcessGroup::submit_program(Program program,
-                                                   std::shared_ptr<const ProcessCall> call) {
+                                                   std::shared_ptr<const Collective> call) {
   return enqueue(
       [this, program = std::move(program)] { run_program_locked(program); },
       [this, call = std::move(call)](bool has_begun) { return describe(*call, has_begun); });
@@ -142,7 +142,7 @@ void ProcessGroup::raise_failure() const {
   watch_.raise();
 }
 
-bool ProcessGroup::run_call(const ProcessCall& call, bool is_background) {
+bool ProcessGroup::run_call(const Collective& call, bool is_background) {
   if (attempt(call, is_background)) return true;
   if (!self_.lies_otherwise) return false;
   if (attempt(in_index_order(call), is_background)) return true;
@@ -150,12 +150,12 @@ bool ProcessGroup::run_call(const ProcessCall& call, bool is_background) {
   return false;
 }
 
-bool ProcessGroup::attempt(const ProcessCall& call, bool is_background) {
+bool ProcessGroup::attempt(const Collective& call, bool is_background) {
   const auto start = Clock::now();
   if (!run_process_call(call, self_, is_background, start)) return false;
   const auto busy = Clock::now() - start;
   const std::lock_guard<std::mutex> lock(stats_mutex_);
-  stats_.add(algorithm_of(call, segment_), call.bytes(), busy);
+  stats_.add(algorithm_of(call, segment_), call.bytes, busy);
   return true;
 }
 

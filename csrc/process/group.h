@@ -58,14 +58,14 @@ class ProcessGroup : public ForkGuard {
   const PeerWatch& watch() const { return watch_; }  // for what any thread may ask
   // Returns when what was submitted before is done.
   void wait_until_idle(const OnNap& on_nap) { queue_.wait_until_idle(on_nap); }
-  void run(const ProcessCall& call);
-  std::shared_ptr<Work> submit(ProcessCall call);
+  void run(const Collective& call);
+  std::shared_ptr<Work> submit(Collective call);
   // The same for a program that moves the data by other means. False: the watch says why. What it
   // throws ends the group, and the others are told.
   using Program = std::function<bool(ProcessRank& self)>;
   void run_program(const Program& program);
   // call: for messages.
-  std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const ProcessCall> call);
+  std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const Collective> call);
   // A step on this rank alone, after all that was submitted before and before what comes later.
   std::shared_ptr<Work> submit_step(std::function<void()> step);
   // Waits for calls that run; refuses all that come later. False in a forked child, and in the
@@ -93,10 +93,10 @@ class ProcessGroup : public ForkGuard {
   void delay(Phase phase, std::chrono::nanoseconds time);
 
  private:
-  std::string describe(const ProcessCall& call, bool has_begun) const;
+  std::string describe(const Collective& call, bool has_begun) const;
   std::shared_ptr<Work> enqueue(std::function<void()> job, Describe describe);
-  bool run_call(const ProcessCall& call, bool is_background);
-  bool attempt(const ProcessCall& call, bool is_background);
+  bool run_call(const Collective& call, bool is_background);
+  bool attempt(const Collective& call, bool is_background);
   void run_program_locked(const Program& program);
   Turn::Held take_turn();
   [[noreturn]] void raise_failure() const;

@@ -37,12 +37,6 @@ struct Layout {
 
 }  // namespace
 
-const char* call_name(CallKind kind) {
-  constexpr const char* kNames[kNumCallKinds] = {"all_reduce", "reduce_scatter", "all_gather",
-                                                 "broadcast", "barrier"};
-  return kNames[static_cast<int>(kind)];
-}
-
 bool CallRecord::agrees(const CallRecord& other) const {
   return sequence == other.sequence && kind == other.kind && op == other.op &&
          dtype == other.dtype && divisor == other.divisor && order == other.order &&
@@ -74,11 +68,10 @@ std::string CallRecord::text() const {
   const std::string call = number + call_name(kind);
   if (kind == CallKind::kBarrier) return call;
   const bool reduces = kind == CallKind::kAllReduce || kind == CallKind::kReduceScatter;
-  const char* op_text = divisor > 1 ? "mean" : op_name(op);
   const char* const order_text = order == Order::kTree    ? " in tree order"
                                  : order == Order::kExact ? ", exact"
                                                           : "";
-  return join(call, reduces ? join(" (", op_text, order_text, ")") : "",
+  return join(call, reduces ? join(" (", op_name(op), order_text, ")") : "",
               kind == CallKind::kBroadcast ? join(" from rank ", root) : "", " of ", numel, " ",
               dtype_name(dtype), " elements",
               num_tensors > 1 ? join(" in ", num_tensors, " tensors") : "");

@@ -24,24 +24,14 @@
 #include <cstdint>
 #include <string>
 
+#include "core/collective.h"
 #include "core/error.h"
-#include "core/fold.h"
 #include "core/staged_program.h"
 #include "os/process.h"
 #include "os/thread.h"
 #include "os/wait.h"
 
 namespace pyringar {
-
-enum class CallKind : std::uint8_t {
-  kAllReduce,
-  kReduceScatter,
-  kAllGather,
-  kBroadcast,
-  kBarrier,
-};
-inline constexpr int kNumCallKinds = 5;
-const char* call_name(CallKind kind);
 
 inline std::uint64_t mix(std::uint64_t digest, std::uint64_t value) {
   // An odd factor keeps every bit of the value; the rotation lets high bits reach low ones.

@@ -202,11 +202,11 @@ class ReduceEngine : public Memory {
 template <class Memory>
 class ShareEngine : public Memory {
  public:
-  ShareEngine(const Memory& memory, const ProcessCall& call, std::size_t slot_bytes)
+  ShareEngine(const Memory& memory, const Collective& call, std::size_t slot_bytes)
       : Memory(memory),
         call_(call),
         is_scatter_(call.kind == CallKind::kReduceScatter),
-        share_(is_scatter_ ? call.outputs[0] : call.inputs[0]),
+        share_(is_scatter_ ? call.local_destination(0) : call.local_source(0)),
         part_bytes_(slot_bytes / static_cast<std::size_t>(is_scatter_ ? world_size_ : 1) /
                     Memory::kPartAlignment * Memory::kPartAlignment) {}
 
@@ -253,8 +253,8 @@ class ShareEngine : public Memory {
               size(piece) / item_bytes(share_.dtype));
     this->launch(folds);
   }
-  std::byte* input() const { return call_.inputs[0].data; }
-  std::byte* output() const { return call_.outputs[0].data; }
+  std::byte* input() const { return call_.local_source(0).data; }
+  std::byte* output() const { return call_.local_destination(0).data; }
   std::size_t begin(std::size_t piece) const { return piece * part_bytes_; }
   std::size_t size(std::size_t piece) const {
     return std::min(part_bytes_, share_.bytes() - begin(piece));
@@ -262,7 +262,7 @@ class ShareEngine : public Memory {
   std::size_t share_of(int rank) const { return static_cast<std::size_t>(rank) * share_.bytes(); }
   std::size_t part_of(int rank) const { return static_cast<std::size_t>(rank) * part_bytes_; }
 
-  const ProcessCall& call_;
+  const Collective& call_;
   const bool is_scatter_;
   const TensorSpan share_;
   const std::size_t part_bytes_;  // of one rank's share in a piece

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pyringar.comm import arrays, reference
-from pyringar.comm._native_adapter import NativeAdapter
 from pyringar.comm.arguments import check_max_blocks
 from pyringar.comm.auto import choose
 from pyringar.comm.base_communicator import PLAIN_ALGORITHMS
@@ -35,9 +34,9 @@ logger = logging.getLogger(__name__)
 def make_group(devices: Sequence[torch.device], timeout_s: float, limits: dict[str, int]) -> Any:
     """Return the engine's group of these ranks; no devices: any number of ranks on the CPU."""
     if all(device.type == "cpu" for device in devices):
-        return NativeAdapter(load.engine().Group(len(devices), timeout_s))
+        return load.engine().Group(len(devices), timeout_s)
     indices = [-1 if device.type == "cpu" else device.index for device in devices]
-    group = NativeAdapter(load.cuda_engine().Group(indices, timeout_s, **limits))
+    group = load.cuda_engine().Group(indices, timeout_s, **limits)
     if not group.has_peers():
         logger.warning(
             "the GPUs %s cannot reach each other's memory: every byte goes through the host's",

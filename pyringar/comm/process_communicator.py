@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from pyringar.choices import ALGORITHMS as ALL_ALGORITHMS
-from pyringar.comm._native_adapter import NativeAdapter
 from pyringar.comm.arguments import check_max_blocks
 from pyringar.comm.auto import choose
 from pyringar.comm.engine_communicator import EngineCommunicator
@@ -130,15 +129,13 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         elif not compares_shapes:
             options["compares_shapes"] = False
         memory = meeting.share_memory()
-        group = NativeAdapter(
-            meeting.engine.ProcessGroup(
-                memory=memory,
-                rank=self._rank,
-                world_size=self._world_size,
-                token=meeting.token,
-                timeout_s=self._timeout_s,
-                **options,
-            )
+        group = meeting.engine.ProcessGroup(
+            memory=memory,
+            rank=self._rank,
+            world_size=self._world_size,
+            token=meeting.token,
+            timeout_s=self._timeout_s,
+            **options,
         )
         meeting.group = group
         meeting.wait_until_mapped(group.absent_ranks)

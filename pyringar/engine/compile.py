@@ -112,7 +112,7 @@ CPU = EngineKind(
     left_out=("bindings/cuda_*",),
     joined=(
         ("bindings/module.", "bindings/tensor."),
-        ("bindings/process.", "bindings/prepare.", "bindings/process_prepare.", "bindings/call_"),
+        ("bindings/process.", "bindings/prepare.", "bindings/call_"),
         ("cpu/",),
         ("process/", "os/", "core/"),
     ),
@@ -127,7 +127,7 @@ CUDA = EngineKind(
         "cuda/**/*.cpp",
         "cuda_process/**/*.cpp",
         "bindings/cuda_*.cpp",
-        "bindings/*prepare.cpp",
+        "bindings/prepare.cpp",
         "bindings/tensor.cpp",
         "bindings/call_cache.cpp",
         # Ranks in processes meet on the host, GPU or not.

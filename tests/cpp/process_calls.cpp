@@ -30,6 +30,12 @@ std::vector<std::byte> expected_of(const Case& made, const std::vector<const Cal
 
 }  // namespace
 
+CallKind random_kind(Random& random) {
+  constexpr CallKind kKinds[] = {CallKind::kAllReduce, CallKind::kReduceScatter,
+                                 CallKind::kAllGather, CallKind::kBroadcast, CallKind::kBarrier};
+  return kKinds[random.below(std::size(kKinds))];
+}
+
 CallTensors make_tensors(const Case& made, int world_size, int rank) {
   Random random(made.seed * 31 + static_cast<std::uint64_t>(rank));
   CallTensors tensors;
@@ -46,16 +52,18 @@ CallTensors make_tensors(const Case& made, int world_size, int rank) {
   return tensors;
 }
 
-ProcessCall call_of(const Case& made, const CallTensors& tensors) {
-  ProcessCall call;
+Collective call_of(const Case& made, const CallTensors& tensors, int world_size) {
+  Collective call;
   call.kind = made.kind;
   call.fold = made.fold;
   call.root = made.kind == CallKind::kBroadcast ? made.root : 0;
-  const auto span_of = [](const Tensors& t) {
-    return TensorSpan{static_cast<std::byte*>(t[0]), t.numel(), t.dtype()};
-  };
-  for (const Tensors& tensor : tensors.inputs) call.inputs.push_back(span_of(tensor));
-  for (const Tensors& tensor : tensors.results()) call.outputs.push_back(span_of(tensor));
+  call.world_size = world_size;
+  call.reserve_local(tensors.inputs.size());
+  for (std::size_t i = 0; i < tensors.inputs.size(); ++i) {
+    const Tensors& input = tensors.inputs[i];
+    const Tensors& result = tensors.results()[i];
+    call.add_local(input[0], result[0], std::max(input.numel(), result.numel()), input.dtype());
+  }
   return call;
 }
 

@@ -33,8 +33,10 @@ struct CallTensors {
   const std::deque<Tensors>& results() const { return outputs.empty() ? inputs : outputs; }
 };
 
+// Of those that ranks in processes have.
+CallKind random_kind(Random& random);
 CallTensors make_tensors(const Case& made, int world_size, int rank);
-ProcessCall call_of(const Case& made, const CallTensors& tensors);
+Collective call_of(const Case& made, const CallTensors& tensors, int world_size);
 // One rank's results, from what went in on all ranks.
 void check_case(const Case& made, const std::vector<const CallTensors*>& all, int rank);
 void check_unchanged(const CallTensors& tensors);

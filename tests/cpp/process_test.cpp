@@ -71,7 +71,7 @@ std::unique_ptr<ProcessGroup> make_group(const SharedSegment& shared, int rank,
 }
 
 Case random_case(Random& random, int world_size) {
-  const auto kind = static_cast<CallKind>(random.below(random.one_in(2) ? 1 : kNumCallKinds));
+  const CallKind kind = random.one_in(2) ? CallKind::kAllReduce : random_kind(random);
   Case made{
       kind, random_fold(random, world_size), random.between(0, world_size - 1), {}, random.bits()};
   const int count = kind != CallKind::kAllReduce ? 1 : random.one_in(8) ? 60 : random.between(0, 4);
@@ -89,8 +89,8 @@ struct Call {
     }
   }
 
-  ProcessCall of_rank(int rank) const {
-    return call_of(made, tensors[static_cast<std::size_t>(rank)]);
+  Collective of_rank(int rank) const {
+    return call_of(made, tensors[static_cast<std::size_t>(rank)], static_cast<int>(tensors.size()));
   }
   void check_done() const {
     std::vector<const CallTensors*> all;
@@ -184,7 +184,7 @@ void process_counters_round(Random& random) {
     Random own = randoms[static_cast<std::size_t>(rank)];
     for (const Call& call : calls) {
       dawdle(own);
-      const ProcessCall of_rank = call.of_rank(rank);
+      const Collective of_rank = call.of_rank(rank);
       CHECK(run_process_call(of_rank, self, false), watch.failure());
     }
   });
@@ -202,12 +202,11 @@ void process_mismatch_round(Random& random) {
   on_all_ranks(k, [&](int rank) {
     const auto group = make_group(shared, rank, kLong);
     while (!group->absent_ranks().empty()) std::this_thread::yield();
-    ProcessCall call = usual[0].of_rank(rank);
+    Collective call = usual[0].of_rank(rank);
     if (rank == odd) {
       call = {};
-      call.kind = CallKind::kAllReduce;
-      call.outputs = {
-          {static_cast<std::byte*>(others.pointers()[rank]), others.numel(), DType::kInt32}};
+      call.reserve_local(1);
+      call.add_local(others[rank], others[rank], others.numel(), DType::kInt32);
     }
     const std::string message = message_of(ErrorKind::kArgument, [&] { group->run(call); });
     CHECK(message.find(join("rank ", odd, " (process ", getpid())) != std::string::npos, message);
@@ -266,6 +265,12 @@ struct PlainView {
           random.one_in(4) ? 0 : random.below(200));
     }
   }
+  Collective call() const {
+    Collective made;
+    made.reserve_local(tensors.size());
+    for (const TensorSpan& t : tensors) made.add_local(t.data, t.data, t.numel, t.dtype);
+    return made;
+  }
   void add(DType dtype, std::size_t numel) {
     memory.emplace_back(numel * item_bytes(dtype) + 1);
     tensors.push_back({memory.back().data(), numel, dtype});
@@ -285,7 +290,7 @@ void flat_view_round(Random& random) {
   const PlainView plain(random);
   const std::vector<std::byte*>& bytes = plain.bytes;
   FlatView line;
-  line.view(plain.tensors);
+  line.view(plain.call());
   CHECK(line.bytes() == bytes.size(), line.bytes(), " bytes instead of ", bytes.size());
 
   const std::size_t piece = 64 * (1 + random.below(8));

@@ -127,14 +127,13 @@ CudaProcessOptions random_options(Random& random) {
 }
 
 Case make_case(Random& random, int world_size, std::size_t slot_bytes) {
-  Case made{static_cast<CallKind>(random.below(kNumCallKinds)),
+  Case made{random_kind(random),
             random_gpu_fold(random, world_size),
             random.between(0, world_size - 1),
             {},
             random.bits(),
             random.one_in(3)};
   if (random.one_in(2)) made.kind = CallKind::kAllReduce;
-  if (made.fold.op == ReduceOp::kMean) made.fold.op = ReduceOp::kSum;
   const bool has_many = made.kind == CallKind::kAllReduce && random.one_in(4);
   const std::size_t count = has_many ? (random.one_in(6) ? 430 : 1 + random.below(40)) : 1;
   const DType dtype = random_dtype(random);
@@ -211,7 +210,7 @@ CudaProcessGroup::Submitted enqueue_case(const Case& made, CallTensors& tensors,
   }
   CudaProcessGroup::Submitted work;
   if (made.is_async) {
-    work = group.submit(call_of(made, tensors), stream);
+    work = group.submit(call_of(made, tensors, group.host().world_size()), stream);
     while (!work.enqueued->is_completed())
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     const bool is_refused = work.enqueued->exception() != nullptr;
@@ -221,7 +220,7 @@ CudaProcessGroup::Submitted enqueue_case(const Case& made, CallTensors& tensors,
     }
     work.done->make_wait(stream, group.device());
   } else {
-    group.run(call_of(made, tensors), stream);
+    group.run(call_of(made, tensors, group.host().world_size()), stream);
     work = group.enqueued(stream);
   }
   for (std::size_t i = 0; i < tensors.after.size(); ++i) {

@@ -379,7 +379,7 @@ void check_broken_capture(Random& random) {
     group.connect();
     const cuda::Stream stream(group.device());
     const auto meet = [&] {
-      ProcessCall call;
+      Collective call;
       call.kind = CallKind::kBarrier;
       group.run(call, stream.get());
     };

@@ -1,0 +1,43 @@
+// shared_segment: the shared memory of a group of processes, for both modules.
+//
+// Contract  A group's ranks all use one module: each may have been made by another compiler.
+// Threads   with the GIL held.
+// Tests     tests/test_process_life.py
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+
+#include "os/shared_memory.h"
+#include "process/segment.h"
+
+namespace pyringar {
+
+namespace py = pybind11;
+
+inline SegmentToken parse_token(const py::bytes& token) {
+  const std::string_view text = token;
+  SegmentToken parsed{};
+  std::memcpy(parsed.data(), text.data(), std::min(text.size(), kTokenBytes));
+  return parsed;
+}
+
+inline void def_shared_segment(py::module_& m) {
+  constexpr const char* kOwner = "a group of processes";
+  py::class_<SharedMemory>(m, "SharedMemory", py::module_local())
+      .def_property_readonly("fd", &SharedMemory::fd);
+  // Laid out, and not opened by another process yet.
+  m.def("create_segment", [](int world_size, const py::bytes& token) {
+    SharedMemory memory = SharedMemory::create(Segment::bytes_for(world_size), kOwner);
+    Segment::lay_out(memory.data(), world_size, parse_token(token));
+    return memory;
+  });
+  m.def("open_segment", [](std::int32_t pid, int fd, int world_size) {
+    return SharedMemory::open(pid, fd, Segment::bytes_for(world_size), kOwner);
+  });
+}
+
+}  // namespace pyringar
