@@ -151,6 +151,18 @@ def test_tensors_stay_until_a_gpu_is_done_with_them():
     assert not comm._in_flight
 
 
+def test_missing_features_name_alternatives():
+    with pr.Communicator(["cpu"] * 2) as comm:
+        for call, words in (
+            (comm.barrier, "barrier: a Communicator does not offer this; it is not needed"),
+            (comm.abort, "abort: a Communicator does not offer this; no rank is on a GPU"),
+        ):
+            with pytest.raises(pr.UnsupportedError, match=words):
+                call()
+        comm.all_reduce(tensors := ranks(2))
+        assert torch.equal(*tensors)
+
+
 @linux
 def test_threads_end_with_the_communicator():
     pr.allreduce(ranks(2, 2_000_000))

@@ -25,7 +25,7 @@ from pyringar.errors import ArgumentError, CompilerNotFoundError
 
 __all__ = ["Communicator", "make_group"]
 
-_BARRIER = "all ranks are in this process, and calls run in the order in which they are made"
+_BARRIER = "it is not needed, since one process makes the calls of all ranks in order"
 _ABORT = "no rank is on a GPU, and calls on the CPU end by themselves"
 
 logger = logging.getLogger(__name__)

@@ -90,7 +90,7 @@ WRONG = {
     "requires grad": (lambda t: t.clone().requires_grad_(), "requires grad", "no_grad"),
     "backwards": (
         lambda t: t.numpy()[::-1],
-        r"(tensor|\]) is a ndarray of shape \(2, 3\) with negative strides",
+        r"(tensors|\]) is a ndarray of shape \(2, 3\) with negative strides",
         r"\(-12, 4\).*ascontiguousarray",
     ),
     "backwards by DLPack": (Backwards, r"a Backwards of shape \(2, 3\) with negative strides"),
