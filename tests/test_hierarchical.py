@@ -328,16 +328,14 @@ def refuse_as_rank(rank, world_size, store):
             "root is 4": lambda: comm.broadcast(tensor, 4),
             "expected a list": lambda: comm.all_reduce_coalesced(tensor),
             "nbytes is -1": lambda: comm.plan(-1),
-            "tensors[0] requires grad": lambda: comm.all_reduce(
-                tensor.clone().requires_grad_() * 2
-            ),
-            "reduce_scatter: input has 11 elements of torch.float32 and output 3": (
+            "tensors requires grad": lambda: comm.all_reduce(tensor.clone().requires_grad_() * 2),
+            "reduce_scatter: inputs has 11 torch.float32 elements and outputs has 3": (
                 lambda: comm.reduce_scatter(tensor, torch.empty(11))
             ),
-            "reduce_scatter: input has 12 elements of torch.float64": (
+            "outputs has dtype torch.float32, but inputs has torch.float64": (
                 lambda: comm.reduce_scatter(tensor, parts.double())
             ),
-            "input is a str, expected a dense tensor": lambda: comm.all_gather(parts, "x"),
+            "inputs is a str, expected a dense tensor": lambda: comm.all_gather(parts, "x"),
             "tensors[1] shares memory with tensors[0]": (
                 lambda: comm.all_reduce_coalesced([parts[:7], parts[5:]])
             ),

@@ -121,14 +121,18 @@ def check_lists(lists: Any) -> None:
             )
 
 
-def check_parts(operation: str, output: Tensor, input: Tensor, world_size: int) -> None:
-    """Refuse an output and an input of ``reduce_scatter`` or ``all_gather`` that do not fit."""
-    part, whole = (input, output) if operation == "all_gather" else (output, input)
-    if part.dtype != whole.dtype or part.numel() * world_size != whole.numel():
+def check_parts(operation: str, outputs: Tensor, inputs: Tensor, world_size: int) -> None:
+    """Raise ArgumentError unless tensors of ``reduce_scatter`` or ``all_gather`` fit."""
+    named = [("outputs", outputs), ("inputs", inputs)]
+    (part_name, part), (whole_name, whole) = named[:: -1 if operation == "all_gather" else 1]
+    if part.dtype != whole.dtype:
         raise ArgumentError(
-            f"{operation}: input has {input.numel()} elements of {input.dtype} and output "
-            f"{output.numel()} of {output.dtype}; expected one dtype, and "
-            f"{'input' if whole is input else 'output'} {world_size} times as long"
+            f"{operation}: {part_name} has dtype {part.dtype}, but {whole_name} has {whole.dtype}"
+        )
+    if part.numel() * world_size != whole.numel():
+        raise ArgumentError(
+            f"{operation}: {whole_name} has {whole.numel()} {whole.dtype} elements and {part_name} "
+            f"has {part.numel()}; expected {world_size} times as many, one part per rank"
         )
 
 

@@ -105,16 +105,18 @@ def check_tensors_of_rank(
     Raises:
         ArgumentError, UnsupportedError: As `BaseCommunicator.all_reduce`.
     """
-    written = tensors_of(call.outputs)
-    named = {f"tensors[{i}]": tensor for i, tensor in enumerate(written)}
-    if call.operation != "all_reduce" and written:
-        named = {"output" if call.has_inputs else "tensor": written[0]}
+    if call.operation == "barrier":
+        return []
+    is_list = call.operation == "all_reduce" and isinstance(call.outputs, (list, tuple))
+    written = tensors_of(call.outputs) if is_list else [call.outputs]
+    name = "outputs" if call.has_inputs else "tensors"
+    named = {f"{name}[{i}]" if is_list else name: tensor for i, tensor in enumerate(written)}
     for name, tensor in named.items():
         check_tensor(name, tensor, device)
         check_no_overlap(name, tensor)
     check_disjoint(named)
     if call.has_inputs:
-        check_tensor("input", call.inputs, device, is_written=False)
+        check_tensor("inputs", call.inputs, device, is_written=False)
         check_parts(call.operation, call.outputs, call.inputs, world_size)
     return written
 
