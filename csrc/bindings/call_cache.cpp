@@ -6,18 +6,30 @@
 
 namespace pyringar {
 
+namespace {
+
+std::uint64_t digest_of(const CallOptions& options, const std::byte* memory) {
+  const auto words = static_cast<unsigned>(options.operation) << 24 |
+                     static_cast<unsigned>(options.reduction.op) << 16 |
+                     static_cast<unsigned>(options.reduction.order) << 8 |
+                     static_cast<unsigned>(options.algorithm);
+  return mix(words, reinterpret_cast<std::uintptr_t>(memory));
+}
+
+}  // namespace
+
 std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
                                                   const GivenTensors& tensors) const {
   const Reading reading;
   const std::size_t size = tensors.all().size();
   TensorView view;
   if (size == 0 || !try_view(tensors.at(0), &view)) return nullptr;
-  const auto found = entries_.find(view.data);
+  const auto found = entries_.find(digest_of(options, view.data));
   if (found == entries_.end()) return nullptr;
   // Shared: torch gives the GIL away below, and another thread may then replace the entry.
   const std::shared_ptr<const Entry> shared = found->second;
   const Entry& entry = *shared;
-  if (!entry.call || !entry.is_of(options) || entry.num_ranks != tensors.num_ranks() ||
+  if (!entry.is_of(options) || entry.num_ranks != tensors.num_ranks() ||
       entry.places.size() != size) {
     return nullptr;
   }
@@ -34,13 +46,13 @@ void CallCache::keep(const CallOptions& options, const GivenTensors& tensors,
   const std::size_t size = tensors.all().size();
   TensorView view;
   if (size == 0 || !try_view(tensors.at(0), &view) || view.data == nullptr) return;
+  const std::uint64_t digest = digest_of(options, view.data);
+  if (std::exchange(noted_[digest % kMostCalls], digest) != digest) return;
+  Entry entry{options.operation, options.reduction, options.algorithm, tensors.num_ranks(), {},
+              std::move(call)};
+  for (std::size_t i = 0; i < size; ++i) entry.places.emplace_back(tensors.at(i));
   if (entries_.size() >= kMostCalls) entries_.clear();
-  const auto entry = std::make_shared<Entry>(Entry{
-      options.operation, options.reduction, options.algorithm, tensors.num_ranks(), {}, nullptr});
-  const std::shared_ptr<const Entry> last = std::exchange(entries_[view.data], entry);
-  if (!last || !last->is_of(options)) return;
-  for (std::size_t i = 0; i < size; ++i) entry->places.emplace_back(tensors.at(i));
-  entry->call = std::move(call);
+  entries_[digest] = std::make_shared<const Entry>(std::move(entry));
 }
 
 }  // namespace pyringar

@@ -10,6 +10,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <cstddef>
 #include <memory>
 #include <unordered_map>
@@ -26,7 +27,7 @@ class CallCache {
   std::shared_ptr<const Collective> find(const CallOptions& options,
                                          const GivenTensors& tensors) const;
   // Call it before the call runs: tensors may get other memory meanwhile. The first call with a
-  // tensor only leaves a mark, because calls of new tensors every time are never found again.
+  // tensor's memory is only noted: a program that makes a new tensor each time repeats no call.
   void keep(const CallOptions& options, const GivenTensors& tensors,
             std::shared_ptr<const Collective> call);
 
@@ -39,7 +40,7 @@ class CallCache {
     Algorithm algorithm;
     int num_ranks;
     std::vector<Place> places;
-    std::shared_ptr<const Collective> call;  // null: seen once
+    std::shared_ptr<const Collective> call;
 
     bool is_of(const CallOptions& options) const {
       return operation == options.operation && reduction == options.reduction &&
@@ -47,8 +48,9 @@ class CallCache {
     }
   };
 
-  // By the memory of the first tensor.
-  std::unordered_map<const void*, std::shared_ptr<const Entry>> entries_;
+  // By a digest of the first tensor's memory and the options: entries compare both.
+  std::unordered_map<std::uint64_t, std::shared_ptr<const Entry>> entries_;
+  std::array<std::uint64_t, kMostCalls> noted_{};  // digests, each at its own remainder
 };
 
 }  // namespace pyringar

@@ -4,7 +4,6 @@
 
 #include "bindings/tensor.h"
 #include "core/error.h"
-#include "process/segment.h"
 
 namespace pyringar {
 

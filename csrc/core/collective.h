@@ -10,6 +10,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -98,6 +99,12 @@ struct PackedTensor {
   bool is_output;
 };
 
+// The digest of a sequence, one value after the other.
+inline std::uint64_t mix(std::uint64_t digest, std::uint64_t value) {
+  // An odd factor keeps every bit of the value; the rotation lets high bits reach low ones.
+  return std::rotl((digest ^ value) * 0x9E3779B97F4A7C15u, 29) + 1;
+}
+
 // What the ranks of other processes compare with their own call, or need of this rank's tensors.
 struct RemoteCall {
   std::string what;           // the call that this one stands for; empty: it is that call
@@ -116,7 +123,7 @@ struct RemoteCall {
 
 struct Collective {
   Collective() = default;
-  Collective(Collective&&) = default;  // not copied: `tensors` point into `pointers`
+  Collective(Collective&&) = default;
   Collective& operator=(Collective&&) = default;
 
   CallKind kind = CallKind::kAllReduce;
@@ -171,28 +178,19 @@ struct Collective {
 
   // The same call, with pointers of its own.
   Collective copy() const {
-    Collective copied;
-    copied.kind = kind;
-    copied.operation = operation;
-    copied.algorithm = algorithm;
-    copied.fold = fold;
-    copied.root = root;
-    copied.bytes = bytes;
-    copied.num_local = num_local;
-    copied.world_size = world_size;
-    copied.tensors = tensors;
-    copied.pointers = pointers;
-    copied.ranks = ranks;
-    copied.remote = remote;
-    copied.packed = packed;
+    Collective copied(*this);
     for (Buffers& tensor : copied.tensors) {
       tensor.sources = copied.pointers.data() + index_of(tensor.sources);
       tensor.destinations = copied.pointers.data() + index_of(tensor.destinations);
     }
+    copied.needs_staging.reset();
+    copied.launches.reset();
     return copied;
   }
 
  private:
+  Collective(const Collective&) = default;  // `tensors` still point into the other's pointers
+
   // Of a tensor, or of its chunk in the given phases.
   std::size_t elements_of(const Buffers& tensor, RingPhases chunked) const {
     return tensor.phases == chunked ? tensor.numel / static_cast<std::size_t>(world_size)

@@ -19,7 +19,6 @@
 
 #include <array>
 #include <atomic>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -32,11 +31,6 @@
 #include "os/wait.h"
 
 namespace pyringar {
-
-inline std::uint64_t mix(std::uint64_t digest, std::uint64_t value) {
-  // An odd factor keeps every bit of the value; the rotation lets high bits reach low ones.
-  return std::rotl((digest ^ value) * 0x9E3779B97F4A7C15u, 29) + 1;
-}
 
 // What a rank has called, for the others to compare with their own.
 struct alignas(64) CallRecord {
