@@ -22,21 +22,6 @@ if TYPE_CHECKING:
     from pyringar.cluster.cluster import Cluster
     from pyringar.cluster.ranks import Rank
 
-__all__ = [
-    "Call",
-    "Meeting",
-    "Wait",
-    "call_of_program",
-    "devices_of",
-    "is_good_exit",
-    "is_inside",
-    "names_of",
-    "plain_torch",
-    "seconds_of",
-    "some",
-    "text_of",
-]
-
 # Packages whose frames are not the program's.
 _INSIDE = {"pyringar", "torch", "typing_extensions"}
 _LIBRARY = {"concurrent", "contextlib", "functools", "importlib", "runpy", "threading", "warnings"}

@@ -34,8 +34,6 @@ from pyringar.comm.communicator import Communicator
 from pyringar.comm.threads import Latch, handlers_wait, start_thread
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
-__all__ = ["Cluster"]
-
 logger = logging.getLogger(__name__)
 
 # How long ranks that are interrupted may take to end.

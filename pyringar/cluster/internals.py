@@ -30,17 +30,6 @@ from pyringar.cluster.store import ThreadStore
 from pyringar.comm.exits import drop_failed_backward
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = [
-    "check_torch",
-    "entered",
-    "forget_groups_of_parent",
-    "interrupt",
-    "make_ringar_the_default",
-    "run_first_backward",
-    "run_in_thread_of",
-    "set_device_guard",
-]
-
 logger = logging.getLogger(__name__)
 _TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch
 _Call = Callable[..., Any]

@@ -18,8 +18,6 @@ from pyringar.comm.arguments import check_timeout, is_count, is_list
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = ["launch"]
-
 Result = TypeVar("Result")
 
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)

@@ -37,8 +37,6 @@ from pyringar.comm.threads import start_thread
 from pyringar.distributed import backend
 from pyringar.errors import PeerLostError, RingarError, UnsupportedError
 
-__all__ = ["REPORT_S", "Report", "SharedValue", "run_rank"]
-
 REPORT_S = 0.25  # between reports
 _SLOT_BYTES = 1 << 16
 # Modules whose functions wait for works: DistributedDataParallel does so in autograd.

@@ -38,8 +38,6 @@ from pyringar.errors import (
     UnsupportedError,
 )
 
-__all__ = ["run_processes"]
-
 # How long ranks may go on after the first failure, and after each signal that ends them.
 _GRACE_S = 2.0
 # A process that dies closes its connections, so that its peers fail, before its end can be noticed.

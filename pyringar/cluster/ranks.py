@@ -22,8 +22,6 @@ from pyringar.errors import RingarError
 if TYPE_CHECKING:
     from pyringar.cluster.calls import Wait
 
-__all__ = ["Rank", "Schedule", "belong_to", "current", "start_noted", "this_rank", "wrong_thread"]
-
 _here = threading.local()
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from pyringar.cluster.calls import Call, is_inside, names_of, some
 from pyringar.cluster.ranks import Rank
 
-__all__ = ["by_text", "is_at_prompt", "layout", "of_program", "report", "stack_of"]
-
 _COLUMNS = ("rank", "state", "call", "number", "in", "shape", "dtype", "waits for", "line")
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Environment", "ProcessState", "end_fork_server", "environment_of"]
-
 # Attributes of modules and of objects in them, as patterns, of which each rank has its own. The
 # last value is the one that a rank begins with: a constant, a copy of a dict, or "...", the value
 # of the process. Globals of tracing, export and compilers are not here: ranks run uncompiled.

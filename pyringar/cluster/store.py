@@ -11,8 +11,6 @@ from torch._C import _distributed_c10d
 from pyringar.cluster.calls import Wait, seconds_of
 from pyringar.cluster.ranks import this_rank
 
-__all__ = ["ThreadStore"]
-
 _c10d: Any = _distributed_c10d
 _Call = Callable[..., None]
 

@@ -33,8 +33,6 @@ from pyringar.distributed.convert import (
 )
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
-__all__ = ["ThreadGroup"]
-
 _DEVICES = ("cpu", "cuda")
 Calls = Sequence[Call]
 

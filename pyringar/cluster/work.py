@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 from pyringar.cluster.calls import Call, devices_of, seconds_of
 from pyringar.distributed.work import PendingWork
 
-__all__ = ["ThreadWork"]
-
 
 class ThreadWork(PendingWork):
     """The work of calls that a rank has begun, and of steps that have ended."""

@@ -10,23 +10,6 @@ from torch import Tensor
 from pyringar.choices import did_you_mean, kind_of
 from pyringar.errors import ArgumentError
 
-__all__ = [
-    "DTYPES",
-    "OPS",
-    "REDUCE_OPS",
-    "are_lists",
-    "check_list",
-    "check_lists",
-    "check_max_blocks",
-    "check_parts",
-    "check_plan",
-    "check_root",
-    "check_timeout",
-    "is_count",
-    "is_list",
-    "op_name",
-]
-
 REDUCE_OPS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
 """The engine's names, by those of torch.distributed.ReduceOp."""
 OPS = tuple(REDUCE_OPS.values())

@@ -14,8 +14,6 @@ from torch import Tensor
 from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
 
-__all__ = ["as_tensor", "as_tensors", "is_array"]
-
 # Their arrays are immutable, and DLPack capsules of them do not say so.
 _IMMUTABLE = ("jax", "jaxlib", "tensorflow", "mlx")
 # NumPy's dtypes that torch has, in its array interface.

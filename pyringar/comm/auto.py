@@ -7,8 +7,6 @@ GPUs nothing has been measured.
 
 from __future__ import annotations
 
-__all__ = ["choose"]
-
 _ONE_PASS = "all ranks share {}, where one pass is the least traffic"
 _TABLE = {
     "host": ("fused", _ONE_PASS.format("the host's memory")),

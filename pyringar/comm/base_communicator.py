@@ -33,8 +33,6 @@ from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["LATE_ERRORS", "PLAIN_ALGORITHMS", "BaseCommunicator", "decline"]
-
 Tensors = Tensor | Sequence[Tensor]
 Lists = Sequence[Tensor] | Sequence[Sequence[Tensor]]
 

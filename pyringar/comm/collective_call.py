@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["WITHOUT_ALGORITHM", "WITH_ROOT", "CollectiveCall", "tensors_of"]
-
 _REDUCING = {"all_reduce", "all_reduce_coalesced", "reduce", "reduce_coalesced", "reduce_scatter"}
 _WITH_INPUTS = {"reduce", "reduce_coalesced", "reduce_scatter", "all_gather"}
 WITH_ROOT = {"broadcast", "broadcast_coalesced", "reduce", "reduce_coalesced"}

@@ -23,8 +23,6 @@ from pyringar.comm.work import Work
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CompilerNotFoundError
 
-__all__ = ["Communicator", "make_group"]
-
 _BARRIER = "it is not needed, since one process makes the calls of all ranks in order"
 _ABORT = "no rank is on a GPU, and calls on the CPU end by themselves"
 

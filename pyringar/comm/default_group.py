@@ -17,8 +17,6 @@ from pyringar.comm.communicator import Communicator, make_group
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.handles import handle_of, is_traced
 
-__all__ = ["allreduce"]
-
 TensorList = Sequence[Tensor]
 
 

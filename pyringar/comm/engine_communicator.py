@@ -12,8 +12,6 @@ from pyringar.comm.collective_call import CollectiveCall
 from pyringar.comm.handles import handle_of
 from pyringar.comm.work import Work
 
-__all__ = ["EngineCommunicator"]
-
 logger = logging.getLogger(__name__)
 
 # Tensors of communicators whose last close() a signal ended: the engine may still write them.

@@ -19,15 +19,6 @@ from typing import Any, NamedTuple
 
 from pyringar.engine.load import loaded_cuda_engine, loaded_engine
 
-__all__ = [
-    "close_all",
-    "close_at_exit",
-    "drop_failed_backward",
-    "empty_backward_at_exit",
-    "is_inherited",
-    "never_destroy",
-]
-
 _Call = Callable[[Any], object]
 
 # How long calls may stand still at exit: for a rank that reaches its own end a little later. Those

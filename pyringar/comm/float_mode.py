@@ -9,8 +9,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["Pieces", "default_float_mode"]
-
 # torch computes fewer elements than this in the calling thread. Its other threads have the mode of
 # the thread that started them, and nobody can ask or change it.
 _ALONE_ELEMS = 32_767

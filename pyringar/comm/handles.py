@@ -12,8 +12,6 @@ from torch.compiler import is_dynamo_compiling
 
 from pyringar.errors import RingarError
 
-__all__ = ["communicator_of", "handle_of", "is_traced"]
-
 # A graph holds no Python objects, so it holds the handle of its communicator.
 _by_handle: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count()

@@ -13,8 +13,6 @@ from typing import Any
 from pyringar.comm.threads import Latch, start_thread
 from pyringar.errors import RingarError
 
-__all__ = ["Job", "Jobs"]
-
 
 class Jobs:
     """A thread that runs calls in order until `end`; RingarError if it cannot start."""

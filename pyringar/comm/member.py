@@ -14,8 +14,6 @@ from typing import Any
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = ["Member", "check_agreed", "check_one_node", "node_id", "ranks_by_node", "read_fields"]
-
 _VERSION = 5
 _LONGEST_BYTES = 1 << 20  # of a value in the store: thousands of members
 

@@ -21,8 +21,6 @@ from pyringar.comm.arguments import op_name
 from pyringar.comm.handles import communicator_of
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["reduce"]
-
 # num_lists: how many lists of one length `tensors` are; 0: it is what all_reduce takes.
 _ARGUMENTS = "int num_lists, str op, str? algorithm, str? order, str comm"
 _WITH_GRADIENT = ("sum", "mean")

@@ -19,8 +19,6 @@ from typing import TypeVar
 
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["Guarantee", "engine_order", "tree"]
-
 T = TypeVar("T")
 
 # By the algorithms that cannot promise one; all others can.

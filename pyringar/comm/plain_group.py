@@ -15,14 +15,6 @@ from pyringar.comm.arrays import as_tensor, is_array
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
 
-__all__ = [
-    "PlainGroup",
-    "check_disjoint",
-    "check_no_overlap",
-    "check_tensor",
-    "check_tensors_of_rank",
-]
-
 
 class PlainGroup:
     """Check what ``naive`` and ``sharded`` are given; refuse all that needs the engine.

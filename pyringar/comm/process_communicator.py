@@ -20,8 +20,6 @@ from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, CollectiveTimeout
 
-__all__ = ["ProcessCommunicator"]
-
 ALGORITHMS = ("auto", "direct")
 _REFUSED = {
     **RankCommunicator._refused,

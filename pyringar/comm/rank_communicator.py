@@ -11,8 +11,6 @@ from pyringar.comm.arguments import check_list, check_timeout
 from pyringar.comm.base_communicator import BaseCommunicator
 from pyringar.comm.member import Member
 
-__all__ = ["RankCommunicator"]
-
 
 class RankCommunicator(BaseCommunicator):
     """One local rank of a group whose other ranks are in other processes.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pyringar.comm.float_mode import Pieces, default_float_mode
 
-__all__ = ["divide", "fold", "naive_all_reduce", "shard_owners", "sharded_all_reduce", "wide"]
-
 
 def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int = 0) -> None:
     """Reduce one tensor per rank, in place: copy to one rank, add in rank order, copy back.

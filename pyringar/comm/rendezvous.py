@@ -36,8 +36,6 @@ from pyringar.comm.stores import PatientStore
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
-__all__ = ["Rendezvous"]
-
 _ATTEMPT_BYTES = 16  # in hex the 32 bytes of a segment's token
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05

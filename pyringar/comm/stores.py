@@ -13,8 +13,6 @@ import torch.distributed as dist
 from pyringar.comm.jobs import Jobs
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError
 
-__all__ = ["PatientStore", "checked_store"]
-
 _LEAST_S = 0.25  # for an answer after the deadline, so that a rank can tell why it gave up
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from pyringar.errors import RingarError
 
-__all__ = ["Latch", "handlers_wait", "start_thread", "starting_thread"]
-
 
 class Latch:
     """Opens once. Any number of threads wait, and signal handlers that interrupt these waits.

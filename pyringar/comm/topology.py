@@ -11,8 +11,6 @@ import torch
 from pyringar.choices import did_you_mean
 from pyringar.errors import ArgumentError
 
-__all__ = ["Plan", "Topology", "check_device", "check_devices"]
-
 
 @dataclass(frozen=True)
 class Topology:

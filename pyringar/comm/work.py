@@ -7,8 +7,6 @@ from typing import Any
 
 from pyringar.errors import ArgumentError, CollectiveTimeout
 
-__all__ = ["Work"]
-
 
 class Work:
     """A collective that runs in the background, returned by ``async_op=True``.

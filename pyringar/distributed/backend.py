@@ -28,8 +28,6 @@ from pyringar.distributed.waits import Completer
 from pyringar.distributed.work import DoneWork, PendingWork
 from pyringar.errors import UnsupportedError
 
-__all__ = ["NAME", "PythonGroup", "keep_dynamo_out", "register"]
-
 NAME = "ringar"
 
 _Backend: Any = _distributed_c10d.Backend

@@ -28,8 +28,6 @@ from pyringar.distributed.convert import copy_all, has_plain_memory
 from pyringar.distributed.machines import Column, Machines, Wait
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = ["Between"]
-
 # While one piece crosses between machines, the next is summed inside.
 PIECE_ELEMENTS = 2**20
 # Ranks compare a digest of the call's description; the description, cut, is for messages.

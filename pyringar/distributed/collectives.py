@@ -38,8 +38,6 @@ from pyringar.distributed.work import (
 )
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["Collectives"]
-
 
 class _Call(NamedTuple):
     """The communicator's works of a call, and the copies that follow when they have ended well."""

@@ -13,23 +13,6 @@ from pyringar.comm.arguments import DTYPES, REDUCE_OPS
 from pyringar.comm.plain_group import check_no_overlap
 from pyringar.errors import UnsupportedError
 
-__all__ = [
-    "BITWISE",
-    "NATIVE",
-    "SUM",
-    "Copy",
-    "Described",
-    "StandIn",
-    "are_same",
-    "as_bytes",
-    "copy_all",
-    "count_changes",
-    "for_copy",
-    "for_reduction",
-    "has_plain_memory",
-    "reduction_name",
-]
-
 Copy = tuple[Tensor, Tensor]  # into, from
 
 NATIVE = frozenset(DTYPES)

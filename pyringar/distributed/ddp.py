@@ -16,8 +16,6 @@ from pyringar.distributed.hierarchical import communicator_for
 from pyringar.distributed.waits import Completer
 from pyringar.distributed.work import PendingWork
 
-__all__ = ["HookState", "ddp_hook"]
-
 _OPS = ("mean", "sum")
 
 

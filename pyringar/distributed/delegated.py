@@ -26,8 +26,6 @@ from pyringar.distributed.waits import Completer, End
 from pyringar.distributed.work import Part, PendingWork
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
-__all__ = ["Delegated", "WatchedPart", "flat", "given_or_default"]
-
 _LOOK_S = 0.2
 # What a rank sent before it went is on its way for less than this.
 _GRACE_S = 1.0

@@ -15,8 +15,6 @@ from pyringar.distributed.waits import Threads
 from pyringar.distributed.work import Part
 from pyringar.errors import RingarError, UnsupportedError
 
-__all__ = ["Fallback"]
-
 # How long close() waits for each thread whose wait was ended.
 _GRACE_S = 1.0
 

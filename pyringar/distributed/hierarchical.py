@@ -35,8 +35,6 @@ from pyringar.errors import (
     UnsupportedError,
 )
 
-__all__ = ["HierarchicalCommunicator", "communicator_for"]
-
 _REFUSED = {
     **RankCommunicator._refused,
     "bind": "take all_reduce",

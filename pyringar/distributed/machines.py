@@ -19,8 +19,6 @@ from pyringar.comm.stores import PatientStore
 from pyringar.distributed.torch_groups import break_off, closed_peers, make_gloo, make_nccl
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
-__all__ = ["Column", "Machines", "Wait"]
-
 Wait = Callable[[], object]
 
 _CHUNK_BYTES = 16 * 2**20  # each chunk has its own deadline

@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["break_off", "closed_peers", "make_gloo", "make_nccl"]
-
 # Of messages that no rank sends, and of messages that no rank receives. They must not meet.
 _NOT_SENT, _NOT_RECEIVED = 2**31 - 1, 2**31 - 2
 

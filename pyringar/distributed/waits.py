@@ -18,8 +18,6 @@ from pyringar.comm.jobs import Jobs
 from pyringar.comm.threads import Latch, start_thread
 from pyringar.errors import RingarError
 
-__all__ = ["Completer", "End", "Threads"]
-
 # How long a callback may run before another thread runs the callbacks behind it, for each thread.
 _PATIENCE_S = 0.01
 

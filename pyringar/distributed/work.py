@@ -21,16 +21,6 @@ from torch.futures import Future
 
 from pyringar.distributed.waits import Completer
 
-__all__ = [
-    "DelegatedPart",
-    "DoneWork",
-    "Part",
-    "PendingWork",
-    "done_work",
-    "error_of",
-    "one_or_all",
-]
-
 _BaseWork: Any = dist.distributed_c10d.Work
 
 
