@@ -471,8 +471,7 @@ class BaseCommunicator:
         root: int = 0,
     ) -> CollectiveCall:
         """Return the call, after checking all arguments but the tensors."""
-        if operation in self._refused:
-            self._check_offered(operation)
+        self._check_offered(operation)
         if operation in WITH_ROOT:
             check_root(root, self._world_size, operation)
         if operation in WITHOUT_ALGORITHM:

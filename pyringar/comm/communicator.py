@@ -44,37 +44,32 @@ def make_group(devices: Sequence[torch.device], timeout_s: float, limits: dict[s
 
 
 class Communicator(EngineCommunicator):
-    """A group of ranks that reduce together.
+    """A group of ranks that reduce together; one process drives all of them.
 
     Args:
         devices: One device per rank, for example ``["cpu"] * 4``. Ranks may share a device.
-        algorithm: ``"auto"``, or one of ``"fused"``, ``"direct"``, ``"ring"``, ``"sharded"``,
-            ``"naive"`` for every call that names none itself.
-        order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...`` (a NaN stays a NaN, its
-            payload and sign are not promised), ``"tree"`` those of a balanced tree, which may be
-            the same on 1, 2, 4 or 8 ranks, ``"exact"`` the correctly rounded sum (or the mean made
-            of it), on the CPU; ``"any"`` lets the ring add in its own order. `Guarantee` says what
-            each keeps. Bits are equal on all ranks and in every run either way.
-        timeout: Seconds that a call waits for a rank which makes no progress. A call in which all
-            ranks move may take longer.
+        algorithm: ``"auto"``, ``"fused"``, ``"direct"``, ``"ring"``, ``"sharded"`` or ``"naive"``,
+            for calls that name none. ``auto`` takes ``fused`` where all ranks share a memory, else
+            ``direct``; `plan` says which, and why.
+        order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"tree"`` those of a
+            balanced tree, which may be the same on 1, 2, 4 or 8 ranks; ``"exact"`` the correctly
+            rounded sum, or the mean made of it, on the CPU. ``"any"`` lets the ring add in its own
+            order. `Guarantee` says what each keeps. NaNs stay NaNs; their payload and sign are not
+            promised. Bits are always equal on all ranks and in every run.
+        timeout: Seconds that a call waits for a rank which makes no progress.
         max_blocks: Most thread blocks of a call on each GPU; None: as many as help. A ``ring``
             takes at least one for each rank of the device.
 
     Raises:
-        ArgumentError: A device that is not there (names those that are), an unknown algorithm or
-            order, a timeout or ``max_blocks`` that is no positive number, ``max_blocks`` where no
-            rank is on a GPU.
-        BuildError: The engine cannot be built, for ranks on GPUs the CUDA engine. Only if there is
-            no compiler, ``naive`` and ``sharded`` do without it, and warn.
-
-    ``auto`` takes ``fused`` where all ranks share a memory, and ``direct`` elsewhere; `plan` says
-    which, and why.
+        ArgumentError: An argument is wrong, such as a device that is not there.
+        BuildError: The engine cannot be built. Without a compiler, ``naive`` and ``sharded`` run,
+            and warn.
 
     On GPUs a call is enqueued on each device's current stream, and the host does not wait.
     ``async_op`` uses streams of the communicator; ``Work.wait()`` orders the current streams after
-    it. Kernels of ``ring`` wait for each other: a ring that timed out raises in the next call, in
-    `check` or in `close`, and a ``cudaFree`` in another thread can hold it up until the timeout.
-    Ranks in the host's memory beside GPUs are staged: the host then waits.
+    it. A ``ring`` that timed out raises in the next call, in `check` or in `close`; a ``cudaFree``
+    in another thread can hold it up until then. Ranks in the host's memory beside GPUs are staged:
+    the host then waits.
 
     A CUDA graph can capture the collectives if all ranks are on GPUs, except a ``ring`` between
     GPUs; else they raise `UnsupportedError`. The current streams of all GPUs must be in the

@@ -50,20 +50,19 @@ def close_at_exit(
     abort: _Call | None = None,
     progress: Callable[[Any], object] | None = None,
 ) -> None:
-    """Call ``close(owner)`` before the interpreter ends, unless ``owner`` is gone by then.
+    """Call ``close(owner)`` before the interpreter ends, unless ``owner`` was deleted.
 
-    The newest is closed first: what uses another was made after it. ``abort(owner)`` comes before,
-    after which ``close`` waits for nobody, if an exception that nobody caught ends the program, or
-    if no call of any owner's goes on for some seconds: they may wait for what this process does not
-    do any more.
+    Owners are closed newest first, since the newer may use the older. ``abort(owner)`` comes before
+    if an uncaught exception ends the program, or if no owner's calls move for some seconds:
+    ``close`` then waits for no other process.
 
     Args:
         owner: Held weakly.
         in_child: For a child made by ``os.fork``, which may then use ``owner``. Without it the
             child never closes or destroys ``owner``: there it is `is_inherited`.
-        abort: Only for what waits for other processes.
-        progress: False if no call runs that may wait for other processes, else what changes as
-            calls go on, such as how many there are.
+        abort: Only for owners that wait for other processes.
+        progress: Returns False if no call runs that may wait for other processes, else a value
+            that changes as calls move.
     """
     key = id(owner)
     _living[key] = _Living(

@@ -32,52 +32,46 @@ _REFUSED = {
 
 
 class ProcessCommunicator(EngineCommunicator, RankCommunicator):
-    """This process's rank in a group of processes on one machine, which reduce together.
+    """This process's rank in a group of processes on one machine.
 
-    All ranks make the same calls in the same order. Calls that differ raise on every rank before
-    data moves; so does a rank that dies or stays away.
-
-    Ranks may share a GPU. A call is enqueued on the current stream; the host waits until the other
-    ranks have enqueued theirs, never for a device. A CUDA graph cannot capture it.
+    All ranks make the same calls in the same order; see `Communicator` for the calls. If calls
+    differ, or a rank dies or stays away, all ranks raise before data moves.
 
     Args:
-        store: A torch.distributed store that all ranks share. None: that of torch.distributed if it
-            is initialised, else torchrun's.
+        store: A torch.distributed store that all ranks share, new or used. None: that of
+            torch.distributed if it is initialised, else torchrun's.
         rank: This process's rank; only with ``store``.
         world_size: Number of ranks; only with ``store``.
         name: Tells groups on one store apart. All ranks make groups of one name in the same order.
         algorithm: ``"auto"`` or ``"direct"``, which are the same.
+        order: See `Communicator`.
         timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
-            for all. A call in which all ranks move may take longer.
-        device: Where this rank's tensors are: a GPU of this process, or the CPU (None). On all
-            ranks a GPU, or on none.
+            for all ranks.
+        device: A GPU of this process, or the CPU (None). GPUs on all ranks, or on none.
         compares_shapes: Refuse tensors of other shapes than on other ranks. False: only numbers of
             elements must agree; on the CPU only.
         max_blocks: Most thread blocks of a kernel on this rank's GPU; None: as many as help.
 
-    See `Communicator` for ``order``.
-
     Raises:
-        ArgumentError: Wrong arguments; no store; ranks on several machines (names them); a device
-            that is not there, or ranks on GPUs and on the CPU.
+        ArgumentError: An argument is wrong; no store; ranks on several machines (names them).
         CudaError: CUDA refuses to share memory with other processes.
         CollectiveTimeout: Ranks did not come in time (names them).
         PeerLostError: A rank died, or the store is gone.
         RingarError: A rank could not make or map the shared memory (names it, on all ranks).
         UnsupportedError: This is not Linux; GPUs that cannot read each other's memory (every pair
-            is tried with real data); ``algorithm="ring"``.
+            is tried with real data); another algorithm.
 
-    A failed communicator refuses further calls with the reason; a new one can be made by the same
-    processes. An exception from a signal handler, such as KeyboardInterrupt, ends the call or wait
-    within 0.2 s and fails the communicator on all ranks. A handler must not call the communicator
-    itself.
+    Ranks may share a GPU. A call is enqueued on the current stream; the host waits until the other
+    ranks have enqueued theirs, never for a device. A CUDA graph cannot capture it.
 
-    A store may have been used before: ranks ignore the values of earlier attempts to meet.
+    After a failure make a new communicator, in the same processes. An exception from a signal
+    handler, such as KeyboardInterrupt, ends the call or wait within 0.2 s and fails the
+    communicator on all ranks. A handler must not call the communicator itself.
 
-    Cost: a megabyte of shared memory per rank, anonymous (memfd), so that even SIGKILL leaks
-    nothing. On a GPU 64 MiB of its memory beside that, up to 256 MiB where all ranks share
-    it. `close` frees them if the other ranks close within 0.2 s; else the next communicator on GPUs
-    that this process makes or closes does, or its end.
+    Cost: a megabyte of anonymous shared memory per rank, which even SIGKILL does not leak. On a GPU
+    64 MiB of its memory beside that, up to 256 MiB where all ranks share it. `close` frees it if
+    the other ranks close within 0.2 s; else the next communicator on GPUs, or the end of the
+    process does.
     """
 
     _refused = _REFUSED
