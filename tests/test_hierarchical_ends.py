@@ -133,7 +133,7 @@ def test_local_error_keeps_group(pool):
         assert expanded[0] == "ArgumentError"
         assert "tensors[1] of shape (4,) overlaps itself" in expanded[1]
         assert sent[0] == "ArgumentError"
-        assert "tensor of shape (4,) overlaps itself" in sent[1]
+        assert "tensors of shape (4,) overlaps itself" in sent[1]
         assert memory == ("RuntimeError", "no memory for you")
         assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
 
