@@ -14,6 +14,7 @@ from bucketing_nets import inputs, loss_of, make_net
 from torch import nn
 
 import pyringar as pr
+from pyringar.comm.collective_call import CollectiveCall
 
 Start = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 Note = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_bool)
@@ -49,13 +50,14 @@ class FakeGpuGroup:
     def make_ready(self, sizes: list[int]) -> FakeReady:
         return FakeReady(self.events)
 
-    def run(self, *arguments: object) -> object:
-        *call, after = arguments[:9]
-        if arguments[0] == "all_reduce":
+    def run(
+        self, call: CollectiveCall, in_flight: object = None, after: object = None, what: str = ""
+    ) -> object:
+        if call.operation == "all_reduce":
             self.events.append(("reduce", 0))
-        elif arguments[0] == "all_reduce_coalesced":
+        elif call.operation == "all_reduce_coalesced":
             self.events.append(("reduce", -1 if after is None else after[1]))
-        return self.group.run(*call, None, *arguments[9:])
+        return self.group.run(call, in_flight, None, what)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.group, name)

@@ -132,23 +132,38 @@ inline GivenTensors given_tensors(py::handle given, const CallOptions& options,
   return {given, options.name(), are_lists ? "lists" : "tensors", ranks, are_lists};
 }
 
-// An all-reduce, prepared once: it runs again while its tensors lie at the same addresses.
+// Whether all are tensors on the devices of their ranks: not, for example, arrays.
+inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
+  TensorView view;
+  for (std::size_t i = 0; i < tensors.all().size(); ++i) {
+    const std::size_t rank = i / tensors.num_tensors();
+    const int device = ranks.devices == nullptr ? kHost : (*ranks.devices)[rank];
+    if (!try_view(tensors.at(i), &view) || view.device != device) return false;
+  }
+  return true;
+}
+
+// An all-reduce, prepared once: it runs again while its tensors lie at the same addresses. False,
+// with may_decline: nothing was done, since the tensors are elsewhere.
 template <typename Engine>
-void all_reduce(const typename Engine::GroupPtr& group, const CallOptions& options,
-                py::handle given) {
+bool all_reduce(const typename Engine::GroupPtr& group, const CallOptions& options,
+                py::handle given, bool may_decline) {
   CallCache& calls = Engine::calls(*group);
   const LocalRanks ranks = Engine::ranks(*group);
   GivenTensors tensors = given_tensors(given, options, ranks);
   if (const auto call = calls.find(options, tensors)) {
     Engine::host(*group).check_usable();
-    return Engine::run(*group, *call, tensors.all().ptr());
+    Engine::run(*group, *call, tensors.all().ptr());
+    return true;
   }
+  if (may_decline && !are_local(tensors, ranks)) return false;
   PreparedCollective prepared = prepare_all_reduce(tensors, options, ranks);
   Engine::host(*group).check_usable();
   const auto call = std::make_shared<const Collective>(std::move(prepared.call));
   if (py::len(prepared.copies) == 0 && call->packed.empty()) calls.keep(options, tensors, call);
   Engine::run(*group, *call, prepared.written.ptr());
   copy_back(prepared.copies);
+  return true;
 }
 
 // all_reduce as one C function: the path of the calls that a training loop repeats.
@@ -158,7 +173,8 @@ struct ReduceNow {
   CallOptions options;
 
   // (tensors, op, algorithm, order) -> bool. False: nothing was done, since the call names another
-  // algorithm or order, or a graph is made: the caller takes the general path.
+  // algorithm or order, a graph is made, or the tensors are elsewhere. The caller takes the general
+  // path.
   static PyObject* run(PyObject* capsule, PyObject* const* args, Py_ssize_t num_args) {
     try {
       const auto& self = state_of<ReduceNow>(capsule);
@@ -168,7 +184,7 @@ struct ReduceNow {
       const std::optional<ReduceOp> op = find<ReduceOp>(args[1], &op_name, kNumReduceOps);
       if (!op || !has_order(*op, options.reduction.order)) Py_RETURN_FALSE;
       options.reduction.op = *op;
-      all_reduce<Engine>(self.group, options, args[0]);
+      if (!all_reduce<Engine>(self.group, options, args[0], true)) Py_RETURN_FALSE;
     } catch (...) {
       set_python_error(std::current_exception());
       return nullptr;
@@ -236,27 +252,42 @@ py::dict stats_dict(const CallStats<kNum>& stats, const char* (*name_of)(Algorit
 
 // -- the calls of a group -------------------------------------------------------------------------
 
+// The items of pyringar.comm.collective_call.CollectiveCall.
+enum CallItem { kOperation, kOutputs, kInputs, kOp, kAlgorithm, kOrder, kRoot, kNumCallItems };
+
+inline py::handle item_of(const py::tuple& call, CallItem item) {
+  return PyTuple_GET_ITEM(call.ptr(), item);
+}
+
+inline CallOptions parse_options(const py::tuple& call, py::handle what) {
+  if (call.size() != kNumCallItems) {
+    fail(ErrorKind::kArgument, "call has ", call.size(), " items, expected ", kNumCallItems);
+  }
+  return {parse_operation(item_of(call, kOperation)),
+          parse_reduction(item_of(call, kOp), item_of(call, kOrder)),
+          parse_algorithm(item_of(call, kAlgorithm)), py::cast<int>(item_of(call, kRoot)),
+          what.is_none() ? "" : py::cast<std::string>(what)};
+}
+
 template <typename Engine, typename Class>
 void def_calls(Class& cls) {
   using Ptr = const typename Engine::GroupPtr&;
   cls.def(
          "run",
-         [](Ptr group, py::handle operation, py::handle outputs, py::handle inputs, py::handle op,
-            py::handle algorithm, py::handle order, int root, py::handle in_flight,
-            py::handle after, std::string what) -> py::object {
-           const CallOptions options{parse_operation(operation), parse_reduction(op, order),
-                                     parse_algorithm(algorithm), root, std::move(what)};
+         [](Ptr group, const py::tuple& call, py::handle in_flight, py::handle after,
+            py::handle what) -> py::object {
+           const CallOptions options = parse_options(call, what);
            const bool can_repeat = in_flight.is_none() && options.what.empty();
            if (can_repeat && kind_of(options.operation) == CallKind::kAllReduce) {
-             all_reduce<Engine>(group, options, outputs);
+             all_reduce<Engine>(group, options, item_of(call, kOutputs), false);
              return py::none();
            }
-           return run_or_submit<Engine>(
-               group, prepare(outputs, inputs, options, Engine::ranks(*group)), in_flight, after);
+           PreparedCollective prepared = prepare(item_of(call, kOutputs), item_of(call, kInputs),
+                                                 options, Engine::ranks(*group));
+           return run_or_submit<Engine>(group, std::move(prepared), in_flight, after);
          },
-         py::arg("operation"), py::arg("outputs"), py::arg("inputs"), py::arg("op"),
-         py::arg("algorithm"), py::arg("order"), py::arg("root"), py::arg("in_flight"),
-         py::arg("after") = py::none(), py::arg("what") = "")
+         py::arg("call"), py::arg("in_flight") = py::none(), py::arg("after") = py::none(),
+         py::arg("what") = py::none())
       .def("prepared",
            [](Ptr group, py::handle algorithm, py::handle order) {
              using Now = ReduceNow<Engine>;

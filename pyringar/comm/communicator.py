@@ -145,7 +145,7 @@ class Communicator(EngineCommunicator):
                 ready.make_wait(bucket, rank)
             return self.all_reduce_coalesced(lists, op, async_op=True)
         call = CollectiveCall("all_reduce_coalesced", lists, None, op, algorithm, order)
-        return self._begun(self._group.run(*call, self._in_flight, after), call)
+        return self._begun(self._group.run(call, self._in_flight, after), call)
 
     def _order_of(self, algorithm: str, order: str) -> str:
         added_in = super()._order_of(algorithm, order)

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from pyringar.comm import arrays
 from pyringar.comm.arguments import is_list, op_name
 from pyringar.comm.base_communicator import decline
+from pyringar.comm.collective_call import CollectiveCall
 from pyringar.comm.communicator import Communicator, make_group
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.handles import handle_of, is_traced
@@ -61,8 +62,8 @@ class _Default:
         if (communicator := self.communicator(data)) is not None:
             communicator.all_reduce(data, op)
         else:
-            name = op_name(op)
-            self.group().run("all_reduce", data, None, name, "fused", "rank", 0, None)
+            call = CollectiveCall("all_reduce", data, None, op_name(op), "fused", "rank")
+            self.group().run(call)
 
     def _on(self, gpus: tuple[int, ...]) -> Communicator:
         with self._lock:

@@ -41,9 +41,9 @@ class EngineCommunicator(BaseCommunicator):
         if call.algorithm in PLAIN_ALGORITHMS:
             return self._run_plain(call, async_op)
         if not async_op:
-            self._group.run(*call, None)
+            self._group.run(call)
             return None
-        native = self._group.run(*call, self._in_flight, None, str(what))
+        native = self._group.run(call, self._in_flight, None, str(what))
         return self._begun(native, call)
 
     def _run_plain(self, call: CollectiveCall, async_op: bool) -> Work | None:
