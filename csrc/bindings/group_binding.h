@@ -172,18 +172,19 @@ struct ReduceNow {
   typename Engine::GroupPtr group;
   CallOptions options;
 
-  // (tensors, op, algorithm, order) -> bool. False: nothing was done, since the call names another
-  // algorithm or order, a graph is made, or the tensors are elsewhere. The caller takes the general
-  // path.
+  // (tensors, op, algorithm, order, are_lists=False) -> bool. False: nothing was done, since the
+  // call names another algorithm or order, a graph is made, or the tensors are elsewhere. The
+  // caller takes the general path.
   static PyObject* run(PyObject* capsule, PyObject* const* args, Py_ssize_t num_args) {
     try {
       const auto& self = state_of<ReduceNow>(capsule);
-      const bool names_only_op = num_args == 4 && args[2] == Py_None && args[3] == Py_None;
+      const bool names_only_op = num_args >= 4 && args[2] == Py_None && args[3] == Py_None;
       if (!names_only_op || is_dispatched()) Py_RETURN_FALSE;
       CallOptions options = self.options;
       const std::optional<ReduceOp> op = find<ReduceOp>(args[1], &op_name, kNumReduceOps);
       if (!op || !has_order(*op, options.reduction.order)) Py_RETURN_FALSE;
       options.reduction.op = *op;
+      if (num_args > 4 && args[4] == Py_True) options.operation = Operation::kAllReduceCoalesced;
       if (!all_reduce<Engine>(self.group, options, args[0], true)) Py_RETURN_FALSE;
     } catch (...) {
       set_python_error(std::current_exception());

@@ -75,8 +75,8 @@ class BaseCommunicator:
     _timeout_s = 30.0
     _is_closed = False
     _handle = ""  # of this communicator in graphs; "": graphs cannot hold its calls
-    # Runs a prepared all_reduce, (tensors, op, algorithm, order) -> bool. False: not run.
-    _run_prepared: Callable[[Any, Any, Any, Any], bool] = staticmethod(decline)
+    # Runs an all_reduce, (tensors, op, algorithm, order, are_lists=False) -> bool. False: not run.
+    _run_prepared: Callable[..., bool] = staticmethod(decline)
 
     @property
     def world_size(self) -> int:
@@ -157,6 +157,13 @@ class BaseCommunicator:
         See `all_reduce` for the other arguments and errors. Cost: one dispatch for all tensors.
         """
         operation = self._of_lists("all_reduce_coalesced", lists)
+        are_lists = operation == "all_reduce_coalesced"
+        if (
+            not async_op
+            and not is_dynamo_compiling()
+            and self._run_prepared(lists, op, algorithm, order, are_lists)
+        ):
+            return None
         return self._all_reduce(operation, lists, op, algorithm, order, async_op)
 
     def reduce_scatter(
