@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyringar.cli.parser import add_json_option
-from pyringar.cli.paths import check_output_path
+from pyringar.cli.parser import add_json_option, check_output_path
 from pyringar.errors import ArgumentError
 
 # The grader imports torch, for which `--help` need not wait.

@@ -7,7 +7,7 @@ import io
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import closing, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from pyringar.cli.parser import add_json_option
@@ -122,10 +122,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
         "log": ("write a line per epoch", {"metavar": "FILE.csv"}),
         "plot": ("write the curve as a picture", {"metavar": "FILE.png"}),
-        "live": (
-            "draw the curve: a bar per epoch beside the table",
-            _FLAG,
-        ),
+        "live": ("draw the curve: a bar per epoch beside the table", _FLAG),
         "trace": (
             "write a timeline of the first 100 steps, for ui.perfetto.dev and pyringar trace",
             {"metavar": "FILE.json"},
@@ -180,7 +177,7 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
     outputs = Outputs(files if writes_files() else {})
     config, group = _join(options)
     trace = Trace() if "trace" in files else None
-    with Trainer(config, trace=trace, group=group, **folders) as trainer, closing(outputs):
+    with Trainer(config, trace=trace, group=group, **folders) as trainer:
         if not trainer.is_main:
             trainer.run()
             return outputs, None

@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.train.config import TrainConfig
 from pyringar.train.devices import describe_devices
 
 __all__ = [
-    "SETTING",
     "Checkpoint",
     "folder_of",
     "has_checkpoint",
-    "named_in",
     "prepare_folder",
     "read_checkpoint",
     "recipe_of",
@@ -41,12 +38,9 @@ _FILE = "checkpoint.bin"
 _FIRST_LINE = b"pyringar checkpoint 3\n"
 _DIGEST_BYTES = 32
 _MAX_SHOWN = 80  # characters of a wrong value
-_MAX_SECONDS = 1e12
-SETTING = ("torch", "torch threads per rank")
 # Options that do not decide the bits of a run, or that the recipe describes by other words.
 _FREE = {"ranks", "devices", "allreduce", "epochs", "dataset", "data_dir", "cuda_graph"}
 _RECIPE = ("model", *(field.name for field in fields(TrainConfig) if field.name not in _FREE))
-_NAMES = (*_RECIPE, "ranks", "the kind of devices", "dataset", "allreduce")
 
 
 @dataclass(frozen=True)
@@ -89,10 +83,9 @@ class Checkpoint:
         """Read the content of a file.
 
         Raises:
-            ArgumentError: The file is damaged or of another version, or a field has no value that
-                `write` would write. Names the field.
+            ArgumentError: The file is damaged or of another version.
         """
-        named = named_in(folder)
+        named = f"resume is '{folder}', but its {_FILE}"
         if not content.startswith(_FIRST_LINE):
             raise ArgumentError(f"{named} is no checkpoint of this version of pyringar")
         rest = content[len(_FIRST_LINE) :]
@@ -101,103 +94,13 @@ class Checkpoint:
             raise ArgumentError(
                 f"{named} is damaged: it was cut short or changed after it was written"
             )
-        try:
-            state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises errors of many kinds
-            words = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ArgumentError(f"{named} cannot be read by torch.load: {words}") from error
-        names = [field.name for field in fields(cls)]
-        if not isinstance(state, dict) or sorted(map(str, state)) != sorted(names):
-            found = sorted(map(str, state)) if isinstance(state, dict) else kind_of(state)
-            raise ArgumentError(f"{named} holds {found}, expected the fields {names}")
-        for name, (is_right, expected) in _FIELDS.items():
-            if not is_right(state[name]):
-                raise ArgumentError(
-                    f"{named} has {name} {_shown(state[name])}, expected {expected}"
-                )
-        if len(state["epochs"]) > state["num_epochs"]:
-            raise ArgumentError(
-                f"{named} has {len(state['epochs'])} epochs, expected at most num_epochs, which is "
-                f"{state['num_epochs']}"
-            )
+        state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
         return cls(**state)
-
-
-def named_in(folder: Path) -> str:
-    """Return the first words of a message about the file of a folder."""
-    return f"resume is '{folder}', but its {_FILE}"
-
-
-def _is_number(value: Any, least: float, most: float) -> bool:
-    return type(value) in (int, float) and least <= value <= most
-
-
-def _is_options(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and _is_plain(option) for name, option in value.items()
-    )
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _are_epochs(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(row, list)
-            and len(row) == 4
-            and type(row[0]) is int
-            and row[0] == number
-            and isinstance(row[1], float)  # NaN, too
-            and _is_number(row[2], 0, 1)
-            and _is_number(row[3], 0, _MAX_SECONDS)
-            for number, row in enumerate(value, 1)
-        )
-    )
-
-
-def _are_tensors(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.is_cpu
-        for tensor in value
-    )
 
 
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-# Of every field: whether a value is possible, and a description of the possible values.
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "recipe": (
-        lambda value: _is_options(value) and {*value} == {*_NAMES},
-        f"a dict with {', '.join(_NAMES)}",
-    ),
-    "setting": (
-        lambda value: _is_options(value) and {*value} == {*SETTING},
-        f"a dict with {' and '.join(map(repr, SETTING))}",
-    ),
-    "num_epochs": (
-        lambda value: type(value) is int and 1 <= value < 2**63,
-        "a whole number, 1 or more",
-    ),
-    "epochs": (
-        _are_epochs,
-        "a list of [number, loss, accuracy, seconds] with numbers 1, 2, ..., accuracies from 0 to "
-        "1, and seconds of 0 or more",
-    ),
-    "shuffle": (
-        lambda value: isinstance(value, Tensor) and value.dtype == torch.uint8 and value.is_cpu,
-        "the state of a torch.Generator",
-    ),
-    "tensors": (_are_tensors, "a list of dense tensors"),
-}
 
 
 def folder_of(name: str, path: str | Path) -> Path:

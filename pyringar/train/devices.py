@@ -35,8 +35,6 @@ def choose_devices(
                 f"ranks is {ranks}, but devices names {len(found)}: {describe_devices(found)}"
             )
         return found
-    if ranks < 1:
-        raise ArgumentError(f"ranks is {ranks}, expected 1 or more")
     num_gpus = _count_usable_gpus()
     if num_gpus == 0:
         return (torch.device("cpu"),) * ranks

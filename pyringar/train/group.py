@@ -21,7 +21,7 @@ from pyringar.comm.communicator import Communicator
 from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.stores import checked_store
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
-from pyringar.parallel.shards import Shards, digest_of, shard_sizes, split_batch
+from pyringar.parallel.shards import Shards, digest_of, split_batch
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 from pyringar.train.devices import choose_devices
@@ -175,9 +175,9 @@ class Processes(TrainGroup):
         weights: Sequence[float] | None = None,
     ) -> tuple[Shards, Shards]:
         """Cut out this rank's shard: the one that `split_batch` gives it."""
-        sizes = shard_sizes(len(X), self.comm.world_size, weights)
-        begin, size = sum(sizes[: self.comm.rank]), sizes[self.comm.rank]
-        return (X[begin : begin + size],), (y[begin : begin + size],)
+        rank = self.comm.rank
+        images, labels = split_batch(X, y, self.all_devices, weights)
+        return (images[rank],), (labels[rank],)
 
     def total(self, value: float) -> Any:
         """Gather and add here: an all-reduce could add in another order."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ from pyringar.parallel.shards import Device, Shards, mismatch_flags, split_batch
 from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
 
+if TYPE_CHECKING:
+    from pyringar.train.graph import Branches
+
 __all__ = [
     "AfterBackward",
     "EagerStep",
     "Momentum",
-    "RankBranches",
     "reduce_gradients",
     "sgd",
     "span",
@@ -34,16 +36,6 @@ __all__ = [
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # shards to scores, one per rank
-
-
-class RankBranches(Protocol):
-    """Runs ranks of one GPU as parallel branches of a CUDA graph."""
-
-    def score(self, rank: int, X: Tensor, /) -> Tensor:  # noqa: N803
-        """Score the shard of a rank, inside `run`: ``(n, classes)``."""
-
-    def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
-        """Call ``functions[rank]()`` for each rank, and return the results."""
 
 
 def train_batch(
@@ -210,7 +202,7 @@ class EagerStep:
 
     Args:
         replicas: ``replicas[rank][i]``: the parameters of every rank of this process.
-        scores: Computes each rank's scores ``(n, classes)`` from one shard of samples per rank.
+        scores: Returns each rank's scores ``(n, classes)`` of one shard of samples per rank.
         reduce: Called after backward; returns when every ``grad`` is the sum over all ranks.
         split: Cuts a batch into one shard per rank of this process.
         branches: Runs the ranks instead of ``scores``; None: one rank after the other.
@@ -226,7 +218,7 @@ class EagerStep:
         scores: Scores,
         reduce: Callable[[], None],
         split: Callable[[Tensor, Tensor], tuple[Shards, Shards]],
-        branches: RankBranches | None = None,
+        branches: Branches | None = None,
         momentum: float = 0.0,
     ) -> None:
         self._replicas = replicas

@@ -21,11 +21,9 @@ from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.sharded_step import torch_threads
 from pyringar.parallel.shards import check_replicas_equal, count_correct, digest_of
 from pyringar.train.checkpoint import (
-    SETTING,
     Checkpoint,
     folder_of,
     has_checkpoint,
-    named_in,
     prepare_folder,
     read_checkpoint,
     recipe_of,
@@ -39,7 +37,7 @@ from pyringar.train.group import TrainGroup
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.models import RankedModel, autocast, threads_per_rank
 from pyringar.train.shard_step import ShardStep
-from pyringar.train.step import EagerStep, RankBranches
+from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
 __all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
@@ -344,16 +342,14 @@ class Trainer:
         config = self.config
         if config.shards is not None:
             return ShardStep(self.model, self.group.comm, config)
-        branches: RankBranches | None = None
+        branches: Branches | None = None
         if config.cuda_graph and config.batchnorm == "local":
             branches = Branches(self.devices[0], len(self.devices), self.model.score)
         eager = EagerStep(
             self.replicas,
             self.model.scores,
             reduce=self.model.bucketer.wait,
-            split=functools.partial(
-                self.group.split, devices=self.devices, weights=self.config.weights
-            ),
+            split=functools.partial(self.group.split, devices=self.devices, weights=config.weights),
             branches=branches,
             momentum=config.momentum,
         )
@@ -459,8 +455,10 @@ class Trainer:
 
     @property
     def _setting(self) -> dict[str, Any]:
-        values = (str(torch.__version__), threads_per_rank(self.config))
-        return dict(zip(SETTING, values, strict=True))
+        return {
+            "torch": str(torch.__version__),
+            "torch threads per rank": threads_per_rank(self.config),
+        }
 
     def _found_recipe(self, data: ImageData) -> dict[str, str]:
         """Return the part of the recipe that is known after the images are loaded."""
@@ -486,7 +484,7 @@ class Trainer:
 
     def _resume_from(self, checkpoint: Checkpoint, folder: Path) -> None:
         checkpoint.check(self._recipe, folder)
-        self._check_tensors(checkpoint, folder)
+        self._shuffle.set_state(checkpoint.shuffle)
         # The first step decides the layout of gradients in buckets, and so the bits of a ring.
         size = self.config.batch_size
         self._run_step(self._data.train_images[:size], self._data.train_labels[:size], 0.0)
@@ -499,24 +497,6 @@ class Trainer:
             self.stretched_from = checkpoint.num_epochs
         self._done = [EpochResult(int(n), *rest) for n, *rest in checkpoint.epochs]
         self.step = len(self._done) * self.steps_per_epoch
-
-    def _check_tensors(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Restore the order of images, and compare the tensors with those of the run."""
-        try:
-            self._shuffle.set_state(checkpoint.shuffle)
-        except RuntimeError as error:
-            raise ArgumentError(
-                f"{named_in(folder)} has a shuffle that is no state of a torch.Generator: {error}"
-            ) from None
-        found, wanted = (
-            [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
-            for tensors in (checkpoint.tensors, self._tensors()[0])
-        )
-        for i, (one, other) in enumerate(itertools.zip_longest(found, wanted, fillvalue="missing")):
-            if one != other:
-                raise ArgumentError(
-                    f"{named_in(folder)} has tensors whose entry {i} is {one}, expected {other}"
-                )
 
 
 class _QueuedStep:
