@@ -38,12 +38,7 @@ __all__ = [
 
 
 class TargetError(RingarError):
-    """A call of the allreduce that is audited failed.
-
-    Args:
-        what: Which call.
-        why: How it failed.
-    """
+    """A call of the allreduce that is audited failed."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
@@ -56,8 +51,7 @@ class Target(Protocol):
     Attributes:
         name: For people.
         ranks: The most that a call may have.
-        ways: ``"in place"``, ``"unaligned"`` if tensors can begin at any address, and ``"async"``
-            if there are asynchronous calls.
+        ways: Of ``"in place"``, ``"unaligned"`` (tensors begin at any address) and ``"async"``.
     """
 
     name: str
@@ -67,13 +61,12 @@ class Target(Protocol):
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
     ) -> list[Tensor]:
-        """Return what every rank has after an allreduce, and leave the inputs as they are.
+        """Return every rank's result of an allreduce, and leave the inputs as they are.
 
         Args:
             inputs: A flat tensor of every rank.
-            way: One of ``ways``.
-            cuts: Where the tensors are cut, to be reduced by several calls. With ``"async"`` all of
-                them are begun before one is waited for.
+            way: One of ``ways``. ``"async"`` begins all calls before it waits for one.
+            cuts: Where the tensors are cut, to be reduced by several calls.
 
         Raises:
             TargetError: A call failed, did not end in time, or left something else.
@@ -112,7 +105,7 @@ _FORMAT = {
 # By how many powers of two a value may lie below the half of a last digit.
 _TAIL = {torch.float16: 18}
 _MAX_TAIL = 60
-_MAX_TRIED = 1 << 12  # elements of exact sums, which are slow, that are compared
+_MAX_TRIED = 1 << 12  # elements of exact sums that are compared
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -201,16 +194,14 @@ def _probes(
 def _groups(
     results: Sequence[Sequence[Tensor]], pair: tuple[int, int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return for every rank's elements the ranks in the smallest sum that holds both of a pair.
+    """Return, for every rank and element, the ranks in the smallest sum that holds both of a pair.
+
+    Ranks are bits; -1: the result was no sum of units. Ranks with one result share a tensor.
 
     Args:
-        results: What became of the probes, of every rank.
+        results: ``results[probe][rank]``.
         pair: The two ranks.
         dtype: Of the probes.
-
-    Returns:
-        Of every rank the ranks as bits, or -1 where the result was no sum of units. Ranks with one
-        result have one tensor.
     """
     groups: list[Tensor] = []
     others = [r for r in range(len(results[0])) if r not in pair]
@@ -273,8 +264,6 @@ def evaluate(
         regions: Of the whole message.
         inputs: A tensor of every rank, whose last dimension is the message.
         partial: Type of partial sums, which are rounded once in the end. Default: that of inputs.
-
-    Cost: exact regions a thousand times as long as the others.
     """
     dtype = inputs[0].dtype
     terms = [x.to(partial or dtype) for x in inputs]
@@ -306,10 +295,7 @@ def partial_type(
 ) -> torch.dtype | None:
     """Return the type of partial sums with which regions give a result; None if there is none.
 
-    Args:
-        regions: Of the whole message.
-        inputs: A tensor of every rank, whose last dimension is the message.
-        result: Their sum. Of exact sums no more than the first 4096 are compared.
+    Of exact sums, which are slow, no more than the first 4096 elements are compared.
     """
     if any(region.tree is None for region in regions):
         return None

@@ -8,7 +8,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -26,11 +26,7 @@ _UNALIGNED = 7  # elements, before a tensor that begins inside a buffer
 
 
 class TorchRank:
-    """A rank of a backend of torch.distributed.
-
-    Args:
-        options: ``library``, ``rank``, ``ranks``, ``port`` of the store, ``timeout_s``.
-    """
+    """A rank of a backend of torch.distributed."""
 
     def __init__(self, options: Options) -> None:
         self.rank: int = options["rank"]
@@ -97,13 +93,6 @@ class RingarRank(TorchRank):
         return self._groups[k].all_reduce(piece, async_op=is_async)
 
 
-_KINDS: dict[str, Callable[[Options], TorchRank]] = {
-    "gloo": TorchRank,
-    "nccl": TorchRank,
-    "ringar": RingarRank,
-}
-
-
 def serve(channel: Connection, options: Options) -> None:
     """Join the other ranks, then answer requests until the auditor hangs up.
 
@@ -117,7 +106,7 @@ def serve(channel: Connection, options: Options) -> None:
     threading.Thread(target=_end_with_auditor, daemon=True).start()
     torch.set_num_threads(1)  # a forked process has torch's pool, but not its threads
     try:
-        rank = _KINDS[options["library"]](options)
+        rank = RingarRank(options) if options["library"] == "ringar" else TorchRank(options)
         channel.send(("done", rank.version))
         while True:
             channel.send(_answer(rank, *channel.recv()))

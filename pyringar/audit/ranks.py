@@ -26,13 +26,7 @@ _START_S = 120.0  # most time until all ranks have met: an engine may have to be
 class Ranks:
     """The ranks of a library, which are started when they are needed, and again when they fail.
 
-    Args:
-        library: "gloo", "ringar" or "nccl".
-        ranks: How many.
-        timeout_s: Seconds that a call may take.
-        order: What ``ringar`` promises.
-
-    See `pyringar.audit.probes.Target` for the rest.
+    See `pyringar.audit.probes.Target`.
     """
 
     ways: tuple[str, ...] = ("in place", "unaligned", "async")
@@ -42,21 +36,12 @@ class Ranks:
     ) -> None:
         self.ranks, self.name, self._library = ranks, library, library
         self._timeout_s = timeout_s
-        self._options = {
-            "library": library,
-            "ranks": ranks,
-            "order": order,
-            "timeout_s": timeout_s,
-        }
+        self._options = {"library": library, "ranks": ranks, "order": order, "timeout_s": timeout_s}
         self._channels: list[Connection] = []
         self._processes: list[BaseProcess] = []
 
     def __enter__(self) -> Ranks:
-        """Start the ranks.
-
-        Raises:
-            TargetError: They did not start; says why.
-        """
+        """Start the ranks. TargetError if they do not start."""
         try:
             self._start()
         except BaseException:
@@ -65,7 +50,6 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the ranks."""
         self.close()
 
     def close(self) -> None:
@@ -81,16 +65,7 @@ class Ranks:
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
     ) -> list[Tensor]:
-        """Return what every rank has after an allreduce.
-
-        Args:
-            inputs: A flat CPU tensor of every rank that takes part.
-            way: One of ``ways``.
-            cuts: Where it is cut into several calls.
-
-        Raises:
-            TargetError: A rank failed, ended, or did not answer in time.
-        """
+        """See `pyringar.audit.probes.Target.reduce`."""
         if not self._channels:
             self._start()
         k, numel, dtype = len(inputs), inputs[0].numel(), inputs[0].dtype
@@ -155,5 +130,5 @@ class Ranks:
             theirs.close()
             self._channels.append(channel)
             self._processes.append(process)
-        version = self._ask(f"the start of {self._library}", [], _START_S)[0]
-        self.name = f"{self._library} {version}"
+        version = self._ask(f"the start of {self._options['library']}", [], _START_S)[0]
+        self.name = f"{self._options['library']} {version}"

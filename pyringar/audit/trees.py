@@ -46,7 +46,7 @@ class Region:
     tree: Tree | str | None
 
     def as_dict(self) -> dict[str, object]:
-        """Return it in types that JSON knows."""
+        """Return the region as values for JSON."""
         return {"start": self.start, "stop": self.stop, "sum": formula(self.tree)}
 
 
@@ -114,14 +114,9 @@ def groups_of(tree: Tree) -> dict[Pair, int]:
 
 
 def rebuild(groups: Mapping[Pair, int], k: int) -> Tree | str | None:
-    """Return the only tree of ``k`` ranks that has these groups.
+    """Return the only tree of ``k`` ranks that has these groups, sets of ranks as bits.
 
-    Args:
-        groups: For every two ranks, in ascending order, a set of ranks as bits.
-        k: Number of ranks.
-
-    Returns:
-        The tree; `EXACT` if no pair has taken another rank with it; None if no tree has them.
+    `EXACT` if no pair has taken another rank with it; None if no tree has these groups.
     """
     if k > 2 and all(group == 1 << i | 1 << j for (i, j), group in groups.items()):
         return EXACT
@@ -173,9 +168,8 @@ def _starts(k: int, step: int) -> dict[Tree | str | None, int]:
 def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
     """Return the name of a message's order, and the order in full.
 
-    Returns:
-        Such as ``("ring", "chunk c adds ranks c+1, c+2, ... (mod 4); chunks of 250")``; the name
-        is ``"unknown"`` where some element has no tree, ``"no name"`` where trees have none.
+    Such as ``("ring", "chunk c adds ranks c+1, c+2, ... (mod 4); chunks of 250")``. The name is
+    ``"unknown"`` where some element has no tree, ``"no name"`` where trees have none.
     """
     trees = [region.tree for region in regions]
     if None in trees:

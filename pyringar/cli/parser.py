@@ -105,10 +105,14 @@ def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Pa
     if path.suffix.lower() != suffix:
         raise ArgumentError(f"{option} is '{path}', expected a file name that ends in {suffix}")
     try:
-        _try_to_write(path)
+        has_folder = path.parent.is_dir()
+        if has_folder:
+            _try_to_write(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ArgumentError(f"{option} is '{path}', which cannot be written: {reason}") from None
+    if not has_folder:
+        raise ArgumentError(f"{option} is '{path}', but there is no folder '{path.parent}'")
     if suffix == ".png":
         try:
             import matplotlib  # noqa: F401

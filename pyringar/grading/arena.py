@@ -22,10 +22,7 @@ _BYTES_PER_RANK = 1 << 20  # 65,537 floats three times, and some more
 class Arena:
     """A block of memory, shared with processes that fork from this one.
 
-    Untouched pages cost nothing.
-
-    Args:
-        num_ranks: How many ranks most properties have.
+    Untouched pages cost nothing. Most properties have ``num_ranks`` ranks.
     """
 
     def __init__(self, num_ranks: int) -> None:

@@ -66,12 +66,12 @@ class Case:
     @classmethod
     def from_dict(cls, words: dict[str, Any]) -> Case:
         """Return the case that `as_dict` describes."""
-        dtype: torch.dtype = getattr(torch, words["dtype"])
-        return cls(words["k"], tuple(words["shape"]), dtype, words["layout"], words["values"])
+        shape, dtype = tuple(words["shape"]), getattr(torch, words["dtype"])
+        return cls(words["k"], shape, dtype, words["layout"], words["values"])
 
     @property
     def numel(self) -> int:
-        """Return the number of elements of every rank."""
+        """The number of elements of every rank."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -82,9 +82,15 @@ class Case:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the case in types that JSON knows."""
-        exact = {"shape": list(self.shape), "numel": self.numel, "dtype": dtype_name(self.dtype)}
-        return {"k": self.k, **exact, "layout": self.layout, "values": self.values}
+        """Return the case as values for JSON."""
+        return {
+            "k": self.k,
+            "shape": list(self.shape),
+            "numel": self.numel,
+            "dtype": dtype_name(self.dtype),
+            "layout": self.layout,
+            "values": self.values,
+        }
 
 
 class Failure(Exception):  # noqa: N818

@@ -16,10 +16,7 @@ __all__ = ["Lists"]
 class Lists:
     """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.Target`.
 
-    Args:
-        run: Calls it with the tensors of a case.
-        name: For people.
-        ranks: The most that a call may have.
+    ``run`` calls it with the tensors of a case, of up to ``ranks`` ranks.
     """
 
     ways: tuple[str, ...] = ("in place", "unaligned")
@@ -34,13 +31,7 @@ class Lists:
     ) -> list[Tensor]:
         """Return the values of the caller's tensors after a call.
 
-        Args:
-            inputs: A flat tensor of every rank.
-            way: ``"in place"``, or ``"unaligned"`` in tensors that begin inside a buffer.
-            cuts: Where the tensors are cut, to be reduced by several calls.
-
-        Raises:
-            TargetError: It raised, is late, or left what is no result.
+        See `pyringar.audit.probes.Target.reduce`.
         """
         results = [x.clone() for x in inputs]
         edges = [0, *cuts, len(results[0])]

@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,9 +90,7 @@ class Remote(Subject):
     ) -> None:
         super().__init__(_never_called, (torch.device("cpu"),) * len(devices))
         arena = self._arena = Arena(len(devices))
-        self._start: Callable[[], _Process] = lambda: _Process(
-            target, devices, arena, timeout_s, show
-        )
+        self._start = partial(_Process, target, devices, arena, timeout_s, show)
         self._timeout_s = timeout_s
         self._turn = 0
         self._left_s = timeout_s
@@ -219,17 +218,12 @@ class _Process:
         self._selector.register(self._output, selectors.EVENT_READ)
 
     def load(self) -> tuple[str, ...]:
-        """Wait until the solution is imported; return the devices of the ranks.
-
-        Raises:
-            ArgumentError: A device is not there.
-            CannotLoadError: The import fails, or there is no such function.
-        """
-        timeout_s = self._timeout_s
+        """Wait until the solution is imported; return the devices of the ranks. See `grade`."""
         try:
-            message = self._receive(time.monotonic() + timeout_s)
+            message = self._receive(time.monotonic() + self._timeout_s)
         except TimeoutError:
-            raise CannotLoadError(f"the import did not end within {timeout_s:g} s") from None
+            words = f"the import did not end within {self._timeout_s:g} s"
+            raise CannotLoadError(words) from None
         except EndedError as error:
             raise CannotLoadError(f"in the import {error}") from None
         if "no_device" in message:
@@ -239,12 +233,7 @@ class _Process:
         return tuple(map(_clean, message.get("loaded", ())))
 
     def ask(self, request: dict[str, Any], ends: float) -> dict[str, Any]:
-        """Return the answer to a request.
-
-        Raises:
-            EndedError: The process ended.
-            TimeoutError: There is none at the time ``ends``.
-        """
+        """Return the answer to a request. EndedError or TimeoutError if there is none."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` tells
             self._channel.sendall(json.dumps(request).encode() + b"\n")
         return self._receive(ends)

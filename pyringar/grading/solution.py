@@ -13,14 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = [
-    "CannotLoadError",
-    "Target",
-    "call_words",
-    "function_name",
-    "load",
-    "printable",
-]
+__all__ = ["CannotLoadError", "Target", "call_words", "function_name", "load", "printable"]
 
 _MAX_WORDS = 500  # of an exception's message
 
@@ -47,7 +40,7 @@ class Target:
 
     @property
     def is_file(self) -> bool:
-        """Return whether it is a file rather than a module."""
+        """Whether it is a file rather than a module."""
         return self.where.endswith(".py")
 
     def __str__(self) -> str:
@@ -112,7 +105,7 @@ def _import(target: Target) -> ModuleType:
                 f"there is no module {where!r} in the current directory or installed"
             ) from error
         if isinstance(error, SyntaxError) and error.filename:
-            words = f"{_kind(error)}: {error.msg} at {error.filename}:{error.lineno}"
+            words = f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
             raise CannotLoadError(f"importing {where} failed with {words}") from error
         own = str(Path(where).resolve()) if target.is_file else None
         words = error_words(error, own)
@@ -139,9 +132,7 @@ def _import_file(target: Target) -> ModuleType:
 def error_words(error: BaseException, own_file: str | None) -> str:
     """Return ``KIND: MESSAGE at FILE:LINE``, the line being the author's where one is known.
 
-    Args:
-        error: What the solution raised.
-        own_file: The file of the solution. Lines elsewhere, in torch or here, help its author less.
+    Lines outside of ``own_file``, in torch or here, help the author less.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
     own = [f for f in frames if f.filename == own_file]
@@ -150,7 +141,8 @@ def error_words(error: BaseException, own_file: str | None) -> str:
     others = [f for f in frames if f.filename[0] != "<" and os.path.dirname(f.filename) != here]
     at = (own or others)[-1:]
     where = f" at {at[0].filename}:{at[0].lineno}" if at else ""
-    return f"{_kind(error)}{_message(error)}{where}"
+    message = f": {str(error)[:_MAX_WORDS]}" if str(error) else ""
+    return f"{type(error).__name__}{message}{where}"
 
 
 def call_words(error: BaseException, fn: Callable[..., Any]) -> str:
@@ -163,12 +155,3 @@ def call_words(error: BaseException, fn: Callable[..., Any]) -> str:
     if isinstance(error, TypeError) and len(frames) == 1:
         return f"{words} (called as fn(data)) at {code.co_filename}:{code.co_firstlineno}"
     return words
-
-
-def _kind(error: BaseException) -> str:
-    return type(error).__name__
-
-
-def _message(error: BaseException) -> str:
-    text = str(error)
-    return f": {text[:_MAX_WORDS]}" if text else ""

@@ -37,20 +37,12 @@ _exit = os._exit  # a solution may put something else there
 
 
 def serve(
-    target: Target,
-    devices: list[str],
-    channel: socket.socket,
-    output: int,
-    arena: Arena,
+    target: Target, devices: list[str], channel: socket.socket, output: int, arena: Arena
 ) -> NoReturn:
     """Load the function, then answer one call after the other until the grader hangs up.
 
-    Args:
-        target: The function to load.
-        devices: One per rank.
-        channel: To the grader: a line of JSON for each call, and one back.
-        output: The file descriptor that takes the solution's prints.
-        arena: Memory of the tensors.
+    ``channel`` takes a line of JSON for each call, and one back; the file descriptor ``output`` the
+    solution's prints.
     """
     try:
         _settle_in(channel, output)
@@ -161,7 +153,7 @@ def _hand_out(
 
 
 class _Things:
-    """Describe the things that a function left in the list; copy tensors for the grader."""
+    """The things that a function left in the list, described or copied for the grader."""
 
     def __init__(self, case: Case, arena: Arena, start: int) -> None:
         self.case = case
