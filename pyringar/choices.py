@@ -11,8 +11,6 @@ from typing import Any
 
 from pyringar.errors import ArgumentError
 
-__all__ = ["ALGORITHMS", "BATCHNORMS", "ORDERS", "check_choice", "did_you_mean", "kind_of"]
-
 ALGORITHMS = ("auto", "fused", "direct", "ring", "sharded", "naive")
 ORDERS = ("any", "rank", "tree", "exact")
 BATCHNORMS = ("local", "sync")

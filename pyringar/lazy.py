@@ -12,8 +12,6 @@ from typing import Any
 
 from pyringar.errors import UnsupportedError
 
-__all__ = ["lazy_names"]
-
 
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]], subpackages: Sequence[str] = ()

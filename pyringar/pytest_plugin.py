@@ -23,8 +23,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["launch_ranks"]
-
 _OUTCOMES: dict[str, Any] = {"skip": pytest.skip, "xfail": pytest.xfail, "fail": pytest.fail}
 _CLASSES = tuple(of.Exception for of in _OUTCOMES.values())
 _MARK = (

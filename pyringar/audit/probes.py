@@ -22,20 +22,6 @@ from torch import Tensor
 from pyringar.audit.trees import EXACT, Region, Tree, fold, rebuild
 from pyringar.errors import RingarError
 
-__all__ = [
-    "DTYPES",
-    "Target",
-    "TargetError",
-    "bits_of",
-    "dtype_name",
-    "evaluate",
-    "exact_sum",
-    "find_order",
-    "has_bits",
-    "partial_type",
-    "wide_values",
-]
-
 
 class TargetError(RingarError):
     """A call of the allreduce that is audited failed."""

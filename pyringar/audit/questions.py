@@ -25,8 +25,6 @@ from pyringar.audit.probes import (
 from pyringar.audit.report import Finding, Report, Section
 from pyringar.audit.trees import EXACT, Region, describe, same_trees
 
-__all__ = ["SIZES", "audit", "order_of"]
-
 SIZES = (1, 8, 1000, 16_384, 262_144, 1_048_576)
 _FEW = 4096  # elements that are enough for most questions
 _MIN_VALUES = 1000  # that are compared, in several calls where a message is shorter

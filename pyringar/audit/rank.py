@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-__all__ = ["memory_of", "serve"]
-
 Options = dict[str, Any]
 _UNALIGNED = 7  # elements, before a tensor that begins inside a buffer
 

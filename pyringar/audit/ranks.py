@@ -18,8 +18,6 @@ from torch._C import _distributed_c10d
 from pyringar.audit.probes import TargetError, dtype_name
 from pyringar.audit.rank import memory_of, serve
 
-__all__ = ["Ranks"]
-
 _START_S = 120.0  # most time until all ranks have met: an engine may have to be compiled
 
 

@@ -6,8 +6,6 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Finding", "Report", "Section"]
-
 _WIDTH = 80  # of a terminal
 
 

@@ -15,22 +15,6 @@ from typing import TypeAlias
 
 from pyringar.comm.orders import tree as tree_of
 
-__all__ = [
-    "EXACT",
-    "Region",
-    "Tree",
-    "balanced",
-    "describe",
-    "fold",
-    "formula",
-    "groups_of",
-    "join",
-    "members",
-    "named_trees",
-    "rebuild",
-    "same_trees",
-]
-
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
 Pair = tuple[int, int]
 EXACT = "exact"  # stands for a tree where none of the partial sums was rounded

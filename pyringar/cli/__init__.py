@@ -21,8 +21,6 @@ import pyringar
 from pyringar.cli.parser import Parser
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = ["main"]
-
 _COMMANDS = ("train", "run", "trace", "info", "build", "check", "audit")
 # As shells name the end by a signal: 128 and its number.
 _INTERRUPTED, _NO_READER = 130, 141

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pyringar.audit.ranks import Ranks
     from pyringar.grading.lists import Lists
 
-__all__ = ["add_parser", "run"]
-
 _DESCRIPTION = """\
 Find out by experiment what an allreduce computes: in which order it adds, where
 it rounds, whether bits depend on the rank, the run or the size of a message,

@@ -14,8 +14,6 @@ from pyringar.cli.text import paragraph, why_no_gpu
 from pyringar.engine import build, load
 from pyringar.errors import CompilerNotFoundError
 
-__all__ = ["add_parser", "run"]
-
 _RECORDED = ("compiler", "flags", "nvcc", "archs", "build_s")
 
 

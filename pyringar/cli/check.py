@@ -19,8 +19,6 @@ from pyringar.errors import ArgumentError
 if TYPE_CHECKING:
     from pyringar.grading.solution import Target
 
-__all__ = ["add_parser", "run", "shower", "target_of"]
-
 _DESCRIPTION = """\
 Grade an allreduce function, or those of a class, property by property. This
 runs the code that it grades, with your rights, each solution in a process of

@@ -20,8 +20,6 @@ from pyringar.cli.text import why_no_gpu
 from pyringar.engine import build, load, toolchain
 from pyringar.errors import CompilerNotFoundError, RingarError
 
-__all__ = ["add_parser", "gather", "run"]
-
 ENVIRONMENT = (
     "PYRINGAR_CACHE_DIR",
     "CXX",

@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 from pyringar.choices import did_you_mean
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["Parser", "add_json_option", "check_output_path"]
-
 
 def _whole_number(text: str) -> int:
     try:

@@ -9,8 +9,6 @@ from typing import Any
 
 from pyringar.errors import RingarError
 
-__all__ = ["add_parser", "run"]
-
 _DESCRIPTION = """\
 Run a program that torchrun would run, as it is, with all ranks as threads of
 this process: no ports, one rank at a time. A deadlock, calls that differ and

@@ -14,8 +14,6 @@ from typing import Any
 from pyringar.cluster.ranks import current
 from pyringar.errors import ArgumentError
 
-__all__ = ["as_program"]
-
 
 class _MainOfRank(ModuleType):
     """Be each rank's ``__main__`` to its threads, and the process's to others.

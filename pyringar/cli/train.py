@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pyringar.train import EpochResult, TrainResult
     from pyringar.train.group import TrainGroup
 
-__all__ = ["add_parser", "run"]
-
 logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """Train LeNet or ResNet-18 from scratch on many ranks: the batch is split, every

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pyringar.train import EpochResult, Trainer, TrainResult
     from pyringar.train.trace import Trace
 
-__all__ = ["FILES", "Outputs", "Progress", "as_json", "print_header"]
-
 logger = logging.getLogger(__name__)
 
 FILES = {"out": ".pt", "plot": ".png", "trace": ".json", "log": ".csv"}  # options and suffixes

@@ -29,8 +29,6 @@ from pyringar.engine import toolchain
 from pyringar.engine.toolchain import Compiler, CudaToolkit
 from pyringar.errors import BuildError
 
-__all__ = ["CPU", "CUDA", "EngineKind", "Plan", "Recipe", "compile_into", "plan_build"]
-
 BASE_FLAGS = (
     "-std=c++20",
     "-O3",

@@ -11,8 +11,6 @@ from types import ModuleType
 from pyringar.engine import build
 from pyringar.errors import BuildError
 
-__all__ = ["cuda_engine", "engine", "load", "loaded_cuda_engine", "loaded_engine"]
-
 _NAME = f"pyringar.{build.CPU.module}"
 _CUDA_NAME = f"pyringar.{build.CUDA.module}"
 # One each: compiling kernels takes minutes, and the CPU engine need not wait for it.

@@ -22,35 +22,6 @@ from typing import Any
 
 from pyringar.errors import BuildError, CompilerNotFoundError
 
-__all__ = [
-    "EXPORTS",
-    "EXPORTS_FILE",
-    "Compiler",
-    "Cpu",
-    "CudaToolkit",
-    "baseline_flags",
-    "compiler_version",
-    "cores_allowed",
-    "cuda_archs_built",
-    "cuda_archs_cover",
-    "cuda_archs_wanted",
-    "extension_suffix",
-    "find_compiler",
-    "find_ninja",
-    "find_nvcc",
-    "gencode_flags",
-    "indent",
-    "libc_version",
-    "link_flags",
-    "nvcc_host_flags",
-    "pybind11_version",
-    "python_include_dirs",
-    "read_cpu",
-    "read_cuda_toolkit",
-    "run_tool",
-    "tuning_flags",
-]
-
 _INIT = "PyInit_*"
 EXPORTS_FILE = "exports.map"
 EXPORTS = f"{{ global: {_INIT}; local: *; }};\n"

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pyringar.grading.cases import Case, layouts_of
 
-__all__ = ["Arena"]
-
 _ALIGNMENT = 64  # bytes, as torch aligns
 # Two million floats of two ranks three times (the call, the list, the tensors), and some more.
 _BYTES = 96 << 20

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from pyringar.audit.probes import dtype_name
 
-__all__ = ["FLOATS", "INTEGERS", "Call", "Case", "Failure", "Other", "layouts_of"]
-
-
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 

@@ -18,8 +18,6 @@ from pyringar.grading.cases import FLOATS, INTEGERS, Call, Case, Failure, Other
 from pyringar.grading.lists import Lists
 from pyringar.grading.solution import call_words
 
-__all__ = ["CHECKS", "Check", "Raised", "Subject"]
-
 # How many ranks are tried beyond the devices there are: some then have several.
 _MANY_RANKS = (17, 33)
 # More than two million elements, and odd.

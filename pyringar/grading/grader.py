@@ -24,8 +24,6 @@ from pyringar.grading.cases import Failure
 from pyringar.grading.checks import CHECKS, Check, Subject
 from pyringar.grading.solution import function_name
 
-__all__ = ["Property", "Report", "check_allreduce"]
-
 _DEFAULT_RANKS = 8
 # After this many properties that ran into their deadline the rest are not worth the wait.
 _MAX_HANGS = 3

@@ -10,8 +10,6 @@ from torch import Tensor
 from pyringar.audit.probes import TargetError
 from pyringar.grading.cases import Call, Case, Failure, Other
 
-__all__ = ["Lists"]
-
 
 class Lists:
     """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.Target`.

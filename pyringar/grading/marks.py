@@ -15,8 +15,6 @@ from pyringar.grading.checks import CHECKS
 from pyringar.grading.grader import Report
 from pyringar.grading.solution import Target, printable
 
-__all__ = ["REQUIRED", "Marked", "write_csv"]
-
 REQUIRED = tuple(check.name for check in CHECKS if check.verdict_on_failure == "fail")
 _MAX_MESSAGE = 500
 

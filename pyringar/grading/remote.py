@@ -32,8 +32,6 @@ from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.grader import Report, judge_all
 from pyringar.grading.solution import CannotLoadError, Target, printable
 
-__all__ = ["Remote", "grade", "graded"]
-
 _TICK_S = 0.05  # how often a silent process is looked at
 _LAST_WORDS_S = 1.0
 _MAX_WORDS = 1000

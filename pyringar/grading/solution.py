@@ -13,8 +13,6 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = ["CannotLoadError", "Target", "call_words", "function_name", "load", "printable"]
-
 _MAX_WORDS = 500  # of an exception's message
 
 

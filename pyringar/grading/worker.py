@@ -26,8 +26,6 @@ from pyringar.grading.cases import Case, Other, layouts_of
 from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.solution import CannotLoadError, Target, load
 
-__all__ = ["MEMORY_BYTES", "serve"]
-
 MEMORY_BYTES = 2 << 30
 """Memory that each process of a solution may allocate, and its largest file."""
 

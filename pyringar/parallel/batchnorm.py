@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel.rank_threads import meet
 
-__all__ = ["check_batchnorm", "synchronise_batchnorm"]
-
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 

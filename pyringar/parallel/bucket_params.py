@@ -13,15 +13,6 @@ from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
 from pyringar.parallel.shards import check_alike
 
-__all__ = [
-    "HookedParams",
-    "Replica",
-    "check_caps",
-    "check_replicas",
-    "grad_dtype",
-    "is_accumulating",
-]
-
 Replica = nn.Module | Sequence[Tensor]
 
 

@@ -21,8 +21,6 @@ from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.bucket_step import Launched
 
-__all__ = ["Comm", "abort", "agree_on_order", "check_ranks", "launch", "texts_of_ranks"]
-
 Comm = Communicator | RankCommunicator
 
 

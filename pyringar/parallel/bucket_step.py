@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pyringar.comm.work import Work
 
-__all__ = ["COUNTED", "PART", "SUM", "BucketStats", "Launched", "StepStats", "measure"]
-
 # What a gradient holds: see Held in csrc/bucket/step.h.
 SUM, PART, COUNTED = 1, 2, 3
 

@@ -21,8 +21,6 @@ from pyringar.parallel.rank_threads import has_modes, run_in_lockstep, run_ranks
 from pyringar.parallel.replicated import RankCopies, Replicas
 from pyringar.parallel.shards import Device, shard_sizes
 
-__all__ = ["DataParallel"]
-
 _DEFAULT_CAP_MB = 10
 
 _Calls: TypeAlias = "dict[int, tuple[tuple[Any, ...], dict[str, Any]]]"  # arguments by rank

@@ -19,8 +19,6 @@ from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
 from pyringar.parallel.shards import cut
 
-__all__ = ["gather", "move", "num_samples", "scatter"]
-
 Named = Sequence[tuple[str, Any]]  # values with their names in messages, such as "args[0]"
 
 _PACKED = "PackedSequence: pass padded tensors and their lengths, and pack them inside the module"

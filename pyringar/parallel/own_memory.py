@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["give_own_memory"]
-
 # Private to torch. tests/test_shared_gradients.py fails if it is gone or counts differently.
 _count_users: Any = torch._C._storage_Use_Count
 _ALONE = 2  # the tensor, and the temporary storage object of the call

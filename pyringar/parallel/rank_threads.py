@@ -15,8 +15,6 @@ from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.threads import starting_thread
 from pyringar.errors import RingarError
 
-__all__ = ["has_modes", "meet", "run_in_lockstep", "run_ranks"]
-
 Function = Callable[[], Any]
 
 

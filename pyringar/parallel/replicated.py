@@ -19,8 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["RankCopies", "Replicas"]
-
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _DTYPES = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}  # of the engine
 

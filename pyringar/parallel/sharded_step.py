@@ -34,8 +34,6 @@ from pyringar.parallel.bucket_ranks import texts_of_ranks
 from pyringar.parallel.own_memory import give_own_memory
 from pyringar.parallel.shards import check_replicas_equal, digest_of
 
-__all__ = ["ShardedStep", "check_shards", "torch_threads"]
-
 logger = logging.getLogger(__name__)
 
 LossOf = Callable[[Any, int], Tensor | None]

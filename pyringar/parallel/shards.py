@@ -18,19 +18,6 @@ from pyringar.comm.arguments import is_count
 from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = [
-    "check_alike",
-    "check_replicas_equal",
-    "count_correct",
-    "cut",
-    "digest_of",
-    "evaluate_accuracy_gpus",
-    "get_params",
-    "mismatch_flags",
-    "shard_sizes",
-    "split_batch",
-]
-
 Device = str | torch.device
 Shards = tuple[Tensor, ...]
 SplitFunction = Callable[

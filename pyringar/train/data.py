@@ -27,8 +27,6 @@ from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.train.config import CHOICES
 from pyringar.train.synthetic import synthetic_images
 
-__all__ = ["ImageData", "batches", "default_data_dir", "load_data"]
-
 logger = logging.getLogger(__name__)
 
 # So many that the book's own recipe, 10 epochs with batches of 256, learns.

@@ -12,8 +12,6 @@ from pyringar.comm.communicator import Communicator
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = ["choose_devices", "describe_devices", "synchronize"]
-
 logger = logging.getLogger(__name__)
 
 

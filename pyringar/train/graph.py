@@ -23,8 +23,6 @@ from pyringar.train.devices import describe_devices
 from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
-__all__ = ["Branches", "CudaCapture", "GraphStep", "check_ranks"]
-
 # The first step plans the buckets and the second uses that plan. Handles, streams and workspaces,
 # which are made at first use, must exist before a capture begins.
 _WARM_UP_STEPS = 3

@@ -26,8 +26,6 @@ from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 from pyringar.train.devices import choose_devices
 
-__all__ = ["Processes", "TrainGroup", "num_processes", "writes_files"]
-
 logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 3600.0  # a download may take that long

@@ -16,9 +16,6 @@ from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError
 from pyringar.train.config import INITS
 
-__all__ = ["BOOK_PLATEAU_STEPS", "PARAM_NAMES", "LeNet", "lenet", "lenet_params"]
-
-
 # Fully connected weights are (inputs, outputs).
 PARAM_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")
 _SHAPES = ((20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,))

@@ -16,9 +16,6 @@ from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError
 from pyringar.train.config import INITS
 
-__all__ = ["NormedConv", "Residual", "fit_tensor_cores", "initialise", "resnet18"]
-
-
 _BOOK_STD = 0.01
 _STAGES = (1, 2, 4, 8)  # channels of each, in units of the width
 

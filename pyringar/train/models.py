@@ -22,8 +22,6 @@ from pyringar.train.model_lenet import LeNet
 from pyringar.train.model_resnet18 import fit_tensor_cores, resnet18
 from pyringar.train.step import AfterBackward
 
-__all__ = ["RankedModel", "autocast", "threads_per_rank"]
-
 _NUM_CLASSES = 10
 
 

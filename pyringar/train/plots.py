@@ -15,8 +15,6 @@ from pyringar.train.config import MODEL_TITLES
 from pyringar.train.devices import describe_devices
 from pyringar.train.trainer import EpochResult, TrainResult
 
-__all__ = ["LivePlot", "accuracy_bar", "save_plot"]
-
 _BAR_COLUMNS = 40
 
 

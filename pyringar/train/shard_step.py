@@ -19,8 +19,6 @@ from pyringar.train.models import RankedModel
 from pyringar.train.step import Momentum, span, sum_loss
 from pyringar.train.trace import Trace
 
-__all__ = ["ShardStep"]
-
 
 class ShardStep:
     """One training step of all ranks in shards; called as an `EagerStep` is.

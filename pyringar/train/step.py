@@ -23,17 +23,6 @@ from pyringar.train.trace import Trace
 if TYPE_CHECKING:
     from pyringar.train.graph import Branches
 
-__all__ = [
-    "AfterBackward",
-    "EagerStep",
-    "Momentum",
-    "reduce_gradients",
-    "sgd",
-    "span",
-    "sum_loss",
-    "train_batch",
-]
-
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # shards to scores, one per rank
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError
 
-__all__ = ["CLASS_NAMES", "synthetic_images"]
-
 _SIDE = 28
 _Box = tuple[float, float, float, float, float]
 

@@ -18,8 +18,6 @@ from typing import Any
 from pyringar.errors import ArgumentError
 from pyringar.parallel.bucket_step import StepStats
 
-__all__ = ["CATEGORIES", "Span", "Trace"]
-
 CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
 """The kinds of spans: the phases of a step, and a bucket from launch to done."""
 _MOST_REASON = 120  # characters

@@ -40,8 +40,6 @@ from pyringar.train.shard_step import ShardStep
 from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
-__all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
-
 logger = logging.getLogger(__name__)
 
 _EVAL_BATCH = 1_000
