@@ -34,11 +34,7 @@ _HOMES = {
     "parallel.module": ["DataParallel"],
     "parallel.replicate": ["replicate"],
     "parallel.sharded_step": ["ShardedStep"],
-    "parallel.shards": [
-        "evaluate_accuracy_gpus",
-        "get_params",
-        "split_batch",
-    ],
+    "parallel.shards": ["evaluate_accuracy_gpus", "get_params", "split_batch"],
     "grading.grader": ["check_allreduce"],
     "errors": [
         "RingarError",
@@ -106,10 +102,6 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar.parallel.module import DataParallel
     from pyringar.parallel.replicate import replicate
     from pyringar.parallel.sharded_step import ShardedStep
-    from pyringar.parallel.shards import (
-        evaluate_accuracy_gpus,
-        get_params,
-        split_batch,
-    )
+    from pyringar.parallel.shards import evaluate_accuracy_gpus, get_params, split_batch
 else:  # a type checker would take every name for one that exists
     __getattr__ = lazy_names(__name__, _HOMES, _SUBPACKAGES)

@@ -142,11 +142,7 @@ def wide_values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def find_order(
-    target: Target,
-    k: int,
-    numel: int,
-    dtype: torch.dtype = torch.float32,
-    way: str = "in place",
+    target: Target, k: int, numel: int, dtype: torch.dtype = torch.float32, way: str = "in place"
 ) -> list[list[Region]]:
     """Return for every rank the order in which the elements of its result were added.
 

@@ -35,9 +35,7 @@ def add_parser(subparsers: Any) -> None:
         "--no-cuda: never",
     )
     parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="show the compilers' commands and output",
+        "--verbose", action="store_true", help="show the compilers' commands and output"
     )
     add_json_option(parser)
     parser.set_defaults(run=run)

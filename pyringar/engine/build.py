@@ -82,11 +82,7 @@ class Engine:
 
 
 def cache_dir() -> Path:
-    """Return the folder where engines are looked for first; creates nothing.
-
-    Raises:
-        BuildError: ``PYRINGAR_CACHE_DIR`` cannot be read as a path; or this is Windows.
-    """
+    """Return the folder where engines are looked for first; creates nothing."""
     return next(_caches())
 
 
@@ -143,9 +139,6 @@ def find_engine(recipe: Recipe | None = None) -> Engine | None:
 
     That is one built for this very CPU, else the one in the wheel. An engine in the cache that
     other users could have written is passed over, with a warning.
-
-    Raises:
-        BuildError: An engine cannot be read.
     """
     recipe = recipe or Recipe()
     content = recipe.content()
@@ -204,7 +197,7 @@ def _engine_in(folder: Path, origin: str, kind: EngineKind) -> Engine | None:
 def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | None:
     """Return the engine in the wheel if it is of these sources, and for these GPUs.
 
-    Its file is not checked: whoever can write it can write pyringar's Python files, too.
+    Its file is not checked: a user who can write it can write pyringar's Python files, too.
     """
     kind = recipe.kind
     engine = _engine_in(recipe.root().parent / _folder_in_wheel(kind), "wheel", kind)
@@ -233,12 +226,8 @@ def build_engine(
 ) -> Engine:
     """Build the engine into the cache, unless another process just did.
 
-    Any number of processes may call this at once: one builds, the others wait for it.
-
-    Args:
-        recipe: The engine to build; pyringar's own by default.
-        force: Build even if it is there.
-        verbose: Log the compiler's commands and output.
+    Any number of processes may call this at once: one builds, the others wait for it. ``force``
+    builds even if it is there, ``verbose`` logs the compiler's commands and output.
 
     Raises:
         CompilerNotFoundError: There is no compiler.

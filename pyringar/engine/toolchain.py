@@ -79,8 +79,7 @@ class Cpu:
 def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
     """Read the model and the instruction set of this CPU from Linux's ``cpuinfo``.
 
-    On x86 from the first entry alone: all are alike, and the file grows with the cores. Elsewhere
-    the model is all that is known.
+    On x86 from the first entry alone: all are alike, and the file grows with the cores.
     """
     machine = platform.machine()
     seen: dict[str, set[str]] = {}
@@ -111,17 +110,13 @@ def cores_allowed() -> int:
 
 
 def libc_version() -> str:
-    """Return the C library's name and version, "" if unknown."""
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (AttributeError, ValueError, OSError):
-        return platform.release() if sys.platform == "darwin" else ""
+    """Return the C library's name and version; where there is no glibc, the kernel's version."""
+    return " ".join(platform.libc_ver()).strip() or platform.release()
 
 
 def extension_suffix() -> str:
     """Return e.g. ".cpython-311-x86_64-linux-gnu.so": Python version, ABI and platform in one."""
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return str(suffix) if suffix else ".so"
+    return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def tuning_flags() -> tuple[str, ...]:
@@ -139,9 +134,9 @@ def baseline_flags() -> tuple[str, ...]:
 def link_flags() -> tuple[str, ...]:
     """Return the flags that link objects into an extension module.
 
-    The module exports its init function alone. Exported symbols of a static libstdc++ would mix
-    with those of the shared one that torch loads: then streams and locales crash. The version
-    script is `EXPORTS`, in the current folder.
+    The module exports its init function alone, by the version script `EXPORTS` in the current
+    folder. Exported symbols of a static libstdc++ would mix with those of the shared one that torch
+    loads: then streams and locales crash.
     """
     if sys.platform == "darwin":
         return ("-bundle", "-undefined", "dynamic_lookup", f"-Wl,-exported_symbol,_{_INIT}")
@@ -271,13 +266,8 @@ def compiler_version(compiler: Compiler) -> str:
 class CudaToolkit:
     """A CUDA toolkit, as its nvcc describes it.
 
-    Attributes:
-        nvcc: The compiler, maybe a wrapper script.
-        root: The toolkit's folder.
-        includes: The folders of headers that nvcc itself uses.
-        cudart: The full path of libcudart_static.a.
-        version: The release ("13.0.88").
-        archs: The compute capabilities that it makes code for ("9.0").
+    ``nvcc`` may be a wrapper script. ``includes`` are the folders of headers that nvcc itself uses,
+    ``cudart`` is the path of libcudart_static.a, ``archs`` are compute capabilities ("9.0").
     """
 
     nvcc: Compiler
@@ -413,11 +403,7 @@ def _archs_of_gpus() -> set[str]:
 
 
 def cuda_archs_built(wanted: Sequence[str], toolkit: CudaToolkit) -> tuple[str, ...]:
-    """Return ``wanted``, with "all" spelled out (and PTX of the newest).
-
-    Raises:
-        BuildError: This nvcc does not know one of them.
-    """
+    """Return ``wanted``, with "all" spelled out; BuildError if nvcc does not know one of them."""
     if tuple(wanted) == (_ALL_ARCHS,):
         return (*toolkit.archs[:-1], f"{toolkit.archs[-1]}+PTX")
     unknown = [arch for arch in wanted if arch.removesuffix("+PTX") not in toolkit.archs]

@@ -197,10 +197,7 @@ class Call:
     """
 
     def __init__(
-        self,
-        case: Case,
-        devices: Sequence[torch.device],
-        inputs: Sequence[Tensor] | None = None,
+        self, case: Case, devices: Sequence[torch.device], inputs: Sequence[Tensor] | None = None
     ) -> None:
         self.case = case
         self.layouts = layouts_of(case)

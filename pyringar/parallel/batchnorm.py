@@ -43,11 +43,7 @@ def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
 
 
 def check_batchnorm(module: nn.Module) -> None:
-    """Refuse a batch norm that cannot be synchronised.
-
-    Raises:
-        UnsupportedError: A batch norm with a forward pass of its own; names it.
-    """
+    """Raise UnsupportedError for a batch norm with a forward pass of its own; names it."""
     for name, part in _batchnorms(module):
         if type(part).forward is not _BatchNorm.forward or "forward" in vars(part):
             raise UnsupportedError(
@@ -66,7 +62,7 @@ class _Forward:
     def __init__(self, layer: _Layer, rank: int) -> None:
         self._layer, self._rank = layer, rank
 
-    def __call__(self, X: Tensor) -> Tensor:  # noqa: N803
+    def __call__(self, X: Tensor) -> Tensor:
         return self._layer.forward(self._rank, X)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -85,8 +81,7 @@ class _Layer:
     def siblings(self) -> list[_BatchNorm]:
         return [ref() for ref in self._siblings]
 
-    def forward(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
-        """``(n, channels, ...)`` to the same shape."""
+    def forward(self, rank: int, X: Tensor) -> Tensor:
         batchnorm = self.siblings()[rank]
         if not batchnorm.training and batchnorm.running_mean is not None:
             return type(batchnorm).forward(batchnorm, X)
@@ -98,11 +93,11 @@ class _Layer:
             )
         mean, inverse_std = meet(self._name, X, self._statistics)
         # Centred before it is scaled: x * scale + shift would lose what a large mean hides.
-        Y = (X.to(mean.dtype) - _as_channels(mean, X)) * _as_channels(inverse_std, X)  # noqa: N806
+        Y = (X.to(mean.dtype) - _as_channels(mean, X)) * _as_channels(inverse_std, X)
         if batchnorm.weight is not None:
-            Y = Y * _as_channels(batchnorm.weight, X)  # noqa: N806
+            Y = Y * _as_channels(batchnorm.weight, X)
         if batchnorm.bias is not None:
-            Y = Y + _as_channels(batchnorm.bias, X)  # noqa: N806
+            Y = Y + _as_channels(batchnorm.bias, X)
         return Y.to(X.dtype)
 
     def _statistics(self, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -168,7 +163,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _moments(X: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:  # noqa: N803
+def _moments(X: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:
     """Return mean and variance (over n) per channel, in float32 or better, on ``home``."""
     dims = [dim for dim in range(X.ndim) if dim != 1]
     wide = X if X.dtype == torch.float64 else X.float()
@@ -176,7 +171,7 @@ def _moments(X: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:  # noqa: N
     return mean.to(home), var.to(home)
 
 
-def _as_channels(vector: Tensor, X: Tensor) -> Tensor:  # noqa: N803
+def _as_channels(vector: Tensor, X: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (X.ndim - 2))
 
 

@@ -20,8 +20,9 @@ from pyringar.errors import RingarError, UnsupportedError
 from pyringar.parallel.bucket_params import (
     HookedParams,
     Replica,
-    check_caps,
+    cap_bytes,
     check_replicas,
+    give_own_memory,
     grad_dtype,
     is_accumulating,
 )
@@ -35,7 +36,6 @@ from pyringar.parallel.bucket_step import (
     StepStats,
     measure,
 )
-from pyringar.parallel.own_memory import give_own_memory
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
@@ -115,7 +115,7 @@ class GradientBucketer:
     ) -> None:
         self._params = HookedParams(check_replicas(replicas))
         self._by_rank = by_rank = self._params.by_rank
-        self._cap_bytes = check_caps(bucket_cap_mb=bucket_cap_mb)["bucket_cap_mb"]
+        self._cap_bytes = cap_bytes(bucket_cap_mb)
         self._op = op_name(op)
         if self._op not in ("sum", "mean"):
             raise UnsupportedError(f"op is {op!r}, expected 'sum' or 'mean' for gradients")

@@ -105,9 +105,6 @@ def move(value: Any, device: torch.device) -> Any:
 def gather(outputs: Mapping[int, Any], device: torch.device, dim: int) -> Any:
     """Concatenate the ranks' outputs along ``dim`` on ``device``; stack tensors of no dimension.
 
-    Args:
-        outputs: By rank.
-
     Raises:
         ArgumentError: Structures or shapes differ, or there are objects that cannot be gathered;
             names the rank and the place in the output.
@@ -153,13 +150,8 @@ def _concatenate(
         )
     for rank, output in outputs.items():
         if _other_dims(output, dim) != _other_dims(first, dim):
-            _refuse(
-                path,
-                first_rank,
-                f"shape {tuple(first.shape)}",
-                rank,
-                f"shape {tuple(output.shape)}",
-            )
+            ours, theirs = (f"shape {tuple(tensor.shape)}" for tensor in (first, output))
+            _refuse(path, first_rank, ours, rank, theirs)
     tensors = [output.to(device) for output in outputs.values()]
     return torch.cat(tensors, dim) if first.ndim else torch.stack(tensors)
 
@@ -188,8 +180,7 @@ _ITEMS = (dict, UserDict, list, tuple, deque, UserList)
 def _parts(value: Any) -> dict[Any, Any] | None:
     """Return the items of a container by key, or None for other objects.
 
-    Raises:
-        ArgumentError: A PackedSequence, whose tensors are not one row per sample.
+    ArgumentError for a PackedSequence, whose tensors are not one row per sample.
     """
     if isinstance(value, PackedSequence):
         raise ArgumentError(f"the ranks cannot split or gather a {_PACKED}")
@@ -204,11 +195,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _rebuild(value: Any, parts: Mapping[Any, Any]) -> Any:
-    """Return a container like ``value`` that holds ``parts``.
-
-    Raises:
-        ArgumentError: The class of the container does not allow it.
-    """
+    """Return a container like ``value`` that holds ``parts``; ArgumentError if its class cannot."""
     try:
         twin = _rebuilt(value, parts)
         held = _parts(twin) or {}
@@ -282,7 +269,7 @@ _MAX_OBJECTS = 1_000  # so that a call takes no time for a vocabulary
 def _hides_batch(value: Any, length: int, dim: int) -> bool:
     """Return whether an object refers to a tensor of ``length`` samples, but for its items.
 
-    Looks at the nearest objects, `_MAX_OBJECTS` of them, through attributes and items of any class.
+    Looks at the nearest `_MAX_OBJECTS` objects, through attributes and items of any class.
     """
     skipped = {id(part) for part in (_parts(value) or {}).values()}
     limit = len(skipped) + _MAX_OBJECTS

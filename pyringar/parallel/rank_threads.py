@@ -28,11 +28,12 @@ def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]
         Exception: The error of the first rank that failed, with a note that names the rank (from
             Python 3.11 on).
     """
+    named = {rank: partial(_named, rank, devices, function) for rank, function in functions.items()}
     by_device: dict[torch.device, dict[int, Function]] = {}
-    for rank, function in functions.items():
-        by_device.setdefault(devices[rank], {})[rank] = partial(_named, rank, devices, function)
+    for rank, function in named.items():
+        by_device.setdefault(devices[rank], {})[rank] = function
     if len(by_device) == 1 or has_modes():
-        return {rank: _named(rank, devices, function) for rank, function in functions.items()}
+        return _run_in_order(named)
     groups = [partial(_run_in_order, mine) for mine in by_device.values()]
     results: dict[int, Any] = {}
     for found in _run_in_threads(groups, [*by_device]):
@@ -63,18 +64,13 @@ def has_modes() -> bool:
 
 
 def _run_in_threads(
-    functions: Sequence[Function],
-    devices: Sequence[torch.device],
-    abandon: Function = lambda: None,
+    functions: Sequence[Function], devices: Sequence[torch.device], abandon: Function = lambda: None
 ) -> list[Any]:
     """Call the functions at the same time, each in a new thread with the caller's torch settings.
 
     No executor: it would forget a thread whose start is interrupted, and not wait for its end.
-
-    Args:
-        functions: One per thread.
-        devices: The current device of each thread.
-        abandon: Called when the caller is interrupted: makes the functions end soon.
+    ``devices`` are the current devices of the threads. ``abandon`` is called when the caller is
+    interrupted, and makes the functions end soon.
 
     Raises:
         RingarError: The system has no thread left.
@@ -138,7 +134,10 @@ class _TorchSettings:
             if torch.is_autocast_enabled(kind)
         ]
         self._caches_casts = torch.is_autocast_cache_enabled()
-        self._saving = _saving_hooks()
+        # torch has no public name for the hooks on tensors that autograd saves; without this one,
+        # hooks stay with the caller.
+        top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        self._saving = None if top is None else top(True)
         torch.autocast_increment_nesting()
         self._is_in_autocast = torch.autocast_decrement_nesting() > 0
 
@@ -159,14 +158,6 @@ class _TorchSettings:
             if self._saving is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
             return function()
-
-
-def _saving_hooks() -> tuple[Any, Any] | None:
-    """Return the hooks that this thread has on tensors that autograd saves."""
-    # torch has no public name for it; without this one, hooks stay with the caller.
-    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks: tuple[Any, Any] | None = None if top is None else top(True)
-    return hooks
 
 
 # -- lockstep --------------------------------------------------------------------------------------
@@ -196,13 +187,10 @@ def run_in_lockstep(
 def meet(place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
     """Wait until all ranks of the run are here, and return this rank's answer.
 
-    Args:
-        place: Name of this place; must be the same for all ranks.
-        offer: This rank's contribution.
-        combine: Called once, with all offers in rank order; returns one answer per offer.
+    ``combine`` is called once, with all offers in rank order, and returns one answer per offer.
 
     Raises:
-        RingarError: Outside of `run_in_lockstep`, or another rank is at another place.
+        RingarError: Outside of `run_in_lockstep`, or another rank is at another ``place``.
     """
     part: tuple[_Run, int] | None = getattr(_here, "part", None)
     if part is None:
@@ -256,13 +244,8 @@ class _Run:
         return result
 
     def meet(
-        self,
-        position: int,
-        place: str,
-        offer: Any,
-        combine: Callable[[list[Any]], Sequence[Any]],
+        self, position: int, place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]
     ) -> Any:
-        """Wait until all ranks are here; see the function `meet`."""
         if self._is_abandoned:
             raise _AbandonedError("another rank failed")
         if self._offers and place != self._place:

@@ -28,10 +28,7 @@ class RankCopies:
 
     Every call writes them anew, because an assignment through ``.data`` changes a parameter without
     a trace. A copy that a pending backward pass has saved is left to it, and another one allocated.
-
-    Args:
-        devices: One per rank.
-        order: Of the reduction; see `Communicator`.
+    ``order`` is that of the reduction; see `Communicator`.
     """
 
     def __init__(self, devices: Sequence[torch.device], order: str) -> None:
@@ -43,7 +40,7 @@ class RankCopies:
     @torch.no_grad()
     def refresh(self, sources: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return ``copies[n][i]`` for ranks 1, 2, ..., which hold what ``sources[i]`` holds now."""
-        if _has_tracing_modes():
+        if torch._C._len_torch_dispatch_stack() or _has_transforms():
             return [[t.detach().to(d, copy=True) for t in sources] for d in self.devices[1:]]
         with self.lock, torch.inference_mode(False):
             entries = [self._entry(source) for source in sources]
@@ -59,12 +56,14 @@ class RankCopies:
     def reduce(self, lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
         """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device.
 
-        Args:
-            lists: Gradients; None stands for zeros, but not on all ranks.
+        None stands for a gradient of zeros, but not on all ranks.
         """
         columns = [list(column) for column in zip(*lists, strict=True)]
-        is_fused = [all(g is None or _is_fusable(g) for g in column) for column in columns]
-        fused = [i for i in range(len(columns)) if is_fused[i]]
+        fused = [
+            i
+            for i, column in enumerate(columns)
+            if all(grad is None or _is_fusable(grad) for grad in column)
+        ]
         sums: dict[int, Tensor] = {}
         if fused:
             full = [self._without_none(columns[i]) for i in fused]
@@ -93,8 +92,7 @@ class RankCopies:
 class _Entry:
     """The copies of one tensor, one per rank.
 
-    Attributes:
-        is_fused: Whether the engine can write them. Other tensors are copied for every call.
+    ``is_fused``: the engine can write them. Other tensors are copied for every call.
     """
 
     def __init__(self, source: Tensor, devices: Sequence[torch.device]) -> None:
@@ -116,10 +114,6 @@ class _Entry:
             and source.stride() == copy.stride()
             and [*map(torch._C._storage_Use_Count, self._storages)] == self._num_users
         )
-
-
-def _has_tracing_modes() -> bool:
-    return bool(torch._C._len_torch_dispatch_stack() or _has_transforms())
 
 
 def _is_fusable(tensor: Tensor) -> bool:
@@ -224,7 +218,6 @@ class _Bucket:
         self.nbytes = 0
 
     def add(self, tensor: Tensor) -> None:
-        """Add a tensor, before the first use."""
         self.tensors.append(tensor)
         self.nbytes += tensor.numel() * tensor.element_size()
 
@@ -280,7 +273,11 @@ class Replicas:
         self._buckets: list[_Bucket] = []
         for name, part in module.named_modules():
             if isinstance(part, torch.jit.ScriptModule):
-                _refuse_scripted(name, part)
+                where = f"the module '{name}'" if name else "the module"
+                raise UnsupportedError(
+                    f"{where} is scripted or traced (a {type(part).__name__}), whose parameters "
+                    "cannot be replaced; use the module that it was made from"
+                )
             for param in part._parameters.values():
                 self._add(param)
         buffers = _Bucket(owner, home)
@@ -388,17 +385,14 @@ class _WhenUsed(dict[str, Any]):
         return dict, (self.items(),)  # of a copy of the module
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the tensor of that name."""
         if name not in self:
             return default
         return self[name]
 
     def values(self) -> Any:
-        """Return all tensors."""
         return [self[name] for name in self]
 
     def items(self) -> Any:
-        """Return all names and tensors."""
         return [(name, self[name]) for name in self]
 
 
@@ -413,12 +407,4 @@ def _refuse_tensor(module: nn.Module, tensor: Tensor, device: torch.device) -> N
     raise ArgumentError(
         f"module has '{name}' on {tensor.device}, expected {device}, the device of rank 0: call "
         f"module.to('{device}')"
-    )
-
-
-def _refuse_scripted(name: str, part: nn.Module) -> None:
-    where = f"the module '{name}'" if name else "the module"
-    raise UnsupportedError(
-        f"{where} is scripted or traced (a {type(part).__name__}), whose parameters cannot be "
-        "replaced; use the module that it was made from"
     )

@@ -29,9 +29,14 @@ from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.engine.toolchain import read_cpu
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.parallel.bucket_params import HookedParams, Replica, check_replicas, grad_dtype
+from pyringar.parallel.bucket_params import (
+    HookedParams,
+    Replica,
+    check_replicas,
+    give_own_memory,
+    grad_dtype,
+)
 from pyringar.parallel.bucket_ranks import texts_of_ranks
-from pyringar.parallel.own_memory import give_own_memory
 from pyringar.parallel.shards import check_replicas_equal, digest_of
 
 logger = logging.getLogger(__name__)
@@ -228,22 +233,23 @@ class ShardedStep:
             yield
             return
         devices = dict.fromkeys(map(_device_of, self._replicas))
-        generators = _generators([device for device in devices if device.type == "cuda"])
-        before = [get() for get, _ in generators]
-        if self._seed is None:
-            yield
-            if [get() for get, _ in generators] != before:
-                raise UnsupportedError(
-                    "random numbers of torch, NumPy or Python were drawn for a shard, in an order "
-                    "that depends on the number of ranks: give seed, from which every shard gets "
-                    "its own"
-                )
+        gpus = [device for device in devices if device.type == "cuda"]
+        before = _read_generators(gpus)
+        if self._seed is not None:
+            try:
+                yield
+            finally:
+                _restore_generators(before, gpus)
             return
-        try:
-            yield
-        finally:
-            for (_, restore), state in zip(generators, before, strict=True):
-                restore(state)
+        yield
+        # Not strict: a shard may be the first to import NumPy.
+        after = _read_generators(gpus)
+        if any(now != was for now, was in zip(after, before, strict=False)):
+            raise UnsupportedError(
+                "random numbers of torch, NumPy or Python were drawn for a shard, in an order "
+                "that depends on the number of ranks: give seed, from which every shard gets "
+                "its own"
+            )
 
     def _run_shard(
         self, rank: _Rank, index: int, loss_of: LossOf, watch: Any, shard: int
@@ -451,38 +457,25 @@ def _narrow(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-_Accessors = tuple[Callable[[], Any], Callable[[Any], object]]
-
-
-def _generators(gpus: Sequence[torch.device]) -> list[_Accessors]:
-    """Return how the state of each global generator is read, as bytes or tuples, and restored."""
-
-    def of_torch(get: Callable[[], Tensor], restore: Callable[[Tensor], object]) -> _Accessors:
-        return (
-            lambda: get().numpy().tobytes(),
-            lambda state: restore(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
-        )
-
-    found: list[_Accessors] = [
-        (random.getstate, random.setstate),
-        of_torch(torch.get_rng_state, torch.set_rng_state),
-    ]
-    for gpu in gpus:
-        get, restore = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-        found.append(of_torch(partial(get, gpu), partial(restore, device=gpu)))
+def _read_generators(gpus: Sequence[torch.device]) -> list[Any]:
+    """Return the states of the global generators, as values that can be compared."""
+    states: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
+    states += [torch.cuda.get_rng_state(gpu).tolist() for gpu in gpus]
     numpy = sys.modules.get("numpy")  # without it none of its numbers are drawn
     if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states.append((kind, keys.tolist(), *rest))
+    return states
 
-        def read() -> Any:
-            kind, keys, *rest = numpy.random.get_state()
-            return kind, keys.tobytes(), *rest
 
-        def write(state: Any) -> None:
-            kind, keys, *rest = state
-            numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
-
-        found.append((read, write))
-    return found
+def _restore_generators(states: Sequence[Any], gpus: Sequence[torch.device]) -> None:
+    of_python, of_cpu, *others = states
+    random.setstate(of_python)
+    torch.set_rng_state(torch.tensor(of_cpu, dtype=torch.uint8, device="cpu"))
+    for gpu, state in zip(gpus, others, strict=False):
+        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"), gpu)
+    for state in others[len(gpus) :]:
+        sys.modules["numpy"].random.set_state(state)
 
 
 def _seed_all(number: int) -> None:

@@ -108,10 +108,7 @@ def _check_weights(weights: Sequence[float], num_shards: int) -> list[Fraction]:
 
 
 def split_batch(
-    X: Tensor,  # noqa: N803
-    y: Tensor,
-    devices: Sequence[Device],
-    weights: Sequence[float] | None = None,
+    X: Tensor, y: Tensor, devices: Sequence[Device], weights: Sequence[float] | None = None
 ) -> tuple[Shards, Shards]:
     """Cut a batch into exactly one shard per rank, each on its rank's device.
 
@@ -274,14 +271,14 @@ def _count_hits(
             raise ArgumentError(f"data_iter gave {kind_of(batch)} as batch {i}, expected (X, y)")
         samples, labels = batch
         _check_tensor(f"y of batch {i}", labels)
-        Xs, ys = split_f(samples, labels, devices)  # noqa: N806
+        Xs, ys = split_f(samples, labels, devices)
         if len(Xs) != len(replicas) or len(ys) != len(replicas):
             raise ArgumentError(
                 f"split_f gave {len(Xs)} and {len(ys)} shards, expected one for each of "
                 f"{len(replicas)} replicas"
             )
         total += labels.shape[0]
-        for rank, (X, y) in enumerate(zip(Xs, ys, strict=True)):  # noqa: N806
+        for rank, (X, y) in enumerate(zip(Xs, ys, strict=True)):
             if X.shape[0] == 0:
                 continue
             scores = replicas[rank](X)

@@ -140,10 +140,7 @@ class GraphStep:
     """
 
     def __init__(
-        self,
-        eager: EagerStep,
-        batches: Sequence[tuple[Tensor, Tensor]],
-        state: Sequence[Tensor],
+        self, eager: EagerStep, batches: Sequence[tuple[Tensor, Tensor]], state: Sequence[Tensor]
     ) -> None:
         self._eager = eager
         self.momentum, self.sums, self.take_loss = eager.momentum, eager.sums, eager.take_loss
@@ -152,11 +149,7 @@ class GraphStep:
         self._captured = {len(X): self._capture(X.clone(), y.clone()) for X, y in batches}
 
     def __call__(
-        self,
-        X: Tensor,  # noqa: N803
-        y: Tensor,
-        step_size: float,
-        trace: Trace | None = None,
+        self, X: Tensor, y: Tensor, step_size: float, trace: Trace | None = None
     ) -> Sequence[Tensor]:
         """Replay the step with a batch of a size that was captured.
 
@@ -170,7 +163,7 @@ class GraphStep:
         captured.replay()
         return captured.flags
 
-    def _capture(self, X: Tensor, y: Tensor) -> _Captured:  # noqa: N803
+    def _capture(self, X: Tensor, y: Tensor) -> _Captured:
         flags: list[Tensor] = []
 
         def run() -> None:

@@ -76,7 +76,7 @@ class TrainGroup:
 
     def split(
         self,
-        X: Tensor,  # noqa: N803
+        X: Tensor,
         y: Tensor,
         devices: Sequence[torch.device],
         weights: Sequence[float] | None = None,
@@ -167,7 +167,7 @@ class Processes(TrainGroup):
 
     def split(
         self,
-        X: Tensor,  # noqa: N803
+        X: Tensor,
         y: Tensor,
         devices: Sequence[torch.device],
         weights: Sequence[float] | None = None,

@@ -29,7 +29,7 @@ class NormedConv(nn.Conv2d):
 
     skips_bias = False
 
-    def forward(self, X: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, X: Tensor) -> Tensor:
         """See ``torch.nn.Conv2d``."""
         bias = None if self.skips_bias and self.training else self.bias
         return F.conv2d(X, self.weight, bias, self.stride, self.padding)
@@ -51,10 +51,10 @@ class Residual(nn.Module):
         self.bn1 = nn.BatchNorm2d(out_channels)
         self.bn2 = nn.BatchNorm2d(out_channels)
 
-    def forward(self, X: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, X: Tensor) -> Tensor:
         """``(n, in, h, w)`` to ``(n, out, h / strides, w / strides)``."""
-        Y = F.relu(self.bn1(self.conv1(X)))  # noqa: N806
-        Y = self.bn2(self.conv2(Y))  # noqa: N806
+        Y = F.relu(self.bn1(self.conv1(X)))
+        Y = self.bn2(self.conv2(Y))
         return F.relu(Y + (X if self.conv3 is None else self.conv3(X)))
 
 
@@ -146,7 +146,7 @@ def _prepare(net: nn.Module, args: tuple[Tensor]) -> Tensor:
         share = norms[0].momentum  # of the new value; the old one is multiplied by the rest
         with torch.no_grad():
             torch._foreach_add_(means, biases, alpha=share / (1 - share))
-    (X,) = args  # noqa: N806
+    (X,) = args
     n, _, height, width = X.shape
     return X.reshape(n, height, width, 1).permute(0, 3, 1, 2)
 

@@ -95,7 +95,7 @@ class RankedModel:
                 raise
         return AfterBackward(self.params, self._devices, comm)
 
-    def score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
+    def score(self, rank: int, X: Tensor) -> Tensor:
         """Score one rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)``."""
         if not len(X):
             return X.new_empty(0, _NUM_CLASSES)

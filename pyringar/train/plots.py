@@ -38,11 +38,7 @@ class LivePlot:
     """
 
     def __init__(
-        self,
-        num_epochs: int | None = None,
-        *,
-        where: str = "auto",
-        file: TextIO | None = None,
+        self, num_epochs: int | None = None, *, where: str = "auto", file: TextIO | None = None
     ) -> None:
         check_choice("where", where, ("auto", "notebook", "text"))
         if num_epochs is not None and num_epochs < 1:

@@ -39,11 +39,7 @@ class ShardStep:
         self._first = step.shards[0].start // self._each  # the first rank of this process
 
     def __call__(
-        self,
-        X: Tensor,  # noqa: N803
-        y: Tensor,
-        step_size: float,
-        trace: Trace | None = None,
+        self, X: Tensor, y: Tensor, step_size: float, trace: Trace | None = None
     ) -> list[Tensor]:
         """Train on a batch; see `EagerStep`."""
         sizes = shard_sizes(len(X), self._num_shards)
@@ -75,11 +71,7 @@ class ShardStep:
         """Return a batch size and a split function with equal pieces on any number of ranks."""
         piece = math.ceil(size / self._num_shards)
 
-        def split(
-            X: Tensor,  # noqa: N803
-            y: Tensor,
-            devices: Sequence[torch.device],
-        ) -> tuple[Shards, Shards]:
+        def split(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> tuple[Shards, Shards]:
             begins = [(self._first + i) * piece for i in range(len(devices))]
             images, labels = (
                 tuple(t[b : b + piece].to(d) for b, d in zip(begins, devices, strict=True))

@@ -28,7 +28,7 @@ Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # shards to scores, one
 
 
 def train_batch(
-    X: Tensor,  # noqa: N803
+    X: Tensor,
     y: Tensor,
     device_params: Replicas,
     devices: Sequence[Device],
@@ -221,11 +221,7 @@ class EagerStep:
         ]
 
     def __call__(
-        self,
-        X: Tensor,  # noqa: N803
-        y: Tensor,
-        step_size: float | Tensor,
-        trace: Trace | None = None,
+        self, X: Tensor, y: Tensor, step_size: float | Tensor, trace: Trace | None = None
     ) -> list[Tensor]:
         """Train on a batch; ``step_size`` is the learning rate over its size.
 
@@ -238,10 +234,7 @@ class EagerStep:
         return mismatch_flags(self._replicas)
 
     def train(
-        self,
-        shards: tuple[Shards, Shards],
-        step_size: float | Tensor,
-        trace: Trace | None = None,
+        self, shards: tuple[Shards, Shards], step_size: float | Tensor, trace: Trace | None = None
     ) -> list[Tensor]:
         """Train on one shard of samples and labels per rank; return every rank's summed loss."""
         k = len(self._replicas)
@@ -288,10 +281,7 @@ class EagerStep:
 
 
 def _compute_rank(
-    score: Callable[[int, Tensor], Tensor],
-    rank: int,
-    X: Tensor,  # noqa: N803
-    y: Tensor,
+    score: Callable[[int, Tensor], Tensor], rank: int, X: Tensor, y: Tensor
 ) -> Tensor:
     loss = sum_loss(score(rank, X), y)
     if loss.requires_grad:  # a rank without samples may have computed nothing
