@@ -158,9 +158,7 @@ def _folder(data_dir: str | Path) -> Path:
 def _fashion_mnist(root: Path) -> ImageData:
     """Read the four files, or download them first.
 
-    Raises:
-        ArgumentError: A file is broken.
-        RingarError: The files are missing and cannot be downloaded.
+    ArgumentError if a file is broken; RingarError if the files cannot be downloaded.
     """
     files = _find_files(root)
     if not files:

@@ -160,26 +160,19 @@ def sgd(
 ) -> None:
     """Subtract ``step_size`` times the gradient from every parameter that has one.
 
-    With momentum ``v = momentum * v + step_size * grad`` is subtracted. Every product is rounded
-    before it is used: only some devices have a fused multiply-add, and replicas on different
-    devices must have the same bits.
-
-    Args:
-        params: Parameters of one dtype and device.
-        step_size: Learning rate over the number of samples. A CUDA graph reads it from a
-            0-dimensional tensor of the parameters' dtype and device.
-        velocities: ``v`` of every parameter, updated in place; empty without momentum.
-        momentum: Factor of ``v``.
+    With momentum ``v = momentum * v + step_size * grad`` is subtracted; ``velocities`` holds ``v``,
+    updated in place, and is empty without momentum. Every product is rounded before it is used:
+    only some devices have a fused multiply-add, and replicas on different devices must have the
+    same bits. A CUDA graph reads ``step_size`` from a 0-dimensional tensor on the device.
     """
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     if not pairs:
         return
-    grads = [grad for _, grad in pairs]
     with torch.no_grad():  # on a GPU a few launches for all parameters, instead of two for each
-        steps = list(torch._foreach_mul(grads, step_size))
+        steps = list(torch._foreach_mul([grad for _, grad in pairs], step_size))
         if velocities:
-            zipped = zip(velocities, params, strict=True)
-            last = [velocity for velocity, param in zipped if param.grad is not None]
+            both = zip(velocities, params, strict=True)
+            last = [velocity for velocity, param in both if param.grad is not None]
             torch._foreach_mul_(last, momentum)
             torch._foreach_add_(last, steps)
             steps = last
@@ -225,8 +218,7 @@ class EagerStep:
     ) -> list[Tensor]:
         """Train on a batch; ``step_size`` is the learning rate over its size.
 
-        Returns:
-            Flags: whether each rank but the first differs from it now; see `mismatch_flags`.
+        Returns flags: whether each rank but the first differs from it now; see `mismatch_flags`.
         """
         losses = self.train(self._split(X, y), step_size, trace)
         for total, loss in zip(self.sums, losses, strict=True):
