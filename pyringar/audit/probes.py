@@ -138,9 +138,6 @@ def wide_values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
     return list(values.to(dtype))
 
 
-# -- the order -------------------------------------------------------------------------------------
-
-
 def find_order(
     target: Target, k: int, numel: int, dtype: torch.dtype = torch.float32, way: str = "in place"
 ) -> list[list[Region]]:
@@ -232,9 +229,6 @@ def _regions(pairs: Sequence[tuple[int, int]], groups: Sequence[Tensor], k: int)
             trees[key] = rebuild(dict(zip(pairs, key, strict=True)), k) if is_sum else None
         regions.append(Region(start, stop, trees[key]))
     return regions
-
-
-# -- the bits --------------------------------------------------------------------------------------
 
 
 def evaluate(

@@ -34,9 +34,6 @@ class Region:
         return {"start": self.start, "stop": self.stop, "sum": formula(self.tree)}
 
 
-# -- trees -----------------------------------------------------------------------------------------
-
-
 def join(a: Tree, b: Tree) -> Tree:
     """Return the sum of two trees."""
     return (a, b) if _lowest(a) < _lowest(b) else (b, a)
@@ -85,9 +82,6 @@ def same_trees(a: Sequence[Region], b: Sequence[Region]) -> bool:
     return [region.tree for region in a] == [region.tree for region in b]
 
 
-# -- groups of ranks -------------------------------------------------------------------------------
-
-
 def groups_of(tree: Tree) -> dict[Pair, int]:
     """Return for every two ranks the ranks in the smallest sum that holds both."""
     if isinstance(tree, int):
@@ -118,9 +112,6 @@ def _rebuild(groups: Mapping[Pair, int], ranks: int) -> Tree | None:
         return None
     near, far_tree = _rebuild(groups, ranks & ~far), _rebuild(groups, far)
     return None if near is None or far_tree is None else join(near, far_tree)
-
-
-# -- names -----------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pyringar.audit.ranks import Ranks
-    from pyringar.grading.lists import Lists
+    from pyringar.grading.cases import Lists
 
 _DESCRIPTION = """\
 Find out by experiment what an allreduce computes: in which order it adds, where
@@ -127,7 +127,7 @@ def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
 @contextlib.contextmanager
 def _function(args: argparse.Namespace) -> Iterator[Lists]:
     from pyringar.cli.check import shower, target_of
-    from pyringar.grading.lists import Lists
+    from pyringar.grading.cases import Lists
     from pyringar.grading.remote import graded
     from pyringar.grading.solution import CannotLoadError
 

@@ -160,9 +160,6 @@ def shower(prog: str) -> Callable[[bytes], None]:
     return show
 
 
-# -- arguments -------------------------------------------------------------------------------------
-
-
 def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
     """Return what is to be graded, and whether that is a class.
 

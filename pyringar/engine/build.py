@@ -78,9 +78,6 @@ class Engine:
     record: Mapping[str, Any]
 
 
-# -- the cache -------------------------------------------------------------------------------------
-
-
 def cache_dir() -> Path:
     """Return the folder where engines are looked for first; creates nothing."""
     return next(_caches())
@@ -129,9 +126,6 @@ def _explained(doing: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise BuildError(f"cannot {doing}: {error}. {_MOVE_CACHE}") from error
-
-
-# -- find ------------------------------------------------------------------------------------------
 
 
 def find_engine(recipe: Recipe | None = None) -> Engine | None:
@@ -216,9 +210,6 @@ def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
 
 def _folder_in_wheel(kind: EngineKind) -> str:
     return f"_prebuilt/{kind.module}"
-
-
-# -- build -----------------------------------------------------------------------------------------
 
 
 def build_engine(

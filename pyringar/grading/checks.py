@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pyringar.audit.probes import TargetError
 from pyringar.audit.questions import order_of
-from pyringar.grading.cases import FLOATS, INTEGERS, Call, Case, Failure, Other
-from pyringar.grading.lists import Lists
+from pyringar.grading.cases import FLOATS, INTEGERS, Call, Case, Failure, Lists, Other
 from pyringar.grading.solution import call_words
 
 # How many ranks are tried beyond the devices there are: some then have several.

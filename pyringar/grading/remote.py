@@ -26,7 +26,6 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError
 from pyringar.grading import worker
-from pyringar.grading.arena import Arena
 from pyringar.grading.cases import Call, Case, Failure, Other
 from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.grader import Report, judge_all
@@ -87,7 +86,7 @@ class Remote(Subject):
         self, target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
     ) -> None:
         super().__init__(_never_called, (torch.device("cpu"),) * len(devices))
-        arena = self._arena = Arena(len(devices))
+        arena = self._arena = worker.Arena(len(devices))
         self._start = partial(_Process, target, devices, arena, timeout_s, show)
         self._timeout_s = timeout_s
         self._turn = 0
@@ -187,7 +186,7 @@ class _Process:
         self,
         target: Target,
         devices: list[str],
-        arena: Arena,
+        arena: worker.Arena,
         timeout_s: float,
         show: Callable[[bytes], object],
     ) -> None:

@@ -58,9 +58,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
 
 
-# -- loading ---------------------------------------------------------------------------------------
-
-
 def load(target: Target) -> Callable[..., Any]:
     """Import a solution's file or module and return its function. This runs the author's code.
 
@@ -122,9 +119,6 @@ def _import_file(target: Target) -> ModuleType:
     source = path.read_bytes() if target.source is None else target.source
     exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     return module
-
-
-# -- errors ----------------------------------------------------------------------------------------
 
 
 def error_words(error: BaseException, own_file: str | None) -> str:

@@ -22,17 +22,10 @@ def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
     In training mode a layer then gives what one module would give on the whole batch, with the same
     gradients and running statistics, up to rounding. All ranks keep the same running statistics. In
     eval mode nothing changes. Layers keep their class and their names in ``state_dict``; only their
-    ``forward`` is replaced.
+    ``forward`` is replaced. In training mode forward passes must run in `run_in_lockstep`.
 
-    Args:
-        replicas: One module per rank, alike; changed in place. In training mode their forward
-            passes must run in `run_in_lockstep`.
-
-    Returns:
-        How many layers there are.
-
-    Cost: per layer one pass over the input for the statistics, two numbers per channel moved
-    between devices in each direction, and one meeting of all ranks.
+    Returns the number of layers. Cost: per layer one pass over the input for the statistics, two
+    numbers per channel moved between devices in each direction, and one meeting of all ranks.
     """
     layers = [dict(_batchnorms(replica)) for replica in replicas]
     for name in layers[0]:
@@ -103,8 +96,8 @@ class _Layer:
     def _statistics(self, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return mean and 1 / standard deviation of all inputs together, on the device of each.
 
-        Differentiable: gradients cross from rank to rank here. From every rank's own mean and
-        variance, combined as in Chan, Golub and LeVeque 1979.
+        Differentiable. Each rank's own mean and variance are combined as in Chan, Golub and LeVeque
+        1979.
         """
         home = inputs[0].device
         counts = [X.numel() // X.shape[1] for X in inputs]
@@ -117,12 +110,8 @@ class _Layer:
         parts = [_moments(X, home) for X in inputs]
         mean = _sum([m * (n / total) for (m, _), n in zip(parts, counts, strict=True)])
         means = _fan_out(mean, 2 * len(parts))
-        var = _sum(
-            [
-                (v + (m - own).square()) * (n / total)
-                for (m, v), n, own in zip(parts, counts, means[: len(parts)], strict=True)
-            ]
-        )
+        centred = zip(parts, counts, means[: len(parts)], strict=True)
+        var = _sum([(v + (m - own).square()) * (n / total) for (m, v), n, own in centred])
         for batchnorm in self.siblings():
             _update_running(batchnorm, mean, var, total)
         inverse_stds = _fan_out(torch.rsqrt(var + self.siblings()[0].eps), len(parts))
@@ -135,8 +124,8 @@ class _Layer:
 class _FanOut(torch.autograd.Function):
     """Copies of a tensor whose gradients are added in their order.
 
-    autograd adds what comes from several uses as it comes, which here depends on threads: three and
-    more would have other bits in every run.
+    autograd adds the gradients of several uses as they come, which here depends on threads: three
+    and more would have other bits in every run.
     """
 
     @staticmethod

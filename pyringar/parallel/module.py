@@ -251,11 +251,7 @@ def _run_eagerly(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _check_transforms() -> None:
-    """Refuse forward-mode gradients and vmap, which do not reach the other ranks.
-
-    Raises:
-        UnsupportedError: One of them is active.
-    """
+    """Raise UnsupportedError under forward-mode gradients and vmap, which stay with one rank."""
     functorch: Any = torch._C._functorch
     top = functorch.peek_interpreter_stack()
     is_vmap = top is not None and top.key() == functorch.TransformType.Vmap

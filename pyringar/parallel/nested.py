@@ -27,8 +27,7 @@ _PACKED = "PackedSequence: pass padded tensors and their lengths, and pack them 
 def num_samples(arguments: Named, dim: int) -> int:
     """Return the length along ``dim`` that all tensors of the arguments share.
 
-    Raises:
-        ArgumentError: There is no dense tensor to split, or lengths differ; names the tensors.
+    ArgumentError, with the tensors' names, if lengths differ or there is no dense tensor to split.
     """
     tensors: list[tuple[_Path, Tensor]] = []
     objects: list[tuple[_Path, Any]] = []
@@ -44,14 +43,13 @@ def num_samples(arguments: Named, dim: int) -> int:
             f"the call has no tensor with a dimension {dim}, expected at least one to split into "
             "shards"
         )
-    lengths = {int(tensor.shape[dim]) for _, tensor in batches}
-    if len(lengths) > 1:
+    length = int(batches[0][1].shape[dim])
+    if any(tensor.shape[dim] != length for _, tensor in batches):
         shapes = ", ".join(f"{_name(path)} {tuple(tensor.shape)}" for path, tensor in batches)
         raise ArgumentError(
             f"the call has tensors of different lengths in dimension {dim}: {shapes}; expected the "
             "same number of samples in each"
         )
-    length = lengths.pop()
     for path, value in objects:
         if _hides_batch(value, length, dim):
             raise ArgumentError(
@@ -66,8 +64,7 @@ def scatter(
 ) -> list[list[Any]]:
     """Return the arguments of each rank: its shard of every tensor, on its device.
 
-    Containers are copied. Tensors without dimension ``dim``, and objects other than tensors and
-    containers, go to all ranks.
+    Containers are copied. Tensors without dimension ``dim``, and other objects, go to all ranks.
     """
     columns = [_split(value, sizes, devices, dim) for _, value in arguments]
     return [[column[rank] for column in columns] for rank in range(len(sizes))]
@@ -171,8 +168,6 @@ def _refuse(path: _Path, first_rank: int, first: str, rank: int, other: str) -> 
         "same structure on every rank"
     )
 
-
-# -- containers ------------------------------------------------------------------------------------
 
 _ITEMS = (dict, UserDict, list, tuple, deque, UserList)
 

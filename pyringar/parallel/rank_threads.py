@@ -23,10 +23,8 @@ def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]
 
     Ranks on several GPUs run in one thread per GPU, at the same time. All other ranks run in the
     caller's thread, in rank order, and so do all ranks under modes that only this thread has.
-
-    Raises:
-        Exception: The error of the first rank that failed, with a note that names the rank (from
-            Python 3.11 on).
+    Raises the error of the first rank that failed, with a note that names the rank (from Python
+    3.11 on).
     """
     named = {rank: partial(_named, rank, devices, function) for rank, function in functions.items()}
     by_device: dict[torch.device, dict[int, Function]] = {}
@@ -160,9 +158,6 @@ class _TorchSettings:
             return function()
 
 
-# -- lockstep --------------------------------------------------------------------------------------
-
-
 def run_in_lockstep(
     functions: Mapping[int, Function], devices: Sequence[torch.device]
 ) -> dict[int, Any]:
@@ -170,10 +165,7 @@ def run_in_lockstep(
 
     One rank runs at a time: rank 0 until it meets, then rank 1, and so on. So random numbers are
     drawn in the same order in every run. GPUs work at the same time: a rank only enqueues.
-
-    Raises:
-        RingarError: The ranks did not meet at the same places.
-        Exception: The error of the rank that failed; the other ranks end where they are.
+    Raises the error of the rank that failed; the other ranks end where they are.
     """
     run = _Run(len(functions))
     parts = [

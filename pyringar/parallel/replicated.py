@@ -158,7 +158,11 @@ class _Replicate(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.owner, _, *params = inputs
         ctx.num_params = len(params)
-        ctx.streams = _current_streams(ctx.owner.devices)
+        # Rank 0's device comes last and stays current.
+        devices = ctx.owner.devices
+        gpus = {device for device in devices if device.type == "cuda"}
+        ordered = sorted(gpus, key=lambda gpu: gpu == devices[0])
+        ctx.streams = [torch.cuda.current_stream(gpu) for gpu in ordered]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -199,13 +203,6 @@ class _Reduce(torch.autograd.Function):
         copies = [grad.to(device) for device in ctx.devices for grad in grads]
         given = zip(copies, ctx.are_given, strict=True)
         return None, None, *(copy if is_given else None for copy, is_given in given)
-
-
-def _current_streams(devices: Sequence[torch.device]) -> list[torch.cuda.Stream]:
-    """Return the current streams of all GPUs, rank 0's last."""
-    gpus = {device for device in devices if device.type == "cuda"}
-    ordered = sorted(gpus, key=lambda gpu: gpu == devices[0])
-    return [torch.cuda.current_stream(gpu) for gpu in ordered]
 
 
 class _Bucket:
@@ -249,14 +246,8 @@ class Replicas:
     """The replicas of a module for one forward pass.
 
     A replica is a shallow copy, as ``nn.DataParallel`` makes it: it shares everything with the
-    module but parameters, buffers and children. One rank, ``home``, uses the module's own memory
-    and buffers.
-
-    Args:
-        module: The module; its tensors are on rank 0's device.
-        owner: Holds the copies for the other ranks.
-        home: A rank on rank 0's device.
-        bucket_bytes: Of the tensors of one autograd node; None: one node for all.
+    module but parameters, buffers and children. One rank on rank 0's device, ``home``, uses the
+    module's own memory and buffers. An autograd node has tensors of ``bucket_bytes``; None: all.
 
     Raises:
         ArgumentError: A tensor is on another device, or a lazy parameter has no values; names it.
@@ -329,8 +320,7 @@ class Replicas:
             return
         if nn.parameter.is_lazy(tensor) or tensor.device != self._owner.devices[0]:
             _refuse_tensor(self._module, tensor, self._owner.devices[0])
-        if bucket is None:
-            bucket = self._bucket_for(tensor)
+        bucket = bucket or self._bucket_for(tensor)
         bucket.add(tensor)
         self._places[id(tensor)] = bucket, len(bucket.tensors) - 1
 

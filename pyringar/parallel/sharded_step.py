@@ -42,13 +42,14 @@ from pyringar.parallel.shards import check_replicas_equal, digest_of
 logger = logging.getLogger(__name__)
 
 LossOf = Callable[[Any, int], Tensor | None]
+_WHOLE = {torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32}
+_WHOLE |= {torch.int32, torch.int64}  # dtypes of numbers that an int64 holds
 
 
 def check_shards(num_shards: Any, num_ranks: int, name: str = "num_shards") -> None:
     """Raise unless the shards per rank are a power of two, or there is a single rank.
 
-    Raises:
-        ArgumentError: ``name`` does not fit. Names the numbers of ranks that fit.
+    The ArgumentError about ``name`` has the numbers of ranks that fit.
     """
     if not is_count(num_shards, 1):
         raise ArgumentError(f"{name} is {num_shards!r}, expected a whole number, 1 or more")
@@ -262,20 +263,19 @@ class ShardedStep:
             _seed_all(int.from_bytes(digest, "big"))
         with watch("forward", index):
             loss = loss_of(rank.replica, shard)
-        if loss is not None and (
-            not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex()
-        ):
-            is_tensor = isinstance(loss, Tensor)
+        total = torch.zeros((), dtype=torch.float64, device=_device_of(rank.replica))
+        if loss is None:
+            return [*rank.take(), total]
+        is_tensor = isinstance(loss, Tensor)
+        if not is_tensor or loss.numel() != 1 or loss.is_complex():
             what = f"of {tuple(loss.shape)}, {loss.dtype}" if is_tensor else kind_of(loss)
             raise ArgumentError(
                 f"the loss of shard {shard} is {what}, expected one real number or None"
             )
-        if loss is not None and loss.requires_grad:
+        if loss.requires_grad:
             with watch("backward", index):
                 loss.backward()  # type: ignore[no-untyped-call]
-        found = rank.take()
-        total = torch.zeros((), dtype=torch.float64, device=_device_of(rank.replica))
-        return [*found, total if loss is None else total.copy_(loss.detach().reshape(()))]
+        return [*rank.take(), total.copy_(loss.detach().reshape(()))]
 
     def _reduce(self, sums: list[list[Tensor]]) -> None:
         if isinstance(self._comm, Communicator):
@@ -303,13 +303,13 @@ class _Rank:
         self.replica = replica
         self.params = [param for param in _tensors(replica) if param.requires_grad]
         modules = replica.modules() if isinstance(replica, nn.Module) else ()
-        every: list[tuple[dict[str, Any], str]] = [
-            (part._buffers, name) for part in modules for name in part._buffers
-        ]
         # By name: a module may replace the tensor.
-        self._held = [(buffers, name) for buffers, name in every if buffers[name] is not None]
-        for buffers, name in self._held:
-            _check_has_sums(name, buffers[name])
+        self._held: list[tuple[dict[str, Any], str]] = []
+        for part in modules:
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    _check_has_sums(name, buffer)
+                    self._held.append((part._buffers, name))
         self.old = [buffer.detach().clone() for buffer in self.buffers]
 
     @property
@@ -431,9 +431,7 @@ def _tensors(replica: Replica) -> Iterator[Tensor]:
 
 
 def _check_has_sums(name: str, buffer: Tensor) -> None:
-    kinds = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32)
-    is_whole = buffer.dtype in (*kinds, torch.int32, torch.int64)
-    if not (is_whole or buffer.is_floating_point() or buffer.is_complex()):
+    if not (buffer.dtype in _WHOLE or buffer.is_floating_point() or buffer.is_complex()):
         raise UnsupportedError(
             f"buffer {name!r} has dtype {buffer.dtype}, expected a float, complex, bool or integer "
             "dtype within int64, of which a ShardedStep takes the mean over shards: convert it, or "
