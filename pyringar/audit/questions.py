@@ -134,10 +134,15 @@ class _Audit:
         asked = {
             "the sum": [self._ask("is right", self._sum)],
             "order of addition, float32": self._orders(),
-            f"order of addition on fewer ranks, {_elements(self.few)}": self._worlds(),
+            f"order of addition on fewer ranks, {_elements(self.few)}": [
+                self._ask(f"{k} ranks", partial(self._order, k, self.few)) for k in range(3, self.k)
+            ],
             f"where it rounds, {two_sizes}": self._roundings(),
             "the same bits": self._same_bits(),
-            "special values": self._specials(),
+            "special values": [
+                self._ask(name, partial(self._special, columns))
+                for name, columns in _SPECIALS.items()
+            ],
         }
         sections = [Section(title, tuple(findings)) for title, findings in asked.items()]
         name, ranks = self.target.name, self.k
@@ -226,10 +231,6 @@ class _Audit:
         if numel <= _FEW:
             self._draws[dtype, numel] = draw
         return draw
-
-    def _worlds(self) -> Iterator[Finding]:
-        for k in range(3, self.k):
-            yield self._ask(f"{k} ranks", partial(self._order, k, self.few))
 
     def _roundings(self) -> Iterator[Finding]:
         for dtype in DTYPES:
@@ -368,10 +369,6 @@ class _Audit:
         return f"{2 * self.k - 1} permutations of the inputs"
 
     # -- special values ----------------------------------------------------------------------------
-
-    def _specials(self) -> Iterator[Finding]:
-        for name, columns in _SPECIALS.items():
-            yield self._ask(name, partial(self._special, columns))
 
     def _special(self, columns: Callable[[torch.finfo, int], list[_Column]]) -> str:
         for dtype, numel in self._messages():

@@ -387,11 +387,7 @@ def cuda_archs_wanted() -> tuple[str, ...]:
                 "some, such as '9.0' or '8.0;9.0+PTX' (+PTX: newer GPUs too), or 'all'"
             )
     archs -= {arch.removesuffix("+PTX") for arch in archs if arch.endswith("+PTX")}
-    return tuple(sorted(archs, key=_arch_number))
-
-
-def _arch_number(arch: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", arch)))
+    return tuple(sorted(archs, key=lambda arch: [*map(int, re.findall(r"\d+", arch))]))
 
 
 def _archs_of_gpus() -> set[str]:

@@ -95,7 +95,10 @@ class Report:
 
     def __str__(self) -> str:
         width = max(len(p.name) for p in self.properties)
-        lines = [f"{self.function} on {_device_names(self.devices)}", ""]
+        names = ", ".join(self.devices)
+        if len(set(self.devices)) == 1:
+            names = f"{self.devices[0]} x {len(self.devices)} ranks"
+        lines = [f"{self.function} on {names}", ""]
         for p in self.properties:
             head = f"{p.name:<{width}}  {p.verdict:<8}  "
             lines += textwrap.wrap(head + p.detail, _WIDTH, subsequent_indent=" " * len(head))
@@ -152,12 +155,6 @@ def check_allreduce(
 
     verdicts = judge_all(look, lambda: Subject(fn, ranks), timeout_s)
     return Report(function_name(fn), tuple(str(device) for device in ranks), verdicts)
-
-
-def _device_names(devices: Sequence[str]) -> str:
-    if len(set(devices)) == 1:
-        return f"{devices[0]} x {len(devices)} ranks"
-    return ", ".join(devices)
 
 
 def judge_all(

@@ -85,7 +85,7 @@ class Remote(Subject):
     def __init__(
         self, target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
     ) -> None:
-        super().__init__(_never_called, (torch.device("cpu"),) * len(devices))
+        super().__init__(lambda data: None, (torch.device("cpu"),) * len(devices))
         arena = self._arena = worker.Arena(len(devices))
         self._start = partial(_Process, target, devices, arena, timeout_s, show)
         self._timeout_s = timeout_s
@@ -168,10 +168,6 @@ class Remote(Subject):
                 call.data = [moved if found is given[rank] else found for found in call.data]
                 given[rank] = moved
         call.returned = answer["returned"] and _clean(answer["returned"])
-
-
-def _never_called(data: list[torch.Tensor]) -> None:
-    raise AssertionError("this function is in another process")
 
 
 def _clean(words: Any) -> str:

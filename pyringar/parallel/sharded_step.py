@@ -258,9 +258,7 @@ class ShardedStep:
         """Return gradients, changed buffers, flags of changed buffers, and loss of a shard."""
         rank.clear()
         if self._seed is not None:
-            text = f"{self._seed} {self.num_steps} {shard}"
-            digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-            _seed_all(int.from_bytes(digest, "big"))
+            _seed_all(f"{self._seed} {self.num_steps} {shard}")
         with watch("forward", index):
             loss = loss_of(rank.replica, shard)
         total = torch.zeros((), dtype=torch.float64, device=_device_of(rank.replica))
@@ -476,7 +474,9 @@ def _restore_generators(states: Sequence[Any], gpus: Sequence[torch.device]) -> 
         sys.modules["numpy"].random.set_state(state)
 
 
-def _seed_all(number: int) -> None:
+def _seed_all(text: str) -> None:
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    number = int.from_bytes(digest, "big")
     torch.manual_seed(number)
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:

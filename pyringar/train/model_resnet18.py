@@ -96,21 +96,15 @@ def resnet18(
             NormedConv(in_channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
         )
         channels = width
-        for stage, factor in enumerate(_STAGES):
-            net.add_module(f"resnet_block{stage + 1}", _stage(channels, factor * width, stage == 0))
-            channels = factor * width
+        for stage, factor in enumerate(_STAGES, 1):
+            before, channels = channels, factor * width
+            strides = 1 if stage == 1 else 2  # all others halve height and width
+            blocks = Residual(before, channels, strides), Residual(channels, channels)
+            net.add_module(f"resnet_block{stage}", nn.Sequential(*blocks))
         net.add_module("global_avg_pool", nn.AdaptiveAvgPool2d((1, 1)))
         net.add_module("fc", nn.Sequential(nn.Flatten(), nn.Linear(channels, num_classes)))
     initialise(net, init, seed)
     return net.to(dtype)
-
-
-def _stage(in_channels: int, out_channels: int, is_first: bool) -> nn.Sequential:
-    """Two residual blocks; all stages but the first halve height and width."""
-    strides = 1 if is_first else 2
-    return nn.Sequential(
-        Residual(in_channels, out_channels, strides), Residual(out_channels, out_channels)
-    )
 
 
 def fit_tensor_cores(net: nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class ShardStep:
             images, labels = (part.to(self.sums[rank].device) for part in shards[shard])
             return sum_loss(self._model.score(rank, images), labels)
 
-        loss = self._step(loss_of, watch=_nothing if trace is None else trace.span)
+        loss = self._step(loss_of, **({} if trace is None else {"watch": trace.span}))
         with span(trace, "optimizer", len(self._model.params)):
             for rank, params in enumerate(self._model.params):
                 self.momentum.update(rank, params, step_size)
@@ -84,7 +83,3 @@ class ShardStep:
     def close(self) -> None:
         """Close what the step owns."""
         self._step.close()
-
-
-def _nothing(*_: Any) -> nullcontext[None]:
-    return nullcontext()
