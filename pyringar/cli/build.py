@@ -38,7 +38,6 @@ def add_parser(subparsers: Any) -> None:
         "--verbose", action="store_true", help="show the compilers' commands and output"
     )
     add_json_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -81,7 +81,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--csv", metavar="FILE", help="write a row per solution to FILE.csv")
     add_json_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,7 +160,7 @@ def shower(prog: str) -> Callable[[bytes], None]:
 
 
 def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
-    """Return what is to be graded, and whether that is a class.
+    """Return the targets, and whether they are a class.
 
     Files are read now: a solution may write into the next one's.
     """

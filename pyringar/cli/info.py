@@ -44,7 +44,6 @@ def add_parser(subparsers: Any) -> None:
         "nothing and needs no compiler; put its output into a bug report.",
     )
     add_json_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

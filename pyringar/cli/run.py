@@ -69,7 +69,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,7 +19,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("file", metavar="FILE.json", help="written by pyringar train --trace")
     add_json_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

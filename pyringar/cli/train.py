@@ -148,12 +148,11 @@ def add_parser(subparsers: Any) -> None:
                 text = f"{text} ({default})"
             group.add_argument("--" + name.replace("_", "-"), help=text, **choices, **how)
     add_json_option(group)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print the curve and the book's last line, or all of it as JSON."""
-    given = {name: value for name, value in vars(args).items() if name != "run"}
+    given = dict(vars(args))
     is_json, is_live = given.pop("json", False), given.pop("live", False)
     if is_json and is_live:
         raise ArgumentError("live is True, but with --json nothing is drawn")

@@ -207,8 +207,7 @@ class Compiler:
 def find_compiler() -> Compiler:
     """Find the C++ compiler: ``CXX`` (may hold arguments, "ccache g++"), else c++, g++, clang++.
 
-    Raises:
-        CompilerNotFoundError: There is none; a ``CXX`` that does not exist is not passed over.
+    A ``CXX`` that does not exist is not passed over.
     """
     wanted = os.environ.get("CXX", "").strip()
     try:
@@ -284,10 +283,8 @@ class CudaToolkit:
 def find_nvcc() -> Compiler:
     """Find nvcc: ``PYRINGAR_NVCC``, ``CUDA_HOME``, ``PATH``, /usr/local/cuda, pip's packages.
 
-    Starts no process: a warm start needs nvcc's identity, and no more of the toolkit.
-
-    Raises:
-        CompilerNotFoundError: There is none; a wrong ``PYRINGAR_NVCC`` is not passed over.
+    Starts no process: a warm start needs nvcc's identity, and no more of the toolkit. A wrong
+    ``PYRINGAR_NVCC`` is not passed over.
     """
     wanted = os.environ.get("PYRINGAR_NVCC", "").strip()
     if wanted and shutil.which(wanted) is None:
@@ -327,9 +324,7 @@ def nvcc_host_flags(host: Compiler) -> tuple[str, ...]:
 def read_cuda_toolkit(nvcc: Compiler, host: Compiler) -> CudaToolkit:
     """Ask nvcc for its toolkit's folders, version and architectures; starts it three times.
 
-    Raises:
-        BuildError: nvcc does not work (it needs ``host``, the C++ compiler), or a part of its
-            toolkit is missing; says which.
+    BuildError if nvcc does not work (it needs ``host``, the C++ compiler), or a part is missing.
     """
 
     def ask(*arguments: str) -> str:
@@ -374,9 +369,6 @@ def cuda_archs_wanted() -> tuple[str, ...]:
 
     From ``PYRINGAR_CUDA_ARCHS``; else the GPUs here, if torch is imported and sees some (otherwise
     CUDA is not touched); else all that nvcc knows.
-
-    Raises:
-        BuildError: ``PYRINGAR_CUDA_ARCHS`` cannot be read.
     """
     chosen = os.environ.get("PYRINGAR_CUDA_ARCHS", "")
     archs = set(filter(None, re.split(r"[;,\s]+", chosen))) or _archs_of_gpus() or {_ALL_ARCHS}

@@ -162,12 +162,8 @@ def judge_all(
 ) -> tuple[Property, ...]:
     """Return a verdict per property.
 
-    Args:
-        look: Looks at one property, as its check says; raises `Failure`, or TimeoutError
-            after ``timeout_s``.
-        subject: Returns the function under test, for each property anew: what a hung property left
-            behind may still call the last one.
-        timeout_s: For the words only.
+    ``look`` raises `Failure`, or TimeoutError after ``timeout_s``. ``subject`` returns the function
+    under test anew for each property: a hung property may still call the last one.
     """
     verdicts: list[Property] = []
     hangs = 0

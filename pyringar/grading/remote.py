@@ -30,6 +30,7 @@ from pyringar.grading.cases import Call, Case, Failure, Other
 from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.grader import Report, judge_all
 from pyringar.grading.solution import CannotLoadError, Target, printable
+from pyringar.parallel.sharded_step import torch_threads
 
 _TICK_S = 0.05  # how often a silent process is looked at
 _LAST_WORDS_S = 1.0
@@ -69,14 +70,10 @@ def graded(
     target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
 ) -> Iterator[Remote]:
     """Start a solution in a process of its own, as `grade` says, and end it."""
-    with contextlib.closing(Remote(target, devices, timeout_s, show)) as remote:
-        # A forked process has torch's pool, but not its threads.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield remote
-        finally:
-            torch.set_num_threads(threads)
+    remote = Remote(target, devices, timeout_s, show)
+    # A forked process has torch's pool, but not its threads.
+    with contextlib.closing(remote), torch_threads(1):
+        yield remote
 
 
 class Remote(Subject):
@@ -111,20 +108,17 @@ class Remote(Subject):
     def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
         """Call the function in its process, and return the call as if it had been made here.
 
-        Raises:
-            Failure: It raised, or the process ended.
-            TimeoutError: No time is left; the process is ended.
+        Failure if it raised or the process ended; TimeoutError if no time is left.
         """
         self.last_case = case
         call = Call(case, self.devices, inputs)
         try:
             answer = self._ask(call)
-        except (EndedError, CannotLoadError) as error:
+        except (EndedError, CannotLoadError, TimeoutError) as error:
             self._process.end()
+            if isinstance(error, TimeoutError):
+                raise
             raise Failure(case, str(error)) from error
-        except TimeoutError:
-            self._process.end()
-            raise
         if "raised" in answer:
             raise Raised(case, _clean(answer["raised"]))
         try:

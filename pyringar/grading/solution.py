@@ -27,7 +27,7 @@ class Target:
     Attributes:
         where: A file that ends in ``.py``, or a module's name.
         function: The function's name in there; ``Ring.run`` is a static method of a class.
-        source: What the file held before the first solution ran. None for a module.
+        source: The file's content before the first solution ran. None for a module.
         trouble: Why the file could not be read; empty if it could.
     """
 
@@ -59,11 +59,7 @@ def printable(text: str) -> str:
 
 
 def load(target: Target) -> Callable[..., Any]:
-    """Import a solution's file or module and return its function. This runs the author's code.
-
-    Raises:
-        CannotLoadError: The import fails, or there is no such function in there.
-    """
+    """Import a solution's file or module, which runs it, and return its function."""
     if target.trouble:
         raise CannotLoadError(f"{target.where} cannot be read: {target.trouble}")
     found: Any = _import(target)

@@ -62,9 +62,6 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
 
     Without weights the sizes are those of ``torch.tensor_split``. With weights each share is
     rounded down. The largest remainders get the rest, the lower rank first among equals.
-
-    Raises:
-        ArgumentError: A count is too small, a weight negative or not finite, or all weights are 0.
     """
     if not (is_count(n) and is_count(num_shards, 1)):
         raise ArgumentError(
@@ -318,13 +315,9 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Compare every rank's tensors with rank 0's without waiting for the devices.
 
-    Arguments and errors are those of `check_replicas_equal`.
-
-    Returns:
-        For each rank after the first a 0-dimensional bool tensor on its device: True if bits
-        differ.
-
-    Cost on a GPU: one copy and one comparison, for any number of tensors. The CPU copies nothing.
+    Arguments and errors are those of `check_replicas_equal`. Returns, for each rank after the
+    first, a 0-dimensional bool tensor on its device: True if bits differ. Cost on a GPU: one copy
+    and one comparison, for any number of tensors. The CPU copies nothing.
     """
     _check_lists(replicas)
     check_alike(replicas, "tensor")

@@ -21,10 +21,8 @@ def choose_devices(
     """Return a device for every rank: ``devices``, or the GPUs of this machine, or the CPU.
 
     Neighbouring ranks share a GPU if there are fewer GPUs than ranks. If the CUDA engine cannot be
-    built or used, a warning is logged and all ranks run on the CPU.
-
-    Raises:
-        ArgumentError: A device is missing, or ``devices`` does not name one per rank.
+    built or used, a warning is logged and all ranks run on the CPU. ArgumentError if a device is
+    missing, or ``devices`` does not name one per rank.
     """
     if devices is not None:
         found = check_devices(devices)

@@ -107,8 +107,7 @@ class TrainGroup:
 class Processes(TrainGroup):
     """The rank of this process in a run of many processes.
 
-    ``store``, ``rank`` and ``world_size`` default to those of torchrun; see
-    `pyringar.ProcessCommunicator`.
+    ``store``, ``rank`` and ``world_size`` default to those of torchrun.
     """
 
     comm: RankCommunicator

@@ -111,12 +111,8 @@ def fit_tensor_cores(net: nn.Module) -> None:
     """Give a ResNet-18 for grey images the layout and the work that tensor cores are best at.
 
     Weights and activations get their channels last. Training leaves out the biases that batch norms
-    subtract again, as both adding them and their gradients, zero but for rounding, take a fifth
-    of a step: these biases stay as they are. Running means and other results are those of the plain
-    module, up to rounding.
-
-    Args:
-        net: What `resnet18` returns; changed in place.
+    subtract again: adding them and their gradients takes a fifth of a step. These biases stay as
+    they are. Results are those of the plain module, up to rounding. ``net`` is changed in place.
     """
     net.to(memory_format=torch.channels_last)
     for conv in _normed_convs(net):

@@ -180,18 +180,17 @@ def sgd(
 
 
 class EagerStep:
-    """One training step of all ranks, called for every batch.
+    """One training step of all ranks of this process, called for every batch.
 
     Args:
-        replicas: ``replicas[rank][i]``: the parameters of every rank of this process.
+        replicas: Parameters: ``replicas[rank][i]``.
         scores: Returns each rank's scores ``(n, classes)`` of one shard of samples per rank.
         reduce: Called after backward; returns when every ``grad`` is the sum over all ranks.
-        split: Cuts a batch into one shard per rank of this process.
+        split: Cuts a batch into one shard per rank.
         branches: Runs the ranks instead of ``scores``; None: one rank after the other.
         momentum: See `sgd`.
 
-    Attributes:
-        sums: Every rank's loss so far, float64, on its device: reading it synchronizes.
+    ``sums`` holds every rank's loss so far, float64, on its device: reading it synchronizes.
     """
 
     def __init__(

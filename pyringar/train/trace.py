@@ -89,12 +89,9 @@ class Trace:
     def add(
         self, name: str, category: str, rank: int, begin_ns: int, end_ns: int, nbytes: int = 0
     ) -> None:
-        """Record a span.
+        """Record a span, with times of ``time.perf_counter_ns``.
 
-        The times are readings of ``time.perf_counter_ns``.
-
-        Raises:
-            ArgumentError: Unknown ``category``.
+        ArgumentError for an unknown ``category``.
         """
         if category not in CATEGORIES:
             raise ArgumentError(
@@ -148,8 +145,7 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read a file that `save` wrote.
 
-        Raises:
-            ArgumentError: The file cannot be read, or `save` did not write it.
+        ArgumentError if the file cannot be read, or `save` did not write it.
         """
         trace = cls()
         try:
