@@ -181,7 +181,9 @@ class TrainConfig:
     def resolve(self, devices: Sequence[torch.device], *, is_traced: bool) -> TrainConfig:
         """Choose ``channels_last`` and ``cuda_graph`` where they are None.
 
-        A trace of the steps rules out a graph.
+        Args:
+            devices: One per rank.
+            is_traced: Whether steps are traced, which rules out a graph.
         """
         is_amp = self.amp and all(device.type == "cuda" for device in devices)
         can_capture = len(set(devices)) == 1 and not (is_traced or self.compile or self.shards)
@@ -208,7 +210,12 @@ class TrainConfig:
         return dtype
 
     def lr_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of step 0, 1, ... of ``num_steps`` in all."""
+        """Return the learning rate of one step.
+
+        Args:
+            step: Counted from 0.
+            num_steps: Steps of the whole run.
+        """
         left = 1.0 if self.lr_schedule == "constant" else 1 - step / num_steps
         return self.lr * left
 
