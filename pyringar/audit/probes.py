@@ -1,11 +1,7 @@
 """Inputs that show in which order ranks are added, and where sums are rounded.
 
 The order is found by absorption, as in FPRev (Xie, Gao, Zhang, "FPRev: Revealing Floating-Point
-Accumulation Orders", https://arxiv.org/abs/2411.00442): of two ranks one contributes M, the other
--M, and all others a small unit each. A unit that meets M alone or -M alone is lost in rounding, one
-that is added after the two have met survives. So the sum tells which ranks are in the smallest
-partial sum that holds both, and from all pairs of ranks follows the whole tree, for every element
-by itself.
+Accumulation Orders", https://arxiv.org/abs/2411.00442); docs/audit.md explains it.
 """
 
 from __future__ import annotations

@@ -368,19 +368,13 @@ def _ninja_script(
     lines = [
         "rule compile",
         f"  command = {compile_words} $floor_flags -c $in -o $out",
-        "  description = compile $out",
         "rule link",
         f"  command = {link_words} $in {libraries} -o $out",
-        "  description = link $out",
     ]
     if toolkit:
         nvcc = [*toolkit.nvcc.command, *toolchain.nvcc_host_flags(plan.compiler), *NVCC_FLAGS]
         nvcc += [*toolchain.gencode_flags(archs), "-I", "csrc"]
-        lines += [
-            "rule compile_cuda",
-            f"  command = {command(*nvcc)} -c $in -o $out",
-            "  description = compile $out",
-        ]
+        lines += ["rule compile_cuda", f"  command = {command(*nvcc)} -c $in -o $out"]
     for obj, name in zip(objects, inputs, strict=True):
         rule = "compile_cuda" if name.endswith(".cu") else "compile"
         lines.append(f"build {obj}: {rule} csrc/{name}")

@@ -25,7 +25,6 @@ from pyringar.train.devices import describe_devices
 _FILE = "checkpoint.bin"
 _FIRST_LINE = b"pyringar checkpoint 3\n"
 _DIGEST_BYTES = 32
-_MAX_SHOWN = 80  # characters of a wrong value
 # Options that do not decide the bits of a run, or that the recipe describes by other words.
 _FREE = {"ranks", "devices", "allreduce", "epochs", "dataset", "data_dir", "cuda_graph"}
 _RECIPE = ("model", *(field.name for field in fields(TrainConfig) if field.name not in _FREE))
@@ -49,7 +48,7 @@ class Checkpoint:
             if self.recipe[name] != value:
                 told = "not given" if value is None else repr(value)
                 raise ArgumentError(
-                    f"{name} is {told}, but the checkpoint has {_shown(self.recipe[name])}, in "
+                    f"{name} is {told}, but the checkpoint has {self.recipe[name]!r}, in "
                     f"'{folder / _FILE}'"
                 )
 
@@ -84,11 +83,6 @@ class Checkpoint:
             )
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
         return cls(**state)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def folder_of(name: str, path: str | Path) -> Path:
