@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from pyringar.comm.base import RankCommunicator
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, RingarError
-from pyringar.parallel.bucket_step import Launched
+
+if TYPE_CHECKING:
+    from pyringar.parallel.bucketer import Launched
 
 Comm = Communicator | RankCommunicator
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError
-from pyringar.parallel.bucket_step import StepStats
+from pyringar.parallel.bucketer import StepStats
 from pyringar.parallel.shards import Device, Shards, mismatch_flags, split_batch
 from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace

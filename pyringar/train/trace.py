@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pyringar.errors import ArgumentError
-from pyringar.parallel.bucket_step import StepStats
+from pyringar.parallel.bucketer import StepStats
 
 CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
 """The kinds of spans: the phases of a step, and a bucket from launch to done."""
