@@ -34,7 +34,7 @@ __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
 _FIRST_CAP_BYTES = 10**6  # a small first bucket is launched early
 # What a gradient holds: see Held in csrc/bucket/step.h.
-SUM, PART, COUNTED = 1, 2, 3
+_SUM, _PART, _COUNTED = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -310,22 +310,22 @@ class GradientBucketer:
         wanted, by_rank = self._buckets[bucket], self._by_rank
         held = [self._native.held(rank, wanted) for rank in range(len(by_rank))]
         grads: list[Any] = [[params[i].grad for i in wanted] for params in by_rank]
-        is_whole = all(min(row) >= PART for row in held)
+        is_whole = all(min(row) >= _PART for row in held)
         if is_whole and not any(grad is None for row in grads for grad in row):
             return Launched(grads, wanted, [True] * len(wanted))
         packed = Launched([[] for _ in by_rank])
         rows = [zip(*row, strict=True) for row in zip(grads, held, strict=True)]
         for i, *column in zip(wanted, *rows, strict=True):
             for rank, (grad, state) in enumerate(column):
-                if grad is None and state == COUNTED:
+                if grad is None and state == _COUNTED:
                     raise self._changed(rank, i)
-            is_used = any(grad is not None and state >= PART for grad, state in column)
+            is_used = any(grad is not None and state >= _PART for grad, state in column)
             if not (is_used or self._is_remote):
                 continue
             packed.params.append(i)
             packed.used.append(is_used)
             for params, mine, (grad, state) in zip(by_rank, packed.lists, column, strict=True):
-                if grad is None or state < PART:
+                if grad is None or state < _PART:
                     grad = _stand_in(params[i], state)
                     packed.copies.append((len(packed.params) - 1, params[i], grad))
                 mine.append(grad)
@@ -357,7 +357,7 @@ class GradientBucketer:
         reduced = [i for bucket in launched.values() for i in bucket.finish()]
         if native.begin_ns():
             nbytes = [sum(self._items[i][0] for i in bucket) for bucket in self._buckets]
-            self._stats = measure(native, self._buckets, nbytes, works, began_ns)
+            self._stats = _measure(native, self._buckets, nbytes, works, began_ns)
         if reduced and not self._is_planned:
             order = list(dict.fromkeys([*native.order(), *self._order]))
             self._order = agree_on_order(self._comm, order, self._by_rank[0][0].device)
@@ -425,10 +425,10 @@ def _stand_in(param: Tensor, state: int) -> Tensor:
     """Return the tensor to reduce for a rank whose passes added nothing to the gradient."""
     if param.grad is None:
         return torch.zeros_like(param, dtype=grad_dtype(param))
-    return torch.zeros_like(param.grad) if state == SUM else param.grad.detach().clone()
+    return torch.zeros_like(param.grad) if state == _SUM else param.grad.detach().clone()
 
 
-def measure(
+def _measure(
     native: Any,
     buckets: Sequence[Sequence[int]],
     nbytes: Sequence[int],

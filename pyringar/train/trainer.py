@@ -37,8 +37,7 @@ from pyringar.train.graph import Branches, GraphStep, check_ranks
 from pyringar.train.group import TrainGroup
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.models import RankedModel, autocast, threads_per_rank
-from pyringar.train.shard_step import ShardStep
-from pyringar.train.step import EagerStep
+from pyringar.train.step import EagerStep, ShardStep
 from pyringar.train.trace import Trace
 
 logger = logging.getLogger(__name__)
