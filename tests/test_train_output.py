@@ -72,9 +72,7 @@ def test_options_match_train_config():
             assert f"({default})" in actions[name].help
     for name in config.CHOICES.keys() & actions.keys():
         assert tuple(actions[name].choices) == config.CHOICES[name]
-    assert parse() == {"model": "lenet", "run": cli_train.run}, (
-        "an option not given must not override a default"
-    )
+    assert parse() == {"model": "lenet"}, "an option not given must not override a default"
     assert parse("--devices", "cuda:0, cpu")["devices"] == ("cuda:0", "cpu")
     assert parse("--weights", "3,1.5")["weights"] == (3.0, 1.5)
 
