@@ -20,11 +20,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyringar.errors import (
+    ArgumentError,
+    BuildError,
+    CollectiveTimeout,
+    CompilerNotFoundError,
+    CudaError,
+    PeerLostError,
+    RingarError,
+    UnsupportedError,
+)
 from pyringar.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-# The public names, by the module that defines them.
+# The other public names, by the module that defines them.
 _HOMES = {
     "cluster.launch": ["launch"],
     "comm.communicator": ["Communicator"],
@@ -34,22 +44,8 @@ _HOMES = {
     "parallel.module": ["DataParallel"],
     "parallel.replicate": ["replicate"],
     "parallel.sharded_step": ["ShardedStep"],
-    "parallel.shards": [
-        "evaluate_accuracy_gpus",
-        "get_params",
-        "split_batch",
-    ],
+    "parallel.shards": ["evaluate_accuracy_gpus", "get_params", "split_batch"],
     "grading.grader": ["check_allreduce"],
-    "errors": [
-        "RingarError",
-        "ArgumentError",
-        "UnsupportedError",
-        "BuildError",
-        "CompilerNotFoundError",
-        "CudaError",
-        "CollectiveTimeout",
-        "PeerLostError",
-    ],
 }
 _SUBPACKAGES = ("distributed", "figures", "ops", "train")
 
@@ -91,25 +87,11 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar.comm.communicator import Communicator
     from pyringar.comm.default_group import allreduce
     from pyringar.comm.process_communicator import ProcessCommunicator
-    from pyringar.errors import (
-        ArgumentError,
-        BuildError,
-        CollectiveTimeout,
-        CompilerNotFoundError,
-        CudaError,
-        PeerLostError,
-        RingarError,
-        UnsupportedError,
-    )
     from pyringar.grading.grader import check_allreduce
     from pyringar.parallel.bucketer import GradientBucketer
     from pyringar.parallel.module import DataParallel
     from pyringar.parallel.replicate import replicate
     from pyringar.parallel.sharded_step import ShardedStep
-    from pyringar.parallel.shards import (
-        evaluate_accuracy_gpus,
-        get_params,
-        split_batch,
-    )
+    from pyringar.parallel.shards import evaluate_accuracy_gpus, get_params, split_batch
 else:  # a type checker would take every name for one that exists
     __getattr__ = lazy_names(__name__, _HOMES, _SUBPACKAGES)

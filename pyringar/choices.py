@@ -11,8 +11,6 @@ from typing import Any
 
 from pyringar.errors import ArgumentError
 
-__all__ = ["ALGORITHMS", "BATCHNORMS", "ORDERS", "check_choice", "did_you_mean", "kind_of"]
-
 ALGORITHMS = ("auto", "fused", "direct", "ring", "sharded", "naive")
 ORDERS = ("any", "rank", "tree", "exact")
 BATCHNORMS = ("local", "sync")
@@ -27,12 +25,7 @@ _ALSO_CALLED = {
 
 
 def did_you_mean(given: Any, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'mean'?"`` where a known name is near; else nothing.
-
-    Args:
-        given: What was passed, a string or anything else.
-        known: The names that there are.
-    """
+    """Return ``"; did you mean 'mean'?"`` where a known name is near; else nothing."""
     if not isinstance(given, str):
         return ""
     word, colon, index = given.strip().lower().partition(":")  # "gpu:0"
@@ -41,16 +34,7 @@ def did_you_mean(given: Any, known: Iterable[str]) -> str:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """Return an argument that must be one of some strings.
-
-    Args:
-        name: Of the argument.
-        value: What was passed.
-        choices: What it may be.
-
-    Raises:
-        ArgumentError: It is none of them; names the nearest.
-    """
+    """Return an argument; ArgumentError, with the nearest choice, if it is none of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise ArgumentError(
             f"{name} is {value!r}, expected one of {', '.join(choices)}"

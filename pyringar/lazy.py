@@ -12,18 +12,13 @@ from typing import Any
 
 from pyringar.errors import UnsupportedError
 
-__all__ = ["lazy_names"]
-
 
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]], subpackages: Sequence[str] = ()
 ) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a package.
 
-    Args:
-        package: Its ``__name__``.
-        homes: The public names of each of its modules.
-        subpackages: Those that are public themselves.
+    ``homes`` has the public names of each module; ``subpackages`` are public themselves.
     """
     home_of = {name: f"{package}.{home}" for home, names in homes.items() for name in names}
 

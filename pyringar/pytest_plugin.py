@@ -23,8 +23,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["launch_ranks"]
-
 _OUTCOMES: dict[str, Any] = {"skip": pytest.skip, "xfail": pytest.xfail, "fail": pytest.fail}
 _CLASSES = tuple(of.Exception for of in _OUTCOMES.values())
 _MARK = (
@@ -72,11 +70,7 @@ def launch_ranks(request: Any) -> Callable[..., list[Any]]:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Refuse the mark where it would mean nothing.
-
-    Raises:
-        UsageError: Names the test.
-    """
+    """Refuse the mark where it would mean nothing: UsageError names the test."""
     for item in items:
         if item.get_closest_marker("ranks") is None:
             continue

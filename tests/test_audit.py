@@ -38,8 +38,8 @@ from pyringar.audit.trees import (
     named_trees,
     rebuild,
 )
+from pyringar.grading.cases import Lists
 from pyringar.grading.checks import Subject
-from pyringar.grading.lists import Lists
 
 SIZES = (8, 300)
 Sum = Callable[[list[Tensor]], Tensor]

@@ -13,8 +13,8 @@ from torch import Tensor
 from pyringar.audit.probes import TargetError, bits_of
 from pyringar.audit.questions import audit
 from pyringar.audit.report import Report
+from pyringar.grading.cases import Lists
 from pyringar.grading.checks import Subject
-from pyringar.grading.lists import Lists
 
 SIZES = (8, 300)
 Allreduce = Callable[[list[Tensor]], object]

@@ -125,7 +125,7 @@ HOSTILE = {
         torch.equal = torch.allclose = lambda *a: True
         torch.Tensor.__eq__ = lambda *a: True
         torch.Tensor.all = lambda *a: torch.ones(())
-        checks._wrong_value = grader._judge = remote._Remote = None
+        checks._wrong_value = grader.judge_all = remote._Remote = None
         def allreduce(data): pass""",
         "still holds its own values",
     ),

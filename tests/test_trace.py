@@ -18,7 +18,7 @@ from pyringar.cli import main
 from pyringar.train import TrainConfig, Trainer, resnet18
 from pyringar.train.trace import CATEGORIES, Trace, covered_s
 
-COLUMNS = ["total", *CATEGORIES[:-1], "exposed"]
+COLUMNS = ["total", *CATEGORIES, "exposed"]
 
 
 @pytest.fixture

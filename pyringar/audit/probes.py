@@ -1,11 +1,7 @@
 """Inputs that show in which order ranks are added, and where sums are rounded.
 
 The order is found by absorption, as in FPRev (Xie, Gao, Zhang, "FPRev: Revealing Floating-Point
-Accumulation Orders", https://arxiv.org/abs/2411.00442): of two ranks one contributes M, the other
--M, and all others a small unit each. A unit that meets M alone or -M alone is lost in rounding, one
-that is added after the two have met survives. So the sum tells which ranks are in the smallest
-partial sum that holds both, and from all pairs of ranks follows the whole tree, for every element
-by itself.
+Accumulation Orders", https://arxiv.org/abs/2411.00442); docs/audit.md explains it.
 """
 
 from __future__ import annotations
@@ -22,28 +18,9 @@ from torch import Tensor
 from pyringar.audit.trees import EXACT, Region, Tree, fold, rebuild
 from pyringar.errors import RingarError
 
-__all__ = [
-    "DTYPES",
-    "Target",
-    "TargetError",
-    "bits_of",
-    "dtype_name",
-    "evaluate",
-    "exact_sum",
-    "find_order",
-    "has_bits",
-    "partial_type",
-    "wide_values",
-]
-
 
 class TargetError(RingarError):
-    """A call of the allreduce that is audited failed.
-
-    Args:
-        what: Which call.
-        why: How it failed.
-    """
+    """A call of the allreduce that is audited failed."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
@@ -56,8 +33,7 @@ class Target(Protocol):
     Attributes:
         name: For people.
         ranks: The most that a call may have.
-        ways: ``"in place"``, ``"unaligned"`` if tensors can begin at any address, and ``"async"``
-            if there are asynchronous calls.
+        ways: Of ``"in place"``, ``"unaligned"`` (tensors begin at any address) and ``"async"``.
     """
 
     name: str
@@ -67,13 +43,12 @@ class Target(Protocol):
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
     ) -> list[Tensor]:
-        """Return what every rank has after an allreduce, and leave the inputs as they are.
+        """Return every rank's result of an allreduce, and leave the inputs as they are.
 
         Args:
             inputs: A flat tensor of every rank.
-            way: One of ``ways``.
-            cuts: Where the tensors are cut, to be reduced by several calls. With ``"async"`` all of
-                them are begun before one is waited for.
+            way: One of ``ways``. ``"async"`` begins all calls before it waits for one.
+            cuts: Where the tensors are cut, to be reduced by several calls.
 
         Raises:
             TargetError: A call failed, did not end in time, or left something else.
@@ -112,7 +87,7 @@ _FORMAT = {
 # By how many powers of two a value may lie below the half of a last digit.
 _TAIL = {torch.float16: 18}
 _MAX_TAIL = 60
-_MAX_TRIED = 1 << 12  # elements of exact sums, which are slow, that are compared
+_MAX_TRIED = 1 << 12  # elements of exact sums that are compared
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -159,15 +134,8 @@ def wide_values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
     return list(values.to(dtype))
 
 
-# -- the order -------------------------------------------------------------------------------------
-
-
 def find_order(
-    target: Target,
-    k: int,
-    numel: int,
-    dtype: torch.dtype = torch.float32,
-    way: str = "in place",
+    target: Target, k: int, numel: int, dtype: torch.dtype = torch.float32, way: str = "in place"
 ) -> list[list[Region]]:
     """Return for every rank the order in which the elements of its result were added.
 
@@ -201,16 +169,14 @@ def _probes(
 def _groups(
     results: Sequence[Sequence[Tensor]], pair: tuple[int, int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return for every rank's elements the ranks in the smallest sum that holds both of a pair.
+    """Return, for every rank and element, the ranks in the smallest sum that holds both of a pair.
+
+    Ranks are bits; -1: the result was no sum of units. Ranks with one result share a tensor.
 
     Args:
-        results: What became of the probes, of every rank.
+        results: ``results[probe][rank]``.
         pair: The two ranks.
         dtype: Of the probes.
-
-    Returns:
-        Of every rank the ranks as bits, or -1 where the result was no sum of units. Ranks with one
-        result have one tensor.
     """
     groups: list[Tensor] = []
     others = [r for r in range(len(results[0])) if r not in pair]
@@ -261,9 +227,6 @@ def _regions(pairs: Sequence[tuple[int, int]], groups: Sequence[Tensor], k: int)
     return regions
 
 
-# -- the bits --------------------------------------------------------------------------------------
-
-
 def evaluate(
     regions: Sequence[Region], inputs: Sequence[Tensor], partial: torch.dtype | None = None
 ) -> Tensor:
@@ -273,8 +236,6 @@ def evaluate(
         regions: Of the whole message.
         inputs: A tensor of every rank, whose last dimension is the message.
         partial: Type of partial sums, which are rounded once in the end. Default: that of inputs.
-
-    Cost: exact regions a thousand times as long as the others.
     """
     dtype = inputs[0].dtype
     terms = [x.to(partial or dtype) for x in inputs]
@@ -306,10 +267,7 @@ def partial_type(
 ) -> torch.dtype | None:
     """Return the type of partial sums with which regions give a result; None if there is none.
 
-    Args:
-        regions: Of the whole message.
-        inputs: A tensor of every rank, whose last dimension is the message.
-        result: Their sum. Of exact sums no more than the first 4096 are compared.
+    Of exact sums, which are slow, no more than the first 4096 elements are compared.
     """
     if any(region.tree is None for region in regions):
         return None

@@ -25,8 +25,6 @@ from pyringar.audit.probes import (
 from pyringar.audit.report import Finding, Report, Section
 from pyringar.audit.trees import EXACT, Region, describe, same_trees
 
-__all__ = ["SIZES", "audit", "order_of"]
-
 SIZES = (1, 8, 1000, 16_384, 262_144, 1_048_576)
 _FEW = 4096  # elements that are enough for most questions
 _MIN_VALUES = 1000  # that are compared, in several calls where a message is shorter
@@ -37,9 +35,7 @@ _MAX_STEPS = 64  # to find the sizes at which orders change
 _MAX_REGIONS = 64  # of a message, in a document
 
 
-class _Draw(NamedTuple):
-    """Random messages of every rank, a row each, and their results."""
-
+class _Draw(NamedTuple):  # random messages, a row each, and their results, by rank
     inputs: list[Tensor]
     results: list[Tensor]
 
@@ -55,15 +51,8 @@ class _Differ(Exception):  # noqa: N818
 def audit(target: Target, sizes: Sequence[int] = SIZES) -> Report:
     """Find out what an allreduce computes, and which bits can be relied on.
 
-    Args:
-        target: What to call.
-        sizes: Elements of messages.
-
-    Returns:
-        A `Report`. What a call raises is a finding.
-
-    Cost: ``k (k - 1) / 2`` calls for each size, and some thousand calls with short messages, whose
-    results are too few values otherwise.
+    A call that raises is a finding. Cost: ``k (k - 1) / 2`` calls for each size, and some thousand
+    calls with short messages, whose results are too few values otherwise.
     """
     return _Audit(target, sorted(set(sizes))).report()
 
@@ -76,23 +65,13 @@ def order_of(
     way: str = "in place",
     draw: _Draw | None = None,
 ) -> tuple[list[Region], Finding]:
-    """Return the order in which a message is added, confirmed by the bits of random values.
+    """Return the order of addition on rank 0, confirmed by the bits of random values.
 
-    Args:
-        target: What to call.
-        k: Number of ranks.
-        numel: Elements of the message.
-        dtype: Of the message.
-        way: One of the target's ways.
-        draw: Random values and their results, if there are any already.
-
-    Returns:
-        The order on rank 0, and a finding about it. Its case has the type of ``partial_sums``.
+    The finding's case has the type of ``partial_sums``. ``draw``: random values and their results,
+    if there are any already.
 
     Raises:
         TargetError: A call failed.
-
-    Cost: a call per pair of ranks, and calls until 1000 random values were added.
     """
     inputs, result = draw or _drawn(target, k, numel, dtype, way)
     regions, *others = find_order(target, k, numel, dtype, way)
@@ -106,11 +85,9 @@ def order_of(
         if _difference(result[0], again) is not None:
             return regions, Finding("", "changes", "from run to run", case)
     for rank, other in enumerate(others, 1):
-        if other != regions:
-            detail = f"rank 0: {detail}; rank {rank}: {describe(other, k)[1]}"
-            return regions, Finding("", "differs from rank to rank", detail, case)
-        if _difference(result[0], result[rank]) is not None:
-            detail = f"rank 0: {detail}; rank {rank}: other bits of random values"
+        if other != regions or _difference(result[0], result[rank]) is not None:
+            its = "other bits of random values" if other == regions else describe(other, k)[1]
+            detail = f"rank 0: {detail}; rank {rank}: {its}"
             return regions, Finding("", "differs from rank to rank", detail, case)
     if name != "unknown" and partial_sums is None:
         detail = f"looks like {name}, {detail}, but random values do not have the bits of that"
@@ -140,32 +117,32 @@ def _reduce(target: Target, inputs: Sequence[Tensor], way: str = "in place") -> 
 
 
 class _Audit:
-    """The questions about one target.
-
-    Attributes:
-        few: Elements of the messages with which most is asked.
-        dtypes: What it takes.
-    """
+    """The questions about one target."""
 
     def __init__(self, target: Target, sizes: Sequence[int]) -> None:
         self.target, self.k, self.sizes = target, target.ranks, sizes
+        # Elements of the messages with which most is asked.
         self.few = max([n for n in sizes if n <= _FEW], default=sizes[0])
-        self.dtypes: list[torch.dtype] = []
+        self.dtypes: list[torch.dtype] = []  # that the target takes
         self._failures = self._steps = 0
         self._draws: dict[tuple[torch.dtype, int], _Draw] = {}  # of short messages
         self._found: dict[int, tuple[list[Region], Finding]] = {}  # in float32, by size
 
     def report(self) -> Report:
-        """Ask everything."""
         *short, few = self._two_sizes()
         two_sizes = " and ".join([*map(str, short), _elements(few)])
         asked = {
             "the sum": [self._ask("is right", self._sum)],
             "order of addition, float32": self._orders(),
-            f"order of addition on fewer ranks, {_elements(self.few)}": self._worlds(),
+            f"order of addition on fewer ranks, {_elements(self.few)}": [
+                self._ask(f"{k} ranks", partial(self._order, k, self.few)) for k in range(3, self.k)
+            ],
             f"where it rounds, {two_sizes}": self._roundings(),
             "the same bits": self._same_bits(),
-            "special values": self._specials(),
+            "special values": [
+                self._ask(name, partial(self._special, columns))
+                for name, columns in _SPECIALS.items()
+            ],
         }
         sections = [Section(title, tuple(findings)) for title, findings in asked.items()]
         name, ranks = self.target.name, self.k
@@ -224,19 +201,15 @@ class _Audit:
         self, low: tuple[int, Finding], high: tuple[int, Finding]
     ) -> list[tuple[int, Finding]]:
         has_order = not {low[1].verdict, high[1].verdict} & {"failed", "changes"}
-        if not has_order or _form(low[1]) == _form(high[1]) or high[0] - low[0] == 1:
-            return [high]
-        if self._steps == _MAX_STEPS:
+        is_found = _form(low[1]) == _form(high[1]) or high[0] - low[0] == 1
+        if not has_order or is_found or self._steps == _MAX_STEPS:
             return [high]
         self._steps += 1
         middle = self._row((low[0] + high[0]) // 2)
         return [*self._between(low, middle), *self._between(middle, high)]
 
     def _order(self, k: int, numel: int) -> Finding:
-        if k < self.k:
-            found = order_of(self.target, k, numel)[1]
-        else:
-            found = self._own_order(numel)[1]
+        _, found = self._own_order(numel) if k == self.k else order_of(self.target, k, numel)
         return Finding("", found.verdict, found.detail, {_elements(numel): found.case})
 
     def _own_order(
@@ -245,8 +218,7 @@ class _Audit:
         """Return the order of all ranks; in float32 it is looked for once."""
         if dtype == torch.float32 and numel in self._found:
             return self._found[numel]
-        draw = self._drawn(numel, dtype)
-        found = order_of(self.target, self.k, numel, dtype, draw=draw)
+        found = order_of(self.target, self.k, numel, dtype, draw=self._drawn(numel, dtype))
         if dtype == torch.float32:
             self._found[numel] = found
         return found
@@ -260,10 +232,6 @@ class _Audit:
             self._draws[dtype, numel] = draw
         return draw
 
-    def _worlds(self) -> Iterator[Finding]:
-        for k in range(3, self.k):
-            yield self._ask(f"{k} ranks", partial(self._order, k, self.few))
-
     def _roundings(self) -> Iterator[Finding]:
         for dtype in DTYPES:
             row = self._ask(dtype_name(dtype), partial(self._rounding, dtype))
@@ -275,7 +243,6 @@ class _Audit:
         return sorted({self.sizes[0], self.few})
 
     def _rounding(self, dtype: torch.dtype) -> Finding:
-        """Find out where sums of a type are rounded, in a short and in a longer message."""
         try:
             self._drawn(self.few, dtype)
         except TargetError as error:
@@ -402,10 +369,6 @@ class _Audit:
         return f"{2 * self.k - 1} permutations of the inputs"
 
     # -- special values ----------------------------------------------------------------------------
-
-    def _specials(self) -> Iterator[Finding]:
-        for name, columns in _SPECIALS.items():
-            yield self._ask(name, partial(self._special, columns))
 
     def _special(self, columns: Callable[[torch.finfo, int], list[_Column]]) -> str:
         for dtype, numel in self._messages():

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-__all__ = ["Finding", "Report", "Section"]
 
 _WIDTH = 80  # of a terminal
 
@@ -38,7 +35,7 @@ class Section:
     findings: tuple[Finding, ...]
 
     def lines(self) -> list[str]:
-        """Return it as lines of text."""
+        """Return the section as lines of text."""
         names = max(len(f.name) for f in self.findings)
         verdicts = max(len(f.verdict) for f in self.findings)
         is_narrow = verdicts <= _WIDTH // 4
@@ -75,7 +72,7 @@ class Report:
         raise KeyError(name)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report in types that JSON knows."""
+        """Return the report as values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -85,8 +82,7 @@ class Report:
         return "\n".join(lines)
 
 
-def _wrapped(head: str, text: str) -> Sequence[str]:
-    options: dict[str, Any] = {"break_long_words": True, "break_on_hyphens": False}
-    return textwrap.wrap(
-        head + text, _WIDTH, subsequent_indent=" " * len(head), drop_whitespace=True, **options
-    ) or [head.rstrip()]
+def _wrapped(head: str, text: str) -> list[str]:
+    indent = " " * len(head)
+    lines = textwrap.wrap(head + text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    return lines or [head.rstrip()]

@@ -15,22 +15,6 @@ from typing import TypeAlias
 
 from pyringar.comm.orders import tree as tree_of
 
-__all__ = [
-    "EXACT",
-    "Region",
-    "Tree",
-    "balanced",
-    "describe",
-    "fold",
-    "formula",
-    "groups_of",
-    "join",
-    "members",
-    "named_trees",
-    "rebuild",
-    "same_trees",
-]
-
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
 Pair = tuple[int, int]
 EXACT = "exact"  # stands for a tree where none of the partial sums was rounded
@@ -46,11 +30,8 @@ class Region:
     tree: Tree | str | None
 
     def as_dict(self) -> dict[str, object]:
-        """Return it in types that JSON knows."""
+        """Return the region as values for JSON."""
         return {"start": self.start, "stop": self.stop, "sum": formula(self.tree)}
-
-
-# -- trees -----------------------------------------------------------------------------------------
 
 
 def join(a: Tree, b: Tree) -> Tree:
@@ -101,9 +82,6 @@ def same_trees(a: Sequence[Region], b: Sequence[Region]) -> bool:
     return [region.tree for region in a] == [region.tree for region in b]
 
 
-# -- groups of ranks -------------------------------------------------------------------------------
-
-
 def groups_of(tree: Tree) -> dict[Pair, int]:
     """Return for every two ranks the ranks in the smallest sum that holds both."""
     if isinstance(tree, int):
@@ -114,14 +92,9 @@ def groups_of(tree: Tree) -> dict[Pair, int]:
 
 
 def rebuild(groups: Mapping[Pair, int], k: int) -> Tree | str | None:
-    """Return the only tree of ``k`` ranks that has these groups.
+    """Return the only tree of ``k`` ranks that has these groups, sets of ranks as bits.
 
-    Args:
-        groups: For every two ranks, in ascending order, a set of ranks as bits.
-        k: Number of ranks.
-
-    Returns:
-        The tree; `EXACT` if no pair has taken another rank with it; None if no tree has them.
+    `EXACT` if no pair has taken another rank with it; None if no tree has these groups.
     """
     if k > 2 and all(group == 1 << i | 1 << j for (i, j), group in groups.items()):
         return EXACT
@@ -139,9 +112,6 @@ def _rebuild(groups: Mapping[Pair, int], ranks: int) -> Tree | None:
         return None
     near, far_tree = _rebuild(groups, ranks & ~far), _rebuild(groups, far)
     return None if near is None or far_tree is None else join(near, far_tree)
-
-
-# -- names -----------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -173,9 +143,8 @@ def _starts(k: int, step: int) -> dict[Tree | str | None, int]:
 def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
     """Return the name of a message's order, and the order in full.
 
-    Returns:
-        Such as ``("ring", "chunk c adds ranks c+1, c+2, ... (mod 4); chunks of 250")``; the name
-        is ``"unknown"`` where some element has no tree, ``"no name"`` where trees have none.
+    Such as ``("ring", "chunk c adds ranks c+1, c+2, ... (mod 4); chunks of 250")``. The name is
+    ``"unknown"`` where some element has no tree, ``"no name"`` where trees have none.
     """
     trees = [region.tree for region in regions]
     if None in trees:

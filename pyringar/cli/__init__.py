@@ -21,8 +21,6 @@ import pyringar
 from pyringar.cli.parser import Parser
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = ["main"]
-
 _COMMANDS = ("train", "run", "trace", "info", "build", "check", "audit")
 # As shells name the end by a signal: 128 and its number.
 _INTERRUPTED, _NO_READER = 130, 141
@@ -69,8 +67,9 @@ def _run(argv: Sequence[str], names: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"pyringar {pyringar.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
-    for name in names:
-        importlib.import_module(f"pyringar.cli.{name}").add_parser(commands)
+    modules = {name: importlib.import_module(f"pyringar.cli.{name}") for name in names}
+    for module in modules.values():
+        module.add_parser(commands)
     args, unknown = parser.parse_known_args(argv)
     command: Parser = commands.choices.get(args.command, parser)
     if unknown:
@@ -78,13 +77,14 @@ def _run(argv: Sequence[str], names: Sequence[str]) -> int:
     if command is parser:
         parser.print_help()
         return 0
+    run = modules[args.command].run
     del args.command
     # Paths and variables may hold bytes that are no text: shown all the same.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     _show_log()
     try:
-        status: int = args.run(args)
+        status: int = run(args)
     except ArgumentError as error:
         return _fail(command.prog, command.with_flag(str(error)), 2)
     return status

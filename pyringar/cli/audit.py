@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pyringar.audit.ranks import Ranks
-    from pyringar.grading.lists import Lists
-
-__all__ = ["add_parser", "run"]
+    from pyringar.grading.cases import Lists
 
 _DESCRIPTION = """\
 Find out by experiment what an allreduce computes: in which order it adds, where
@@ -72,7 +70,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="for a call, and for the import of a function (default: %(default)g)",
     )
     add_json_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,7 +126,7 @@ def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
 @contextlib.contextmanager
 def _function(args: argparse.Namespace) -> Iterator[Lists]:
     from pyringar.cli.check import shower, target_of
-    from pyringar.grading.lists import Lists
+    from pyringar.grading.cases import Lists
     from pyringar.grading.remote import graded
     from pyringar.grading.solution import CannotLoadError
 

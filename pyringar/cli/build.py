@@ -14,8 +14,6 @@ from pyringar.cli.text import paragraph, why_no_gpu
 from pyringar.engine import build, load
 from pyringar.errors import CompilerNotFoundError
 
-__all__ = ["add_parser", "run"]
-
 _RECORDED = ("compiler", "flags", "nvcc", "archs", "build_s")
 
 
@@ -37,12 +35,9 @@ def add_parser(subparsers: Any) -> None:
         "--no-cuda: never",
     )
     parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="show the compilers' commands and output",
+        "--verbose", action="store_true", help="show the compilers' commands and output"
     )
     add_json_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyringar.cli.parser import add_json_option
-from pyringar.cli.paths import check_output_path
+from pyringar.cli.parser import add_json_option, check_output_path
 from pyringar.errors import ArgumentError
 
 # The grader imports torch, for which `--help` need not wait.
 if TYPE_CHECKING:
     from pyringar.grading.solution import Target
-
-__all__ = ["add_parser", "run", "shower", "target_of"]
 
 _DESCRIPTION = """\
 Grade an allreduce function, or those of a class, property by property. This
@@ -84,7 +81,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--csv", metavar="FILE", help="write a row per solution to FILE.csv")
     add_json_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,11 +159,8 @@ def shower(prog: str) -> Callable[[bytes], None]:
     return show
 
 
-# -- arguments -------------------------------------------------------------------------------------
-
-
 def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
-    """Return what is to be graded, and whether that is a class.
+    """Return the targets, and whether they are a class.
 
     Files are read now: a solution may write into the next one's.
     """

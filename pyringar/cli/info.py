@@ -11,6 +11,7 @@ import platform
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from pyringar.cli.parser import add_json_option
 from pyringar.cli.text import why_no_gpu
 from pyringar.engine import build, load, toolchain
 from pyringar.errors import CompilerNotFoundError, RingarError
-
-__all__ = ["add_parser", "gather", "run"]
 
 ENVIRONMENT = (
     "PYRINGAR_CACHE_DIR",
@@ -31,9 +30,9 @@ ENVIRONMENT = (
     "PYRINGAR_NODE_ID",
 )
 
-# Columns: 80 in all, unless a path is longer.
+_WIDTH = 80  # columns, unless a path is longer
 _NAME_WIDTH = max(map(len, ENVIRONMENT))
-_VALUE_WIDTH = 80 - _NAME_WIDTH - 3
+_INNER_NAME_WIDTH = 16
 
 
 def add_parser(subparsers: Any) -> None:
@@ -45,7 +44,6 @@ def add_parser(subparsers: Any) -> None:
         "nothing and needs no compiler; put its output into a bug report.",
     )
     add_json_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -202,27 +200,24 @@ def render(facts: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the report as aligned text, names in one column and values in another."""
     lines: list[str] = []
     for section, entries in facts.items():
-        lines += ["", section.capitalize()]
-        for name, value in entries.items():
-            first, *rest = _value_lines(value)
-            lines.append(f"  {name:<{_NAME_WIDTH}} {first}")
-            lines += [f"  {'':<{_NAME_WIDTH}} {line}" for line in rest]
+        rows = _rows(entries, _NAME_WIDTH, _WIDTH - 2)
+        lines += ["", section.capitalize(), *(f"  {row}" for row in rows)]
     return "\n".join(lines[1:])
 
 
-def _value_lines(value: Any) -> list[str]:
-    if value is None:
-        return ["(not set)"]
-    if isinstance(value, list):
-        return [line for item in value for line in _value_lines(item)]
+def _rows(entries: Mapping[str, Any], name_width: int, width: int) -> list[str]:
+    rows = []
+    for name, value in entries.items():
+        first, *rest = _lines(value, width - name_width - 1)
+        rows.append(f"{name:<{name_width}} {first}")
+        rows += [f"{'':<{name_width}} {line}" for line in rest]
+    return rows
+
+
+def _lines(value: Any, width: int) -> list[str]:
     if isinstance(value, Mapping):
-        lines = []
-        for key, item in value.items():
-            first, *rest = _wrapped(str(item), _VALUE_WIDTH - 17) or [""]
-            lines += [f"{key:<16} {first}", *(f"{'':<16} {line}" for line in rest)]
-        return lines
-    return [part for line in str(value).splitlines() for part in _wrapped(line)] or [""]
-
-
-def _wrapped(line: str, width: int = _VALUE_WIDTH) -> list[str]:
-    return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+        return _rows(value, _INNER_NAME_WIDTH, width)
+    values = value if isinstance(value, list) else ["(not set)" if value is None else value]
+    texts = [line for item in values for line in str(item).splitlines()]
+    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    return [line for text in texts for line in wrap(text)] or [""]

@@ -1,15 +1,17 @@
-"""Parser of a command, whose errors are one line that names the option."""
+"""Arguments of a command: their parser, and checks of output files."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pyringar.choices import did_you_mean
-
-__all__ = ["Parser", "add_json_option"]
+from pyringar.errors import ArgumentError, UnsupportedError
 
 
 def _whole_number(text: str) -> int:
@@ -88,3 +90,45 @@ def add_json_option(parser: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document instead, on stdout"
     )
+
+
+def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Path:
+    """Check that a file with a suffix can be written, and return its path with ``~`` expanded.
+
+    An old file stays as it is. For ``".png"`` matplotlib must be installed.
+    """
+    if not str(path):
+        raise ArgumentError(f"{option} is '', expected a file name")
+    path = Path(os.path.expanduser(path))
+    if path.suffix.lower() != suffix:
+        raise ArgumentError(f"{option} is '{path}', expected a file name that ends in {suffix}")
+    try:
+        has_folder = path.parent.is_dir()
+        if has_folder:
+            _try_to_write(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError(f"{option} is '{path}', which cannot be written: {reason}") from None
+    if not has_folder:
+        raise ArgumentError(f"{option} is '{path}', but there is no folder '{path.parent}'")
+    if suffix == ".png":
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise UnsupportedError(
+                f"{option} needs matplotlib, which cannot be imported ({error}); "
+                "install it with `pip install matplotlib`"
+            ) from error
+    return path
+
+
+def _try_to_write(path: Path) -> None:
+    """Open the file, and make a temporary one beside it, since files are replaced atomically."""
+    target = Path(os.path.realpath(path))  # of a link, which may lead to no file yet
+    if os.path.lexists(target):
+        target.open("ab").close()
+    else:
+        target.open("xb").close()
+        target.unlink()
+    with tempfile.TemporaryFile(dir=target.parent):
+        pass

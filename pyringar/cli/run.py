@@ -9,8 +9,6 @@ from typing import Any
 
 from pyringar.errors import RingarError
 
-__all__ = ["add_parser", "run"]
-
 _DESCRIPTION = """\
 Run a program that torchrun would run, as it is, with all ranks as threads of
 this process: no ports, one rank at a time. A deadlock, calls that differ and
@@ -71,13 +69,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the program on all ranks; print what a rank raised as Python would."""
     from pyringar.cli.script import as_program
     from pyringar.cluster.launch import launch
+    from pyringar.cluster.report import of_program
 
     devices = args.devices.split(",") if args.devices is not None else None
     try:
@@ -92,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
             )
     except Exception as error:
         if not isinstance(error, RingarError) or _is_of_ranks(error):
-            _print(error)
+            own = of_program(error.__traceback__)  # without the frames of this library
+            traceback.print_exception(type(error), error, own, file=sys.stderr)
             return 1
         raise
     return 0
@@ -102,11 +101,3 @@ def _is_of_ranks(error: BaseException) -> bool:
     """Return whether an error is about what ranks did, and not about an option."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__") in _OF_RANKS for frame in frames)
-
-
-def _print(error: BaseException) -> None:
-    """Print an error as Python would, with the program's part of its traceback."""
-    from pyringar.cluster.report import of_program
-
-    own = of_program(error.__traceback__)
-    traceback.print_exception(type(error), error, own, file=sys.stderr)

@@ -14,15 +14,9 @@ from typing import Any
 from pyringar.cluster.ranks import current
 from pyringar.errors import ArgumentError
 
-__all__ = ["as_program"]
-
 
 class _MainOfRank(ModuleType):
-    """Be each rank's ``__main__`` to its threads, and the process's to others.
-
-    Args:
-        outside: The process's.
-    """
+    """Be each rank's ``__main__`` to its threads, and the process's, ``outside``, to others."""
 
     def __init__(self, outside: ModuleType) -> None:
         object.__setattr__(self, "_of_rank", lambda: getattr(current(), "main", None) or outside)
@@ -43,12 +37,8 @@ def as_program(
 ) -> Iterator[Callable[[], None]]:
     """Give a function that runs a script as ``__main__`` of the rank that calls it.
 
-    Inside, ``sys.argv`` and ``sys.path`` are as the script expects them.
-
-    Args:
-        target: A file, or the name of a module.
-        argv: Its arguments.
-        is_module: Whether it is a module.
+    ``target`` is a file, or the name of a module. Inside, ``sys.argv`` and ``sys.path`` are as the
+    script expects them.
 
     Raises:
         ArgumentError: There is no such file or module.

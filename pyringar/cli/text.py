@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import textwrap
 
-__all__ = ["paragraph", "why_no_gpu"]
-
 _COLUMNS = 80
 _LABEL = 11  # columns
 

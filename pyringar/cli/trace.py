@@ -8,8 +8,6 @@ from typing import Any
 
 from pyringar.cli.parser import add_json_option
 
-__all__ = ["add_parser", "run"]
-
 _DESCRIPTION = """Print what the steps of a training run spent their time on, from the file that
 `pyringar train --trace FILE` wrote. Open the file itself in https://ui.perfetto.dev."""
 
@@ -21,7 +19,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("file", metavar="FILE.json", help="written by pyringar train --trace")
     add_json_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

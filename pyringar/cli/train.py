@@ -7,7 +7,7 @@ import io
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import closing, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from pyringar.cli.parser import add_json_option
@@ -19,8 +19,6 @@ from pyringar.train.config import CHOICES, TrainConfig
 if TYPE_CHECKING:
     from pyringar.train import EpochResult, TrainResult
     from pyringar.train.group import TrainGroup
-
-__all__ = ["add_parser", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +120,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
         "log": ("write a line per epoch", {"metavar": "FILE.csv"}),
         "plot": ("write the curve as a picture", {"metavar": "FILE.png"}),
-        "live": (
-            "draw the curve: a bar per epoch beside the table",
-            _FLAG,
-        ),
+        "live": ("draw the curve: a bar per epoch beside the table", _FLAG),
         "trace": (
             "write a timeline of the first 100 steps, for ui.perfetto.dev and pyringar trace",
             {"metavar": "FILE.json"},
@@ -153,12 +148,11 @@ def add_parser(subparsers: Any) -> None:
                 text = f"{text} ({default})"
             group.add_argument("--" + name.replace("_", "-"), help=text, **choices, **how)
     add_json_option(group)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print the curve and the book's last line, or all of it as JSON."""
-    given = {name: value for name, value in vars(args).items() if name != "run"}
+    given = dict(vars(args))
     is_json, is_live = given.pop("json", False), given.pop("live", False)
     if is_json and is_live:
         raise ArgumentError("live is True, but with --json nothing is drawn")
@@ -180,7 +174,7 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
     outputs = Outputs(files if writes_files() else {})
     config, group = _join(options)
     trace = Trace() if "trace" in files else None
-    with Trainer(config, trace=trace, group=group, **folders) as trainer, closing(outputs):
+    with Trainer(config, trace=trace, group=group, **folders) as trainer:
         if not trainer.is_main:
             trainer.run()
             return outputs, None

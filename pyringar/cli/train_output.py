@@ -7,19 +7,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pyringar.cli.paths import check_output_path
+from pyringar.cli.parser import check_output_path
 from pyringar.cli.text import paragraph
 from pyringar.errors import RingarError
 
 if TYPE_CHECKING:
     from pyringar.train import EpochResult, Trainer, TrainResult
     from pyringar.train.trace import Trace
-
-__all__ = ["FILES", "Outputs", "Progress", "as_json", "print_header"]
 
 logger = logging.getLogger(__name__)
 
@@ -122,23 +120,16 @@ class Outputs:
             for name, path in paths.items()
         }
         self._failures: dict[str, str] = {}
-        self._log: TextIO | None = None
 
     def open_log(self) -> None:
         """Replace the log file, if there is one, by its header."""
         if "log" in self._paths:
-            self._log = open(self._paths["log"], "w", encoding="utf-8", newline="")  # noqa: SIM115
-            self._log.write("epoch,loss,accuracy,seconds\n")
+            Path(self._paths["log"]).write_text("epoch,loss,accuracy,seconds\n", encoding="utf-8")
 
     def add_epoch(self, result: EpochResult) -> None:
         """Write a line to the log. An error ends the log, not the training."""
-        if self._log is not None and "log" not in self._failures:
-            self._try("log", lambda _: self._write_line(result))
-
-    def _write_line(self, result: EpochResult) -> None:
-        assert self._log is not None
-        csv.writer(self._log, lineterminator="\n").writerow(asdict(result).values())
-        self._log.flush()
+        if "log" in self._paths and "log" not in self._failures:
+            self._try("log", lambda path: _append_row(path, result))
 
     def write(self, result: TrainResult, trace: Trace | None) -> None:
         """Write all files, and print their names."""
@@ -160,12 +151,6 @@ class Outputs:
             if name not in self._failures and (name in writers or name == "log"):
                 print(f"{name:<10} {path}")  # not wrapped: paths may have spaces
 
-    def close(self) -> None:
-        """Close the log."""
-        if self._log is not None:
-            with suppress(OSError):  # of a log that could not be written before
-                self._log.close()
-
     def check(self) -> None:
         """Raise RingarError if a file could not be written."""
         if self._failures:
@@ -178,6 +163,11 @@ class Outputs:
         except (OSError, RingarError) as error:
             reason = getattr(error, "strerror", None) or error
             self._failures[name] = f"--{name} is '{path}', which could not be written: {reason}"
+
+
+def _append_row(path: str, result: EpochResult) -> None:
+    with open(path, "a", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerow(asdict(result).values())
 
 
 def as_json(result: TrainResult) -> dict[str, Any]:

@@ -78,15 +78,8 @@ class Engine:
     record: Mapping[str, Any]
 
 
-# -- the cache -------------------------------------------------------------------------------------
-
-
 def cache_dir() -> Path:
-    """Return the folder where engines are looked for first; creates nothing.
-
-    Raises:
-        BuildError: ``PYRINGAR_CACHE_DIR`` cannot be read as a path; or this is Windows.
-    """
+    """Return the folder where engines are looked for first; creates nothing."""
     return next(_caches())
 
 
@@ -135,17 +128,11 @@ def _explained(doing: str) -> Iterator[None]:
         raise BuildError(f"cannot {doing}: {error}. {_MOVE_CACHE}") from error
 
 
-# -- find ------------------------------------------------------------------------------------------
-
-
 def find_engine(recipe: Recipe | None = None) -> Engine | None:
     """Find the best engine for this machine; builds nothing, needs no compiler.
 
     That is one built for this very CPU, else the one in the wheel. An engine in the cache that
     other users could have written is passed over, with a warning.
-
-    Raises:
-        BuildError: An engine cannot be read.
     """
     recipe = recipe or Recipe()
     content = recipe.content()
@@ -204,7 +191,7 @@ def _engine_in(folder: Path, origin: str, kind: EngineKind) -> Engine | None:
 def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | None:
     """Return the engine in the wheel if it is of these sources, and for these GPUs.
 
-    Its file is not checked: whoever can write it can write pyringar's Python files, too.
+    Its file is not checked: a user who can write it can write pyringar's Python files, too.
     """
     kind = recipe.kind
     engine = _engine_in(recipe.root().parent / _folder_in_wheel(kind), "wheel", kind)
@@ -225,20 +212,13 @@ def _folder_in_wheel(kind: EngineKind) -> str:
     return f"_prebuilt/{kind.module}"
 
 
-# -- build -----------------------------------------------------------------------------------------
-
-
 def build_engine(
     recipe: Recipe | None = None, *, force: bool = False, verbose: bool = False
 ) -> Engine:
     """Build the engine into the cache, unless another process just did.
 
-    Any number of processes may call this at once: one builds, the others wait for it.
-
-    Args:
-        recipe: The engine to build; pyringar's own by default.
-        force: Build even if it is there.
-        verbose: Log the compiler's commands and output.
+    Any number of processes may call this at once: one builds, the others wait for it. ``force``
+    builds even if it is there, ``verbose`` logs the compiler's commands and output.
 
     Raises:
         CompilerNotFoundError: There is no compiler.

@@ -29,8 +29,6 @@ from pyringar.engine import toolchain
 from pyringar.engine.toolchain import Compiler, CudaToolkit
 from pyringar.errors import BuildError
 
-__all__ = ["CPU", "CUDA", "EngineKind", "Plan", "Recipe", "compile_into", "plan_build"]
-
 BASE_FLAGS = (
     "-std=c++20",
     "-O3",
@@ -95,12 +93,9 @@ class EngineKind:
 
     def files(self, root: Path, patterns: Sequence[str]) -> list[Path]:
         """Return the files below ``root`` that match, pattern by pattern, sorted within each."""
+        left_out = {path for pattern in self.left_out for path in root.glob(pattern)}
         found = (path for pattern in patterns for path in sorted(root.glob(pattern)))
-
-        def is_left_out(path: Path) -> bool:
-            return any(path.relative_to(root).match(pattern) for pattern in self.left_out)
-
-        return [path for path in found if not is_left_out(path)]
+        return [path for path in found if path not in left_out]
 
 
 _CPU_FLOORS = ("process", "cpu", "os", "bucket", "core")
@@ -187,11 +182,7 @@ class Recipe:
         content: dict[str, Any] = {
             "module": self.kind.module,
             "sources": self._digest_of_sources(),
-            "flags": [
-                *BASE_FLAGS,
-                f"bindings: {BINDINGS_FLAG}",
-                *toolchain.link_flags(),
-            ],
+            "flags": [*BASE_FLAGS, f"bindings: {BINDINGS_FLAG}", *toolchain.link_flags()],
             "abi": toolchain.extension_suffix(),
             "libc": toolchain.libc_version(),
         }
@@ -234,11 +225,7 @@ class Plan:
 
 
 def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> Plan:
-    """Find the compilers for a recipe with this content.
-
-    Raises:
-        CompilerNotFoundError: There is none.
-    """
+    """Find the compilers for a recipe with this content. CompilerNotFoundError if there is none."""
     nvcc = toolchain.find_nvcc() if recipe.kind.cuda else None
     compiler = toolchain.find_compiler()
     made_with: dict[str, Any] = {
@@ -254,10 +241,7 @@ def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> Plan:
 def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
     """Compile, and put the engine and its record into ``folder``, the record first.
 
-    The caller keeps others from doing so at the same time.
-
-    Raises:
-        BuildError: It cannot be compiled; shows the compiler's output.
+    The caller holds the lock. BuildError, with the compiler's output, if it cannot be compiled.
     """
     started, kind = time.monotonic(), plan.recipe.kind
     version, ninja = toolchain.compiler_version(plan.compiler), toolchain.find_ninja()
@@ -384,19 +368,13 @@ def _ninja_script(
     lines = [
         "rule compile",
         f"  command = {compile_words} $floor_flags -c $in -o $out",
-        "  description = compile $out",
         "rule link",
         f"  command = {link_words} $in {libraries} -o $out",
-        "  description = link $out",
     ]
     if toolkit:
         nvcc = [*toolkit.nvcc.command, *toolchain.nvcc_host_flags(plan.compiler), *NVCC_FLAGS]
         nvcc += [*toolchain.gencode_flags(archs), "-I", "csrc"]
-        lines += [
-            "rule compile_cuda",
-            f"  command = {command(*nvcc)} -c $in -o $out",
-            "  description = compile $out",
-        ]
+        lines += ["rule compile_cuda", f"  command = {command(*nvcc)} -c $in -o $out"]
     for obj, name in zip(objects, inputs, strict=True):
         rule = "compile_cuda" if name.endswith(".cu") else "compile"
         lines.append(f"build {obj}: {rule} csrc/{name}")
@@ -421,11 +399,7 @@ def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: b
     ending = ""
     with open(log_path, "wb") as output:
         process = subprocess.Popen(
-            command,
-            cwd=work,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            command, cwd=work, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             if status := process.wait(timeout=COMPILE_DEADLINE_S):

@@ -11,8 +11,6 @@ from types import ModuleType
 from pyringar.engine import build
 from pyringar.errors import BuildError
 
-__all__ = ["cuda_engine", "engine", "load", "loaded_cuda_engine", "loaded_engine"]
-
 _NAME = f"pyringar.{build.CPU.module}"
 _CUDA_NAME = f"pyringar.{build.CUDA.module}"
 # One each: compiling kernels takes minutes, and the CPU engine need not wait for it.
@@ -23,8 +21,7 @@ _locks = {_NAME: threading.RLock(), _CUDA_NAME: threading.RLock()}
 def engine() -> ModuleType:
     """Return the CPU engine's module; the first call of a process finds or builds it, and loads it.
 
-    Threads may call it at once: one loads, all get the same module. Costs a dictionary look-up
-    from the second call on.
+    Threads may call it at once. Costs a dictionary look-up from the second call on.
 
     Raises:
         CompilerNotFoundError: It must be built and there is no compiler.
@@ -58,11 +55,7 @@ def _load_once(name: str, kind: build.EngineKind) -> ModuleType:
 
 
 def load(built: build.Engine) -> ModuleType:
-    """Load an engine from its file without registering it; for checks. Others call `engine`.
-
-    Raises:
-        BuildError: It cannot be loaded; the cause is the ImportError.
-    """
+    """Load an engine from its file without registering it; for checks. Others call `engine`."""
     name = f"pyringar.{built.path.name.partition('.')[0]}"
     loader = importlib.machinery.ExtensionFileLoader(name, str(built.path))
     spec = importlib.machinery.ModuleSpec(name, loader, origin=str(built.path))

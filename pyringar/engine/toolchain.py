@@ -22,35 +22,6 @@ from typing import Any
 
 from pyringar.errors import BuildError, CompilerNotFoundError
 
-__all__ = [
-    "EXPORTS",
-    "EXPORTS_FILE",
-    "Compiler",
-    "Cpu",
-    "CudaToolkit",
-    "baseline_flags",
-    "compiler_version",
-    "cores_allowed",
-    "cuda_archs_built",
-    "cuda_archs_cover",
-    "cuda_archs_wanted",
-    "extension_suffix",
-    "find_compiler",
-    "find_ninja",
-    "find_nvcc",
-    "gencode_flags",
-    "indent",
-    "libc_version",
-    "link_flags",
-    "nvcc_host_flags",
-    "pybind11_version",
-    "python_include_dirs",
-    "read_cpu",
-    "read_cuda_toolkit",
-    "run_tool",
-    "tuning_flags",
-]
-
 _INIT = "PyInit_*"
 EXPORTS_FILE = "exports.map"
 EXPORTS = f"{{ global: {_INIT}; local: *; }};\n"
@@ -108,8 +79,7 @@ class Cpu:
 def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
     """Read the model and the instruction set of this CPU from Linux's ``cpuinfo``.
 
-    On x86 from the first entry alone: all are alike, and the file grows with the cores. Elsewhere
-    the model is all that is known.
+    On x86 from the first entry alone: all are alike, and the file grows with the cores.
     """
     machine = platform.machine()
     seen: dict[str, set[str]] = {}
@@ -140,17 +110,13 @@ def cores_allowed() -> int:
 
 
 def libc_version() -> str:
-    """Return the C library's name and version, "" if unknown."""
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (AttributeError, ValueError, OSError):
-        return platform.release() if sys.platform == "darwin" else ""
+    """Return the C library's name and version; where there is no glibc, the kernel's version."""
+    return " ".join(platform.libc_ver()).strip() or platform.release()
 
 
 def extension_suffix() -> str:
     """Return e.g. ".cpython-311-x86_64-linux-gnu.so": Python version, ABI and platform in one."""
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return str(suffix) if suffix else ".so"
+    return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def tuning_flags() -> tuple[str, ...]:
@@ -168,9 +134,9 @@ def baseline_flags() -> tuple[str, ...]:
 def link_flags() -> tuple[str, ...]:
     """Return the flags that link objects into an extension module.
 
-    The module exports its init function alone. Exported symbols of a static libstdc++ would mix
-    with those of the shared one that torch loads: then streams and locales crash. The version
-    script is `EXPORTS`, in the current folder.
+    The module exports its init function alone, by the version script `EXPORTS` in the current
+    folder. Exported symbols of a static libstdc++ would mix with those of the shared one that torch
+    loads: then streams and locales crash.
     """
     if sys.platform == "darwin":
         return ("-bundle", "-undefined", "dynamic_lookup", f"-Wl,-exported_symbol,_{_INIT}")
@@ -241,8 +207,7 @@ class Compiler:
 def find_compiler() -> Compiler:
     """Find the C++ compiler: ``CXX`` (may hold arguments, "ccache g++"), else c++, g++, clang++.
 
-    Raises:
-        CompilerNotFoundError: There is none; a ``CXX`` that does not exist is not passed over.
+    A ``CXX`` that does not exist is not passed over.
     """
     wanted = os.environ.get("CXX", "").strip()
     try:
@@ -300,13 +265,8 @@ def compiler_version(compiler: Compiler) -> str:
 class CudaToolkit:
     """A CUDA toolkit, as its nvcc describes it.
 
-    Attributes:
-        nvcc: The compiler, maybe a wrapper script.
-        root: The toolkit's folder.
-        includes: The folders of headers that nvcc itself uses.
-        cudart: The full path of libcudart_static.a.
-        version: The release ("13.0.88").
-        archs: The compute capabilities that it makes code for ("9.0").
+    ``nvcc`` may be a wrapper script. ``includes`` are the folders of headers that nvcc itself uses,
+    ``cudart`` is the path of libcudart_static.a, ``archs`` are compute capabilities ("9.0").
     """
 
     nvcc: Compiler
@@ -323,10 +283,8 @@ class CudaToolkit:
 def find_nvcc() -> Compiler:
     """Find nvcc: ``PYRINGAR_NVCC``, ``CUDA_HOME``, ``PATH``, /usr/local/cuda, pip's packages.
 
-    Starts no process: a warm start needs nvcc's identity, and no more of the toolkit.
-
-    Raises:
-        CompilerNotFoundError: There is none; a wrong ``PYRINGAR_NVCC`` is not passed over.
+    Starts no process: a warm start needs nvcc's identity, and no more of the toolkit. A wrong
+    ``PYRINGAR_NVCC`` is not passed over.
     """
     wanted = os.environ.get("PYRINGAR_NVCC", "").strip()
     if wanted and shutil.which(wanted) is None:
@@ -366,9 +324,7 @@ def nvcc_host_flags(host: Compiler) -> tuple[str, ...]:
 def read_cuda_toolkit(nvcc: Compiler, host: Compiler) -> CudaToolkit:
     """Ask nvcc for its toolkit's folders, version and architectures; starts it three times.
 
-    Raises:
-        BuildError: nvcc does not work (it needs ``host``, the C++ compiler), or a part of its
-            toolkit is missing; says which.
+    BuildError if nvcc does not work (it needs ``host``, the C++ compiler), or a part is missing.
     """
 
     def ask(*arguments: str) -> str:
@@ -413,9 +369,6 @@ def cuda_archs_wanted() -> tuple[str, ...]:
 
     From ``PYRINGAR_CUDA_ARCHS``; else the GPUs here, if torch is imported and sees some (otherwise
     CUDA is not touched); else all that nvcc knows.
-
-    Raises:
-        BuildError: ``PYRINGAR_CUDA_ARCHS`` cannot be read.
     """
     chosen = os.environ.get("PYRINGAR_CUDA_ARCHS", "")
     archs = set(filter(None, re.split(r"[;,\s]+", chosen))) or _archs_of_gpus() or {_ALL_ARCHS}
@@ -426,11 +379,7 @@ def cuda_archs_wanted() -> tuple[str, ...]:
                 "some, such as '9.0' or '8.0;9.0+PTX' (+PTX: newer GPUs too), or 'all'"
             )
     archs -= {arch.removesuffix("+PTX") for arch in archs if arch.endswith("+PTX")}
-    return tuple(sorted(archs, key=_arch_number))
-
-
-def _arch_number(arch: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", arch)))
+    return tuple(sorted(archs, key=lambda arch: [*map(int, re.findall(r"\d+", arch))]))
 
 
 def _archs_of_gpus() -> set[str]:
@@ -442,11 +391,7 @@ def _archs_of_gpus() -> set[str]:
 
 
 def cuda_archs_built(wanted: Sequence[str], toolkit: CudaToolkit) -> tuple[str, ...]:
-    """Return ``wanted``, with "all" spelled out (and PTX of the newest).
-
-    Raises:
-        BuildError: This nvcc does not know one of them.
-    """
+    """Return ``wanted``, with "all" spelled out; BuildError if nvcc does not know one of them."""
     if tuple(wanted) == (_ALL_ARCHS,):
         return (*toolkit.archs[:-1], f"{toolkit.archs[-1]}+PTX")
     unknown = [arch for arch in wanted if arch.removesuffix("+PTX") not in toolkit.archs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyringar.audit.probes import dtype_name
-
-__all__ = ["FLOATS", "INTEGERS", "Call", "Case", "Failure", "Other", "layouts_of"]
-
+from pyringar.audit.probes import TargetError, dtype_name
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
@@ -66,12 +64,12 @@ class Case:
     @classmethod
     def from_dict(cls, words: dict[str, Any]) -> Case:
         """Return the case that `as_dict` describes."""
-        dtype: torch.dtype = getattr(torch, words["dtype"])
-        return cls(words["k"], tuple(words["shape"]), dtype, words["layout"], words["values"])
+        shape, dtype = tuple(words["shape"]), getattr(torch, words["dtype"])
+        return cls(words["k"], shape, dtype, words["layout"], words["values"])
 
     @property
     def numel(self) -> int:
-        """Return the number of elements of every rank."""
+        """The number of elements of every rank."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -82,9 +80,15 @@ class Case:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the case in types that JSON knows."""
-        exact = {"shape": list(self.shape), "numel": self.numel, "dtype": dtype_name(self.dtype)}
-        return {"k": self.k, **exact, "layout": self.layout, "values": self.values}
+        """Return the case as values for JSON."""
+        return {
+            "k": self.k,
+            "shape": list(self.shape),
+            "numel": self.numel,
+            "dtype": dtype_name(self.dtype),
+            "layout": self.layout,
+            "values": self.values,
+        }
 
 
 class Failure(Exception):  # noqa: N818
@@ -126,9 +130,6 @@ def layouts_of(case: Case) -> list[Layout]:
     """Return how every rank's tensor lies in its memory."""
     names = _MIXES.get(case.layout, (case.layout,))
     return [_LAYOUTS[names[rank % len(names)]] for rank in range(case.k)]
-
-
-# -- values ----------------------------------------------------------------------------------------
 
 
 def _values(case: Case, rank: int) -> Tensor:
@@ -178,9 +179,6 @@ def is_exact(case: Case) -> bool:
     return case.values != "random" and largest_sum <= 2 / torch.finfo(case.dtype).eps
 
 
-# -- a call ----------------------------------------------------------------------------------------
-
-
 class Call:
     """One call of the function, and everything needed to judge it afterwards.
 
@@ -194,10 +192,7 @@ class Call:
     """
 
     def __init__(
-        self,
-        case: Case,
-        devices: Sequence[torch.device],
-        inputs: Sequence[Tensor] | None = None,
+        self, case: Case, devices: Sequence[torch.device], inputs: Sequence[Tensor] | None = None
     ) -> None:
         self.case = case
         self.layouts = layouts_of(case)
@@ -239,3 +234,42 @@ class Call:
     def own_memory(self, rank: int) -> Tensor:
         """Return the memory that the caller handed in, whatever the tensor object points to now."""
         return self.layouts[rank].view(self.bases[rank], self.case.shape)
+
+
+class Lists:
+    """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.Target`.
+
+    ``run`` calls it with the tensors of a case, of up to ``ranks`` ranks.
+    """
+
+    ways: tuple[str, ...] = ("in place", "unaligned")
+
+    def __init__(
+        self, run: Callable[[Case, Sequence[Tensor]], Call], name: str, ranks: int
+    ) -> None:
+        self.name, self.ranks, self._run = name, ranks, run
+
+    def reduce(
+        self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
+    ) -> list[Tensor]:
+        """Return the values of the caller's tensors after a call.
+
+        See `pyringar.audit.probes.Target.reduce`.
+        """
+        results = [x.clone() for x in inputs]
+        edges = [0, *cuts, len(results[0])]
+        layout = "slice of a buffer" if way == "unaligned" else "contiguous"
+        for start, stop in itertools.pairwise(edges):
+            case = Case(len(inputs), (stop - start,), inputs[0].dtype, layout, values="crafted")
+            try:
+                call = self._run(case, [x[start:stop] for x in inputs])
+            except Failure as failure:
+                raise TargetError(str(case), failure.detail) from failure
+            except TimeoutError as error:
+                raise TargetError(str(case), "no answer in time") from error
+            for rank, result in enumerate(results):
+                found = call.result(rank)
+                if other := Other.of(found, case):
+                    raise TargetError(str(case), f"rank {rank} holds {other.words}")
+                result[start:stop] = call.own_memory(rank).cpu()
+        return results

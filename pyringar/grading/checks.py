@@ -14,18 +14,8 @@ from torch import Tensor
 
 from pyringar.audit.probes import TargetError
 from pyringar.audit.questions import order_of
-from pyringar.grading.cases import (
-    FLOATS,
-    INTEGERS,
-    Call,
-    Case,
-    Failure,
-    Other,
-)
-from pyringar.grading.lists import Lists
+from pyringar.grading.cases import FLOATS, INTEGERS, Call, Case, Failure, Lists, Other
 from pyringar.grading.solution import call_words
-
-__all__ = ["CHECKS", "Check", "Raised", "Subject"]
 
 # How many ranks are tried beyond the devices there are: some then have several.
 _MANY_RANKS = (17, 33)
@@ -83,8 +73,7 @@ class Subject:
 def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
     """Say how ``found``, the result of ``rank``, differs from the sum; None if it does not."""
     case = call.case
-    other = Other.of(found, case)
-    if other is not None:
+    if other := Other.of(found, case):
         return Failure(case, f"rank {rank} holds {other.words}", rank=rank)
     expected, bound = call.expected
     got = found.detach().cpu().reshape(-1).to(expected.dtype)
@@ -158,8 +147,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _check_value(call: Call, rank: int) -> None:
-    failure = _wrong_value(call, rank, call.result(rank))
-    if failure:
+    if failure := _wrong_value(call, rank, call.result(rank)):
         raise failure
 
 
@@ -251,11 +239,8 @@ def _repeatable(subject: Subject) -> None:
 
 
 def _rank_counts(subject: Subject) -> None:
-    _check_ranks(subject, _both_values(_counts(subject.most)))
-
-
-def _counts(most: int) -> list[int]:
-    return [*range(1, most + 1), *(k for k in _MANY_RANKS if k > most)]
+    more = (k for k in _MANY_RANKS if k > subject.most)
+    _check_ranks(subject, _both_values([*range(1, subject.most + 1), *more]))
 
 
 def _sizes(subject: Subject) -> None:
@@ -352,7 +337,7 @@ class Check(NamedTuple):
     def covered(self, subject: Subject) -> str:
         """Return what a pass covers, in words."""
         most = subject.most
-        counts = [f"1 to {most}" if most > 1 else "1", *map(str, _counts(most)[most:])]
+        counts = [f"1 to {most}" if most > 1 else "1", *(str(k) for k in _MANY_RANKS if k > most)]
         *first, last = counts
         ranks = f"{', '.join(first)} and {last}" if first else last
         return self.covers.format(ranks=ranks)

@@ -12,7 +12,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,10 @@ from pyringar.grading.cases import Failure
 from pyringar.grading.checks import CHECKS, Check, Subject
 from pyringar.grading.solution import function_name
 
-__all__ = ["Property", "Report", "check_allreduce"]
-
 _DEFAULT_RANKS = 8
 # After this many properties that ran into their deadline the rest are not worth the wait.
 _MAX_HANGS = 3
 _WIDTH = 80  # of a terminal
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -87,20 +83,22 @@ class Report:
         return self.failed[0] if self.failed else None
 
     def __getitem__(self, name: str) -> Property:
-        """Return the property called ``name``."""
         for found in self.properties:
             if found.name == name:
                 return found
         raise KeyError(name)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report in types that JSON knows."""
+        """Return the report as values for JSON."""
         first = self.first_look_at
         return {"passed": self.passed, "first_look_at": first and first.name, **asdict(self)}
 
     def __str__(self) -> str:
         width = max(len(p.name) for p in self.properties)
-        lines = [f"{self.function} on {_device_names(self.devices)}", ""]
+        names = ", ".join(self.devices)
+        if len(set(self.devices)) == 1:
+            names = f"{self.devices[0]} x {len(self.devices)} ranks"
+        lines = [f"{self.function} on {names}", ""]
         for p in self.properties:
             head = f"{p.name:<{width}}  {p.verdict:<8}  "
             lines += textwrap.wrap(head + p.detail, _WIDTH, subsequent_indent=" " * len(head))
@@ -159,76 +157,56 @@ def check_allreduce(
     return Report(function_name(fn), tuple(str(device) for device in ranks), verdicts)
 
 
-def _device_names(devices: Sequence[str]) -> str:
-    if len(set(devices)) == 1:
-        return f"{devices[0]} x {len(devices)} ranks"
-    return ", ".join(devices)
-
-
 def judge_all(
     look: Callable[[Check, Subject], str | None], subject: Callable[[], Subject], timeout_s: float
 ) -> tuple[Property, ...]:
     """Return a verdict per property.
 
-    Args:
-        look: Looks at one property, as its check says; raises `Failure`, or TimeoutError
-            after ``timeout_s``.
-        subject: Returns the function under test, for each property anew: what a hung property left
-            behind may still call the last one.
-        timeout_s: For the words only.
+    ``look`` raises `Failure`, or TimeoutError after ``timeout_s``. ``subject`` returns the function
+    under test anew for each property: a hung property may still call the last one.
     """
     verdicts: list[Property] = []
     hangs = 0
     for check in CHECKS:
+        verdict, case = check.verdict_on_failure, None
         if hangs == _MAX_HANGS:
             detail = f"not run: {hangs} other properties did not finish"
-            verdicts.append(Property(check.name, check.verdict_on_failure, detail))
+            verdicts.append(Property(check.name, verdict, detail))
             continue
-        verdict, is_late = _judge(check, subject(), look, timeout_s)
-        hangs += is_late
-        verdicts.append(verdict)
+        tested = subject()
+        try:
+            found = look(check, tested)
+            if found is None:
+                verdict, found = "pass", check.covered(tested)
+            detail = found
+        except Failure as failure:
+            detail, case = str(failure), failure.case
+        except TimeoutError:
+            hangs += 1
+            detail = f"no answer within {timeout_s:g} s"
+            if tested.last_case is not None:
+                late = Failure(tested.last_case, detail)
+                detail, case = str(late), late.case
+            verdict = "timeout" if verdict == "fail" else verdict
+        verdicts.append(Property(check.name, verdict, detail, case))
     return tuple(verdicts)
 
 
-def _judge(
-    check: Check,
-    subject: Subject,
-    look: Callable[[Check, Subject], str | None],
-    timeout_s: float,
-) -> tuple[Property, bool]:
-    """Return the verdict of one check, and whether it ran into its deadline."""
-    verdict, case = check.verdict_on_failure, None
-    try:
-        detail = look(check, subject)
-        if detail is None:
-            verdict, detail = "pass", check.covered(subject)
-    except Failure as failure:
-        detail, case = str(failure), failure.case
-    except TimeoutError:
-        detail = f"no answer within {timeout_s:g} s"
-        if subject.last_case is not None:
-            late = Failure(subject.last_case, detail)
-            detail, case = str(late), late.case
-        verdict = "timeout" if verdict == "fail" else verdict
-        return Property(check.name, verdict, detail, case), True
-    return Property(check.name, verdict, detail, case), False
-
-
-def _within(timeout_s: float, work: Callable[[], _T]) -> _T:
+def _within(timeout_s: float, work: Callable[[], str | None]) -> str | None:
     """Run ``work`` in a thread of its own; TimeoutError when it is late, and it stays behind."""
-    answers: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
 
     def target() -> None:
         try:
-            answers.put((work(), None))
+            answers.put(work())
         except BaseException as error:  # raised again in the caller's thread, below
-            answers.put((None, error))
+            answers.put(error)
 
     start_thread("grader", target)
     try:
-        answer, error = answers.get(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+        answer = answers.get(timeout=min(timeout_s, threading.TIMEOUT_MAX))
     except queue.Empty:
         raise TimeoutError from None
-    if error is not None:
-        raise error
-    return cast("_T", answer)
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer

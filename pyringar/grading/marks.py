@@ -15,8 +15,6 @@ from pyringar.grading.checks import CHECKS
 from pyringar.grading.grader import Report
 from pyringar.grading.solution import Target, printable
 
-__all__ = ["REQUIRED", "Marked", "write_csv"]
-
 REQUIRED = tuple(check.name for check in CHECKS if check.verdict_on_failure == "fail")
 _MAX_MESSAGE = 500
 
@@ -36,12 +34,12 @@ class Marked:
 
     @property
     def passed(self) -> bool:
-        """Return whether it has all of them."""
+        """Whether it has all of them."""
         return self.marks == len(REQUIRED)
 
     @property
     def first_look_at(self) -> str:
-        """Return the name of the property to look at first; empty if all pass."""
+        """The name of the property to look at first; empty if all pass."""
         if self.report is None:
             return "loading"
         first = self.report.first_look_at
@@ -49,14 +47,14 @@ class Marked:
 
     @property
     def message(self) -> str:
-        """Return what is wrong with that, in words."""
+        """What is wrong with that, in words."""
         if self.report is None:
             return self.trouble
         first = self.report.first_look_at
         return first.detail if first else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it in types that JSON knows."""
+        """Return the marks as values for JSON."""
         exact = {"target": str(self.target), "marks": self.marks, "out_of": len(REQUIRED)}
         if self.report is not None:
             return {**exact, **self.report.as_dict()}
@@ -77,11 +75,7 @@ class Marked:
 
 
 def write_csv(path: Path, solutions: Iterable[Marked]) -> None:
-    """Write a row per solution.
-
-    Raises:
-        RingarError: It could not be written.
-    """
+    """Write a row per solution. RingarError if the file cannot be written."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     head = ["file", "function", "marks", "out_of"]

@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,11 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError
 from pyringar.grading import worker
-from pyringar.grading.arena import Arena
 from pyringar.grading.cases import Call, Case, Failure, Other
 from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.grader import Report, judge_all
 from pyringar.grading.solution import CannotLoadError, Target, printable
-
-__all__ = ["Remote", "grade", "graded"]
+from pyringar.parallel.sharded_step import torch_threads
 
 _TICK_S = 0.05  # how often a silent process is looked at
 _LAST_WORDS_S = 1.0
@@ -71,14 +70,10 @@ def graded(
     target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
 ) -> Iterator[Remote]:
     """Start a solution in a process of its own, as `grade` says, and end it."""
-    with contextlib.closing(Remote(target, devices, timeout_s, show)) as remote:
-        # A forked process has torch's pool, but not its threads.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield remote
-        finally:
-            torch.set_num_threads(threads)
+    remote = Remote(target, devices, timeout_s, show)
+    # A forked process has torch's pool, but not its threads.
+    with contextlib.closing(remote), torch_threads(1):
+        yield remote
 
 
 class Remote(Subject):
@@ -87,11 +82,9 @@ class Remote(Subject):
     def __init__(
         self, target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
     ) -> None:
-        super().__init__(_never_called, (torch.device("cpu"),) * len(devices))
-        arena = self._arena = Arena(len(devices))
-        self._start: Callable[[], _Process] = lambda: _Process(
-            target, devices, arena, timeout_s, show
-        )
+        super().__init__(lambda data: None, (torch.device("cpu"),) * len(devices))
+        arena = self._arena = worker.Arena(len(devices))
+        self._start = partial(_Process, target, devices, arena, timeout_s, show)
         self._timeout_s = timeout_s
         self._turn = 0
         self._left_s = timeout_s
@@ -115,20 +108,17 @@ class Remote(Subject):
     def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
         """Call the function in its process, and return the call as if it had been made here.
 
-        Raises:
-            Failure: It raised, or the process ended.
-            TimeoutError: No time is left; the process is ended.
+        Failure if it raised or the process ended; TimeoutError if no time is left.
         """
         self.last_case = case
         call = Call(case, self.devices, inputs)
         try:
             answer = self._ask(call)
-        except (EndedError, CannotLoadError) as error:
+        except (EndedError, CannotLoadError, TimeoutError) as error:
             self._process.end()
+            if isinstance(error, TimeoutError):
+                raise
             raise Failure(case, str(error)) from error
-        except TimeoutError:
-            self._process.end()
-            raise
         if "raised" in answer:
             raise Raised(case, _clean(answer["raised"]))
         try:
@@ -174,10 +164,6 @@ class Remote(Subject):
         call.returned = answer["returned"] and _clean(answer["returned"])
 
 
-def _never_called(data: list[torch.Tensor]) -> None:
-    raise AssertionError("this function is in another process")
-
-
 def _clean(words: Any) -> str:
     """Return text of an untrusted process: short, on one line, without control characters."""
     return printable(str(words)[:_MAX_WORDS])
@@ -190,7 +176,7 @@ class _Process:
         self,
         target: Target,
         devices: list[str],
-        arena: Arena,
+        arena: worker.Arena,
         timeout_s: float,
         show: Callable[[bytes], object],
     ) -> None:
@@ -219,17 +205,12 @@ class _Process:
         self._selector.register(self._output, selectors.EVENT_READ)
 
     def load(self) -> tuple[str, ...]:
-        """Wait until the solution is imported; return the devices of the ranks.
-
-        Raises:
-            ArgumentError: A device is not there.
-            CannotLoadError: The import fails, or there is no such function.
-        """
-        timeout_s = self._timeout_s
+        """Wait until the solution is imported; return the devices of the ranks. See `grade`."""
         try:
-            message = self._receive(time.monotonic() + timeout_s)
+            message = self._receive(time.monotonic() + self._timeout_s)
         except TimeoutError:
-            raise CannotLoadError(f"the import did not end within {timeout_s:g} s") from None
+            words = f"the import did not end within {self._timeout_s:g} s"
+            raise CannotLoadError(words) from None
         except EndedError as error:
             raise CannotLoadError(f"in the import {error}") from None
         if "no_device" in message:
@@ -239,12 +220,7 @@ class _Process:
         return tuple(map(_clean, message.get("loaded", ())))
 
     def ask(self, request: dict[str, Any], ends: float) -> dict[str, Any]:
-        """Return the answer to a request.
-
-        Raises:
-            EndedError: The process ended.
-            TimeoutError: There is none at the time ``ends``.
-        """
+        """Return the answer to a request. EndedError or TimeoutError if there is none."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` tells
             self._channel.sendall(json.dumps(request).encode() + b"\n")
         return self._receive(ends)

@@ -13,15 +13,6 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = [
-    "CannotLoadError",
-    "Target",
-    "call_words",
-    "function_name",
-    "load",
-    "printable",
-]
-
 _MAX_WORDS = 500  # of an exception's message
 
 
@@ -36,7 +27,7 @@ class Target:
     Attributes:
         where: A file that ends in ``.py``, or a module's name.
         function: The function's name in there; ``Ring.run`` is a static method of a class.
-        source: What the file held before the first solution ran. None for a module.
+        source: The file's content before the first solution ran. None for a module.
         trouble: Why the file could not be read; empty if it could.
     """
 
@@ -47,7 +38,7 @@ class Target:
 
     @property
     def is_file(self) -> bool:
-        """Return whether it is a file rather than a module."""
+        """Whether it is a file rather than a module."""
         return self.where.endswith(".py")
 
     def __str__(self) -> str:
@@ -67,15 +58,8 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
 
 
-# -- loading ---------------------------------------------------------------------------------------
-
-
 def load(target: Target) -> Callable[..., Any]:
-    """Import a solution's file or module and return its function. This runs the author's code.
-
-    Raises:
-        CannotLoadError: The import fails, or there is no such function in there.
-    """
+    """Import a solution's file or module, which runs it, and return its function."""
     if target.trouble:
         raise CannotLoadError(f"{target.where} cannot be read: {target.trouble}")
     found: Any = _import(target)
@@ -112,7 +96,7 @@ def _import(target: Target) -> ModuleType:
                 f"there is no module {where!r} in the current directory or installed"
             ) from error
         if isinstance(error, SyntaxError) and error.filename:
-            words = f"{_kind(error)}: {error.msg} at {error.filename}:{error.lineno}"
+            words = f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
             raise CannotLoadError(f"importing {where} failed with {words}") from error
         own = str(Path(where).resolve()) if target.is_file else None
         words = error_words(error, own)
@@ -133,15 +117,10 @@ def _import_file(target: Target) -> ModuleType:
     return module
 
 
-# -- errors ----------------------------------------------------------------------------------------
-
-
 def error_words(error: BaseException, own_file: str | None) -> str:
     """Return ``KIND: MESSAGE at FILE:LINE``, the line being the author's where one is known.
 
-    Args:
-        error: What the solution raised.
-        own_file: The file of the solution. Lines elsewhere, in torch or here, help its author less.
+    Lines outside of ``own_file``, in torch or here, help the author less.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
     own = [f for f in frames if f.filename == own_file]
@@ -150,7 +129,8 @@ def error_words(error: BaseException, own_file: str | None) -> str:
     others = [f for f in frames if f.filename[0] != "<" and os.path.dirname(f.filename) != here]
     at = (own or others)[-1:]
     where = f" at {at[0].filename}:{at[0].lineno}" if at else ""
-    return f"{_kind(error)}{_message(error)}{where}"
+    message = f": {str(error)[:_MAX_WORDS]}" if str(error) else ""
+    return f"{type(error).__name__}{message}{where}"
 
 
 def call_words(error: BaseException, fn: Callable[..., Any]) -> str:
@@ -163,12 +143,3 @@ def call_words(error: BaseException, fn: Callable[..., Any]) -> str:
     if isinstance(error, TypeError) and len(frames) == 1:
         return f"{words} (called as fn(data)) at {code.co_filename}:{code.co_firstlineno}"
     return words
-
-
-def _kind(error: BaseException) -> str:
-    return type(error).__name__
-
-
-def _message(error: BaseException) -> str:
-    text = str(error)
-    return f": {text[:_MAX_WORDS]}" if text else ""

@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
+import mmap
 import os
 import resource
 import signal
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,36 +24,68 @@ from torch import Tensor
 
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
-from pyringar.grading.arena import Arena, after
 from pyringar.grading.cases import Case, Other, layouts_of
 from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.solution import CannotLoadError, Target, load
 
-__all__ = ["MEMORY_BYTES", "serve"]
-
 MEMORY_BYTES = 2 << 30
 """Memory that each process of a solution may allocate, and its largest file."""
 
+_ALIGNMENT = 64  # bytes, as torch aligns
+# Two million floats of two ranks three times (the call, the list, the tensors), and some more.
+_BYTES = 96 << 20
+_BYTES_PER_RANK = 1 << 20  # 65,537 floats three times, and some more
 _MAX_FILES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _exit = os._exit  # a solution may put something else there
 
 
+class Arena:
+    """A block of memory, shared with processes that fork from this one.
+
+    Untouched pages cost nothing. Most properties have ``num_ranks`` ranks.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._memory = mmap.mmap(-1, _BYTES + num_ranks * _BYTES_PER_RANK)
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous tensor at an offset in bytes; ValueError if it does not fit."""
+        numel = math.prod(shape)
+        if numel == 0:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
+        return flat.view(tuple(shape))
+
+    @staticmethod
+    def places(case: Case, turn: int) -> list[int]:
+        """Return where the memory of every rank begins, and after the last one where all end.
+
+        Every other turn has the ranks in descending order: a function that adds in the order of
+        addresses, or remembers addresses, does not meet the same ones.
+        """
+        ranks = range(case.k) if turn % 2 else reversed(range(case.k))
+        layouts = layouts_of(case)
+        starts, at = [0] * case.k, 0
+        for rank in ranks:
+            starts[rank] = at
+            at = after(at, layouts[rank].base_shape(case.shape), case.dtype)
+        return [*starts, at]
+
+
+def after(offset: int, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return where the next tensor may begin, a gap behind this one."""
+    end = offset + math.prod(shape) * dtype.itemsize
+    return (end // _ALIGNMENT + 2) * _ALIGNMENT
+
+
 def serve(
-    target: Target,
-    devices: list[str],
-    channel: socket.socket,
-    output: int,
-    arena: Arena,
+    target: Target, devices: list[str], channel: socket.socket, output: int, arena: Arena
 ) -> NoReturn:
     """Load the function, then answer one call after the other until the grader hangs up.
 
-    Args:
-        target: The function to load.
-        devices: One per rank.
-        channel: To the grader: a line of JSON for each call, and one back.
-        output: The file descriptor that takes the solution's prints.
-        arena: Memory of the tensors.
+    ``channel`` takes a line of JSON for each call, and one back; the file descriptor ``output`` the
+    solution's prints.
     """
     try:
         _settle_in(channel, output)
@@ -161,7 +196,7 @@ def _hand_out(
 
 
 class _Things:
-    """Describe the things that a function left in the list; copy tensors for the grader."""
+    """The things that a function left in the list, described or copied for the grader."""
 
     def __init__(self, case: Case, arena: Arena, start: int) -> None:
         self.case = case

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel.rank_threads import meet
 
-__all__ = ["check_batchnorm", "synchronise_batchnorm"]
-
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
@@ -24,17 +22,10 @@ def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
     In training mode a layer then gives what one module would give on the whole batch, with the same
     gradients and running statistics, up to rounding. All ranks keep the same running statistics. In
     eval mode nothing changes. Layers keep their class and their names in ``state_dict``; only their
-    ``forward`` is replaced.
+    ``forward`` is replaced. In training mode forward passes must run in `run_in_lockstep`.
 
-    Args:
-        replicas: One module per rank, alike; changed in place. In training mode their forward
-            passes must run in `run_in_lockstep`.
-
-    Returns:
-        How many layers there are.
-
-    Cost: per layer one pass over the input for the statistics, two numbers per channel moved
-    between devices in each direction, and one meeting of all ranks.
+    Returns the number of layers. Cost: per layer one pass over the input for the statistics, two
+    numbers per channel moved between devices in each direction, and one meeting of all ranks.
     """
     layers = [dict(_batchnorms(replica)) for replica in replicas]
     for name in layers[0]:
@@ -45,11 +36,7 @@ def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
 
 
 def check_batchnorm(module: nn.Module) -> None:
-    """Refuse a batch norm that cannot be synchronised.
-
-    Raises:
-        UnsupportedError: A batch norm with a forward pass of its own; names it.
-    """
+    """Raise UnsupportedError for a batch norm with a forward pass of its own; names it."""
     for name, part in _batchnorms(module):
         if type(part).forward is not _BatchNorm.forward or "forward" in vars(part):
             raise UnsupportedError(
@@ -68,7 +55,7 @@ class _Forward:
     def __init__(self, layer: _Layer, rank: int) -> None:
         self._layer, self._rank = layer, rank
 
-    def __call__(self, X: Tensor) -> Tensor:  # noqa: N803
+    def __call__(self, X: Tensor) -> Tensor:
         return self._layer.forward(self._rank, X)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,8 +74,7 @@ class _Layer:
     def siblings(self) -> list[_BatchNorm]:
         return [ref() for ref in self._siblings]
 
-    def forward(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
-        """``(n, channels, ...)`` to the same shape."""
+    def forward(self, rank: int, X: Tensor) -> Tensor:
         batchnorm = self.siblings()[rank]
         if not batchnorm.training and batchnorm.running_mean is not None:
             return type(batchnorm).forward(batchnorm, X)
@@ -100,18 +86,18 @@ class _Layer:
             )
         mean, inverse_std = meet(self._name, X, self._statistics)
         # Centred before it is scaled: x * scale + shift would lose what a large mean hides.
-        Y = (X.to(mean.dtype) - _as_channels(mean, X)) * _as_channels(inverse_std, X)  # noqa: N806
+        Y = (X.to(mean.dtype) - _as_channels(mean, X)) * _as_channels(inverse_std, X)
         if batchnorm.weight is not None:
-            Y = Y * _as_channels(batchnorm.weight, X)  # noqa: N806
+            Y = Y * _as_channels(batchnorm.weight, X)
         if batchnorm.bias is not None:
-            Y = Y + _as_channels(batchnorm.bias, X)  # noqa: N806
+            Y = Y + _as_channels(batchnorm.bias, X)
         return Y.to(X.dtype)
 
     def _statistics(self, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return mean and 1 / standard deviation of all inputs together, on the device of each.
 
-        Differentiable: gradients cross from rank to rank here. From every rank's own mean and
-        variance, combined as in Chan, Golub and LeVeque 1979.
+        Differentiable. Each rank's own mean and variance are combined as in Chan, Golub and LeVeque
+        1979.
         """
         home = inputs[0].device
         counts = [X.numel() // X.shape[1] for X in inputs]
@@ -124,12 +110,8 @@ class _Layer:
         parts = [_moments(X, home) for X in inputs]
         mean = _sum([m * (n / total) for (m, _), n in zip(parts, counts, strict=True)])
         means = _fan_out(mean, 2 * len(parts))
-        var = _sum(
-            [
-                (v + (m - own).square()) * (n / total)
-                for (m, v), n, own in zip(parts, counts, means[: len(parts)], strict=True)
-            ]
-        )
+        centred = zip(parts, counts, means[: len(parts)], strict=True)
+        var = _sum([(v + (m - own).square()) * (n / total) for (m, v), n, own in centred])
         for batchnorm in self.siblings():
             _update_running(batchnorm, mean, var, total)
         inverse_stds = _fan_out(torch.rsqrt(var + self.siblings()[0].eps), len(parts))
@@ -142,8 +124,8 @@ class _Layer:
 class _FanOut(torch.autograd.Function):
     """Copies of a tensor whose gradients are added in their order.
 
-    autograd adds what comes from several uses as it comes, which here depends on threads: three and
-    more would have other bits in every run.
+    autograd adds the gradients of several uses as they come, which here depends on threads: three
+    and more would have other bits in every run.
     """
 
     @staticmethod
@@ -170,7 +152,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _moments(X: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:  # noqa: N803
+def _moments(X: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:
     """Return mean and variance (over n) per channel, in float32 or better, on ``home``."""
     dims = [dim for dim in range(X.ndim) if dim != 1]
     wide = X if X.dtype == torch.float64 else X.float()
@@ -178,7 +160,7 @@ def _moments(X: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:  # noqa: N
     return mean.to(home), var.to(home)
 
 
-def _as_channels(vector: Tensor, X: Tensor) -> Tensor:  # noqa: N803
+def _as_channels(vector: Tensor, X: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (X.ndim - 2))
 
 

@@ -1,4 +1,4 @@
-"""The parameters that a bucketer reduces, and checks of its arguments."""
+"""The parameters that a bucketer reduces, their gradients, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from torch import Tensor, nn
 from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
 from pyringar.parallel.shards import check_alike
-
-__all__ = [
-    "HookedParams",
-    "Replica",
-    "check_caps",
-    "check_replicas",
-    "grad_dtype",
-    "is_accumulating",
-]
 
 Replica = nn.Module | Sequence[Tensor]
 
@@ -51,12 +42,14 @@ def check_replicas(replicas: Any) -> list[Replica]:
     return checked
 
 
-def check_caps(**caps: Any) -> dict[str, int]:
-    """Return caps in bytes; raise `ArgumentError` for a cap that is no positive number."""
-    for name, value in caps.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ArgumentError(f"{name} is {value!r}, expected a positive number of megabytes")
-    return {name: max(1, int(min(value, 1e12) * 1e6)) for name, value in caps.items()}
+def cap_bytes(bucket_cap_mb: Any) -> int:
+    """Return the cap of a bucket in bytes; raise `ArgumentError` if it is no positive number."""
+    is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
+    if not is_number or not bucket_cap_mb > 0:
+        raise ArgumentError(
+            f"bucket_cap_mb is {bucket_cap_mb!r}, expected a positive number of megabytes"
+        )
+    return max(1, int(min(bucket_cap_mb, 1e12) * 1e6))
 
 
 class HookedParams:
@@ -125,3 +118,23 @@ def is_accumulating(param: Tensor) -> bool:
 def _params_of(replica: Replica) -> list[Tensor]:
     params = replica.parameters() if isinstance(replica, nn.Module) else replica
     return [param for param in params if param.requires_grad]
+
+
+# Private to torch. tests/test_shared_gradients.py fails if it is gone or counts differently.
+_count_users: Any = torch._C._storage_Use_Count
+_ALONE = 2  # the tensor, and the temporary storage object of the call
+
+
+def give_own_memory(param: Tensor) -> None:
+    """Copy the gradient of a parameter if other tensors use its memory.
+
+    Backward of ``p.view(...)`` and similar functions returns a view of the gradient of the result.
+    torch stores that view as ``p.grad``, even if another ``grad`` or the rest of backward uses the
+    memory. A reduction in place would corrupt both. A gradient with ``_is_view()`` is part of a
+    buffer of the user, and stays there.
+    """
+    grad = param.grad
+    if grad is None or grad.layout is not torch.strided or grad._is_view():
+        return
+    if _count_users(grad.untyped_storage()._cdata) > _ALONE:
+        param.grad = grad.clone()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from pyringar.comm.communicator import Communicator
 from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, RingarError
-from pyringar.parallel.bucket_step import Launched
 
-__all__ = ["Comm", "abort", "agree_on_order", "check_ranks", "launch", "texts_of_ranks"]
+if TYPE_CHECKING:
+    from pyringar.parallel.bucketer import Launched
 
 Comm = Communicator | RankCommunicator
 

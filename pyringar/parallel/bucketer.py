@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,31 +16,91 @@ from pyringar.comm.arguments import op_name
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.rank_communicator import RankCommunicator
+from pyringar.comm.work import Work
 from pyringar.engine import load
 from pyringar.errors import RingarError, UnsupportedError
 from pyringar.parallel.bucket_params import (
     HookedParams,
     Replica,
-    check_caps,
+    cap_bytes,
     check_replicas,
+    give_own_memory,
     grad_dtype,
     is_accumulating,
 )
 from pyringar.parallel.bucket_ranks import Comm, abort, agree_on_order, check_ranks, launch
-from pyringar.parallel.bucket_step import (
-    COUNTED,
-    PART,
-    SUM,
-    BucketStats,
-    Launched,
-    StepStats,
-    measure,
-)
-from pyringar.parallel.own_memory import give_own_memory
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
 _FIRST_CAP_BYTES = 10**6  # a small first bucket is launched early
+# What a gradient holds: see Held in csrc/bucket/step.h.
+_SUM, _PART, _COUNTED = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class BucketStats:
+    """One bucket of one step; times in seconds since the first gradient of the step.
+
+    Attributes:
+        params: Indices of its parameters, in the order of ``parameters()``.
+        nbytes: Bytes of the gradients of one rank.
+        ready_s: When its last gradient existed; None if a parameter had no gradient.
+        launched_s: When its reduction was launched; None if there was nothing to reduce.
+        done_s: When it was reduced; None on GPUs, where the host does not wait.
+    """
+
+    params: tuple[int, ...]
+    nbytes: int
+    ready_s: float | None
+    launched_s: float | None
+    done_s: float | None
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """The last step for which ``wait()`` returned.
+
+    Attributes:
+        begin_ns: When the first gradient existed, on the clock of ``time.perf_counter_ns``.
+        buckets: In the order of the plan.
+        backward_s: From the first gradient to the call of ``wait()``.
+        communication_s: Sum over buckets of the time from launch to done, where it is known.
+        exposed_s: Duration of ``wait()``: the part that backward did not hide.
+    """
+
+    begin_ns: int = 0
+    buckets: tuple[BucketStats, ...] = ()
+    backward_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """One bucket of one step."""
+
+    lists: list[list[Tensor]]  # the tensors to reduce, by rank of this process
+    params: list[int] = field(default_factory=list)  # indices of their parameters
+    used: list[bool] = field(default_factory=list)  # has a rank of this process added to them?
+    # Tensors that are no gradients: index in `params`, parameter, tensor.
+    copies: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)  # of `lists` at a launch in backward
+    flags: Tensor | None = None  # between processes: `used`, reduced over the ranks
+    work: Work | None = None  # None: nothing to reduce
+
+    def finish(self) -> list[int]:
+        """Write results that are in copies to ``grad``; return the reduced parameters."""
+        if not self.copies:
+            return self.params  # reading flags would wait for a GPU
+        flags = self.used if self.flags is None else self.flags.tolist()
+        for at, param, copy in self.copies:
+            if not flags[at] > 0:
+                continue
+            if param.grad is None:
+                param.grad = copy
+            else:
+                param.grad.detach().copy_(copy)
+        return [i for i, flag in zip(self.params, flags, strict=True) if flag > 0]
 
 
 class GradientBucketer:
@@ -115,7 +176,7 @@ class GradientBucketer:
     ) -> None:
         self._params = HookedParams(check_replicas(replicas))
         self._by_rank = by_rank = self._params.by_rank
-        self._cap_bytes = check_caps(bucket_cap_mb=bucket_cap_mb)["bucket_cap_mb"]
+        self._cap_bytes = cap_bytes(bucket_cap_mb)
         self._op = op_name(op)
         if self._op not in ("sum", "mean"):
             raise UnsupportedError(f"op is {op!r}, expected 'sum' or 'mean' for gradients")
@@ -249,22 +310,22 @@ class GradientBucketer:
         wanted, by_rank = self._buckets[bucket], self._by_rank
         held = [self._native.held(rank, wanted) for rank in range(len(by_rank))]
         grads: list[Any] = [[params[i].grad for i in wanted] for params in by_rank]
-        is_whole = all(min(row) >= PART for row in held)
+        is_whole = all(min(row) >= _PART for row in held)
         if is_whole and not any(grad is None for row in grads for grad in row):
             return Launched(grads, wanted, [True] * len(wanted))
         packed = Launched([[] for _ in by_rank])
         rows = [zip(*row, strict=True) for row in zip(grads, held, strict=True)]
         for i, *column in zip(wanted, *rows, strict=True):
             for rank, (grad, state) in enumerate(column):
-                if grad is None and state == COUNTED:
+                if grad is None and state == _COUNTED:
                     raise self._changed(rank, i)
-            is_used = any(grad is not None and state >= PART for grad, state in column)
+            is_used = any(grad is not None and state >= _PART for grad, state in column)
             if not (is_used or self._is_remote):
                 continue
             packed.params.append(i)
             packed.used.append(is_used)
             for params, mine, (grad, state) in zip(by_rank, packed.lists, column, strict=True):
-                if grad is None or state < PART:
+                if grad is None or state < _PART:
                     grad = _stand_in(params[i], state)
                     packed.copies.append((len(packed.params) - 1, params[i], grad))
                 mine.append(grad)
@@ -296,7 +357,7 @@ class GradientBucketer:
         reduced = [i for bucket in launched.values() for i in bucket.finish()]
         if native.begin_ns():
             nbytes = [sum(self._items[i][0] for i in bucket) for bucket in self._buckets]
-            self._stats = measure(native, self._buckets, nbytes, works, began_ns)
+            self._stats = _measure(native, self._buckets, nbytes, works, began_ns)
         if reduced and not self._is_planned:
             order = list(dict.fromkeys([*native.order(), *self._order]))
             self._order = agree_on_order(self._comm, order, self._by_rank[0][0].device)
@@ -364,4 +425,40 @@ def _stand_in(param: Tensor, state: int) -> Tensor:
     """Return the tensor to reduce for a rank whose passes added nothing to the gradient."""
     if param.grad is None:
         return torch.zeros_like(param, dtype=grad_dtype(param))
-    return torch.zeros_like(param.grad) if state == SUM else param.grad.detach().clone()
+    return torch.zeros_like(param.grad) if state == _SUM else param.grad.detach().clone()
+
+
+def _measure(
+    native: Any,
+    buckets: Sequence[Sequence[int]],
+    nbytes: Sequence[int],
+    works: Sequence[Work | None],
+    began_ns: int,
+) -> StepStats:
+    """Return the statistics of a reduced step. ``began_ns``: when ``wait()`` was called."""
+    ended_ns = time.perf_counter_ns()
+    first_ns: int = native.begin_ns()
+
+    def since(time_ns: int) -> float | None:
+        return (time_ns - first_ns) * 1e-9 if time_ns else None
+
+    rows = []
+    times = zip(native.ready_ns(), native.launched_ns(), strict=True)
+    for bucket, (ready_ns, launched_ns) in enumerate(times):
+        work = works[bucket]
+        row = BucketStats(
+            params=tuple(buckets[bucket]),
+            nbytes=nbytes[bucket],
+            ready_s=since(ready_ns),
+            launched_s=since(launched_ns if work else 0),
+            done_s=since(work.finished_ns() if work else 0),
+        )
+        rows.append(row)
+    spent = [b.done_s - b.launched_s for b in rows if b.done_s and b.launched_s is not None]
+    return StepStats(
+        begin_ns=first_ns,
+        buckets=tuple(rows),
+        backward_s=(began_ns - first_ns) * 1e-9,
+        communication_s=sum(spent),
+        exposed_s=(ended_ns - began_ns) * 1e-9,
+    )

@@ -16,12 +16,10 @@ from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel import nested
 from pyringar.parallel.batchnorm import check_batchnorm, synchronise_batchnorm
-from pyringar.parallel.bucket_params import check_caps
+from pyringar.parallel.bucket_params import cap_bytes
 from pyringar.parallel.rank_threads import has_modes, run_in_lockstep, run_ranks
 from pyringar.parallel.replicated import RankCopies, Replicas
 from pyringar.parallel.shards import Device, shard_sizes
-
-__all__ = ["DataParallel"]
 
 _DEFAULT_CAP_MB = 10
 
@@ -117,8 +115,9 @@ class DataParallel(nn.Module):
                 )
         self._bucket_bytes: int | None = None
         if bucket_cap_mb is not None or len(set(self.devices)) > 1:
-            cap_mb = _DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-            self._bucket_bytes = check_caps(bucket_cap_mb=cap_mb)["bucket_cap_mb"]
+            self._bucket_bytes = cap_bytes(
+                _DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+            )
         self.module = module
         self._copies: tuple[int, RankCopies] | None = None  # with the process that made it
 
@@ -252,11 +251,7 @@ def _run_eagerly(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _check_transforms() -> None:
-    """Refuse forward-mode gradients and vmap, which do not reach the other ranks.
-
-    Raises:
-        UnsupportedError: One of them is active.
-    """
+    """Raise UnsupportedError under forward-mode gradients and vmap, which stay with one rank."""
     functorch: Any = torch._C._functorch
     top = functorch.peek_interpreter_stack()
     is_vmap = top is not None and top.key() == functorch.TransformType.Vmap

@@ -19,8 +19,6 @@ from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
 from pyringar.parallel.shards import cut
 
-__all__ = ["gather", "move", "num_samples", "scatter"]
-
 Named = Sequence[tuple[str, Any]]  # values with their names in messages, such as "args[0]"
 
 _PACKED = "PackedSequence: pass padded tensors and their lengths, and pack them inside the module"
@@ -29,8 +27,7 @@ _PACKED = "PackedSequence: pass padded tensors and their lengths, and pack them 
 def num_samples(arguments: Named, dim: int) -> int:
     """Return the length along ``dim`` that all tensors of the arguments share.
 
-    Raises:
-        ArgumentError: There is no dense tensor to split, or lengths differ; names the tensors.
+    ArgumentError, with the tensors' names, if lengths differ or there is no dense tensor to split.
     """
     tensors: list[tuple[_Path, Tensor]] = []
     objects: list[tuple[_Path, Any]] = []
@@ -46,14 +43,13 @@ def num_samples(arguments: Named, dim: int) -> int:
             f"the call has no tensor with a dimension {dim}, expected at least one to split into "
             "shards"
         )
-    lengths = {int(tensor.shape[dim]) for _, tensor in batches}
-    if len(lengths) > 1:
+    length = int(batches[0][1].shape[dim])
+    if any(tensor.shape[dim] != length for _, tensor in batches):
         shapes = ", ".join(f"{_name(path)} {tuple(tensor.shape)}" for path, tensor in batches)
         raise ArgumentError(
             f"the call has tensors of different lengths in dimension {dim}: {shapes}; expected the "
             "same number of samples in each"
         )
-    length = lengths.pop()
     for path, value in objects:
         if _hides_batch(value, length, dim):
             raise ArgumentError(
@@ -68,8 +64,7 @@ def scatter(
 ) -> list[list[Any]]:
     """Return the arguments of each rank: its shard of every tensor, on its device.
 
-    Containers are copied. Tensors without dimension ``dim``, and objects other than tensors and
-    containers, go to all ranks.
+    Containers are copied. Tensors without dimension ``dim``, and other objects, go to all ranks.
     """
     columns = [_split(value, sizes, devices, dim) for _, value in arguments]
     return [[column[rank] for column in columns] for rank in range(len(sizes))]
@@ -106,9 +101,6 @@ def move(value: Any, device: torch.device) -> Any:
 
 def gather(outputs: Mapping[int, Any], device: torch.device, dim: int) -> Any:
     """Concatenate the ranks' outputs along ``dim`` on ``device``; stack tensors of no dimension.
-
-    Args:
-        outputs: By rank.
 
     Raises:
         ArgumentError: Structures or shapes differ, or there are objects that cannot be gathered;
@@ -155,13 +147,8 @@ def _concatenate(
         )
     for rank, output in outputs.items():
         if _other_dims(output, dim) != _other_dims(first, dim):
-            _refuse(
-                path,
-                first_rank,
-                f"shape {tuple(first.shape)}",
-                rank,
-                f"shape {tuple(output.shape)}",
-            )
+            ours, theirs = (f"shape {tuple(tensor.shape)}" for tensor in (first, output))
+            _refuse(path, first_rank, ours, rank, theirs)
     tensors = [output.to(device) for output in outputs.values()]
     return torch.cat(tensors, dim) if first.ndim else torch.stack(tensors)
 
@@ -182,16 +169,13 @@ def _refuse(path: _Path, first_rank: int, first: str, rank: int, other: str) -> 
     )
 
 
-# -- containers ------------------------------------------------------------------------------------
-
 _ITEMS = (dict, UserDict, list, tuple, deque, UserList)
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
     """Return the items of a container by key, or None for other objects.
 
-    Raises:
-        ArgumentError: A PackedSequence, whose tensors are not one row per sample.
+    ArgumentError for a PackedSequence, whose tensors are not one row per sample.
     """
     if isinstance(value, PackedSequence):
         raise ArgumentError(f"the ranks cannot split or gather a {_PACKED}")
@@ -206,11 +190,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _rebuild(value: Any, parts: Mapping[Any, Any]) -> Any:
-    """Return a container like ``value`` that holds ``parts``.
-
-    Raises:
-        ArgumentError: The class of the container does not allow it.
-    """
+    """Return a container like ``value`` that holds ``parts``; ArgumentError if its class cannot."""
     try:
         twin = _rebuilt(value, parts)
         held = _parts(twin) or {}
@@ -284,7 +264,7 @@ _MAX_OBJECTS = 1_000  # so that a call takes no time for a vocabulary
 def _hides_batch(value: Any, length: int, dim: int) -> bool:
     """Return whether an object refers to a tensor of ``length`` samples, but for its items.
 
-    Looks at the nearest objects, `_MAX_OBJECTS` of them, through attributes and items of any class.
+    Looks at the nearest `_MAX_OBJECTS` objects, through attributes and items of any class.
     """
     skipped = {id(part) for part in (_parts(value) or {}).values()}
     limit = len(skipped) + _MAX_OBJECTS

@@ -15,8 +15,6 @@ from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.threads import starting_thread
 from pyringar.errors import RingarError
 
-__all__ = ["has_modes", "meet", "run_in_lockstep", "run_ranks"]
-
 Function = Callable[[], Any]
 
 
@@ -25,16 +23,15 @@ def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]
 
     Ranks on several GPUs run in one thread per GPU, at the same time. All other ranks run in the
     caller's thread, in rank order, and so do all ranks under modes that only this thread has.
-
-    Raises:
-        Exception: The error of the first rank that failed, with a note that names the rank (from
-            Python 3.11 on).
+    Raises the error of the first rank that failed, with a note that names the rank (from Python
+    3.11 on).
     """
+    named = {rank: partial(_named, rank, devices, function) for rank, function in functions.items()}
     by_device: dict[torch.device, dict[int, Function]] = {}
-    for rank, function in functions.items():
-        by_device.setdefault(devices[rank], {})[rank] = partial(_named, rank, devices, function)
+    for rank, function in named.items():
+        by_device.setdefault(devices[rank], {})[rank] = function
     if len(by_device) == 1 or has_modes():
-        return {rank: _named(rank, devices, function) for rank, function in functions.items()}
+        return _run_in_order(named)
     groups = [partial(_run_in_order, mine) for mine in by_device.values()]
     results: dict[int, Any] = {}
     for found in _run_in_threads(groups, [*by_device]):
@@ -65,18 +62,13 @@ def has_modes() -> bool:
 
 
 def _run_in_threads(
-    functions: Sequence[Function],
-    devices: Sequence[torch.device],
-    abandon: Function = lambda: None,
+    functions: Sequence[Function], devices: Sequence[torch.device], abandon: Function = lambda: None
 ) -> list[Any]:
     """Call the functions at the same time, each in a new thread with the caller's torch settings.
 
     No executor: it would forget a thread whose start is interrupted, and not wait for its end.
-
-    Args:
-        functions: One per thread.
-        devices: The current device of each thread.
-        abandon: Called when the caller is interrupted: makes the functions end soon.
+    ``devices`` are the current devices of the threads. ``abandon`` is called when the caller is
+    interrupted, and makes the functions end soon.
 
     Raises:
         RingarError: The system has no thread left.
@@ -140,7 +132,10 @@ class _TorchSettings:
             if torch.is_autocast_enabled(kind)
         ]
         self._caches_casts = torch.is_autocast_cache_enabled()
-        self._saving = _saving_hooks()
+        # torch has no public name for the hooks on tensors that autograd saves; without this one,
+        # hooks stay with the caller.
+        top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        self._saving = None if top is None else top(True)
         torch.autocast_increment_nesting()
         self._is_in_autocast = torch.autocast_decrement_nesting() > 0
 
@@ -163,17 +158,6 @@ class _TorchSettings:
             return function()
 
 
-def _saving_hooks() -> tuple[Any, Any] | None:
-    """Return the hooks that this thread has on tensors that autograd saves."""
-    # torch has no public name for it; without this one, hooks stay with the caller.
-    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks: tuple[Any, Any] | None = None if top is None else top(True)
-    return hooks
-
-
-# -- lockstep --------------------------------------------------------------------------------------
-
-
 def run_in_lockstep(
     functions: Mapping[int, Function], devices: Sequence[torch.device]
 ) -> dict[int, Any]:
@@ -181,10 +165,7 @@ def run_in_lockstep(
 
     One rank runs at a time: rank 0 until it meets, then rank 1, and so on. So random numbers are
     drawn in the same order in every run. GPUs work at the same time: a rank only enqueues.
-
-    Raises:
-        RingarError: The ranks did not meet at the same places.
-        Exception: The error of the rank that failed; the other ranks end where they are.
+    Raises the error of the rank that failed; the other ranks end where they are.
     """
     run = _Run(len(functions))
     parts = [
@@ -198,13 +179,10 @@ def run_in_lockstep(
 def meet(place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
     """Wait until all ranks of the run are here, and return this rank's answer.
 
-    Args:
-        place: Name of this place; must be the same for all ranks.
-        offer: This rank's contribution.
-        combine: Called once, with all offers in rank order; returns one answer per offer.
+    ``combine`` is called once, with all offers in rank order, and returns one answer per offer.
 
     Raises:
-        RingarError: Outside of `run_in_lockstep`, or another rank is at another place.
+        RingarError: Outside of `run_in_lockstep`, or another rank is at another ``place``.
     """
     part: tuple[_Run, int] | None = getattr(_here, "part", None)
     if part is None:
@@ -258,13 +236,8 @@ class _Run:
         return result
 
     def meet(
-        self,
-        position: int,
-        place: str,
-        offer: Any,
-        combine: Callable[[list[Any]], Sequence[Any]],
+        self, position: int, place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]
     ) -> Any:
-        """Wait until all ranks are here; see the function `meet`."""
         if self._is_abandoned:
             raise _AbandonedError("another rank failed")
         if self._offers and place != self._place:

@@ -15,8 +15,6 @@ from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel.shards import Device
 
-__all__ = ["copy_buffers", "replicate"]
-
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
     """Copy a module to every rank; the copies hold the same bits and share no memory.

@@ -19,8 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError, UnsupportedError
 
-__all__ = ["RankCopies", "Replicas"]
-
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _DTYPES = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}  # of the engine
 
@@ -30,10 +28,7 @@ class RankCopies:
 
     Every call writes them anew, because an assignment through ``.data`` changes a parameter without
     a trace. A copy that a pending backward pass has saved is left to it, and another one allocated.
-
-    Args:
-        devices: One per rank.
-        order: Of the reduction; see `Communicator`.
+    ``order`` is that of the reduction; see `Communicator`.
     """
 
     def __init__(self, devices: Sequence[torch.device], order: str) -> None:
@@ -45,7 +40,7 @@ class RankCopies:
     @torch.no_grad()
     def refresh(self, sources: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return ``copies[n][i]`` for ranks 1, 2, ..., which hold what ``sources[i]`` holds now."""
-        if _has_tracing_modes():
+        if torch._C._len_torch_dispatch_stack() or _has_transforms():
             return [[t.detach().to(d, copy=True) for t in sources] for d in self.devices[1:]]
         with self.lock, torch.inference_mode(False):
             entries = [self._entry(source) for source in sources]
@@ -61,12 +56,14 @@ class RankCopies:
     def reduce(self, lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
         """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device.
 
-        Args:
-            lists: Gradients; None stands for zeros, but not on all ranks.
+        None stands for a gradient of zeros, but not on all ranks.
         """
         columns = [list(column) for column in zip(*lists, strict=True)]
-        is_fused = [all(g is None or _is_fusable(g) for g in column) for column in columns]
-        fused = [i for i in range(len(columns)) if is_fused[i]]
+        fused = [
+            i
+            for i, column in enumerate(columns)
+            if all(grad is None or _is_fusable(grad) for grad in column)
+        ]
         sums: dict[int, Tensor] = {}
         if fused:
             full = [self._without_none(columns[i]) for i in fused]
@@ -95,8 +92,7 @@ class RankCopies:
 class _Entry:
     """The copies of one tensor, one per rank.
 
-    Attributes:
-        is_fused: Whether the engine can write them. Other tensors are copied for every call.
+    ``is_fused``: the engine can write them. Other tensors are copied for every call.
     """
 
     def __init__(self, source: Tensor, devices: Sequence[torch.device]) -> None:
@@ -118,10 +114,6 @@ class _Entry:
             and source.stride() == copy.stride()
             and [*map(torch._C._storage_Use_Count, self._storages)] == self._num_users
         )
-
-
-def _has_tracing_modes() -> bool:
-    return bool(torch._C._len_torch_dispatch_stack() or _has_transforms())
 
 
 def _is_fusable(tensor: Tensor) -> bool:
@@ -166,7 +158,11 @@ class _Replicate(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.owner, _, *params = inputs
         ctx.num_params = len(params)
-        ctx.streams = _current_streams(ctx.owner.devices)
+        # Rank 0's device comes last and stays current.
+        devices = ctx.owner.devices
+        gpus = {device for device in devices if device.type == "cuda"}
+        ordered = sorted(gpus, key=lambda gpu: gpu == devices[0])
+        ctx.streams = [torch.cuda.current_stream(gpu) for gpu in ordered]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -209,13 +205,6 @@ class _Reduce(torch.autograd.Function):
         return None, None, *(copy if is_given else None for copy, is_given in given)
 
 
-def _current_streams(devices: Sequence[torch.device]) -> list[torch.cuda.Stream]:
-    """Return the current streams of all GPUs, rank 0's last."""
-    gpus = {device for device in devices if device.type == "cuda"}
-    ordered = sorted(gpus, key=lambda gpu: gpu == devices[0])
-    return [torch.cuda.current_stream(gpu) for gpu in ordered]
-
-
 class _Bucket:
     """Tensors of the module that are replicated by one autograd node, when first used."""
 
@@ -226,7 +215,6 @@ class _Bucket:
         self.nbytes = 0
 
     def add(self, tensor: Tensor) -> None:
-        """Add a tensor, before the first use."""
         self.tensors.append(tensor)
         self.nbytes += tensor.numel() * tensor.element_size()
 
@@ -258,14 +246,8 @@ class Replicas:
     """The replicas of a module for one forward pass.
 
     A replica is a shallow copy, as ``nn.DataParallel`` makes it: it shares everything with the
-    module but parameters, buffers and children. One rank, ``home``, uses the module's own memory
-    and buffers.
-
-    Args:
-        module: The module; its tensors are on rank 0's device.
-        owner: Holds the copies for the other ranks.
-        home: A rank on rank 0's device.
-        bucket_bytes: Of the tensors of one autograd node; None: one node for all.
+    module but parameters, buffers and children. One rank on rank 0's device, ``home``, uses the
+    module's own memory and buffers. An autograd node has tensors of ``bucket_bytes``; None: all.
 
     Raises:
         ArgumentError: A tensor is on another device, or a lazy parameter has no values; names it.
@@ -282,7 +264,11 @@ class Replicas:
         self._buckets: list[_Bucket] = []
         for name, part in module.named_modules():
             if isinstance(part, torch.jit.ScriptModule):
-                _refuse_scripted(name, part)
+                where = f"the module '{name}'" if name else "the module"
+                raise UnsupportedError(
+                    f"{where} is scripted or traced (a {type(part).__name__}), whose parameters "
+                    "cannot be replaced; use the module that it was made from"
+                )
             for param in part._parameters.values():
                 self._add(param)
         buffers = _Bucket(owner, home)
@@ -334,8 +320,7 @@ class Replicas:
             return
         if nn.parameter.is_lazy(tensor) or tensor.device != self._owner.devices[0]:
             _refuse_tensor(self._module, tensor, self._owner.devices[0])
-        if bucket is None:
-            bucket = self._bucket_for(tensor)
+        bucket = bucket or self._bucket_for(tensor)
         bucket.add(tensor)
         self._places[id(tensor)] = bucket, len(bucket.tensors) - 1
 
@@ -390,17 +375,14 @@ class _WhenUsed(dict[str, Any]):
         return dict, (self.items(),)  # of a copy of the module
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the tensor of that name."""
         if name not in self:
             return default
         return self[name]
 
     def values(self) -> Any:
-        """Return all tensors."""
         return [self[name] for name in self]
 
     def items(self) -> Any:
-        """Return all names and tensors."""
         return [(name, self[name]) for name in self]
 
 
@@ -415,12 +397,4 @@ def _refuse_tensor(module: nn.Module, tensor: Tensor, device: torch.device) -> N
     raise ArgumentError(
         f"module has '{name}' on {tensor.device}, expected {device}, the device of rank 0: call "
         f"module.to('{device}')"
-    )
-
-
-def _refuse_scripted(name: str, part: nn.Module) -> None:
-    where = f"the module '{name}'" if name else "the module"
-    raise UnsupportedError(
-        f"{where} is scripted or traced (a {type(part).__name__}), whose parameters cannot be "
-        "replaced; use the module that it was made from"
     )

@@ -29,23 +29,27 @@ from pyringar.comm.communicator import Communicator
 from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.engine.toolchain import read_cpu
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.parallel.bucket_params import HookedParams, Replica, check_replicas, grad_dtype
+from pyringar.parallel.bucket_params import (
+    HookedParams,
+    Replica,
+    check_replicas,
+    give_own_memory,
+    grad_dtype,
+)
 from pyringar.parallel.bucket_ranks import texts_of_ranks
-from pyringar.parallel.own_memory import give_own_memory
 from pyringar.parallel.shards import check_replicas_equal, digest_of
-
-__all__ = ["ShardedStep", "check_shards", "torch_threads"]
 
 logger = logging.getLogger(__name__)
 
 LossOf = Callable[[Any, int], Tensor | None]
+_WHOLE = {torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32}
+_WHOLE |= {torch.int32, torch.int64}  # dtypes of numbers that an int64 holds
 
 
 def check_shards(num_shards: Any, num_ranks: int, name: str = "num_shards") -> None:
     """Raise unless the shards per rank are a power of two, or there is a single rank.
 
-    Raises:
-        ArgumentError: ``name`` does not fit. Names the numbers of ranks that fit.
+    The ArgumentError about ``name`` has the numbers of ranks that fit.
     """
     if not is_count(num_shards, 1):
         raise ArgumentError(f"{name} is {num_shards!r}, expected a whole number, 1 or more")
@@ -230,22 +234,23 @@ class ShardedStep:
             yield
             return
         devices = dict.fromkeys(map(_device_of, self._replicas))
-        generators = _generators([device for device in devices if device.type == "cuda"])
-        before = [get() for get, _ in generators]
-        if self._seed is None:
-            yield
-            if [get() for get, _ in generators] != before:
-                raise UnsupportedError(
-                    "random numbers of torch, NumPy or Python were drawn for a shard, in an order "
-                    "that depends on the number of ranks: give seed, from which every shard gets "
-                    "its own"
-                )
+        gpus = [device for device in devices if device.type == "cuda"]
+        before = _read_generators(gpus)
+        if self._seed is not None:
+            try:
+                yield
+            finally:
+                _restore_generators(before, gpus)
             return
-        try:
-            yield
-        finally:
-            for (_, restore), state in zip(generators, before, strict=True):
-                restore(state)
+        yield
+        # Not strict: a shard may be the first to import NumPy.
+        after = _read_generators(gpus)
+        if any(now != was for now, was in zip(after, before, strict=False)):
+            raise UnsupportedError(
+                "random numbers of torch, NumPy or Python were drawn for a shard, in an order "
+                "that depends on the number of ranks: give seed, from which every shard gets "
+                "its own"
+            )
 
     def _run_shard(
         self, rank: _Rank, index: int, loss_of: LossOf, watch: Any, shard: int
@@ -253,25 +258,22 @@ class ShardedStep:
         """Return gradients, changed buffers, flags of changed buffers, and loss of a shard."""
         rank.clear()
         if self._seed is not None:
-            text = f"{self._seed} {self.num_steps} {shard}"
-            digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-            _seed_all(int.from_bytes(digest, "big"))
+            _seed_all(f"{self._seed} {self.num_steps} {shard}")
         with watch("forward", index):
             loss = loss_of(rank.replica, shard)
-        if loss is not None and (
-            not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex()
-        ):
-            is_tensor = isinstance(loss, Tensor)
+        total = torch.zeros((), dtype=torch.float64, device=_device_of(rank.replica))
+        if loss is None:
+            return [*rank.take(), total]
+        is_tensor = isinstance(loss, Tensor)
+        if not is_tensor or loss.numel() != 1 or loss.is_complex():
             what = f"of {tuple(loss.shape)}, {loss.dtype}" if is_tensor else kind_of(loss)
             raise ArgumentError(
                 f"the loss of shard {shard} is {what}, expected one real number or None"
             )
-        if loss is not None and loss.requires_grad:
+        if loss.requires_grad:
             with watch("backward", index):
                 loss.backward()  # type: ignore[no-untyped-call]
-        found = rank.take()
-        total = torch.zeros((), dtype=torch.float64, device=_device_of(rank.replica))
-        return [*found, total if loss is None else total.copy_(loss.detach().reshape(()))]
+        return [*rank.take(), total.copy_(loss.detach().reshape(()))]
 
     def _reduce(self, sums: list[list[Tensor]]) -> None:
         if isinstance(self._comm, Communicator):
@@ -299,13 +301,13 @@ class _Rank:
         self.replica = replica
         self.params = [param for param in _tensors(replica) if param.requires_grad]
         modules = replica.modules() if isinstance(replica, nn.Module) else ()
-        every: list[tuple[dict[str, Any], str]] = [
-            (part._buffers, name) for part in modules for name in part._buffers
-        ]
         # By name: a module may replace the tensor.
-        self._held = [(buffers, name) for buffers, name in every if buffers[name] is not None]
-        for buffers, name in self._held:
-            _check_has_sums(name, buffers[name])
+        self._held: list[tuple[dict[str, Any], str]] = []
+        for part in modules:
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    _check_has_sums(name, buffer)
+                    self._held.append((part._buffers, name))
         self.old = [buffer.detach().clone() for buffer in self.buffers]
 
     @property
@@ -427,9 +429,7 @@ def _tensors(replica: Replica) -> Iterator[Tensor]:
 
 
 def _check_has_sums(name: str, buffer: Tensor) -> None:
-    kinds = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32)
-    is_whole = buffer.dtype in (*kinds, torch.int32, torch.int64)
-    if not (is_whole or buffer.is_floating_point() or buffer.is_complex()):
+    if not (buffer.dtype in _WHOLE or buffer.is_floating_point() or buffer.is_complex()):
         raise UnsupportedError(
             f"buffer {name!r} has dtype {buffer.dtype}, expected a float, complex, bool or integer "
             "dtype within int64, of which a ShardedStep takes the mean over shards: convert it, or "
@@ -453,41 +453,30 @@ def _narrow(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-_Accessors = tuple[Callable[[], Any], Callable[[Any], object]]
-
-
-def _generators(gpus: Sequence[torch.device]) -> list[_Accessors]:
-    """Return how the state of each global generator is read, as bytes or tuples, and restored."""
-
-    def of_torch(get: Callable[[], Tensor], restore: Callable[[Tensor], object]) -> _Accessors:
-        return (
-            lambda: get().numpy().tobytes(),
-            lambda state: restore(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
-        )
-
-    found: list[_Accessors] = [
-        (random.getstate, random.setstate),
-        of_torch(torch.get_rng_state, torch.set_rng_state),
-    ]
-    for gpu in gpus:
-        get, restore = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-        found.append(of_torch(partial(get, gpu), partial(restore, device=gpu)))
+def _read_generators(gpus: Sequence[torch.device]) -> list[Any]:
+    """Return the states of the global generators, as values that can be compared."""
+    states: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
+    states += [torch.cuda.get_rng_state(gpu).tolist() for gpu in gpus]
     numpy = sys.modules.get("numpy")  # without it none of its numbers are drawn
     if numpy is not None:
-
-        def read() -> Any:
-            kind, keys, *rest = numpy.random.get_state()
-            return kind, keys.tobytes(), *rest
-
-        def write(state: Any) -> None:
-            kind, keys, *rest = state
-            numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
-
-        found.append((read, write))
-    return found
+        kind, keys, *rest = numpy.random.get_state()
+        states.append((kind, keys.tolist(), *rest))
+    return states
 
 
-def _seed_all(number: int) -> None:
+def _restore_generators(states: Sequence[Any], gpus: Sequence[torch.device]) -> None:
+    of_python, of_cpu, *others = states
+    random.setstate(of_python)
+    torch.set_rng_state(torch.tensor(of_cpu, dtype=torch.uint8, device="cpu"))
+    for gpu, state in zip(gpus, others, strict=False):
+        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"), gpu)
+    for state in others[len(gpus) :]:
+        sys.modules["numpy"].random.set_state(state)
+
+
+def _seed_all(text: str) -> None:
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    number = int.from_bytes(digest, "big")
     torch.manual_seed(number)
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:

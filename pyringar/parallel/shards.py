@@ -18,19 +18,6 @@ from pyringar.comm.arguments import is_count
 from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = [
-    "check_alike",
-    "check_replicas_equal",
-    "count_correct",
-    "cut",
-    "digest_of",
-    "evaluate_accuracy_gpus",
-    "get_params",
-    "mismatch_flags",
-    "shard_sizes",
-    "split_batch",
-]
-
 Device = str | torch.device
 Shards = tuple[Tensor, ...]
 SplitFunction = Callable[
@@ -75,9 +62,6 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
 
     Without weights the sizes are those of ``torch.tensor_split``. With weights each share is
     rounded down. The largest remainders get the rest, the lower rank first among equals.
-
-    Raises:
-        ArgumentError: A count is too small, a weight negative or not finite, or all weights are 0.
     """
     if not (is_count(n) and is_count(num_shards, 1)):
         raise ArgumentError(
@@ -121,10 +105,7 @@ def _check_weights(weights: Sequence[float], num_shards: int) -> list[Fraction]:
 
 
 def split_batch(
-    X: Tensor,  # noqa: N803
-    y: Tensor,
-    devices: Sequence[Device],
-    weights: Sequence[float] | None = None,
+    X: Tensor, y: Tensor, devices: Sequence[Device], weights: Sequence[float] | None = None
 ) -> tuple[Shards, Shards]:
     """Cut a batch into exactly one shard per rank, each on its rank's device.
 
@@ -287,14 +268,14 @@ def _count_hits(
             raise ArgumentError(f"data_iter gave {kind_of(batch)} as batch {i}, expected (X, y)")
         samples, labels = batch
         _check_tensor(f"y of batch {i}", labels)
-        Xs, ys = split_f(samples, labels, devices)  # noqa: N806
+        Xs, ys = split_f(samples, labels, devices)
         if len(Xs) != len(replicas) or len(ys) != len(replicas):
             raise ArgumentError(
                 f"split_f gave {len(Xs)} and {len(ys)} shards, expected one for each of "
                 f"{len(replicas)} replicas"
             )
         total += labels.shape[0]
-        for rank, (X, y) in enumerate(zip(Xs, ys, strict=True)):  # noqa: N806
+        for rank, (X, y) in enumerate(zip(Xs, ys, strict=True)):
             if X.shape[0] == 0:
                 continue
             scores = replicas[rank](X)
@@ -334,13 +315,9 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Compare every rank's tensors with rank 0's without waiting for the devices.
 
-    Arguments and errors are those of `check_replicas_equal`.
-
-    Returns:
-        For each rank after the first a 0-dimensional bool tensor on its device: True if bits
-        differ.
-
-    Cost on a GPU: one copy and one comparison, for any number of tensors. The CPU copies nothing.
+    Arguments and errors are those of `check_replicas_equal`. Returns, for each rank after the
+    first, a 0-dimensional bool tensor on its device: True if bits differ. Cost on a GPU: one copy
+    and one comparison, for any number of tensors. The CPU copies nothing.
     """
     _check_lists(replicas)
     check_alike(replicas, "tensor")

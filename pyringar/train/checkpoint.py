@@ -23,20 +23,6 @@ from pyringar.errors import ArgumentError, RingarError
 from pyringar.train.config import TrainConfig
 from pyringar.train.devices import describe_devices
 
-__all__ = [
-    "SETTING",
-    "Checkpoint",
-    "folder_of",
-    "has_checkpoint",
-    "named_in",
-    "prepare_folder",
-    "read_checkpoint",
-    "recipe_of",
-    "save_state",
-    "to_file",
-    "write_file",
-]
-
 _FILE = "checkpoint.bin"
 _FIRST_LINE = b"pyringar checkpoint 3\n"
 _DIGEST_BYTES = 32

@@ -14,8 +14,6 @@ from pyringar.errors import ArgumentError
 if TYPE_CHECKING:  # the command line shows the choices, and does not wait for torch
     import torch
 
-__all__ = ["CHOICES", "INITS", "MODEL_TITLES", "TrainConfig"]
-
 _DEFAULT_RANKS = 2
 _FULL_WIDTH = 64
 

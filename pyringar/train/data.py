@@ -27,8 +27,6 @@ from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.train.config import CHOICES
 from pyringar.train.synthetic import synthetic_images
 
-__all__ = ["ImageData", "batches", "default_data_dir", "load_data"]
-
 logger = logging.getLogger(__name__)
 
 # So many that the book's own recipe, 10 epochs with batches of 256, learns.
@@ -160,9 +158,7 @@ def _folder(data_dir: str | Path) -> Path:
 def _fashion_mnist(root: Path) -> ImageData:
     """Read the four files, or download them first.
 
-    Raises:
-        ArgumentError: A file is broken.
-        RingarError: The files are missing and cannot be downloaded.
+    ArgumentError if a file is broken; RingarError if the files cannot be downloaded.
     """
     files = _find_files(root)
     if not files:

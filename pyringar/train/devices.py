@@ -12,8 +12,6 @@ from pyringar.comm.communicator import Communicator
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError
 
-__all__ = ["choose_devices", "describe_devices", "synchronize"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -23,10 +21,8 @@ def choose_devices(
     """Return a device for every rank: ``devices``, or the GPUs of this machine, or the CPU.
 
     Neighbouring ranks share a GPU if there are fewer GPUs than ranks. If the CUDA engine cannot be
-    built or used, a warning is logged and all ranks run on the CPU.
-
-    Raises:
-        ArgumentError: A device is missing, or ``devices`` does not name one per rank.
+    built or used, a warning is logged and all ranks run on the CPU. ArgumentError if a device is
+    missing, or ``devices`` does not name one per rank.
     """
     if devices is not None:
         found = check_devices(devices)
@@ -35,8 +31,6 @@ def choose_devices(
                 f"ranks is {ranks}, but devices names {len(found)}: {describe_devices(found)}"
             )
         return found
-    if ranks < 1:
-        raise ArgumentError(f"ranks is {ranks}, expected 1 or more")
     num_gpus = _count_usable_gpus()
     if num_gpus == 0:
         return (torch.device("cpu"),) * ranks

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.train.devices import describe_devices
 from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
-
-__all__ = ["Branches", "CudaCapture", "GraphStep", "check_ranks"]
 
 # The first step plans the buckets and the second uses that plan. Handles, streams and workspaces,
 # which are made at first use, must exist before a capture begins.
@@ -92,8 +89,7 @@ class CudaCapture:
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """Capture a function and return the replay, which uses the same tensors on every call.
 
-        Raises:
-            CudaError: An operation in it cannot be captured.
+        CudaError if an operation in it cannot be captured.
         """
         gc.collect()  # no CUDA memory of a dead cycle may be freed during the capture
         graph = torch.cuda.CUDAGraph()
@@ -117,66 +113,48 @@ class CudaCapture:
         return graph.replay
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """A step for batches of one size: its inputs, its result, and its replay."""
-
-    X: Tensor
-    y: Tensor
-    flags: Sequence[Tensor]
-    replay: Callable[[], None]
-
-
 class GraphStep:
     """Replays an `EagerStep`, captured once for each batch size, with the same bits.
 
-    The constructor runs warm-up steps, undoes them, and captures.
+    The constructor runs warm-up steps, undoes them, and captures; CudaError if that fails.
 
     Args:
         eager: The step to capture.
         batches: Images and class indices on the ranks' device, one batch of each size.
         state: Every tensor that a step changes, except those of ``eager``.
-
-    Raises:
-        CudaError: The step cannot be captured.
     """
 
     def __init__(
-        self,
-        eager: EagerStep,
-        batches: Sequence[tuple[Tensor, Tensor]],
-        state: Sequence[Tensor],
+        self, eager: EagerStep, batches: Sequence[tuple[Tensor, Tensor]], state: Sequence[Tensor]
     ) -> None:
         self._eager = eager
         self.momentum, self.sums, self.take_loss = eager.momentum, eager.sums, eager.take_loss
         self._step_size = torch.zeros((), dtype=state[0].dtype, device=state[0].device)
         self._changed = [*state, *eager.sums, *itertools.chain(*eager.momentum.velocities)]
-        self._captured = {len(X): self._capture(X.clone(), y.clone()) for X, y in batches}
+        self._replays = {len(X): self._capture(X.clone(), y.clone()) for X, y in batches}
 
     def __call__(
-        self,
-        X: Tensor,  # noqa: N803
-        y: Tensor,
-        step_size: float,
-        trace: Trace | None = None,
+        self, X: Tensor, y: Tensor, step_size: float, trace: Trace | None = None
     ) -> Sequence[Tensor]:
         """Replay the step with a batch of a size that was captured.
 
         The next call writes into the tensors that this one returned.
         """
-        captured = self._captured[len(X)]
-        # Enqueued on the stream of the replays: after the last replay and before the next one.
-        captured.X.copy_(X)
-        captured.y.copy_(y)
         self._step_size.fill_(step_size)
-        captured.replay()
-        return captured.flags
+        return self._replays[len(X)](X, y)
 
-    def _capture(self, X: Tensor, y: Tensor) -> _Captured:  # noqa: N803
+    def _capture(self, X: Tensor, y: Tensor) -> Callable[[Tensor, Tensor], Sequence[Tensor]]:
         flags: list[Tensor] = []
 
         def run() -> None:
             flags[:] = self._eager(X, y, self._step_size)
+
+        def replay_with(images: Tensor, labels: Tensor) -> Sequence[Tensor]:
+            # Enqueued on the stream of the replays: after the last replay and before the next one.
+            X.copy_(images)
+            y.copy_(labels)
+            replay()
+            return flags
 
         capture = CudaCapture(X.device)
         before = [tensor.detach().clone() for tensor in self._changed]
@@ -184,4 +162,5 @@ class GraphStep:
         with torch.no_grad():
             for tensor, then in zip(self._changed, before, strict=True):
                 tensor.copy_(then)
-        return _Captured(X, y, flags, capture.record(run))
+        replay = capture.record(run)
+        return replay_with

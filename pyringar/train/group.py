@@ -21,12 +21,10 @@ from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.stores import checked_store
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
-from pyringar.parallel.shards import Shards, digest_of, shard_sizes, split_batch
+from pyringar.parallel.shards import Shards, digest_of, split_batch
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 from pyringar.train.devices import choose_devices
-
-__all__ = ["Processes", "TrainGroup", "num_processes", "writes_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class TrainGroup:
 
     def split(
         self,
-        X: Tensor,  # noqa: N803
+        X: Tensor,
         y: Tensor,
         devices: Sequence[torch.device],
         weights: Sequence[float] | None = None,
@@ -109,8 +107,7 @@ class TrainGroup:
 class Processes(TrainGroup):
     """The rank of this process in a run of many processes.
 
-    ``store``, ``rank`` and ``world_size`` default to those of torchrun; see
-    `pyringar.ProcessCommunicator`.
+    ``store``, ``rank`` and ``world_size`` default to those of torchrun.
     """
 
     comm: RankCommunicator
@@ -169,15 +166,15 @@ class Processes(TrainGroup):
 
     def split(
         self,
-        X: Tensor,  # noqa: N803
+        X: Tensor,
         y: Tensor,
         devices: Sequence[torch.device],
         weights: Sequence[float] | None = None,
     ) -> tuple[Shards, Shards]:
         """Cut out this rank's shard: the one that `split_batch` gives it."""
-        sizes = shard_sizes(len(X), self.comm.world_size, weights)
-        begin, size = sum(sizes[: self.comm.rank]), sizes[self.comm.rank]
-        return (X[begin : begin + size],), (y[begin : begin + size],)
+        rank = self.comm.rank
+        images, labels = split_batch(X, y, self.all_devices, weights)
+        return (images[rank],), (labels[rank],)
 
     def total(self, value: float) -> Any:
         """Gather and add here: an all-reduce could add in another order."""

@@ -16,9 +16,6 @@ from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError
 from pyringar.train.config import INITS
 
-__all__ = ["BOOK_PLATEAU_STEPS", "PARAM_NAMES", "LeNet", "lenet", "lenet_params"]
-
-
 # Fully connected weights are (inputs, outputs).
 PARAM_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")
 _SHAPES = ((20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,))
@@ -62,7 +59,7 @@ def lenet_params(
     return params
 
 
-def lenet(X: Tensor, params: Sequence[Tensor]) -> Tensor:  # noqa: N803
+def lenet(X: Tensor, params: Sequence[Tensor]) -> Tensor:
     """Score images: ``(n, 1, 28, 28)`` to ``(n, 10)``, one score a class, no softmax.
 
     Args:
@@ -78,7 +75,7 @@ def lenet(X: Tensor, params: Sequence[Tensor]) -> Tensor:  # noqa: N803
         )
     if X.dtype != params[0].dtype:
         raise ArgumentError(f"X is {X.dtype}, but params[0] is {params[0].dtype}")
-    W1, b1, W2, b2, W3, b3, W4, b4 = params  # noqa: N806
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
     h = F.avg_pool2d(F.relu(F.conv2d(X, W1, b1)), 2)  # (n, 20, 13, 13)
     h = F.avg_pool2d(F.relu(F.conv2d(h, W2, b2)), 2)  # (n, 50, 4, 4): one row and column go unused
     h = F.relu(h.flatten(1) @ W3 + b3)  # (n, 128)
@@ -108,6 +105,6 @@ class LeNet(nn.Module):
         for name, param in zip(PARAM_NAMES, initial, strict=True):
             self.register_parameter(name, nn.Parameter(param))
 
-    def forward(self, X: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, X: Tensor) -> Tensor:
         """Score images. See `lenet`."""
         return lenet(X, [getattr(self, name) for name in PARAM_NAMES])

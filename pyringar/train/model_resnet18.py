@@ -16,9 +16,6 @@ from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError
 from pyringar.train.config import INITS
 
-__all__ = ["NormedConv", "Residual", "fit_tensor_cores", "initialise", "resnet18"]
-
-
 _BOOK_STD = 0.01
 _STAGES = (1, 2, 4, 8)  # channels of each, in units of the width
 
@@ -32,7 +29,7 @@ class NormedConv(nn.Conv2d):
 
     skips_bias = False
 
-    def forward(self, X: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, X: Tensor) -> Tensor:
         """See ``torch.nn.Conv2d``."""
         bias = None if self.skips_bias and self.training else self.bias
         return F.conv2d(X, self.weight, bias, self.stride, self.padding)
@@ -54,10 +51,10 @@ class Residual(nn.Module):
         self.bn1 = nn.BatchNorm2d(out_channels)
         self.bn2 = nn.BatchNorm2d(out_channels)
 
-    def forward(self, X: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, X: Tensor) -> Tensor:
         """``(n, in, h, w)`` to ``(n, out, h / strides, w / strides)``."""
-        Y = F.relu(self.bn1(self.conv1(X)))  # noqa: N806
-        Y = self.bn2(self.conv2(Y))  # noqa: N806
+        Y = F.relu(self.bn1(self.conv1(X)))
+        Y = self.bn2(self.conv2(Y))
         return F.relu(Y + (X if self.conv3 is None else self.conv3(X)))
 
 
@@ -99,33 +96,23 @@ def resnet18(
             NormedConv(in_channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
         )
         channels = width
-        for stage, factor in enumerate(_STAGES):
-            net.add_module(f"resnet_block{stage + 1}", _stage(channels, factor * width, stage == 0))
-            channels = factor * width
+        for stage, factor in enumerate(_STAGES, 1):
+            before, channels = channels, factor * width
+            strides = 1 if stage == 1 else 2  # all others halve height and width
+            blocks = Residual(before, channels, strides), Residual(channels, channels)
+            net.add_module(f"resnet_block{stage}", nn.Sequential(*blocks))
         net.add_module("global_avg_pool", nn.AdaptiveAvgPool2d((1, 1)))
         net.add_module("fc", nn.Sequential(nn.Flatten(), nn.Linear(channels, num_classes)))
     initialise(net, init, seed)
     return net.to(dtype)
 
 
-def _stage(in_channels: int, out_channels: int, is_first: bool) -> nn.Sequential:
-    """Two residual blocks; all stages but the first halve height and width."""
-    strides = 1 if is_first else 2
-    return nn.Sequential(
-        Residual(in_channels, out_channels, strides), Residual(out_channels, out_channels)
-    )
-
-
 def fit_tensor_cores(net: nn.Module) -> None:
     """Give a ResNet-18 for grey images the layout and the work that tensor cores are best at.
 
     Weights and activations get their channels last. Training leaves out the biases that batch norms
-    subtract again, as both adding them and their gradients, zero but for rounding, take a fifth
-    of a step: these biases stay as they are. Running means and other results are those of the plain
-    module, up to rounding.
-
-    Args:
-        net: What `resnet18` returns; changed in place.
+    subtract again: adding them and their gradients takes a fifth of a step. These biases stay as
+    they are. Results are those of the plain module, up to rounding. ``net`` is changed in place.
     """
     net.to(memory_format=torch.channels_last)
     for conv in _normed_convs(net):
@@ -149,7 +136,7 @@ def _prepare(net: nn.Module, args: tuple[Tensor]) -> Tensor:
         share = norms[0].momentum  # of the new value; the old one is multiplied by the rest
         with torch.no_grad():
             torch._foreach_add_(means, biases, alpha=share / (1 - share))
-    (X,) = args  # noqa: N806
+    (X,) = args
     n, _, height, width = X.shape
     return X.reshape(n, height, width, 1).permute(0, 3, 1, 2)
 

@@ -16,13 +16,11 @@ from pyringar.errors import CompilerNotFoundError
 from pyringar.parallel.batchnorm import synchronise_batchnorm
 from pyringar.parallel.bucketer import GradientBucketer
 from pyringar.parallel.rank_threads import run_in_lockstep, run_ranks
-from pyringar.parallel.replicate import copy_buffers, replicate
+from pyringar.parallel.replicate import replicate
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import LeNet
 from pyringar.train.model_resnet18 import fit_tensor_cores, resnet18
 from pyringar.train.step import AfterBackward
-
-__all__ = ["RankedModel", "autocast", "threads_per_rank"]
 
 _NUM_CLASSES = 10
 
@@ -97,7 +95,7 @@ class RankedModel:
                 raise
         return AfterBackward(self.params, self._devices, comm)
 
-    def score(self, rank: int, X: Tensor) -> Tensor:  # noqa: N803
+    def score(self, rank: int, X: Tensor) -> Tensor:
         """Score one rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)``."""
         if not len(X):
             return X.new_empty(0, _NUM_CLASSES)
@@ -121,26 +119,14 @@ class RankedModel:
         }
         run = run_in_lockstep if self._is_synced else run_ranks
         scores = run(calls, self._devices) if calls else {}
-        empty = [shard.new_empty(0, _NUM_CLASSES) for shard in shards]
-        return [scores.get(rank, none) for rank, none in enumerate(empty)]
-
-    def evaluators(self) -> Sequence[nn.Module]:
-        """Return one module per rank that scores test images, with equal results."""
-        copy_buffers(self.replicas)  # of rank 0
-        return self.replicas
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return rank 0's parameters and buffers by name."""
-        state: dict[str, Tensor] = self.replicas[0].state_dict()
-        return state
+        return [
+            scores[rank] if rank in scores else shard.new_empty(0, _NUM_CLASSES)
+            for rank, shard in enumerate(shards)
+        ]
 
     def buffers(self) -> list[list[Tensor]]:
         """Return the buffers of every rank; training makes running statistics differ."""
         return [list(replica.buffers()) for replica in self.replicas]
-
-    def tensors(self) -> list[Tensor]:
-        """Return every tensor that a step changes, on all ranks."""
-        return [tensor for mine in (*self.params, *self.buffers()) for tensor in mine]
 
     def close(self) -> None:
         """Remove the hooks; the communicator stays open."""

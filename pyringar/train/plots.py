@@ -15,8 +15,6 @@ from pyringar.train.config import MODEL_TITLES
 from pyringar.train.devices import describe_devices
 from pyringar.train.trainer import EpochResult, TrainResult
 
-__all__ = ["LivePlot", "accuracy_bar", "save_plot"]
-
 _BAR_COLUMNS = 40
 
 
@@ -40,11 +38,7 @@ class LivePlot:
     """
 
     def __init__(
-        self,
-        num_epochs: int | None = None,
-        *,
-        where: str = "auto",
-        file: TextIO | None = None,
+        self, num_epochs: int | None = None, *, where: str = "auto", file: TextIO | None = None
     ) -> None:
         check_choice("where", where, ("auto", "notebook", "text"))
         if num_epochs is not None and num_epochs < 1:

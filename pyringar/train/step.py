@@ -4,50 +4,36 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from pyringar.comm.communicator import Communicator
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.errors import ArgumentError
-from pyringar.parallel.bucket_step import StepStats
-from pyringar.parallel.shards import Device, Shards, mismatch_flags, split_batch
+from pyringar.parallel.bucketer import StepStats
+from pyringar.parallel.sharded_step import ShardedStep
+from pyringar.parallel.shards import Device, Shards, mismatch_flags, shard_sizes, split_batch
+from pyringar.train.config import TrainConfig
 from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
 
-__all__ = [
-    "AfterBackward",
-    "EagerStep",
-    "Momentum",
-    "RankBranches",
-    "reduce_gradients",
-    "sgd",
-    "span",
-    "sum_loss",
-    "train_batch",
-]
+if TYPE_CHECKING:
+    from pyringar.train.graph import Branches
+    from pyringar.train.models import RankedModel
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # shards to scores, one per rank
 
 
-class RankBranches(Protocol):
-    """Runs ranks of one GPU as parallel branches of a CUDA graph."""
-
-    def score(self, rank: int, X: Tensor, /) -> Tensor:  # noqa: N803
-        """Score the shard of a rank, inside `run`: ``(n, classes)``."""
-
-    def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
-        """Call ``functions[rank]()`` for each rank, and return the results."""
-
-
 def train_batch(
-    X: Tensor,  # noqa: N803
+    X: Tensor,
     y: Tensor,
     device_params: Replicas,
     devices: Sequence[Device],
@@ -179,26 +165,19 @@ def sgd(
 ) -> None:
     """Subtract ``step_size`` times the gradient from every parameter that has one.
 
-    With momentum ``v = momentum * v + step_size * grad`` is subtracted. Every product is rounded
-    before it is used: only some devices have a fused multiply-add, and replicas on different
-    devices must have the same bits.
-
-    Args:
-        params: Parameters of one dtype and device.
-        step_size: Learning rate over the number of samples. A CUDA graph reads it from a
-            0-dimensional tensor of the parameters' dtype and device.
-        velocities: ``v`` of every parameter, updated in place; empty without momentum.
-        momentum: Factor of ``v``.
+    With momentum ``v = momentum * v + step_size * grad`` is subtracted; ``velocities`` holds ``v``,
+    updated in place, and is empty without momentum. Every product is rounded before it is used:
+    only some devices have a fused multiply-add, and replicas on different devices must have the
+    same bits. A CUDA graph reads ``step_size`` from a 0-dimensional tensor on the device.
     """
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     if not pairs:
         return
-    grads = [grad for _, grad in pairs]
     with torch.no_grad():  # on a GPU a few launches for all parameters, instead of two for each
-        steps = list(torch._foreach_mul(grads, step_size))
+        steps = list(torch._foreach_mul([grad for _, grad in pairs], step_size))
         if velocities:
-            zipped = zip(velocities, params, strict=True)
-            last = [velocity for velocity, param in zipped if param.grad is not None]
+            both = zip(velocities, params, strict=True)
+            last = [velocity for velocity, param in both if param.grad is not None]
             torch._foreach_mul_(last, momentum)
             torch._foreach_add_(last, steps)
             steps = last
@@ -206,18 +185,17 @@ def sgd(
 
 
 class EagerStep:
-    """One training step of all ranks, called for every batch.
+    """One training step of all ranks of this process, called for every batch.
 
     Args:
-        replicas: ``replicas[rank][i]``: the parameters of every rank of this process.
-        scores: Computes each rank's scores ``(n, classes)`` from one shard of samples per rank.
+        replicas: Parameters: ``replicas[rank][i]``.
+        scores: Returns each rank's scores ``(n, classes)`` of one shard of samples per rank.
         reduce: Called after backward; returns when every ``grad`` is the sum over all ranks.
-        split: Cuts a batch into one shard per rank of this process.
+        split: Cuts a batch into one shard per rank.
         branches: Runs the ranks instead of ``scores``; None: one rank after the other.
         momentum: See `sgd`.
 
-    Attributes:
-        sums: Every rank's loss so far, float64, on its device: reading it synchronizes.
+    ``sums`` holds every rank's loss so far, float64, on its device: reading it synchronizes.
     """
 
     def __init__(
@@ -226,7 +204,7 @@ class EagerStep:
         scores: Scores,
         reduce: Callable[[], None],
         split: Callable[[Tensor, Tensor], tuple[Shards, Shards]],
-        branches: RankBranches | None = None,
+        branches: Branches | None = None,
         momentum: float = 0.0,
     ) -> None:
         self._replicas = replicas
@@ -240,16 +218,11 @@ class EagerStep:
         ]
 
     def __call__(
-        self,
-        X: Tensor,  # noqa: N803
-        y: Tensor,
-        step_size: float | Tensor,
-        trace: Trace | None = None,
+        self, X: Tensor, y: Tensor, step_size: float | Tensor, trace: Trace | None = None
     ) -> list[Tensor]:
         """Train on a batch; ``step_size`` is the learning rate over its size.
 
-        Returns:
-            Flags: whether each rank but the first differs from it now; see `mismatch_flags`.
+        Returns flags: whether each rank but the first differs from it now; see `mismatch_flags`.
         """
         losses = self.train(self._split(X, y), step_size, trace)
         for total, loss in zip(self.sums, losses, strict=True):
@@ -257,10 +230,7 @@ class EagerStep:
         return mismatch_flags(self._replicas)
 
     def train(
-        self,
-        shards: tuple[Shards, Shards],
-        step_size: float | Tensor,
-        trace: Trace | None = None,
+        self, shards: tuple[Shards, Shards], step_size: float | Tensor, trace: Trace | None = None
     ) -> list[Tensor]:
         """Train on one shard of samples and labels per rank; return every rank's summed loss."""
         k = len(self._replicas)
@@ -307,12 +277,75 @@ class EagerStep:
 
 
 def _compute_rank(
-    score: Callable[[int, Tensor], Tensor],
-    rank: int,
-    X: Tensor,  # noqa: N803
-    y: Tensor,
+    score: Callable[[int, Tensor], Tensor], rank: int, X: Tensor, y: Tensor
 ) -> Tensor:
     loss = sum_loss(score(rank, X), y)
     if loss.requires_grad:  # a rank without samples may have computed nothing
         loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
+
+
+class ShardStep:
+    """One training step of all ranks in shards; called as an `EagerStep` is.
+
+    ``sums`` holds the loss of all ranks so far, float64, on every rank of this process.
+    """
+
+    def __init__(
+        self, model: RankedModel, comm: Communicator | RankCommunicator, config: TrainConfig
+    ) -> None:
+        self._model, self._num_shards = model, config.shards or 1
+        step = self._step = ShardedStep(model.replicas, self._num_shards, comm=comm)
+        self.momentum = Momentum.of(config.momentum, model.params)
+        self.sums = [
+            torch.zeros((), dtype=torch.float64, device=params[0].device) for params in model.params
+        ]
+        self._each = len(step.shards[0])
+        self._first = step.shards[0].start // self._each  # the first rank of this process
+
+    def __call__(
+        self, X: Tensor, y: Tensor, step_size: float, trace: Trace | None = None
+    ) -> list[Tensor]:
+        """Train on a batch; see `EagerStep`."""
+        sizes = shard_sizes(len(X), self._num_shards)
+        shards = list(zip(torch.split(X, sizes), torch.split(y, sizes), strict=True))
+
+        def loss_of(_: Any, shard: int) -> Tensor | None:
+            if not sizes[shard]:
+                return None
+            rank = shard // self._each - self._first
+            images, labels = (part.to(self.sums[rank].device) for part in shards[shard])
+            return sum_loss(self._model.score(rank, images), labels)
+
+        loss = self._step(loss_of, **({} if trace is None else {"watch": trace.span}))
+        with span(trace, "optimizer", len(self._model.params)):
+            for rank, params in enumerate(self._model.params):
+                self.momentum.update(rank, params, step_size)
+        for total in self.sums:
+            total += loss.to(total.device)
+        return mismatch_flags(self._model.params)
+
+    def take_loss(self) -> float:
+        """Return the loss of all samples since the last call in rank 0's process, else 0."""
+        loss = self.sums[0].item() if self._first == 0 else 0.0
+        for total in self.sums:
+            total.zero_()
+        return loss
+
+    def evaluation(self, size: int, world_size: int) -> tuple[int, Any]:
+        """Return a batch size and a split function with equal pieces on any number of ranks."""
+        piece = math.ceil(size / self._num_shards)
+
+        def split(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> tuple[Shards, Shards]:
+            begins = [(self._first + i) * piece for i in range(len(devices))]
+            images, labels = (
+                tuple(t[b : b + piece].to(d) for b, d in zip(begins, devices, strict=True))
+                for t in (X, y)
+            )
+            return images, labels
+
+        return piece * world_size, split
+
+    def close(self) -> None:
+        """Close what the step owns."""
+        self._step.close()

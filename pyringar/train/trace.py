@@ -18,10 +18,8 @@ from typing import Any
 from pyringar.errors import ArgumentError
 from pyringar.parallel.bucketer import StepStats
 
-__all__ = ["CATEGORIES", "Span", "Trace"]
-
-CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer", "run")
-"""A span's kind: a phase of a step, a bucket from launch to done, or any code of a program."""
+CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
+"""The kinds of spans: the phases of a step, and a bucket from launch to done."""
 _MOST_REASON = 120  # characters
 _NOTES = """\
 ms of a step in which a rank was in a phase; what ranks do at once counts once
@@ -35,7 +33,7 @@ class Span:
 
     Attributes:
         name: For people: "backward", "bucket 2".
-        category: One of `CATEGORIES`; ``run`` is any code of a program, as in `pyringar.launch`.
+        category: One of `CATEGORIES`.
         begin_s: Seconds since the trace began.
         nbytes: Bytes of one rank's gradients in a bucket; 0 for other categories.
     """
@@ -91,12 +89,9 @@ class Trace:
     def add(
         self, name: str, category: str, rank: int, begin_ns: int, end_ns: int, nbytes: int = 0
     ) -> None:
-        """Record a span.
+        """Record a span, with times of ``time.perf_counter_ns``.
 
-        The times are readings of ``time.perf_counter_ns``.
-
-        Raises:
-            ArgumentError: Unknown ``category``.
+        ArgumentError for an unknown ``category``.
         """
         if category not in CATEGORIES:
             raise ArgumentError(
@@ -117,15 +112,15 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write the Chrome format. An existing file is replaced."""
-        events: list[dict[str, Any]] = [
-            {"name": what, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
-            for rank in sorted({span.rank for span in self.spans})
+        events: list[dict[str, Any]] = []
+        for rank in sorted({span.rank for span in self.spans}):
             for what, row, name in (
                 ("process_name", 0, f"rank {rank}"),
                 ("thread_name", 0, "computation"),
                 ("thread_name", 1, "buckets"),
-            )
-        ]
+            ):
+                about = {"name": what, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
+                events.append(about)
         events += [
             {
                 "name": span.name,
@@ -139,16 +134,18 @@ class Trace:
             }
             for span in self.spans
         ]
-        about = {"title": self.title}
-        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        content = {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {"title": self.title},
+        }
+        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Read a file that `save` wrote.
 
-        Raises:
-            ArgumentError: The file cannot be read, or `save` did not write it.
+        ArgumentError if the file cannot be read, or `save` did not write it.
         """
         trace = cls()
         try:
@@ -181,10 +178,7 @@ class Trace:
 
     def __str__(self) -> str:
         """Return a table of steps; times in milliseconds."""
-        categories = {span.category for span in self.spans}
-        is_program = "run" in categories
-        kinds = [k for k in CATEGORIES if (k in categories if is_program else k != "run")]
-        columns = ["total", *kinds, "exposed"]
+        columns = ["total", *CATEGORIES, "exposed"]
         facts = self.as_json()
         lines = [self.title] if self.title else []
         lines.append(f"{'step':>5}{''.join(f' {name:>9}' for name in columns)}")
@@ -197,12 +191,10 @@ class Trace:
 def _step_times(spans: Sequence[Span]) -> dict[str, float]:
     """Return milliseconds of a step: in all, by category, and the exposed time of its buckets."""
     of = {kind: [span for span in spans if span.category == kind] for kind in CATEGORIES}
-    total_s = max(span.end_s for span in spans) - min(span.begin_s for span in spans)
-    seconds = {
-        "total": total_s,
-        **{kind: covered_s(found) for kind, found in of.items()},
-        "exposed": _overlap_s(of["bucket"], of["wait"]),
-    }
+    seconds = {"total": max(span.end_s for span in spans) - min(span.begin_s for span in spans)}
+    seconds |= {kind: covered_s(found) for kind, found in of.items()}
+    either_s = covered_s([*of["bucket"], *of["wait"]])
+    seconds["exposed"] = seconds["bucket"] + seconds["wait"] - either_s
     return {f"{name}_ms": value * 1e3 for name, value in seconds.items()}
 
 
@@ -215,14 +207,9 @@ def covered_s(spans: Iterable[Span]) -> float:
     return total_s
 
 
-def _overlap_s(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """Return how many seconds lie both in one of ``spans`` and in one of ``others``."""
-    return covered_s(spans) + covered_s(others) - covered_s([*spans, *others])
-
-
 def _span_of(event: Any) -> Span:
     name, kind, args = str(event["name"]), event["cat"], event["args"]
-    if kind not in list(CATEGORIES):
+    if kind not in CATEGORIES:
         raise ValueError(f"category {kind!r}, expected one of {', '.join(CATEGORIES)}")
     rank, step, nbytes = (int(number) for number in (event["pid"], args["step"], args["bytes"]))
     begin_s, seconds = float(event["ts"]) * 1e-6, float(event["dur"]) * 1e-6

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyringar.comm.topology import Plan
 from pyringar.errors import ArgumentError, RingarError
+from pyringar.parallel.replicate import copy_buffers
 from pyringar.parallel.sharded_step import torch_threads
 from pyringar.parallel.shards import check_replicas_equal, count_correct, digest_of
 from pyringar.train.checkpoint import (
@@ -38,11 +39,8 @@ from pyringar.train.graph import Branches, GraphStep, check_ranks
 from pyringar.train.group import TrainGroup
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.models import RankedModel, autocast, threads_per_rank
-from pyringar.train.shard_step import ShardStep
-from pyringar.train.step import EagerStep, RankBranches
+from pyringar.train.step import EagerStep, ShardStep
 from pyringar.train.trace import Trace
-
-__all__ = ["EpochResult", "TrainResult", "Trainer", "train", "train_resnet18"]
 
 logger = logging.getLogger(__name__)
 
@@ -223,8 +221,10 @@ class Trainer:
         self.config = config = config.resolve(self.devices, is_traced=trace is not None)
         if config.cuda_graph:
             check_ranks(self.devices, trace)
-        self._folder: Path | None  # of checkpoints
-        checkpoint = self._open_checkpoints(save, resume)
+        # Folders of checkpoints: to write, and to resume from.
+        self._folder = None if save is None else folder_of("save", save)
+        self._source = None if resume is None else folder_of("resume", resume)
+        checkpoint = self._open_checkpoints()
         load = functools.partial(load_data, config.dataset, config.data_dir)
         loaded = data or self.group.load(load)
         self.description = str(loaded)
@@ -247,8 +247,8 @@ class Trainer:
         self.stretched_from: int | None = None
         if self._folder is not None:
             self._recipe |= self._found_recipe(loaded)
-        if resume is not None and checkpoint is not None:
-            self._resume_from(checkpoint, folder_of("resume", resume))
+        if checkpoint is not None and self._source is not None:
+            self._resume_from(checkpoint, self._source)
 
     @property
     def checkpoint_dir(self) -> Path | None:
@@ -301,6 +301,7 @@ class Trainer:
                 self._save(epochs)
             finally:  # also report an epoch whose checkpoint could not be written
                 on_epoch(result)
+        state = self.model.replicas[0].state_dict()
         return TrainResult(
             config=self.config,
             devices=self.all_devices,
@@ -308,13 +309,14 @@ class Trainer:
             plan=self.plan,
             epochs=tuple(epochs),
             params=tuple(param.detach().cpu() for param in self.replicas[0]),
-            state={name: t.detach().cpu() for name, t in self.model.state_dict().items()},
+            state={name: tensor.detach().cpu() for name, tensor in state.items()},
         )
 
     def evaluate(self) -> float:
         """Return the accuracy on the test images, counted by all ranks."""
-        models = self.model.evaluators()
-        self.group.share_buffers(self.model.state_dict(), self.replicas[0])
+        models = self.model.replicas
+        copy_buffers(models)  # of rank 0
+        self.group.share_buffers(models[0].state_dict(), self.replicas[0])
         size, split = _EVAL_BATCH, self.group.split
         if isinstance(self._run_step, ShardStep):
             size, split = self._run_step.evaluation(size, self.config.world_size)
@@ -344,16 +346,14 @@ class Trainer:
         config = self.config
         if config.shards is not None:
             return ShardStep(self.model, self.group.comm, config)
-        branches: RankBranches | None = None
+        branches: Branches | None = None
         if config.cuda_graph and config.batchnorm == "local":
             branches = Branches(self.devices[0], len(self.devices), self.model.score)
         eager = EagerStep(
             self.replicas,
             self.model.scores,
             reduce=self.model.bucketer.wait,
-            split=functools.partial(
-                self.group.split, devices=self.devices, weights=self.config.weights
-            ),
+            split=functools.partial(self.group.split, devices=self.devices, weights=config.weights),
             branches=branches,
             momentum=config.momentum,
         )
@@ -361,7 +361,8 @@ class Trainer:
             return eager
         images, labels = self._data.train_images, self._data.train_labels
         sizes = {min(config.batch_size, len(labels)), len(labels) % config.batch_size} - {0}
-        return GraphStep(eager, [(images[:n], labels[:n]) for n in sizes], self.model.tensors())
+        state = [tensor for mine in (*self.replicas, *self.model.buffers()) for tensor in mine]
+        return GraphStep(eager, [(images[:n], labels[:n]) for n in sizes], state)
 
     def _train_epoch(self, on_step: Callable[[], None] | None) -> tuple[float, float]:
         images, labels = self._data.train_images, self._data.train_labels
@@ -414,17 +415,13 @@ class Trainer:
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    def _open_checkpoints(
-        self, save: str | Path | None, resume: str | Path | None
-    ) -> Checkpoint | None:
+    def _open_checkpoints(self) -> Checkpoint | None:
         """Check that the folders can be used; return the checkpoint to resume from, if any."""
-        name, path = ("resume", resume) if save is None else ("save", save)
-        if path is None:
-            self._folder = None
+        name, source = ("resume" if self._folder is None else "save"), self._source
+        self._folder = target = self._folder or source
+        if target is None:
             return None
         self._recipe = recipe_of(self.config, self.all_devices)
-        target = self._folder = folder_of(name, path)
-        source = None if resume is None else folder_of("resume", resume)
 
         def prepare() -> bytes:
             if source is None:
@@ -484,9 +481,9 @@ class Trainer:
         kinds = (self.replicas, self.model.buffers(), self._run_step.momentum.velocities)
         return [[*itertools.chain(*of_rank)] for of_rank in zip(*kinds, strict=True)]
 
-    def _resume_from(self, checkpoint: Checkpoint, folder: Path) -> None:
-        checkpoint.check(self._recipe, folder)
-        self._check_tensors(checkpoint, folder)
+    def _resume_from(self, checkpoint: Checkpoint, source: Path) -> None:
+        checkpoint.check(self._recipe, source)
+        self._check_tensors(checkpoint, source)
         # The first step decides the layout of gradients in buckets, and so the bits of a ring.
         size = self.config.batch_size
         self._run_step(self._data.train_images[:size], self._data.train_labels[:size], 0.0)
@@ -500,13 +497,13 @@ class Trainer:
         self._done = [EpochResult(int(n), *rest) for n, *rest in checkpoint.epochs]
         self.step = len(self._done) * self.steps_per_epoch
 
-    def _check_tensors(self, checkpoint: Checkpoint, folder: Path) -> None:
+    def _check_tensors(self, checkpoint: Checkpoint, source: Path) -> None:
         """Restore the order of images, and compare the tensors with those of the run."""
         try:
             self._shuffle.set_state(checkpoint.shuffle)
         except RuntimeError as error:
             raise ArgumentError(
-                f"{named_in(folder)} has a shuffle that is no state of a torch.Generator: {error}"
+                f"{named_in(source)} has a shuffle that is no state of a torch.Generator: {error}"
             ) from None
         found, wanted = (
             [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
@@ -515,7 +512,7 @@ class Trainer:
         for i, (one, other) in enumerate(itertools.zip_longest(found, wanted, fillvalue="missing")):
             if one != other:
                 raise ArgumentError(
-                    f"{named_in(folder)} has tensors whose entry {i} is {one}, expected {other}"
+                    f"{named_in(source)} has tensors whose entry {i} is {one}, expected {other}"
                 )
 
 
