@@ -43,6 +43,7 @@ std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
 
 void CallCache::keep(const CallOptions& options, const GivenTensors& tensors,
                      std::shared_ptr<const Collective> call) {
+  const Reading reading;
   const std::size_t size = tensors.all().size();
   TensorView view;
   if (size == 0 || !try_view(tensors.at(0), &view) || view.data == nullptr) return;

@@ -134,6 +134,7 @@ inline GivenTensors given_tensors(py::handle given, const CallOptions& options,
 
 // Whether all are tensors on the devices of their ranks: not, for example, arrays.
 inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
+  const Reading reading;
   TensorView view;
   for (std::size_t i = 0; i < tensors.all().size(); ++i) {
     const std::size_t rank = i / tensors.num_tensors();
