@@ -109,7 +109,7 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
 
 @pytest.fixture(scope="session")
 def transport_of() -> Iterator[Callable[[str], Any]]:
-    """``transport_of(name)``: "threads", "processes" or "gpu", with groups for all tests."""
+    """``transport_of(name)``: one of `transports.TRANSPORTS`, with groups for all tests."""
     from transports import TRANSPORTS
 
     with contextlib.ExitStack() as made:
@@ -118,12 +118,7 @@ def transport_of() -> Iterator[Callable[[str], Any]]:
         )
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
-
-@pytest.fixture(
-    params=["threads", "processes", pytest.param("gpu", marks=[pytest.mark.cuda, NO_GPU])]
-)
+@pytest.fixture
 def transport(request: pytest.FixtureRequest, transport_of: Callable[[str], Any]) -> Any:
     return transport_of(request.param)
 
