@@ -49,18 +49,6 @@ def peer_late(rank: int, size: int, how: str) -> Any:
     return error_of(lambda: reduce_in(how)())
 
 
-def sizes_differ(rank: int, size: int, how: str) -> Any:
-    first = error_of(lambda: reduce_in(how, 4 + rank)())
-    again = error_of(lambda: dist.all_reduce(torch.ones(1)))
-    return first, again
-
-
-def calls_differ(rank: int, size: int, how: str) -> Any:
-    if rank == 0:
-        return error_of(lambda: dist.broadcast(torch.ones(4), 0))
-    return error_of(lambda: reduce_in(how)())
-
-
 def data_parallel_peer(rank: int, size: int, what: str) -> Any:
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10)))
     if dist.get_backend() == "gloo":

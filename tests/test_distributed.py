@@ -92,21 +92,6 @@ def test_peer_is_named(what, how):
     assert other == Died(-9) or what == "late"
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("case", ["sizes_differ", "calls_differ"])
-def test_mismatch(case, how):
-    results = run_group(getattr(distributed_faults, case), 2, how)
-    for result in results:
-        assert not isinstance(result, (Failed, Died)), result
-        first, *again = result if case == "sizes_differ" else (result,)
-        assert "ArgumentError" in first[0] + first[2], first
-        if case == "sizes_differ":
-            assert "4 float32" in first[2], first
-            assert "5 float32" in first[2], first
-        assert all(f"rank {rank}" in first[2] for rank in range(2))
-        assert all(error[0] != "none" for error in again), "a group that failed goes on"
-
-
 @pytest.mark.parametrize("backend", ["ringar", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", mostly_slow(["killed", "sleeping"], "killed"))
 def test_data_parallel_fails(what, backend):

@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 
-import pytest
 import torch
 from oracle import assert_bits, inputs, reduced
 from process_checks import crc
 from ranks import another, on_ranks
-
-import pyringar as pr
-
-
-def on_rank_barrier(state, late: int) -> list[float]:
-    if state.rank == late:
-        time.sleep(0.3)
-    came = time.monotonic()
-    state.comm.barrier()
-    return [came, time.monotonic()]
-
-
-def test_nobody_leaves_a_barrier_before_the_last_has_come(crew_of):
-    for late in range(3):
-        times = crew_of(3).run(on_rank_barrier, late=late)
-        assert max(came for came, _ in times) <= min(left for _, left in times)
-
 
 # -- groups ----------------------------------------------------------------------------------------
 
@@ -63,13 +44,3 @@ def on_rank_describe(state) -> list:
 def test_members_plan_and_repr(crew_of):
     crew = crew_of(3)
     assert crew.agree(on_rank_describe) == [rank.pid for rank in crew.ranks]
-
-
-@on_ranks(3)
-def test_other_sizes_are_refused_after_mixed_layouts(state):
-    with another(state) as comm:
-        tensor = torch.arange(600.0).view(20, 30) + state.rank
-        comm.all_reduce(tensor.t().contiguous().t() if state.rank == 1 else tensor)
-        mine = tensor.t() if state.rank == 1 else tensor
-        with pytest.raises(pr.ArgumentError, match=r"call different things.*different sizes"):
-            comm.all_reduce(mine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import time
@@ -10,13 +9,9 @@ import time
 import pytest
 import torch
 from process_checks import (
-    mapped_memories,
     needs_linux,
-    open_memories,
-    settled,
-    thread_ids,
 )
-from ranks import another, connect, on_ranks
+from ranks import connect
 
 import pyringar as pr
 
@@ -113,23 +108,3 @@ def test_store_of_torch_distributed(new_crew, tmp_path):
 
 
 # -- closing --------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_dropped_communicators_leave_nothing(state):
-    first = thread_ids()
-
-    def held() -> tuple[int, set[str], list[str]]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), thread_ids() - first, mapped_memories()
-
-    before = held()
-    for turn in range(8):
-        comm = another(state)
-        assert open_memories() == [], "not sealed"
-        comm.all_reduce(torch.ones(100), async_op=True).wait()
-        if turn % 2:
-            comm.close()
-        del comm
-    after = settled(held, before)
-    assert after == before, f"{before} before, {after} now"

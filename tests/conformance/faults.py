@@ -22,7 +22,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import assert_bits, inputs, reduced, same_bits
-from process_checks import LARGE, LATE_S, PROMPT_S, SMALL, leave_nothing
+from process_checks import (
+    LARGE,
+    LATE_S,
+    PROMPT_S,
+    SMALL,
+    leave_nothing,
+    named_shared_memory,
+    open_memories,
+)
 from ranks import Crew
 from transports import TRANSPORTS, Crews, Launch, TorchCalls
 
@@ -40,10 +48,11 @@ EVENTS = {
     "stop": "CollectiveTimeout",
     "late": "CollectiveTimeout",
 }
+WITHOUT_FAULTS = ("backend machines", "cuda processes")  # as their parts
 IN_THREADS = ("exception", "leave", "late")  # events that can happen to a thread
 # Points of a call: where the engine waits; among many calls; or beside all calls.
 ENGINE_PHASES = ("idle", "announce", "reduce", "gather")
-PHASES = ("before", "after", "among", *ENGINE_PHASES)
+PHASES = ("first", "before", "after", "among", *ENGINE_PHASES)
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,8 @@ class Fault:
     """One row.
 
     Attributes:
-        phase: "before" the call that fails, "after" a call of all, "among" calls, or where the
-            engine waits in a call.
+        phase: "first" of all calls, "before" the call that fails, "after" a call of all, "among"
+            calls, or where the engine waits in a call.
         numel: Elements of the call: small for one wait, large for several pieces.
     """
 
@@ -82,17 +91,21 @@ class Fault:
         is_first_group = (self.k, self.victim) == (3, 1)
         if self.phase in ENGINE_PHASES:
             return is_first_group and (self.event == "kill" or self.phase == "idle")
-        return is_first_group and (self.phase == "before" or self.event == "kill")
+        if self.phase == "before":
+            return is_first_group
+        is_of_machines = self.transport == "machines" and self.k == 3
+        return self.event == "kill" and (is_first_group or is_of_machines)
 
 
 def all_faults() -> Iterator[Fault]:
     for name, transport in TRANSPORTS.items():
-        if not isinstance(transport, type):
+        if not isinstance(transport, type) or name in WITHOUT_FAULTS:
             continue
         is_crew = issubclass(transport, Crews)
         events = EVENTS if is_crew else IN_THREADS
-        phases = PHASES if name == "processes" else PHASES[:3]
-        for group, phase, event in itertools.product(((3, 1), (2, 0), (4, 3)), phases, events):
+        phases = PHASES if name == "processes" else PHASES[:4]
+        groups = [(3, 1), (2, 0), (4, 3), *([(3, 2), (4, 1)] if name == "machines" else [])]
+        for group, phase, event in itertools.product(groups, phases, events):
             if phase in ENGINE_PHASES:
                 if event not in ("kill", "stop"):
                     continue
@@ -180,13 +193,16 @@ def suffer(state: SimpleNamespace, fault: Fault) -> Told | None:
     mine = parts[state.rank].clone()
 
     def reduce(count: int = 1) -> None:
-        for _ in range(count):
+        for number in range(count):
             mine.copy_(parts[state.rank])
-            state.comm.all_reduce(mine)
+            if (state.rank + number) % 3 == 0:  # the same call, and another wait
+                state.comm.all_reduce(mine, async_op=True).wait()
+            else:
+                state.comm.all_reduce(mine)
             if fault.transport != "machines":  # they have an order of their own
                 assert_bits(mine, wanted)
 
-    reduce(2)
+    reduce(0 if fault.phase == "first" else 2)
     if is_victim and fault.phase in ENGINE_PHASES:
         state.comm._group.delay(fault.phase, 50.0)
     if is_victim and fault.phase in ("among", *ENGINE_PHASES):
@@ -225,6 +241,7 @@ def strike(fault: Fault) -> tuple[list[Told | None], str]:
             name = re.escape(crew.name(fault.victim))
             crew.join(others)  # the same processes can make a new group
             crew.run(reduce_again, others)
+    assert not named_shared_memory()
     return told, name
 
 
@@ -233,6 +250,7 @@ def reduce_again(state: SimpleNamespace) -> None:
     mine = parts[state.rank].clone()
     state.comm.all_reduce(mine)
     assert_bits(mine, reduced(parts, "sum"))
+    assert open_memories() == [], "not sealed"
     leave_nothing(state)
 
 
@@ -267,10 +285,16 @@ def check(fault: Fault) -> None:
         assert each is not None, f"rank {rank} was told nothing"
         assert each.error == EVENTS[fault.event], each
         assert re.search(name, each.text), f"{name} is not in {each.text}"
+        if (fault.transport, fault.event) != ("launch", "exception"):  # it names the exception
+            assert re.search(rf"all_reduce .*\b{fault.numel}\b", each.text), each.text
+        if fault.transport == "processes":
+            last = "nothing yet" if fault.phase == "first" else r"its last was call \d+, all_reduce"
+            assert re.search(last, each.text), each.text
+            assert fault.is_prompt or f"for {TIMEOUT_S:g} s" in each.text, each.text
         assert each.again == each.error, f"rank {rank} can go on after {each}"
         if fault.is_prompt:
             assert each.seconds < PROMPT_S + 0.3, each
         else:
             assert TIMEOUT_S - 0.3 < each.seconds < TIMEOUT_S + LATE_S, each
-        if fault.phase in ("before", "idle", "announce"):
+        if fault.phase in ("first", "before", "idle", "announce"):
             assert each.is_untouched, each

@@ -63,9 +63,17 @@ def transports_of(*rows: str) -> list[str]:
 
 # Rows that other tests hold, for transports that no function on all ranks can ask.
 ELSEWHERE = {
-    "compile": ["test_compiled.py::test_one_graph_holds_the_operators"],
+    "abort": ["cuda/test_gpu_streams.py::test_abort_ends_waits"],
+    "compile": [
+        "test_compiled.py::test_one_graph_holds_the_operators",
+        "test_compiled.py::test_ranks_in_processes",
+        "cuda/test_gpu_calls.py::test_compiled_calls_stay_in_one_graph",
+    ],
     "graphs": ["cuda/test_gpu_graphs.py::test_graph"],
-    "deadline": ["test_communicator.py::test_late_rank_is_named", "cuda/test_gpu_calls.py::test_"],
+    "deadline": [
+        "test_communicator.py::test_late_rank_is_named",
+        "cuda/test_gpu_streams.py::test_withheld_rank_times_out",
+    ],
     "interrupt": [
         "test_signals.py::test_signal_ends_wait_in_one_process",
         "test_launch_interrupts.py::test_handler_exception_ends_ranks",
@@ -77,7 +85,7 @@ ELSEWHERE = {
 
 
 def marks_of(transport: str) -> list[Any]:
-    return [pytest.mark.cuda, NO_GPU] if transport == "cuda" else []
+    return [pytest.mark.cuda, NO_GPU] if transport.startswith("cuda") else []
 
 
 def parameters(where: str, *rows: str, only: tuple[str, ...] = ()) -> list[Any]:

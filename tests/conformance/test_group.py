@@ -114,6 +114,30 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
         "all_gather",
         "reduce_scatter",
     ),
+    "gathered dtype": (
+        lambda comm, x: comm.all_gather(x[:3].view(torch.int32), x[5].view(torch.int32)),
+        lambda comm, x: comm.all_gather(x[:3], x[5]),
+        "float32",
+        "int32",
+    ),
+    "scattered op": (
+        lambda comm, x: comm.reduce_scatter(x[5, :3], x[10, :9], "max"),
+        lambda comm, x: comm.reduce_scatter(x[5, :3], x[10, :9]),
+        r"sum\)",
+        r"max\)",
+    ),
+    "dtype of a list": (
+        lambda comm, x: comm.all_reduce_coalesced([x[:9].int(), x[9:].int()]),
+        lambda comm, x: comm.all_reduce_coalesced([x[:9], x[9:]]),
+        "float32",
+        "int32",
+    ),
+    "broadcast dtype": (
+        lambda comm, x: comm.broadcast(x.view(torch.int32)),
+        lambda comm, x: comm.broadcast(x),
+        "float32",
+        "int32",
+    ),
     "async": (
         lambda comm, x: comm.all_reduce(x[:5], async_op=True).wait(),
         usual,
@@ -123,21 +147,65 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
 }
 
 
-def call_different(state, what: str) -> tuple[Told, Told, bool]:
-    odd, others, *_ = DIFFERENT[what]
+# Of tensors and options that torch.distributed does not take.
+DIFFERENT_LISTS: dict[str, tuple[Call, Call, str, str]] = {
+    "other sizes": (
+        lambda comm, x: comm.all_reduce(x.view(30, 20)),
+        usual,
+        r"\b600\b",
+        "different sizes|shapes",
+    ),
+    "two tensors": (
+        lambda comm, x: comm.all_reduce([x[:10], x[10:]]),
+        usual,
+        r"\b600\b",
+        "in 2 tensors",
+    ),
+    "an empty one more": (
+        lambda comm, x: comm.all_reduce([x, torch.empty(0)]),
+        usual,
+        r"\b600\b",
+        "in 2 tensors",
+    ),
+    "mixed dtypes": (
+        lambda comm, x: comm.all_reduce([x[:19].view(torch.int32), x[19:]]),
+        lambda comm, x: comm.all_reduce([x[:19], x[19:].view(torch.int32)]),
+        "float32",
+        "int32",
+    ),
+}
+DIFFERENT_ORDERS: dict[str, tuple[Call, Call, str, str]] = {
+    "tree order": (
+        lambda comm, x: comm.all_reduce(x, order="tree"),
+        usual,
+        r"\(sum\) of 600",
+        r"\(sum in tree order\) of 600",
+    ),
+    "bound op": (
+        lambda comm, x: comm.bind(x, "max")(),
+        lambda comm, x: comm.bind(x)(),
+        r"\(sum\)",
+        r"\(max\)",
+    ),
+}
+ALL_DIFFERENT = DIFFERENT | DIFFERENT_LISTS | DIFFERENT_ORDERS
+
+
+def call_different(state, what: str, odd_rank: int) -> tuple[Told, Told, bool]:
+    odd, others, *_ = ALL_DIFFERENT[what]
     tensor = torch.arange(600.0).view(20, 30) + state.rank
     kept = tensor.clone()
     state.comm.all_reduce(tensor.clone())
-    call = odd if state.rank == 1 else others
+    call = odd if state.rank == odd_rank else others
     first = told_by(lambda: call(state.comm, tensor))
     return first, told_by(lambda: state.comm.all_reduce(tensor)), same_bits(tensor, kept)
 
 
-@promise("mismatch", "failed", only=("processes", "launch", "backend", "machines"))
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_different_calls_raise(transport, what):
-    *_, words, odd_words = DIFFERENT[what]
-    for first, again, is_untouched in transport.on_new_ranks(3, call_different, what=what):
+def check_different(transport, what: str) -> None:
+    *_, words, odd_words = ALL_DIFFERENT[what]
+    odd = 1 + list(ALL_DIFFERENT).index(what) % 2
+    told = transport.on_new_ranks(3, call_different, what=what, odd_rank=odd)
+    for first, again, is_untouched in told:
         assert first.error == "ArgumentError", first
         assert "call different things" in first.text, first
         assert re.search(words, first.text), first
@@ -147,10 +215,32 @@ def test_different_calls_raise(transport, what):
         assert is_untouched
 
 
+RANKS = ("processes", "launch", "backend", "machines")
+
+
+@promise("mismatch", "failed", only=RANKS)
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_different_calls_raise(transport, what):
+    check_different(transport, what)
+
+
+@promise("mismatch", "tuples", only=RANKS)
+@pytest.mark.parametrize("what", DIFFERENT_LISTS)
+def test_different_lists_raise(transport, what):
+    check_different(transport, what)
+
+
+@promise("mismatch", "order-exact", only=RANKS)
+@pytest.mark.parametrize("what", DIFFERENT_ORDERS)
+def test_different_orders_raise(transport, what):
+    check_different(transport, what)
+
+
 # -- ends ------------------------------------------------------------------------------------------
 
 
-def close_early(state) -> None:
+def close_early(state, has_bind: bool) -> None:
+    bound = state.comm.bind(numbers(state, 4)) if has_bind else None
     mine = numbers(state, 500_000)
     work = state.comm.all_reduce(mine, async_op=True)
     state.comm.close()
@@ -158,7 +248,9 @@ def close_early(state) -> None:
     assert torch.equal(mine, total(state, 500_000))
     state.comm.close()
     mine, part = numbers(state, 4), numbers(state, 4)[:2].clone()
+    others = [lambda: state.comm.bind(mine), bound, state.comm.check] if has_bind else []
     for call in (
+        *others,
         lambda: state.comm.all_reduce(mine),
         lambda: state.comm.all_reduce(mine, async_op=True),
         lambda: state.comm.all_reduce_coalesced([mine]),
@@ -173,13 +265,32 @@ def close_early(state) -> None:
 
 @promise("close")
 def test_close_ends_background_calls(transport):
-    transport.on_new_ranks(2, close_early)
+    has_bind = "bind" in transport.entries
+    transport.on_new_ranks(2, close_early, has_bind=has_bind)
+
+
+def test_closed_lists_raise(make_comm):
+    comm = make_comm(2)
+    two = [torch.arange(2.0), torch.arange(2.0) + 1]
+    lists = [[tensor] for tensor in two]
+    comm.close()
+    for call in (
+        lambda: comm.all_reduce(two, algorithm="naive"),
+        lambda: comm.broadcast_coalesced(lists),
+        lambda: comm.bind_coalesced(lists),
+        lambda: comm.reduce(two[0], two),
+        lambda: comm.reduce_coalesced(two[:1], lists),
+    ):
+        with pytest.raises(pr.RingarError, match="closed"):
+            call()
+    assert [tensor.tolist() for tensor in two] == [[0, 1], [1, 2]]
+    assert [tensor._version for tensor in two] == [0, 0]
 
 
 # What ends rank 0's call, and how; the words of its error and of all other ranks' errors.
 ENDS = {
     "raise": ("KeyboardInterrupt", "", "KeyboardInterrupt|interrupted|rank 0"),
-    "close": ("RingarError", "closed|signal handler", "closed while|rank 0"),
+    "close": ("RingarError", "closed while a call waited", "closed while|rank 0"),
     "abort": ("RingarError", "aborted the group", "aborted the group"),
 }
 
@@ -200,7 +311,8 @@ def end_wait(state, how: str, wait: str) -> tuple[str, str, float]:
     if how == "abort":
         threading.Timer(0.3, comm.abort).start()
     else:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        handle = signal.default_int_handler if how == "raise" else lambda *_: comm.close()
+        signal.signal(signal.SIGALRM, handle)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
     began = time.monotonic()
     try:
@@ -219,9 +331,10 @@ def end_wait(state, how: str, wait: str) -> tuple[str, str, float]:
 
 
 def check_end(transport, how: str, wait: str) -> None:
-    error, _, words = ENDS[how]
+    error, own_words, words = ENDS[how]
     (own, text, seconds), (other, told, _) = transport.on_new_ranks(2, end_wait, how=how, wait=wait)
     assert own == error, text
+    assert re.search(own_words, text), text
     assert seconds < 0.3 + PROMPT_S
     assert other in ("PeerLostError", "RingarError"), told
     assert re.search(words, told), told
@@ -234,6 +347,11 @@ WAITS = pytest.mark.parametrize("wait", ["call", "work", "barrier"])
 @WAITS
 def test_handler_exception_ends_call(transport, wait):
     check_end(transport, "raise", wait)
+
+
+@promise("close", only=("machines",))
+def test_handler_may_close(transport):
+    check_end(transport, "close", "call")
 
 
 @promise("abort", only=("processes", "machines"))

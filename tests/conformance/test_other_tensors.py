@@ -1,4 +1,6 @@
-"""Tensors that torch.distributed takes and the engine does not: other dtypes, sparse, grad.
+"""Tensors and calls that torch.distributed takes and the engine does not.
+
+Other dtypes, sparse tensors, leaves that require grad, rows, uneven parts, bitwise reductions.
 
 An oracle of its own: bool by torch's all and any, complex as pairs of floats, int16 and float8
 through 32 bits.
@@ -23,6 +25,7 @@ import pyringar as pr
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.bool, torch.int16, torch.complex64, torch.complex128, *FLOAT8)
+NATIVE = (torch.float32, torch.int32)  # in calls that a communicator does not have
 BITS = {
     dist.ReduceOp.BAND: torch.bitwise_and,
     dist.ReduceOp.BOR: torch.bitwise_or,
@@ -97,6 +100,8 @@ def reduce_dtype(state, dtype: torch.dtype) -> None:
         assert_equal(apart.contiguous(), total, (dtype, op, how, "strided"))
         assert_equal(root, total if rank == k - 1 else parts[rank], (dtype, op, how, "reduce"))
         assert_equal(part, total[own], (dtype, op, how, "reduce_scatter"))
+        dist.reduce_scatter(part, list(parts[rank].clone().chunk(k)), of_torch)
+        assert_equal(part, total[own], (dtype, op, "rows"))
         rows = [parts[rank][: r + 1] for r in range(k)]
         dist.reduce_scatter(part := rows[rank].clone(), rows, of_torch)
         assert_equal(part, wanted([p[: rank + 1] for p in parts], op), (dtype, op, "uneven"))
@@ -106,11 +111,14 @@ def reduce_dtype(state, dtype: torch.dtype) -> None:
         into = torch.cat([parts[rank]] * k)
         finish(dist.all_gather_into_tensor, how, into, into[N * rank : N * rank + N])
         assert_equal(into, torch.cat(parts), (dtype, how, "all_gather in place"))
+        rows = [torch.empty_like(part) for part in parts]
+        finish(dist.all_gather, how, rows, spread(parts[rank]))
+        assert_equal(torch.cat(rows), torch.cat(parts), (dtype, how, "rows"))
         uneven = [part[: 2 * r + 1] for r, part in enumerate(parts)]
         outs = [torch.empty_like(part) for part in uneven]
         finish(dist.all_gather, how, outs, uneven[rank])
         assert_equal(torch.cat(outs), torch.cat(uneven), (dtype, how, "uneven"))
-    if dtype in (torch.bool, torch.int16):
+    if dtype in (torch.bool, torch.int16, torch.int32):
         for op, fold in BITS.items():
             for mine in (parts[rank].clone(), spread(parts[rank])):
                 dist.all_reduce(mine, op)
@@ -118,9 +126,9 @@ def reduce_dtype(state, dtype: torch.dtype) -> None:
 
 
 @promise("dtypes-other")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, *NATIVE], ids=str)
 def test_other_dtypes(transport, dtype):
-    for k in (1, 2, 4):
+    for k in {1, 2, 4} & {*transport.world_sizes}:
         transport.on_ranks(k, reduce_dtype, dtype=dtype)
 
 
@@ -133,6 +141,10 @@ def reduce_grad_and_sparse(state) -> None:
             mine.copy_(torch.arange(5.0) + rank)
         finish(dist.all_reduce, how, mine)
         assert torch.equal(mine.detach(), total)
+    dist.all_gather([torch.empty(0) for _ in range(k)], torch.empty(0))
+    scalars = [torch.empty(()) for _ in range(k)]
+    dist.all_gather(scalars, torch.tensor(float(rank)))
+    assert [scalar.item() for scalar in scalars] == list(range(k))
     sparse = torch.sparse_coo_tensor([[rank]], [1.0 + rank], (k,))
     dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == [1.0 + r for r in range(k)]
@@ -140,7 +152,7 @@ def reduce_grad_and_sparse(state) -> None:
 
 @promise("requires-grad", "sparse")
 def test_leaves_and_sparse_tensors(transport):
-    for k in (1, 3):
+    for k in {1, 3} & {*transport.world_sizes}:
         transport.on_ranks(k, reduce_grad_and_sparse)
 
 

@@ -261,9 +261,9 @@ class RankTransport:
 def reduce_on_rank(
     state: SimpleNamespace, tensors: list[torch.Tensor], op: str, options: dict[str, Any]
 ) -> torch.Tensor:
-    mine = tensors[state.rank].clone()
+    mine = tensors[state.rank].to(getattr(state.comm, "device", "cpu"), copy=True)
     state.comm.all_reduce(mine, op, **options)
-    return mine
+    return mine.cpu()
 
 
 def check_on_rank(state: SimpleNamespace, calls: Sequence[Call]) -> list[int]:
@@ -280,13 +280,14 @@ def comm_on_rank(state: SimpleNamespace, call: Call) -> Any:
         state.by_choice = {}
     key = tuple(choice.values())
     if key not in state.by_choice:
-        state.by_choice[key] = another(state, timeout=60, **choice)
+        state.by_choice[key] = another(state, timeout=60, device=state.comm.device, **choice)
     return state.by_choice[key]
 
 
 def check_own(state: SimpleNamespace, call: Call) -> int:
-    placed = [Placed(field, call.k) for field in call.fields(state.rank)]
     comm = comm_on_rank(state, call)
+    device = getattr(comm, "device", "cpu")
+    placed = [Placed(field, call.k, device) for field in call.fields(state.rank)]
     with float_mode(call.flushes and state.rank % 2 == 1):
         mine = held(call, placed[: len(call.parts)])
         first = mine[0] if mine else None
@@ -482,13 +483,65 @@ class Backend(Crews, Torch):
     world_sizes = (1, 2, 3, 4)
 
 
+def join_backend_machines(
+    state: SimpleNamespace, rank: int, world_size: int, **options: Any
+) -> None:
+    from pyringar.distributed import between
+
+    oracle.machines = PLACES[world_size]
+    os.environ["PYRINGAR_NODE_ID"] = oracle.machines[rank]
+    between.PIECE_ELEMENTS = PIECE
+    join_backend(state, rank=rank, world_size=world_size, **options)
+
+
+class BackendMachines(Backend):
+    """The backend `ringar` over pretended machines."""
+
+    join = staticmethod(join_backend_machines)
+    world_sizes = (2, 3, 4)
+    rows = (
+        *("same-bits", "dtypes", "dtypes-other", "requires-grad", "sparse", "ops", "versions"),
+        *(
+            "all_reduce",
+            "async",
+            "broadcast",
+            "coalesced",
+            "reduce",
+            "reduce_scatter",
+            "all_gather",
+        ),
+    )
+
+
+# -- a process per rank, and a GPU -----------------------------------------------------------------
+
+
+def join_gpu(state: SimpleNamespace, **options: Any) -> None:
+    join(state, device="cuda:0", **options)
+
+
+class CudaProcesses(Processes):
+    """`pr.ProcessCommunicator` of ranks with tensors on a GPU."""
+
+    join = staticmethod(join_gpu)
+    device = "cuda:0"
+    orders = ("any", "rank", "tree")
+    rows = (
+        *("same-bits", "dtypes", "ops", "one-rounding", "order-any", "order-rank", "order-tree"),
+        *("layouts", "layouts-differ", "all_reduce", "coalesced", "broadcast", "reduce_scatter"),
+        *("all_gather", "bind", "async", "versions"),
+    )
+
+
 TRANSPORTS: dict[str, Function] = {
     "threads": lambda: Lists("cpu"),
     "processes": Processes,
     "launch": Launch,
     "backend": Backend,
     "machines": Machines,
+    "backend machines": BackendMachines,
     "cuda": lambda: Lists("cuda:0"),
+    "cuda processes": CudaProcesses,
 }
 # Columns of docs/promises.md for transports that are named otherwise there.
 COLUMNS = {"backend": "launch"}
