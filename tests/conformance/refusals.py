@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from oracle import same_bits
+from transports import device_of
 
 import pyringar as pr
 
@@ -49,7 +50,7 @@ REFUSALS = {
 def errors_on_rank(state: SimpleNamespace, row: str) -> list[tuple[list[str], str, float]]:
     told = []
     for words, call, given in REFUSALS[row]:
-        tensor = torch.arange(6.0).view(2, 3) + state.rank
+        tensor = torch.arange(6.0, device=device_of(state)).view(2, 3) + state.rank
         kept, version = tensor.clone(), tensor._version
         wrong = given(tensor)
         began = time.monotonic()
@@ -62,7 +63,7 @@ def errors_on_rank(state: SimpleNamespace, row: str) -> list[tuple[list[str], st
             told.append((names, str(error), time.monotonic() - began))
         assert same_bits(tensor.detach(), kept)
         assert tensor._version == version
-    tensor = torch.arange(6.0) + state.rank
+    tensor = torch.arange(6.0, device=device_of(state)) + state.rank
     state.comm.all_reduce(tensor)  # the group goes on
     assert tensor.tolist() == [
         state.world_size * i + sum(range(state.world_size)) for i in range(6)

@@ -25,17 +25,18 @@ from oracle import same_bits
 from process_checks import PROMPT_S, mapped_memories, open_memories, settled, thread_ids
 from promises import promise
 from ranks import another
+from transports import device_of
 
 import pyringar as pr
 
 
 def numbers(state, numel: int = 1000) -> torch.Tensor:
-    return torch.arange(numel) % 17 + state.rank
+    return torch.arange(numel, device=device_of(state)) % 17 + state.rank
 
 
 def total(state, numel: int = 1000) -> torch.Tensor:
     k = state.world_size
-    return (torch.arange(numel) % 17) * k + k * (k - 1) // 2
+    return (torch.arange(numel, device=device_of(state)) % 17) * k + k * (k - 1) // 2
 
 
 # -- order -----------------------------------------------------------------------------------------

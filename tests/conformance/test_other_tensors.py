@@ -156,6 +156,31 @@ def test_leaves_and_sparse_tensors(transport):
         transport.on_ranks(k, reduce_grad_and_sparse)
 
 
+# Shapes of ranks 0 and 1, whose elements correspond by index.
+SHAPES = (((), (1,)), ((4,), (2, 2)), ((2, 6), (6, 2)), ((3, 1, 2), (1, 6)))
+
+
+def reduce_shapes(state) -> None:
+    for shapes, dtype in itertools.product(SHAPES, (torch.float32, torch.int16)):
+        shape = shapes[state.rank]
+        numel = torch.Size(shape).numel()
+        parts = [oracle.positional(numel, dtype, r) for r in range(2)]
+        for call, wanted in (
+            (dist.all_reduce, parts[0] + parts[1]),
+            (lambda x: dist.all_reduce_coalesced([x]), parts[0] + parts[1]),
+            (lambda x: dist.broadcast(x, 1), parts[1]),
+        ):
+            mine = parts[state.rank].clone().view(shape)
+            call(mine)
+            assert mine.shape == torch.Size(shape)
+            assert torch.equal(mine.reshape(-1), wanted), (shapes, dtype)
+
+
+@promise("layouts-differ", only=("launch", "backend"))
+def test_shapes_may_differ(transport):
+    transport.on_ranks(2, reduce_shapes)
+
+
 # -- calls that differ in what stands behind the engine's tensors ----------------------------------
 
 DTYPE_PAIRS = (

@@ -167,6 +167,7 @@ class Together:
             comm = OneOfTogether(self, rank)
             try:
                 state = SimpleNamespace(rank=rank, world_size=self.k, comm=comm)
+                state.device = self.comm.devices[rank]
                 return function(state, **arguments)
             except BaseException:
                 self._barrier.abort()
@@ -258,10 +259,14 @@ class RankTransport:
         return self.on_ranks(len(tensors), reduce_on_rank, **given)
 
 
+def device_of(state: SimpleNamespace) -> Any:
+    return state.device if hasattr(state, "device") else getattr(state.comm, "device", "cpu")
+
+
 def reduce_on_rank(
     state: SimpleNamespace, tensors: list[torch.Tensor], op: str, options: dict[str, Any]
 ) -> torch.Tensor:
-    mine = tensors[state.rank].to(getattr(state.comm, "device", "cpu"), copy=True)
+    mine = tensors[state.rank].to(device_of(state), copy=True)
     state.comm.all_reduce(mine, op, **options)
     return mine.cpu()
 
@@ -280,14 +285,13 @@ def comm_on_rank(state: SimpleNamespace, call: Call) -> Any:
         state.by_choice = {}
     key = tuple(choice.values())
     if key not in state.by_choice:
-        state.by_choice[key] = another(state, timeout=60, device=state.comm.device, **choice)
+        state.by_choice[key] = another(state, timeout=60, device=device_of(state), **choice)
     return state.by_choice[key]
 
 
 def check_own(state: SimpleNamespace, call: Call) -> int:
     comm = comm_on_rank(state, call)
-    device = getattr(comm, "device", "cpu")
-    placed = [Placed(field, call.k, device) for field in call.fields(state.rank)]
+    placed = [Placed(field, call.k, device_of(state)) for field in call.fields(state.rank)]
     with float_mode(call.flushes and state.rank % 2 == 1):
         mine = held(call, placed[: len(call.parts)])
         first = mine[0] if mine else None
