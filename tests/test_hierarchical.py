@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from unittest import mock
 
 import oracle
 import pytest
@@ -19,8 +20,9 @@ from torch import Tensor
 from transports import Machines, check_on_rank, join_machines
 
 import pyringar as pr
-from pyringar.distributed import HierarchicalCommunicator, between
+from pyringar.distributed import HierarchicalCommunicator, between, hierarchical
 from pyringar.distributed.hierarchical import communicator_for
+from pyringar.distributed.machines import Column
 from pyringar.train import ImageData, TrainConfig, Trainer
 from pyringar.train.group import Processes
 from pyringar.train.synthetic import synthetic_images
@@ -249,6 +251,99 @@ def test_machines_and_order_choose_communicator(pool, machines, order, kind, wor
         assert words in text
         if words:
             assert f"order is '{order}' and the ranks are on 2 machines: [0" in text
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Crew(2) as made:
+        yield made
+
+
+def numbers(rank):
+    return torch.arange(5.0) % 17 + rank
+
+
+def error_of(call):
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def fail_locally(rank, size, store):
+    def refuse(*_, **__):
+        raise RuntimeError("no memory for you")
+
+    with join(rank, size, store, "ab") as comm:
+        tensor = numbers(rank)
+        with mock.patch.object(torch, "cat", refuse):
+            error = error_of(lambda: comm.all_reduce([tensor, numbers(rank)]))
+        comm.all_reduce(tensor)
+    return error, tensor.tolist()
+
+
+def test_local_error_keeps_group(pair):
+    for error, got in pair.check(fail_locally):
+        assert error == ("RuntimeError", "no memory for you")
+        assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
+
+
+def unknown_network(rank, size, store):
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonsense0"
+    try:
+        return error_of(lambda: join(rank, size, store, "ab"))
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_unknown_network_is_named(pair):
+    for kind, text in pair.check(unknown_network):
+        assert kind == "ArgumentError", text
+        assert "GLOO_SOCKET_IFNAME is 'nonsense0'" in text
+
+
+def absent(rank, size, store):
+    if rank == 1:
+        hierarchical.Column = lambda *_: time.sleep(1.5)
+    try:
+        return error_of(lambda: join(rank, size, store, "ab", timeout=1.0))
+    finally:
+        hierarchical.Column = Column
+
+
+def test_machine_that_does_not_connect_is_named(pair):
+    (kind, text), _ = pair.check(absent)
+    assert kind == "CollectiveTimeout", text
+    assert "machine 1" in text
+    assert "has ranks [1]" in text
+
+
+class SlowColumn(Column):
+    """Connections over which 4,000 bytes take 0.3 s."""
+
+    def exchange(self, sent, received):
+        arrived = super().exchange(sent, received)
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in received.values())
+        return lambda: (time.sleep(0.3 * nbytes / 4000), arrived())
+
+
+def slowly(rank, size, store):
+    hierarchical.Column = SlowColumn
+    try:
+        with join(rank, size, store, timeout=0.5) as comm:
+            tensor = numbers(rank).repeat(1000)
+            comm.broadcast(tensor, 0)
+            return tensor[-5:].tolist()
+    finally:
+        hierarchical.Column = Column
+
+
+def test_timeout_counts_time_without_progress(pool):
+    assert pool.check(slowly) == [numbers(0).tolist()] * 4
 
 
 # -- training --------------------------------------------------------------------------------------

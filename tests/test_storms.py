@@ -1,8 +1,6 @@
-"""Storms: ranks that are killed, stopped and told to end at random; threads, closes, alarms.
+"""Storms: threads call one communicator, alarms interrupt them, and another thread closes it.
 
-Whatever happens when, survivors get the right error in time, results are right until then, the
-same processes can go on, and nothing is left behind. Seeds are fixed and printed; the long forms
-are for before a release.
+Results are right until then, and no thread is left. The long forms are for before a release.
 """
 
 from __future__ import annotations
@@ -34,9 +32,6 @@ def positions(numel: int, rank: int) -> torch.Tensor:
 def summed(numel: int, world_size: int) -> torch.Tensor:
     ranks = world_size * (world_size - 1) // 2
     return (torch.arange(numel, dtype=torch.int32) % 17) * world_size + ranks
-
-
-# -- processes -------------------------------------------------------------------------------------
 
 
 # -- threads ---------------------------------------------------------------------------------------
