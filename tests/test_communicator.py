@@ -50,21 +50,6 @@ def test_other_threads_run_meanwhile(async_op):
         ticks.result()
 
 
-# -- threads of the caller's -----------------------------------------------------------------------
-
-
-def test_many_threads_share_one_communicator():
-    def work(seed: int) -> None:
-        for i in range(40):
-            algorithm = ("fused", "ring", "direct")[(seed + i) % 3]
-            tensors = [torch.full((1 + 997 * (i % 7),), float(seed + r)) for r in range(3)]
-            comm.all_reduce(tensors, algorithm=algorithm)
-            assert all(torch.all(t == 3 * seed + 3) for t in tensors), f"{seed} {i} {algorithm}"
-
-    with pr.Communicator(["cpu"] * 3) as comm, ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
-
-
 # -- deadlines -------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,8 @@ from process_checks import (
     open_memories,
 )
 from ranks import Crew
-from transports import TRANSPORTS, Crews, Launch, TorchCalls
+from registry import TRANSPORTS
+from transports import Crews, Launch, TorchCalls
 
 import pyringar as pr
 

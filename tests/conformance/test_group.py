@@ -264,7 +264,28 @@ def close_early(state, has_bind: bool) -> None:
     assert torch.equal(mine, numbers(state, 4))
 
 
-@promise("close")
+def destroy_group(state) -> None:
+    mine, group = numbers(state), dist.distributed_c10d._get_default_group()
+    work = dist.all_reduce(mine, async_op=True)
+    dist.destroy_process_group()
+    work.wait()
+    assert torch.equal(mine, total(state))
+    for call in (
+        lambda: group.allreduce([mine]).wait(),
+        lambda: group.broadcast([mine], 0).wait(),
+        lambda: group.barrier().wait(),
+    ):
+        with pytest.raises(pr.RingarError, match=r"closed|destroyed"):
+            call()
+    assert torch.equal(mine, total(state))
+
+
+@promise("close", only=("launch", "backend"))
+def test_destroyed_group_refuses_calls(transport):
+    transport.on_new_ranks(2, destroy_group)
+
+
+@promise("close", only=("threads", "cuda", "processes", "machines"))
 def test_close_ends_background_calls(transport):
     has_bind = "bind" in transport.entries
     transport.on_new_ranks(2, close_early, has_bind=has_bind)

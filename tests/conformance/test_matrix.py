@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from promises import BODIES, CELL, ELSEWHERE, MATRIX, marks_of, read_matrix, transports_of
 from refusals import REFUSALS, check_refused
-from transports import COLUMNS, TRANSPORTS
+from registry import COLUMNS, TRANSPORTS
 
 TESTS = Path(__file__).resolve().parents[1]
 REFUSED = [cell for cells in MATRIX.values() for cell in cells.values() if cell.error]

@@ -23,18 +23,6 @@ def test_grader_passes_in_own_process(device):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_autograd_sees_new_version(ranks_of, device):
-    tensors = gpu.ones(ranks_of(2), 5)
-    before = [tensor._version for tensor in tensors]
-    ranks_of(2).all_reduce(tensors)
-    assert all(t._version > v for t, v in zip(tensors, before, strict=True))
-    weight = torch.ones(5, device=device, requires_grad=True)
-    loss = (weight * tensors[0]).sum()
-    pr.allreduce(tensors)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_plan_and_stats(make_ranks):
     comm = make_ranks(4)
     assert comm.plan(2**20).algorithm == "fused"
