@@ -64,6 +64,13 @@ def test_sizes(transport, dtype):
     )
 
 
+@promise("same-bits", "ops")
+def test_eight_ranks(transport):
+    for dtype, op in ((F32, "sum"), (BF16, "mean"), (torch.int32, "prod")):
+        calls = calls_of(transport, 257, dtype, 8, op)
+        transport.check([call for call in calls if call.order != "exact"])
+
+
 @promise("all_reduce")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_positions(transport, dtype):

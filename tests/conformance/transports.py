@@ -337,6 +337,7 @@ class Processes(Crews):
     algorithms = PROCESS_ALGORITHMS
     orders = ("any", "rank", "tree", "exact")
     entries = (*ALL_REDUCES, *LISTS, "broadcast", "async broadcast", *SHARES)
+    world_sizes = (1, 2, 3, 5)
 
     def can_run(self, call: Call) -> bool:
         return super().can_run(call) and (call.order != "exact" or call.op in ("sum", "mean"))
@@ -350,7 +351,8 @@ class Processes(Crews):
 # -- several machines ------------------------------------------------------------------------------
 
 PIECE = 1000  # elements that cross between machines at once
-PLACES = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abbcc"}  # the machine of each rank
+# The machine of each rank.
+PLACES = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abbcc", 8: "abcdabcd"}
 
 
 def join_machines(
