@@ -1,4 +1,4 @@
-"""Faults as one table: a victim, when and what happens to it, and the error on all other ranks.
+"""Faults as one table: victim, phase, event, and the error that all other ranks must raise.
 
 Each fault strikes a group of its own. The victim does it to itself, at a point of a call that the
 engine's delays or a timer choose.
@@ -105,7 +105,9 @@ def all_faults() -> Iterator[Fault]:
         is_crew = issubclass(transport, Crews)
         events = EVENTS if is_crew else IN_THREADS
         phases = PHASES if name == "processes" else PHASES[:4]
-        groups = [(3, 1), (2, 0), (4, 3), *([(3, 2), (4, 1)] if name == "machines" else [])]
+        groups = [(3, 1), (2, 0), (4, 3)]
+        if name == "machines":
+            groups += [(3, 2), (4, 1)]
         for group, phase, event in itertools.product(groups, phases, events):
             if phase in ENGINE_PHASES:
                 if event not in ("kill", "stop"):
@@ -132,12 +134,12 @@ def as_cases(faults: list[Fault]) -> list[Any]:
 
 
 class OfTheProgramError(Exception):
-    """What the victim raises."""
+    """The exception of the victim."""
 
 
 @dataclass
 class Told:
-    """The error of a rank's call, how long the call took, and what held afterwards."""
+    """The error of a rank's call, the duration of the call, and the state afterwards."""
 
     error: str
     text: str
@@ -222,7 +224,7 @@ def suffer(state: SimpleNamespace, fault: Fault) -> Told | None:
 
 
 def strike(fault: Fault) -> tuple[list[Told | None], str]:
-    """Return what each rank was told, and a pattern of the victim's name."""
+    """Strike one group. Return the error of each rank, and a pattern of the victim's name."""
     name = rf"\branks? \[?{fault.victim}\b"
     if fault.transport == "machines" and not fault.is_prompt:
         name += rf"|has ranks \[[\d, ]*\b{fault.victim}\b"  # the machine that is late
@@ -278,7 +280,7 @@ def strike_threads(fault: Fault) -> list[Told | None]:
 
 
 def check(fault: Fault) -> None:
-    """Strike, and compare what the other ranks were told with the table."""
+    """Strike one group, and compare the errors of the other ranks with the table."""
     told, name = strike(fault)
     for rank, each in enumerate(told):
         if rank == fault.victim:

@@ -101,7 +101,7 @@ def promise(*rows: str, only: tuple[str, ...] = ()) -> Callable:
 
     Args:
         rows: Ids of docs/promises.md.
-        only: The transports whose ranks can do what the test asks of them.
+        only: The transports that the test can run on.
     """
 
     def mark(test: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""What a transport refuses: a call that raises, says why, and changes no tensor."""
+"""Calls that a transport refuses: each raises, names the reason, and changes no tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyringar as pr
 
 
 class Refusal(NamedTuple):
-    """A call, the words of its error, and what it is given in place of a plain tensor."""
+    """A call, a pattern of its error, and a function that makes its argument of a plain tensor."""
 
     words: str
     call: Callable[[Any, Any], object] = lambda comm, given: comm.all_reduce(given)

@@ -1,4 +1,4 @@
-"""What a group does beside moving data: order, ends, mismatches, aborts, and what it leaves.
+"""A group beside its sums: order of calls, mismatches, ends, aborts, and leftovers.
 
 Every test is a function of one rank, run on all ranks of every transport.
 """
@@ -309,7 +309,7 @@ def test_closed_lists_raise(make_comm):
     assert [tensor._version for tensor in two] == [0, 0]
 
 
-# What ends rank 0's call, and how; the words of its error and of all other ranks' errors.
+# How rank 0's call ends: its error, words of that error, and words of the other rank's error.
 ENDS = {
     "raise": ("KeyboardInterrupt", "", "KeyboardInterrupt|interrupted|rank 0"),
     "close": ("RingarError", "closed while a call waited", "closed while|rank 0"),
@@ -382,7 +382,7 @@ def test_abort_ends_all_calls(transport, wait):
     check_end(transport, "abort", wait)
 
 
-# -- what is left ----------------------------------------------------------------------------------
+# -- leftovers -------------------------------------------------------------------------------------
 
 
 def fork_child(state) -> str:
@@ -418,7 +418,7 @@ def held_now(first: set[str]) -> tuple[int, set[str], list[str]]:
 
 def make_and_drop(state) -> None:
     with another(state):
-        pass  # what is made once per process
+        pass  # threads and files that a process has once
     first = thread_ids()
     held = functools.partial(held_now, first)
     before = held()

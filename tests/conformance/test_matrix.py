@@ -1,4 +1,4 @@
-"""Has every row of docs/promises.md a test, and is what it refuses refused?"""
+"""Has every row of docs/promises.md a test, and do refused calls raise?"""
 
 from __future__ import annotations
 

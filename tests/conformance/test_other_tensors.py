@@ -156,7 +156,7 @@ def test_leaves_and_sparse_tensors(transport):
         transport.on_ranks(k, reduce_grad_and_sparse)
 
 
-# Shapes of ranks 0 and 1, whose elements correspond by index.
+# Shapes of ranks 0 and 1; elements correspond by index.
 SHAPES = (((), (1,)), ((4,), (2, 2)), ((2, 6), (6, 2)), ((3, 1, 2), (1, 6)))
 
 
@@ -181,7 +181,7 @@ def test_shapes_may_differ(transport):
     transport.on_ranks(2, reduce_shapes)
 
 
-# -- calls that differ in what stands behind the engine's tensors ----------------------------------
+# -- calls that differ -----------------------------------------------------------------------------
 
 DTYPE_PAIRS = (
     ("int16", "int32"),

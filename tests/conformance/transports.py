@@ -506,16 +506,20 @@ class BackendMachines(Backend):
     join = staticmethod(join_backend_machines)
     world_sizes = (2, 3, 4)
     rows = (
-        *("same-bits", "dtypes", "dtypes-other", "requires-grad", "sparse", "ops", "versions"),
-        *(
-            "all_reduce",
-            "async",
-            "broadcast",
-            "coalesced",
-            "reduce",
-            "reduce_scatter",
-            "all_gather",
-        ),
+        "same-bits",
+        "dtypes",
+        "dtypes-other",
+        "requires-grad",
+        "sparse",
+        "ops",
+        "versions",
+        "all_reduce",
+        "async",
+        "broadcast",
+        "coalesced",
+        "reduce",
+        "reduce_scatter",
+        "all_gather",
     )
 
 
@@ -533,7 +537,21 @@ class CudaProcesses(Processes):
     device = "cuda:0"
     orders = ("any", "rank", "tree")
     rows = (
-        *("same-bits", "dtypes", "ops", "one-rounding", "order-any", "order-rank", "order-tree"),
-        *("layouts", "layouts-differ", "all_reduce", "coalesced", "broadcast", "reduce_scatter"),
-        *("all_gather", "bind", "async", "versions"),
+        "same-bits",
+        "dtypes",
+        "ops",
+        "one-rounding",
+        "order-any",
+        "order-rank",
+        "order-tree",
+        "layouts",
+        "layouts-differ",
+        "all_reduce",
+        "coalesced",
+        "broadcast",
+        "reduce_scatter",
+        "all_gather",
+        "bind",
+        "async",
+        "versions",
     )
