@@ -85,6 +85,13 @@ def test_layouts(transport, name):
         transport.check(calls_of(transport, parts, k))
 
 
+@promise("layouts")
+def test_layouts_of_several_parts(transport):
+    """Ranks in processes pack 1 MiB at a time, here two rows, one row and one plane."""
+    part = Part(F32, (2, 3, 100_000), (Layout((700_000, 210_000, 2), 1),))
+    transport.check([Call("all_reduce", 2, (part,)), Call("broadcast", 2, (part,), root=1)])
+
+
 @promise("layouts-differ")
 @pytest.mark.parametrize("name", MIXES)
 def test_layouts_that_differ_by_rank(transport, name):

@@ -99,7 +99,7 @@ def check_examples(transport, max_examples):
 
 @promise("all_reduce", "layouts")
 def test_random_calls(transport):
-    check_examples(transport, 250)
+    check_examples(transport, transport.num_random_calls)
 
 
 @promise("all_reduce", "layouts")

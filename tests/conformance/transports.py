@@ -60,6 +60,7 @@ class Lists:
     world_sizes = (1, 2, 3, 5, 8)
     dtypes = DTYPES
     made_orders = ()
+    num_random_calls = 250
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -221,6 +222,7 @@ class RankTransport:
     world_sizes = (1, 2, 3, 4)
     dtypes = DTYPES
     writes_with_torch = False
+    num_random_calls = 80
 
     def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
         """Return ``function(state, **arguments)`` of each rank.
@@ -338,6 +340,7 @@ class Processes(Crews):
     orders = ("any", "rank", "tree", "exact")
     entries = (*ALL_REDUCES, *LISTS, "broadcast", "async broadcast", *SHARES)
     world_sizes = (1, 2, 3, 5)
+    num_random_calls = 250
 
     def can_run(self, call: Call) -> bool:
         return super().can_run(call) and (call.order != "exact" or call.op in ("sum", "mean"))
@@ -350,9 +353,9 @@ class Processes(Crews):
 
 # -- several machines ------------------------------------------------------------------------------
 
-PIECE = 1000  # elements that cross between machines at once
+PIECE = 20_000  # elements that cross between machines at once
 # The machine of each rank.
-PLACES = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abbcc", 8: "abcdabcd"}
+PLACES = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abbcc", 8: "aabbccdd"}
 
 
 def join_machines(
@@ -378,7 +381,7 @@ class Machines(Crews):
     writes_with_torch = True
 
     def can_run(self, call: Call) -> bool:
-        if call.order == "tree" and call.by_communicator and call.k in (2, 4):
+        if call.order == "tree" and call.by_communicator and call.k in (2, 4, 8):
             call = replace(call, order="any")
         return super().can_run(call) and call.holds != "arrays"
 
