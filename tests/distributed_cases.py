@@ -256,12 +256,7 @@ def calls_and_tensors(rank: int, size: int, dtype: torch.dtype, step: int) -> li
     at_root = rows if rank == 0 else []
     message = dist.recv if rank == 0 else dist.send
     calls: list[tuple[Callable[[], object], list[Tensor], list[Tensor]]] = [
-        (lambda: dist.all_reduce(one), [one], []),
-        (lambda: dist.reduce(one, 0), [one][rank:], [one][:rank]),
-        (lambda: dist.broadcast(one, 0), [one][:rank], [one][rank:]),
-        (lambda: dist.all_gather_into_tensor(whole, one), [whole], [one]),
         (lambda: dist.all_gather(rows, one), rows, [one]),
-        (lambda: dist.reduce_scatter_tensor(one, whole), [one], [whole]),
         (lambda: dist.reduce_scatter(one, rows), [one], rows),
         (lambda: dist.gather(one, at_root or None), at_root, [one]),
         (lambda: dist.scatter(one, at_root or None), [one], at_root),
