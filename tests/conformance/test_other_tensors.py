@@ -40,7 +40,7 @@ def values(dtype: torch.dtype, rank: int, numel: int = N) -> Tensor:
         return torch.view_as_complex(flat.view(-1, 2))
     whole = oracle.positional(numel, torch.int32, rank)
     if dtype is torch.bool:
-        return whole % 3 == 0
+        return (whole + rank) % 3 == 0  # else all ranks would hold the same
     return (whole / 8).to(dtype) if dtype in FLOAT8 else whole.to(dtype)
 
 
@@ -100,6 +100,9 @@ def reduce_dtype(state, dtype: torch.dtype) -> None:
         assert_equal(apart.contiguous(), total, (dtype, op, how, "strided"))
         assert_equal(root, total if rank == k - 1 else parts[rank], (dtype, op, how, "reduce"))
         assert_equal(part, total[own], (dtype, op, how, "reduce_scatter"))
+        apart = spread(part)
+        finish(dist.reduce_scatter_tensor, how, apart, spread(parts[rank]), of_torch)
+        assert_equal(apart.contiguous(), total[own], (dtype, op, how, "strided reduce_scatter"))
         dist.reduce_scatter(part, list(parts[rank].clone().chunk(k)), of_torch)
         assert_equal(part, total[own], (dtype, op, "rows"))
         rows = [parts[rank][: r + 1] for r in range(k)]
@@ -108,6 +111,11 @@ def reduce_dtype(state, dtype: torch.dtype) -> None:
     for how in ("sync", "async", "future"):
         finish(dist.broadcast, how, mine := parts[rank].clone(), k - 1)
         assert_equal(mine, parts[k - 1], (dtype, how, "broadcast"))
+        finish(dist.broadcast, how, mine := spread(parts[rank]), k - 1)
+        assert_equal(mine.contiguous(), parts[k - 1], (dtype, how, "strided broadcast"))
+        into = spread(torch.cat([parts[rank]] * k))
+        finish(dist.all_gather_into_tensor, how, into, spread(parts[rank]))
+        assert_equal(into.contiguous(), torch.cat(parts), (dtype, how, "strided all_gather"))
         into = torch.cat([parts[rank]] * k)
         finish(dist.all_gather_into_tensor, how, into, into[N * rank : N * rank + N])
         assert_equal(into, torch.cat(parts), (dtype, how, "all_gather in place"))
