@@ -20,7 +20,7 @@ import pyringar as pr
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OTHER_DTYPES = (torch.bool, torch.int16, torch.complex64, torch.complex128, *FLOAT8)
 ALL_DTYPES = (*oracle.DTYPES, *OTHER_DTYPES)
-# Enough where several machines reduce: test_hierarchical.py goes through all dtypes of the engine.
+# Enough where several machines reduce: tests/conformance goes through all dtypes of the engine.
 MACHINE_DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64)
 
 Case = Callable[[int, int], None]
@@ -134,7 +134,7 @@ def many_at_once(rank: int, size: int) -> None:
     dist.destroy_process_group(other)
 
 
-# -- broadcast, all_gather, reduce_scatter ---------------------------------------------------------
+# -- coalesced -------------------------------------------------------------------------------------
 
 
 def coalesced(rank: int, size: int) -> None:
@@ -162,9 +162,6 @@ def coalesced(rank: int, size: int) -> None:
                 works.wait()
         assert all((t == total).all() for t in [*reduced, *scattered])
         assert all(t.view(size, -1)[:, 0].tolist() == list(range(size)) for t in gathered)
-
-
-# -- reduce ----------------------------------------------------------------------------------------
 
 
 # -- handed to gloo --------------------------------------------------------------------------------

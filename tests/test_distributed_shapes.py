@@ -1,4 +1,4 @@
-"""Does torch.distributed go by index and sign, whatever tensors' shapes, strides and views?"""
+"""Do gloo's calls keep index and sign of views, and are expanded tensors refused?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank per process: ranks call different things, cannot meet, or run out of memory."""
+"""One rank per process: ranks cannot meet, lose their store, or run out of memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ from ranks import join, new_store
 import pyringar as pr
 
 pytestmark = needs_linux
-
-# -- ranks that call different things --------------------------------------------------------------
-
 
 # -- joining ---------------------------------------------------------------------------------------
 
