@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -134,6 +136,45 @@ def test_tensors_stay_until_a_gpu_is_done_with_them():
     comm._group.is_done = True
     comm.close()
     assert not comm._in_flight
+
+
+def call_until_closed(comm: pr.Communicator, seed: int) -> int:
+    """Return the number of calls that were right before the communicator was closed."""
+    choice, k, bound = random.Random(seed), comm.world_size, ranks(comm.world_size)
+    prepared = comm.bind(bound)
+    calls = [
+        lambda tensors: comm.all_reduce(tensors, algorithm="ring"),
+        lambda tensors: comm.all_reduce(tensors, algorithm="direct"),
+        lambda tensors: comm.all_reduce(tensors, algorithm="naive"),
+        lambda tensors: comm.all_reduce(tensors, async_op=True).wait(),
+        lambda tensors: comm.all_reduce_coalesced([[tensor] for tensor in tensors]),
+    ]
+    for count in itertools.count():
+        number = choice.randrange(len(calls) + 1)
+        tensors = bound if number == len(calls) else ranks(k, choice.choice([1, 5_000, 70_000]))
+        for rank, tensor in enumerate(bound):
+            tensor.copy_(ranks(k)[rank])
+        wanted = sum(tensor.double() for tensor in tensors)
+        try:
+            prepared() if number == len(calls) else calls[number](tensors)
+        except pr.RingarError as error:
+            if "closed" not in str(error):
+                raise
+            return count
+        assert all(torch.equal(tensor.double(), wanted) for tensor in tensors), (seed, number)
+    return 0
+
+
+@pytest.mark.parametrize("rounds", mostly_slow([5, 200], 5))
+def test_close_ends_calls_of_threads(rounds):
+    choice = random.Random(7)
+    for number in range(rounds):
+        comm = pr.Communicator(["cpu"] * choice.randint(1, 4))
+        with ThreadPoolExecutor(4) as threads:
+            works = [threads.submit(call_until_closed, comm, 4 * number + i) for i in range(4)]
+            time.sleep(0.02 + 0.1 * choice.random())
+            comm.close()
+            assert sum(work.result() for work in works) > 0
 
 
 @linux
