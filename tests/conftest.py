@@ -20,6 +20,8 @@ import pyringar as pr
 
 # For tests of benchmarks/. Last: an installed pyringar comes first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+# For tests that run calls of the conformance suite.
+sys.path.append(str(Path(__file__).resolve().parent / "conformance"))
 # A shell's background jobs are started with Ctrl-C ignored, and hand that down.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,11 +38,11 @@ else:
 # The files that take longest begin first, so that no core waits for the last one.
 LONG = """
 test_stress test_symbols test_cuda_emulated test_cuda_host test_cuda_processes_emulated
-test_compiled test_layouts test_distributed_machines test_process_deaths test_rendezvous
+test_compiled test_layouts test_distributed_machines test_rendezvous
 test_train_checkpoints test_distributed_ends test_grader test_bits test_build test_peers
 test_refused test_exits test_audit_processes test_sharded_training test_torch_team
-test_grader_processes test_process_faults test_signals test_cluster_failures test_cluster
-test_cluster_interrupts test_launch_processes
+test_grader_processes test_faults test_group test_process_faults test_signals
+test_cluster_failures test_cluster test_cluster_interrupts test_launch_processes
 test_cluster_run test_distributed test_prepared test_random test_entries test_docs
 test_deadlines test_private_cache test_examples
 """
@@ -109,8 +111,8 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
 
 @pytest.fixture(scope="session")
 def transport_of() -> Iterator[Callable[[str], Any]]:
-    """``transport_of(name)``: "threads", "processes" or "gpu", with groups for all tests."""
-    from transports import TRANSPORTS
+    """``transport_of(name)``: one of `registry.TRANSPORTS`, with groups for all tests."""
+    from registry import TRANSPORTS
 
     with contextlib.ExitStack() as made:
         yield functools.cache(
@@ -118,12 +120,7 @@ def transport_of() -> Iterator[Callable[[str], Any]]:
         )
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
-
-@pytest.fixture(
-    params=["threads", "processes", pytest.param("gpu", marks=[pytest.mark.cuda, NO_GPU])]
-)
+@pytest.fixture
 def transport(request: pytest.FixtureRequest, transport_of: Callable[[str], Any]) -> Any:
     return transport_of(request.param)
 

@@ -5,10 +5,8 @@ Every rank works out all ranks' inputs, so that each can tell the right result b
 
 from __future__ import annotations
 
-import functools
-import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import oracle
@@ -19,19 +17,11 @@ from torch import Tensor
 
 import pyringar as pr
 
-REDUCE = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OTHER_DTYPES = (torch.bool, torch.int16, torch.complex64, torch.complex128, *FLOAT8)
 ALL_DTYPES = (*oracle.DTYPES, *OTHER_DTYPES)
-# Enough where several machines reduce: test_hierarchical.py goes through all dtypes of the engine.
+# Enough where several machines reduce: tests/conformance goes through all dtypes of the engine.
 MACHINE_DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64)
-SIZES = (1, 17, 4099)
 
 Case = Callable[[int, int], None]
 
@@ -58,34 +48,6 @@ def dtypes() -> Sequence[torch.dtype]:
 
 def all_values(numel: int, dtype: torch.dtype, size: int) -> list[Tensor]:
     return [values(numel, dtype, rank) for rank in range(size)]
-
-
-def wanted(parts: Sequence[Tensor], op: str) -> Tensor:
-    dtype = parts[0].dtype
-    if dtype is torch.bool:
-        found = torch.stack(list(parts))
-        return found.all(0) if op in ("min", "prod") else found.any(0)
-    if dtype.is_complex:
-        flat = [torch.view_as_real(p).reshape(-1) for p in parts]
-        return torch.view_as_complex(oracle.reduced(flat, op).view(-1, 2)).view(parts[0].shape)
-    if dtype in oracle.DTYPES:
-        return oracle.reduced(parts, op)
-    wide = torch.float32 if dtype.is_floating_point else torch.int32
-    return oracle.reduced([p.to(wide) for p in parts], op).to(dtype)
-
-
-def ops_of(dtype: torch.dtype) -> Sequence[str]:
-    if dtype is torch.bool:
-        return ("sum", "max", "min", "prod")
-    return ("sum", "mean") if dtype.is_complex else oracle.OPS
-
-
-def in_turns(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[torch.dtype, str, int, str]]:
-    """Yield every dtype with every op, with one of three sizes and ways to wait in turn."""
-    ways = itertools.cycle(zip(SIZES, ("sync", "async", "future"), strict=True))
-    for dtype in dtypes:
-        for op in ops_of(dtype):
-            yield dtype, op, *next(ways)
 
 
 def assert_equal(actual: Tensor, expected: Tensor, context: object = "") -> None:
@@ -121,52 +83,6 @@ def finish(call: Callable[..., Any], how: str, *args: Any, **kwargs: Any) -> Non
 
 
 # -- all_reduce ------------------------------------------------------------------------------------
-
-
-def all_reduce_every_dtype_and_op(rank: int, size: int) -> None:
-    for dtype, op, numel, how in in_turns(dtypes()):
-        parts = all_values(numel, dtype, size)
-        mine = parts[rank].clone()
-        finish(dist.all_reduce, how, mine, REDUCE[op])
-        assert_equal(mine, wanted(parts, op), (dtype, op, numel, how))
-
-
-def all_reduce_bitwise(rank: int, size: int) -> None:
-    folds = {
-        dist.ReduceOp.BAND: torch.bitwise_and,
-        dist.ReduceOp.BOR: torch.bitwise_or,
-        dist.ReduceOp.BXOR: torch.bitwise_xor,
-    }
-    for dtype in (torch.int32, torch.int16, torch.uint8, torch.bool):
-        parts = all_values(31, dtype, size)
-        for op, fold in folds.items():
-            expected = functools.reduce(fold, parts)
-            mine = parts[rank].clone()
-            dist.all_reduce(mine, op)
-            assert torch.equal(mine, expected), (dtype, op)
-            column = torch.stack([parts[rank]] * 2, 1)[:, 0]  # not contiguous
-            finish(dist.all_reduce, "async", column, op)
-            assert torch.equal(column, expected), (dtype, op)
-
-
-def all_reduce_odd_tensors(rank: int, size: int) -> None:
-    for how in ("sync", "async", "future"):
-        for dtype in (torch.float32, torch.int16):
-            parts = all_values(60, dtype, size)
-            around = torch.full((60, 3), 7).to(dtype)
-            around[:, 1] = parts[rank]
-            finish(dist.all_reduce, how, around[:, 1])
-            assert_equal(around[:, 1].contiguous(), wanted(parts, "sum"), how)
-            assert (around[:, 0].float() == 7).all(), "between the elements"
-        parts = all_values(60, torch.float32, size)
-        leaf = parts[rank].clone().requires_grad_()
-        finish(dist.all_reduce, how, leaf)
-        assert_equal(leaf.detach(), wanted(parts, "sum"), how)
-        finish(dist.all_reduce, how, torch.empty(0))
-        finish(dist.all_reduce, how, torch.empty(0, dtype=torch.bool))
-    sparse = torch.sparse_coo_tensor([[rank]], [1.0 + rank], (size,))
-    dist.all_reduce(sparse)
-    assert sparse.to_dense().tolist() == [1.0 + r for r in range(size)]
 
 
 def calls_on_the_group_itself(rank: int, size: int) -> None:
@@ -218,76 +134,7 @@ def many_at_once(rank: int, size: int) -> None:
     dist.destroy_process_group(other)
 
 
-# -- broadcast, all_gather, reduce_scatter ---------------------------------------------------------
-
-
-def broadcast(rank: int, size: int) -> None:
-    for dtype in dtypes():
-        for root in range(size):
-            parts = all_values(37, dtype, size)
-            for how in ("sync", "async", "future", "poll"):
-                mine = parts[rank].clone()
-                finish(dist.broadcast, how, mine, root)
-                assert_equal(mine, parts[root], (dtype, root, how))
-            spread = torch.stack([parts[rank]] * 3, 1)
-            dist.broadcast(spread[:, 1], root)
-            assert_equal(spread[:, 1].contiguous(), parts[root], (dtype, root, "strided"))
-            assert_equal(spread[:, 0].contiguous(), parts[rank], "between")
-    leaf = torch.nn.Parameter(torch.full((3,), float(rank)))
-    dist.broadcast(leaf, 0)
-    assert leaf.tolist() == [0.0] * 3
-
-
-def all_gather(rank: int, size: int) -> None:
-    for dtype in dtypes():
-        parts = [p.view(3, 4) for p in all_values(12, dtype, size)]
-        for how in ("sync", "async", "future"):
-            into = torch.empty(size * 3, 4, dtype=dtype)
-            finish(dist.all_gather_into_tensor, how, into, parts[rank])
-            assert_equal(into, torch.cat(parts), (dtype, how))
-            rows = [torch.empty(3, 4, dtype=dtype) for _ in range(size)]
-            finish(dist.all_gather, how, rows, parts[rank])
-            assert_equal(torch.cat(rows), torch.cat(parts), (dtype, how))
-            finish(dist.all_gather, how, rows, parts[rank].mT.contiguous().mT)
-            assert_equal(torch.cat(rows), torch.cat(parts), (dtype, how))
-        for how in ("sync", "async"):  # from the place where it goes anyway
-            into = torch.cat([parts[rank]] * size)
-            finish(dist.all_gather_into_tensor, how, into, into[3 * rank : 3 * rank + 3])
-            assert_equal(into, torch.cat(parts), (dtype, how, "in place"))
-        uneven = [p[: 2 * r + 1] for r, p in enumerate(all_values(12, dtype, size))]
-        outs = [torch.empty_like(p) for p in uneven]
-        dist.all_gather(outs, uneven[rank])
-        assert_equal(torch.cat(outs), torch.cat(uneven), (dtype, "uneven"))
-    dist.all_gather([torch.empty(0) for _ in range(size)], torch.empty(0))
-    scalars = [torch.empty(()) for _ in range(size)]
-    dist.all_gather(scalars, torch.tensor(float(rank)))
-    assert [s.item() for s in scalars] == list(range(size))
-    with raises(pr.ArgumentError, "one per rank"):
-        dist.all_gather([torch.empty(1)] * (size + 1), torch.empty(1))
-
-
-def reduce_scatter(rank: int, size: int) -> None:
-    for dtype in dtypes():
-        for op in ops_of(dtype):
-            parts = all_values(6 * size, dtype, size)
-            expected = wanted(parts, op)
-            for how in ("sync", "async", "future"):
-                out, mine = torch.empty(6, dtype=dtype), parts[rank].clone()
-                finish(dist.reduce_scatter_tensor, how, out, mine, REDUCE[op])
-                assert_equal(out, expected[6 * rank : 6 * rank + 6], (dtype, op, how))
-                assert_equal(mine, parts[rank], (dtype, op, how))
-                whole = parts[rank].clone()
-                part = whole[6 * rank : 6 * rank + 6]
-                finish(dist.reduce_scatter_tensor, how, part, whole, REDUCE[op])
-                assert_equal(part, expected[6 * rank : 6 * rank + 6], (dtype, op, how))
-                rows = list(parts[rank].clone().chunk(size))
-                finish(dist.reduce_scatter, how, out, rows, REDUCE[op])
-                assert_equal(out, expected[6 * rank : 6 * rank + 6], (dtype, op, how))
-            lengths = [r + 1 for r in range(size)]
-            rows = list(parts[rank][: sum(lengths)].clone().split(lengths))
-            out = torch.empty(rank + 1, dtype=dtype)
-            dist.reduce_scatter(out, rows, REDUCE[op])
-            assert_equal(out, expected[: sum(lengths)].split(lengths)[rank], (dtype, op))
+# -- coalesced -------------------------------------------------------------------------------------
 
 
 def coalesced(rank: int, size: int) -> None:
@@ -315,39 +162,6 @@ def coalesced(rank: int, size: int) -> None:
                 works.wait()
         assert all((t == total).all() for t in [*reduced, *scattered])
         assert all(t.view(size, -1)[:, 0].tolist() == list(range(size)) for t in gathered)
-
-
-# -- reduce ----------------------------------------------------------------------------------------
-
-
-def reduce(rank: int, size: int) -> None:
-    root = size - 1
-    for dtype, op, numel, how in in_turns((*dtypes(), torch.uint16)):
-        made = torch.int16 if dtype is torch.uint16 else dtype
-        parts = [
-            part.abs().to(dtype) if made != dtype else part
-            for part in all_values(numel, made, size)
-        ]
-        mine = parts[rank].clone()
-        finish(dist.reduce, how, mine, root, REDUCE[op])
-        expected = wanted(parts, op) if rank == root else parts[rank]
-        assert_equal(mine, expected, (dtype, op, numel, how))
-    for dtype, op in (
-        (torch.complex64, "MAX"),
-        (torch.float8_e5m2, "BOR"),
-        (torch.float32, "BAND"),
-        (torch.bool, "AVG"),
-    ):
-        mine = torch.ones(3).to(dtype)
-        for call in (lambda x, o: dist.reduce(x, root, o), dist.all_reduce):
-            if dtype.is_complex and call is dist.all_reduce:
-                continue  # torch's own error
-            with raises(pr.UnsupportedError, f"cannot reduce {dtype} with"):
-                call(mine, getattr(dist.ReduceOp, op))
-    bits = all_values(31, torch.int16, size)
-    dist.reduce(mine := bits[rank].clone(), root, dist.ReduceOp.BXOR)
-    expected = functools.reduce(torch.bitwise_xor, bits) if rank == root else bits[rank]
-    assert torch.equal(mine, expected)
 
 
 # -- handed to gloo --------------------------------------------------------------------------------
@@ -439,12 +253,7 @@ def calls_and_tensors(rank: int, size: int, dtype: torch.dtype, step: int) -> li
     at_root = rows if rank == 0 else []
     message = dist.recv if rank == 0 else dist.send
     calls: list[tuple[Callable[[], object], list[Tensor], list[Tensor]]] = [
-        (lambda: dist.all_reduce(one), [one], []),
-        (lambda: dist.reduce(one, 0), [one][rank:], [one][:rank]),
-        (lambda: dist.broadcast(one, 0), [one][:rank], [one][rank:]),
-        (lambda: dist.all_gather_into_tensor(whole, one), [whole], [one]),
         (lambda: dist.all_gather(rows, one), rows, [one]),
-        (lambda: dist.reduce_scatter_tensor(one, whole), [one], [whole]),
         (lambda: dist.reduce_scatter(one, rows), [one], rows),
         (lambda: dist.gather(one, at_root or None), at_root, [one]),
         (lambda: dist.scatter(one, at_root or None), [one], at_root),
@@ -526,6 +335,8 @@ def mistakes(rank: int, size: int) -> None:
         dist.all_reduce(torch.tensor([True]), dist.ReduceOp.AVG)
     with raises(pr.UnsupportedError, "PREMUL"):
         dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))
+    with raises(pr.ArgumentError, "one per rank"):
+        dist.all_gather([torch.empty(1)] * (size + 1), torch.empty(1))
     with raises(pr.ArgumentError, "reduce_scatter"):
         dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2 * size + 1))
     mine = torch.ones(2)
@@ -536,17 +347,10 @@ def mistakes(rank: int, size: int) -> None:
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
-        all_reduce_every_dtype_and_op,
-        all_reduce_bitwise,
-        all_reduce_odd_tensors,
         calls_on_the_group_itself,
         asynchronous_calls_return_at_once,
         many_at_once,
-        broadcast,
-        all_gather,
-        reduce_scatter,
         coalesced,
-        reduce,
         delegated,
         messages,
         objects,

@@ -26,39 +26,23 @@ def error_of(call: Callable[[], object]) -> tuple[str, list[str], str, float]:
     return "none", [], "", time.monotonic() - began
 
 
-def reduce_in(how: str, numel: int = 4) -> Callable[[], object]:
-    tensor = torch.ones(numel)
-    if how == "sync":
-        return lambda: dist.all_reduce(tensor)
-    work = dist.all_reduce(tensor, async_op=True)
-    return work.wait if how == "async" else work.get_future().wait
+def reduced_by_future() -> Any:
+    return dist.all_reduce(torch.ones(4), async_op=True).get_future().wait()
 
 
-def peer_lost(rank: int, size: int, how: str) -> Any:
+def peer_lost(rank: int, size: int) -> Any:
     dist.all_reduce(torch.ones(3))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return error_of(lambda: reduce_in(how)())
+    return error_of(reduced_by_future)
 
 
-def peer_late(rank: int, size: int, how: str) -> Any:
+def peer_late(rank: int, size: int) -> Any:
     dist.all_reduce(torch.ones(3))
     if rank == 1:
         time.sleep(4.5)
         return None
-    return error_of(lambda: reduce_in(how)())
-
-
-def sizes_differ(rank: int, size: int, how: str) -> Any:
-    first = error_of(lambda: reduce_in(how, 4 + rank)())
-    again = error_of(lambda: dist.all_reduce(torch.ones(1)))
-    return first, again
-
-
-def calls_differ(rank: int, size: int, how: str) -> Any:
-    if rank == 0:
-        return error_of(lambda: dist.broadcast(torch.ones(4), 0))
-    return error_of(lambda: reduce_in(how)())
+    return error_of(reduced_by_future)
 
 
 def data_parallel_peer(rank: int, size: int, what: str) -> Any:

@@ -44,6 +44,7 @@ class NaiveTransport(RankCommunicator):
         check_tensors_of_rank(call, self._device, self._world_size)
         with torch.no_grad():
             for output in tensors_of(call.outputs):
+                is_sent = call.operation == "broadcast" and call.root == self._rank
                 rows = self._gathered(call.inputs if call.has_inputs else output)
                 if call.is_reduction:
                     naive_all_reduce(rows, call.op)
@@ -52,14 +53,15 @@ class NaiveTransport(RankCommunicator):
                     result = torch.cat(rows)
                 elif call.operation == "reduce_scatter":
                     result = rows[0].chunk(self._world_size)[self._rank]
-                output.copy_(result.view(output.shape))
+                if not is_sent:
+                    output.copy_(result.view(output.shape))
         if call.operation == "barrier":
             dist.barrier()
         return Work(None, {}, *call.words()) if async_op else None
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, flat, in rank order."""
-        own = tensor.detach().resolve_neg().contiguous().view(-1)
+        own = tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
         rows = [torch.empty_like(own) for _ in range(self._world_size)]
         dist.all_gather([row.view(torch.uint8) for row in rows], own.view(torch.uint8))
         return rows

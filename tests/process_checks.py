@@ -21,7 +21,6 @@ from oracle import (
     bits,
     inputs,
     reduced,
-    same_bits,
 )
 from ranks import Crew, Outcome
 
@@ -72,10 +71,6 @@ def reduce(state, numel: int = SMALL, calls: int = 1) -> None:
         state.before = state.tensor.clone()
         state.comm.all_reduce(state.tensor)
         assert_bits(state.tensor, reduced(parts, "sum"))
-
-
-def tensor_is_untouched(state) -> bool:
-    return same_bits(state.tensor, state.before)
 
 
 # -- what a group leaves behind --------------------------------------------------------------------

@@ -400,10 +400,8 @@ def next_name(state: SimpleNamespace) -> str:
 
 
 def another(state: SimpleNamespace, **options: Any) -> Any:
-    import pyringar as pr
-
     options = {"name": next_name(state), **options}
-    return pr.ProcessCommunicator(state.store, state.rank, state.world_size, **options)
+    return type(state.comm)(state.store, state.rank, state.world_size, **options)
 
 
 def _with_store(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -49,21 +51,6 @@ def test_other_threads_run_meanwhile(async_op):
             work.wait()
         assert time.monotonic() - start < 15
         ticks.result()
-
-
-# -- threads of the caller's -----------------------------------------------------------------------
-
-
-def test_many_threads_share_one_communicator():
-    def work(seed: int) -> None:
-        for i in range(40):
-            algorithm = ("fused", "ring", "direct")[(seed + i) % 3]
-            tensors = [torch.full((1 + 997 * (i % 7),), float(seed + r)) for r in range(3)]
-            comm.all_reduce(tensors, algorithm=algorithm)
-            assert all(torch.all(t == 3 * seed + 3) for t in tensors), f"{seed} {i} {algorithm}"
-
-    with pr.Communicator(["cpu"] * 3) as comm, ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
 
 
 # -- deadlines -------------------------------------------------------------------------------------
@@ -162,6 +149,45 @@ def test_missing_features_name_alternatives():
                 call()
         comm.all_reduce(tensors := ranks(2))
         assert torch.equal(*tensors)
+
+
+def call_until_closed(comm: pr.Communicator, seed: int) -> int:
+    """Return the number of calls that were right before the communicator was closed."""
+    choice, k, bound = random.Random(seed), comm.world_size, ranks(comm.world_size)
+    prepared = comm.bind(bound)
+    calls = [
+        lambda tensors: comm.all_reduce(tensors, algorithm="ring"),
+        lambda tensors: comm.all_reduce(tensors, algorithm="direct"),
+        lambda tensors: comm.all_reduce(tensors, algorithm="naive"),
+        lambda tensors: comm.all_reduce(tensors, async_op=True).wait(),
+        lambda tensors: comm.all_reduce_coalesced([[tensor] for tensor in tensors]),
+    ]
+    for count in itertools.count():
+        number = choice.randrange(len(calls) + 1)
+        tensors = bound if number == len(calls) else ranks(k, choice.choice([1, 5_000, 70_000]))
+        for rank, tensor in enumerate(bound):
+            tensor.copy_(ranks(k)[rank])
+        wanted = sum(tensor.double() for tensor in tensors)
+        try:
+            prepared() if number == len(calls) else calls[number](tensors)
+        except pr.RingarError as error:
+            if "closed" not in str(error):
+                raise
+            return count
+        assert all(torch.equal(tensor.double(), wanted) for tensor in tensors), (seed, number)
+    return 0
+
+
+@pytest.mark.parametrize("rounds", mostly_slow([5, 200], 5))
+def test_close_ends_calls_of_threads(rounds):
+    choice = random.Random(7)
+    for number in range(rounds):
+        comm = pr.Communicator(["cpu"] * choice.randint(1, 4))
+        with ThreadPoolExecutor(4) as threads:
+            works = [threads.submit(call_until_closed, comm, 4 * number + i) for i in range(4)]
+            time.sleep(0.02 + 0.1 * choice.random())
+            comm.close()
+            assert sum(work.result() for work in works) > 0
 
 
 @linux

@@ -15,9 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import DTYPES, OPS, assert_bits, expected, inputs, random, same_bits
+from calls import SHARES, Call, Part
+from oracle import same_bits
 from process_checks import least_growth
 from ranks import crews, new_name
+from transports import check_on_rank
 
 import pyringar as pr
 from pyringar import errors
@@ -139,84 +141,6 @@ def new_gpu_crew(new_crew):
     return make
 
 
-def on_rank_everything(state, dtype: str, sizes: list[int], ops: list[str]) -> None:
-    for numel in sizes:
-        parts = inputs(numel, getattr(torch, dtype), state.world_size, seed=numel)
-        for op in ops:
-            mine = parts[state.rank].cuda()
-            assert state.comm.all_reduce(mine, op) is None
-            wanted = expected(parts, op, "direct")
-            assert_bits(mine.cpu(), wanted, f"{op} {dtype} k={len(parts)} numel={numel}")
-
-
-@gpu
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_ops_sizes(gpu_crew_of, dtype, world_size):
-    border = limit_bytes("process_exchange") // dtype.itemsize
-    sizes = [0, 1, 3, 257, 4099, border - 1, border, border + 1]
-    name = str(dtype).removeprefix("torch.")
-    gpu_crew_of(world_size).run(on_rank_everything, dtype=name, sizes=sizes, ops=OPS)
-
-
-@gpu
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_several_slots(gpu_crew_of, world_size):
-    slot = limit_bytes("process_slot")
-    sizes = [slot // 4 + d for d in (-1, 0, 1)] + [5 * slot // 4 + 17]
-    run = functools.partial(gpu_crew_of(world_size).run, on_rank_everything, ops=["mean"])
-    run(dtype="float32", sizes=sizes)
-    run(dtype="bfloat16", sizes=[2 * sizes[1] + 1])
-
-
-def on_rank_lists(state) -> None:
-    for count in (1, 2, 30, 500):
-        shapes = [(i * 7919) % 3001 for i in range(count)]
-        dtypes = [DTYPES[i % len(DTYPES)] for i in range(count)]
-        parts = [
-            [
-                random(n, d, seed=100 * rank + i)
-                for i, (n, d) in enumerate(zip(shapes, dtypes, strict=True))
-            ]
-            for rank in range(state.world_size)
-        ]
-        mine = [tensor.cuda() for tensor in parts[state.rank]]
-        state.comm.all_reduce_coalesced(mine)
-        for i, tensor in enumerate(mine):
-            assert_bits(tensor.cpu(), expected([p[i] for p in parts], "sum", "direct"), (count, i))
-
-
-def on_rank_layouts(state) -> None:
-    parts = [random(1200, torch.float32, seed=rank) for rank in range(state.world_size)]
-    wanted = expected(parts, "sum", "direct")
-    for make in (
-        lambda t: torch.empty(1300, device="cuda")[state.rank : state.rank + 1200].copy_(t),
-        lambda t: torch.empty(2400, device="cuda")[::2].copy_(t),
-        lambda t: t.cuda().view(2, 3, 10, 20).to(memory_format=torch.channels_last),
-    ):
-        mine = make(parts[state.rank])
-        state.comm.all_reduce(mine)
-        assert_bits(mine.cpu().reshape(-1), wanted)
-
-
-def on_rank_others(state) -> None:
-    k, rank = state.world_size, state.rank
-    for numel in (0, 1, 1000, limit_bytes("process_slot") // 8 + 5):
-        parts = [random(numel * k, torch.float32, seed=numel + r) for r in range(k)]
-        wanted = expected(parts, "sum", "direct")
-        output = torch.empty(numel, device="cuda")
-        state.comm.reduce_scatter(output, parts[rank].cuda())
-        assert_bits(output.cpu(), wanted[rank * numel : (rank + 1) * numel])
-        gathered = torch.empty(numel * k * k, device="cuda")
-        state.comm.all_gather(gathered, parts[rank].cuda())
-        assert_bits(gathered.cpu(), torch.cat(parts))
-        for root in range(k):
-            mine = parts[rank].cuda()
-            state.comm.broadcast(mine, root=root)
-            assert_bits(mine.cpu(), parts[root])
-    state.comm.barrier()
-
-
 def on_rank_streams(state) -> None:
     parts = [torch.full((200_000,), float(rank + 1)) for rank in range(state.world_size)]
     total = sum(range(1, state.world_size + 1))
@@ -285,25 +209,10 @@ def on_rank_arguments(state) -> None:
         comm.all_reduce(host.cuda())
 
 
-def on_rank_bind_and_stats(state) -> None:
-    before = state.comm.stats()
-    mine = torch.ones(10, device="cuda")
-    call = state.comm.bind(mine)
-    for _ in range(3):
-        call()
-    assert mine.unique().tolist() == [state.world_size**3]
-    after = state.comm.stats()
-    assert after["exchange"]["calls"] == before.get("exchange", {"calls": 0})["calls"] + 3
-
-
 CASES = [
-    on_rank_lists,
-    on_rank_layouts,
-    on_rank_others,
     on_rank_streams,
     on_rank_gradients_on_side_streams,
     on_rank_arguments,
-    on_rank_bind_and_stats,
 ]
 
 
@@ -323,9 +232,13 @@ def test_two_gpus(new_crew):
         crew[rank].start(on_rank_join_own_gpu, port=crew.port, rank=rank, name=name)
     for outcome in crew.outcomes():
         assert outcome.error is None, outcome.trace
-    sizes = [1000, limit_bytes("process_slot")]
-    crew.run(on_rank_everything, dtype="float32", sizes=sizes, ops=["sum"])
-    crew.run(on_rank_others)
+    sizes = (1000, limit_bytes("process_slot") // 4 + 1)
+    calls = [
+        Call(entry, 2, (Part(torch.float32, (2 * numel,)),), by_communicator=True)
+        for entry in ("all_reduce", "broadcast", *SHARES)
+        for numel in sizes
+    ]
+    crew.run(check_on_rank, calls=calls)
 
 
 def on_rank_join_own_gpu(state, port: int, rank: int, name: str) -> None:

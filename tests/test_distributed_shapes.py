@@ -1,4 +1,4 @@
-"""Does torch.distributed go by index and sign, whatever tensors' shapes, strides and views?"""
+"""Do gloo's calls keep index and sign of views, and are expanded tensors refused?"""
 
 from __future__ import annotations
 
@@ -12,51 +12,6 @@ from ranks import run_group
 from torch import Tensor
 
 import pyringar as pr
-
-# Shapes of ranks 0 and 1, whose elements correspond by index; and layouts of rank 0.
-SHAPES = {
-    "scalar and vector": ((), (1,)),
-    "flat and square": ((4,), (2, 2)),
-    "wide and tall": ((2, 6), (6, 2)),
-    "with ones": ((3, 1, 2), (1, 6)),
-}
-LAYOUTS = {
-    "transposed": lambda t: t.mT.contiguous().mT,
-    "strided": lambda t: torch.stack([t, t], -1)[..., 0],
-    "negated": lambda t: torch._neg_view(-t),
-    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
-}
-
-
-def filled(rank: int, shape: tuple[int, ...]) -> Tensor:
-    numel = torch.Size(shape).numel()
-    return (torch.arange(numel) * 3 % 17 + 10 * rank).float().reshape(shape)
-
-
-def reduce_and_copy(rank: int, size: int, what: str) -> None:
-    shape = SHAPES[what][rank] if what in SHAPES else (2, 3, 4, 5)
-    lay_out = LAYOUTS[what] if what in LAYOUTS and rank == 0 else torch.clone
-    numel = torch.Size(shape).numel()
-    parts = [filled(r, (numel,)) for r in range(2)]
-    for dtype in (torch.float32, torch.int16):  # int16 is copied on the way
-        for is_async in (False, True):
-            for call, expected in (
-                (lambda x, **k: dist.all_reduce(x, **k), parts[0] + parts[1]),
-                (lambda x, **k: dist.all_reduce_coalesced([x], **k), parts[0] + parts[1]),
-                (lambda x, **k: dist.broadcast(x, 0, **k), parts[0]),
-                (lambda x, **k: dist.broadcast(x, 1, **k), parts[1]),
-            ):
-                x = lay_out(filled(rank, shape).to(dtype))
-                work = call(x, async_op=is_async)
-                if is_async:
-                    work.wait()
-                assert x.shape == torch.Size(shape)
-                assert x.flatten().tolist() == expected.tolist(), (dtype, is_async)
-
-
-@pytest.mark.parametrize("what", [*SHAPES, *LAYOUTS])
-def test_elements_correspond_by_index(what):
-    assert run_group(reduce_and_copy, 2, what) == [None] * 2
 
 
 def strided(x: Tensor) -> Tensor:
@@ -170,13 +125,3 @@ def test_expanded_tensors_are_refused():
     for texts, whole in run_group(expanded, 2):
         assert all("expanded" in text for text in texts), texts
         assert whole == [3.0] * 4, "the group goes on"
-
-
-def differ(rank: int, size: int) -> Any:
-    with pytest.raises(pr.ArgumentError) as raised:
-        pr.ProcessCommunicator(name="strict").all_reduce(torch.ones((4,) if rank else (2, 2)))
-    return str(raised.value)
-
-
-def test_communicator_compares_shapes():
-    assert all("4 float32" in text for text in run_group(differ, 2))

@@ -5,32 +5,30 @@ Here machines are names that processes give themselves; in `test_two_machines.py
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
 import time
-from functools import partial
+from unittest import mock
 
 import oracle
 import pytest
 import torch
+from calls import Call, Part
 from cases import mostly_slow
 from ranks import Crew
+from running import check_same
 from torch import Tensor
+from transports import Machines, check_on_rank, join_machines
 
 import pyringar as pr
-from pyringar.distributed import HierarchicalCommunicator, between
+from pyringar.distributed import HierarchicalCommunicator, between, hierarchical
 from pyringar.distributed.hierarchical import communicator_for
+from pyringar.distributed.machines import Column
 from pyringar.train import ImageData, TrainConfig, Trainer
 from pyringar.train.group import Processes
 from pyringar.train.synthetic import synthetic_images
 
 TWO_BY_TWO = "aabb"
 INTERLEAVED = "abab"
-UNEVEN = "abca"
-PLACES = [TWO_BY_TWO, INTERLEAVED, "abbb", "aaba", UNEVEN, "abcd", "aaaa"]
-# Of a rank's part: none, one, odd, more than a piece.
-SIZES = (0, 1, 7, 1201)
 
 
 @pytest.fixture(scope="module")
@@ -51,114 +49,31 @@ def join(rank, world_size, store, machines=TWO_BY_TWO, **options) -> Hierarchica
     return HierarchicalCommunicator(store, rank, world_size, **{"timeout": 20.0, **options})
 
 
-@functools.cache
-def values(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
-    return oracle.random(numel, dtype, rank)
-
-
 def floats(numel: int, rank: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
 # -- bits ------------------------------------------------------------------------------------------
 
-
-LAYOUTS = {
-    "contiguous": lambda x: x.clone(),
-    "spread": lambda x: x.new_zeros(len(x), 3)[:, 1].copy_(x),
-    "shifted": lambda x: x.new_zeros(len(x) + 1)[1:].copy_(x),
-    "negated": lambda x: torch._neg_view(-x),
-}
+PLACES = ["abab", "abbb", "aaba", "abca", "abcd", "aaaa"]
 
 
-def laid_out(numel: int, dtype: torch.dtype, rank: int, shift: int) -> Tensor:
-    name = list(LAYOUTS)[(rank + shift) % len(LAYOUTS)]
-    if name == "negated" and dtype is torch.bfloat16:  # to negate it changes the bits of NaN
-        name = "contiguous"
-    return LAYOUTS[name](values(numel, dtype, rank))
-
-
-def whole(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.resolve_neg().contiguous() for tensor in tensors]
-
-
-def cases() -> list[tuple[int, torch.dtype, int]]:
-    pairs = itertools.product(oracle.DTYPES, SIZES)
-    every = [(i + i // 4, dtype, numel) for i, (dtype, numel) in enumerate(pairs)]
-    return [case for case in every if case[0] % 2 == 0]  # of a dtype two sizes, of the next others
-
-
-def sums_as_rank(rank, world_size, store, machines, op, order):
-    with join(rank, world_size, store, machines, order=order) as comm:
-        found = {}
-        for shift, dtype, numel in cases():
-            mine = laid_out(numel * world_size, dtype, rank, shift)
-            kept, part = mine.clone(), laid_out(numel, dtype, rank, shift + 1)
-            comm.reduce_scatter(part, mine, op)
-            assert oracle.same_bits(*whole([mine, kept])), "its input is left alone"
-            comm.all_reduce(mine, op)
-            uneven = laid_out(numel + 1, dtype, rank, shift)
-            comm.all_reduce([uneven], op)
-            found[dtype, numel] = whole([part, mine, uneven])
-        pairs = itertools.product((3, 700), oracle.DTYPES)
-        listed = [laid_out(numel, dtype, rank, i) for i, (numel, dtype) in enumerate(pairs)]
-        comm.all_reduce_coalesced(listed, op, async_op=True).wait()
-        return found, whole(listed), comm.nodes
-
-
-SUMS = list(itertools.product(PLACES, oracle.OPS, ["any"]))
-TREES = list(itertools.product([TWO_BY_TWO, "abcd", "aaaa"], ["sum", "mean", "prod"], ["tree"]))
-PLAIN = [case for case in SUMS + TREES if case[1] == "mean" and case[0] in (TWO_BY_TWO, UNEVEN)]
-
-
-@pytest.mark.parametrize(("machines", "op", "order"), mostly_slow(SUMS + TREES, *PLAIN))
-def test_sums_have_promised_bits(pool, machines, op, order, in_machine_order):
-    in_machine_order(machines)
-    answers = pool.check(sums_as_rank, machines, op, order)
-    reduced = oracle.tree_reduced if order == "tree" else oracle.reduced
-
-    def wanted(numel: int, dtype: torch.dtype) -> Tensor:
-        return reduced([values(numel, dtype, rank) for rank in range(4)], op)
-
-    for _, dtype, numel in cases():
-        parts, sums, uneven = zip(*(found[dtype, numel] for found, *_ in answers), strict=True)
-        case = (machines, dtype, numel)
-        oracle.assert_all_ranks(sums, wanted(4 * numel, dtype), case)
-        oracle.assert_all_ranks(uneven, wanted(numel + 1, dtype), case)
-        oracle.assert_bits(torch.cat(parts), wanted(4 * numel, dtype), case)
-    for at, (numel, dtype) in enumerate(itertools.product((3, 700), oracle.DTYPES)):
-        lists = [listed[at] for _, listed, _ in answers]
-        oracle.assert_all_ranks(lists, wanted(numel, dtype), (machines, dtype, numel))
-    places = [[r for r in range(4) if machines[r] == m] for m in dict.fromkeys(machines)]
-    assert answers[0][-1] == places
-
-
-def copies_as_rank(rank, world_size, store, machines):
-    with join(rank, world_size, store, machines) as comm:
-        found = {}
-        for shift, dtype, numel in cases():
-            gathered = laid_out(world_size * numel, dtype, rank, shift)
-            comm.all_gather(gathered, laid_out(numel, dtype, rank, shift + 1))
-            sent = [laid_out(numel, dtype, rank, shift + i) for i in range(world_size)]
-            for root, tensor in enumerate(sent):
-                comm.broadcast(tensor, root)
-            found[dtype, numel] = whole([gathered, torch.cat(sent)])
-        place = torch.empty(world_size * 5)
-        mine = place[5 * rank : 5 * rank + 5]
-        mine.copy_(values(5, torch.float32, rank))
-        comm.all_gather(place, mine)
-        return found, place
-
-
-@pytest.mark.parametrize("machines", mostly_slow(PLACES, TWO_BY_TWO, UNEVEN))
-def test_gathers_and_broadcasts_copy_all(pool, machines):
-    for found, place in pool.check(copies_as_rank, machines):
-        for (dtype, numel), results in found.items():
-            wanted = torch.cat([values(numel, dtype, rank) for rank in range(4)])
-            for result in results:
-                assert oracle.same_bits(result, wanted), (machines, dtype, numel)
-        wanted = torch.cat([values(5, torch.float32, rank) for rank in range(4)])
-        assert oracle.same_bits(place, wanted)
+@pytest.mark.parametrize("machines", mostly_slow(PLACES, "abab"))
+def test_calls_on_any_machines(machines):
+    """The calls of tests/conformance, which has other machines, with a size of each kind."""
+    machines_of = Machines.__new__(Machines)
+    parts = [Part(dtype, (numel,)) for dtype in oracle.DTYPES for numel in (0, 4, 28, 30_004)]
+    made = [
+        Call(entry, 4, (part,), op, by_communicator=True, root=root)
+        for entry in Machines.entries
+        for i, part in enumerate(parts)
+        for op, root in (("sum", i % 4), ("mean", 3))
+    ]
+    calls = [call for call in made if machines_of.can_run(call)]
+    with Crew(4) as crew:
+        crew.join(function=join_machines, machines=machines, timeout=20)
+        for call, *digests in zip(calls, *crew.run(check_on_rank, calls=calls), strict=True):
+            check_same(call, digests, is_on_gpu=True)
 
 
 # -- modes of torch -------------------------------------------------------------------------------
@@ -264,59 +179,6 @@ def caught(function, *args) -> tuple[type, str, float]:
     return type(error.value), str(error.value), time.monotonic() - began
 
 
-# What the odd ranks call, and what both sides must read of both calls.
-DIFFERENT = {
-    "size": ("of 100 torch", "of 101 torch"),
-    "dtype": ("float32", "float64"),
-    "half": ("float32", "bfloat16"),
-    "mean": ("(sum)", "(mean)"),
-    "op": ("(sum)", "(max)"),
-    "call": ("all_reduce", "barrier"),
-    "root": ("broadcast from rank 0", "broadcast from rank 2"),
-}
-
-
-def differ_as_rank(rank, world_size, store, machines, what, odd):
-    is_odd = rank in odd
-    with join(rank, world_size, store, machines) as comm:
-        mine = {"size": floats(101, rank), "dtype": floats(100, rank).double()}
-        mine |= {"half": floats(100, rank).bfloat16()}
-        tensor = mine.get(what, floats(100, rank)) if is_odd else floats(100, rank)
-        before = tensor.clone()
-        calls = {
-            "call": comm.barrier,
-            "op": partial(comm.all_reduce, tensor, "max"),
-            "mean": partial(comm.all_reduce, tensor, "mean"),
-            "root": partial(comm.broadcast, tensor, 2),
-        }
-        same = partial(comm.all_reduce, tensor)
-        usual = partial(comm.broadcast, tensor, 0) if what == "root" else same
-        first = caught(calls.get(what, same) if is_odd else usual)
-        return first, caught(comm.all_reduce, tensor), torch.equal(tensor, before)
-
-
-ODD = {
-    "machine": (TWO_BY_TWO, (2, 3)),
-    "column": (TWO_BY_TWO, (1, 3)),
-    "rank": (TWO_BY_TWO, (3,)),
-    "rank in no column": ("abbb", (3,)),
-    "rank alone on its machine": ("abbb", (0,)),
-}
-
-
-@pytest.mark.parametrize(("machines", "odd"), ODD.values(), ids=ODD)
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_different_calls_raise_on_all_ranks(pool, machines, what, odd):
-    for first, second, is_untouched in pool.check(differ_as_rank, machines, what, odd):
-        assert first[0] is pr.ArgumentError, first
-        assert "call different things" in first[1]
-        assert all(words in first[1] for words in DIFFERENT[what]), first
-        assert first[2] < 5, first
-        assert "cannot be used again" in second[1]
-        assert second[0] is first[0], "a call after it fails as it did"
-        assert is_untouched
-
-
 def refuse_as_rank(rank, world_size, store):
     with join(rank, world_size, store) as comm:
         tensor, parts = floats(3, rank), torch.ones(12)
@@ -387,6 +249,99 @@ def test_machines_and_order_choose_communicator(pool, machines, order, kind, wor
         assert words in text
         if words:
             assert f"order is '{order}' and the ranks are on 2 machines: [0" in text
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Crew(2) as made:
+        yield made
+
+
+def numbers(rank):
+    return torch.arange(5.0) % 17 + rank
+
+
+def error_of(call):
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def fail_locally(rank, size, store):
+    def refuse(*_, **__):
+        raise RuntimeError("no memory for you")
+
+    with join(rank, size, store, "ab") as comm:
+        tensor = numbers(rank)
+        with mock.patch.object(torch, "cat", refuse):
+            error = error_of(lambda: comm.all_reduce([tensor, numbers(rank)]))
+        comm.all_reduce(tensor)
+    return error, tensor.tolist()
+
+
+def test_local_error_keeps_group(pair):
+    for error, got in pair.check(fail_locally):
+        assert error == ("RuntimeError", "no memory for you")
+        assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
+
+
+def unknown_network(rank, size, store):
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonsense0"
+    try:
+        return error_of(lambda: join(rank, size, store, "ab"))
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_unknown_network_is_named(pair):
+    for kind, text in pair.check(unknown_network):
+        assert kind == "ArgumentError", text
+        assert "GLOO_SOCKET_IFNAME is 'nonsense0'" in text
+
+
+def absent(rank, size, store):
+    if rank == 1:
+        hierarchical.Column = lambda *_: time.sleep(1.5)
+    try:
+        return error_of(lambda: join(rank, size, store, "ab", timeout=1.0))
+    finally:
+        hierarchical.Column = Column
+
+
+def test_machine_that_does_not_connect_is_named(pair):
+    (kind, text), _ = pair.check(absent)
+    assert kind == "CollectiveTimeout", text
+    assert "machine 1" in text
+    assert "has ranks [1]" in text
+
+
+class SlowColumn(Column):
+    """Connections over which 4,000 bytes take 0.3 s."""
+
+    def exchange(self, sent, received):
+        arrived = super().exchange(sent, received)
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in received.values())
+        return lambda: (time.sleep(0.3 * nbytes / 4000), arrived())
+
+
+def slowly(rank, size, store):
+    hierarchical.Column = SlowColumn
+    try:
+        with join(rank, size, store, timeout=0.5) as comm:
+            tensor = numbers(rank).repeat(1000)
+            comm.broadcast(tensor, 0)
+            return tensor[-5:].tolist()
+    finally:
+        hierarchical.Column = Column
+
+
+def test_timeout_counts_time_without_progress(pool):
+    assert pool.check(slowly) == [numbers(0).tolist()] * 4
 
 
 # -- training --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One rank per process: ranks call different things, cannot meet, or run out of memory."""
+"""One rank per process: ranks cannot meet, lose their store, or run out of memory."""
 
 from __future__ import annotations
 
@@ -9,93 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import mostly_slow
 from process_checks import (
     LARGE,
     LATE_S,
     PROMPT_S,
-    assert_survivors_go_on,
     leave_nothing,
     needs_linux,
     open_memories,
     reduce,
-    tensor_is_untouched,
 )
 from ranks import join, new_store
 
 import pyringar as pr
 
 pytestmark = needs_linux
-
-# -- ranks that call different things --------------------------------------------------------------
-
-
-def call_something(state, usual: str, odd: str) -> None:
-    comm, k, rank = state.comm, state.world_size, state.rank
-    # What holds the results, before and after.
-    state.tensor = torch.arange(600.0).view(20, 30) + rank
-    state.before = state.tensor.clone()
-    tensor = state.tensor
-    calls = {
-        "all_reduce": lambda: comm.all_reduce(tensor),
-        "fewer elements": lambda: comm.all_reduce(tensor[:10]),
-        "other sizes": lambda: comm.all_reduce(tensor.view(30, 20)),
-        "many more": lambda: comm.all_reduce(torch.ones(LARGE)),
-        "two tensors": lambda: comm.all_reduce([tensor[:10], tensor[10:]]),
-        "an empty one more": lambda: comm.all_reduce([tensor, torch.empty(0)]),
-        "other dtype": lambda: comm.all_reduce(tensor.view(torch.int32)),
-        "mixed dtypes": lambda: comm.all_reduce([tensor[:19], tensor[19:].view(torch.int32)]),
-        "mixed otherwise": lambda: comm.all_reduce([tensor[:19].view(torch.int32), tensor[19:]]),
-        "other op": lambda: comm.all_reduce(tensor, "max"),
-        "mean": lambda: comm.all_reduce(tensor, "mean"),
-        "tree order": lambda: comm.all_reduce(tensor, order="tree"),
-        "barrier": comm.barrier,
-        "broadcast": lambda: comm.broadcast(tensor),
-        "other root": lambda: comm.broadcast(tensor, 1),
-        "all_gather": lambda: comm.all_gather(tensor[:k], tensor[5]),
-        "reduce_scatter": lambda: comm.reduce_scatter(tensor[5], tensor[10 : 10 + k]),
-        "in the background": lambda: comm.all_reduce(tensor[:5], async_op=True).wait(),
-    }
-    calls[odd if rank == 1 else usual]()
-
-
-DIFFERENT = [
-    ("all_reduce", "fewer elements", "of 600 float32 elements", "of 300 float32 elements"),
-    ("all_reduce", "many more", "600", "200000"),
-    ("all_reduce", "other sizes", "600", "different sizes"),
-    ("all_reduce", "two tensors", "600", "in 2 tensors"),
-    ("all_reduce", "an empty one more", "600", "in 2 tensors"),
-    ("all_reduce", "other dtype", "float32", "int32"),
-    ("mixed dtypes", "mixed otherwise", "float32", "int32"),
-    ("all_reduce", "other op", "(sum)", "(max)"),
-    ("all_reduce", "mean", "(sum)", "(mean)"),
-    ("all_reduce", "tree order", "(sum) of 600", "(sum in tree order) of 600"),
-    ("all_reduce", "barrier", "all_reduce", "barrier"),
-    ("broadcast", "other root", "from rank 0", "from rank 1"),
-    ("all_gather", "reduce_scatter", "all_gather", "reduce_scatter"),
-    ("all_reduce", "broadcast", "all_reduce", "broadcast"),
-    ("all_reduce", "in the background", "600", "150"),
-]
-
-
-@pytest.mark.parametrize(
-    ("usual", "odd", "word", "odd_word"), mostly_slow(DIFFERENT, *DIFFERENT[::3])
-)
-def test_different_calls_raise(joined_crew, usual, odd, word, odd_word):
-    crew = joined_crew(3)
-    crew.run(reduce)
-    crew.start(call_something, usual=usual, odd=odd)
-    for outcome in crew.outcomes():
-        assert outcome.error == "ArgumentError", outcome
-        assert outcome.text.startswith("ranks call different things: ")
-        assert crew.name(1) in outcome.text, outcome.text
-        assert word in outcome.text
-        assert odd_word in outcome.text, outcome.text
-        assert "call 2" in outcome.text
-        assert outcome.seconds < PROMPT_S, "they waited for a deadline"
-    assert all(crew.run(tensor_is_untouched))
-    assert_survivors_go_on(crew, [0, 1, 2], "ArgumentError")
-
 
 # -- joining ---------------------------------------------------------------------------------------
 

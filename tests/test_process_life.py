@@ -1,21 +1,15 @@
-"""One rank per process: refused arguments, stores, and what close, fork and exit leave behind."""
+"""One rank per process: refused arguments, stores, members, and two groups at once."""
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import time
 
 import pytest
 import torch
-from process_checks import (
-    mapped_memories,
-    needs_linux,
-    open_memories,
-    settled,
-    thread_ids,
-)
+from oracle import assert_bits, inputs, reduced
+from process_checks import crc, needs_linux
 from ranks import another, connect, on_ranks
 
 import pyringar as pr
@@ -133,24 +127,38 @@ def test_store_of_torch_distributed(new_crew, tmp_path):
     assert crew.values() == [40.0, 40.0]
 
 
-# -- closing --------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_dropped_communicators_leave_nothing(state):
-    first = thread_ids()
+def test_two_communicators_at_once(state):
+    k = state.world_size
+    with another(state) as other:
+        found = []
+        for turn in range(20):
+            parts = inputs(1000 * turn, torch.float32, k, seed=turn)
+            one, two = parts[state.rank].clone(), parts[state.rank].clone()
+            # Not in the same order on all ranks: the one does not wait for the other.
+            first = state.comm.all_reduce(one, async_op=True)
+            second = other.all_reduce(two, async_op=True)
+            for work in (first, second) if state.rank % 2 else (second, first):
+                work.wait()
+            assert_bits(one, reduced(parts, "sum"))
+            assert_bits(two, reduced(parts, "sum"))
+            found += [crc(one), crc(two)]
+        return found
 
-    def held() -> tuple[int, set[str], list[str]]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), thread_ids() - first, mapped_memories()
 
-    before = held()
-    for turn in range(8):
-        comm = another(state)
-        assert open_memories() == [], "not sealed"
-        comm.all_reduce(torch.ones(100), async_op=True).wait()
-        if turn % 2:
-            comm.close()
-        del comm
-    after = settled(held, before)
-    assert after == before, f"{before} before, {after} now"
+def on_rank_describe(state) -> list:
+    comm = state.comm
+    assert comm.rank == state.rank
+    assert comm.world_size == state.world_size
+    assert [m.rank for m in comm.members] == list(range(state.world_size))
+    assert comm.members[state.rank].pid == os.getpid()
+    assert f"rank {state.rank} of {state.world_size}" in repr(comm)
+    return [m.pid for m in comm.members]
+
+
+def test_members_plan_and_repr(crew_of):
+    crew = crew_of(3)
+    assert crew.agree(on_rank_describe) == [rank.pid for rank in crew.ranks]

@@ -20,7 +20,7 @@ import torch
 from cases import mostly_slow
 from process_checks import BUSY_S, PROMPT_S, SMALL, leave_nothing, reduce
 from programs import run_programs
-from ranks import LONG_S, connect, new_name, value_of
+from ranks import LONG_S, connect, value_of
 
 import pyringar as pr
 from pyringar.comm.work import Work
@@ -279,43 +279,6 @@ def test_stats_do_not_wait():
         assert not work.is_completed()
         comm._group.end_delay()
         work.wait()
-
-
-# -- torch.distributed -----------------------------------------------------------------------------
-
-
-def on_rank_is_interrupted(state, name: str) -> float:
-    import torch.distributed as dist
-
-    import pyringar.distributed  # noqa: F401
-
-    def init(number: int) -> None:
-        store = dist.PrefixStore(f"{name} {number}", state.store)
-        dist.init_process_group("ringar", store=store, rank=state.rank, world_size=2)
-
-    init(0)
-    dist.all_reduce(torch.ones(4))
-    seconds = 0.0
-    if state.rank == 0:
-        start = time.monotonic()
-        with signal_after(0.3, raise_alarm), pytest.raises(Alarm):
-            dist.all_reduce(torch.ones(4))
-        seconds = time.monotonic() - start
-    else:
-        time.sleep(0.8)
-        with pytest.raises(pr.RingarError, match="rank 0"):
-            dist.all_reduce(torch.ones(4))
-    dist.destroy_process_group()
-    init(1)
-    dist.all_reduce(torch.ones(4))
-    dist.destroy_process_group()
-    return seconds
-
-
-def test_signal_ends_process_group(joined_crew):
-    crew = joined_crew(2)
-    seconds = crew.run(on_rank_is_interrupted, name=new_name())
-    assert max(seconds) < 0.3 + ENDS_S
 
 
 # -- the end of the interpreter --------------------------------------------------------------------

@@ -126,8 +126,10 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
 
 def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bool = True) -> None:
     """Refuse all but a dense tensor on ``device``; if it is written, also one with a gradient."""
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+    if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{name} is {kind_of(tensor)}, expected a dense tensor")
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(f"{name} has layout {tensor.layout}, expected a dense tensor")
     if tensor.dtype not in DTYPES:
         raise UnsupportedError(
             f"{name} has dtype {tensor.dtype}; supported are "

@@ -72,4 +72,4 @@ class RankPair:
 def make_pair(transport: str, **options: Any) -> pr.Communicator | RankPair:
     if transport == "processes":
         return RankPair(**options)
-    return pr.Communicator(["cuda:0" if transport == "gpu" else "cpu"] * K, **options)
+    return pr.Communicator(["cuda:0" if transport == "cuda" else "cpu"] * K, **options)

@@ -20,6 +20,7 @@ from oracle import (
     limit_bytes,
     same_bits,
 )
+from promises import promise
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -35,6 +36,7 @@ def calls_of(transport, numel, dtype, k, op, *, draw="random"):
 # -- everything against everything -----------------------------------------------------------------
 
 
+@promise("dtypes", "ops", "same-bits")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_ops_and_orders(transport, dtype):
     transport.check(
@@ -48,6 +50,7 @@ def test_dtypes_ops_and_orders(transport, dtype):
     )
 
 
+@promise("all_reduce", "same-bits")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_sizes(transport, dtype):
     transport.check(
@@ -61,6 +64,14 @@ def test_sizes(transport, dtype):
     )
 
 
+@promise("same-bits", "ops")
+def test_eight_ranks(transport):
+    for dtype, op in ((F32, "sum"), (BF16, "mean"), (torch.int32, "prod")):
+        calls = calls_of(transport, 257, dtype, 8, op)
+        transport.check([call for call in calls if call.order != "exact"])
+
+
+@promise("all_reduce")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_positions(transport, dtype):
     """Integers name position and rank: an element in the wrong place has the wrong sum."""
@@ -74,6 +85,7 @@ def test_positions(transport, dtype):
     )
 
 
+@promise("all_reduce")
 @pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, F32, BF16), ids=str)
 def test_borders(transport, dtype):
@@ -89,6 +101,7 @@ def test_borders(transport, dtype):
         )
 
 
+@promise("all_reduce")
 @pytest.mark.usefixtures("two_torch_threads")
 def test_millions(transport):
     for dtype, k, numel in ((F32, 3, 1_000_003), (torch.float16, 4, 786_433)):
@@ -96,6 +109,7 @@ def test_millions(transport):
         transport.check([call for call in calls if call.order in ("any", "tree")])
 
 
+@promise("order-any")
 @pytest.mark.parametrize("dtype", mostly_slow(FLOATS, F32, BF16), ids=str)
 def test_orders_of_additions(transport, dtype):
     transport.check(
@@ -115,6 +129,7 @@ def each_way(transport):
     return ways + [{"order": order} for order in transport.orders]
 
 
+@promise("integers")
 def test_integers_wrap_and_divide_towards_zero(transport):
     for way in each_way(transport):
         tensors = [torch.tensor([100, -100, -7, 7, -128], dtype=torch.int8)] * 2
@@ -123,6 +138,7 @@ def test_integers_wrap_and_divide_towards_zero(transport):
         assert transport.reduced(tensors, "mean", **way)[0].tolist() == [-3, 3, 2**61 + 1]
 
 
+@promise("one-rounding")
 def test_one_rounding(transport):
     """2048 + 1 is 2048 in fp16, so only a wider sum has 2048 + 1 + 1 = 2050."""
     for way, (dtype, large) in itertools.product(
@@ -133,6 +149,7 @@ def test_one_rounding(transport):
             assert (result == large + 2).all(), way
 
 
+@promise("order-rank")
 def test_orders_by_hand(transport):
     """1 is lost where it meets 1e30 before -1e30 comes."""
     small, large = torch.tensor([1.0]), torch.tensor([1e30])
@@ -148,21 +165,32 @@ def test_orders_by_hand(transport):
         assert found.tolist() == [wanted[order]] * 9, order
 
 
+@promise("order-tree", "same-bits")
+def test_tree_order(transport):
+    made = [
+        Call("all_reduce", k, (part,), op, order="tree", by_communicator=True)
+        for k in {*transport.world_sizes, 8}
+        for part in (Part(F32, (257,), draw="masked"), Part(BF16, (1031,), draw="masked"))
+        for op in ("sum", "mean")
+    ]
+    calls = [call for call in made if transport.can_run(call)]
+    assert {call.k for call in calls} >= {2, 8}
+    transport.check(calls)
+
+
+@promise("ring")
 def test_ring_order_by_hand(transport):
     """Chunk c of 3 adds ranks c+1, c+2, c."""
-    if "ring" not in transport.algorithms:
-        pytest.skip("this transport has no ring")
     tensors = [torch.full((3,), value) for value in (1e30, -1e30, 1.0)]
     found = transport.reduced(tensors, algorithm="ring")[0]
     # (-1e30 + 1) + 1e30, (1 + 1e30) + -1e30, (1e30 + -1e30) + 1
     assert found.tolist() == [0.0, 0.0, 1.0]
 
 
+@promise("order-exact")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_exact_sums_of_hard_numbers(transport, dtype):
     """Sums that overflow on the way, cancel, lie between two numbers, and are rounded to one."""
-    if "exact" not in transport.orders:
-        pytest.skip("this transport has no exact sums")
     info = torch.finfo(dtype)
     tiny = info.smallest_normal * info.eps
     numbers = [info.max, -info.max, 1.0, -1.0, info.eps, info.eps / 2, -tiny, tiny, 0.0, -0.0]

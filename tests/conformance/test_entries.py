@@ -12,29 +12,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Call, Layout, Part
+from calls import LISTS, SHARES, Call, Layout, Part
 from cases import mostly_slow
 from oracle import DTYPES, assert_all_ranks, folded, inputs, limit_bytes
+from promises import promise
 from ranks import on_ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
-ENTRIES = ("book", *ALL_REDUCES, *LISTS, *ROOTED, *BROADCASTS, *SHARES)
 
 
 def choices(transport, call, ways=(False, True)):
     made = [
         replace(call, algorithm=algorithm, order=order, by_communicator=by_communicator)
         for algorithm in transport.algorithms
-        for order in transport.orders
+        for order in (*transport.orders, *transport.made_orders)
         for by_communicator in ways
     ]
     return [one for one in made if transport.can_run(one)]
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_entries(transport, entry):
-    if entry not in transport.entries:
-        pytest.skip(f"this transport has no {entry}")
+def check_entry(transport, entry):
     for k, (dtype, op) in zip(
         (1, 2, 3, 4),
         ((F32, "mean"), (BF16, "sum"), (F32, "sum"), (torch.int8, "mean")),
@@ -48,6 +45,35 @@ def test_entries(transport, entry):
             transport.check(choices(transport, call, ways))
 
 
+def entry_test(*rows, entries):
+    """Make a test of entries that all transports of these rows have."""
+
+    @promise(*rows, "versions")
+    @pytest.mark.parametrize("entry", entries)
+    def test(transport, entry):
+        assert entry in transport.entries
+        check_entry(transport, entry)
+
+    return test
+
+
+test_all_reduce = entry_test("all_reduce", entries=["all_reduce", "repeated"])
+test_async = entry_test("async", entries=["async", "async coalesced", "async broadcast"])
+test_bind = entry_test("bind", entries=["bind", "bind_coalesced"])
+test_coalesced = entry_test("coalesced", entries=["coalesced"])
+test_reduce = entry_test("reduce", entries=["reduce in place"])
+test_reduce_to_output = entry_test("reduce_coalesced", entries=["reduce", "reduce_coalesced"])
+test_broadcast = entry_test("broadcast", entries=["broadcast"])
+test_broadcast_list = entry_test("broadcast_coalesced", entries=["broadcast_coalesced"])
+test_reduce_scatter = entry_test("reduce_scatter", entries=["reduce_scatter"])
+test_all_gather = entry_test("all_gather", entries=["all_gather"])
+
+
+def test_book_entry(transport_of):
+    check_entry(transport_of("threads"), "book")
+
+
+@promise("ops")
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
 def test_other_reductions(transport, op):
     calls = [
@@ -58,6 +84,7 @@ def test_other_reductions(transport, op):
     transport.check(calls)
 
 
+@promise("reduce_scatter", "all_gather")
 def test_large_shares(transport):
     calls = []
     for k in (2, 3):
@@ -71,6 +98,7 @@ def test_large_shares(transport):
     transport.check([call for call in calls if call.algorithm in transport.algorithms])
 
 
+@promise("broadcast")
 @pytest.mark.parametrize("numel", [100, 200_003])
 def test_large_broadcasts(transport, numel):
     for entry in ("broadcast", "async broadcast"):
@@ -78,6 +106,7 @@ def test_large_broadcasts(transport, numel):
         transport.check([Call(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
 
 
+@promise("coalesced", "mixed-lists")
 def test_lists_have_bits_of_single_calls(transport):
     dtypes = (F32, torch.float64, torch.float16, BF16, torch.int64)
     parts = tuple(Part(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33)))

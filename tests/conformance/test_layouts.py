@@ -15,7 +15,8 @@ from calls import LISTS as COALESCED
 from calls import PLAIN, SHARES, Call, Layout, Part
 from hypothesis import strategies as st
 from oracle import DTYPES, assert_all_ranks, assert_bits, folded, inputs, random
-from transports import PYTHON
+from promises import promise
+from running import PYTHON
 
 import pyringar as pr
 
@@ -72,6 +73,7 @@ def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
     return [call for call in calls + shared if transport.can_run(call)]
 
 
+@promise("layouts")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(transport, name):
     shape, strides, offset = LAYOUTS[name]
@@ -83,6 +85,14 @@ def test_layouts(transport, name):
         transport.check(calls_of(transport, parts, k))
 
 
+@promise("layouts")
+def test_layouts_of_several_parts(transport):
+    """Ranks in processes pack 1 MiB at a time, here two rows, one row and one plane."""
+    part = Part(F32, (2, 3, 100_000), (Layout((700_000, 210_000, 2), 1),))
+    transport.check([Call("all_reduce", 2, (part,)), Call("broadcast", 2, (part,), root=1)])
+
+
+@promise("layouts-differ")
 @pytest.mark.parametrize("name", MIXES)
 def test_layouts_that_differ_by_rank(transport, name):
     shape, strides = MIXES[name]
@@ -92,6 +102,7 @@ def test_layouts_that_differ_by_rank(transport, name):
         transport.check(calls_of(transport, (part, Part(F32, (3,)), part), 3))
 
 
+@promise("negated")
 @pytest.mark.parametrize("dtype", [F32, torch.float16, torch.int64, torch.uint8], ids=str)
 def test_negated_views(transport, dtype):
     for layouts in (NEGATED, NEGATED[:1], NEGATED[::-1]):
@@ -101,6 +112,7 @@ def test_negated_views(transport, dtype):
     transport.check(calls_of(transport, (Part(dtype, (2, 3), permuted),), 3))
 
 
+@promise("mixed-lists")
 def test_lists_of_mixed_dtypes(transport):
     shapes = [(20, 1, 3, 3), (20,), (), (0,), (40, 128), (1,), (9001,), (2,) * 7, (0, 3)]
     mixed = tuple(Part(DTYPES[i % 8], shape) for i, shape in enumerate(shapes * 2))
@@ -117,6 +129,7 @@ LISTS_OF_MANY = {  # ranks, dtypes in turn, elements, tensors
 }
 
 
+@promise("mixed-lists")
 @pytest.mark.parametrize("name", LISTS_OF_MANY)
 def test_lists_of_many(transport, name):
     k, dtypes, numel, many = LISTS_OF_MANY[name]
@@ -125,8 +138,7 @@ def test_lists_of_many(transport, name):
     transport.check([call for call in calls if call.algorithm not in PYTHON])  # a tensor at a time
 
 
-@pytest.mark.parametrize("holds", ["tuples", "arrays"])
-def test_tuples_and_arrays(transport, holds):
+def containers(transport, holds):
     parts = tuple(Part(dtype, (36,), (Layout((2,), 1), PLAIN)) for dtype in (F32, torch.float16))
     calls = calls_of(transport, parts, 3)
     if holds == "arrays":
@@ -134,6 +146,17 @@ def test_tuples_and_arrays(transport, holds):
     transport.check([replace(call, holds=holds) for call in calls])
 
 
+@promise("tuples")
+def test_tuples(transport):
+    containers(transport, "tuples")
+
+
+@promise("arrays")
+def test_arrays(transport):
+    containers(transport, "arrays")
+
+
+@promise("float-mode")
 @pytest.mark.usefixtures("two_torch_threads")
 def test_threads_that_flush_denormals(transport):
     for dtype in (F32, torch.float64, torch.float16):

@@ -17,17 +17,15 @@ import pytest
 import torch
 from oracle import assert_all_ranks, assert_bits, folded, inputs
 from pairs import K, make_pair
+from promises import parameters
 from torch import nn
 
 import pyringar as pr
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 ON_CPU = ["threads", "processes"]
 
 
-@pytest.fixture(
-    params=[*ON_CPU, pytest.param("gpu", marks=[pytest.mark.cuda, NO_GPU])], scope="module"
-)
+@pytest.fixture(params=parameters(__name__, "bind", "repeated"), scope="module")
 def pair(request):
     with make_pair(request.param, order="rank") as made:
         yield made

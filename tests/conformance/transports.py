@@ -1,23 +1,25 @@
-"""The transports that must keep the same promises, each running the same calls.
+"""The transports that must keep the promises of docs/promises.md, each running the same calls.
 
-`Lists` drives all ranks from this process: CPU threads, or one GPU under the marker ``cuda``.
-`Processes` sends calls to ranks in processes of their own, which live for the whole session.
-Rank 0 compares its results with the oracle; all other ranks must have its very bits, where all
-ranks get the same.
+A transport is one class: `Lists` drives all ranks from this process, a `RankTransport` runs a
+function on every rank. To add one, subclass `RankTransport` and name it in registry.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import zlib
-from collections.abc import Iterator, Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
+import oracle
 import torch
+import torch.distributed as dist
 from calls import (
     ALL_REDUCES,
     BROADCASTS,
@@ -27,53 +29,39 @@ from calls import (
     Call,
     Placed,
 )
-from oracle import DTYPES, NATIVE, assert_words, limit_bytes, piece_elems
-from ranks import another, crews
+from naive_transport import NaiveTransport
+from oracle import DTYPES, NATIVE, limit_bytes, piece_elems
+from ranks import Crew, another, connect, crews, join
+from running import (
+    BOUND,
+    PYTHON,
+    check_rank,
+    check_same,
+    check_versions,
+    float_mode,
+    held,
+    options_of,
+    order_of,
+    run,
+)
 
 import pyringar as pr
 from pyringar.comm.process_communicator import ALGORITHMS as PROCESS_ALGORITHMS
 
-PYTHON = ("naive", "sharded")  # algorithms in plain torch, which know all_reduce only
-BOUND = ("bind", "bind_coalesced")
-
-
-@contextlib.contextmanager
-def float_mode(flushes: bool) -> Iterator[None]:
-    torch.set_flush_denormal(flushes)
-    try:
-        yield
-        assert (sys.float_info.min / 2 == 0) == flushes, "the caller's float mode was changed"
-    finally:
-        torch.set_flush_denormal(False)
-
-
-def held(call: Call, placed: Sequence[Placed]) -> Any:
-    if call.holds == "arrays":
-        return [one.array() if one.can_be_array else one.tensor for one in placed]
-    tensors = [one.tensor for one in placed]
-    return tuple(tensors) if call.holds == "tuples" else tensors
-
-
-def options_of(call: Call) -> dict[str, Any]:
-    if call.by_communicator:
-        return {}
-    return {"algorithm": call.algorithm, "order": call.order}
-
-
-def order_of(call: Call, algorithm: str) -> str:
-    if call.order in ("tree", "exact"):
-        return call.order
-    return "ring" if algorithm == "ring" and call.k > 1 else "rank"
-
+Function = Callable[..., Any]
 
 # -- all ranks in this process ---------------------------------------------------------------------
 
 
 class Lists:
+    """All ranks of a `Communicator`, driven by this process."""
+
     algorithms = ("auto", *NATIVE, *PYTHON)
     entries = ("book", *ALL_REDUCES, *LISTS, *ROOTED, *BROADCASTS, *SHARES)
     world_sizes = (1, 2, 3, 5, 8)
     dtypes = DTYPES
+    made_orders = ()
+    num_random_calls = 250
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -87,6 +75,16 @@ class Lists:
 
     def close(self) -> None:
         self._made.close()
+
+    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+        """Run a function on every rank, as `RankTransport` does: threads that call together."""
+        return Together(self.comm_of(k)).run(function, arguments)
+
+    def on_new_ranks(
+        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
+    ) -> list[Any]:
+        with pr.Communicator([self.device] * k, timeout=timeout) as comm:
+            return Together(comm).run(function, arguments)
 
     def can_run(self, call: Call) -> bool:
         if call.order == "exact" and ("exact" not in self.orders or call.op not in ("sum", "mean")):
@@ -132,52 +130,6 @@ class Lists:
         return [tensor.cpu() for tensor in mine]
 
 
-def run(comm: Any, call: Call, placed: Sequence[Placed], first: Any, many: Any, last: Any) -> None:
-    """Make the call, of any transport, with its fields; they are written anew for a second one.
-
-    Args:
-        first: The first tensor; of lists, of each rank.
-        many: All tensors; of lists, a list for each rank.
-        last: The output of a call between whole tensors and shares; of lists, of each rank.
-    """
-    if call.entry in BOUND:
-        bind, given = (comm.bind, first) if call.entry == "bind" else (comm.bind_coalesced, many)
-        bound = bind(given, call.op, **options_of(call))
-        assert bound() is None
-        rewrite(placed)
-        assert bound() is None
-        return
-    if call.entry == "repeated":
-        for number in range(3):
-            rewrite(placed)
-            # A list of one process's tensor takes the short way, too.
-            given = many if number == 1 and isinstance(comm, pr.ProcessCommunicator) else first
-            comm.all_reduce(given, call.op, **options_of(call))
-        return
-    is_async = call.entry.startswith("async")
-    if call.entry in ALL_REDUCES:
-        work = comm.all_reduce(first, call.op, **options_of(call), async_op=is_async)
-    elif call.entry in LISTS:
-        work = comm.all_reduce_coalesced(many, call.op, **options_of(call), async_op=is_async)
-    elif call.entry == "broadcast_coalesced":
-        work = comm.broadcast_coalesced(many, call.root)
-    elif call.entry in BROADCASTS:
-        work = comm.broadcast(first, call.root, async_op=is_async)
-    elif call.entry == "reduce_scatter":
-        work = comm.reduce_scatter(last, first, call.op)
-    else:
-        work = comm.all_gather(last, first)
-    assert (work is not None) == is_async
-    if work is not None:
-        assert work.wait() is True
-        assert work.exception() is None
-
-
-def rewrite(placed: Sequence[Placed]) -> None:
-    for one in placed:
-        one.rewrite()
-
-
 def run_on_lists(comm: pr.Communicator, call: Call, rows: list[list[Placed]]) -> None:
     firsts = held(call, [row[0] for row in rows if row])
     lists = [held(call, row[: len(call.parts)]) for row in rows]
@@ -203,110 +155,146 @@ def run_rooted(comm: pr.Communicator, call: Call, rows: list[list[Placed]], list
     return comm.reduce(written[0], [mine[0] for mine in lists], call.op, **options)
 
 
-# -- comparing -------------------------------------------------------------------------------------
+class Together:
+    """Ranks of a `Communicator` that each make their own calls: one makes the call of all."""
+
+    def __init__(self, comm: pr.Communicator) -> None:
+        self.comm, self.k = comm, comm.world_size
+        self._barrier = threading.Barrier(self.k, timeout=30)
+        self._given: list[tuple[Any, ...]] = [()] * self.k
+        self._outcome: tuple[Any, BaseException | None] = (None, None)
+
+    def run(self, function: Function, arguments: dict[str, Any]) -> list[Any]:
+        def run_rank(rank: int) -> Any:
+            comm = OneOfTogether(self, rank)
+            try:
+                state = SimpleNamespace(rank=rank, world_size=self.k, comm=comm)
+                state.device = self.comm.devices[rank]
+                return function(state, **arguments)
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.k) as threads:
+            return list(threads.map(run_rank, range(self.k)))
+
+    def call(self, rank: int, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        self._given[rank] = given
+        if self._barrier.wait() == 0:
+            columns = [list(column) for column in zip(*self._given, strict=True)]
+            is_own = [isinstance(column[0], (torch.Tensor, list, tuple)) for column in columns]
+            joined = [c if own else c[0] for c, own in zip(columns, is_own, strict=True)]
+            try:
+                self._outcome = getattr(self.comm, name)(*joined, **options), None
+            except BaseException as error:
+                self._outcome = None, error
+        self._barrier.wait()
+        value, error = self._outcome
+        if error is not None:
+            raise error
+        return value
 
 
-def check_rank(
-    call: Call, rank: int, placed: Sequence[Placed], order: str, *, by_index: bool = False
-) -> int:
-    digest = 0
-    for one in placed:
-        found = one.read()
-        is_shared = one.field.is_written and call.entry not in (*ROOTED, "reduce_scatter")
-        if rank == 0 or not is_shared:
-            wanted = call.wanted(rank, one.field, order, by_index=by_index)
-            assert_words(found, wanted, one.part.kind, call)
-            if call.is_copy(one.field) and not one.part.has_negated:
-                assert np.array_equal(found, wanted), f"the bits of a NaN were changed: {call}"
-        if one.field.is_written or call.entry in BROADCASTS:
-            digest = zlib.crc32(found.tobytes(), digest)
-    return digest
+class OneOfTogether:
+    def __init__(self, together: Together, rank: int) -> None:
+        self._together, self._rank = together, rank
+
+    def __getattr__(self, name: str) -> Function:
+        return lambda *given, **options: self._together.call(self._rank, name, given, options)
 
 
-def check_versions(call: Call, placed: Sequence[Placed]) -> None:
-    for one in placed:
-        is_told = one.tensor._version > one.first_version
-        assert is_told == one.field.is_written, f"{call}: version of {one.part}"
+# -- one function per rank -------------------------------------------------------------------------
 
 
-def check_same(call: Call, digests: Sequence[int], *, is_on_gpu: bool = False) -> None:
-    if call.entry in (*ROOTED, "reduce_scatter"):
-        return
-    is_written_by_torch = call.algorithm in PYTHON or is_on_gpu
-    if is_written_by_torch and any(part.has_negated for part in call.parts):
-        return  # torch's negation makes another NaN of one
-    assert len(set(digests)) == 1, f"ranks differ in bits: {call}"
+class RankTransport:
+    """Ranks that each make their own calls.
 
+    Attributes:
+        rows: Ids of docs/promises.md that hold, for a transport that has no column there.
+        made_orders: Orders that a communicator is made with, and that no call names.
+        writes_with_torch: torch moves the results, and its negation changes the bits of a NaN.
+    """
 
-# -- a process per rank ----------------------------------------------------------------------------
-
-
-class Processes:
-    algorithms = PROCESS_ALGORITHMS
-    orders = ("any", "rank", "tree", "exact")
-    entries = (*ALL_REDUCES, *LISTS, "broadcast", "async broadcast", *SHARES)
+    rows: tuple[str, ...] = ()
+    algorithms: tuple[str, ...] = ("auto",)
+    orders: tuple[str, ...] = ("any",)
+    made_orders: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
     world_sizes = (1, 2, 3, 4)
     dtypes = DTYPES
+    writes_with_torch = False
+    num_random_calls = 80
 
-    def __init__(self) -> None:
-        self._made = contextlib.ExitStack()
-        self.crew_of = self._made.enter_context(crews(timeout=60))
+    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+        """Return ``function(state, **arguments)`` of each rank.
 
-    def close(self) -> None:
-        self._made.close()
+        ``state`` has ``rank``, ``world_size`` and ``comm``, with the methods of
+        `pr.ProcessCommunicator` for all entries.
+        """
+        raise NotImplementedError
+
+    def on_new_ranks(
+        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
+    ) -> list[Any]:
+        """Return the same of a group that is made for this call, and may fail in it."""
+        raise NotImplementedError
+
+    def close(self) -> None: ...
 
     def can_run(self, call: Call) -> bool:
-        if call.order == "exact" and call.op not in ("sum", "mean"):
+        if call.entry in SHARES and not call.by_communicator:  # these calls take no order
             return False
-        if call.entry in SHARES and not call.by_communicator:
-            return False
-        return call.algorithm != "ring" or call.order == "any"
+        return call.algorithm in self.algorithms and call.order in self.orders
 
     def borders(self, dtype: torch.dtype, k: int) -> list[int]:
-        exchange, slot = limit_bytes("process_exchange"), limit_bytes("process_slot")
-        ahead = limit_bytes("process_reads_ahead") if k == 2 else 0
-        return [nbytes // dtype.itemsize for nbytes in (exchange, slot, 4 * slot, ahead) if nbytes]
+        return []
 
     def check(self, calls: Sequence[Call]) -> None:
         for k in sorted({call.k for call in calls}):
             mine = [call for call in calls if call.k == k]
             assert all(self.can_run(call) for call in mine), mine
-            by_rank = self.crew_of(k).run(check_on_rank, calls=mine)
+            by_rank = self.on_ranks(k, check_on_rank, calls=mine)
             for call, *digests in zip(mine, *by_rank, strict=True):
-                check_same(call, digests)
+                check_same(call, digests, is_on_gpu=self.writes_with_torch)
 
     def reduced(self, tensors: Sequence[torch.Tensor], op: str = "sum", **options: Any) -> Any:
-        crew = self.crew_of(len(tensors))
-        return crew.run(reduce_on_rank, tensors=list(tensors), op=op, options=options)
+        given = {"tensors": list(tensors), "op": op, "options": options}
+        return self.on_ranks(len(tensors), reduce_on_rank, **given)
+
+
+def device_of(state: SimpleNamespace) -> Any:
+    return state.device if hasattr(state, "device") else getattr(state.comm, "device", "cpu")
 
 
 def reduce_on_rank(
     state: SimpleNamespace, tensors: list[torch.Tensor], op: str, options: dict[str, Any]
 ) -> torch.Tensor:
-    mine = tensors[state.rank]
+    mine = tensors[state.rank].to(device_of(state), copy=True)
     state.comm.all_reduce(mine, op, **options)
-    return mine
+    return mine.cpu()
 
 
 def check_on_rank(state: SimpleNamespace, calls: Sequence[Call]) -> list[int]:
     return [check_own(state, call) for call in calls]
 
 
-def comm_on_rank(state: SimpleNamespace, call: Call) -> pr.ProcessCommunicator:
-    if not call.by_communicator:
+def comm_on_rank(state: SimpleNamespace, call: Call) -> Any:
+    if not call.by_communicator or isinstance(state.comm, (TorchCalls, NaiveTransport)):
         return state.comm
+    choice = {"order": call.order}
+    if isinstance(state.comm, pr.ProcessCommunicator):
+        choice["algorithm"] = call.algorithm
     if not hasattr(state, "by_choice"):
         state.by_choice = {}
-    choice = {"algorithm": call.algorithm, "order": call.order}
     key = tuple(choice.values())
     if key not in state.by_choice:
-        state.by_choice[key] = another(state, timeout=60, **choice)
+        state.by_choice[key] = another(state, timeout=60, device=device_of(state), **choice)
     return state.by_choice[key]
 
 
 def check_own(state: SimpleNamespace, call: Call) -> int:
-    placed = [Placed(field, call.k) for field in call.fields(state.rank)]
     comm = comm_on_rank(state, call)
+    placed = [Placed(field, call.k, device_of(state)) for field in call.fields(state.rank)]
     with float_mode(call.flushes and state.rank % 2 == 1):
         mine = held(call, placed[: len(call.parts)])
         first = mine[0] if mine else None
@@ -323,8 +311,266 @@ def check_own(state: SimpleNamespace, call: Call) -> int:
     return check_rank(call, state.rank, placed, order, by_index=len(lying) > 1)
 
 
-TRANSPORTS = {
-    "threads": lambda: Lists("cpu"),
-    "processes": Processes,
-    "gpu": lambda: Lists("cuda:0"),
+class Crews(RankTransport):
+    """A process per rank, which lives as long as the transport."""
+
+    join: Function = staticmethod(join)  # makes the rank's communicator, in its process
+
+    def __init__(self) -> None:
+        self._made = contextlib.ExitStack()
+        self.crew_of = self._made.enter_context(crews(function=type(self).join, timeout=60))
+
+    def close(self) -> None:
+        self._made.close()
+
+    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+        return self.crew_of(k).run(function, **arguments)
+
+    def on_new_ranks(
+        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
+    ) -> list[Any]:
+        with Crew(k) as crew:
+            crew.join(function=type(self).join, timeout=timeout)
+            return crew.run(function, **arguments)
+
+
+class Processes(Crews):
+    """`pr.ProcessCommunicator`."""
+
+    algorithms = PROCESS_ALGORITHMS
+    orders = ("any", "rank", "tree", "exact")
+    entries = (*ALL_REDUCES, *LISTS, "broadcast", "async broadcast", *SHARES)
+    world_sizes = (1, 2, 3, 5)
+    num_random_calls = 250
+
+    def can_run(self, call: Call) -> bool:
+        return super().can_run(call) and (call.order != "exact" or call.op in ("sum", "mean"))
+
+    def borders(self, dtype: torch.dtype, k: int) -> list[int]:
+        exchange, slot = limit_bytes("process_exchange"), limit_bytes("process_slot")
+        ahead = limit_bytes("process_reads_ahead") if k == 2 else 0
+        return [nbytes // dtype.itemsize for nbytes in (exchange, slot, 4 * slot, ahead) if nbytes]
+
+
+# -- several machines ------------------------------------------------------------------------------
+
+PIECE = 20_000  # elements that cross between machines at once
+# The machine of each rank.
+PLACES = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abbcc", 8: "aabbccdd"}
+
+
+def join_machines(
+    state: SimpleNamespace, port: int, rank: int, world_size: int, name: str, **options: Any
+) -> None:
+    from pyringar.distributed import HierarchicalCommunicator, between
+
+    oracle.machines = options.pop("machines", PLACES.get(world_size, ""))
+    os.environ["PYRINGAR_NODE_ID"] = oracle.machines[rank]
+    between.PIECE_ELEMENTS = PIECE
+    state.rank, state.world_size, state.name = rank, world_size, name
+    state.store = connect(port)
+    state.comm = HierarchicalCommunicator(state.store, rank, world_size, name=name, **options)
+
+
+class Machines(Crews):
+    """`HierarchicalCommunicator` over pretended machines: names that processes give themselves."""
+
+    join = staticmethod(join_machines)
+    made_orders = ("tree",)
+    entries = ("all_reduce", "async", "repeated", *LISTS[:2], *BROADCASTS[:2], *SHARES)
+    world_sizes = (1, 2, 3, 4, 5)
+    writes_with_torch = True
+
+    def can_run(self, call: Call) -> bool:
+        if call.order == "tree" and call.by_communicator and call.k in (2, 4, 8):
+            call = replace(call, order="any")
+        return super().can_run(call) and call.holds != "arrays"
+
+    def borders(self, dtype: torch.dtype, k: int) -> list[int]:
+        return [PIECE // k * k, 2 * (PIECE // k) * k]
+
+
+# -- torch.distributed -----------------------------------------------------------------------------
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
 }
+
+
+class TorchCalls:
+    """The functions of torch.distributed, with the names of a communicator's methods."""
+
+    def all_reduce(self, tensor: Any, op: str = "sum", *, async_op: bool = False, **_: Any) -> Any:
+        return dist.all_reduce(tensor, REDUCE_OPS[op], async_op=async_op)
+
+    def all_reduce_coalesced(
+        self, tensors: Any, op: str = "sum", *, async_op: bool = False, **_: Any
+    ) -> Any:
+        future = dist.all_reduce_coalesced(tensors, REDUCE_OPS[op], async_op=async_op)
+        if future is None:
+            return None
+        return SimpleNamespace(wait=lambda: future.wait() is not None, exception=lambda: None)
+
+    def reduce(self, tensor: Any, op: str, root: int) -> Any:
+        return dist.reduce(tensor, root, REDUCE_OPS[op])
+
+    def broadcast(self, tensor: Any, root: int = 0, *, async_op: bool = False) -> Any:
+        return dist.broadcast(tensor, root, async_op=async_op)
+
+    def reduce_scatter(self, output: Any, input: Any, op: str = "sum") -> Any:
+        return dist.reduce_scatter_tensor(output, input, REDUCE_OPS[op])
+
+    def all_gather(self, output: Any, input: Any) -> Any:
+        return dist.all_gather_into_tensor(output, input)
+
+    def barrier(self) -> Any:
+        return dist.barrier()
+
+
+class Torch(RankTransport):
+    """What ranks of torch.distributed share, whatever they are."""
+
+    entries = (
+        "all_reduce",
+        "async",
+        "repeated",
+        *LISTS[:2],
+        "reduce in place",
+        *BROADCASTS[:2],
+        *SHARES,
+    )
+    world_sizes = (1, 2, 3, 5, 8)
+    writes_with_torch = True
+
+    def can_run(self, call: Call) -> bool:
+        is_list = call.entry in LISTS  # torch itself wants a list of one dtype
+        has_one_dtype = len({part.dtype for part in call.parts}) == 1
+        return super().can_run(call) and call.holds == "tensors" and (has_one_dtype or not is_list)
+
+
+class Launch(Torch):
+    """The ranks of `pr.launch`: threads of this process."""
+
+    communicator: Callable[[], Any] = TorchCalls
+
+    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+        return self.on_new_ranks(k, function, **arguments)
+
+    def on_new_ranks(
+        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
+    ) -> list[Any]:
+        def program() -> Any:
+            dist.init_process_group()
+            state = SimpleNamespace(rank=dist.get_rank(), world_size=k, comm=self.communicator())
+            return function(state, **arguments)
+
+        return pr.launch(program, k, timeout=timeout)
+
+
+class Naive(Launch):
+    """A transport of one file, over torch.distributed and the ranks of `pr.launch`."""
+
+    communicator = NaiveTransport
+    entries = tuple(entry for entry in Torch.entries if entry not in ROOTED)
+    rows = (
+        *("same-bits", "one-rounding", "integers", "dtypes", "ops", "order-any"),
+        *("layouts", "layouts-differ", "negated", "versions"),
+        *("all_reduce", "coalesced", "reduce_scatter", "all_gather", "broadcast"),
+        *("async", "barrier"),
+    )
+
+
+def join_backend(
+    state: SimpleNamespace, port: int, rank: int, world_size: int, name: str, timeout: float
+) -> None:
+    import pyringar.distributed  # noqa: F401
+
+    store = dist.PrefixStore(name, connect(port))
+    dist.init_process_group(
+        "ringar",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    state.rank, state.world_size, state.name = rank, world_size, name
+    state.store, state.comm = store, TorchCalls()
+
+
+class Backend(Crews, Torch):
+    """The backend `ringar` over processes: the code of `Launch`, another engine."""
+
+    join = staticmethod(join_backend)
+    world_sizes = (1, 2, 3, 4)
+
+
+def join_backend_machines(
+    state: SimpleNamespace, rank: int, world_size: int, **options: Any
+) -> None:
+    from pyringar.distributed import between
+
+    oracle.machines = PLACES[world_size]
+    os.environ["PYRINGAR_NODE_ID"] = oracle.machines[rank]
+    between.PIECE_ELEMENTS = PIECE
+    join_backend(state, rank=rank, world_size=world_size, **options)
+
+
+class BackendMachines(Backend):
+    """The backend `ringar` over pretended machines."""
+
+    join = staticmethod(join_backend_machines)
+    world_sizes = (2, 3, 4)
+    rows = (
+        "same-bits",
+        "dtypes",
+        "dtypes-other",
+        "requires-grad",
+        "sparse",
+        "ops",
+        "versions",
+        "all_reduce",
+        "async",
+        "broadcast",
+        "coalesced",
+        "reduce",
+        "reduce_scatter",
+        "all_gather",
+    )
+
+
+# -- a process per rank, and a GPU -----------------------------------------------------------------
+
+
+def join_gpu(state: SimpleNamespace, **options: Any) -> None:
+    join(state, device="cuda:0", **options)
+
+
+class CudaProcesses(Processes):
+    """`pr.ProcessCommunicator` of ranks with tensors on a GPU."""
+
+    join = staticmethod(join_gpu)
+    device = "cuda:0"
+    orders = ("any", "rank", "tree")
+    rows = (
+        "same-bits",
+        "dtypes",
+        "ops",
+        "one-rounding",
+        "order-any",
+        "order-rank",
+        "order-tree",
+        "layouts",
+        "layouts-differ",
+        "all_reduce",
+        "coalesced",
+        "broadcast",
+        "reduce_scatter",
+        "all_gather",
+        "bind",
+        "async",
+        "versions",
+    )

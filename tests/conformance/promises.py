@@ -1,0 +1,112 @@
+"""The matrix of docs/promises.md, and which tests hold its rows."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from registry import COLUMNS, TRANSPORTS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/promises.md"
+CELL = re.compile(r"yes|not promised|refused \((\w+)\)")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+class Cell(NamedTuple):
+    row: str
+    column: str
+    text: str
+
+    @property
+    def error(self) -> str | None:
+        """Return the class of the error, of a promise that is refused."""
+        return CELL.fullmatch(self.text)[1]
+
+
+def read_matrix(text: str) -> dict[str, dict[str, Cell]]:
+    """Return the cells by row and column; ValueError for one that says anything else."""
+    matrix: dict[str, dict[str, Cell]] = {}
+    columns: list[str] = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.strip().strip("|").split("|")]
+        if words[:2] == ["id", "promise"]:
+            columns = words[2:]
+        elif line.startswith("| `"):
+            row, cells = words[0].strip("`"), words[2:]
+            if row in matrix or len(cells) != len(columns):
+                raise ValueError(f"row {row!r} stands there twice, or lacks a cell")
+            if wrong := [cell for cell in cells if not CELL.fullmatch(cell)]:
+                raise ValueError(f"row {row!r} says {wrong}")
+            matrix[row] = {c: Cell(row, c, t) for c, t in zip(columns, cells, strict=True)}
+    return matrix
+
+
+MATRIX = read_matrix(PAGE.read_text(encoding="utf-8"))
+BODIES: dict[str, list[str]] = defaultdict(list)
+
+
+def keeps(transport: str, row: str) -> bool:
+    column = COLUMNS.get(transport, transport)
+    if column in MATRIX[row]:
+        return MATRIX[row][column].text == "yes"
+    return row in TRANSPORTS[transport].rows
+
+
+def transports_of(*rows: str) -> list[str]:
+    return [name for name in TRANSPORTS if all(keeps(name, row) for row in rows)]
+
+
+# Rows that other tests hold, for transports that no function on all ranks can ask.
+ELSEWHERE = {
+    "abort": ["cuda/test_gpu_streams.py::test_abort_ends_waits"],
+    "compile": [
+        "test_compiled.py::test_one_graph_holds_the_operators",
+        "test_compiled.py::test_ranks_in_processes",
+        "cuda/test_gpu_calls.py::test_compiled_calls_stay_in_one_graph",
+    ],
+    "graphs": ["cuda/test_gpu_graphs.py::test_graph"],
+    "deadline": [
+        "test_communicator.py::test_late_rank_is_named",
+        "cuda/test_gpu_streams.py::test_withheld_rank_times_out",
+    ],
+    "interrupt": [
+        "test_signals.py::test_signal_ends_wait_in_one_process",
+        "test_launch_interrupts.py::test_handler_exception_ends_ranks",
+    ],
+    "exit": ["test_exits.py::test_forked_child_ends"],
+    "fork": ["test_forked.py::test_child_cannot_use_threads"],
+    "nothing-left": ["test_communicator.py::test_threads_end_with_the_communicator"],
+}
+
+
+def marks_of(transport: str) -> list[Any]:
+    return [pytest.mark.cuda, NO_GPU] if transport.startswith("cuda") else []
+
+
+def parameters(where: str, *rows: str, only: tuple[str, ...] = ()) -> list[Any]:
+    """Return the transports that keep all of these rows, for a parameter of the tests there."""
+    for row in rows:
+        BODIES[row].append(where)
+    names = [name for name in transports_of(*rows) if not only or name in only]
+    return [pytest.param(name, marks=marks_of(name)) for name in names]
+
+
+def promise(*rows: str, only: tuple[str, ...] = ()) -> Callable:
+    """Run a test over all transports that keep all of these rows.
+
+    Args:
+        rows: Ids of docs/promises.md.
+        only: The transports that the test can run on.
+    """
+
+    def mark(test: Callable) -> Callable:
+        where = f"{test.__module__}.{test.__qualname__}"
+        values = parameters(where, *rows, only=only)
+        return pytest.mark.parametrize("transport", values, indirect=True)(test)
+
+    return mark

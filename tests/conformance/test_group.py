@@ -1,0 +1,438 @@
+"""A group beside its sums: order of calls, mismatches, ends, aborts, and leftovers.
+
+Every test is a function of one rank, run on all ranks of every transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import Told, told_by
+from oracle import same_bits
+from process_checks import PROMPT_S, mapped_memories, open_memories, settled, thread_ids
+from promises import promise
+from ranks import another
+from transports import device_of
+
+import pyringar as pr
+
+
+def numbers(state, numel: int = 1000) -> torch.Tensor:
+    return torch.arange(numel, device=device_of(state)) % 17 + state.rank
+
+
+def total(state, numel: int = 1000) -> torch.Tensor:
+    k = state.world_size
+    return (torch.arange(numel, device=device_of(state)) % 17) * k + k * (k - 1) // 2
+
+
+# -- order -----------------------------------------------------------------------------------------
+
+
+def times_of_barrier(state, late: int) -> tuple[float, float]:
+    if state.rank == late:
+        time.sleep(0.3)
+    came = time.monotonic()
+    state.comm.barrier()
+    return came, time.monotonic()
+
+
+@promise("barrier")
+def test_barrier_waits_for_last_rank(transport):
+    for late in range(3):
+        times = transport.on_ranks(3, times_of_barrier, late=late)
+        assert max(came for came, _ in times) <= min(left for _, left in times)
+
+
+def call_in_background(state) -> None:
+    mine, want = numbers(state, 300_000), total(state, 300_000)
+    works = [state.comm.all_reduce(mine, async_op=True) for _ in range(5)]
+    state.comm.all_reduce(mine)  # the sixth
+    assert torch.equal(mine, want * state.world_size**5)
+    for work in works:
+        assert work.wait() is True
+        assert work.is_completed()
+        assert work.exception() is None
+    for _ in range(30):
+        state.comm.all_reduce(numbers(state, 200_000), async_op=True)
+        gc.collect(0)
+    mine = numbers(state)
+    state.comm.all_reduce(mine)
+    assert torch.equal(mine, total(state))
+
+
+@promise("async-order")
+def test_background_calls_run_in_order(transport):
+    for k in (1, 3):
+        transport.on_ranks(k, call_in_background)
+
+
+# -- calls that differ -----------------------------------------------------------------------------
+
+
+def usual(comm: Any, tensor: torch.Tensor) -> object:
+    return comm.all_reduce(tensor)
+
+
+Call = Callable[[Any, torch.Tensor], object]
+# What rank 1 calls, what all others call, and words of both calls.
+DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
+    "size": (lambda comm, x: comm.all_reduce(x[:10]), usual, r"\b600\b", r"\b300\b"),
+    "many more": (
+        lambda comm, x: comm.all_reduce(torch.ones(200_000)),
+        usual,
+        r"\b600\b",
+        r"\b200000\b",
+    ),
+    "dtype": (lambda comm, x: comm.all_reduce(x.view(torch.int32)), usual, "float32", "int32"),
+    "half": (lambda comm, x: comm.all_reduce(x.bfloat16()), usual, "float32", "bfloat16"),
+    "op": (lambda comm, x: comm.all_reduce(x, "max"), usual, r"sum\)", r"max\)"),
+    "mean": (lambda comm, x: comm.all_reduce(x, "mean"), usual, r"sum\)", r"(mean|avg)\)"),
+    "call": (lambda comm, _: comm.barrier(), usual, "all_reduce", "barrier"),
+    "broadcast": (lambda comm, x: comm.broadcast(x), usual, "all_reduce", "broadcast"),
+    "root": (
+        lambda comm, x: comm.broadcast(x, 1),
+        lambda comm, x: comm.broadcast(x, 0),
+        r"(rank|root) 0",
+        r"(rank|root) 1",
+    ),
+    "share": (
+        lambda comm, x: comm.reduce_scatter(x[5, :3], x[10, :9]),
+        lambda comm, x: comm.all_gather(x[:3], x[5]),
+        "all_gather",
+        "reduce_scatter",
+    ),
+    "gathered dtype": (
+        lambda comm, x: comm.all_gather(x[:3].view(torch.int32), x[5].view(torch.int32)),
+        lambda comm, x: comm.all_gather(x[:3], x[5]),
+        "float32",
+        "int32",
+    ),
+    "scattered op": (
+        lambda comm, x: comm.reduce_scatter(x[5, :3], x[10, :9], "max"),
+        lambda comm, x: comm.reduce_scatter(x[5, :3], x[10, :9]),
+        r"sum\)",
+        r"max\)",
+    ),
+    "dtype of a list": (
+        lambda comm, x: comm.all_reduce_coalesced([x[:9].int(), x[9:].int()]),
+        lambda comm, x: comm.all_reduce_coalesced([x[:9], x[9:]]),
+        "float32",
+        "int32",
+    ),
+    "broadcast dtype": (
+        lambda comm, x: comm.broadcast(x.view(torch.int32)),
+        lambda comm, x: comm.broadcast(x),
+        "float32",
+        "int32",
+    ),
+    "async": (
+        lambda comm, x: comm.all_reduce(x[:5], async_op=True).wait(),
+        usual,
+        r"\b600\b",
+        r"\b150\b",
+    ),
+}
+
+
+# Of tensors and options that torch.distributed does not take.
+DIFFERENT_LISTS: dict[str, tuple[Call, Call, str, str]] = {
+    "other sizes": (
+        lambda comm, x: comm.all_reduce(x.view(30, 20)),
+        usual,
+        r"\b600\b",
+        "different sizes|shapes",
+    ),
+    "two tensors": (
+        lambda comm, x: comm.all_reduce([x[:10], x[10:]]),
+        usual,
+        r"\b600\b",
+        "in 2 tensors",
+    ),
+    "an empty one more": (
+        lambda comm, x: comm.all_reduce([x, torch.empty(0)]),
+        usual,
+        r"\b600\b",
+        "in 2 tensors",
+    ),
+    "mixed dtypes": (
+        lambda comm, x: comm.all_reduce([x[:19].view(torch.int32), x[19:]]),
+        lambda comm, x: comm.all_reduce([x[:19], x[19:].view(torch.int32)]),
+        "float32",
+        "int32",
+    ),
+}
+DIFFERENT_ORDERS: dict[str, tuple[Call, Call, str, str]] = {
+    "tree order": (
+        lambda comm, x: comm.all_reduce(x, order="tree"),
+        usual,
+        r"\(sum\) of 600",
+        r"\(sum in tree order\) of 600",
+    ),
+    "bound op": (
+        lambda comm, x: comm.bind(x, "max")(),
+        lambda comm, x: comm.bind(x)(),
+        r"\(sum\)",
+        r"\(max\)",
+    ),
+}
+ALL_DIFFERENT = DIFFERENT | DIFFERENT_LISTS | DIFFERENT_ORDERS
+
+
+def call_different(state, what: str, odd_rank: int) -> tuple[Told, Told, bool]:
+    odd, others, *_ = ALL_DIFFERENT[what]
+    tensor = torch.arange(600.0).view(20, 30) + state.rank
+    kept = tensor.clone()
+    state.comm.all_reduce(tensor.clone())
+    call = odd if state.rank == odd_rank else others
+    first = told_by(lambda: call(state.comm, tensor))
+    return first, told_by(lambda: state.comm.all_reduce(tensor)), same_bits(tensor, kept)
+
+
+def check_different(transport, what: str) -> None:
+    *_, words, odd_words = ALL_DIFFERENT[what]
+    odd = 1 + list(ALL_DIFFERENT).index(what) % 2
+    told = transport.on_new_ranks(3, call_different, what=what, odd_rank=odd)
+    for first, again, is_untouched in told:
+        assert first.error == "ArgumentError", first
+        assert "call different things" in first.text, first
+        assert re.search(words, first.text), first
+        assert re.search(odd_words, first.text), first
+        assert first.seconds < PROMPT_S, "it waited for a deadline"
+        assert again.error == "ArgumentError", "the group goes on"
+        assert is_untouched
+
+
+RANKS = ("processes", "launch", "backend", "machines")
+
+
+@promise("mismatch", "failed", only=RANKS)
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_different_calls_raise(transport, what):
+    check_different(transport, what)
+
+
+@promise("mismatch", "tuples", only=RANKS)
+@pytest.mark.parametrize("what", DIFFERENT_LISTS)
+def test_different_lists_raise(transport, what):
+    check_different(transport, what)
+
+
+@promise("mismatch", "order-exact", only=RANKS)
+@pytest.mark.parametrize("what", DIFFERENT_ORDERS)
+def test_different_orders_raise(transport, what):
+    check_different(transport, what)
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+def close_early(state, has_bind: bool) -> None:
+    bound = state.comm.bind(numbers(state, 4)) if has_bind else None
+    mine = numbers(state, 500_000)
+    work = state.comm.all_reduce(mine, async_op=True)
+    state.comm.close()
+    assert work.is_completed()
+    assert torch.equal(mine, total(state, 500_000))
+    state.comm.close()
+    mine, part = numbers(state, 4), numbers(state, 4)[:2].clone()
+    others = [lambda: state.comm.bind(mine), bound, state.comm.check] if has_bind else []
+    for call in (
+        *others,
+        lambda: state.comm.all_reduce(mine),
+        lambda: state.comm.all_reduce(mine, async_op=True),
+        lambda: state.comm.all_reduce_coalesced([mine]),
+        lambda: state.comm.reduce_scatter(part, mine),
+        lambda: state.comm.all_gather(mine, part),
+        lambda: state.comm.broadcast(mine),
+    ):
+        with pytest.raises(pr.RingarError, match="closed"):
+            call()
+    assert torch.equal(mine, numbers(state, 4))
+
+
+def destroy_group(state) -> None:
+    mine, group = numbers(state), dist.distributed_c10d._get_default_group()
+    work = dist.all_reduce(mine, async_op=True)
+    dist.destroy_process_group()
+    work.wait()
+    assert torch.equal(mine, total(state))
+    for call in (
+        lambda: group.allreduce([mine]).wait(),
+        lambda: group.broadcast([mine], 0).wait(),
+        lambda: group.barrier().wait(),
+    ):
+        with pytest.raises(pr.RingarError, match=r"closed|destroyed"):
+            call()
+    assert torch.equal(mine, total(state))
+
+
+@promise("close", only=("launch", "backend"))
+def test_destroyed_group_refuses_calls(transport):
+    transport.on_new_ranks(2, destroy_group)
+
+
+@promise("close", only=("threads", "cuda", "processes", "machines"))
+def test_close_ends_background_calls(transport):
+    has_bind = "bind" in transport.entries
+    transport.on_new_ranks(2, close_early, has_bind=has_bind)
+
+
+def test_closed_lists_raise(make_comm):
+    comm = make_comm(2)
+    two = [torch.arange(2.0), torch.arange(2.0) + 1]
+    lists = [[tensor] for tensor in two]
+    comm.close()
+    for call in (
+        lambda: comm.all_reduce(two, algorithm="naive"),
+        lambda: comm.broadcast_coalesced(lists),
+        lambda: comm.bind_coalesced(lists),
+        lambda: comm.reduce(two[0], two),
+        lambda: comm.reduce_coalesced(two[:1], lists),
+    ):
+        with pytest.raises(pr.RingarError, match="closed"):
+            call()
+    assert [tensor.tolist() for tensor in two] == [[0, 1], [1, 2]]
+    assert [tensor._version for tensor in two] == [0, 0]
+
+
+# How rank 0's call ends: its error, words of that error, and words of the other rank's error.
+ENDS = {
+    "raise": ("KeyboardInterrupt", "", "KeyboardInterrupt|interrupted|rank 0"),
+    "close": ("RingarError", "closed while a call waited", "closed while|rank 0"),
+    "abort": ("RingarError", "aborted the group", "aborted the group"),
+}
+
+
+def end_wait(state, how: str, wait: str) -> tuple[str, str, float]:
+    comm, store = state.comm, state.store
+    mine = numbers(state)
+    comm.barrier()
+    if state.rank == 1:
+        store.wait([f"{state.name} ended"], timedelta(seconds=40))
+        told = told_by(lambda: comm.all_reduce(mine))
+        return told.error, told.text, told.seconds
+    waits = {
+        "call": lambda: comm.all_reduce(mine),
+        "work": lambda: comm.all_reduce(mine, async_op=True).wait(),
+        "barrier": comm.barrier,
+    }
+    if how == "abort":
+        threading.Timer(0.3, comm.abort).start()
+    else:
+        handle = signal.default_int_handler if how == "raise" else lambda *_: comm.close()
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    began = time.monotonic()
+    try:
+        waits[wait]()
+        error = "none", ""
+    except BaseException as caught:
+        error = type(caught).__name__, str(caught)
+    seconds = time.monotonic() - began
+    if wait == "work" and how == "raise":  # the work itself goes on
+        with contextlib.suppress(pr.RingarError):
+            comm.abort() if hasattr(comm, "abort") else dist.group.WORLD.abort()
+    assert torch.equal(mine, numbers(state))
+    assert told_by(lambda: comm.all_reduce(numbers(state))).error != "none"
+    store.set(f"{state.name} ended", "")
+    return *error, seconds
+
+
+def check_end(transport, how: str, wait: str) -> None:
+    error, own_words, words = ENDS[how]
+    (own, text, seconds), (other, told, _) = transport.on_new_ranks(2, end_wait, how=how, wait=wait)
+    assert own == error, text
+    assert re.search(own_words, text), text
+    assert seconds < 0.3 + PROMPT_S
+    assert other in ("PeerLostError", "RingarError"), told
+    assert re.search(words, told), told
+
+
+WAITS = pytest.mark.parametrize("wait", ["call", "work", "barrier"])
+
+
+@promise("interrupt", only=("processes", "backend", "machines"))
+@WAITS
+def test_handler_exception_ends_call(transport, wait):
+    check_end(transport, "raise", wait)
+
+
+@promise("close", only=("machines",))
+def test_handler_may_close(transport):
+    check_end(transport, "close", "call")
+
+
+@promise("abort", only=("processes", "machines"))
+@WAITS
+def test_abort_ends_all_calls(transport, wait):
+    check_end(transport, "abort", wait)
+
+
+# -- leftovers -------------------------------------------------------------------------------------
+
+
+def fork_child(state) -> str:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        told = told_by(lambda: state.comm.all_reduce(numbers(state)))
+        os.write(writer, f"{told.error} {told.text}".encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        text = answer.read()
+    assert os.waitpid(child, 0)[1] == 0
+    mine = numbers(state)
+    state.comm.all_reduce(mine)
+    assert torch.equal(mine, total(state))
+    return text
+
+
+@promise("fork", only=("processes", "backend", "machines"))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_forked_child_is_refused(transport):
+    for text in transport.on_new_ranks(2, fork_child):
+        assert text.startswith("RingarError"), text
+        assert "before fork()" in text, text
+
+
+def held_now(first: set[str]) -> tuple[int, set[str], list[str]]:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), thread_ids() - first, mapped_memories()
+
+
+def make_and_drop(state) -> None:
+    with another(state):
+        pass  # threads and files that a process has once
+    first = thread_ids()
+    held = functools.partial(held_now, first)
+    before = held()
+    for turn in range(4):
+        comm = another(state)
+        assert open_memories() == [], "not sealed"
+        comm.all_reduce(numbers(state), async_op=True).wait()
+        if turn % 2:
+            comm.close()
+        del comm
+    after = settled(held, before)
+    assert after == before, f"{before} before, {after} now"
+
+
+@promise("nothing-left", only=("processes", "machines"))
+def test_dropped_communicators_leave_nothing(transport):
+    transport.on_new_ranks(2, make_and_drop)
