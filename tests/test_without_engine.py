@@ -97,7 +97,7 @@ def test_wrong_arguments_change_nothing(no_compiler):
         r"tensors\[1\] requires grad": [x, y.clone().requires_grad_(), z],
         r"tensors\[0\] has dtype torch.bool": [t > 3 for t in (x, y, z)],
         r"tensors\[1\] is on meta, expected cpu": [x, y.to("meta"), z],
-        r"tensors\[1\] is a Tensor, expected a dense": [x, y.to_sparse(), z],
+        r"tensors\[1\] has layout torch.sparse_coo": [x, y.to_sparse(), z],
     }
     for message, given in wrong.items():
         with pytest.raises((ArgumentError, UnsupportedError), match=message):

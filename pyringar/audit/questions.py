@@ -134,15 +134,15 @@ class _Audit:
         asked = {
             "the sum": [self._ask("is right", self._sum)],
             "order of addition, float32": self._orders(),
-            f"order of addition on fewer ranks, {_elements(self.few)}": [
+            f"order of addition on fewer ranks, {_elements(self.few)}": (
                 self._ask(f"{k} ranks", partial(self._order, k, self.few)) for k in range(3, self.k)
-            ],
+            ),
             f"where it rounds, {two_sizes}": self._roundings(),
             "the same bits": self._same_bits(),
-            "special values": [
+            "special values": (
                 self._ask(name, partial(self._special, columns))
                 for name, columns in _SPECIALS.items()
-            ],
+            ),
         }
         sections = [Section(title, tuple(findings)) for title, findings in asked.items()]
         name, ranks = self.target.name, self.k
