@@ -171,17 +171,18 @@ bool all_reduce(const typename Engine::GroupPtr& group, const CallOptions& optio
 template <typename Engine>
 struct ReduceNow {
   typename Engine::GroupPtr group;
-  CallOptions options;
+  CallOptions by_default;  // of calls that name no algorithm
+  CallOptions by_auto;     // of calls that name "auto"
 
   // (tensors, op, algorithm, order, are_lists=False) -> bool. False: nothing was done, since the
-  // call names another algorithm or order, a graph is made, or the tensors are elsewhere. The
+  // call names another algorithm or an order, a graph is made, or the tensors are elsewhere. The
   // caller takes the general path.
   static PyObject* run(PyObject* capsule, PyObject* const* args, Py_ssize_t num_args) {
     try {
       const auto& self = state_of<ReduceNow>(capsule);
-      const bool names_only_op = num_args >= 4 && args[2] == Py_None && args[3] == Py_None;
-      if (!names_only_op || is_dispatched()) Py_RETURN_FALSE;
-      CallOptions options = self.options;
+      const CallOptions* chosen = num_args < 4 ? nullptr : self.options_for(args[2], args[3]);
+      if (chosen == nullptr || is_dispatched()) Py_RETURN_FALSE;
+      CallOptions options = *chosen;
       const std::optional<ReduceOp> op = find<ReduceOp>(args[1], &op_name, kNumReduceOps);
       if (!op || !has_order(*op, options.reduction.order)) Py_RETURN_FALSE;
       options.reduction.op = *op;
@@ -192,6 +193,16 @@ struct ReduceNow {
       return nullptr;
     }
     Py_RETURN_TRUE;
+  }
+
+  const CallOptions* options_for(PyObject* algorithm, PyObject* order) const {
+    if (order != Py_None) return nullptr;
+    if (algorithm == Py_None) return &by_default;
+    const bool is_text = PyUnicode_Check(algorithm) != 0;
+    if (is_text && PyUnicode_CompareWithASCIIString(algorithm, "auto") == 0) return &by_auto;
+    const auto named = find<Algorithm>(algorithm, &algorithm_name, kNumAlgorithms);
+    if (named == by_default.algorithm) return &by_default;
+    return named == by_auto.algorithm ? &by_auto : nullptr;
   }
 };
 
@@ -290,17 +301,21 @@ void def_calls(Class& cls) {
          },
          py::arg("call"), py::arg("in_flight") = py::none(), py::arg("after") = py::none(),
          py::arg("what") = py::none())
+      // Each an algorithm and an order: of calls that name no algorithm, and of those of "auto".
       .def("prepared",
-           [](Ptr group, py::handle algorithm, py::handle order) {
+           [](Ptr group, const py::tuple& by_default, const py::tuple& by_auto) {
              using Now = ReduceNow<Engine>;
              static PyMethodDef method = {
                  "all_reduce_now",
                  reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Now::run)),
                  METH_FASTCALL, "Run an all_reduce and return True, or return False."};
-             const CallOptions options{Operation::kAllReduce,
-                                       {ReduceOp::kSum, parse_order(order)},
-                                       parse_algorithm(algorithm)};
-             return function_over(method, std::unique_ptr<Now>(new Now{group, options}));
+             const auto options = [](const py::tuple& chosen) -> CallOptions {
+               return {Operation::kAllReduce,
+                       {ReduceOp::kSum, parse_order(chosen[1])},
+                       parse_algorithm(chosen[0])};
+             };
+             return function_over(method, std::unique_ptr<Now>(new Now{group, options(by_default),
+                                                                       options(by_auto)}));
            })
       .def("bind", [](Ptr group, py::handle operation, py::handle tensors, py::handle op,
                       py::handle algorithm, py::handle order) {

@@ -19,6 +19,7 @@ from pyringar.comm.exits import close_at_exit
 from pyringar.comm.handles import handle_of, is_traced
 
 TensorList = Sequence[Tensor]
+_FUSED = ("fused", "rank")  # algorithm and order of CPU ranks
 
 
 class _Default:
@@ -38,7 +39,7 @@ class _Default:
             with self._lock:
                 if self._group is None:
                     self._group = make_group((), 30.0, {})
-                    self.run_prepared = self._group.prepared("fused", "rank")
+                    self.run_prepared = self._group.prepared(_FUSED, _FUSED)
         return self._group
 
     def communicator(self, data: TensorList) -> Communicator | None:
@@ -62,7 +63,7 @@ class _Default:
         if (communicator := self.communicator(data)) is not None:
             communicator.all_reduce(data, op)
         else:
-            call = CollectiveCall("all_reduce", data, None, op_name(op), "fused", "rank")
+            call = CollectiveCall("all_reduce", data, None, op_name(op), *_FUSED)
             self.group().run(call)
 
     def _on(self, gpus: tuple[int, ...]) -> Communicator:

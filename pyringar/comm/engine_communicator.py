@@ -30,9 +30,8 @@ class EngineCommunicator(BaseCommunicator):
         """Start with a group of the engine. ``settings`` are all that change its results."""
         self._group = group
         self._in_flight = {}
-        algorithm, order = self._default
-        if algorithm not in PLAIN_ALGORITHMS:
-            self._run_prepared = group.prepared(algorithm, order)
+        if self._default[0] not in PLAIN_ALGORITHMS:
+            self._run_prepared = group.prepared(self._default, self._resolve("auto", None))
         self._handle = handle_of(self, settings)
 
     def _run(
