@@ -432,7 +432,7 @@ class TorchCalls:
 
 
 class Torch(RankTransport):
-    """What ranks of torch.distributed share, whatever they are."""
+    """The calls that all ranks of torch.distributed have."""
 
     entries = (
         "all_reduce",
@@ -477,10 +477,23 @@ class Naive(Launch):
     communicator = NaiveTransport
     entries = tuple(entry for entry in Torch.entries if entry not in ROOTED)
     rows = (
-        *("same-bits", "one-rounding", "integers", "dtypes", "ops", "order-any"),
-        *("layouts", "layouts-differ", "negated", "versions"),
-        *("all_reduce", "coalesced", "reduce_scatter", "all_gather", "broadcast"),
-        *("async", "barrier"),
+        "same-bits",
+        "one-rounding",
+        "integers",
+        "dtypes",
+        "ops",
+        "order-any",
+        "layouts",
+        "layouts-differ",
+        "negated",
+        "versions",
+        "all_reduce",
+        "coalesced",
+        "reduce_scatter",
+        "all_gather",
+        "broadcast",
+        "async",
+        "barrier",
     )
 
 
