@@ -84,7 +84,12 @@ ELSEWHERE = {
 }
 
 
+SLOW = ("naive", "backend machines")  # their parts run each time
+
+
 def marks_of(transport: str) -> list[Any]:
+    if transport in SLOW:
+        return [pytest.mark.slow]
     return [pytest.mark.cuda, NO_GPU] if transport.startswith("cuda") else []
 
 
