@@ -29,10 +29,8 @@ std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
   // Shared: torch gives the GIL away below, and another thread may then replace the entry.
   const std::shared_ptr<const Entry> shared = found->second;
   const Entry& entry = *shared;
-  if (!entry.is_of(options) || entry.num_ranks != tensors.num_ranks() ||
-      entry.places.size() != size) {
-    return nullptr;
-  }
+  // As many tensors are as many ranks: a group takes one number of ranks, or one tensor per rank.
+  if (!entry.is_of(options) || entry.places.size() != size) return nullptr;
   for (std::size_t i = 0; i < size; ++i) {
     if (i > 0 && !try_view(tensors.at(i), &view)) return nullptr;
     if (!entry.places[i].is_of(view)) return nullptr;
@@ -49,8 +47,7 @@ void CallCache::keep(const CallOptions& options, const GivenTensors& tensors,
   if (size == 0 || !try_view(tensors.at(0), &view) || view.data == nullptr) return;
   const std::uint64_t digest = digest_of(options, view.data);
   if (std::exchange(noted_[digest % kMostCalls], digest) != digest) return;
-  Entry entry{options.operation, options.reduction, options.algorithm, tensors.num_ranks(), {},
-              std::move(call)};
+  Entry entry{options.operation, options.reduction, options.algorithm, {}, std::move(call)};
   for (std::size_t i = 0; i < size; ++i) entry.places.emplace_back(tensors.at(i));
   if (entries_.size() >= kMostCalls) entries_.clear();
   entries_[digest] = std::make_shared<const Entry>(std::move(entry));

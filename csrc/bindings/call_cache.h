@@ -38,7 +38,6 @@ class CallCache {
     Operation operation;
     Reduction reduction;
     Algorithm algorithm;
-    int num_ranks;
     std::vector<Place> places;
     std::shared_ptr<const Collective> call;
 

@@ -30,7 +30,7 @@ const OperationTraits& traits(Operation operation) {
   return kTraits[static_cast<int>(operation)];
 }
 
-// A list or tuple of the expected length, as a tuple of its own. expected < 0: of any length.
+// Copies a list or tuple of the expected length into a tuple. expected < 0: any length.
 py::tuple read_list(py::handle given, const char* operation, const std::string& argument,
                     Py_ssize_t expected, const char* per) {
   if (!is_sequence(given.ptr())) {

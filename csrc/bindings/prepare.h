@@ -22,7 +22,7 @@ namespace py = pybind11;
 struct LocalRanks {
   int world_size;  // 0: as many ranks as the call has tensors
   int first_rank = 0;
-  // The other ranks are in processes of their own. The local rank's tensor is passed bare.
+  // Every rank has a separate process. The local rank's tensor is passed bare.
   bool is_one_of_processes = false;
   bool compares_shapes = true;
   const std::vector<int>* devices = nullptr;  // of each local rank; null: in the host's memory

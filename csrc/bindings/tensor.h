@@ -63,7 +63,7 @@ void* current_stream(int device);
 // for other objects: the checks of a call say why.
 bool try_view(PyObject* object, TensorView* view);
 
-// Whether a mode of torch's dispatcher sees this thread's calls, such as one that makes a graph.
+// Whether a torch dispatch mode sees this thread's calls. For example, make_fx sets one.
 bool is_dispatched();
 
 // Whether autograd records what this thread does.

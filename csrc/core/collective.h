@@ -176,7 +176,7 @@ struct Collective {
             t.dtype};
   }
 
-  // The same call, with pointers of its own.
+  // Copies the call; the pointer tables of the copy point into the copy.
   Collective copy() const {
     Collective copied(*this);
     for (Buffers& tensor : copied.tensors) {

@@ -36,7 +36,7 @@ def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
 
 
 def check_batchnorm(module: nn.Module) -> None:
-    """Raise UnsupportedError for a batch norm with a forward pass of its own; names it."""
+    """Raise UnsupportedError, with its name, for a batch norm that overrides ``forward``."""
     for name, part in _batchnorms(module):
         if type(part).forward is not _BatchNorm.forward or "forward" in vars(part):
             raise UnsupportedError(

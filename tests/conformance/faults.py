@@ -1,7 +1,7 @@
 """Faults as one table: victim, phase, event, and the error that all other ranks must raise.
 
-Each fault strikes a group of its own. The victim does it to itself, at a point of a call that the
-engine's delays or a timer choose.
+Each fault strikes a new group. The victim causes the fault in its own process or thread, at a point
+of a call that the engine's delays or a timer choose.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Other dtypes, sparse tensors, leaves that require grad, rows, uneven parts, bitwise reductions.
 
-An oracle of its own: bool by torch's all and any, complex as pairs of floats, int16 and float8
-through 32 bits.
+The oracle reduces bool by torch's all and any, complex as pairs of floats, and int16 and float8 in
+32 bits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which calls does the short way of `ProcessCommunicator.all_reduce` take, and which the long one?
+"""Which calls does the C function behind `all_reduce` take, and which the general path?
 
-The short way takes one plain tensor without options. Tensors that it declines are in
+Both must reduce by the same algorithm, in the same order. Tensors that the function refuses are in
 test_prepared.py and test_refused.py.
 """
 
@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import assert_all_ranks, folded, inputs
 from pairs import RankPair
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -33,6 +34,42 @@ def test_takes_plain_tensors(comm, tensor):
     assert comm._run_prepared([tensor], "mean", None, None)
     assert tensor._version == version + 2
     assert comm.stats()["exchange"]["calls"] == 2
+
+
+@pytest.mark.parametrize(
+    ("made", "named", "order"),
+    [
+        ({}, "auto", "rank"),
+        ({}, "fused", "rank"),
+        ({}, "ring", "ring"),
+        ({"algorithm": "ring"}, None, "ring"),
+        ({"algorithm": "ring"}, "ring", "ring"),
+        ({"algorithm": "ring"}, "auto", "rank"),
+        ({"algorithm": "ring"}, "fused", "rank"),
+        ({"algorithm": "ring"}, "direct", "rank"),
+        ({"order": "tree"}, "auto", "tree"),
+        ({"order": "tree"}, "direct", "tree"),
+        ({"order": "exact"}, "fused", "exact"),
+        ({"algorithm": "naive"}, "auto", "rank"),
+    ],
+)
+def test_named_algorithm_runs(made, named, order):
+    with pr.Communicator(["cpu"] * 5, **made) as comm:
+        parts = inputs(70_001, torch.float32, 5, 3)
+        wanted = folded(parts, "sum", order)
+        for _ in range(3):  # the third call is prepared
+            tensors = [part.clone() for part in parts]
+            comm.all_reduce(tensors, algorithm=named)
+            assert_all_ranks(tensors, wanted, (made, named))
+        lists = [[part.clone()] for part in parts]
+        comm.all_reduce_coalesced(lists, algorithm=named)
+        assert_all_ranks([mine[0] for mine in lists], wanted, (made, named))
+        used = {"auto": "fused", None: made.get("algorithm")}.get(named, named)
+        assert comm.stats()[used]["calls"] == 4
+        # A ring cannot keep these orders: refused by both paths.
+        if "order" in made:
+            with pytest.raises(pr.ArgumentError, match="ring"):
+                comm.all_reduce(tensors, algorithm="ring")
 
 
 def test_call_is_traced(comm):
