@@ -31,10 +31,12 @@ std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
   const Entry& entry = *shared;
   // As many tensors are as many ranks: a group takes one number of ranks, or one tensor per rank.
   if (!entry.is_of(options) || entry.places.size() != size) return nullptr;
+  const TorchFunctions& torch = TorchFunctions::get();
+  const bool is_recording = torch.is_grad_enabled();
   for (std::size_t i = 0; i < size; ++i) {
     if (i > 0 && !try_view(tensors.at(i), &view)) return nullptr;
     if (!entry.places[i].is_of(view)) return nullptr;
-    if (requires_grad(view.object) && is_recording()) return nullptr;
+    if (is_recording && torch.requires_grad(view.object)) return nullptr;
   }
   return entry.call;
 }

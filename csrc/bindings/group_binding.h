@@ -181,7 +181,7 @@ struct ReduceNow {
     try {
       const auto& self = state_of<ReduceNow>(capsule);
       const CallOptions* chosen = num_args < 4 ? nullptr : self.options_for(args[2], args[3]);
-      if (chosen == nullptr || is_dispatched()) Py_RETURN_FALSE;
+      if (chosen == nullptr || TorchFunctions::get().has_dispatch_modes()) Py_RETURN_FALSE;
       CallOptions options = *chosen;
       const std::optional<ReduceOp> op = find<ReduceOp>(args[1], &op_name, kNumReduceOps);
       if (!op || !has_order(*op, options.reduction.order)) Py_RETURN_FALSE;

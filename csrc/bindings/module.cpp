@@ -150,6 +150,7 @@ PYBIND11_MODULE(_engine, m) {
   bind_bucketer(m);
   bind_process_group(m);
   m.def("end_reading", &Reading::end);
+  m.def("use_torch_functions", &TorchFunctions::use);  // for tests
   m.def("build_info", &build_info);
   m.def("names", &names);
   m.def("limits", &limits);

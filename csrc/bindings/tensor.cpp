@@ -9,9 +9,9 @@
 #include <memory>
 #include <numeric>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 
+#include "bindings/torch_functions.h"
 #include "core/error.h"
 
 namespace pyringar {
@@ -78,60 +78,37 @@ py::object call(const py::object& function, PyObject* argument = nullptr) {
 
 std::string text_of(PyObject* object, const char* name) { return py::str(attribute(object, name)); }
 
-// What a tensor or storage says of itself. Asked of each in every call: the C function behind it is
-// called.
-template <typename Answer>
-class Question {
+// What a storage says of itself. Bound calls ask each time: the C function behind it is called.
+class StorageQuestion {
  public:
-  Question(const py::object& tensor_type, const char* name)
-      : descriptor_(attribute(tensor_type.ptr(), name)) {
-    if (Py_IS_TYPE(descriptor_.ptr(), &PyGetSetDescr_Type)) {
-      getter_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset;
-    } else if (Py_IS_TYPE(descriptor_.ptr(), &PyMethodDescr_Type)) {
-      method_ = reinterpret_cast<PyMethodDescrObject*>(descriptor_.ptr())->d_method->ml_meth;
-    } else {
+  StorageQuestion(const py::object& storage_type, const char* name)
+      : descriptor_(attribute(storage_type.ptr(), name)) {
+    if (!Py_IS_TYPE(descriptor_.ptr(), &PyMethodDescr_Type)) {
       fail(ErrorKind::kUnsupported, "this torch offers no ", name, " of C's");
     }
+    method_ = reinterpret_cast<PyMethodDescrObject*>(descriptor_.ptr())->d_method->ml_meth;
   }
 
-  Answer operator()(PyObject* object) const {
-    const auto answer = py::reinterpret_steal<py::object>(
-        getter_ != nullptr ? getter_->get(object, getter_->closure) : method_(object, nullptr));
+  std::size_t operator()(PyObject* storage) const {
+    const auto answer = py::reinterpret_steal<py::object>(method_(storage, nullptr));
     if (!answer) throw_python_error();
-    if constexpr (std::is_same_v<Answer, bool>) return answer.ptr() == Py_True;
-    return static_cast<Answer>(PyLong_AsSize_t(answer.ptr()));
+    return PyLong_AsSize_t(answer.ptr());
   }
 
  private:
-  py::object descriptor_;  // owns what the two point to
-  const PyGetSetDef* getter_ = nullptr;
+  py::object descriptor_;  // owns the method
   PyCFunction method_ = nullptr;
 };
 
 // Python objects that every call needs, looked up once and never destroyed.
 struct TorchNames {
   py::object tensor_type = attribute(import_module("torch").ptr(), "Tensor");
-  py::object is_grad_enabled = attribute(import_module("torch").ptr(), "is_grad_enabled");
-  py::object num_dispatch_modes =
-      attribute(import_module("torch._C").ptr(), "_len_torch_dispatch_stack");
-  py::object increment_version = find_increment_version();
-  Question<bool> requires_grad{tensor_type, "requires_grad"};
-  Question<bool> is_neg{tensor_type, "is_neg"};
   py::object storage_type = attribute(import_module("torch._C").ptr(), "StorageBase");
-  Question<std::size_t> storage_data{storage_type, "data_ptr"};
-  Question<std::size_t> storage_bytes{storage_type, "nbytes"};
+  StorageQuestion storage_data{storage_type, "data_ptr"};
+  StorageQuestion storage_bytes{storage_type, "nbytes"};
   py::object to_dlpack = attribute(import_module("torch.utils.dlpack").ptr(), "to_dlpack");
   py::object untyped_storage =
       py::reinterpret_steal<py::object>(PyUnicode_InternFromString("untyped_storage"));
-
-  // The public function wraps this one, at several times its cost.
-  static py::object find_increment_version() {
-    const py::object internal = import_module("torch._C");
-    if (PyObject_HasAttrString(internal.ptr(), "_increment_version") != 0) {
-      return attribute(internal.ptr(), "_increment_version");
-    }
-    return attribute(import_module("torch.autograd.graph").ptr(), "increment_version");
-  }
 
   static TorchNames& get() {
     // Guarded by the GIL, and by no lock of C++'s: looking up may give the GIL away, to a thread
@@ -225,14 +202,6 @@ std::string describe_shape(const TensorView& view) {
 
 }  // namespace
 
-bool is_dispatched() {
-  return PyLong_AsLong(call(TorchNames::get().num_dispatch_modes).ptr()) != 0;
-}
-
-bool is_recording() { return call(TorchNames::get().is_grad_enabled).ptr() == Py_True; }
-
-bool requires_grad(PyObject* tensor) { return TorchNames::get().requires_grad(tensor); }
-
 bool try_view(PyObject* object, TensorView* view) {
   const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
   dlpack::Tensor raw{};
@@ -288,7 +257,7 @@ void read_tensor(PyObject* object, const char* operation, ArgName name, TensorVi
     fail(ErrorKind::kUnsupported, operation, ": ", name.text(),
          " has no memory behind it (a fake or functional tensor?); expected a real tensor");
   }
-  view->is_negated = TorchNames::get().is_neg(object);
+  view->is_negated = TorchFunctions::get().is_neg(object);
   view->is_dense = !view->is_negated && is_dense(*view);
 }
 
@@ -314,7 +283,7 @@ bool Place::is_of(const TensorView& view) const {
   // The sign even of the same object: it may be a new tensor at that address, or have a negated
   // `.data`.
   return view.data == data_ && has_layout(view) &&
-         TorchNames::get().is_neg(view.object) == is_negated_;
+         TorchFunctions::get().is_neg(view.object) == is_negated_;
 }
 
 const char* Place::change_of(PyObject* object) const {
@@ -436,7 +405,7 @@ void Reading::end() {
 }
 
 TensorArgs::TensorArgs(const char* operation)
-    : operation_(operation), is_recording_(is_recording()) {}
+    : operation_(operation), is_recording_(TorchFunctions::get().is_grad_enabled()) {}
 
 void TensorArgs::add(PyObject* object, ArgName name, int rank, int device, bool is_written) {
   TensorView& view = views_.emplace_back();
@@ -447,7 +416,7 @@ void TensorArgs::add(PyObject* object, ArgName name, int rank, int device, bool 
     fail(ErrorKind::kArgument, operation_, ": ", name.text(), " is on ", device_name(view.device),
          ", expected ", device_name(device), ", the device of rank ", rank);
   }
-  if (is_written && is_recording_ && TorchNames::get().requires_grad(object)) {
+  if (is_written && is_recording_ && TorchFunctions::get().requires_grad(object)) {
     fail(ErrorKind::kArgument, operation_, ": ", name.text(),
          " requires grad, and autograd would not see this in-place change; "
          "call it under torch.no_grad(), or pass .detach()");
@@ -574,7 +543,5 @@ py::list storages_of(std::initializer_list<py::handle> lists) {
   }
   return storages;
 }
-
-void mark_written(PyObject* tensors) { call(TorchNames::get().increment_version, tensors); }
 
 }  // namespace pyringar

@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "bindings/torch_functions.h"
 #include "core/collective.h"
 #include "cpu/strided.h"
 
@@ -62,13 +63,6 @@ void* current_stream(int device);
 // Reads a tensor on a CPU or GPU with a dtype of the engine, but for is_negated and is_dense. False
 // for other objects: the checks of a call say why.
 bool try_view(PyObject* object, TensorView* view);
-
-// Whether a torch dispatch mode sees this thread's calls. For example, make_fx sets one.
-bool is_dispatched();
-
-// Whether autograd records what this thread does.
-bool is_recording();
-bool requires_grad(PyObject* tensor);
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
@@ -234,6 +228,6 @@ struct PythonErrorPending {};
 py::list storages_of(std::initializer_list<py::handle> lists);
 
 // Tells autograd that these tensors (a list or tuple) were written in place.
-void mark_written(PyObject* tensors);
+inline void mark_written(PyObject* tensors) { TorchFunctions::get().increment_version(tensors); }
 
 }  // namespace pyringar

@@ -106,7 +106,7 @@ CPU = EngineKind(
     included=tuple(f"{floor}/**/*.h" for floor in ("bindings", *_CPU_FLOORS)),
     left_out=("bindings/cuda_*",),
     joined=(
-        ("bindings/module.", "bindings/tensor."),
+        ("bindings/module.", "bindings/tensor.", "bindings/torch_functions."),
         ("bindings/process.", "bindings/prepare.", "bindings/call_"),
         ("cpu/",),
         ("process/", "os/", "core/"),
@@ -124,6 +124,7 @@ CUDA = EngineKind(
         "bindings/cuda_*.cpp",
         "bindings/prepare.cpp",
         "bindings/tensor.cpp",
+        "bindings/torch_functions.cpp",
         "bindings/call_cache.cpp",
         # Ranks in processes meet on the host, GPU or not.
         "process/**/*.cpp",

@@ -1,0 +1,136 @@
+// torch_functions: see the header.
+
+#include "bindings/torch_functions.h"
+
+#include <dlfcn.h>
+#include <pybind11/cast.h>
+
+#include "bindings/tensor.h"
+
+namespace pyringar {
+
+namespace {
+
+#if defined(__APPLE__)
+constexpr const char* kCore = "libc10.dylib";
+constexpr const char* kCpu = "libtorch_cpu.dylib";
+#else
+constexpr const char* kCore = "libc10.so";
+constexpr const char* kCpu = "libtorch_cpu.so";
+#endif
+
+template <typename Function>
+bool look_up_in(const char* library, const char* name, Function* function) {
+  void* const loaded = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  if (loaded == nullptr) return false;
+  *function = reinterpret_cast<Function>(dlsym(loaded, name));
+  dlclose(loaded);  // torch keeps it loaded
+  return *function != nullptr;
+}
+
+bool is_true(const py::handle& object) { return object.ptr() == Py_True; }
+
+}  // namespace
+
+TorchFunctions* TorchFunctions::functions_ = nullptr;
+
+const TorchFunctions& TorchFunctions::get() {
+  // Guarded by the GIL, and by no lock of C++'s: the constructor may give the GIL away, to a thread
+  // that would wait for that lock. That thread then makes another, and the last one is kept.
+  if (functions_ == nullptr) functions_ = new TorchFunctions;
+  return *functions_;
+}
+
+bool TorchFunctions::use(bool are_direct) {
+  get();
+  functions_->are_direct_ = are_direct && functions_->are_found_;
+  return functions_->are_direct_;
+}
+
+TorchFunctions::TorchFunctions()
+    : torch_(py::module_::import("torch")), torch_c_(py::module_::import("torch._C")) {
+  if (!look_up()) return;
+  try {
+    const py::object tensor = torch_.attr("Tensor")(py::make_tuple(1.0));
+    are_direct_ = are_found_ = find_offset(tensor) && have_right_answers(tensor);
+  } catch (py::error_already_set&) {
+    // A mode of the calling thread refused one of the tensors.
+  }
+}
+
+bool TorchFunctions::look_up() {
+  return look_up_in(kCore, "_ZN3c108GradMode10is_enabledEv", &is_grad_enabled_) &&
+         look_up_in(kCore, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv",
+                    &num_dispatch_modes_) &&
+         look_up_in(kCore, "_ZNK3c1010TensorImpl13requires_gradEv", &requires_grad_) &&
+         look_up_in(kCpu, "_ZN2at6native6is_negERKNS_6TensorE", &is_neg_) &&
+         look_up_in(kCpu, "_ZN2at6native12is_inferenceERKNS_6TensorE", &is_inference_) &&
+         look_up_in(kCpu, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", &bump_version_);
+}
+
+bool TorchFunctions::find_offset(const py::object& tensor) {
+  const auto impl = reinterpret_cast<const void*>(py::cast<std::uintptr_t>(tensor.attr("_cdata")));
+  const auto size = py::cast<std::size_t>(torch_.attr("Tensor").attr("__basicsize__"));
+  for (offset_ = sizeof(PyObject); offset_ + sizeof(Tensor) <= size; offset_ += sizeof(Tensor)) {
+    if (*tensor_in(tensor.ptr()) == impl) return true;
+  }
+  return false;
+}
+
+bool TorchFunctions::have_right_answers(const py::object& tensor) const {
+  PyObject* const plain = tensor.ptr();
+  const py::object negated = torch_.attr("_neg_view")(tensor);
+  const py::object trained = tensor.attr("clone")().attr("requires_grad_")();
+  const auto version = [&] { return py::cast<int>(tensor.attr("_version")); };
+  const bool is_inference = is_inference_(tensor_in(plain));
+  if (is_inference != is_true(tensor.attr("is_inference")())) return false;
+  if (!is_inference) {
+    const int before = version();
+    bump_version_(tensor_in(plain));
+    if (version() != before + 1) return false;
+  }
+  const py::object has_grad = torch_.attr("is_grad_enabled");
+  const py::object set_grad = torch_c_.attr("_set_grad_enabled");
+  const bool is_enabled = is_true(has_grad());
+  const bool is_seen = is_grad_enabled_() == is_enabled;
+  set_grad(!is_enabled);
+  const bool is_change_seen = is_grad_enabled_() != is_enabled;
+  set_grad(is_enabled);
+  const auto num_modes = py::cast<std::int64_t>(torch_c_.attr("_len_torch_dispatch_stack")());
+  return is_seen && is_change_seen && num_dispatch_modes_() == num_modes &&
+         !is_neg_(tensor_in(plain)) && is_neg_(tensor_in(negated.ptr())) &&
+         !requires_grad_(*tensor_in(plain)) && requires_grad_(*tensor_in(trained.ptr()));
+}
+
+bool TorchFunctions::is_grad_enabled() const {
+  return are_direct_ ? is_grad_enabled_() : is_true(torch_.attr("is_grad_enabled")());
+}
+
+bool TorchFunctions::has_dispatch_modes() const {
+  if (are_direct_) return num_dispatch_modes_() != 0;
+  return py::cast<int>(torch_c_.attr("_len_torch_dispatch_stack")()) != 0;
+}
+
+bool TorchFunctions::is_neg(PyObject* tensor) const {
+  return are_direct_ ? is_neg_(tensor_in(tensor)) : is_true(py::handle(tensor).attr("is_neg")());
+}
+
+bool TorchFunctions::requires_grad(PyObject* tensor) const {
+  return are_direct_ ? requires_grad_(*tensor_in(tensor))
+                     : is_true(py::handle(tensor).attr("requires_grad"));
+}
+
+void TorchFunctions::increment_version(PyObject* tensors) const {
+  if (!are_direct_) {
+    const py::object increment = torch_.attr("autograd").attr("graph").attr("increment_version");
+    Py_XDECREF(PyObject_CallOneArg(increment.ptr(), tensors));
+    if (PyErr_Occurred() != nullptr) throw_python_error();
+    return;
+  }
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors); ++i) {
+    const Tensor* const tensor = tensor_in(PySequence_Fast_GET_ITEM(tensors, i));
+    if (!is_inference_(tensor)) bump_version_(tensor);  // inference tensors have no version
+  }
+}
+
+}  // namespace pyringar

@@ -1,0 +1,75 @@
+"""What the engine asks torch about tensors: in C++, and through Python where that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import pyringar as pr
+from pyringar.engine import load
+
+
+@pytest.fixture(params=[True, False], ids=["C++", "Python"])
+def comm(request: pytest.FixtureRequest) -> Iterator[pr.Communicator]:
+    engine = load.engine()
+    assert engine.use_torch_functions(request.param) is request.param
+    with pr.Communicator(["cpu"] * 2) as comm:
+        yield comm
+    assert engine.use_torch_functions(True)
+
+
+def reduced(comm: pr.Communicator, tensors: list[torch.Tensor], times: int = 3) -> list[float]:
+    """Reduce ones in place, prepared from the second call on, and return the values."""
+    for _ in range(times):
+        comm.all_reduce(tensors)
+    return [tensor.flatten()[0].item() for tensor in tensors]
+
+
+def test_repeated_sum_is_right(comm: pr.Communicator) -> None:
+    assert reduced(comm, [torch.ones(3), torch.ones(3)]) == [8, 8]
+
+
+def test_sign_is_seen(comm: pr.Communicator) -> None:
+    first = torch.ones(3)
+    assert reduced(comm, [first, torch.ones(3)]) == [8, 8]
+    negated = torch._neg_view(first)
+    assert reduced(comm, [negated, torch.ones(3)], times=1) == [-7, -7]
+    assert first[0] == 7
+
+
+def test_grad_is_refused_while_recording(comm: pr.Communicator) -> None:
+    tensors = [torch.ones(3), torch.ones(3)]
+    reduced(comm, tensors)
+    tensors[1].requires_grad_()
+    with pytest.raises(pr.ArgumentError, match=r"tensors\[1\] requires grad"):
+        comm.all_reduce(tensors)
+    with torch.no_grad():
+        assert reduced(comm, tensors, times=1) == [16, 16]
+
+
+def test_version_counts_calls(comm: pr.Communicator) -> None:
+    tensors = [torch.ones(3), torch.nn.Parameter(torch.ones(3), requires_grad=False)]
+    before = [tensor._version for tensor in tensors]
+    reduced(comm, tensors)
+    assert [tensor._version for tensor in tensors] == [version + 3 for version in before]
+
+
+def test_inference_tensors(comm: pr.Communicator) -> None:
+    with torch.inference_mode():
+        tensors = [torch.ones(3), torch.ones(3)]
+        assert reduced(comm, tensors) == [8, 8]
+    assert reduced(comm, tensors) == [64, 64]
+
+
+def test_dispatch_mode_is_seen(comm: pr.Communicator) -> None:
+    class Counts(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    tensors = [torch.ones(3), torch.ones(3)]
+    reduced(comm, tensors)
+    with Counts():
+        assert not comm._run_prepared(tensors, "sum", None, None)
+    assert comm._run_prepared(tensors, "sum", None, None)
