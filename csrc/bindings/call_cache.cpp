@@ -18,6 +18,26 @@ std::uint64_t digest_of(const CallOptions& options, const std::byte* memory) {
 
 }  // namespace
 
+PreparedCall::PreparedCall(const CallOptions& options, const GivenTensors& tensors,
+                           std::shared_ptr<const Collective> checked)
+    : operation(options.operation),
+      reduction(options.reduction),
+      algorithm(options.algorithm),
+      call(std::move(checked)) {
+  const Reading reading;
+  for (std::size_t i = 0; i < tensors.all().size(); ++i) places.emplace_back(tensors.at(i));
+}
+
+void PreparedCall::check_unchanged(const GivenTensors& tensors) const {
+  const Reading reading;
+  TensorView view;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    if (try_view(tensors.at(i), &view) && places[i].is_of(view)) continue;
+    fail(ErrorKind::kArgument, "bind: ", tensors.name(i).text(),
+         " has other memory or another layout than when it was bound; bind it again");
+  }
+}
+
 std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
                                                   const GivenTensors& tensors) const {
   const Reading reading;
@@ -27,8 +47,8 @@ std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
   const auto found = entries_.find(digest_of(options, view.data));
   if (found == entries_.end()) return nullptr;
   // Shared: torch gives the GIL away below, and another thread may then replace the entry.
-  const std::shared_ptr<const Entry> shared = found->second;
-  const Entry& entry = *shared;
+  const std::shared_ptr<const PreparedCall> shared = found->second;
+  const PreparedCall& entry = *shared;
   // As many tensors are as many ranks: a group takes one number of ranks, or one tensor per rank.
   if (!entry.is_of(options) || entry.places.size() != size) return nullptr;
   const TorchFunctions& torch = TorchFunctions::get();
@@ -49,10 +69,8 @@ void CallCache::keep(const CallOptions& options, const GivenTensors& tensors,
   if (size == 0 || !try_view(tensors.at(0), &view) || view.data == nullptr) return;
   const std::uint64_t digest = digest_of(options, view.data);
   if (std::exchange(noted_[digest % kMostCalls], digest) != digest) return;
-  Entry entry{options.operation, options.reduction, options.algorithm, {}, std::move(call)};
-  for (std::size_t i = 0; i < size; ++i) entry.places.emplace_back(tensors.at(i));
   if (entries_.size() >= kMostCalls) entries_.clear();
-  entries_[digest] = std::make_shared<const Entry>(std::move(entry));
+  entries_[digest] = std::make_shared<const PreparedCall>(options, tensors, std::move(call));
 }
 
 }  // namespace pyringar

@@ -22,6 +22,25 @@
 
 namespace pyringar {
 
+// A checked call, and where its tensors lay.
+struct PreparedCall {
+  PreparedCall(const CallOptions& options, const GivenTensors& tensors,
+               std::shared_ptr<const Collective> checked);
+
+  bool is_of(const CallOptions& options) const {
+    return operation == options.operation && reduction == options.reduction &&
+           algorithm == options.algorithm;
+  }
+  // Throws for the first tensor that has other memory, or another layout.
+  void check_unchanged(const GivenTensors& tensors) const;
+
+  Operation operation;
+  Reduction reduction;
+  Algorithm algorithm;
+  std::vector<Place> places;
+  std::shared_ptr<const Collective> call;
+};
+
 class CallCache {
  public:
   std::shared_ptr<const Collective> find(const CallOptions& options,
@@ -34,21 +53,8 @@ class CallCache {
  private:
   static constexpr std::size_t kMostCalls = 64;
 
-  struct Entry {
-    Operation operation;
-    Reduction reduction;
-    Algorithm algorithm;
-    std::vector<Place> places;
-    std::shared_ptr<const Collective> call;
-
-    bool is_of(const CallOptions& options) const {
-      return operation == options.operation && reduction == options.reduction &&
-             algorithm == options.algorithm;
-    }
-  };
-
   // By a digest of the first tensor's memory and the options: entries compare both.
-  std::unordered_map<std::uint64_t, std::shared_ptr<const Entry>> entries_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<const PreparedCall>> entries_;
   std::array<std::uint64_t, kMostCalls> noted_{};  // digests, each at its own remainder
 };
 

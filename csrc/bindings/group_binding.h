@@ -206,46 +206,45 @@ struct ReduceNow {
   }
 };
 
-// A prepared call with its tensors, which are compared each time with what they were.
+// An all_reduce of tensors that it keeps alive, which must lie where they lay.
 template <typename Engine>
 struct BoundCall {
   typename Engine::GroupPtr group;
-  Collective call;
-  BoundTensors tensors;
+  GivenTensors tensors;
+  PreparedCall prepared;
 
   static PyObject* run(PyObject* capsule, PyObject*) {
     try {
       BoundCall& bound = state_of<BoundCall>(capsule);
       Engine::host(*bound.group).check_usable();
-      bound.tensors.check();
-      Engine::run(*bound.group, bound.call, bound.tensors.list());
+      bound.prepared.check_unchanged(bound.tensors);
+      Engine::run(*bound.group, *bound.prepared.call, bound.tensors.all().ptr());
     } catch (...) {
       set_python_error(std::current_exception());
       return nullptr;
     }
     Py_RETURN_NONE;
   }
-};
 
-template <typename Engine>
-py::object bind_call(const typename Engine::GroupPtr& group, const CallOptions& options,
-                     py::handle given) {
-  Engine::host(*group).check_usable();
-  const LocalRanks ranks = Engine::ranks(*group);
-  GivenTensors tensors = given_tensors(given, options, ranks);
-  PreparedCollective prepared = prepare_all_reduce(tensors, options, ranks);
-  if (py::len(prepared.copies) > 0) {
-    fail(ErrorKind::kUnsupported,
-         "bind: on GPUs, tensors with gaps, or whose strides differ between ranks, cannot be "
-         "bound; pass .contiguous() ones");
+  static py::object make(const typename Engine::GroupPtr& group, const CallOptions& options,
+                         py::handle given) {
+    Engine::host(*group).check_usable();
+    const LocalRanks ranks = Engine::ranks(*group);
+    GivenTensors tensors = given_tensors(given, options, ranks);
+    PreparedCollective made = prepare_all_reduce(tensors, options, ranks);
+    if (py::len(made.copies) > 0) {
+      fail(ErrorKind::kUnsupported,
+           "bind: on GPUs, tensors with gaps, or whose strides differ between ranks, cannot be "
+           "bound; pass .contiguous() ones");
+    }
+    PreparedCall prepared(options, tensors,
+                          std::make_shared<const Collective>(std::move(made.call)));
+    static PyMethodDef method = {"bound_all_reduce", &BoundCall::run, METH_NOARGS,
+                                 "Reduce the bound tensors in place."};
+    return function_over(method, std::unique_ptr<BoundCall>(new BoundCall{group, std::move(tensors),
+                                                                          std::move(prepared)}));
   }
-  using Bound = BoundCall<Engine>;
-  static PyMethodDef method = {"bound_all_reduce", &Bound::run, METH_NOARGS,
-                               "Reduce the bound tensors in place."};
-  BoundTensors bound(std::move(prepared.written), tensors.names());
-  return function_over(
-      method, std::unique_ptr<Bound>(new Bound{group, std::move(prepared.call), std::move(bound)}));
-}
+};
 
 // {algorithm: {"calls", "bytes", "busy_s"}}; without times where only a device knows them.
 template <typename Algorithm, int kNum>
@@ -323,7 +322,7 @@ void def_calls(Class& cls) {
                                   .reduction = parse_reduction(op, order),
                                   .algorithm = parse_algorithm(algorithm),
                                   .is_bound = true};
-        return bind_call<Engine>(group, options, tensors);
+        return BoundCall<Engine>::make(group, options, tensors);
       });
 }
 

@@ -78,35 +78,9 @@ py::object call(const py::object& function, PyObject* argument = nullptr) {
 
 std::string text_of(PyObject* object, const char* name) { return py::str(attribute(object, name)); }
 
-// What a storage says of itself. Bound calls ask each time: the C function behind it is called.
-class StorageQuestion {
- public:
-  StorageQuestion(const py::object& storage_type, const char* name)
-      : descriptor_(attribute(storage_type.ptr(), name)) {
-    if (!Py_IS_TYPE(descriptor_.ptr(), &PyMethodDescr_Type)) {
-      fail(ErrorKind::kUnsupported, "this torch offers no ", name, " of C's");
-    }
-    method_ = reinterpret_cast<PyMethodDescrObject*>(descriptor_.ptr())->d_method->ml_meth;
-  }
-
-  std::size_t operator()(PyObject* storage) const {
-    const auto answer = py::reinterpret_steal<py::object>(method_(storage, nullptr));
-    if (!answer) throw_python_error();
-    return PyLong_AsSize_t(answer.ptr());
-  }
-
- private:
-  py::object descriptor_;  // owns the method
-  PyCFunction method_ = nullptr;
-};
-
 // Python objects that every call needs, looked up once and never destroyed.
 struct TorchNames {
   py::object tensor_type = attribute(import_module("torch").ptr(), "Tensor");
-  py::object storage_type = attribute(import_module("torch._C").ptr(), "StorageBase");
-  StorageQuestion storage_data{storage_type, "data_ptr"};
-  StorageQuestion storage_bytes{storage_type, "nbytes"};
-  py::object to_dlpack = attribute(import_module("torch.utils.dlpack").ptr(), "to_dlpack");
   py::object untyped_storage =
       py::reinterpret_steal<py::object>(PyUnicode_InternFromString("untyped_storage"));
 
@@ -263,7 +237,7 @@ void read_tensor(PyObject* object, const char* operation, ArgName name, TensorVi
 
 Place::Place(PyObject* tensor) {
   TensorView view;
-  read_tensor(tensor, "bind", {"tensor"}, &view);
+  read_tensor(tensor, "all_reduce", {"tensor"}, &view);
   data_ = view.data;
   device_ = view.device;
   dtype_ = view.dtype;
@@ -272,71 +246,14 @@ Place::Place(PyObject* tensor) {
   layout_.insert(layout_.end(), view.strides, view.strides + view.ndim);
 }
 
-bool Place::has_layout(const TensorView& view) const {
-  const auto ndim = static_cast<std::size_t>(view.ndim);
-  return view.device == device_ && view.dtype == dtype_ && 2 * ndim == layout_.size() &&
-         std::equal(view.shape, view.shape + ndim, layout_.begin()) &&
-         std::equal(view.strides, view.strides + ndim, layout_.begin() + view.ndim);
-}
-
 bool Place::is_of(const TensorView& view) const {
+  const auto ndim = static_cast<std::size_t>(view.ndim);
   // The sign even of the same object: it may be a new tensor at that address, or have a negated
   // `.data`.
-  return view.data == data_ && has_layout(view) &&
+  return view.data == data_ && view.device == device_ && view.dtype == dtype_ &&
+         2 * ndim == layout_.size() && std::equal(view.shape, view.shape + ndim, layout_.begin()) &&
+         std::equal(view.strides, view.strides + ndim, layout_.begin() + view.ndim) &&
          TorchFunctions::get().is_neg(view.object) == is_negated_;
-}
-
-const char* Place::change_of(PyObject* object) const {
-  TensorView view;
-  if (!try_view(object, &view) || view.data != data_) return "memory";
-  return has_layout(view) ? nullptr : "layout";
-}
-
-std::size_t Place::span() const {
-  const std::size_t ndim = layout_.size() / 2;
-  std::int64_t last = 0;
-  for (std::size_t dim = 0; dim < ndim; ++dim) {
-    if (layout_[dim] == 0) return 0;
-    last += (layout_[dim] - 1) * layout_[ndim + dim];
-  }
-  return static_cast<std::size_t>(last + 1) * item_bytes(dtype_);
-}
-
-BoundTensors::BoundTensors(py::object tensors, ListNames names)
-    : tensors_(std::move(tensors)), storages_(storages_of({tensors_})), names_(names) {
-  const Reading reading;
-  const TorchNames& torch = TorchNames::get();
-  std::size_t i = 0;
-  for (const py::handle tensor : tensors_) {
-    PyObject* const storage = PyList_GET_ITEM(storages_.ptr(), static_cast<Py_ssize_t>(i));
-    Bound& bound = bound_.emplace_back(Bound{tensor.ptr(), storage, 0, Place(tensor.ptr())});
-    if (bound.place.span() > 0) {
-      const auto before = reinterpret_cast<std::uintptr_t>(bound.place.data()) -
-                          static_cast<std::uintptr_t>(torch.storage_data(storage));
-      bound.storage_bytes = before + bound.place.span();
-    }
-    // As torch's C++ code holds it. Without one, torch goes through Python's locks: mark_written()
-    // takes four times as long.
-    append(references_, call(torch.to_dlpack, tensor.ptr()).ptr());
-    ++i;
-  }
-  check();
-}
-
-void BoundTensors::check() const {
-  const Reading reading;
-  const TorchNames& torch = TorchNames::get();
-  for (std::size_t i = 0; i < bound_.size(); ++i) {
-    const Bound& bound = bound_[i];
-    const char* change = bound.place.change_of(bound.tensor);
-    // A storage that was resized may have a smaller block at the same address.
-    if (change == nullptr && torch.storage_bytes(bound.storage) < bound.storage_bytes) {
-      change = "memory";
-    }
-    if (change == nullptr) continue;
-    fail(ErrorKind::kArgument, "bind: ", names_[i].text(), " has new ", change,
-         " now; bind it again");
-  }
 }
 
 std::string device_name(int device) { return device == kHost ? "cpu" : join("cuda:", device); }

@@ -91,16 +91,8 @@ class Place {
   explicit Place(PyObject* tensor);
   // view: from try_view().
   bool is_of(const TensorView& view) const;
-  // What is new about the tensor, its memory or layout; null: nothing. Without the sign of its
-  // elements, for which torch would give the GIL away.
-  const char* change_of(PyObject* object) const;
-  // The bytes that the elements take from the first on, gaps included.
-  const std::byte* data() const { return data_; }
-  std::size_t span() const;
 
  private:
-  bool has_layout(const TensorView& view) const;
-
   const std::byte* data_;
   int device_;
   DType dtype_;
@@ -139,32 +131,6 @@ struct ListNames {
     const auto length = static_cast<int>(per_list);
     return {argument, number / length, number % length};
   }
-};
-
-// The tensors of a bound call. Keeps them and their storages alive, and tells before each call
-// whether the memory that was checked is still theirs.
-class BoundTensors {
- public:
-  // tensors: a list or tuple that nothing else changes.
-  BoundTensors(py::object tensors, ListNames names);
-
-  PyObject* list() const { return tensors_.ptr(); }
-  // Throws for the first tensor with other memory, or another layout.
-  void check() const;
-
- private:
-  struct Bound {
-    PyObject* tensor;
-    PyObject* storage;
-    std::size_t storage_bytes;  // that it must have
-    Place place;
-  };
-
-  py::object tensors_;
-  py::list storages_;
-  py::list references_;
-  std::vector<Bound> bound_;
-  ListNames names_;
 };
 
 // The tensors of one call, under the names of its arguments. Results in place would bypass

@@ -294,11 +294,11 @@ class BaseCommunicator:
 
         Returns:
             A callable without arguments that reduces ``tensors`` in place; all ranks must call
-            theirs. It raises ArgumentError and reduces nothing if a tensor has other memory, a
-            smaller storage, or another shape, stride or dtype than when it was bound: after
-            ``resize_``, ``share_memory_``, ``set_``, a new ``.data`` or ``torch.multiprocessing``.
-            Bind again then. It notices neither memory of NumPy arrays that ``ndarray.resize``
-            freed nor a new ``requires_grad``.
+            theirs. It raises ArgumentError and reduces nothing if a tensor has other memory, or
+            another shape, stride or dtype than when it was bound: after ``resize_``,
+            ``share_memory_``, ``set_``, a new ``.data`` or ``torch.multiprocessing``. Bind again
+            then. It does not notice a new ``requires_grad``. Nor does it, or torch, notice a
+            storage that shrank where it lies, or memory that ``numpy.ndarray.resize`` freed.
 
         See `all_reduce` for the other arguments and errors. Cost: 0.1 microseconds per tensor.
         """
