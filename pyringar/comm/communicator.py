@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pyringar.comm import arrays, reference
-from pyringar.comm.arguments import check_max_blocks
 from pyringar.comm.auto import choose
 from pyringar.comm.base_communicator import PLAIN_ALGORITHMS
 from pyringar.comm.collective_call import CollectiveCall
@@ -29,12 +28,12 @@ _ABORT = "no rank is on a GPU, and calls on the CPU end by themselves"
 logger = logging.getLogger(__name__)
 
 
-def make_group(devices: Sequence[torch.device], timeout_s: float, limits: dict[str, int]) -> Any:
+def make_group(devices: Sequence[torch.device], timeout_s: float) -> Any:
     """Return the engine's group of these ranks; no devices: any number of ranks on the CPU."""
     if all(device.type == "cpu" for device in devices):
         return load.engine().Group(len(devices), timeout_s)
     indices = [-1 if device.type == "cpu" else device.index for device in devices]
-    group = load.cuda_engine().Group(indices, timeout_s, **limits)
+    group = load.cuda_engine().Group(indices, timeout_s)
     if not group.has_peers():
         logger.warning(
             "the GPUs %s cannot reach each other's memory: every byte goes through the host's",
@@ -57,8 +56,6 @@ class Communicator(EngineCommunicator):
             order. `Guarantee` says what each keeps. NaNs stay NaNs; their payload and sign are not
             promised. Bits are always equal on all ranks and in every run.
         timeout: Seconds that a call waits for a rank which makes no progress.
-        max_blocks: Most thread blocks of a call on each GPU; None: as many as help. A ``ring``
-            takes at least one for each rank of the device.
 
     Raises:
         ArgumentError: An argument is wrong, such as a device that is not there.
@@ -90,7 +87,6 @@ class Communicator(EngineCommunicator):
         algorithm: str = "auto",
         order: str = "any",
         timeout: float = 30.0,
-        max_blocks: int | None = None,
     ) -> None:
         self._devices = check_devices(devices)
         self._world_size = len(self._devices)
@@ -98,10 +94,9 @@ class Communicator(EngineCommunicator):
         self._has_gpus = any(device.type != "cpu" for device in self._devices)
         self._refused = {"barrier": _BARRIER} | ({} if self._has_gpus else {"abort": _ABORT})
         self._auto, self._why = choose(self._topology.place)
-        limits = check_max_blocks(max_blocks, has_gpus=self._has_gpus)
         self._configure(algorithm, order, timeout)
         try:
-            group = make_group(self._devices, self._timeout_s, limits)
+            group = make_group(self._devices, self._timeout_s)
         except CompilerNotFoundError as error:
             if self._algorithm not in PLAIN_ALGORITHMS:
                 raise

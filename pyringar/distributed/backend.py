@@ -1,15 +1,11 @@
 """The torch.distributed backend ``ringar``: a process group's calls to the engine, or to gloo.
 
-A group that is ours alone is a ProcessGroup: torch.distributed calls it directly and hands on its
-works. From torch 2.14 on, a Backend in Python may be one of several in torch's own ProcessGroup
-(``cpu:ringar,cuda:nccl``); torch then wraps works in one of its own that passes on ``wait`` and
-``get_future`` alone, and whose ``is_completed`` is never true. Both are one class body,
-`pyringar.distributed.collectives.Collectives`.
+A group is a ProcessGroup in Python: torch.distributed calls it directly and hands on its works.
+Beside other backends (``cpu:ringar,cuda:nccl``) it replaces torch's own group, and makes theirs.
 """
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -26,7 +22,6 @@ from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.distributed.waits import Completer
 from pyringar.distributed.work import DoneWork, PendingWork
-from pyringar.errors import UnsupportedError
 
 NAME = "ringar"
 
@@ -38,10 +33,105 @@ _ProcessGroup: Any = dist.ProcessGroup
 _open_groups: set[Any] = set()
 
 
-class _Group(Collectives):
-    """Make, name and end a group: shared by both forms of the backend."""
+def keep_gloo() -> None:
+    """Leave the gloo of all open groups in memory until the process is gone.
 
-    def _start(self, options: Any) -> None:
+    To destroy it takes 20 ms.
+    """
+    for group in _open_groups:
+        group._fallback.keep()
+
+
+class _NamedBackend(_Backend):  # type: ignore[misc]
+    """What torch asks a Backend for, from torch 2.14 on, beside collectives."""
+
+    def __init__(self, options: Any) -> None:
+        _Backend.__init__(self, options.group_rank, options.group_size)
+        self.options = _Backend.Options(NAME, timeout=options.timeout)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return ``ringar``."""
+        return NAME
+
+    # Without these torch asks us, and we torch, without end.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_reconfigure = False
+    supports_shrinking = False
+    supports_window = False
+    _supports_time_estimate = False
+
+
+class PythonGroup(_ProcessGroup):  # type: ignore[misc]
+    """A ProcessGroup in Python: what torch asks of one beside collectives."""
+
+    def __init__(self, options: Any) -> None:
+        rank, size = options.group_rank, options.group_size
+        _ProcessGroup.__init__(self, rank, size)  # the form that Python may subclass
+        self._rank: int = rank
+        self._size: int = size
+        self._group_name: str = options.group_id
+        self._group_desc = "undefined"
+        self._named_backend: Any = None
+        if _backends_can_be_python():
+            # What torch asks in C++, as its flight recorder does, wants a backend to be there.
+            custom = _ProcessGroup.BackendType.CUSTOM
+            self._named_backend = _NamedBackend(options)
+            self._set_default_backend(custom)
+            self._register_backend(torch.device("cpu"), custom, self._named_backend)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return ``ringar``."""
+        return NAME
+
+    name = _get_backend_name = getBackendName
+
+    def setSequenceNumberForGroup(self) -> None:  # noqa: N802
+        """Do nothing: the engine counts calls itself, and compares the counts of all ranks."""
+
+    def getSequenceNumberForGroup(self) -> int:  # noqa: N802
+        """Return 0, which torch's debug wrapper compares between ranks."""
+        return 0
+
+    _set_sequence_number_for_group = setSequenceNumberForGroup
+    _get_sequence_number_for_group = getSequenceNumberForGroup
+
+    def getRank(self) -> int:  # noqa: N802
+        """Return this rank's number in the group."""
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802
+        """Return the number of ranks."""
+        return self._size
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set the name in torch's registry."""
+        self._group_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name in torch's registry."""
+        return self._group_name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        """Set torch's description of the group."""
+        self._group_desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return torch's description of the group."""
+        return self._group_desc
+
+    def _wait_for_pending_works(self) -> None:
+        """Do nothing: futures have no hooks to wait for."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+
+class RingarProcessGroup(Collectives, PythonGroup):
+    """A ProcessGroup, in place of torch's own and of all backends in it."""
+
+    def __init__(self, options: Any) -> None:
+        PythonGroup.__init__(self, options)
         self._global_ranks = list(options.global_ranks_in_group)
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
@@ -52,12 +142,7 @@ class _Group(Collectives):
         # In this group's part of the store: a restarted job may find its store as it was, with the
         # addresses of processes that are gone.
         self._fallback = Fallback(
-            comm.store,
-            rank,
-            size,
-            options.timeout,
-            self._backend_for,
-            set_timeout=self.set_timeout,
+            comm.store, rank, size, options.timeout, self._backend_for, self.set_timeout
         )
         self._completer = Completer(f"of group {options.group_id}")
         self._batch = None
@@ -65,14 +150,10 @@ class _Group(Collectives):
         # Threads of gloo's and of ours that outlive the interpreter would abort the process.
         close_at_exit(
             self,
-            _Group.shutdown,
-            abort=_Group.abort,
+            RingarProcessGroup.shutdown,
+            abort=RingarProcessGroup.abort,
             progress=lambda group: len(group._fallback.under_way()),
         )
-
-    def _backend_for(self, device: str) -> str | None:
-        """Return the backend that the user asked for, for another type of device."""
-        return None
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set it for all calls to come, the engine's and those of other backends."""
@@ -105,139 +186,6 @@ class _Group(Collectives):
         self._fallback.close()
         _open_groups.discard(self)
 
-
-def keep_gloo() -> None:
-    """Leave the gloo of all open groups in memory until the process is gone.
-
-    To destroy it takes 20 ms.
-    """
-    for group in _open_groups:
-        group._fallback.keep()
-
-
-class _Named:
-    """Answer what torch asks of everything that is called ``ringar``."""
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """Return ``ringar``."""
-        return NAME
-
-    def name(self) -> str:
-        """Return ``ringar``."""
-        return NAME
-
-    def setSequenceNumberForGroup(self) -> None:  # noqa: N802
-        """Do nothing: the engine counts calls itself, and compares the counts of all ranks."""
-
-    def getSequenceNumberForGroup(self) -> int:  # noqa: N802
-        """Return 0, which torch's debug wrapper compares between ranks."""
-        return 0
-
-    _set_sequence_number_for_group = setSequenceNumberForGroup
-    _get_sequence_number_for_group = getSequenceNumberForGroup
-
-
-class _NamedBackend(_Named, _Backend):  # type: ignore[misc]
-    """Implement what torch asks of a Backend beside collectives."""
-
-    def __init__(self, options: Any) -> None:
-        _Backend.__init__(self, options.group_rank, options.group_size)
-        self._options = _Backend.Options(NAME, timeout=options.timeout)
-
-    @property
-    def options(self) -> Any:
-        """The timeout; torch asks."""
-        return self._options
-
-    # Without these torch asks us, and we torch, without end.
-    supports_splitting = False
-    supports_coalescing = False
-    supports_reconfigure = False
-    supports_shrinking = False
-    supports_window = False
-    _supports_time_estimate = False
-
-
-class RingarBackend(_Group, _NamedBackend):
-    """A Backend for one type of device, beside others', from torch 2.14 on."""
-
-    def __init__(self, options: Any) -> None:
-        _NamedBackend.__init__(self, options)
-        self._start(options)
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Refuse, before anything is received: torch would not learn from whom.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        raise UnsupportedError(
-            "recv: backend ringar needs src, expected a rank: torch does not ask a backend written "
-            "in Python which rank a message came from"
-        )
-
-    recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
-
-
-class PythonGroup(_Named, _ProcessGroup):  # type: ignore[misc]
-    """A ProcessGroup in Python: what torch asks of one beside collectives."""
-
-    def __init__(self, options: Any) -> None:
-        rank, size = options.group_rank, options.group_size
-        _ProcessGroup.__init__(self, rank, size)  # the form that Python may subclass
-        self._rank: int = rank
-        self._size: int = size
-        self._group_name: str = options.group_id
-        self._group_desc = "undefined"
-        self._named_backend: Any = None
-        if _backends_can_be_python():
-            # What torch asks in C++, as its flight recorder does, wants a backend to be there.
-            custom = _ProcessGroup.BackendType.CUSTOM
-            self._named_backend = _NamedBackend(options)
-            self._set_default_backend(custom)
-            self._register_backend(torch.device("cpu"), custom, self._named_backend)
-
-    def getRank(self) -> int:  # noqa: N802
-        """Return this rank's number in the group."""
-        return self._rank
-
-    def getSize(self) -> int:  # noqa: N802
-        """Return the number of ranks."""
-        return self._size
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the name in torch's registry."""
-        self._group_name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """Return the name in torch's registry."""
-        return self._group_name
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Set torch's description of the group."""
-        self._group_desc = desc
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """Return torch's description of the group."""
-        return self._group_desc
-
-    def _get_backend_name(self) -> str:
-        return NAME
-
-    def _wait_for_pending_works(self) -> None:
-        """Do nothing: futures have no hooks to wait for."""
-
-    def _has_hooks(self) -> bool:
-        return False
-
-
-class RingarProcessGroup(_Group, PythonGroup):
-    """A ProcessGroup, in place of torch's own and of all backends in it."""
-
-    def __init__(self, options: Any) -> None:
-        PythonGroup.__init__(self, options)
-        self._start(options)
-
     def _backend_for(self, device: str) -> str | None:
         config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
         pairs = dict(part.split(":", 1) for part in str(config).split(",") if ":" in part)
@@ -260,18 +208,8 @@ def _backends_can_be_python() -> bool:
     return True
 
 
-def _is_one_of_several(options: Any) -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    is_known = accelerator is None or accelerator.type in ("cuda", "xpu", "mps")
-    # Its name is that of the accelerator's backend if there is one; "custom": one in Python, ours.
-    is_alone = is_known and options.process_group.name() == "custom"
-    is_checked = _distributed_c10d.get_debug_level() == _distributed_c10d.DebugLevel.DETAIL
-    return not is_alone or is_checked or os.environ.get("TORCH_DIST_NAN_CHECK") == "1"
-
-
-def _create(options: Any, _: Any) -> Any:
-    is_backend = _backends_can_be_python() and _is_one_of_several(options)
-    return (RingarBackend if is_backend else RingarProcessGroup)(options)
+def _create(options: Any, _: Any) -> RingarProcessGroup:
+    return RingarProcessGroup(options)
 
 
 def keep_dynamo_out(*classes: type) -> None:
@@ -307,7 +245,7 @@ def _keep_works_of_join() -> None:
 
 def register() -> None:
     """Make ``init_process_group("ringar")`` work; importing ``pyringar.distributed`` does it."""
-    keep_dynamo_out(RingarBackend, RingarProcessGroup, PendingWork, DoneWork)
+    keep_dynamo_out(RingarProcessGroup, PendingWork, DoneWork)
     _keep_works_of_join()
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

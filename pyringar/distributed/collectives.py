@@ -7,6 +7,7 @@ at: that keeps every check out of the way of the calls that need none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -238,6 +239,12 @@ class Collectives(Delegated):
         self._fallback.finish()
         self._comm.barrier()
         return done_work([])
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Do `barrier`, whose errors name all missing ranks; ``timeout`` overrides the group's."""
+        limit = getattr(timeout, "timeout", timeout)  # torch's ProcessGroup gives BarrierOptions
+        is_limited = limit is not None and limit > timedelta(0)
+        self._comm.barrier(async_op=True).wait(limit.total_seconds() if is_limited else None)
 
     # -- all_gather --------------------------------------------------------------------------------
 

@@ -223,29 +223,6 @@ class Delegated:
     )
     recvAnysource = recv_anysource  # noqa: N815  # torch's name in C++
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Return when all ranks have called it; raise on rank 0 if some have not, naming them.
-
-        Args:
-            timeout: Overrides the group's; torch's own ProcessGroup gives ``BarrierOptions``.
-            wait_all_ranks: Name all that are missing, and not only the first.
-
-        Raises:
-            PeerLostError, CollectiveTimeout: Some ranks, which it names, are gone, or have not
-                called it in time.
-        """
-        gloo = self._fallback.for_device("cpu", "monitored_barrier")
-        limit = getattr(timeout, "timeout", timeout)
-        if limit is None or limit < timedelta(0):  # torch's sign for none
-            limit = self._timeout
-        what = f"monitored_barrier over {self._comm.world_size} ranks"
-        check = partial(_check, self._comm, what, range(self._comm.world_size))
-        check()  # gloo would wait for who is gone
-        try:
-            gloo.monitored_barrier(limit, wait_all_ranks)
-        except RuntimeError as error:
-            raise _named(error, what, check, self._comm, self._fallback) from error
-
     def _hand_over(
         self,
         operation: str,

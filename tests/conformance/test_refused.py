@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyringar as pr
 from pyringar.choices import ALGORITHMS, ORDERS
-from pyringar.comm import arrays, process_communicator
+from pyringar.comm import process_communicator
 from pyringar.comm.orders import engine_order
 from pyringar.engine import load
 
@@ -51,32 +51,6 @@ def read_only(tensor):
     return array
 
 
-class Exporter:
-    """An array of a library that speaks DLPack alone, and changes the flags of its capsules."""
-
-    def __init__(self, tensor, flags=0):
-        self._array, self._flags = tensor.numpy(), flags
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
-
-    def __dlpack__(self, **options):
-        capsule = self._array.__dlpack__(**options)
-        address = arrays._memory_of(capsule, b"dltensor_versioned")
-        arrays._Versioned.from_address(address).flags |= self._flags
-        return capsule
-
-
-class Backwards(Exporter):
-    def __init__(self, tensor):
-        super().__init__(tensor)
-        self._array = self._array[::-1]
-
-
-class Immutable(Exporter):
-    __module__ = "jaxlib._jax"
-
-
 def fake(tensor):
     return FakeTensorMode().from_tensor(tensor)
 
@@ -88,24 +62,16 @@ WRONG = {
     "None": (lambda t: None, "None"),
     "number": (lambda t: 7, "an int"),
     "requires grad": (lambda t: t.clone().requires_grad_(), "requires grad", "no_grad"),
-    "backwards": (
-        lambda t: t.numpy()[::-1],
-        r"(tensors|\]) is a ndarray of shape \(2, 3\) with negative strides",
-        r"\(-12, 4\).*ascontiguousarray",
-    ),
-    "backwards by DLPack": (Backwards, r"a Backwards of shape \(2, 3\) with negative strides"),
-    "big-endian": (lambda t: t.numpy().astype(">f4"), "'>f4', whose byte order", "newbyteorder"),
-    "structured": (lambda t: np.zeros(3, "u1, f4"), r"dtype '\|V5'"),
-    "field": (lambda t: np.zeros(3, "u1, f4")["f1"], "cannot be shared.*itemsize.*a copy"),
-    "objects": (lambda t: np.array([t, t], object), r"dtype '\|O'"),
+    "backwards": (lambda t: t.numpy()[::-1], r"(tensors|\]) is a ndarray .*negative"),
+    "big-endian": (lambda t: t.numpy().astype(">f4"), "byte order"),
+    "structured": (lambda t: np.zeros(3, "u1, f4"), "numpy.void"),
+    "field": (lambda t: np.zeros(3, "u1, f4")["f1"], "strides not a multiple"),
+    "objects": (lambda t: np.array([t, t], object), "numpy.object_"),
     "zero strides": (
         lambda t: np.lib.stride_tricks.as_strided(t.numpy(), (4,), (0,)),
         "overlaps itself",
     ),
-    "read-only": (read_only, "is a ndarray of shape .* read-only"),
-    "read-only by DLPack": (lambda t: Exporter(t, 1), r"Exporter of shape \(2, 3\).*read-only"),
-    "copy by DLPack": (lambda t: Exporter(t, 2), "a copy, where results would be lost"),
-    "immutable": (Immutable, "an Immutable of jaxlib, which is immutable", "np.array"),
+    "read-only": (read_only, "is a ndarray .* read-only"),
 }
 UNSUPPORTED = {
     "sparse coo": (lambda t: t.to_sparse(), "sparse_coo"),
@@ -249,10 +215,6 @@ WRONG_LISTS = {
         lambda t: [t[0], t[1].numpy()[::-1], t[2]],
         r"tensors\[1\] is a ndarray.*negative",
     ),
-    "immutable": (
-        lambda t: [Immutable(t[0]), t[1], t[2]],
-        r"tensors\[0\] is an Immutable of jaxlib",
-    ),
     "array twice": (lambda t: [t[0], t[1].numpy(), t[1].numpy()], "shares memory"),
     "generator": (lambda t: (x for x in t), "tensors is a generator, expected a list"),
     "too few": (lambda t: t[:2], "tensors has 2 entries, expected 3"),
@@ -278,33 +240,12 @@ def test_wrong_lists(comm, what, algorithm):
 
 
 class Hostile:
-    def __init__(self, error, **attributes):
-        self._error = error
-        vars(self).update(attributes)
-
-    def __dlpack__(self, **_options):
-        raise self._error
-
-    def __dlpack_device__(self):
-        return (1, 0)
+    __cuda_array_interface__ = 5
 
 
-HOSTILE = {
-    "KeyError": (Hostile(KeyError("mine")), KeyError, "mine"),
-    "Ctrl-C": (Hostile(KeyboardInterrupt("now")), KeyboardInterrupt, "now"),
-    "interface": (Hostile(None, __array_interface__=5), pr.ArgumentError, "interface__ is 5"),
-}
-
-
-@pytest.mark.parametrize(("hostile", "error", "words"), HOSTILE.values(), ids=HOSTILE)
-def test_errors_of_arrays_are_raised(comm, hostile, error, words):
-    tensors = [*ranks(2), hostile]
+def test_malformed_array_raises(comm):
     for call in (pr.allreduce, comm.all_reduce, comm.broadcast):
-        with pytest.raises(error, match=words):
-            call(tensors)
-    with pytest.raises(error, match=words):
-        comm.all_reduce_coalesced([(tensor,) for tensor in tensors])
-    comm.all_reduce(ranks(3))
+        refuse(lambda call=call: call([*ranks(2), Hostile()]), "is a Hostile whose memory")
 
 
 def set_entry(rank, i, value):
