@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 from unittest import mock
 
 import distributed_works
 import pytest
-import torch
 from ranks import Died, Failed, run_cases, run_group
 from test_distributed import check, verdicts
 from torch.futures import Future
 
 import pyringar as pr
 from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.waits import Completer
+from pyringar.distributed.work import Completer
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -26,22 +24,6 @@ def test_works(case, size):
 
 
 # -- threads that complete futures -----------------------------------------------------------------
-
-
-def threads_of(name: str) -> int:
-    return sum(name in thread.name for thread in threading.enumerate())
-
-
-def test_slow_callbacks_start_few_threads():
-    completer = Completer("of test_few_threads")
-    futures: list[Future[None]] = [Future() for _ in range(100)]
-    for future in futures:
-        future.add_done_callback(lambda _: time.sleep(0.005))
-        completer.complete(future, lambda: None)
-    torch.futures.wait_all(futures)
-    assert threads_of("of test_few_threads") <= 12  # not one for each future
-    completer.close()
-    assert threads_of("of test_few_threads") == 0
 
 
 def test_future_after_close_is_done():
@@ -68,25 +50,6 @@ def test_no_thread_can_start(monkeypatch):
     future: Future[None] = Future()
     completer.complete(future, lambda: None)
     future.wait()
-    completer.close()
-
-
-def test_no_further_thread_can_start(monkeypatch):
-    """Callbacks that hold all threads up hold up no future that another thread can complete."""
-    completer = Completer("of test_no_further_thread")
-    gate = threading.Event()
-    futures: list[Future[None]] = [Future() for _ in range(3)]
-    for future in futures:
-        completer.complete(future, lambda: None)  # starts the threads
-    torch.futures.wait_all(futures)
-    refuse_threads(monkeypatch)
-    blocked: Future[None] = Future()
-    blocked.add_done_callback(lambda _: gate.wait(30))
-    completer.complete(blocked, lambda: None)
-    last: Future[None] = Future()
-    last.add_done_callback(lambda _: gate.set())
-    completer.complete(last, lambda: None)
-    assert gate.wait(30)
     completer.close()
 
 

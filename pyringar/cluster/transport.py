@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.cluster.calls import Call, Meeting, plain_torch
+from pyringar.cluster.calls import Call, Meeting, plain_torch, seconds_of
 from pyringar.cluster.ranks import Rank
 from pyringar.cluster.work import ThreadWork
 from pyringar.comm.arguments import check_parts
@@ -301,6 +301,11 @@ class ThreadGroup(Collectives, PythonGroup):
         self._comm: Any = Transport(meeting, rank, self._rank)
         self._fallback: Any = self._comm
         self._batch = None
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have called it; raise if some do not, naming them."""
+        call = self._comm.begin("monitored_barrier", [], None, async_op=True)
+        call.wait(seconds_of(getattr(timeout, "timeout", timeout)))
 
     def _hand_over(self, operation: str, tensors: Sequence[Tensor], *args: Any, **more: Any) -> Any:
         for tensor in tensors:

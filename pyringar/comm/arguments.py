@@ -50,7 +50,6 @@ def check_timeout(timeout: Any) -> float:
 
 
 def check_root(root: Any, world_size: int, operation: str = "broadcast") -> None:
-    """Refuse a root that is no rank."""
     if not is_count(root, 0, world_size - 1):
         raise ArgumentError(
             f"{operation}: root is {root!r}, expected a rank from 0 to {world_size - 1}"
@@ -58,7 +57,6 @@ def check_root(root: Any, world_size: int, operation: str = "broadcast") -> None
 
 
 def is_list(value: Any) -> bool:
-    """Return whether it may be a list of tensors, or of lists."""
     return isinstance(value, (list, tuple))
 
 
@@ -72,13 +70,11 @@ def are_lists(value: Any) -> bool:
 
 
 def check_list(operation: str, value: Any, name: str = "tensors") -> None:
-    """Raise ArgumentError if the argument ``name`` of ``operation`` is no list."""
     if not is_list(value):
         raise ArgumentError(f"{operation}: {name} is {kind_of(value)}, expected a list of tensors")
 
 
 def check_lists(lists: Any) -> None:
-    """Refuse what is not a list with one list for each rank, of one length."""
     if not is_list(lists) or not lists:
         what = "empty" if is_list(lists) else kind_of(lists)
         raise ArgumentError(f"lists is {what}, expected one list of tensors per rank")
@@ -107,7 +103,6 @@ def check_parts(operation: str, outputs: Tensor, inputs: Tensor, world_size: int
 
 
 def check_plan(nbytes: Any, dtype: Any) -> None:
-    """Refuse wrong arguments of a ``plan()``."""
     if not is_count(nbytes):
         raise ArgumentError(f"nbytes is {nbytes!r}, expected a number of bytes, 0 or more")
     if not isinstance(dtype, torch.dtype):

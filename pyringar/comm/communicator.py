@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from pyringar.comm import arrays, reference
-from pyringar.comm.auto import choose
 from pyringar.comm.base_communicator import PLAIN_ALGORITHMS
 from pyringar.comm.collective_call import CollectiveCall
 from pyringar.comm.engine_communicator import EngineCommunicator
 from pyringar.comm.plain_group import PlainGroup
-from pyringar.comm.topology import Plan, Topology, check_devices
+from pyringar.comm.topology import Plan, Topology, check_devices, choose
 from pyringar.comm.work import Work
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CompilerNotFoundError

@@ -59,7 +59,6 @@ class _Default:
     def all_reduce(
         self, data: TensorList, op: Any, *, algorithm: str | None = None, order: str | None = None
     ) -> None:
-        """Do what `allreduce` says, which chooses ``algorithm`` and ``order`` itself."""
         if (communicator := self.communicator(data)) is not None:
             communicator.all_reduce(data, op)
         else:

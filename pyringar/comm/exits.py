@@ -130,7 +130,6 @@ def _end_reading() -> None:
 
 
 def _are_over(living: Sequence[tuple[Any, _Living]]) -> bool:
-    """Wait while calls go on; return whether none is left."""
     last: list[object] = []
     ends = 0.0
     while True:

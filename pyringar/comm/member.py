@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, RingarError
 
-_VERSION = 5
-_LONGEST_BYTES = 1 << 20  # of a value in the store: thousands of members
+T = TypeVar("T")
 
 
 def node_id() -> str:
@@ -48,7 +47,6 @@ class Member:
     start_ticks: int
     kind: str = "cpu"  # of its device: "cpu" or "cuda"
     attempt: str = ""  # random: tells this attempt to meet from all others
-    version: int = _VERSION
 
     @classmethod
     def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> Member:
@@ -56,19 +54,7 @@ class Member:
         pid, start_ticks = load.engine().process_id()
         return cls(rank, node_id(), platform.node(), pid, start_ticks, kind, attempt)
 
-    @classmethod
-    def parse(cls, text: bytes, rank: int) -> Member:
-        """Return the member that rank ``rank`` wrote; raise as `read_fields`."""
-        return cls(**read_fields(text, rank, _FIELDS))
-
-    @classmethod
-    def parse_all(cls, text: bytes) -> list[Member]:
-        """Return the members that rank 0 wrote; raise as `read_fields`."""
-        members = read_fields(text, 0, {"members": list})["members"]
-        return [cls.parse(str(member).encode(), rank) for rank, member in enumerate(members)]
-
     def text(self) -> str:
-        """Return the text that `parse` reads."""
         return json.dumps(asdict(self))
 
     @property
@@ -77,29 +63,15 @@ class Member:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
-_FIELDS: dict[str, type] = {
-    name: type(value) for name, value in asdict(Member(0, "", "", 0, 0)).items()
-}
-
-
-def read_fields(text: bytes, rank: int, types: dict[str, type]) -> dict[str, Any]:
-    """Return the fields, of these types, of a JSON object that rank ``rank`` wrote into the store.
-
-    Raise RingarError if it is malformed, too long, or for another rank or version.
-    """
-    fields = None
-    if len(text) <= _LONGEST_BYTES:
-        with suppress(ValueError, RecursionError):
-            fields = json.loads(text)
-    if isinstance(fields, dict):
-        is_whole = {name: type(value) for name, value in fields.items()} == types
-        is_of_rank = fields.get("rank", rank) == rank
-        if is_whole and is_of_rank and fields.get("version", _VERSION) == _VERSION:
-            return fields
-    raise RingarError(
-        f"rank {rank} wrote {text[:300]!r} into the store, expected a JSON object of version "
-        f"{_VERSION} with {', '.join(types)}: do all ranks run the same pyringar?"
-    )
+def read(text: bytes, rank: int, make: Callable[..., T]) -> T:
+    """Return ``make`` of the fields of a JSON object that rank ``rank`` wrote into the store."""
+    try:
+        return make(**json.loads(text))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RingarError(
+            f"rank {rank} wrote {text[:300]!r} into the store ({error}), expected a JSON object of "
+            "this version: do all ranks run the same pyringar?"
+        ) from error
 
 
 def ranks_by_node(members: Sequence[Member]) -> list[list[int]]:

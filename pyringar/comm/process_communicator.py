@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from pyringar.choices import ALGORITHMS as ALL_ALGORITHMS
-from pyringar.comm.auto import choose
 from pyringar.comm.engine_communicator import EngineCommunicator
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.member import Member, check_agreed, check_one_node
 from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.stores import checked_store
-from pyringar.comm.topology import Plan, check_device
+from pyringar.comm.topology import Plan, check_device, choose
 from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, CollectiveTimeout
 

@@ -28,10 +28,11 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, TypeVar
 
-from pyringar.comm.member import Member, read_fields
+from pyringar.comm.member import Member, read
 from pyringar.comm.stores import PatientStore
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
@@ -103,12 +104,12 @@ class Rendezvous:
         return self._prefixed(self._members[0].attempt, self._store.store)
 
     def exchange_members(self) -> list[Member]:
-        """Return every rank's member, in rank order, when all have come."""
         if self.rank == 0:
             self._store.set("call", self._own.text())
             members = self._poll(self._read_answers, self._missing, "to join")
-            texts = [member.text() for member in members]
-            self._store.set(self._key("members"), json.dumps({"members": texts}))
+            self._store.set(
+                self._key("members"), json.dumps({"members": list(map(asdict, members))})
+            )
         else:
             members = self._poll(self._answer, self._not_answered, "to join")
         self._members = dict(enumerate(members))
@@ -122,7 +123,6 @@ class Rendezvous:
 
     @property
     def token(self) -> bytes:
-        """What marks the group's memory, once the members have met."""
         return self._members[0].attempt.encode()
 
     def share_memory(self) -> Any:
@@ -132,7 +132,7 @@ class Rendezvous:
             self._store.set(self._key("segment"), json.dumps({"fd": memory.fd}))
             return memory
         text = self._poll(self._segment, lambda: [0], "to share its memory")
-        fd = read_fields(text, 0, {"fd": int})["fd"]
+        fd = read(text, 0, lambda fd: int(fd))
         try:
             return self.engine.open_segment(self._members[0].pid, fd, self.world_size)
         except RingarError:
@@ -171,7 +171,7 @@ class Rendezvous:
     def _answers(self, ranks: Sequence[int]) -> dict[int, Member]:
         texts = self._store.look_up([self._key(f"member/{rank}") for rank in ranks])
         answers = zip(ranks, texts, strict=True)
-        return {rank: Member.parse(text, rank) for rank, text in answers if text is not None}
+        return {rank: read(text, rank, Member) for rank, text in answers if text is not None}
 
     # -- other ranks -------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Rendezvous:
         (text,) = self._store.look_up(["call"])
         if text is None:
             return None
-        caller = Member.parse(text, 0)
+        caller = read(text, 0, Member)
         if self._members.get(0) != caller:  # rank 0 has called, or called anew
             self._members[0] = caller
             self._has_answered = False
@@ -189,7 +189,7 @@ class Rendezvous:
         failed, members = self._store.look_up([self._key("failed"), self._key("members")])
         if members is not None:
             self._has_answered = False  # the call is over, perhaps without this rank
-            group = Member.parse_all(members)
+            group = read(members, 0, lambda members: [Member(**each) for each in members])
             return group if self._own in group else None
         if not self._has_answered:
             if failed is None and is_alive:
@@ -231,9 +231,9 @@ class Rendezvous:
             self._store.set(self._key("failed"), json.dumps({"error": text, "kind": kind}))
 
     def _raise_told(self, text: bytes) -> None:
-        told = read_fields(text, 0, {"error": str, "kind": str})
+        error = read(text, 0, lambda error, kind: _KINDS.get(kind, RingarError)(error))
         self._may_tell = False
-        raise _KINDS.get(told["kind"], RingarError)(told["error"])
+        raise error
 
     def _is_alive(self, member: Member) -> bool:
         is_here = member.node == self._own.node

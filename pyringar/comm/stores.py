@@ -81,11 +81,9 @@ class PatientStore:
         self._questions: Jobs | None = None
 
     def set(self, key: str, value: str) -> None:
-        """Write ``value``."""
         self._ask(lambda: self.store.set(key, value))
 
     def look_up(self, keys: Sequence[str]) -> list[Any]:
-        """Return the value of each of ``keys``, None for a key without a value."""
         store = self.store
         found: list[Any] = self._ask(
             lambda: [store.get(k) if store.check([k]) else None for k in keys]
@@ -93,7 +91,6 @@ class PatientStore:
         return found
 
     def close(self) -> None:
-        """End the thread, without waiting for it."""
         if self._questions is not None:
             self._questions.end()
 

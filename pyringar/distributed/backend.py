@@ -20,8 +20,7 @@ from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.distributed.waits import Completer
-from pyringar.distributed.work import DoneWork, PendingWork
+from pyringar.distributed.work import Completer, DoneWork, PendingWork
 
 NAME = "ringar"
 
@@ -47,10 +46,11 @@ class _NamedBackend(_Backend):  # type: ignore[misc]
 
     def __init__(self, options: Any) -> None:
         _Backend.__init__(self, options.group_rank, options.group_size)
-        self.options = _Backend.Options(NAME, timeout=options.timeout)
+        self._options = _Backend.Options(NAME, timeout=options.timeout)
+
+    options = property(lambda self: self._options)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return ``ringar``."""
         return NAME
 
     # Without these torch asks us, and we torch, without end.
@@ -81,7 +81,6 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
             self._register_backend(torch.device("cpu"), custom, self._named_backend)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return ``ringar``."""
         return NAME
 
     name = _get_backend_name = getBackendName
@@ -97,27 +96,21 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     _get_sequence_number_for_group = getSequenceNumberForGroup
 
     def getRank(self) -> int:  # noqa: N802
-        """Return this rank's number in the group."""
         return self._rank
 
     def getSize(self) -> int:  # noqa: N802
-        """Return the number of ranks."""
         return self._size
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the name in torch's registry."""
         self._group_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return the name in torch's registry."""
         return self._group_name
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Set torch's description of the group."""
         self._group_desc = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return torch's description of the group."""
         return self._group_desc
 
     def _wait_for_pending_works(self) -> None:

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
-from pyringar.comm.float_mode import default_float_mode
 from pyringar.comm.member import Member
 from pyringar.comm.orders import tree
-from pyringar.comm.reference import divide, fold, wide
+from pyringar.comm.reference import default_float_mode, divide, fold, wide
 from pyringar.distributed.convert import copy_all, has_plain_memory
 from pyringar.distributed.machines import Column, Machines, Wait
 from pyringar.errors import ArgumentError, RingarError
@@ -93,7 +92,6 @@ class Between:
         copy_all([(call.outputs, rows.view(call.outputs.shape))])
 
     def _broadcast(self, call: CollectiveCall, what: str) -> None:
-        """Copy the tensor of the root to all ranks; each column carries a part."""
         [tensor], root = tensors_of(call.outputs), call.root
         data = tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
         data = data.view(-1).view(torch.uint8)
@@ -111,7 +109,6 @@ class Between:
         return max(1, PIECE_ELEMENTS // len(self.members))
 
     def piece_elements(self) -> int:
-        """Return the number of elements of all ranks that cross at once."""
         return self._row_elements() * len(self.members)
 
     # -- pieces: each yields where it must wait for other machines ---------------------------------

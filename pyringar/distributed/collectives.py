@@ -30,7 +30,7 @@ from pyringar.distributed.convert import (
     for_reduction,
     reduction_name,
 )
-from pyringar.distributed.delegated import Delegated, flat, given_or_default
+from pyringar.distributed.delegated import Delegated, flat
 from pyringar.distributed.work import (
     DelegatedPart,
     PendingWork,
@@ -48,10 +48,11 @@ class _Call(NamedTuple):
 
 
 def _options(kind: str, given: Any) -> Any:
-    if given is None or hasattr(given, "asyncOp"):
-        return given_or_default(given, kind)
+    if hasattr(given, "asyncOp"):
+        return given
     options = getattr(c10d, kind)()
-    options.reduceOp = given
+    if given is not None:
+        options.reduceOp = given
     return options
 
 
@@ -241,7 +242,7 @@ class Collectives(Delegated):
         return done_work([])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Do `barrier`, whose errors name all missing ranks; ``timeout`` overrides the group's."""
+        """Do `barrier`, whose errors name a missing rank; ``timeout`` overrides the group's."""
         limit = getattr(timeout, "timeout", timeout)  # torch's ProcessGroup gives BarrierOptions
         is_limited = limit is not None and limit > timedelta(0)
         self._comm.barrier(async_op=True).wait(limit.total_seconds() if is_limited else None)

@@ -37,7 +37,6 @@ _UINT64_OPS = ("sum", "prod", "band", "bor", "bxor")  # the same bits as of int6
 
 
 def reduction_name(reduce_op: Any, operation: str) -> str:
-    """Return the engine's name of a ReduceOp, or one of `BITWISE`."""
     for theirs, ours in _OP_NAMES:
         if reduce_op == theirs:
             return ours
@@ -55,7 +54,6 @@ class Described(NamedTuple):
 
     @classmethod
     def of(cls, call: str, tensor: Tensor) -> Described:
-        """Return the description of a call on a tensor."""
         return cls(call, tensor.numel(), str(tensor.dtype).removeprefix("torch."))
 
     def __str__(self) -> str:
@@ -115,7 +113,6 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
 
 
 def are_same(tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> bool:
-    """Return whether standing in changed nothing but what autograd sees."""
     return all(s.dtype == t.dtype for t, s in zip(tensors, stand_ins, strict=True))
 
 

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from pyringar.comm.plain_group import check_no_overlap
+from pyringar.comm.threads import Latch
 from pyringar.distributed.convert import (
     NATIVE,
     Copy,
@@ -22,8 +22,7 @@ from pyringar.distributed.convert import (
     has_plain_memory,
 )
 from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.waits import Completer, End
-from pyringar.distributed.work import Part, PendingWork
+from pyringar.distributed.work import Completer, Part, PendingWork
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
 _LOOK_S = 0.2
@@ -60,18 +59,21 @@ class WatchedPart:
         self._fallback = fallback
         self._operation = f"{operation} over {comm.world_size} ranks"
         self._peers = [rank for rank in peers if rank != comm.rank]
+        self._copies = copies
         self._gone_since = 0.0
-        self._error: RuntimeError | None = None
+        self._error: RuntimeError | None = None  # that names a rank
+        self._failure: Exception | None = None  # of gloo
+        self._is_waited_for = False
+        self._end = Latch()
         self._check(self._peers)
         try:
             self.work = begin()
         except RuntimeError as error:  # a message that could not connect, or an argument
             self._check(self._peers)
             self._raise_named(error)
-        self._end = End(fallback.waiters, partial(_end_with, self.work, copies))
         self._needs_wait = is_message or bool(copies)
         if copies:
-            self._end.wait(0)
+            self._has_ended(0)
 
     def wait(self, timeout: float | None = None) -> object:
         """Block until it is done, or for ``timeout`` seconds; the group's deadlines count, too.
@@ -81,31 +83,65 @@ class WatchedPart:
             RingarError: The group was aborted.
         """
         ends = time.monotonic() + (float("inf") if timeout is None else timeout)
-        while not self._end.wait(max(0.001, min(_LOOK_S, ends - time.monotonic()))):
+        while not self._has_ended(max(0.001, min(_LOOK_S, ends - time.monotonic()))):
             if time.monotonic() > ends:
                 raise CollectiveTimeout(f"{self._operation} is not done after {timeout:.3g} s")
             self._check_while_waiting()
-        if self._end.error is not None:
-            self._raise_named(self._end.error)
+        if self._failure is not None:
+            self._raise_named(self._failure)
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done. Never blocks."""
-        return self._end.wait(0) if self._needs_wait else bool(self.work.is_completed())
+        return self._has_ended(0) if self._needs_wait else bool(self.work.is_completed())
+
+    def _has_ended(self, seconds: float) -> bool:
+        """Wait at most so many seconds, while a thread waits for gloo."""
+        if not self._is_waited_for:
+            self._is_waited_for = True
+            self._fallback.waiters.submit(self._wait_for_gloo)
+        return self._end.wait(seconds)
+
+    def _wait_for_gloo(self) -> None:
+        try:
+            self.work.wait()
+            copy_all(self._copies)
+        except Exception as error:
+            self._failure = error.with_traceback(None)  # which would hold this, and this the error
+        self._end.open()
 
     def _raise_named(self, error: Exception) -> NoReturn:
         if not any(word in str(error) for word in _CONNECTION):
             raise error
         if self._error is None:
-            waited = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}"
-            self._error = _named(
-                error, waited, lambda: self._check(self._peers), self._comm, self._fallback
-            )
+            self._error = self._named(error)
             self._comm._tell(self._error)
         raise self._error from error
 
+    def _named(self, error: Exception) -> RuntimeError:
+        """Return the error of a lost rank, or else gloo's error as one of ours."""
+        text = str(error).lower()
+        is_late = "timed out" in text or "timeout" in text
+        ends = time.monotonic() + (0 if is_late else _GRACE_S)
+        while True:  # a process closes its connections before it is gone
+            try:
+                self._check(self._peers)
+            except RuntimeError as cause:
+                return cause
+            if time.monotonic() >= ends:
+                break
+            time.sleep(0.05)
+        lost = [self._comm.members[rank].name for rank in self._fallback.closed_peers()]
+        names = f"; {', '.join(lost)} is gone" if lost else ""
+        waited = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}"
+        return (CollectiveTimeout if is_late else PeerLostError)(f"{waited}: {error}{names}")
+
     def _check(self, peers: Sequence[int]) -> None:
-        _check(self._comm, self._operation, peers)
+        """Raise if a rank is gone, and tell the others: this one may leave because of it."""
+        try:
+            self._comm.check_peers(peers)
+        except PeerLostError as error:
+            self._comm._tell(error)
+            raise PeerLostError(f"{self._operation}: {error}") from None
 
     def _check_while_waiting(self) -> None:
         """Raise PeerLostError after a grace period: a rank may exit after finishing its part."""
@@ -187,7 +223,6 @@ def _each(convert: Callable[[Tensor], Tensor], given: Any) -> Any:
 
 
 def flat(given: Any) -> list[Tensor]:
-    """Return the tensors of nested lists."""
     if isinstance(given, Tensor):
         return [given]
     return [tensor for one in given for tensor in flat(one)]
@@ -284,52 +319,6 @@ class Delegated:
         if self._batch is not None:
             self._batch.append(work)
         return work
-
-
-def _end_with(work: Any, copies: Sequence[Copy]) -> None:
-    work.wait()
-    copy_all(copies)
-
-
-def _check(comm: Any, operation: str, peers: Sequence[int]) -> None:
-    """Raise PeerLostError if a rank is gone, and tell the others: this one may leave because of it.
-
-    RingarError if the group failed or is closed.
-    """
-    try:
-        comm.check_peers(peers)
-    except PeerLostError as error:
-        comm._tell(error)
-        raise PeerLostError(f"{operation}: {error}") from None
-
-
-def _named(
-    error: Exception, what: str, check: Callable[[], object], comm: Any, fallback: Fallback
-) -> RuntimeError:
-    """Return the error that ``check`` raises for a lost rank, or else gloo's error as one of ours.
-
-    ``what`` names the call.
-    """
-    text = str(error).lower()
-    is_broken = any(word in text for word in _CONNECTION)
-    is_late = "timed out" in text or "timeout" in text or not is_broken
-    ends = time.monotonic() + (0 if is_late else _GRACE_S)
-    while True:  # a process closes its connections before it is gone
-        try:
-            check()
-        except RuntimeError as cause:
-            return cause
-        if time.monotonic() >= ends:
-            break
-        time.sleep(0.05)
-    lost = [comm.members[rank].name for rank in fallback.closed_peers()]
-    names = f"; {', '.join(lost)} is gone" if lost else ""
-    return (CollectiveTimeout if is_late else PeerLostError)(f"{what}: {error}{names}")
-
-
-def given_or_default(opts: Any, kind: str) -> Any:
-    """Return the options of a call, or new ones of this class of torch."""
-    return getattr(c10d, kind)() if opts is None else opts
 
 
 def _by_any_name(backend: Any, *names: str) -> Any:

@@ -211,7 +211,6 @@ class HierarchicalCommunicator(RankCommunicator):
         return None
 
     def _describe(self, call: CollectiveCall) -> str:
-        """Return the description of a call that must be equal on all ranks."""
         if call.operation == "barrier":
             return str(call)
         tensors = tensors_of(call.inputs if call.has_inputs else call.outputs)

@@ -16,7 +16,7 @@ from pyringar.choices import ORDERS, check_choice
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.member import Member
 from pyringar.comm.stores import PatientStore
-from pyringar.distributed.torch_groups import break_off, closed_peers, make_gloo, make_nccl
+from pyringar.distributed.fallback import break_off, closed_peers, make_gloo, make_nccl
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
 Wait = Callable[[], object]
@@ -208,12 +208,10 @@ class Column:
         self._timeout = timedelta(seconds=min(seconds, 1e6))
 
     def abort(self) -> None:
-        """Close the connections, so that the calls of all their ranks fail."""
         if self._gloo is not None:
             break_off(self._gloo)
 
     def close(self) -> None:
-        """Release the connections. May be called again."""
         if is_inherited(self):
             return
         self._gloo = None

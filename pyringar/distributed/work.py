@@ -10,8 +10,10 @@ somebody waits, is interrupted while waiting, or has dropped it.
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,9 +21,78 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from pyringar.distributed.waits import Completer
+from pyringar.comm.threads import start_thread
 
 _BaseWork: Any = dist.distributed_c10d.Work
+
+
+class Threads:
+    """Threads that make calls at once: as many threads as calls run at the same time.
+
+    Each use is one step, so that a signal handler may come in between.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        # One entry for each thread that no call was promised to.
+        self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Make ``call``, which raises nothing, in a thread that runs nothing else.
+
+        Raise RingarError if no thread is idle and another one cannot start.
+        """
+        try:
+            self._idle.get_nowait()
+        except queue.Empty:
+            self._threads.append(start_thread(self._name, self._run))
+        self._calls.put(call)
+
+    def is_busy(self) -> bool:
+        return self._idle.qsize() < len(self._threads)
+
+    def close(self, seconds: float | None = None) -> None:
+        """End the threads after all calls; wait at most so many seconds for each."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(seconds)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # its tensor is let go
+            self._idle.put(None)
+
+
+class Completer:
+    """Completes futures of works, each in a thread that runs nothing else: callbacks may wait."""
+
+    def __init__(self, name: str) -> None:
+        self._lock = threading.RLock()  # a signal handler may come in between
+        self._threads = Threads(f"futures {name}")
+        self._is_closed = False
+
+    def complete(self, future: Future[None], settle: Callable[[], object]) -> None:
+        """Complete ``future`` when ``settle``, which waits for a work, has returned."""
+
+        def run() -> None:
+            settle()
+            future.set_result(None)
+
+        with self._lock:
+            if not self._is_closed:
+                return self._threads.submit(run)
+        return run()
+
+    def close(self) -> None:
+        """Complete all futures, then end the threads. Call when the engine is closed."""
+        with self._lock:
+            self._is_closed = True
+        self._threads.close()
 
 
 class Part(Protocol):
@@ -47,7 +118,6 @@ class DelegatedPart:
         return self._work.wait(timedelta(seconds=max(timeout, 0.001)))  # zero is torch's for none
 
     def is_completed(self) -> bool:
-        """Return whether it is done."""
         return bool(self._work.is_completed())
 
 
@@ -105,19 +175,15 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it is done, well or not."""
         return all(part.is_completed() for part in self._parts)
 
     def is_success(self) -> bool:
-        """Return whether it is done, and well."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return what it failed with; None while it runs and when all went well."""
         return self._error() if self.is_completed() else None
 
     def result(self) -> Any:
-        """Wait, and return the tensors that hold the result."""
         self.wait()
         return _value(self._results)
 
@@ -157,7 +223,6 @@ class DoneWork(PendingWork):
     __init__ = _BaseWork.__init__
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True, at once."""
         return True
 
 

@@ -9,9 +9,8 @@ from pairs import make_pair
 from promises import parameters
 from ranks import another, on_ranks
 
-from pyringar.comm.auto import choose
 from pyringar.comm.orders import Guarantee
-from pyringar.comm.topology import Topology
+from pyringar.comm.topology import Topology, choose
 
 MIB = 2**20
 
