@@ -63,7 +63,6 @@ class WatchedPart:
         self._gone_since = 0.0
         self._error: RuntimeError | None = None  # that names a rank
         self._failure: Exception | None = None  # of gloo
-        self._is_waited_for = False
         self._end = Latch()
         self._check(self._peers)
         try:
@@ -71,6 +70,8 @@ class WatchedPart:
         except RuntimeError as error:  # a message that could not connect, or an argument
             self._check(self._peers)
             self._raise_named(error)
+        # One thread takes it: a second wait of gloo would be for another message.
+        self._waits = [self.work.wait]
         self._needs_wait = is_message or bool(copies)
         if copies:
             self._has_ended(0)
@@ -96,14 +97,17 @@ class WatchedPart:
 
     def _has_ended(self, seconds: float) -> bool:
         """Wait at most so many seconds, while a thread waits for gloo."""
-        if not self._is_waited_for:
-            self._is_waited_for = True
+        if self._waits:
             self._fallback.waiters.submit(self._wait_for_gloo)
         return self._end.wait(seconds)
 
     def _wait_for_gloo(self) -> None:
         try:
-            self.work.wait()
+            wait = self._waits.pop()
+        except IndexError:  # another thread waits
+            return
+        try:
+            wait()
             copy_all(self._copies)
         except Exception as error:
             self._failure = error.with_traceback(None)  # which would hold this, and this the error
