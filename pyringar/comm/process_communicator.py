@@ -135,17 +135,11 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             f"device={str(self._device)!r}, algorithm={self._algorithm!r}, order={self._order!r}",
         )
         # Tells the others that this rank has left, sooner than they would find its process gone.
-        close_at_exit(
-            self,
-            ProcessCommunicator.close,
-            abort=ProcessCommunicator.abort,
-            progress=ProcessCommunicator._progress,
-        )
+        kind = ProcessCommunicator
+        close_at_exit(self, kind.close, abort=kind.abort, is_busy=kind._is_busy)
 
-    def _progress(self) -> tuple[int, int] | None:
-        """Return what changes with each call, and each piece of one that any rank has done."""
-        num = sum(not native.is_completed() for native in list(self._in_flight))
-        return (num, self._group.progress()) if num else None
+    def _is_busy(self) -> bool:
+        return not all(native.is_completed() for native in list(self._in_flight))
 
     def _set_timeout(self, seconds: float) -> None:
         self._group.set_timeout(seconds)

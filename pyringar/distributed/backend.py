@@ -145,7 +145,7 @@ class RingarProcessGroup(Collectives, PythonGroup):
             self,
             RingarProcessGroup.shutdown,
             abort=RingarProcessGroup.abort,
-            progress=lambda group: len(group._fallback.under_way()),
+            is_busy=lambda group: bool(group._fallback.under_way()),
         )
 
     def set_timeout(self, timeout: timedelta) -> None:
