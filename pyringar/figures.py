@@ -88,7 +88,6 @@ class Lines:
         ylim: Lowest and highest value shown.
         points: Dots ``(x, y)`` by name, in the colour of the curve with that name.
         levels: Horizontal lines by name.
-        marks: Vertical lines by name, in the colour of the curve with that name.
     """
 
     x: Sequence[float]
@@ -100,7 +99,6 @@ class Lines:
     ylim: tuple[float, float] | None = None
     points: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     levels: Mapping[str, float] = field(default_factory=dict)
-    marks: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, values in self.curves.items():
@@ -127,9 +125,6 @@ class Lines:
             itertools.cycle(_STYLES), self.levels.items(), strict=False
         ):
             axes.axhline(level, color="#444444", ls=style, lw=1.2, label=name)
-        for name, mark in self.marks.items():
-            label = None if name in color else name
-            axes.axvline(mark, color=color.get(name, "#888888"), ls=":", label=label)
         for name in self.log:
             _scale_by_powers(axes, name)
         if len(self.x) <= _MAX_TICKS:

@@ -30,7 +30,7 @@ PANELS = {
     "lines": lines(),
     "logarithmic": lines(log="xy", ylim=(0.5, 100)),
     "single points": lines(points={"naive": [(2, 1.5)], "other": [(4, 2.0)]}),
-    "levels": lines(levels={"limit": 2.0}, marks={"ring": 3.0, "middle": 5.0}),
+    "levels": lines(levels={"limit": 2.0}),
     "points alone": figures.Lines([1, 2], {}, points={"rank 0": [(1, 0.5), (2, 0.6)]}),
     "one position": figures.Lines([1], {"k = 1": [0.5]}, "epoch", "loss"),
     "bars": figures.Bars({"naive": 85.3, "ring": 5.5}, "ms", "One allreduce"),
@@ -86,11 +86,11 @@ def test_ticks_can_be_read():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "8"]
 
 
-def test_points_and_marks_share_curve_colour():
-    panel = lines(points={"ring": [(4, 2.0)]}, marks={"ring": 3.0})
+def test_points_share_curve_colour():
+    panel = lines(points={"ring": [(4, 2.0)]})
     (axes,) = figures.draw(panel).figure.axes
     of_ring = [line for line in axes.lines if mpl.colors.same_color(line.get_color(), "#f28e2b")]
-    assert len(of_ring) == 3
+    assert len(of_ring) == 2
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["naive", "ring"]
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import json
 import os
 import platform
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyringar
 from pyringar.cli.parser import add_json_option
-from pyringar.cli.text import why_no_gpu
+from pyringar.cli.text import paragraph, why_no_gpu
 from pyringar.engine import build, load, toolchain
 from pyringar.errors import CompilerNotFoundError, RingarError
 
@@ -30,9 +27,7 @@ ENVIRONMENT = (
     "PYRINGAR_NODE_ID",
 )
 
-_WIDTH = 80  # columns, unless a path is longer
-_NAME_WIDTH = max(map(len, ENVIRONMENT))
-_INNER_NAME_WIDTH = 16
+_LABEL = 1 + max(map(len, ENVIRONMENT))
 
 
 def add_parser(subparsers: Any) -> None:
@@ -63,7 +58,6 @@ def gather() -> dict[str, dict[str, Any]]:
             "cuda": _told(lambda: _engine(build.CUDA)),
         },
         "devices": _devices(),
-        "peers": _peers(),
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
     }
 
@@ -110,22 +104,9 @@ def _build_facts() -> dict[str, Any]:
         "cuda_toolkit": _told(cuda_toolkit),
         "cuda_archs": _told(lambda: ", ".join(toolchain.cuda_archs_wanted())),
         "ninja": _told(toolchain.find_ninja),
-        "headers": _told(toolchain.python_include_dirs),
         "sources": _told(lambda: str(build.Recipe().root())),
-        "cache": _told(_cache),
+        "cache": _told(lambda: str(build.cache_dir())),
     }
-
-
-def _cache() -> str:
-    cache = build.cache_dir()
-    try:
-        if not cache.is_dir():
-            return f"{cache} (not there yet)"
-        sizes = [path.stat().st_size for path in cache.rglob("*") if path.is_file()]
-        engines = len(list(cache.glob("*/build.json")))
-    except OSError as error:
-        return f"{cache} (cannot be read: {error})"
-    return f"{cache} ({engines} built, {sum(sizes) / 1e6:.1f} MB)"
 
 
 def _engine(kind: build.EngineKind) -> str | dict[str, Any]:
@@ -170,54 +151,14 @@ def _devices() -> dict[str, Any]:
     return devices
 
 
-def _peers() -> dict[str, Any]:
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    links = _probed_links(count)
-    for row, column in itertools.product(range(count), repeat=2):
-        if (row, column) not in links:
-            reaches = row != column and torch.cuda.can_device_access_peer(row, column)
-            links[row, column] = "self" if row == column else "yes" if reaches else "no"
-    peers: dict[str, Any] = {"cpu": "all CPU ranks share one memory"}
-    for row in range(count):
-        peers[f"cuda:{row}"] = {f"cuda:{column}": links[row, column] for column in range(count)}
-    return peers
-
-
-def _probed_links(count: int) -> dict[tuple[int, int], str]:
-    """Return the links that the CUDA engine tested with data; empty if it is not built."""
-    if count < 2 or build.find_engine(build.Recipe(kind=build.CUDA)) is None:
-        return {}
-    words = {(True, True): "yes, probed", (True, False): "says yes, delivers wrong data: not used"}
-    return {
-        (source, target): words.get((can_access, delivers), "no")
-        for source, target, can_access, delivers in load.cuda_engine().peer_links(range(count))
-    }
-
-
 def render(facts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the report as aligned text, names in one column and values in another."""
+    """Return the report as text, names in one column and values in another."""
     lines: list[str] = []
     for section, entries in facts.items():
-        rows = _rows(entries, _NAME_WIDTH, _WIDTH - 2)
-        lines += ["", section.capitalize(), *(f"  {row}" for row in rows)]
+        lines += ["", section.capitalize()]
+        for name, value in entries.items():
+            parts = value if isinstance(value, Mapping) else {"": value}
+            for inner, text in parts.items():
+                label = f"{name} {inner}".strip()
+                lines.append(paragraph("(not set)" if text is None else str(text), label, _LABEL))
     return "\n".join(lines[1:])
-
-
-def _rows(entries: Mapping[str, Any], name_width: int, width: int) -> list[str]:
-    rows = []
-    for name, value in entries.items():
-        first, *rest = _lines(value, width - name_width - 1)
-        rows.append(f"{name:<{name_width}} {first}")
-        rows += [f"{'':<{name_width}} {line}" for line in rest]
-    return rows
-
-
-def _lines(value: Any, width: int) -> list[str]:
-    if isinstance(value, Mapping):
-        return _rows(value, _INNER_NAME_WIDTH, width)
-    values = value if isinstance(value, list) else ["(not set)" if value is None else value]
-    texts = [line for item in values for line in str(item).splitlines()]
-    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
-    return [line for text in texts for line in wrap(text)] or [""]

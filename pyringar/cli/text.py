@@ -8,13 +8,13 @@ _COLUMNS = 80
 _LABEL = 11  # columns
 
 
-def paragraph(text: str, label: str = "") -> str:
-    """Wrap text to the width of a terminal, beside a label of up to 10 letters."""
+def paragraph(text: str, label: str = "", width: int = _LABEL) -> str:
+    """Wrap text to the width of a terminal, beside a label of fewer letters than ``width``."""
     return textwrap.fill(
         text,
         _COLUMNS,
-        initial_indent=f"{label:<{_LABEL}}" if label else "",
-        subsequent_indent=" " * (_LABEL if label else 2),
+        initial_indent=f"{label:<{width}}" if label else "",
+        subsequent_indent=" " * (width if label else 2),
         break_on_hyphens=False,
         break_long_words=False,
     )
