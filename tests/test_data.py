@@ -21,7 +21,7 @@ from training import run, write_idx_set
 
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.train import data as data_module
-from pyringar.train.data import batches, default_data_dir, load_data
+from pyringar.train.data import batches, load_data
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.synthetic import CLASS_NAMES, synthetic_images
 
@@ -54,13 +54,6 @@ def test_all_layouts_are_read(tmp_path, suffix, layout, dataset):
     assert images.train_labels.dtype == torch.int64
     assert images.test_images[2].unique().tolist() == [torch.tensor(2 / 255).item()]
     assert images.test_labels.tolist() == [0, 1, 2]
-
-
-def test_real_images_are_read(real_data_dir):
-    images = load_data("fashion-mnist", real_data_dir)
-    assert len(images.train_labels) == len(images.train_images) > 0
-    assert images.train_labels.unique().tolist() == list(range(10))
-    assert 0.2 < images.train_images.mean() < 0.4
 
 
 def test_precedence_of_layouts(tmp_path):
@@ -136,11 +129,6 @@ class TestNeverOthersThanAskedFor:
         monkeypatch.setattr(os, "listdir", refuse)
         with pytest.raises(ArgumentError, match=r"^data_dir is .*mine.*read \(Permission denied\)"):
             load_data("auto", tmp_path / "mine")
-
-
-def test_the_default_folder_is_the_users():
-    assert default_data_dir().is_absolute()
-    assert "pyringar" in default_data_dir().parts
 
 
 def header(*numbers: int) -> bytes:
@@ -341,12 +329,6 @@ def test_interrupted_download_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("mirror")
-def test_killed_download_is_not_taken_for_images(tmp_path):
-    write_idx_set(tmp_path / "images" / ".download-killed" / "FashionMNIST" / "raw", 5, 5)
-    assert len(load_data("auto", tmp_path / "images").train_labels) == 7
-
-
-@pytest.mark.usefixtures("mirror")
 def test_slower_of_two_downloads_takes_the_files(tmp_path, monkeypatch):
     from torchvision.datasets import FashionMNIST
 
@@ -359,17 +341,6 @@ def test_slower_of_two_downloads_takes_the_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(FashionMNIST, "__init__", other_first)
     assert len(load_data("auto", tmp_path / "images").train_labels) == 7
-
-
-@pytest.mark.usefixtures("mirror")
-def test_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "FashionMNIST/raw").mkdir(parents=True)
-    (tmp_path / "FashionMNIST/raw/notes.txt").write_text("mine")
-    for folder, words in ((tmp_path / "file", "file"), (tmp_path, "not empty")):
-        with pytest.raises(ArgumentError, match=f"^data_dir is '{folder}'.*failed .*{words}"):
-            load_data("fashion-mnist", folder)
-    assert tree(tmp_path / "FashionMNIST") == ["raw", "raw/notes.txt"]
 
 
 def test_unreachable_mirror_is_named(mirror, tmp_path, monkeypatch):

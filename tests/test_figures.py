@@ -7,11 +7,9 @@ import itertools
 
 import matplotlib as mpl
 import pytest
-from matplotlib.colors import to_rgb
 from PIL import Image
 
 from pyringar import ArgumentError, figures
-from pyringar.comm.ring_schedule import ring_schedule
 
 FRAMES = [[[[rank]] * 4 for rank in range(4)]] * 7
 
@@ -49,10 +47,6 @@ def pixels(picture):
         return image.convert("RGB")
 
 
-def colors_in(picture):
-    return {color for _, color in pixels(picture).getcolors(1 << 20)}
-
-
 @pytest.mark.parametrize(
     ("name", "legend"),
     [*((name, "inside") for name in PICTURES), ("levels", "below"), ("side by side", "below")],
@@ -65,13 +59,6 @@ def test_nothing_is_cut_off(name, legend):
     assert -0.01 <= drawn.y0 <= drawn.y1 <= picture.figure.get_figheight() + 0.01
     for axes in picture.figure.axes:
         assert axes.yaxis.label.get_window_extent().height <= axes.get_window_extent().height
-
-
-def test_overlapping_curves_are_visible():
-    same = figures.Lines([1, 2], {"k = 1": [1.8, 1.2], "k = 16": [1.8, 1.2]})
-    shown = colors_in(figures.draw(same))
-    for color in figures.COLORS[:2]:
-        assert tuple(round(255 * part) for part in to_rgb(color)) in shown
 
 
 def test_ticks_can_be_read():
@@ -104,29 +91,6 @@ def test_panels_show_their_numbers():
     last = line.patches[-1]
     assert last.get_x() + last.get_width() == pytest.approx(5.0)  # milliseconds: the step's end
     assert [label.get_text() for label in line.get_yticklabels()] == ["compute", "0.4 MB", "0.0 MB"]
-
-
-def test_the_ring_shows_every_message():
-    picture = figures.ring_steps(FRAMES, ring_schedule(4))
-    labels = [text.get_text() for axes in picture.figure.axes for text in axes.texts]
-    assert sum(label.startswith("chunk ") for label in labels) == 6 * 4
-    titles = [axes.get_title() for axes in picture.figure.axes]
-    assert titles[0] == "at the start"
-    assert titles[3:5] == ["step 3: add what arrives", "step 4: keep what arrives"]
-
-
-def test_splits_give_every_device_a_quarter():
-    for axes in figures.splits().figure.axes:
-        colors = [mpl.colors.to_hex(box.get_facecolor()) for box in axes.patches]
-        assert {colors.count(color) for color in figures.COLORS} == {16}
-
-
-def test_images_are_shown_in_a_row():
-    import torch
-
-    picture = figures.images(torch.arange(12.0).reshape(3, 1, 2, 2))
-    shown = [axes.get_images()[0].get_array().tolist() for axes in picture.figure.axes]
-    assert shown == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
 
 
 @pytest.mark.parametrize(

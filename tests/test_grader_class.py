@@ -5,20 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import os
-import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pyringar.cli import main
-from pyringar.errors import RingarError
 from pyringar.grading import remote
 from pyringar.grading.checks import CHECKS
 from pyringar.grading.grader import Property, Report
 from pyringar.grading.marks import REQUIRED, Marked, write_csv
-from pyringar.grading.solution import CannotLoadError, Target
+from pyringar.grading.solution import Target
 
 GOOD = """\
 import torch
@@ -131,19 +127,11 @@ def test_json_is_one_document(folder, capsys):
     assert "class/anna.py" in err  # the table
 
 
-@pytest.mark.parametrize(
-    ("targets", "expected"),
-    [
-        (["class"], ["anna.py", "book.py", "cut/solution.py", "other_name.py"]),
-        (["class/"], ["anna.py", "book.py", "cut/solution.py", "other_name.py"]),
-        (["class/cut", "class/anna.py"], ["cut/solution.py", "anna.py"]),
-        (["class/book.py", "class/anna.py:f"], ["book.py", "anna.py:f"]),
-    ],
-)
-def test_targets(folder, verdicts, capsys, targets, expected):
+def test_targets(folder, verdicts, capsys):
+    targets = ["class/cut", "class/book.py", "class/anna.py:f"]
     assert main(["check", *targets, "--json", "--function", "g"]) == 1
     found = [s["target"] for s in json.loads(capsys.readouterr().out)["solutions"]]
-    assert found == [f"class/{e}" if ":" in e else f"class/{e}:g" for e in expected]
+    assert found == ["class/cut/solution.py:g", "class/book.py:g", "class/anna.py:f"]
 
 
 def test_solution_cannot_change_the_next(folder, capsys):
@@ -152,14 +140,6 @@ def test_solution_cannot_change_the_next(folder, capsys):
     assert main(["check", "class/anna.py", "class/book.py", "--devices", "cpu,cpu"]) == 1
     assert (folder / "book.py").read_text() == "1 / 0"
     assert "class/book.py  11/13  in place" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("verdict", "status"), [("pass", 0), ("fail", 1), ("timeout", 1)])
-def test_exit_status(folder, verdicts, verdict, status):
-    verdicts["anna.py"] = report(verdict)
-    assert main(["check", "class/anna.py", "--csv", "marks.csv"]) == status
-    assert rows("marks.csv")[0]["sum"] == verdict
-    assert main(["check", "class/anna.py"]) == status
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -172,7 +152,6 @@ def test_exit_status(folder, verdicts, verdict, status):
         (["class", "--csv", "nowhere/marks.csv"], "marks.csv', but there is no folder 'nowhere'"),
         (["class", "--csv", "taken.csv"], "--csv is 'taken.csv', which cannot be written: Is a"),
         (["class", "--timeout", "0"], "--timeout is 0, expected a positive number"),
-        (["class", "--timeout", "nan"], "--timeout is nan"),
         (["class", "class/none.py"], "there is no file 'class/none.py'"),
         (["class", "class/notes.txt:f"], "'class/notes.txt' is not a Python file"),
         (["empty"], "there is no *.py in the folder 'empty'"),
@@ -200,30 +179,6 @@ def test_broken_off_grading_keeps_old_marks(folder, verdicts, error):
     assert sorted(os.listdir(".")) == ["class", "marks.csv"]
 
 
-def test_full_disk_is_said_of_csv(tmp_path, monkeypatch):
-    def full(path, data):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    words = "--csv is 'marks.csv', which could not be written: No space left on device"
-    with pytest.raises(RingarError, match=words):
-        write_csv(Path("marks.csv"), [Marked(Target("a.py", "f"), report("pass"))])
-
-
-@pytest.mark.parametrize("is_refused", [True, False])
-def test_example_reads_no_old_marks(folder, monkeypatch, is_refused):
-    example = Path(__file__).parents[1] / "examples/grade_class.py"
-    monkeypatch.setattr(sys, "argv", [str(example), "class", "marks.csv"])
-    broken_off = subprocess.CompletedProcess([], 1)
-    monkeypatch.setattr(subprocess, "run", lambda command: broken_off)
-    words = "no marks were written: pyringar check ended with status 1"
-    if is_refused:
-        Path("marks.csv").write_text("old")
-        words = "marks.csv is there already"
-    with pytest.raises(SystemExit, match=words):
-        runpy.run_path(str(example), run_name="__main__")
-
-
 # -- nothing vanishes ------------------------------------------------------------------------------
 
 
@@ -240,20 +195,6 @@ def test_unreadable_files_have_a_row(folder, capsys):
     assert gone == "class/gone.py cannot be read: No such file or directory"
     assert pipe == "class/pipe.py cannot be read: it is no regular file"
     assert loop == "class/self.py cannot be read: Too many levels of symbolic links"
-
-
-def test_unreadable_folder_is_refused(folder, verdicts, capsys, monkeypatch):
-    scan = os.scandir
-
-    def closed(path):
-        if Path(path).name == "cut":
-            raise PermissionError(13, "Permission denied", path)
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", closed)
-    assert main(["check", "class"]) == 2
-    words = "pyringar check: the folder 'class/cut' cannot be read: Permission denied\n"
-    assert capsys.readouterr().err == words
 
 
 # -- odd text --------------------------------------------------------------------------------------
@@ -274,14 +215,3 @@ def test_odd_text_is_kept_in_csv(tmp_path):
     assert (second["message"], second["marks"], second["sum"]) == (500 * "x", "0", "fail")
     before, after = ["file", "function", "marks", "out_of"], ["first_look_at", "message"]
     assert list(first) == [*before, *REQUIRED, *after]
-
-
-def test_table_keeps_ends_of_names(folder, verdicts, capsys):
-    name = "a_very_" * 8 + "long_name.py"
-    (folder / name).write_text(GOOD)
-    verdicts[name] = CannotLoadError("importing x failed with E: " + "words " * 40 + "\x1b[2J")
-    assert main(["check", "class"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[1].startswith("...")
-    assert "long_name.py   0/13  loading: E: words" in lines[1]

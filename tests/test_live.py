@@ -12,8 +12,7 @@ import pytest
 from training import garments
 
 from pyringar.cli import main
-from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.train import EpochResult, LivePlot, train
+from pyringar.train import EpochResult, LivePlot
 from pyringar.train import trainer as trainer_module
 
 PNG = b"\x89PNG\r\n"
@@ -68,40 +67,13 @@ def test_notebook_updates_one_picture(display):
     assert plt.get_fignums() == []
 
 
-def test_without_ipython_it_is_text(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "IPython", None)  # importing it fails
-    LivePlot(1)(*epochs(0.5))
-    assert "accuracy, epoch  1  0.500" in capsys.readouterr().out
-    with pytest.raises(UnsupportedError, match=r"IPython .*pip install ipython"):
-        LivePlot(where="notebook")
-
-
 def test_ipython_in_a_terminal_is_no_notebook(monkeypatch, display):
     monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: SimpleNamespace())
     LivePlot(1, file=io.StringIO())(*epochs(0.5))
     display.display.assert_not_called()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"where": "browser"}, "where is 'browser', expected one of auto, notebook"),
-        ({"num_epochs": 0}, "num_epochs is 0"),
-    ],
-)
-def test_wrong_arguments_are_named(options, message):
-    with pytest.raises(ArgumentError, match=message):
-        LivePlot(**options)
-
-
 # -- with the trainer ------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("few_images")
-def test_the_curve_is_the_results():
-    with LivePlot(where="text", file=io.StringIO()) as plot:
-        result = train(2, 20, 0.1, epochs=2, devices=["cpu", "cpu"], on_epoch=plot)
-    assert plot.curves == {"accuracy": result.curve}
 
 
 @pytest.mark.usefixtures("few_images")

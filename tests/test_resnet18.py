@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import training
 from sharded_runs import RECIPE
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 from training import garments, relative_error
 
 import pyringar as pr
@@ -19,9 +16,8 @@ from pyringar.parallel.shards import (
     evaluate_accuracy_gpus,
     mismatch_flags,
 )
-from pyringar.train import TrainConfig, Trainer, initialise, resnet18, train_resnet18
+from pyringar.train import TrainConfig, Trainer, initialise, resnet18
 from pyringar.train.checkpoint import Checkpoint, save_state
-from pyringar.train.synthetic import synthetic_images
 
 SMALL = {"model": "resnet18", "width": 4, "epochs": 1, "batch_size": 12}
 
@@ -60,14 +56,6 @@ class TestModel:
         assert layers == [*expected, "fc.1"]
         assert full.state_dict()["resnet_block4.1.conv2.weight"].shape == (512, 512, 3, 3)
 
-    def test_stages_halve_the_image(self):
-        net, shapes = resnet18(width=2), []
-        for stage in (1, 2, 3, 4):
-            part = net.get_submodule(f"resnet_block{stage}")
-            part.register_forward_hook(lambda part, args, out: shapes.append(tuple(out.shape)))
-        assert net(torch.rand(3, 1, 28, 28)).shape == (3, 10)
-        assert shapes == [(3, 2, 28, 28), (3, 4, 14, 14), (3, 8, 7, 7), (3, 16, 4, 4)]
-
     def test_seed_decides_weights(self):
         before = torch.get_rng_state()
         first, second, other = (resnet18(width=2, seed=seed) for seed in (5, 5, 6))
@@ -103,23 +91,6 @@ class TestModel:
             call()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "tolerance"),
-    [(torch.float32, 16, 1e-5), (torch.float64, 8, 1e-12)],
-    ids=str,
-)
-def test_frozen_batch_norm_matches_one_rank(dtype, width, tolerance):
-    net = resnet18(width=width, dtype=dtype).eval()
-    X, y = synthetic_images(5, 0)  # noqa: N806
-    X = X.to(dtype)  # noqa: N806
-    grads = []
-    for module in (net, pr.DataParallel(net, ["cpu"] * 2)):
-        net.zero_grad()
-        F.cross_entropy(module(X), y).backward()
-        grads.append([param.grad for param in net.parameters()])
-    assert relative_error(grads[1], grads[0]) < tolerance
-
-
 class TestTraining:
     @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"bucket_cap_mb": 0.01}])
     def test_run_repeats_with_any_buckets(self, small, options):
@@ -144,20 +115,6 @@ class TestTraining:
         net.load_state_dict(result.state)
         test = [(small.test_images, small.test_labels)]
         assert result.curve[-1] == evaluate_accuracy_gpus([net], test)
-
-    def test_amp_keeps_float32_parameters(self, small):
-        plain, amp = run(small, ranks=2), run(small, ranks=2, amp=True)
-        assert all(param.dtype == torch.float32 for param in amp.params)
-        assert 0 < abs(amp.losses[0] - plain.losses[0]) < 0.1
-
-    def test_the_short_form_trains_resnet18(self, monkeypatch):
-        monkeypatch.setattr("pyringar.train.trainer.load_data", lambda *_: garments(14, 10))
-        result = train_resnet18(5, 12, 0.05, width=2, epochs=1)
-        assert result.config.model == "resnet18"
-        assert math.isfinite(result.losses[-1])
-        assert str(result).endswith("on [cpu x 5 ranks]")
-        with pytest.raises(pr.ArgumentError, match="no option 'depth'"):
-            train_resnet18(2, 12, 0.05, depth=50)
 
 
 # -- channels last --------------------------------------------------------------------------------

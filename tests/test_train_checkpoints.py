@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from cases import mostly_slow
@@ -81,32 +80,6 @@ def test_resume_is_bit_identical(images, tmp_path, options):
         go(images, options, 3, resume=here)
     same_results(go(images, options, resume=here), whole)
     assert [path.name for path in here.iterdir()] == [FILE], "nothing else is left there"
-
-
-def test_checkpoint_holds_state_of_every_rank(images, tmp_path):
-    options = {**RESNET, "width": 16, "ranks": 2, "momentum": 0.9, "epochs": 1}
-    options["channels_last"] = True
-    with Trainer(TrainConfig(**options), images, save=tmp_path) as trainer:
-        trainer.run()
-        check_replicas_equal(trainer._tensors())
-        saved = Checkpoint.decode((tmp_path / FILE).read_bytes(), tmp_path).tensors
-        check_replicas_equal([saved, trainer._tensors()[0]])
-    with Trainer(TrainConfig(**options), images, resume=tmp_path) as trainer:
-        check_replicas_equal([saved, *trainer._tensors()])
-        weights = [param for param in trainer.replicas[1] if param.dim() == 4]
-        assert all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
-
-
-def test_resume_restores_the_buckets(images, tmp_path):
-    """A ring adds in an order that depends on where in its bucket a gradient lies."""
-    config = TrainConfig(**{**RESNET, "epochs": 1}, ranks=3, allreduce="ring")
-    with Trainer(config, images, save=tmp_path) as trainer:
-        before = trainer.model.bucketer.buckets
-        trainer.run()
-        learned = trainer.model.bucketer.buckets
-    assert learned != before, "or this test would show nothing"
-    with Trainer(config, images, resume=tmp_path) as trainer:
-        assert trainer.model.bucketer.buckets == learned
 
 
 def test_epoch_is_saved_before_callback(images, tmp_path, monkeypatch):
@@ -356,13 +329,6 @@ def test_a_constant_rate_goes_on(images):
     check_replicas_equal([halves[1].params, whole.params])
 
 
-def test_numbers_of_numpy_are_read_back(images, tmp_path):
-    options = {**LENET, "lr": np.float64(0.1), "bucket_cap_mb": np.float64(1), "ranks": 2}
-    options["weights"] = np.array([3.0, 1.0])
-    go(images, options, 2, save=tmp_path)
-    go(images, {**options, "lr": 0.1, "bucket_cap_mb": 1, "weights": (3, 1)}, resume=tmp_path)
-
-
 def test_other_torch_or_threads_are_logged(images, saved, caplog, monkeypatch):
     go(images, LENET, 3, resume=saved)
     assert not caplog.records
@@ -377,15 +343,6 @@ def test_other_torch_or_threads_are_logged(images, saved, caplog, monkeypatch):
 
 
 # -- writing ---------------------------------------------------------------------------------------
-
-
-def test_removed_folder_raises(images, tmp_path):
-    folder, told = tmp_path / "run", []
-    with Trainer(TrainConfig(**LENET), images, save=folder) as trainer:
-        folder.rmdir()
-        with pytest.raises(RingarError, match=r"checkpoint\.bin' cannot be written: No such file"):
-            trainer.run(on_epoch=told.append)
-    assert len(told) == 1
 
 
 def test_failed_write_keeps_last_checkpoint(images, tmp_path, monkeypatch):

@@ -24,11 +24,9 @@ from pyringar import Communicator
 from pyringar.cli import main
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.parallel import shards
-from pyringar.parallel.shards import check_replicas_equal
 from pyringar.train import TrainConfig, Trainer, graph, group
-from pyringar.train import step as step_module
 from pyringar.train import trainer as trainer_module
-from pyringar.train.step import EagerStep, sgd
+from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
 Function = Callable[[], None]
@@ -210,36 +208,6 @@ def test_divergence_between_replays_raises(data, recorder):
 
 
 # -- the stand-in can tell -------------------------------------------------------------------------
-
-
-def test_recorder_notices_captured_learning_rate(data, recorder, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(step_module, "sgd", lambda params, step_size, *_: sgd(params, 0.1 / 32))
-        replayed = run(data, batch_size=32, epochs=1, cuda_graph=True)
-    assert replayed.losses != run(data, batch_size=32, epochs=1).losses
-
-
-def test_recorder_notices_read_of_loss(data, recorder, monkeypatch):
-    monkeypatch.setattr(step_module, "mismatch_flags", lambda params: [params[0][0].sum().item()])
-    with pytest.raises(RuntimeError, match=r"the host waits for aten\._local_scalar_dense"):
-        run(data, cuda_graph=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_sgd_with_tensor_has_equal_bits(dtype):
-    generator = torch.Generator().manual_seed(3)
-    ours = [torch.randn(n, generator=generator).to(dtype).requires_grad_() for n in (1, 33, 1000)]
-    theirs = [param.detach().clone().requires_grad_() for param in ours]
-    for lr in (0.1, 1 / 3, 7e-4):
-        for mine, other in zip(ours, theirs, strict=True):
-            mine.grad = torch.randn(mine.shape, generator=generator).to(dtype)
-            other.grad = mine.grad.clone()
-        sgd(theirs, lr / 48)
-        sgd(ours, torch.full((), lr / 48, dtype=dtype))
-        check_replicas_equal([ours, theirs])
-    ours[0].grad = ours[1].grad = ours[2].grad = None
-    sgd(ours, torch.ones((), dtype=dtype))  # nothing to do
-    check_replicas_equal([ours, theirs])
 
 
 # -- branches --------------------------------------------------------------------------------------

@@ -90,12 +90,6 @@ def test_host_is_at_most_two_steps_ahead(small, monkeypatch):
     assert sorted(map(str, waited)) == ["cuda:0"] * 6 + ["cuda:1"] * 6
 
 
-def test_float64_learns():
-    result = run(garments(60, 20), epochs=2, dtype="float64", batch_size=10)
-    assert all(param.dtype == torch.float64 for param in result.params)
-    assert result.losses[-1] < result.losses[0]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.thorough)])
@@ -143,11 +137,3 @@ def test_divergence_names_the_step(small, monkeypatch):
     with pytest.raises(RingarError, match=message):
         run(small, ranks=2)
     assert len(steps) == 3
-
-
-def test_book_init_warns_of_plateau(small, caplog):
-    run(small, init="book", epochs=1)
-    assert "at chance for some 350 steps; this run has 4" in caplog.text
-    caplog.clear()
-    run(small, epochs=1)
-    assert not caplog.records
