@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyringar.audit.probes import TargetError, bits_of
+from pyringar.audit.probes import bits_of
 from pyringar.audit.questions import audit
 from pyringar.audit.report import Report
 from pyringar.grading.cases import Lists
@@ -42,18 +42,13 @@ class Planted:
         return results
 
 
-def nudge(tensor: Tensor, index: int = 0) -> None:
-    bits = bits_of(tensor)
-    bits[index] ^= 1
-
-
 def noes(report: Report) -> set[str]:
     found = {f.name for s in report.sections for f in s.findings if f.verdict == "no"}
     return found - {"ranks renumbered"}
 
 
-def audited(spoil: Callable[..., object], sizes: Sequence[int] = SIZES) -> Report:
-    return audit(Planted(spoil), sizes)
+def audited(spoil: Callable[..., object]) -> Report:
+    return audit(Planted(spoil), SIZES)
 
 
 # -- the same bits ---------------------------------------------------------------------------------
@@ -66,39 +61,26 @@ def test_no_fault_is_found_without_one():
     assert verdicts == {"yes", "no", "-", "rank", "each add"}
 
 
-def test_one_element_of_one_rank_is_named():
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_element_of_one_rank_is_named(dtype):
     def spoil(results, **_):
-        if len(results[0]) == 300 and len(results) == 4 and results[0].dtype == torch.float32:
-            nudge(results[2], 77)
+        if len(results[0]) == 300 and len(results) == 4 and str(results[0].dtype).endswith(dtype):
+            bits = bits_of(results[2])
+            bits[77] ^= 1
 
     report = audited(spoil)
     found = report["on every rank"]
-    assert found.verdict == "no"
-    assert found.detail.startswith("float32, element 77 of 300: 0x")
+    assert found.detail.startswith(f"{dtype}, element 77 of 300: 0x")
     assert found.detail.endswith("on rank 2")
-    assert found.case["index"] == 77
-    assert found.case["differing"] == 1
-    assert noes(report) >= {"on every rank", "is right"}
-
-
-def test_fault_in_one_type_is_named():
-    def spoil(results, **_):
-        if results[0].dtype == torch.float64:
-            nudge(results[3], -1)
-
-    report = audited(spoil)
-    assert report["on every rank"].detail.startswith("float64, element 299 of 300")
+    assert (found.case["index"], found.case["differing"]) == (77, 1)
+    assert "on every rank" in noes(report)
+    assert max(len(line) for line in str(report).splitlines()) <= 80
+    assert str(report).startswith("planted, 4 ranks\n\nthe sum\n")
 
 
 def test_other_bits_in_another_run():
-    calls = itertools.count()
-
     def spoil(results, given, **_):
-        numbers = list(range(len(given)))
-        random.Random(next(calls)).shuffle(numbers)
-        total = given[numbers[0]]
-        for n in numbers[1:]:
-            total = total + given[n]
+        total = sum(random.sample(given, len(given)))
         for result in results:
             result.copy_(total)
 
@@ -120,10 +102,7 @@ def backwards(results, given, **_):
     [
         (lambda numel, way, is_cut: numel == 8, {"at every size", "in several calls"}),
         (lambda numel, way, is_cut: way == "async", {"async"}),
-        (
-            lambda numel, way, is_cut: is_cut and way == "in place",
-            {"in several calls", "async"},
-        ),
+        (lambda numel, way, is_cut: is_cut and way == "in place", {"in several calls", "async"}),
     ],
 )
 def test_other_order_is_found(when, seen):
@@ -141,22 +120,15 @@ def test_other_order_is_found(when, seen):
 
 def test_orders_by_size_have_a_row_each():
     def spoil(results, given, **_):
-        if len(given[0]) >= 123:
+        if len(given[0]) >= 123 or len(given) == 3:
             backwards(results, given)
 
     report = audited(spoil)
+    assert report["3 ranks"].verdict == "rank, last first"
     assert [(f.name, f.verdict) for f in report.sections[1].findings] == [
         ("8 to 122 elements", "rank"),
         ("123 to 300 elements", "rank, last first"),
     ]
-
-
-def test_other_order_on_fewer_ranks():
-    def spoil(results, given, **_):
-        if len(given) == 3:
-            backwards(results, given)
-
-    assert audited(spoil)["3 ranks"].verdict == "rank, last first"
 
 
 # -- special values --------------------------------------------------------------------------------
@@ -252,35 +224,12 @@ def test_order_by_address_is_found():
     assert report["at every address"].detail.endswith("unaligned: rank, last first, 0+(1+(2+3))")
 
 
-def test_result_of_wrong_type_is_refused():
-    def allreduce(data):
-        data[1] = data[0][:1].double()
-
-    with pytest.raises(TargetError, match="rank 1 holds float64 of shape"):
-        lists(allreduce).reduce([torch.ones(3), torch.ones(3)])
-
-
 # -- the report ------------------------------------------------------------------------------------
-
-
-def test_table_fits_a_terminal():
-    def spoil(results, given, **_):
-        if len(given[0]) == 300:
-            nudge(results[-1], 77)
-
-    text = str(audited(spoil))
-    assert all(len(line) <= 80 for line in text.splitlines())
-    assert all(line == line.rstrip() for line in text.splitlines())
-    words = " ".join(text.split())
-    assert "on every rank no float32, element 77 of 300: 0x" in words
-    assert text.startswith("planted, 4 ranks\n\nthe sum\n")
 
 
 def test_document_holds_the_table():
     report = audited(lambda results, **_: None)
-    document = report.as_dict()
-    assert (document["target"], document["ranks"]) == ("planted", 4)
-    sections = {s["title"]: s["findings"] for s in document["sections"]}
+    sections = {s["title"]: s["findings"] for s in report.as_dict()["sections"]}
     (row,) = sections["order of addition, float32"]
     assert row["case"]["300 elements"] == {
         "k": 4,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from benchmarks import allreduce, orders, plots, report, run_all, sums, training
-from benchmarks.bench import Case
+from benchmarks import allreduce, orders, report, run_all, sums, training
 from benchmarks.peers import registry
 from benchmarks.rows import Results, Row, limit_of, read
 from benchmarks.sections import SECTIONS
@@ -82,22 +80,16 @@ def test_section_is_measured_and_right(trial, section):
         has_limit = section not in ("orders", "bucketing")
         is_call = row.clock in (None, "device") and section != "training_cuda"
         assert (row.limit_s is not None) == has_limit or not is_call, row.about
-    for key in ("cpu", "cores", "date", "torch", "python", "system", "pyringar", "engine"):
-        assert results.machine[key], key
-    assert f"## {SECTIONS[section].title}\n" in run.page
-    assert report.table(results) in run.printed
     assert report.table(results) in run.page
     (link,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", run.page)
     data = (run.folder / link).read_bytes()
-    assert (data[:8], data[12:16]) == (b"\x89PNG\r\n\x1a\n", b"IHDR")
-    assert all(300 <= pixels <= 3000 for pixels in struct.unpack(">II", data[16:24]))
+    assert data.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("effort", ["full", "quick"])
-def test_cases_name_no_unknown_candidates(effort):
+def test_cases_name_all_candidates(effort):
     for benchmark in SECTIONS.values():
         cases = benchmark.cases(effort)
-        assert cases
         assert len({(case.name, case.world_size, case.dtype) for case in cases}) == len(cases)
         names = {name for case in cases for name in case.candidates}
         assert set(benchmark.peers) | {benchmark.ours} <= names
@@ -107,14 +99,9 @@ def test_command_line_chooses_cases(trial, capsys):
     run = trial("allreduce", "--only", "16 KiB", "--ranks", "2,4")
     assert {row.case for row in run.results("allreduce").rows} == {"16 KiB fp32"}
     assert trial("allreduce", "--only", "nonsense").status == 2
-    for arguments, text in (
-        (["speed"], "'speed' is none of allreduce, orders"),
-        (["--ranks", "two"], "argument --ranks: 'two' is not numbers"),
-        (["--quick", "--dry-run"], "not allowed with"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            run_all.main(arguments)
-        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run_all.main(["speed"])
+    assert "'speed' is none of allreduce, orders" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
@@ -153,25 +140,13 @@ def test_failed_case_stops_no_other(trial, monkeypatch):
     right = allreduce.call_of
 
     def fail(name, comm, lists):
-        if lists[0][0].numel() == 1024:
-            raise ValueError("planted")
-        return right(name, comm, lists)
+        return right(name, comm, lists) if lists[0][0].numel() != 1024 else 1 / 0
 
     monkeypatch.setattr(allreduce, "call_of", fail)
     run = trial("allreduce")
     assert run.status == 1
     assert {row.case for row in run.results("allreduce").rows} == {"16 KiB fp32"}
-    assert "FAILED: 4 KiB fp32, 2 ranks: ValueError: planted" in run.printed
-
-
-def test_progress_estimates_the_time_left():
-    progress = run_all.Progress({"a": 10.0, "b": 30.0}, {"a": 3, "b": 1})
-    case = Case("any", 2, ())
-    progress.advance("a", case)
-    assert progress.line(20.0) == f"[{'###':<20}]  17%, 1:40 left"
-    for section in "aab":
-        progress.advance(section, case)
-    assert progress.line(100.0) == f"[{'#' * 20}] 100%, 0:00 left"
+    assert "FAILED: 4 KiB fp32, 2 ranks: ZeroDivisionError: division by zero" in run.printed
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -257,18 +232,10 @@ FACTORS = {"median_s": 1, "min_s": 0.8, "q1_s": 0.9, "q3_s": 1.1}
 
 
 def timed(limit_us=None, section="allreduce", **times_us):
+    about = {"case": "1 MiB fp32", "world_size": 2, "rounds": 5, "correct": True}
+    about |= {"limit_s": limit_us and limit_us * 1e-6, "size_bytes": 2**20}
     rows = [
-        Row(
-            section=section,
-            case="1 MiB fp32",
-            world_size=2,
-            candidate=name,
-            **{name: us * factor * 1e-6 for name, factor in FACTORS.items()},
-            rounds=5,
-            correct=True,
-            limit_s=limit_us and limit_us * 1e-6,
-            size_bytes=2**20,
-        )
+        Row(section, candidate=name, **{f: us * x * 1e-6 for f, x in FACTORS.items()}, **about)
         for name, us in times_us.items()
     ]
     return Results(section, {}, rows=rows)
@@ -297,28 +264,4 @@ def test_best_peer_of_each_case_counts():
     assert first == "| 1 MiB fp32 | 2 | 90 us | 60 us | 7 us | **29 us** | 30 us | 2.00 |"
     assert second.endswith("| 3.00 |")
     alone, *_ = report.section_lines(results)
-    assert alone == (
-        "One process per rank, against the best of gloo and Intel MPI: 2.5 times as fast in the "
-        "median of 2 cases, from 2.00 (1 MiB fp32, 2 ranks) to 3 (4 KiB, 2 ranks)."
-    )
-
-
-@pytest.mark.parametrize(("auto_us", "slow"), [(55.0, 0), (56.0, 1)])
-def test_auto_is_compared_with_algorithms(auto_us, slow):
-    results = timed(naive=90.0, fused=50.0, ring=70.0, auto=auto_us)
-    (line,) = report.auto_lines({"allreduce": results})
-    assert f"in {slow} of 1 cases" in line
-    assert f"takes {auto_us / 50:.2f} times as long (allreduce, 1 MiB fp32, 2 ranks)" in line
-
-
-def test_picture_is_redrawn_for_new_data(tmp_path):
-    results = read(ROOT / "benchmarks/results/ddp.jsonl")
-    path = tmp_path / plots.filename_of("ddp")
-    plots.draw({"ddp": results}, tmp_path)
-    first, source = path.stat().st_mtime_ns, plots.source_in(path)
-    assert source == results.digest
-    plots.draw({"ddp": results}, tmp_path)
-    assert path.stat().st_mtime_ns == first
-    rows = [replace(results.rows[0], q3_s=1.0), *results.rows[1:]]
-    plots.draw({"ddp": replace(results, rows=rows)}, tmp_path)
-    assert plots.source_in(path) not in (None, source)
+    assert "2.5 times as fast in the median of 2 cases, from 2.00 (1 MiB fp32, 2 ranks)" in alone

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.rows import InputError, Results, Row, read, read_folder, text_of, write
-from benchmarks.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -29,11 +28,6 @@ def copies(monkeypatch, tmp_path):
         monkeypatch.setattr(tables, name, tmp_path / place)
     assert tables.main(["--check"]) == 0
     return tmp_path
-
-
-def change_head(path, **changes):
-    head, *rows = path.read_text().splitlines()
-    path.write_text("\n".join([json.dumps(json.loads(head) | changes), *rows]) + "\n")
 
 
 def test_generated_files_are_up_to_date():
@@ -71,30 +65,17 @@ def test_new_results_change_all_pages(copies):
         ("ddp", {"effort": "quick"}, "ddp is a quick run, expected a full one"),
         ("ddp", {"failed": [{"what": "x", "why": "planted"}]}, "wrong or failed: planted"),
         ("allreduce", {}, "allreduce is wrong or failed: 4 KiB fp32, 2 ranks, naive"),
-        ("ddp", {"version": 1}, "not the head of a results file of version 3"),
-        ("gpu_check", {"machine": {"cpu": "a trial"}}, "is a quick run, expected a full one"),
     ],
 )
 def test_half_a_report_is_not_published(copies, name, changes, text, capsys):
     path = copies / f"benchmarks/results/{name}.jsonl"
-    change_head(path, **changes)
+    head, rest = path.read_text().split("\n", 1)
+    path.write_text(f"{json.dumps(json.loads(head) | changes)}\n{rest}")
     if not changes:
         path.write_text(path.read_text().replace('"correct": true', '"correct": false', 1))
     for arguments in ([], ["--check"]):
         assert tables.main(arguments) == 2
         assert text in capsys.readouterr().err
-
-
-def test_published_results_name_their_machine():
-    for name, results in read_folder(RESULTS).items():
-        assert name in SECTIONS
-        assert results.rows
-        for key in ("date", "cpu", "cores", "torch", "python", "system", "pyringar"):
-            assert results.machine[key], (name, key)
-        known = {*SECTIONS[name].peers, SECTIONS[name].ours, SECTIONS[name].limit}
-        for case in SECTIONS[name].cases("full"):
-            known |= set(case.candidates)
-        assert {row.candidate for row in results.rows} <= known
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -129,12 +110,8 @@ GOOD = text_of(one_row())
     ("text", "error"),
     [
         ("{", "JSONDecodeError"),
-        ("", "ValueError: not enough values to unpack"),
-        ("[1]", "TypeError"),
         (GOOD.replace('"version": 3', '"version": 7'), "not the head of a results file"),
         (GOOD.replace('"cpu": "one"', '"cpu": ""'), "not the head of a results file"),
-        (GOOD.replace('"machine"', '"engine"'), "KeyError: 'machine'"),
-        (GOOD.replace('"correct": true', '"right": true'), "TypeError"),
         (GOOD.replace('"rounds": 5, ', ""), "TypeError"),
         (GOOD.replace('"median_s": 1.0', '"median_s": 0'), "median_s is 0, expected > 0"),
     ],
