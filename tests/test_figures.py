@@ -7,9 +7,11 @@ import itertools
 
 import matplotlib as mpl
 import pytest
+import torch
 from PIL import Image
 
 from pyringar import ArgumentError, figures
+from pyringar.comm.ring_schedule import ring_schedule
 
 FRAMES = [[[[rank]] * 4 for rank in range(4)]] * 7
 
@@ -30,7 +32,6 @@ PANELS = {
     "single points": lines(points={"naive": [(2, 1.5)], "other": [(4, 2.0)]}),
     "levels": lines(levels={"limit": 2.0}, marks={"ring": 3.0, "middle": 5.0}),
     "points alone": figures.Lines([1, 2], {}, points={"rank 0": [(1, 0.5), (2, 0.6)]}),
-    "one position": figures.Lines([1], {"k = 1": [0.5]}, "epoch", "loss"),
     "bars": figures.Bars({"naive": 85.3, "ring": 5.5}, "ms", "One allreduce"),
     "table": figures.Table([16, 64], [0.1, 0.2, 0.4], [[1, 2, 3], [4, 5, 6]], "rate", "batch"),
     "timeline": timeline(),
@@ -47,10 +48,13 @@ def pixels(picture):
         return image.convert("RGB")
 
 
-@pytest.mark.parametrize(
-    ("name", "legend"),
-    [*((name, "inside") for name in PICTURES), ("levels", "below"), ("side by side", "below")],
-)
+def axes_of(picture):
+    picture._repr_png_()
+    return picture.figure.axes
+
+
+@pytest.mark.parametrize("legend", ["inside", "below"])
+@pytest.mark.parametrize("name", PICTURES)
 def test_nothing_is_cut_off(name, legend):
     picture = figures.draw(*PICTURES[name], legend=legend)
     picture._repr_png_()
@@ -63,9 +67,7 @@ def test_nothing_is_cut_off(name, legend):
 
 def test_ticks_can_be_read():
     many = figures.Lines([i / 16 for i in range(17)], {"k = 1": range(1, 18)}, log="y")
-    picture = figures.draw(many, lines(log="xy"))
-    picture._repr_png_()
-    for axes in picture.figure.axes:
+    for axes in axes_of(figures.draw(many, lines(log="xy"))):
         x, y = axes.get_xticklabels(), axes.get_yticklabels()
         ends = [label.get_window_extent() for label in x if label.get_text()]
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(ends))
@@ -93,18 +95,28 @@ def test_panels_show_their_numbers():
     assert [label.get_text() for label in line.get_yticklabels()] == ["compute", "0.4 MB", "0.0 MB"]
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: figures.Lines([1, 2], {"a": [1]}), r"curves\['a'\] has 1 values, expected 2"),
-        (lambda: figures.draw(), "panels is empty"),
-        (lambda: figures.draw(lines(), legend="left"), "legend is 'left', expected one of inside"),
-        (lambda: figures.ring_steps([[[[0]] * 3] * 3], []), "frames has 3 ranks, expected 4"),
-    ],
-)
-def test_wrong_panels_raise(call, words):
-    with pytest.raises(ArgumentError, match=words):
-        call()
+def test_pictures_of_the_chapter_are_complete():
+    labels = [
+        text.get_text()
+        for axes in axes_of(figures.ring_steps(FRAMES, ring_schedule(4)))
+        for text in axes.texts
+    ]
+    assert sum(label.startswith("chunk ") for label in labels) == 6 * 4
+    for axes in axes_of(figures.splits()):
+        colors = [mpl.colors.to_hex(box.get_facecolor()) for box in axes.patches]
+        assert {colors.count(color) for color in figures.COLORS} == {16}
+    images = figures.images(torch.arange(8.0).reshape(2, 1, 2, 2))
+    shown = [axes.get_images()[0].get_array().tolist() for axes in axes_of(images)]
+    assert shown == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_wrong_panels_raise():
+    with pytest.raises(ArgumentError, match=r"curves\['a'\] has 1 values, expected 2"):
+        figures.Lines([1, 2], {"a": [1]})
+    with pytest.raises(ArgumentError, match="legend is 'left', expected one of inside"):
+        figures.draw(lines(), legend="left")
+    with pytest.raises(ArgumentError, match="frames has 3 ranks, expected 4"):
+        figures.ring_steps([[[[0]] * 3] * 3], [])
 
 
 def test_saving_changes_no_state(tmp_path):

@@ -22,11 +22,6 @@ def epochs(*accuracies):
     return [EpochResult(i, 1.0, accuracy, 0.1) for i, accuracy in enumerate(accuracies, 1)]
 
 
-@pytest.fixture
-def few_images(monkeypatch):
-    monkeypatch.setattr(trainer_module, "load_data", lambda *_: garments(60, 20))
-
-
 def test_text_has_bar_per_epoch():
     file = io.StringIO()
     with LivePlot(where="text", file=file) as plot:
@@ -76,8 +71,8 @@ def test_ipython_in_a_terminal_is_no_notebook(monkeypatch, display):
 # -- with the trainer ------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("few_images")
-def test_command_draws_bars_in_rows(capsys):
+def test_command_draws_bars_in_rows(monkeypatch, capsys):
+    monkeypatch.setattr(trainer_module, "load_data", lambda *_: garments(60, 20))
     assert main(["train", "lenet", "--epochs", "2", "--lr", "0.01", "--live"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:-1]]
     assert [row[0] for row in rows] == ["1", "2"]

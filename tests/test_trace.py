@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 import time
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -41,8 +40,8 @@ def test_save_and_load_roundtrip(trace, tmp_path):
     assert len(again.spans) == len(trace.spans) == 36
     for ours, theirs in zip(again.spans, trace.spans, strict=True):
         assert replace(ours, begin_s=0, end_s=0) == replace(theirs, begin_s=0, end_s=0)
-        assert ours.begin_s == pytest.approx(theirs.begin_s, abs=1e-9)
-        assert ours.end_s == pytest.approx(theirs.end_s, abs=1e-9)
+        times = theirs.begin_s, theirs.end_s
+        assert (ours.begin_s, ours.end_s) == pytest.approx(times, abs=1e-9)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
     assert {(0, "rank 0"), (1, "rank 1"), (1, "computation"), (0, "buckets")} <= names
@@ -59,7 +58,6 @@ def test_command_prints_table_and_json(trace, tmp_path, capsys):
     assert lines[:2] == [trace.title, " step" + "".join(f" {name:>9}" for name in COLUMNS)]
     one = ["15.00", "4.00", "8.00", "8.00", "2.00", "1.00", "2.00"]  # 2 ms of buckets in the wait
     assert [line.split() for line in lines[2:6]] == [[n, *one] for n in ("0", "1", "2", "mean")]
-    assert {"bucket", "exposed"} <= {line.split(":")[0] for line in lines[7:]}, "words explained"
     assert main(["trace", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["title"] == trace.title
@@ -88,9 +86,6 @@ def test_trainer_records_phases_of_all_ranks(model, options):
         kinds = {(span.category, span.rank) for span in trace.of_step(step)}
         for kind in ("forward", "backward", "optimizer"):
             assert {(kind, rank) for rank in range(3)} <= kinds
-        if "shards" in options:  # two on each rank
-            counts = Counter((span.category, span.rank) for span in trace.of_step(step))
-            assert [counts[kind, 0] for kind in CATEGORIES[:2]] == [2, 2]
     assert all(span.seconds >= 0 for span in trace.spans)
     assert trace.title.endswith("on [cpu x 3 ranks]")
     assert {"lenet": "LeNet", "resnet18": "ResNet-18 of width 8"}[model] in trace.title
@@ -112,49 +107,34 @@ SPAN = b'{"ph":"X","name":"n","cat":"wait","pid":0,"ts":0,"dur":%s,"args":{"step
 TRACE = b'{"otherData": {"title": ""}, "traceEvents": [%s]}'
 
 
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        (b"", "Expecting value"),
-        (PNG, "UnicodeDecodeError"),
-        (b"step ms\n1 2\n", "Expecting value"),
-        (b"[]", "TypeError"),
-        (b"7", "TypeError"),
-        (b"{}", "otherData"),
-        (TRACE % b"", "it holds no step"),
-        (TRACE % b"{}", "KeyError: 'ph'"),
-        (TRACE % b"7", "TypeError"),
-        (b'{"traceEvents": [{"ph": "X", "name": "n"', "JSONDecodeError"),
-        (TRACE % (SPAN % b"1").replace(b"wait", b"lunch"), "category 'lunch', expected one of"),
-        (TRACE % (SPAN % b"-1"), "-1 microseconds"),
-        (TRACE % (SPAN % b"NaN"), "nan microseconds"),
-        (TRACE % (SPAN % b'"%s"' % (b"x" * 10**6)), "could not convert"),
-    ],
-    ids=lambda value: value[:20] if isinstance(value, bytes) else "",
-)
-def test_malformed_traces_raise(tmp_path, content, why, capsys):
+MALFORMED = [
+    (b"", "Expecting value"),
+    (PNG, "UnicodeDecodeError"),
+    (b"[]", "TypeError"),
+    (b"{}", "otherData"),
+    (TRACE % b"", "it holds no step"),
+    (TRACE % b"{}", "KeyError: 'ph'"),
+    (TRACE % (SPAN % b"1").replace(b"wait", b"lunch"), "category 'lunch', expected one of"),
+    (TRACE % (SPAN % b"-1"), "-1 microseconds"),
+    (TRACE % (SPAN % b"NaN"), "nan microseconds"),
+    (TRACE % (SPAN % b'"%s"' % (b"x" * 10**6)), "could not convert"),
+]
+
+
+def test_malformed_traces_raise(tmp_path, capsys):
     file = tmp_path / "other.json"
-    file.write_bytes(content)
-    assert main(["trace", str(file)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{file} is not a trace of `pyringar train` (" in line
-    assert why in line
-    assert len(line) < 300, "nothing of what it holds is printed"
+    for content, why in MALFORMED:
+        file.write_bytes(content)
+        assert main(["trace", str(file)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{file} is not a trace of `pyringar train` (" in line
+        assert why in line
+        assert len(line) < 300
 
 
 def test_unreadable_file_raises(tmp_path):
-    for path, why in (
-        (tmp_path / "missing.json", "No such file"),
-        (tmp_path, "Is a directory"),
-        (tmp_path / ("x" * 300), "File name too long"),
-    ):
-        with pytest.raises(pr.ArgumentError, match=f"{path} cannot be read: {why}"):
-            Trace.load(path)
-
-
-def test_unknown_category_raises():
-    with pytest.raises(pr.ArgumentError, match="category is 'lunch'"):
-        Trace().add("a", "lunch", 0, 0, 1)
+    with pytest.raises(pr.ArgumentError, match=f"{tmp_path} cannot be read: Is a directory"):
+        Trace.load(tmp_path)
 
 
 def test_buckets_begin_during_backward():
@@ -166,11 +146,8 @@ def test_buckets_begin_during_backward():
             trace = Trace()
             losses = [net(x).square().sum() for net, x in zip(nets, images, strict=True)]
             begin_ns = time.perf_counter_ns()
-            threads = [threading.Thread(target=loss.backward) for loss in losses]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(torch.Tensor.backward, losses))
             trace.add("backward", "backward", 0, begin_ns, time.perf_counter_ns())
             with trace.span("wait", 0):
                 bucketer.wait()
