@@ -15,13 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_pages import Block, blocks_of, check_printed, commands_of
+from doc_pages import Block, check_printed, commands_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-WITH_CODE = [p for p in PAGES if any(b.kind == "python" and not b.file_name for b in blocks_of(p))]
-WITH_COMMANDS = [page for page in PAGES if any(commands_of(page))]
 # A gloo thread may free a Python object after the interpreter's end. Of 90 runs 11 ended so.
 GLOO_ABORT = "terminate called without an active exception"
 
@@ -42,10 +40,6 @@ def run(command: list[str], folder: Path) -> str:
         printed, errors = (folder / "stdout").read_text(), (folder / "stderr").read_text()
         assert status == 0, f"exit status {status}: {command}\n{printed}\n{errors}"
     return printed
-
-
-def run_python(page: Path, folder: Path) -> None:
-    run([sys.executable, str(Path(__file__).with_name("doc_pages.py")), str(page)], folder)
 
 
 def run_command(block: Block, files: dict[str, str], folder: Path) -> str:
@@ -79,21 +73,15 @@ def check_commands(page: Path, folder: Path) -> None:
 
 
 def check_page(page: Path, folder: Path) -> None:
-    run_python(page, folder)
+    run([sys.executable, str(Path(__file__).with_name("doc_pages.py")), str(page)], folder)
     check_commands(page, folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
-def test_code_of_page_runs(page, tmp_path):
-    run_python(page, tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
-def test_commands_of_page_run(page, tmp_path):
-    check_commands(page, tmp_path)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs(page, tmp_path):
+    check_page(page, tmp_path)
 
 
 # -- planted mistakes ------------------------------------------------------------------------------
@@ -143,6 +131,5 @@ def test_named_files_exist(page):
 
 
 def test_missing_file_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("`csrc/core/no_such.h`, csrc/core/dtype.h and cpu/ring")
-    assert missing_paths(page) == {"csrc/core/no_such.h"}
+    (tmp_path / "page.md").write_text("`csrc/core/no_such.h`, csrc/core/dtype.h and cpu/ring")
+    assert missing_paths(tmp_path / "page.md") == {"csrc/core/no_such.h"}

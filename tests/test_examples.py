@@ -42,15 +42,6 @@ def run(name: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_page_names_three_short_scripts():
-    assert SCRIPTS == ["book_loop.py", "ddp.py", "grade_class.py"]
-    for name in SCRIPTS:
-        assert f"]({name})" in PAGE
-        source = (ROOT / "examples" / name).read_text(encoding="utf-8")
-        assert len(source.splitlines()) < 60
-        assert SHOWN[name][0] in source, "the docstring has another command"
-
-
 def test_book_loop_learns(capsys):
     runpy.run_path(str(ROOT / "examples/book_loop.py"), run_name="__main__")
     printed = capsys.readouterr().out

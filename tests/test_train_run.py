@@ -53,11 +53,12 @@ def test_run_repeats_bit_by_bit(small):
     assert run(small, ranks=3, epochs=2, seed=5).digest != first.digest
 
 
-@pytest.mark.slow
 def test_rank_counts_agree_in_float64(small):
     options = {"dtype": "float64", "epochs": 2, "batch_size": 24}
     alone = run(small, ranks=1, **options)
-    for more in ({"ranks": 2}, {"ranks": 5, "allreduce": "ring"}, {"ranks": 2, "weights": (3, 1)}):
+    assert all(param.dtype == torch.float64 for param in alone.params)
+    assert alone.losses[-1] < alone.losses[0]
+    for more in ({"ranks": 5, "allreduce": "ring"}, {"ranks": 2, "weights": (3, 1)}):
         result = run(small, **options, **more)
         assert result.losses == pytest.approx(alone.losses, abs=1e-12)
         for ours, theirs in zip(result.params, alone.params, strict=True):
@@ -105,7 +106,7 @@ def test_compiled_model_trains(model):
     assert result.curve[-1] > 0.3
 
 
-@pytest.mark.parametrize("allreduce", ["auto", "fused", "direct", "ring", "sharded", "naive"])
+@pytest.mark.parametrize("allreduce", ["auto", "ring"])
 def test_the_result_says_what_ran(small, allreduce):
     result = run(small, ranks=4, epochs=2, allreduce=allreduce)
     line = rf"test acc: {result.curve[-1]:.2f}, \d+\.\d sec/epoch on \[cpu x 4 ranks\]"

@@ -50,17 +50,6 @@ def test_unloadable_engine_says_what_to_do(cache, tiny, unloaded, monkeypatch):
     assert load.loaded_engine() is None
 
 
-@needs_compiler
-def test_finding_the_engine_is_quick(cache):
-    """Key, compiler and cache together: all that a warm start adds to loading a library."""
-    took = []
-    for _ in range(5):
-        started = time.process_time()
-        build.find_engine()
-        took.append(time.process_time() - started)
-    assert min(took) < 0.05
-
-
 def test_import_neither_builds_nor_loads(cache):
     code = (
         "import sys, time, torch; t = time.process_time(); import pyringar; "
@@ -82,8 +71,7 @@ def test_info_builds_nothing(cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["info"]) == 0
     report = capsys.readouterr().out
-    for told in ("CompilerNotFoundError", "not built yet", str(cache), "Devices", "Peers", "torch"):
-        assert told in report
+    assert all(told in report for told in ("CompilerNotFoundError", "not built yet", str(cache)))
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["environment"]["PYRINGAR_CACHE_DIR"] == str(cache)
