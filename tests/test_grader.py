@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +14,6 @@ import torch
 from torch import Tensor
 
 import pyringar as pr
-from pyringar.cli import main
 from pyringar.grading.grader import Report, check_allreduce
 
 Allreduce = Callable[[list[Tensor]], object]
@@ -261,85 +258,3 @@ def test_wrong_arguments_are_named():
         check_allreduce(3)
     with pytest.raises(pr.ArgumentError, match="timeout_s is 0"):
         check_allreduce(repaired, timeout_s=0)
-
-
-# -- command line ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def solution(tmp_path, monkeypatch):
-    (tmp_path / "solution_under_test.py").write_text(
-        textwrap.dedent("""
-        print("noise while importing")
-
-        def good(data):
-            print("noise while running")
-            for t in data[1:]:
-                data[0][:] += t
-            for t in data[1:]:
-                t[:] = data[0]
-
-        def bad(data):
-            for i in range(1, len(data)):
-                data[0][:] += data[i]
-            for i in range(1, len(data)):
-                data[i] = data[0]
-
-        class Ring:
-            @staticmethod
-            def run(data):
-                good(data)
-
-        answer = 42
-        """)
-    )
-    (tmp_path / "broken_solution.py").write_text("import torch\n1 / 0\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
-    sys.modules.pop("solution_under_test", None)
-
-
-@pytest.mark.parametrize(
-    ("target", "status"),
-    [
-        ("solution_under_test:good", 0),
-        ("solution_under_test.py:good", 0),
-        ("./solution_under_test.py:Ring.run", 0),
-        ("solution_under_test:bad", 1),
-        ("pyringar.comm.reference:naive_all_reduce", 0),
-    ],
-)
-def test_command_exit_status(solution, capsys, target, status):
-    assert main(["check", target, "--devices", "cpu,cpu,cpu"]) == status
-    out = capsys.readouterr().out
-    assert "on cpu x 3 ranks" in out
-    assert "noise" not in out
-
-
-def test_command_json(solution, capsys):
-    target = "solution_under_test:bad"
-    assert main(["check", target, "--json", "--devices", "cpu,cpu"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert (report["target"], report["passed"]) == (target, False)
-    assert report["properties"][2]["case"]["k"] == 2
-
-
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        ("solution_under_test", "is not MODULE:FUNCTION"),
-        ("solution_under_test:", "is not MODULE:FUNCTION"),
-        ("no_such_solution:f", "there is no module 'no_such_solution'"),
-        ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
-        ("solution_under_test:nothing", "what can be called: Ring, bad, good"),
-        ("solution_under_test:answer", "is a value of type int"),
-        ("broken_solution:f", "failed with ZeroDivisionError"),
-        ("broken_solution.py:f", "broken_solution.py:2"),
-    ],
-)
-def test_command_says_why_loading_failed(solution, capsys, target, words):
-    assert main(["check", target]) == 2
-    captured = capsys.readouterr()
-    assert words in captured.err
-    assert captured.out == ""

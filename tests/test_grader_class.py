@@ -1,4 +1,4 @@
-"""Does `pyringar check` grade a class: folders, marks, table, JSON, exit status?"""
+"""Does `pyringar check` grade a function, and a class: folders, marks, table, JSON, exit status?"""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ def allreduce(data):
     for i in range(1, len(data)):
         data[i] = data[0]
 """
+LESSON = f"""\
+print("noise")
+{GOOD}
+{BOOK.replace("allreduce", "bad")}
+class Ring:
+    run = staticmethod(allreduce)
+
+answer = 42
+"""
 CLASS = {
     "anna.py": GOOD,
     "book.py": BOOK,
@@ -51,6 +60,8 @@ def folder(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code)
     (tmp_path / "class" / "folder.py").mkdir()
+    (tmp_path / "lesson.py").write_text(LESSON)
+    (tmp_path / "broken.py").write_text("import torch\n1 / 0\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "class"
 
@@ -79,6 +90,45 @@ def report(verdict: str, name: str = "sum", detail: str = "as it should") -> Rep
 def rows(path) -> list[dict[str, str]]:
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+# -- one function ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["lesson.py:allreduce", "./lesson.py:Ring.run", "lesson:bad"])
+def test_function_is_graded(folder, capsys, target):
+    is_bad = target == "lesson:bad"
+    assert main(["check", target, "--devices", "cpu,cpu,cpu"]) == is_bad
+    out = capsys.readouterr().out
+    assert "on cpu x 3 ranks" in out
+    assert "noise" not in out
+
+
+def test_report_of_a_function_is_json(folder, capsys):
+    assert main(["check", "lesson:bad", "--json", "--devices", "cpu,cpu"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["target"], document["passed"]) == ("lesson:bad", False)
+    assert document["properties"][2]["case"]["k"] == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("lesson", "is not MODULE:FUNCTION"),
+        ("lesson:", "is not MODULE:FUNCTION"),
+        ("no_such_solution:f", "there is no module 'no_such_solution'"),
+        ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
+        ("lesson:nothing", "what can be called: Ring, allreduce, bad"),
+        ("lesson:answer", "is a value of type int"),
+        ("broken:f", "failed with ZeroDivisionError"),
+        ("broken.py:f", "broken.py:2"),
+    ],
+)
+def test_failed_import_is_explained(folder, capsys, target, words):
+    assert main(["check", target]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
 
 
 # -- a whole class ---------------------------------------------------------------------------------
@@ -167,7 +217,7 @@ def test_wrong_arguments_are_refused_first(folder, capsys, arguments, words):
     assert main(["check", *arguments]) == 2
     assert words in capsys.readouterr().err
     assert not (folder / "ran").exists()
-    assert sorted(os.listdir(".")) == ["class", "empty", "taken.csv"]
+    assert sorted(os.listdir("."))[1:] == ["class", "empty", "lesson.py", "taken.csv"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("planted")])
@@ -176,7 +226,7 @@ def test_broken_off_grading_keeps_old_marks(folder, verdicts, error):
     verdicts["book.py"] = error
     assert main(["check", "class", "--csv", "marks.csv"]) in (1, 130)
     assert Path("marks.csv").read_text() == "old"
-    assert sorted(os.listdir(".")) == ["class", "marks.csv"]
+    assert sorted(os.listdir("."))[1:] == ["class", "lesson.py", "marks.csv"]
 
 
 # -- nothing vanishes ------------------------------------------------------------------------------
