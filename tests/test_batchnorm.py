@@ -249,30 +249,6 @@ def test_each_gpu_has_one_thread():
     assert threading.current_thread() not in seen.values()
 
 
-def test_no_thread_left_for_a_rank(monkeypatch):
-    start, names, ended = threading.Thread.start, [], []
-
-    def start_one(thread):
-        names.append(thread.name)
-        if len(names) > 1:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    def meets(rank):
-        try:
-            return meet("here", rank, lambda offers: offers)
-        finally:
-            ended.append(rank)
-
-    calls = {rank: partial(meets, rank) for rank in range(3)}
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start_one)
-        with pytest.raises(pr.RingarError, match=r"'pyringar rank'.*ulimit"):
-            run_in_lockstep(calls, CPUS)
-    assert ended == [0]
-    assert run_in_lockstep(calls, CPUS) == {0: 0, 1: 1, 2: 2}
-
-
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_interrupt_waits_for_ranks(num_devices):
     def work(rank):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import subprocess
@@ -86,19 +85,6 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
     assert isinstance(json.loads(capsys.readouterr().out), dict)
 
 
-NONSENSE = [" ", "x" * 5000, "\udcff\udcfe", "~no-such-user/x", "/dev/null/x"]
-
-
-@pytest.mark.parametrize("value", NONSENSE)
-def test_info_shows_any_environment(monkeypatch, capsys, tmp_path, value):
-    monkeypatch.chdir(tmp_path)
-    for name in ("PYRINGAR_NODE_ID", "CXX", "PYRINGAR_CACHE_DIR", "PYRINGAR_CUDA_ARCHS"):
-        monkeypatch.setenv(name, value)
-    assert main(["info"]) in (0, 1)
-    assert any(capsys.readouterr()), "a report, or one line of error"
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -124,14 +110,6 @@ def test_mistake_is_one_line(argv, message, capsys):
     line = refused(capsys, argv)
     assert message in line
     assert "ArgumentError" not in line
-
-
-def test_only_our_own_news_are_logged(caplog):
-    main(["build", "--no-cuda"])
-    caplog.clear()
-    logging.getLogger("torch._subclasses").info("FakeTensor cache stats:")
-    assert not caplog.records
-    assert logging.getLogger("pyringar").isEnabledFor(logging.INFO)
 
 
 def test_closed_pipe_ends_quietly():

@@ -1,4 +1,4 @@
-"""Code and commands on the pages of docs/ run and print what the pages say; named files exist.
+"""Code on the pages of docs/ and the scripts of examples/ run and print what the pages say.
 
 `mkdocs build --strict` checks links.
 """
@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import os
 import re
+import runpy
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,6 +29,7 @@ GLOO_ABORT = "terminate called without an active exception"
 
 def run(command: list[str], folder: Path) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with (folder / "stdout").open("w+") as out, (folder / "stderr").open("w+") as err:
         process = subprocess.Popen(
             command, cwd=folder, env=env, stdout=out, stderr=err, start_new_session=True
@@ -133,3 +137,52 @@ def test_named_files_exist(page):
 def test_missing_file_is_found(tmp_path):
     (tmp_path / "page.md").write_text("`csrc/core/no_such.h`, csrc/core/dtype.h and cpu/ring")
     assert missing_paths(tmp_path / "page.md") == {"csrc/core/no_such.h"}
+
+
+# -- scripts of examples/ --------------------------------------------------------------------------
+
+SCRIPTS = ("book_loop.py", "ddp.py", "grade_class.py")
+EXAMPLES = (ROOT / "examples/README.md").read_text(encoding="utf-8")
+# The command and the output of every script.
+SHOWN = {
+    name: re.search(rf"\$ (.*examples/{name}.*)\n([^`]*)", EXAMPLES).groups() for name in SCRIPTS
+}
+
+
+def shape(text: str) -> list[str]:
+    """Lines with # for numbers and digests: another processor may round otherwise."""
+    return sorted(re.sub(r" *(\b[0-9a-f]{12}\b|\d+(\.\d+)?)", "#", text).splitlines())
+
+
+def run_example(name: str, folder: Path) -> str:
+    command = shlex.split(SHOWN[name][0])
+    program = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return run([sys.executable, *program, *command[1:]], folder)
+
+
+def test_book_loop_learns(capsys):
+    runpy.run_path(str(ROOT / "examples/book_loop.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert shape(printed) == shape(SHOWN["book_loop.py"][1])
+    *_, last = re.findall(r"accuracy (\d\.\d+)", printed)
+    assert float(last) > 0.7
+    assert printed.endswith("both ranks hold the same bits: True\n")
+
+
+@pytest.mark.slow
+def test_ddp_ranks_stay_equal(tmp_path):
+    printed = run_example("ddp.py", tmp_path)
+    assert shape(printed) == shape(SHOWN["ddp.py"][1])
+    first, second = re.findall(r"has parameters (\w+)", printed)
+    assert first == second
+
+
+@pytest.mark.slow
+def test_class_is_graded(tmp_path):
+    printed = run_example("grade_class.py", tmp_path)
+    assert shape(printed) == shape(SHOWN["grade_class.py"][1])
+    with (tmp_path / "marks.csv").open(newline="", encoding="utf-8") as file:
+        rows = {Path(row["file"]).stem: row for row in csv.DictReader(file)}
+    assert rows["ada"]["marks"] == rows["ada"]["out_of"]
+    assert [rows[name]["first_look_at"] for name in ("ben", "cleo")] == ["in place", "sum"]

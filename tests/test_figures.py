@@ -75,14 +75,6 @@ def test_ticks_can_be_read():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "8"]
 
 
-def test_points_and_marks_share_curve_colour():
-    panel = lines(points={"ring": [(4, 2.0)]}, marks={"ring": 3.0})
-    (axes,) = figures.draw(panel).figure.axes
-    of_ring = [line for line in axes.lines if mpl.colors.same_color(line.get_color(), "#f28e2b")]
-    assert len(of_ring) == 3
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["naive", "ring"]
-
-
 def test_panels_show_their_numbers():
     panels = (figures.Bars({"a": 7297.0, "b": 7.37}, form=",.1f"), PANELS["table"], timeline(None))
     bars, table, line = figures.draw(*panels).figure.axes

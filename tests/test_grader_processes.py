@@ -57,6 +57,10 @@ HARMLESS = {
         def allreduce(data):
             threading.Thread(target=time.sleep, args=(1000,)).start()
             good(data)""",
+    "a child that loads it, too": """
+        import os
+        os.fork()
+        allreduce = good""",
     "torch's settings": """
         import torch
         torch.set_default_dtype(torch.float64)

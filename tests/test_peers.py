@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import peers_cuda, processes, run_all
+from benchmarks import processes, run_all
 from benchmarks.bench import Run
 from benchmarks.peers import registry
 from benchmarks.peers.group import Group, GroupError
@@ -137,19 +137,6 @@ def test_wrong_peer_fails_the_run(peer, monkeypatch, capsys):
     monkeypatch.setitem(PEERS, "impi", replace(peer, variables={"FAULT": "dies"}))
     (failed,) = measured("auto", "impi").results.failed
     assert failed["why"].startswith("GroupError: Fake MPI, 2 ranks: impi, 4: rank 1: exited")
-
-
-def test_nccl_that_refuses_is_listed(monkeypatch):
-    def start(k, device, backend="gloo"):
-        return fake("raises" if backend == "nccl" else "", k)
-
-    monkeypatch.setattr(peers_cuda, "start_our_ranks", start)
-    run = Run(peers_cuda.BENCHMARK, "trial")
-    results = run.measure()
-    assert {row.candidate for row in results.rows} == {"gloo", "auto", "limit"}
-    (missing,) = results.not_run
-    assert missing["what"] == "NCCL, 2 ranks"
-    assert missing["why"].endswith("ValueError: planted in two lines")
 
 
 # -- installed or not ------------------------------------------------------------------------------

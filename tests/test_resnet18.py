@@ -15,7 +15,7 @@ from pyringar.parallel.shards import (
     evaluate_accuracy_gpus,
     mismatch_flags,
 )
-from pyringar.train import TrainConfig, Trainer, initialise, resnet18
+from pyringar.train import TrainConfig, Trainer, resnet18
 from pyringar.train.checkpoint import Checkpoint, save_state
 
 SMALL = {"model": "resnet18", "width": 4, "epochs": 1, "batch_size": 12}
@@ -47,19 +47,6 @@ class TestModel:
         assert not torch.equal(first[0].weight, other[0].weight)
         double = resnet18(width=2, seed=5, dtype=torch.float64)
         assert torch.equal(double[0].weight.float(), first[0].weight)
-
-    def test_initialising_again_forgets_everything(self):
-        net, fresh = resnet18(width=16, seed=3), resnet18(width=16, seed=4)
-        net(torch.rand(5, 1, 28, 28)).sum().backward()
-        with torch.no_grad():
-            for param in net.parameters():
-                param -= param.grad
-        initialise(net, seed=4)
-        for name, tensor in net.state_dict().items():
-            assert torch.equal(tensor, fresh.state_dict()[name]), name
-        initialise(net, "book")
-        assert 0.0095 < net.resnet_block4[1].conv2.weight.std() < 0.0105
-        assert torch.equal(net[1].weight, torch.ones(16))
 
     def test_wrong_arguments_are_named(self):
         with pytest.raises(pr.ArgumentError, match="width is 0, expected a whole number"):

@@ -93,16 +93,6 @@ def one_row(**changes):
     return Results("allreduce", {"cpu": "one"}, rows=[row])
 
 
-def test_rows_of_one_case_share_a_line(tmp_path):
-    both = one_row()
-    both.rows += one_row(candidate="ring", parts_s={"exposed": 0.5}).rows
-    both.rows += one_row(clock="done").rows
-    text = text_of(both)
-    assert len(text.splitlines()) == 3
-    write(tmp_path / "rows", both)
-    assert read(tmp_path / "rows") == both
-
-
 GOOD = text_of(one_row())
 
 

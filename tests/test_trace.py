@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-import torch
 from training import garments
 
 import pyringar as pr
 from pyringar.cli import main
-from pyringar.train import TrainConfig, Trainer, resnet18
+from pyringar.train import TrainConfig, Trainer
 from pyringar.train.trace import CATEGORIES, Trace, covered_s
 
 COLUMNS = ["total", *CATEGORIES, "exposed"]
@@ -84,7 +81,7 @@ def test_trainer_records_phases_of_all_ranks(model, options):
     assert trace.steps() == [0, 1]
     for step in trace.steps():
         kinds = {(span.category, span.rank) for span in trace.of_step(step)}
-        for kind in ("forward", "backward", "optimizer"):
+        for kind in ("forward", "backward", "bucket", "optimizer"):
             assert {(kind, rank) for rank in range(3)} <= kinds
     assert all(span.seconds >= 0 for span in trace.spans)
     assert trace.title.endswith("on [cpu x 3 ranks]")
@@ -135,26 +132,3 @@ def test_malformed_traces_raise(tmp_path, capsys):
 def test_unreadable_file_raises(tmp_path):
     with pytest.raises(pr.ArgumentError, match=f"{tmp_path} cannot be read: Is a directory"):
         Trace.load(tmp_path)
-
-
-def test_buckets_begin_during_backward():
-    nets = [resnet18(width=8, seed=0) for _ in range(2)]
-    images = [torch.randn(16, 1, 28, 28) for _ in nets]
-    shares = []
-    with pr.GradientBucketer(nets, bucket_cap_mb=0.05, overlap=True) as bucketer:
-        for _ in range(4):
-            trace = Trace()
-            losses = [net(x).square().sum() for net, x in zip(nets, images, strict=True)]
-            begin_ns = time.perf_counter_ns()
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(torch.Tensor.backward, losses))
-            trace.add("backward", "backward", 0, begin_ns, time.perf_counter_ns())
-            with trace.span("wait", 0):
-                bucketer.wait()
-            trace.add_buckets(bucketer.stats(), 2)
-            of = {kind: [s for s in trace.spans if s.category == kind] for kind in CATEGORIES}
-            (backward,), (wait,), buckets = of["backward"], of["wait"], of["bucket"]
-            assert len(buckets) == 2 * len(bucketer.stats().buckets) >= 8
-            assert all(backward.begin_s <= s.begin_s <= s.end_s <= wait.end_s for s in buckets)
-            shares.append((buckets[0].begin_s - backward.begin_s) / backward.seconds)
-    assert min(shares) < 0.5, shares

@@ -30,7 +30,6 @@ from pyringar.train.step import EagerStep
 from pyringar.train.trace import Trace
 
 Function = Callable[[], None]
-NUM_GPUS = torch.cuda.device_count()
 
 
 # -- graphs without a GPU --------------------------------------------------------------------------
@@ -43,7 +42,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.num_warm_ups = self.num_replays = 0
         self.is_recording = False
-        self._calls: list[Function] = []  # of the capture under way, or of the last one
+        self.calls: list[Function] = []  # of the capture under way, or of the last one
         self._own: set[int] = set()  # memory that was allocated in the capture
         self._before: dict[int, tuple[Any, Any]] = {}  # other memory, and what it held before
 
@@ -54,7 +53,7 @@ class Recorder(TorchDispatchMode):
 
     def record(self, function: Function) -> Function:
         self.is_recording = True
-        calls = self._calls = []
+        calls = self.calls = []
         self._own, self._before = set(), {}
         with self:
             function()
@@ -68,9 +67,6 @@ class Recorder(TorchDispatchMode):
         with torch.no_grad():
             for call in calls:
                 call()
-
-    def note(self, call: Function) -> None:
-        self._calls.append(call)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -90,7 +86,7 @@ class Recorder(TorchDispatchMode):
                 if old is not None and old.data_ptr() != new.data_ptr():  # else a view, or in place
                     old.copy_(new)
 
-        self.note(again)
+        self.calls.append(again)
         return result
 
     @staticmethod
@@ -130,7 +126,7 @@ def recorder(monkeypatch, caller) -> Recorder:
 
     def all_reduce_coalesced(self, lists, op="sum", **options):
         if made.is_recording:
-            made.note(lambda: real(self, lists, op))
+            made.calls.append(lambda: real(self, lists, op))
         return real(self, lists, op, **options)
 
     monkeypatch.setattr(Communicator, "all_reduce_coalesced", all_reduce_coalesced)
@@ -156,8 +152,6 @@ MORE_RUNS = [
     {"ranks": 2},
     {"ranks": 2, "amp": True},
     {"ranks": 4, "allreduce": "ring", "dtype": "float64"},
-    {"ranks": 2, "batch_size": 128},  # all images are one batch
-    {"ranks": 2, **RESNET, "epochs": 2},
     {"ranks": 2, "lr_schedule": "constant", "overlap": False},
     {"ranks": 2, "batch_size": 25},  # no batch is smaller
     {"ranks": 5, **RESNET, "epochs": 2, "batch_size": 3, "init": "book"},
@@ -173,9 +167,8 @@ def test_replay_has_eager_bits(data, recorder, options):
     same_results(replayed, run(data, **options))
 
 
-@pytest.mark.parametrize("amp", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_synchronised_ranks_are_captured(data, caller, amp):
-    options = {**RESNET, "batchnorm": "sync", "batch_size": 32, "epochs": 1, "amp": amp}
+def test_synchronised_ranks_are_captured(data, caller):
+    options = {**RESNET, "batchnorm": "sync", "batch_size": 32, "epochs": 1}
     replayed = run(data, cuda_graph=True, **options)
     assert caller.num_replays == 4
     same_results(replayed, run(data, **options))
@@ -199,15 +192,10 @@ def test_divergence_between_replays_raises(data, recorder):
     assert len(steps) == 2
 
 
-# -- the stand-in can tell -------------------------------------------------------------------------
-
-
 # -- branches --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def streams(monkeypatch):
-    """Streams that note the calls on them; the first is current at the beginning."""
+def test_step_reduces_after_join(monkeypatch, data):
     log: list[tuple[str, ...]] = []
 
     class Stream:
@@ -230,11 +218,10 @@ def streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", enter)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
-    return log, lambda what: log.append((current[-1].name, what))
 
+    def note(what: str) -> None:
+        log.append((current[-1].name, what))
 
-def test_step_reduces_after_join(streams, data):
-    log, note = streams
     params = [[torch.full((28 * 28, 10), 1e-3, requires_grad=True)] for _ in range(3)]
 
     def score(rank, X):  # noqa: N803
@@ -278,22 +265,15 @@ def test_graph_refuses_several_devices_and_trace():
     graph.check_ranks([other] * 3, None)
 
 
-@pytest.mark.parametrize(
-    ("error", "expected", "message"),
-    [
-        (RuntimeError("not permitted"), CudaError, r"on cuda:0: not permitted; without"),
-        (ArgumentError("as it was"), ArgumentError, "^as it was$"),
-    ],
-)
-def test_failed_capture_raises(monkeypatch, error, expected, message):
+def test_failed_capture_raises(monkeypatch):
     def fail() -> None:
-        raise error
+        raise RuntimeError("not permitted")
 
     for name in ("CUDAGraph", "Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name in ("stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
-    with pytest.raises(expected, match=message):
+    with pytest.raises(CudaError, match=r"on cuda:0: not permitted; without"):
         graph.CudaCapture(torch.device("cuda:0")).record(fail)
 
 
@@ -302,34 +282,19 @@ def test_failed_capture_raises(monkeypatch, error, expected, message):
 LARGER = {"model": "resnet18", "width": 8}
 GPU_RUNS = [
     {"ranks": 3, **LARGER, "amp": True},
-    {"ranks": 1, **LARGER, "width": 64, "amp": True, "epochs": 1},
     {"ranks": 2, "momentum": 0.9, "weights": (1, 0)},
-    {"ranks": 2, **LARGER, "batchnorm": "sync"},
     {"ranks": 2, **LARGER, "batchnorm": "sync", "amp": True, "epochs": 1},
     {"ranks": 2, **LARGER, "channels_last": True},
 ]
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device here")
-class TestOnAGpu:
-    @pytest.mark.parametrize("options", [*RUNS, *MORE_RUNS, *GPU_RUNS], ids=str)
-    def test_graph_has_bits_of_eager_run(self, data, monkeypatch, options):
-        # Or two eager runs, too, could differ: convolutions add in any order.
-        monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-        options = {"batch_size": 32, "epochs": 2, **options}
-        options["devices"] = ["cuda:0"] * options["ranks"]
-        replayed, eager = (run(data, cuda_graph=on, **options) for on in (True, False))
-        same_results(replayed, eager)
-
-    def test_synchronization_in_graph_is_named(self, data, monkeypatch):
-        real = EagerStep.__call__
-
-        def look(self, *arguments):
-            flags = real(self, *arguments)
-            self.sums[0].item()
-            return flags
-
-        monkeypatch.setattr(EagerStep, "__call__", look)
-        with pytest.raises(CudaError, match="cannot be captured in a CUDA graph on cuda:0"):
-            run(data, devices=["cuda:0"], cuda_graph=True)
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device here")
+@pytest.mark.parametrize("options", [*RUNS, *MORE_RUNS, *GPU_RUNS], ids=str)
+def test_graph_has_bits_of_eager_run(data, monkeypatch, options):
+    # Or two eager runs, too, could differ: convolutions add in any order.
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    options = {"batch_size": 32, "epochs": 2, **options}
+    options["devices"] = ["cuda:0"] * options["ranks"]
+    replayed, eager = (run(data, cuda_graph=on, **options) for on in (True, False))
+    same_results(replayed, eager)

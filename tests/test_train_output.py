@@ -114,29 +114,6 @@ def test_json_is_all_that_stdout_gets(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["epochs"][0]["loss"] is None, "JSON has no NaN"
 
 
-def test_json_has_digest(capsys):
-    def run(*options):
-        assert main([*LENET, "--epochs", "1", "--shards", "4", *options]) == 0
-        return capsys.readouterr().out
-
-    digests = {json.loads(run("--ranks", k, "--json"))["digest"] for k in ("1", "2")}
-    assert re.search(r"^digest +([0-9a-f]{14})", run("--ranks", "4"), re.M)[1] in digests
-    assert len(digests) == 1
-
-
-@pytest.mark.parametrize("schedule", ["linear", "constant"])
-def test_stretched_schedule_is_told(schedule, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = [*LENET, "--lr-schedule", schedule]
-    for epochs, is_stretched in [("1", False), ("1", False), ("3", True), ("3", False)]:
-        folder = "--resume" if (tmp_path / "run").exists() else "--save"
-        assert main([*options, "--epochs", epochs, folder, "run"]) == 0
-        told = " ".join(capsys.readouterr().out.split())
-        assert ("schedule stretched from 1 to 3 epochs: the learning rate" in told) == (
-            is_stretched and schedule == "linear"
-        )
-
-
 def test_out_file_loads_into_module(capsys, tmp_path, few_images):
     for command, net in ((["lenet"], LeNet()), (["resnet18", "--width", "4"], resnet18(width=4))):
         path = tmp_path / f"{command[0]}.pt"
@@ -168,23 +145,6 @@ def test_unwritable_outputs_raise_before_training(capsys, tmp_path, name, monkey
         assert f"--{name} is '{path}'" in captured.err
         assert "test acc" not in captured.out
     assert sorted(os.listdir(tmp_path)) == sorted(["file", f"folder{ending}"]), "nothing is left"
-
-
-def test_trace_of_resumed_and_finished_runs(capsys, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(trainer_module, "_TRACED_STEPS", 3)
-    monkeypatch.chdir(tmp_path)
-    files = ["--trace", "t.json", "--out", "m.pt"]
-    assert main([*LENET, "--save", "run"]) == 0
-    assert main([*LENET, "--epochs", "3", "--resume", "run", *files]) == 0
-    assert len(Trace.load("t.json").steps()) == 3
-    before = (tmp_path / "t.json").read_bytes()
-    (tmp_path / "m.pt").unlink()
-    caplog.clear()
-    assert main([*LENET, "--epochs", "3", "--resume", "run", *files]) == 0
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told == "--trace: all steps were done before, so nothing is written"
-    assert (tmp_path / "t.json").read_bytes() == before
-    assert (tmp_path / "m.pt").exists()
 
 
 def test_resume_errors_name_the_flag(capsys, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ from tiny_engine import (
 
 from pyringar.engine import build, compile, toolchain
 from pyringar.engine.load import load as load_engine
-from pyringar.errors import BuildError, CompilerNotFoundError
+from pyringar.errors import CompilerNotFoundError
 
 # --- build, find, key ---
 
@@ -194,7 +194,7 @@ def test_no_compiler_says_what_to_install(cache, tiny, tmp_path, monkeypatch):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("cxx", ["no-such-compiler", "/no/such/g++ -O1", "ccache", "g++ 'open"])
+@pytest.mark.parametrize("cxx", ["/no/such/g++ -O1", "ccache", "g++ 'open"])
 def test_missing_cxx_is_not_passed_over(cache, monkeypatch, cxx):
     monkeypatch.setenv("CXX", cxx)
     with pytest.raises(CompilerNotFoundError, match="CXX="):
@@ -225,20 +225,6 @@ def test_broken_compiler_is_shown(cache, tiny, wrapper, call, says, told):
     assert leftovers(cache) == []
     wrapper("")
     assert load(tiny).value() == 42
-
-
-def test_missing_tools_name_their_package(cache, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
-        patch.setitem(sys.modules, "pybind11", None)
-        patch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
-        patch.setenv("PATH", str(tmp_path))
-        with pytest.raises(BuildError, match=r"Python.h.*apt install python3.*-dev"):
-            toolchain.python_include_dirs()
-        with pytest.raises(BuildError, match="pip install pybind11"):
-            toolchain.pybind11_version()
-        with pytest.raises(BuildError, match="pip install ninja"):
-            toolchain.find_ninja()
 
 
 # --- the engine in the wheel ---
