@@ -85,11 +85,6 @@ def test_error_of_a_rank_is_told():
         assert gloo._processes == processes
 
 
-def test_failed_start_says_why():
-    with pytest.raises(TargetError, match=r"start of ringar, rank 0: .*order is 'nonsense'"):
-        Ranks("ringar", 2, order="nonsense").reduce(SUM)
-
-
 KILLED = """
 import time, torch
 from pyringar.audit.ranks import Ranks

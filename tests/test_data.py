@@ -52,14 +52,6 @@ def test_all_layouts_are_read(tmp_path, suffix, layout):
     assert images.test_labels.tolist() == [0, 1, 2]
 
 
-def test_precedence_of_layouts(tmp_path):
-    write_idx_set(tmp_path, 9, 2)
-    write_idx_set(tmp_path, 8, 2, ".gz")
-    assert len(load_data("auto", tmp_path).train_labels) == 9
-    write_idx_set(tmp_path / "FashionMNIST/raw", 7, 2)
-    assert len(load_data("auto", tmp_path).train_labels) == 7
-
-
 def test_home_folder_needs_no_torchvision(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -256,19 +248,6 @@ def test_broken_download_leaves_nothing(tmp_path, mirror, end):
 
 
 @pytest.mark.usefixtures("mirror")
-def test_interrupted_download_leaves_nothing(tmp_path, monkeypatch):
-    from torchvision.datasets import FashionMNIST
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(FashionMNIST, "_load_data", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        load_data("auto", tmp_path / "images")
-    assert tree(tmp_path / "images") == []
-
-
-@pytest.mark.usefixtures("mirror")
 def test_slower_of_two_downloads_takes_the_files(tmp_path, monkeypatch):
     from torchvision.datasets import FashionMNIST
 
@@ -281,15 +260,6 @@ def test_slower_of_two_downloads_takes_the_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(FashionMNIST, "__init__", other_first)
     assert len(load_data("auto", tmp_path / "images").train_labels) == 7
-
-
-def test_unreachable_mirror_is_named(mirror, tmp_path, monkeypatch):
-    from torchvision.datasets import FashionMNIST
-
-    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:1/"])
-    with pytest.raises(ArgumentError, match=r"download from http://127\.0\.0\.1:1/.*URLError"):
-        load_data("fashion-mnist", tmp_path / "images")
-    assert not (tmp_path / "images").exists()
 
 
 def test_missing_torchvision_is_explained(tmp_path, caplog, monkeypatch):

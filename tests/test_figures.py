@@ -39,7 +39,6 @@ PANELS = {
     "logarithmic": lines(log="xy", ylim=(0.5, 100)),
     "single points": lines(points={"naive": [(2, 1.5)], "other": [(4, 2.0)]}),
     "levels": lines(levels={"limit": 2.0}, marks={"ring": 3.0, "middle": 5.0}),
-    "points alone": figures.Lines([1, 2], {}, points={"rank 0": [(1, 0.5), (2, 0.6)]}),
     "bars": figures.Bars({"naive": 85.3, "ring": 5.5}, "ms", "One allreduce"),
     "table": figures.Table([16, 64], [0.1, 0.2, 0.4], [[1, 2, 3], [4, 5, 6]], "rate", "batch"),
     "timeline": timeline(),

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from cases import mostly_slow
@@ -18,9 +17,6 @@ from cases import mostly_slow
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Step
 from benchmarks.rows import Results, Row, read, text_of
-
-ROOT = Path(__file__).resolve().parents[1]
-
 
 ROW = Row("training_cuda", "LeNet", 1, "ringar", 1.0, 1.0, 1.0, 1.0, 2, True)
 
@@ -135,15 +131,6 @@ def test_outcome_of_tests(tmp_path, monkeypatch, name):
     assert name != "bad" or "    E   assert 1 == 2" in gpu_check.last_lines([step])
 
 
-def test_shared_memory_left_behind_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_check, "SHARED_MEMORY", tmp_path)
-    before = gpu_check.shared_memory()
-    (tmp_path / "ringar.1").touch()
-    step = Step("tests", ["any"], 1.0, gpu_check.judge_tests, state="ok")
-    gpu_check.judge_leftovers(step, before)
-    assert (step.state, step.note) == ("FAILED", f"left in {tmp_path}: ringar.1")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_gpu_tests_pass_over_cpu_ranks(tmp_path):
@@ -224,12 +211,3 @@ def test_status_and_report(tmp_path, capsys):
     assert printed.endswith("FAILED: a\n")
     assert check(tmp_path / "out", [python("build", "1 / 0")], [python("a", "pass")]) == 1
     assert states(tmp_path / "out") == {"build": "FAILED", "a": "not reached"}
-
-
-def test_options_choose_and_print_steps(tmp_path, capsys):
-    stages = [[python(name, "pass")] for name in "abc"]
-    assert check(tmp_path / "out", *stages, argv=("--only", "b")) == 0
-    assert states(tmp_path / "out") == {"b": "ok"}
-    assert gpu_check.main(["--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines if "ncu" in line] == ["ncu_fused", "ncu_ring"]

@@ -142,16 +142,6 @@ def test_hostile_solution_fails(code, words):
     assert graded("allreduce = good").passed
 
 
-def test_memory_is_limited_over_many_calls(monkeypatch):
-    monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name == "ranks"])
-    code = """
-        held = []
-        def allreduce(data):
-            held.append(bytearray(b"x") * (40 << 20))
-            good(data)"""
-    assert "raises MemoryError" in graded(code)["ranks"].detail
-
-
 def test_child_ends_with_the_solution():
     code = """
         import os, time

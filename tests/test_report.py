@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks import allreduce, orders, report, run_all, sums, tables, training
+from benchmarks import allreduce, orders, report, run_all, sums, tables
 from benchmarks.peers import registry
 from benchmarks.rows import InputError, Results, Row, limit_of, read, read_folder, text_of, write
 from benchmarks.sections import SECTIONS
@@ -94,15 +94,6 @@ def test_cases_name_all_candidates(effort):
         assert set(benchmark.peers) | {benchmark.ours} <= names
 
 
-def test_command_line_chooses_cases(trial, capsys):
-    run = trial("allreduce", "--only", "16 KiB", "--ranks", "2,4")
-    assert {row.case for row in run.results("allreduce").rows} == {"16 KiB fp32"}
-    assert trial("allreduce", "--only", "nonsense").status == 2
-    with pytest.raises(SystemExit, match="2"):
-        run_all.main(["speed"])
-    assert "'speed' is none of allreduce, orders" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("error", [RuntimeError("planted\nin two lines"), KeyboardInterrupt()])
 def test_ended_section_keeps_its_rows(trial, monkeypatch, tmp_path, error):
     measure = SECTIONS["allreduce"].measure
@@ -177,18 +168,6 @@ def test_exact_sum_mistake_is_caught():
     assert sums.is_nearest(exact, terms)
     exact[7] = torch.nextafter(exact[7], torch.tensor(math.inf))
     assert not sums.is_nearest(exact, terms)
-
-
-@pytest.mark.slow
-def test_wrong_training_is_caught(trial, monkeypatch):
-    """The book's loop reduces nothing; the loop of shards adds in rank order, not by the tree."""
-    monkeypatch.setattr(training, "tree_order", sums.rank_order)
-    book = training.Book.__init__
-    nothing = [lambda lists: None]
-    changed = lambda self, *given: book(self, *given[:3], *given[3:] or nothing)  # noqa: E731
-    monkeypatch.setattr(training.Book, "__init__", changed)
-    wrong = {row.candidate for row in trial("training").results("training").wrong}
-    assert wrong == {"book", "ringar", "ringar, shards"}
 
 
 # -- the timing loop -------------------------------------------------------------------------------

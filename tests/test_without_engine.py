@@ -55,9 +55,7 @@ def test_engine_calls_say_what_is_missing(no_compiler, monkeypatch):
         lambda: comm.all_reduce(inputs(), algorithm="fused"),
         lambda: comm.all_reduce_coalesced([inputs()] * 3, algorithm="ring"),
         lambda: comm.broadcast(inputs()),
-        lambda: comm.broadcast_coalesced([inputs()] * 3),
         lambda: comm.reduce(inputs()[0], inputs(), algorithm="fused"),
-        lambda: comm.reduce_coalesced(inputs(), [inputs()] * 3, algorithm="direct"),
     ):
         with pytest.raises(CompilerNotFoundError, match="install one"):
             call()
