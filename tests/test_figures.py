@@ -12,7 +12,6 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from PIL import Image
 from training import garments
 
 from pyringar import ArgumentError, figures
@@ -48,11 +47,6 @@ PICTURES = {
     **{name: (panel,) for name, panel in PANELS.items()},
     "side by side": (lines(), PANELS["bars"]),
 }
-
-
-def pixels(picture):
-    with Image.open(io.BytesIO(picture._repr_png_())) as image:
-        return image.convert("RGB")
 
 
 def axes_of(picture):

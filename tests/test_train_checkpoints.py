@@ -170,18 +170,6 @@ def test_damaged_checkpoint_raises(images, saved):
         assert (saved / FILE).read_bytes() == damaged
 
 
-def damage(saved, change):
-    """Replace the checkpoint by one with changed fields and a right digest."""
-    content = (saved / FILE).read_bytes()
-    start = len(checkpoint._FIRST_LINE)
-    state = torch.load(io.BytesIO(content[start + 32 :]), weights_only=True)
-    change(state)
-    payload = io.BytesIO()
-    torch.save(state, payload)
-    digest = checkpoint._digest(payload.getvalue())
-    (saved / FILE).write_bytes(content[:start] + digest + payload.getvalue())
-
-
 TWO_BYTES = torch.ones(2, dtype=torch.uint8)
 # The place of a field, another value, and words of the error.
 WRONG = [
