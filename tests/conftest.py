@@ -37,14 +37,14 @@ else:
 
 # The files that take longest begin first, so that no core waits for the last one.
 LONG = """
-test_stress test_symbols test_cuda_emulated test_cuda_host test_cuda_processes_emulated
+test_stress test_cuda_emulated test_cuda_host test_cuda_processes_emulated
 test_compiled test_layouts test_distributed_machines test_rendezvous
 test_train_checkpoints test_distributed_ends test_grader test_bits test_build test_peers
 test_refused test_exits test_audit_processes test_sharded_training test_torch_team
 test_grader_processes test_faults test_group test_process_faults test_signals
 test_cluster_failures test_cluster test_cluster_interrupts test_launch_processes
 test_cluster_run test_distributed test_prepared test_random test_entries test_docs
-test_deadlines test_private_cache test_examples
+test_deadlines test_private_cache
 """
 MOST_WORKERS = 8  # each imports torch, and tests have several ranks
 

@@ -15,13 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """One end of the cable.
-
-    Attributes:
-        name: The namespace's, and what stands for the machine's.
-        link: Its network device.
-        address: Its IPv4 address there.
-    """
+    """One end of the cable: a network namespace, its network device and IPv4 address."""
 
     name: str
     link: str
@@ -29,11 +23,8 @@ class Machine:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {
-            "PYRINGAR_NODE_ID": self.name,
-            "GLOO_SOCKET_IFNAME": self.link,
-            "OMP_NUM_THREADS": "1",
-        }
+        names = {"PYRINGAR_NODE_ID": self.name, "GLOO_SOCKET_IFNAME": self.link}
+        return {**names, "OMP_NUM_THREADS": "1"}
 
     def command(self, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.name, *words]
@@ -56,15 +47,12 @@ def why_not() -> str | None:
 def two_machines() -> Iterator[list[Machine]]:
     number = os.getpid() % 10**6
     net = f"10.{200 + number % 50}.{number // 50 % 250}"
-    ends = [
-        Machine(f"ringar{number}{end}", f"rv{number}{end}", f"{net}.{at}")
-        for at, end in enumerate("ab", 1)
-    ]
+    names = [(f"ringar{number}{end}", f"rv{number}{end}") for end in "ab"]
+    first, second = ends = [Machine(*name, f"{net}.{at}") for at, name in enumerate(names, 1)]
     with contextlib.ExitStack() as stack:
-        for end in ends:  # the veth pair goes with them
+        for end in ends:  # the veth pair ends with them
             _run("ip", "netns", "add", end.name)
             stack.callback(_run, "ip", "netns", "del", end.name)
-        first, second = ends
         _run("ip", "link", "add", first.link, "type", "veth", "peer", "name", second.link)
         for end in ends:
             _run("ip", "link", "set", end.link, "netns", end.name)

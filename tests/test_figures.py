@@ -1,17 +1,24 @@
-"""Do the chapter's pictures show what they are given, whole, and leave matplotlib as it was?"""
+"""Do the chapter's pictures and live plots show what they are given?"""
 
 from __future__ import annotations
 
 import io
 import itertools
+import sys
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import pytest
-from matplotlib.colors import to_rgb
-from PIL import Image
+import torch
+from training import garments
 
 from pyringar import ArgumentError, figures
+from pyringar.cli import main
 from pyringar.comm.ring_schedule import ring_schedule
+from pyringar.train import EpochResult, LivePlot
+from pyringar.train import trainer as trainer_module
 
 FRAMES = [[[[rank]] * 4 for rank in range(4)]] * 7
 
@@ -31,8 +38,6 @@ PANELS = {
     "logarithmic": lines(log="xy", ylim=(0.5, 100)),
     "single points": lines(points={"naive": [(2, 1.5)], "other": [(4, 2.0)]}),
     "levels": lines(levels={"limit": 2.0}),
-    "points alone": figures.Lines([1, 2], {}, points={"rank 0": [(1, 0.5), (2, 0.6)]}),
-    "one position": figures.Lines([1], {"k = 1": [0.5]}, "epoch", "loss"),
     "bars": figures.Bars({"naive": 85.3, "ring": 5.5}, "ms", "One allreduce"),
     "table": figures.Table([16, 64], [0.1, 0.2, 0.4], [[1, 2, 3], [4, 5, 6]], "rate", "batch"),
     "timeline": timeline(),
@@ -44,19 +49,13 @@ PICTURES = {
 }
 
 
-def pixels(picture):
-    with Image.open(io.BytesIO(picture._repr_png_())) as image:
-        return image.convert("RGB")
+def axes_of(picture):
+    picture._repr_png_()
+    return picture.figure.axes
 
 
-def colors_in(picture):
-    return {color for _, color in pixels(picture).getcolors(1 << 20)}
-
-
-@pytest.mark.parametrize(
-    ("name", "legend"),
-    [*((name, "inside") for name in PICTURES), ("levels", "below"), ("side by side", "below")],
-)
+@pytest.mark.parametrize("legend", ["inside", "below"])
+@pytest.mark.parametrize("name", PICTURES)
 def test_nothing_is_cut_off(name, legend):
     picture = figures.draw(*PICTURES[name], legend=legend)
     picture._repr_png_()
@@ -67,31 +66,14 @@ def test_nothing_is_cut_off(name, legend):
         assert axes.yaxis.label.get_window_extent().height <= axes.get_window_extent().height
 
 
-def test_overlapping_curves_are_visible():
-    same = figures.Lines([1, 2], {"k = 1": [1.8, 1.2], "k = 16": [1.8, 1.2]})
-    shown = colors_in(figures.draw(same))
-    for color in figures.COLORS[:2]:
-        assert tuple(round(255 * part) for part in to_rgb(color)) in shown
-
-
 def test_ticks_can_be_read():
     many = figures.Lines([i / 16 for i in range(17)], {"k = 1": range(1, 18)}, log="y")
-    picture = figures.draw(many, lines(log="xy"))
-    picture._repr_png_()
-    for axes in picture.figure.axes:
+    for axes in axes_of(figures.draw(many, lines(log="xy"))):
         x, y = axes.get_xticklabels(), axes.get_yticklabels()
         ends = [label.get_window_extent() for label in x if label.get_text()]
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(ends))
         assert {"1", "2", "5"} <= {label.get_text() for label in y}
     assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "8"]
-
-
-def test_points_share_curve_colour():
-    panel = lines(points={"ring": [(4, 2.0)]})
-    (axes,) = figures.draw(panel).figure.axes
-    of_ring = [line for line in axes.lines if mpl.colors.same_color(line.get_color(), "#f28e2b")]
-    assert len(of_ring) == 2
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["naive", "ring"]
 
 
 def test_panels_show_their_numbers():
@@ -106,41 +88,28 @@ def test_panels_show_their_numbers():
     assert [label.get_text() for label in line.get_yticklabels()] == ["compute", "0.4 MB", "0.0 MB"]
 
 
-def test_the_ring_shows_every_message():
-    picture = figures.ring_steps(FRAMES, ring_schedule(4))
-    labels = [text.get_text() for axes in picture.figure.axes for text in axes.texts]
+def test_pictures_of_the_chapter_are_complete():
+    labels = [
+        text.get_text()
+        for axes in axes_of(figures.ring_steps(FRAMES, ring_schedule(4)))
+        for text in axes.texts
+    ]
     assert sum(label.startswith("chunk ") for label in labels) == 6 * 4
-    titles = [axes.get_title() for axes in picture.figure.axes]
-    assert titles[0] == "at the start"
-    assert titles[3:5] == ["step 3: add what arrives", "step 4: keep what arrives"]
-
-
-def test_splits_give_every_device_a_quarter():
-    for axes in figures.splits().figure.axes:
+    for axes in axes_of(figures.splits()):
         colors = [mpl.colors.to_hex(box.get_facecolor()) for box in axes.patches]
         assert {colors.count(color) for color in figures.COLORS} == {16}
+    images = figures.images(torch.arange(8.0).reshape(2, 1, 2, 2))
+    shown = [axes.get_images()[0].get_array().tolist() for axes in axes_of(images)]
+    assert shown == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
-def test_images_are_shown_in_a_row():
-    import torch
-
-    picture = figures.images(torch.arange(12.0).reshape(3, 1, 2, 2))
-    shown = [axes.get_images()[0].get_array().tolist() for axes in picture.figure.axes]
-    assert shown == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: figures.Lines([1, 2], {"a": [1]}), r"curves\['a'\] has 1 values, expected 2"),
-        (lambda: figures.draw(), "panels is empty"),
-        (lambda: figures.draw(lines(), legend="left"), "legend is 'left', expected one of inside"),
-        (lambda: figures.ring_steps([[[[0]] * 3] * 3], []), "frames has 3 ranks, expected 4"),
-    ],
-)
-def test_wrong_panels_raise(call, words):
-    with pytest.raises(ArgumentError, match=words):
-        call()
+def test_wrong_panels_raise():
+    with pytest.raises(ArgumentError, match=r"curves\['a'\] has 1 values, expected 2"):
+        figures.Lines([1, 2], {"a": [1]})
+    with pytest.raises(ArgumentError, match="legend is 'left', expected one of inside"):
+        figures.draw(lines(), legend="left")
+    with pytest.raises(ArgumentError, match="frames has 3 ranks, expected 4"):
+        figures.ring_steps([[[[0]] * 3] * 3], [])
 
 
 def test_saving_changes_no_state(tmp_path):
@@ -151,3 +120,71 @@ def test_saving_changes_no_state(tmp_path):
         picture.save(path)
         assert ending.encode() in path.read_bytes()[:1024].lower()
     assert mpl.rcParams.copy() == before
+
+
+# -- live plots ------------------------------------------------------------------------------------
+
+
+PNG = b"\x89PNG\r\n"
+
+
+def epochs(*accuracies):
+    return [EpochResult(i, 1.0, accuracy, 0.1) for i, accuracy in enumerate(accuracies, 1)]
+
+
+def test_text_has_bar_per_epoch():
+    file = io.StringIO()
+    with LivePlot(where="text", file=file) as plot:
+        for result in epochs(0.0, 0.5, 1.0):
+            plot.curve("k = 2")(result)
+    bars = [f"k = 2, epoch  {i}  {share:.3f}  " for i, share in ((1, 0.0), (2, 0.5), (3, 1.0))]
+    wanted = [bar + "█" * n for bar, n in zip(bars, (0, 20, 40), strict=True)]
+    assert file.getvalue().splitlines() == wanted
+
+
+# -- notebooks -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def display(monkeypatch):
+    plt.switch_backend("Agg")  # before it would ask the stand-in
+    ipython = ModuleType("IPython")
+    ipython.version_info = (9, 0)  # matplotlib looks
+    ipython.display = mock.Mock()
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    return ipython.display
+
+
+def test_notebook_updates_one_picture(display):
+    plot = LivePlot(2)
+    for label, accuracies in (("k = 1", (0.3, 0.4)), ("k = 2", (0.5, 0.6, 0.7)), ("k = 1", (0.8,))):
+        on_epoch = plot.curve(label)
+        for result in epochs(*accuracies):
+            on_epoch(result)
+    image = display.Image.return_value
+    display.display.assert_called_once_with(image, display_id=True)
+    assert display.display.return_value.update.call_args_list == [mock.call(image)] * 5
+    images = [call.kwargs["data"] for call in display.Image.call_args_list]
+    assert all(image.startswith(PNG) for image in images)
+    assert len(set(images)) == 6, "every epoch changes the picture"
+    assert plot.curves == {"k = 1": [0.8], "k = 2": [0.5, 0.6, 0.7]}
+    assert plt.get_fignums() == []
+
+
+def test_ipython_in_a_terminal_is_no_notebook(monkeypatch, display):
+    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: SimpleNamespace())
+    LivePlot(1, file=io.StringIO())(*epochs(0.5))
+    display.display.assert_not_called()
+
+
+# -- with the trainer ------------------------------------------------------------------------------
+
+
+def test_command_draws_bars_in_rows(monkeypatch, capsys):
+    monkeypatch.setattr(trainer_module, "load_data", lambda *_: garments(60, 20))
+    assert main(["train", "lenet", "--epochs", "2", "--lr", "0.01", "--live"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:-1]]
+    assert [row[0] for row in rows] == ["1", "2"]
+    for row in rows:
+        assert row[4:] == ["█" * round(40 * float(row[2]))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 import threading
 import time
@@ -42,11 +43,9 @@ def import_has_time(monkeypatch):
     monkeypatch.setattr(remote._Process, "load", patient)
 
 
-def graded(
-    code: str, timeout_s: float = TIMEOUT_S, show=lambda text: None, file="/nowhere/solution.py"
-):
+def graded(code: str, timeout_s: float = TIMEOUT_S, show=lambda text: None):
     source = (GOOD + textwrap.dedent(code)).encode()
-    return grade(Target(file, "allreduce", source), ["cpu"] * 4, timeout_s, show)
+    return grade(Target("/nowhere/solution.py", "allreduce", source), ["cpu"] * 4, timeout_s, show)
 
 
 # -- solutions that are right, and do something besides --------------------------------------------
@@ -58,11 +57,9 @@ HARMLESS = {
         def allreduce(data):
             threading.Thread(target=time.sleep, args=(1000,)).start()
             good(data)""",
-    "children that have ended": """
-        import os, time
-        for _ in range(10):
-            os.fork() or os._exit(0)
-        time.sleep(0.2)
+    "a child that loads it, too": """
+        import os
+        os.fork()
         allreduce = good""",
     "torch's settings": """
         import torch
@@ -91,15 +88,7 @@ def test_side_effects_do_no_harm(code):
 PASSES = "every rank  pass      all other ranks end with it too"
 HOSTILE = {
     "exits": ("import os\ndef allreduce(data): os._exit(0)", "the process ended with status 0"),
-    "sys.exit": ("def allreduce(data): raise SystemExit(0)", "raises SystemExit: 0 at "),
-    "crashes": (
-        "import ctypes\ndef allreduce(data): ctypes.string_at(0)",
-        "the process was ended by SIGSEGV",
-    ),
-    "ends its group": (
-        "import os\ndef allreduce(data): os.killpg(0, 9)",
-        "the process was ended by SIGKILL",
-    ),
+    "ends its group": ("import os\ndef allreduce(data): os.killpg(0, 9)", "was ended by SIGKILL"),
     "fills memory": (
         """
         def allreduce(data):
@@ -153,16 +142,6 @@ def test_hostile_solution_fails(code, words):
     assert graded("allreduce = good").passed
 
 
-def test_memory_is_limited_over_many_calls(monkeypatch):
-    monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name == "ranks"])
-    code = """
-        held = []
-        def allreduce(data):
-            held.append(bytearray(b"x") * (40 << 20))
-            good(data)"""
-    assert "raises MemoryError" in graded(code)["ranks"].detail
-
-
 def test_child_ends_with_the_solution():
     code = """
         import os, time
@@ -173,22 +152,16 @@ def test_child_ends_with_the_solution():
         allreduce = good"""
     shown = []
     assert graded(code, TIMEOUT_S, shown.append).passed
+    stat = Path(f"/proc/{int(b''.join(shown))}/stat")
     deadline = time.monotonic() + 5
-    while (state := stat_of(int(b"".join(shown)))) is not None and state != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def stat_of(pid: int) -> str | None:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return None
+    with contextlib.suppress(FileNotFoundError):
+        while ") Z " not in stat.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 NEVER_ANSWERS = {
     "loops": "def allreduce(data):\n    while True: pass",
-    "sleeps": "import time\ndef allreduce(data): time.sleep(1000)",
     "stops itself": "import os\ndef allreduce(data): os.kill(os.getpid(), 19)",
     "prints for ever": "def allreduce(data):\n    while True: print('x' * 100_000)",
 }
@@ -211,14 +184,6 @@ def test_deadline_is_for_one_property(import_has_time, monkeypatch):
     assert verdicts == {"sum": "pass", "list": "pass", "sizes": "timeout"}
 
 
-def null_bytes() -> Exception:
-    try:
-        compile("\0", "", "exec")
-    except (SyntaxError, ValueError) as error:
-        return error
-    raise AssertionError("Python compiles null bytes")
-
-
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -227,12 +192,6 @@ def null_bytes() -> Exception:
         ("raise SystemExit('no')", "failed with SystemExit: no at /nowhere/solution.py:7"),
         ("import os; os.fork()", "has no 'allreduce'; what can be called: good"),
         ("x = (1,", "SyntaxError: '(' was never closed at /nowhere/solution.py:7"),
-        ("import torch\nfrom torch import no", "at /nowhere/solution.py:8"),
-        # What Python itself raises: a ValueError before 3.11.4.
-        (
-            "x = '\x00'",
-            f"{type(null_bytes()).__name__}: source code string cannot contain null bytes",
-        ),
         ("allreduce = 3", "is a value of type int, not a function"),
     ],
 )
@@ -246,15 +205,14 @@ def test_failed_import_says_where(code, words):
 
 def test_prints_are_shown():
     shown = []
-    assert graded(
-        "import os\nos.system('echo one')\nprint('two')\nallreduce = good", TIMEOUT_S, shown.append
-    ).passed
+    code = "import os\nos.system('echo one')\nprint('two')\nallreduce = good"
+    assert graded(code, TIMEOUT_S, shown.append).passed
     assert b"".join(shown) == b"one\ntwo\n"
 
 
 def test_grader_files_are_closed(tmp_path):
     with (tmp_path / "secret").open("w") as file:
-        code = f"import os\ndef allreduce(data):\n    good(data)\n    os.fstat({file.fileno()})"
+        code = f"import os\ndef allreduce(data): os.fstat({file.fileno()})"
         assert "raises OSError: [Errno 9]" in graded(code)["sum"].detail
 
 

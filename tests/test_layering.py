@@ -68,23 +68,6 @@ def test_includes_point_down():
     assert {file: wrong for file, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.parametrize(
-    ("file", "line"),
-    [
-        ("core/x.h", '#include "cpu/ring.h"'),
-        ("os/x.h", "#include <fstream>"),
-        ("cpu/x.h", "#  include <pybind11/pybind11.h>"),
-        ("cpu/x.h", "#include <linux/futex.h>"),
-        ("bindings/x.h", '#include "cuda/group.h"'),
-        ("bindings/x.h", "#include <torch/extension.h>"),
-    ],
-)
-def test_planted_include_is_found(file, line):
-    fine = '#include <vector>\n#include "core/dtype.h"\n'
-    assert wrong_includes(file, fine) == []
-    assert len(wrong_includes(file, f"{fine}{line}\n")) == 1
-
-
 @pytest.mark.parametrize("kind", [compile.CPU, compile.CUDA], ids=lambda kind: kind.module)
 def test_engine_hash_covers_its_includes(kind):
     files = {path.relative_to(CSRC).as_posix() for path in compile.Recipe(CSRC, kind=kind).files()}

@@ -36,10 +36,6 @@ class Verdict:
     text: str
 
     @property
-    def num_states(self) -> int:
-        return int(re.findall(r": (\d+) states", self.text)[-1])
-
-    @property
     def reason(self) -> str:
         lines = self.text.splitlines()[:-1]
         return "\n".join(lines) if lines[0].startswith("deadlock") else lines[-1]
@@ -105,37 +101,43 @@ SINGLE = ["direct:1", "exchange:1"]
 # -- Calls that share staging slots ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_staged_calls(check: Check, ranks: int) -> None:
-    prove(check, mixes(STAGED, 1), ranks=ranks)
-    for length in (2, 3):
-        prove(check, mixes(STAGED, length), ranks=ranks, base=WRAPS)
+REFUSED = pieces("refused", "refused-exchange")
+RINGS = [f"{phases}:{n}" for phases in ("ring", "scatter", "gather") for n in (1, 2, 3, 6, 12)]
+BETWEEN = [
+    f"{a}:3,{b},{c}:3"
+    for a, b, c in itertools.product(["direct", "exchange"], SINGLE, ["direct", "exchange"])
+]
+# A call that ranks make again, since their tensors lie otherwise than those of others.
+AGAIN = ["refused:1", "refused:2", "refused-exchange:1", "refused-exchange:3"]
+MIXED = ["exchange:2,direct:2", "exchange:1,direct:1,exchange:3,direct:3"]
+# Lists of calls that share staging slots, and of rings.
+PROVED = {
+    "one call": STAGED,
+    "two calls": list(mixes(STAGED, 2)),
+    "three calls": list(mixes(STAGED, 3)),
+    "three calls of one piece": list(mixes(SINGLE, 3)),
+    "five calls of one piece": ["direct:1,exchange:1,exchange:1,direct:1,exchange:1"],
+    "single pieces between others": BETWEEN,
+    "refused calls": [*REFUSED, *(f"{a},{b}" for a, b in itertools.product(STAGED, REFUSED))],
+    "calls after refused ones": [
+        *(",".join(calls) for calls in itertools.product(SINGLE, AGAIN, STAGED)),
+        "direct:3,refused:3,direct:3",
+    ],
+    "rings": RINGS,
+    "ring phases after each other": list(mixes(pieces("ring", "scatter", "gather"), 2)),
+}
+CASES = [*itertools.product(PROVED, [2, 3]), ("two calls", 4), ("rings", 4), ("rings", 5)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), CASES)
+def test_calls_are_right_in_every_order(check: Check, name: str, ranks: int) -> None:
+    prove(check, PROVED[name], ranks=ranks, base=WRAPS)
 
 
 @pytest.mark.thorough
 def test_four_staged_calls(check: Check) -> None:
     prove(check, mixes(pieces("direct", "exchange", most=4), 3), base=WRAPS)
     prove(check, mixes(STAGED, 4), base=WRAPS)
-
-
-def test_four_ranks(check: Check) -> None:
-    prove(check, mixes(SINGLE, 2), ranks=4, base=WRAPS)
-    prove(check, mixes(STAGED, 2), ranks=4, base=WRAPS)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_calls_of_one_piece(check: Check, ranks: int) -> None:
-    prove(check, mixes(SINGLE, 3), ranks=ranks, base=WRAPS)
-    prove(check, ["direct:1,exchange:1,exchange:1,direct:1,exchange:1"], ranks=ranks)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_single_pieces_between_others(check: Check, ranks: int) -> None:
-    lists = [
-        f"{a}:3,{b},{c}:3"
-        for a, b, c in itertools.product(["direct", "exchange"], SINGLE, ["direct", "exchange"])
-    ]
-    prove(check, lists, ranks=ranks, base=WRAPS)
 
 
 @pytest.mark.parametrize("base", range(-9, 1))
@@ -146,44 +148,9 @@ def test_counters_wrap_anywhere(check: Check, base: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("behind", [TURNS - 1, TURNS, TURNS + 1, 2**32 - 1])
 def test_reduced_far_behind(check: Check, ranks: int, behind: int) -> None:
-    lists = [
-        "direct:1",
-        "direct:3",
-        "exchange:2,direct:2",
-        "exchange:1,direct:1,exchange:3,direct:3",
-    ]
     for base in (0, WRAPS):
+        lists = ["direct:1", "direct:3", *MIXED]
         prove(check, lists, ranks=ranks, base=base, reduced_behind=behind)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_refused_calls_end_on_every_rank(check: Check, ranks: int) -> None:
-    refused = pieces("refused", "refused-exchange")
-    lists = [f"{before},{call}" for before, call in itertools.product(STAGED, refused)]
-    prove(check, [*refused, *lists], ranks=ranks, base=WRAPS)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_calls_after_refused_ones(check: Check, ranks: int) -> None:
-    """A call that ranks make again, since their tensors lie otherwise than those of others."""
-    refused = ["refused:1", "refused:2", "refused-exchange:1", "refused-exchange:3"]
-    lists = [f"{a},{b},{c}" for a, b, c in itertools.product(SINGLE, refused, STAGED)]
-    lists.append("direct:3,refused:3,direct:3")
-    prove(check, lists, ranks=ranks, base=WRAPS)
-
-
-# -- Rings -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_rings(check: Check, ranks: int) -> None:
-    lists = [f"{phases}:{n}" for phases in ("ring", "scatter", "gather") for n in (1, 2, 3, 6, 12)]
-    prove(check, lists, ranks=ranks, base=WRAPS)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ring_phases_after_each_other(check: Check, ranks: int) -> None:
-    prove(check, mixes(pieces("ring", "scatter", "gather"), 2), ranks=ranks, base=WRAPS)
 
 
 # -- How many slots are enough ---------------------------------------------------------------------
@@ -233,15 +200,9 @@ def test_staging_slots_are_a_power_of_two(check: Check) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_smallest_number_of_ring_slots(check: Check, ranks: int) -> None:
     """With fewer than 2k, all ranks wait for a slot and none for a message."""
+    stuck = r"nobody can go on\nrank 0: waits for taken of link 0 >= \d+, and it is \d+ for ever"
     for slots in range(1, 2 * ranks):
-        refute(
-            check,
-            "ring:12",
-            r"deadlock: after \d+ of \d+ steps nobody can go on\n"
-            r"rank 0: waits for taken of link 0 >= \d+, and it is \d+ for ever",
-            ranks=ranks,
-            ring_slots=slots,
-        )
+        refute(check, "ring:12", stuck, ranks=ranks, ring_slots=slots)
     prove(check, ["ring:12", "scatter:2", "gather:2"], ranks=ranks, ring_slots=2 * ranks)
 
 
@@ -256,11 +217,7 @@ PLANTED = [
     ("waits-without-acquire", "direct:2", UNANNOUNCED),
     ("waits-without-acquire", "exchange:2", UNANNOUNCED),
     ("waits-without-acquire", "ring:1", UNWRITTEN),
-    (
-        "compares-without-wrap",
-        "direct:3",
-        r"announced of rank 0 >= 4294967295, and it is 0 for ever",
-    ),
+    ("compares-without-wrap", "direct:3", r"announced of rank 0 >= 4294967295, and it is 0 for"),
     ("compares-without-wrap", "exchange:3", UNWRITTEN),
     ("compares-without-wrap", "ring:2", UNWRITTEN),
     ("base-stays", "direct:1,direct:1", SAME_NUMBER),
@@ -276,11 +233,7 @@ PLANTED = [
     ("reduced-not-awaited", "direct:1", UNREDUCED),
     ("one-rank-not-awaited", "direct:1", UNREDUCED),
     ("two-ahead", "exchange:5", TOO_FEW),
-    (
-        "adds-one-twice",
-        "direct:1",
-        r"the sum of ranks 0\+1[+2]*, found the sum of ranks 0\+0[+2]*$",
-    ),
+    ("adds-one-twice", "direct:1", r"sum of ranks 0\+1[+2]*, found the sum of ranks 0\+0[+2]*$"),
     ("one-call-record", "exchange:1,exchange:1", r"calls.0. of .*: expected call 1, found call 2$"),
     ("publishes-without-release", "ring:1", UNWRITTEN),
     ("frees-without-release", "ring:3", TOO_FEW),
@@ -291,7 +244,6 @@ PLANTED = [
     ("message-not-awaited", "gather:1", UNWRITTEN),
 ]
 PLANTED_IDS = [f"{bug}-{calls}" for bug, calls, _ in PLANTED]
-LEFT_BEHIND = "reduced-left-behind"  # two tests of its own
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -305,32 +257,12 @@ def test_planted_bug_is_refuted(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_direct_call_raises_reduced(check: Check, ranks: int) -> None:
-    options = {"ranks": ranks, "bug": LEFT_BEHIND}
+    options = {"ranks": ranks, "bug": "reduced-left-behind"}
     prove(check, ["direct:1"], reduced_behind=TURNS - 1, **options)
     refute(check, "direct:1", UNREDUCED, reduced_behind=TURNS, **options)
     # The exchange is what goes too far.
-    refute(
-        check,
-        "exchange:1,direct:1",
-        "found message 2: rank .$",
-        reduced_behind=TURNS - 1,
-        **options,
-    )
-
-
-def test_trace_is_minimal(check: Check) -> None:
-    options = {"bug": LEFT_BEHIND, "reduced_behind": TURNS}
-    trace = refute(check, "direct:1", UNREDUCED, **options).text.splitlines()[:-1]
-    assert trace == [
-        "1. rank 1: writes calls[1] of rank 1, call 1",
-        "2. rank 1: writes slot 1 of rank 1, message 1, slice 0",
-        "3. rank 1: writes slot 1 of rank 1, message 1, slice 1",
-        "4. rank 1: publishes announced of rank 1 = 1",
-        "5. rank 0: waits for announced of rank 1 >= 1, and it is 1",
-        "6. rank 0: waits for reduced of rank 1 >= 1, and it is 2147483648",
-        "7. rank 0: reads slot 1 of rank 1, message 1, slice 1: "
-        "expected message 1: ranks 0+1, found message 1: rank 1",
-    ]
+    options["reduced_behind"] = TURNS - 1
+    refute(check, "exchange:1,direct:1", "found message 2: rank .$", **options)
 
 
 # -- The search itself -----------------------------------------------------------------------------
@@ -339,37 +271,19 @@ def test_trace_is_minimal(check: Check) -> None:
 # Lists short enough for a search that tries every event in every state.
 SHORT = [
     ("direct:1", {}),
-    ("direct:1,direct:1", {"base": -1}),
     ("direct:1", {"reduced_behind": TURNS}),
     ("exchange:1", {"base": -1}),
-    ("refused:2", {"base": -2}),
-    ("ring:1", {}),
     ("scatter:1,gather:1", {"base": -1}),
-    ("exchange:1,scatter:1", {"base": -1}),
     ("scatter:1", {"ranks": 3}),
     ("gather:2", {}),
     ("direct:1,direct:1", {"slots": 1}),
-    ("exchange:1,exchange:1", {"slots": 1}),
     ("exchange:4", {"slots": 3}),
     ("direct:3", {"slots": 2}),
     ("ring:2", {"ring_slots": 2}),
-    ("scatter:3", {"ring_slots": 1}),
 ]
-
-
-def verdicts(check: Check, calls: str, **options: object) -> tuple[Verdict, Verdict]:
-    every, reduced = (check(calls, every_order=n, swaps=0, **options) for n in (1, 0))
-    return every, reduced
 
 
 @pytest.mark.parametrize(("calls", "options"), SHORT)
 def test_reduction_agrees(check: Check, calls: str, options: dict[str, int]) -> None:
-    every, reduced = verdicts(check, calls, **options)
+    every, reduced = (check(calls, every_order=n, swaps=0, **options) for n in (1, 0))
     assert every.is_proved == reduced.is_proved, [every, reduced]
-    if every.is_proved:
-        assert every.num_states >= reduced.num_states
-
-
-@pytest.mark.parametrize(("bug", "calls"), [(bug, calls) for bug, calls, _ in PLANTED])
-def test_reduction_agrees_on_planted_bugs(check: Check, bug: str, calls: str) -> None:
-    assert [v.is_proved for v in verdicts(check, calls, base=-2, bug=bug)] == [False] * 2

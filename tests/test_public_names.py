@@ -1,4 +1,4 @@
-"""The public names: which there are, imports at first use, docstrings and types."""
+"""The public names: which there are, imports at first use, docstrings, types and reprs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import pyringar as pr
 from pyringar import cli, errors
+from pyringar.comm.work import Work
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,22 +71,16 @@ WITHOUT = """
 import sys
 import torch.distributed
 
-{missing}
+torch.distributed.is_available = lambda: False
+sys.modules["platformdirs"] = None
 import pyringar as pr
-from pyringar.cli import main
 
 assert callable(pr.train.train)
-sys.exit(main(["build", "--help"]))
 """
-PROGRAMS = {
-    "first use": FIRST_USE.format(names=SUBPACKAGES),
-    "no distributed": WITHOUT.format(missing="torch.distributed.is_available = lambda: False"),
-    "no platformdirs": WITHOUT.format(missing="sys.modules['platformdirs'] = None"),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("program", [FIRST_USE.format(names=SUBPACKAGES), WITHOUT])
 def test_imports_happen_at_first_use(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -125,9 +123,7 @@ def test_docstrings_name_all_arguments(package):
 
 # -- types ---------------------------------------------------------------------------------------
 
-PACKAGES = {"pr": pr, "pr.train": pr.train}
-if hasattr(pr, "distributed"):
-    PACKAGES["pr.distributed"] = pr.distributed
+PACKAGES = {"pr": pr, "pr.train": pr.train, "pr.distributed": pr.distributed}
 
 PROGRAM = """
 from collections.abc import Callable
@@ -190,6 +186,39 @@ def test_a_program_that_uses_every_public_name(tmp_path):
     assert [line.partition(":")[0] for line in errors] == ["wrong.py", "wrong.py"], done.stdout
     assert "pyringar" not in errors[0].partition("error:")[0]
     revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
-    assert len(revealed) == len(names)
-    unknown = [name for name, found in zip(names, revealed, strict=True) if found == "Any"]
-    assert not unknown
+    assert [name for name, found in zip(names, revealed, strict=True) if found == "Any"] == []
+
+
+# -- reprs -----------------------------------------------------------------------------------------
+
+
+def test_work_shows_failure():
+    native = SimpleNamespace(
+        is_completed=lambda: True, exception=lambda: pr.PeerLostError("rank 1 is gone")
+    )
+    expected = "Work(broadcast, failed: PeerLostError: rank 1 is gone)"
+    assert repr(Work(native, {}, "broadcast")) == expected
+
+
+def test_closed_communicator_shows_it():
+    comm = pr.Communicator(["cpu"] * 2)
+    assert repr(comm).startswith("Communicator(host: ranks [0, 1], algorithm='auto'")
+    comm.close()
+    assert repr(comm).startswith("Communicator(closed, host: ranks [0, 1]")
+    with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as alone:
+        pass
+    assert repr(alone).startswith("ProcessCommunicator(closed, rank 0 of 1, ")
+
+
+def test_repr_of_bucketer():
+    replicas = pr.replicate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["cpu"] * 2)
+    with pr.GradientBucketer(replicas, overlap=True) as bucketer:
+        head = "GradientBucketer(world size 2, parameters: 4, buckets: 1, "
+        assert repr(bucketer) == f"{head}waits for backward)"
+        replicas[0](torch.ones(1, 2)).sum().backward()
+        assert repr(bucketer) == f"{head}backward has begun)"
+        replicas[1](torch.ones(1, 2)).sum().backward()
+        assert repr(bucketer) == f"{head}1 of 1 buckets launched)"
+        bucketer.wait()
+        assert repr(bucketer) == f"{head}waits for backward)"
+    assert repr(bucketer) == f"{head}closed)"

@@ -1,21 +1,21 @@
-"""Does one command measure everything, say what is wrong, and write a page with pictures?"""
+"""Does one command measure everything, say what is wrong, and keep pages and results equal?"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-import struct
+import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from benchmarks import allreduce, orders, plots, report, run_all, sums, training
-from benchmarks.bench import Case
+from benchmarks import allreduce, orders, report, run_all, sums, tables
 from benchmarks.peers import registry
-from benchmarks.rows import Results, Row, limit_of, read
+from benchmarks.rows import InputError, Results, Row, limit_of, read, read_folder, text_of, write
 from benchmarks.sections import SECTIONS
 from benchmarks.timing import Effort, Timing, in_turns
 
@@ -71,9 +71,7 @@ CANDIDATES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS)
 def test_section_is_measured_and_right(trial, section):
-    threads = torch.get_num_threads()
     run = trial(section)
-    assert torch.get_num_threads() == threads
     results = run.results(section)
     assert (run.status, results.failed, results.wrong) == (0, [], [])
     assert {row.candidate for row in results.rows} == CANDIDATES[section]
@@ -82,49 +80,18 @@ def test_section_is_measured_and_right(trial, section):
         has_limit = section not in ("orders", "bucketing")
         is_call = row.clock in (None, "device") and section != "training_cuda"
         assert (row.limit_s is not None) == has_limit or not is_call, row.about
-    for key in ("cpu", "cores", "date", "torch", "python", "system", "pyringar", "engine"):
-        assert results.machine[key], key
-    assert f"## {SECTIONS[section].title}\n" in run.page
-    assert report.table(results) in run.printed
     assert report.table(results) in run.page
     (link,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", run.page)
-    data = (run.folder / link).read_bytes()
-    assert (data[:8], data[12:16]) == (b"\x89PNG\r\n\x1a\n", b"IHDR")
-    assert all(300 <= pixels <= 3000 for pixels in struct.unpack(">II", data[16:24]))
+    assert (run.folder / link).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("effort", ["full", "quick"])
-def test_cases_name_no_unknown_candidates(effort):
+def test_cases_name_all_candidates(effort):
     for benchmark in SECTIONS.values():
         cases = benchmark.cases(effort)
-        assert cases
         assert len({(case.name, case.world_size, case.dtype) for case in cases}) == len(cases)
         names = {name for case in cases for name in case.candidates}
         assert set(benchmark.peers) | {benchmark.ours} <= names
-
-
-def test_command_line_chooses_cases(trial, capsys):
-    run = trial("allreduce", "--only", "16 KiB", "--ranks", "2,4")
-    assert {row.case for row in run.results("allreduce").rows} == {"16 KiB fp32"}
-    assert trial("allreduce", "--only", "nonsense").status == 2
-    for arguments, text in (
-        (["speed"], "'speed' is none of allreduce, orders"),
-        (["--ranks", "two"], "argument --ranks: 'two' is not numbers"),
-        (["--quick", "--dry-run"], "not allowed with"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            run_all.main(arguments)
-        assert text in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
-def test_gpu_section_without_gpu_is_listed(tmp_path, monkeypatch, capsys):
-    changed(monkeypatch, "orders", cases=lambda effort: SECTIONS["allreduce"].cases("trial")[:1])
-    changed(monkeypatch, "orders", measure=lambda run: None)
-    assert run_all.main(["--quick", "orders", "training_cuda", "--out", str(tmp_path)]) == 0
-    assert "not run: the section: no CUDA device" in capsys.readouterr().out
-    text = (tmp_path / "report.md").read_text()
-    assert "- training_cuda: the section: no CUDA device" in text
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted\nin two lines"), KeyboardInterrupt()])
@@ -153,25 +120,13 @@ def test_failed_case_stops_no_other(trial, monkeypatch):
     right = allreduce.call_of
 
     def fail(name, comm, lists):
-        if lists[0][0].numel() == 1024:
-            raise ValueError("planted")
-        return right(name, comm, lists)
+        return right(name, comm, lists) if lists[0][0].numel() != 1024 else 1 / 0
 
     monkeypatch.setattr(allreduce, "call_of", fail)
     run = trial("allreduce")
     assert run.status == 1
     assert {row.case for row in run.results("allreduce").rows} == {"16 KiB fp32"}
-    assert "FAILED: 4 KiB fp32, 2 ranks: ValueError: planted" in run.printed
-
-
-def test_progress_estimates_the_time_left():
-    progress = run_all.Progress({"a": 10.0, "b": 30.0}, {"a": 3, "b": 1})
-    case = Case("any", 2, ())
-    progress.advance("a", case)
-    assert progress.line(20.0) == f"[{'###':<20}]  17%, 1:40 left"
-    for section in "aab":
-        progress.advance(section, case)
-    assert progress.line(100.0) == f"[{'#' * 20}] 100%, 0:00 left"
+    assert "FAILED: 4 KiB fp32, 2 ranks: ZeroDivisionError: division by zero" in run.printed
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -215,20 +170,6 @@ def test_exact_sum_mistake_is_caught():
     assert not sums.is_nearest(exact, terms)
 
 
-@pytest.mark.slow
-def test_wrong_training_is_caught(trial, monkeypatch):
-    """The book's loop reduces nothing; the loop of shards adds in rank order, not by the tree."""
-    monkeypatch.setattr(training, "tree_order", sums.rank_order)
-    book = training.Book.__init__
-    monkeypatch.setattr(
-        training.Book,
-        "__init__",
-        lambda self, *given: book(self, *given[:3], *given[3:] or [lambda lists: None]),
-    )
-    wrong = {row.candidate for row in trial("training").results("training").wrong}
-    assert wrong == {"book", "ringar", "ringar, shards"}
-
-
 # -- the timing loop -------------------------------------------------------------------------------
 
 
@@ -257,18 +198,10 @@ FACTORS = {"median_s": 1, "min_s": 0.8, "q1_s": 0.9, "q3_s": 1.1}
 
 
 def timed(limit_us=None, section="allreduce", **times_us):
+    about = {"case": "1 MiB fp32", "world_size": 2, "rounds": 5, "correct": True}
+    about |= {"limit_s": limit_us and limit_us * 1e-6, "size_bytes": 2**20}
     rows = [
-        Row(
-            section=section,
-            case="1 MiB fp32",
-            world_size=2,
-            candidate=name,
-            **{name: us * factor * 1e-6 for name, factor in FACTORS.items()},
-            rounds=5,
-            correct=True,
-            limit_s=limit_us and limit_us * 1e-6,
-            size_bytes=2**20,
-        )
+        Row(section, candidate=name, **{f: us * x * 1e-6 for f, x in FACTORS.items()}, **about)
         for name, us in times_us.items()
     ]
     return Results(section, {}, rows=rows)
@@ -297,28 +230,112 @@ def test_best_peer_of_each_case_counts():
     assert first == "| 1 MiB fp32 | 2 | 90 us | 60 us | 7 us | **29 us** | 30 us | 2.00 |"
     assert second.endswith("| 3.00 |")
     alone, *_ = report.section_lines(results)
-    assert alone == (
-        "One process per rank, against the best of gloo and Intel MPI: 2.5 times as fast in the "
-        "median of 2 cases, from 2.00 (1 MiB fp32, 2 ranks) to 3 (4 KiB, 2 ranks)."
-    )
+    assert "2.5 times as fast in the median of 2 cases, from 2.00 (1 MiB fp32, 2 ranks)" in alone
 
 
-@pytest.mark.parametrize(("auto_us", "slow"), [(55.0, 0), (56.0, 1)])
-def test_auto_is_compared_with_algorithms(auto_us, slow):
-    results = timed(naive=90.0, fused=50.0, ring=70.0, auto=auto_us)
-    (line,) = report.auto_lines({"allreduce": results})
-    assert f"in {slow} of 1 cases" in line
-    assert f"takes {auto_us / 50:.2f} times as long (allreduce, 1 MiB fp32, 2 ranks)" in line
+# -- files of results, and pages made of them ------------------------------------------------------
 
 
-def test_picture_is_redrawn_for_new_data(tmp_path):
-    results = read(ROOT / "benchmarks/results/ddp.jsonl")
-    path = tmp_path / plots.filename_of("ddp")
-    plots.draw({"ddp": results}, tmp_path)
-    first, source = path.stat().st_mtime_ns, plots.source_in(path)
-    assert source == results.digest
-    plots.draw({"ddp": results}, tmp_path)
-    assert path.stat().st_mtime_ns == first
-    rows = [replace(results.rows[0], q3_s=1.0), *results.rows[1:]]
-    plots.draw({"ddp": replace(results, rows=rows)}, tmp_path)
-    assert plots.source_in(path) not in (None, source)
+RESULTS = ROOT / "benchmarks/results"
+FILES = sorted(RESULTS.glob("*.jsonl"))
+
+
+@pytest.fixture
+def copies(monkeypatch, tmp_path):
+    for name, place in (("README", "README.md"), ("PAGE", "docs/report.md")):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / place, tmp_path / place)
+        monkeypatch.setattr(tables, name, tmp_path / place)
+    for name, place in (("FIGURES", "docs/figures"), ("RESULTS", "benchmarks/results")):
+        shutil.copytree(ROOT / place, tmp_path / place)
+        monkeypatch.setattr(tables, name, tmp_path / place)
+    assert tables.main(["--check"]) == 0
+    return tmp_path
+
+
+def test_generated_files_are_up_to_date():
+    assert not tables.stale(), "run python benchmarks/tables.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("README.md", " times as fast", "0 times as fast"), ("docs/report.md", " ms ", "1 ms ")],
+)
+def test_edited_figure_is_noticed(copies, name, old, new, capsys):
+    text = (copies / name).read_text()
+    summary = text[text.index("<!-- benchmark:summary -->" if "README" in name else "##") :]
+    (copies / name).write_text(text.replace(summary, summary.replace(old, new, 1)))
+    assert tables.main(["--check"]) == 1
+    assert f"{name}: out of date" in capsys.readouterr().err
+    assert tables.main([]) == 0
+    assert (copies / name).read_text() == text
+
+
+def test_new_results_change_all_pages(copies):
+    path = copies / "benchmarks/results/ddp.jsonl"
+    path.write_text(path.read_text().replace('_s": 0.', '_s": 1.'))
+    (copies / "docs/figures/left-over.png").write_bytes(b"")
+    left_over = "docs/figures/left-over.png (no results for it)"
+    files = ["README.md", "docs/report.md", "docs/figures/ddp-time.png", left_over]
+    assert tables.stale() == files
+    assert tables.main([]) == 0
+    assert not tables.stale()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("ddp", {"effort": "quick"}, "ddp is a quick run, expected a full one"),
+        ("ddp", {"failed": [{"what": "x", "why": "planted"}]}, "wrong or failed: planted"),
+        ("allreduce", {}, "allreduce is wrong or failed: 4 KiB fp32, 2 ranks, naive"),
+    ],
+)
+def test_half_a_report_is_not_published(copies, name, changes, text, capsys):
+    path = copies / f"benchmarks/results/{name}.jsonl"
+    head, rest = path.read_text().split("\n", 1)
+    path.write_text(f"{json.dumps(json.loads(head) | changes)}\n{rest}")
+    if not changes:
+        path.write_text(path.read_text().replace('"correct": true', '"correct": false', 1))
+    for arguments in ([], ["--check"]):
+        assert tables.main(arguments) == 2
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_rows_survive_their_file(path, tmp_path):
+    results = read(path)
+    write(tmp_path / "copy", results)
+    assert (tmp_path / "copy").read_text() == path.read_text()
+    assert read(tmp_path / "copy") == results
+
+
+def one_row(**changes):
+    values: dict[str, Any] = {"candidate": "auto", "median_s": 1.0, "clock": "device"} | changes
+    times = {"min_s": 1.0, "q1_s": 1.0, "q3_s": 1.0, "rounds": 5, "correct": True}
+    row = Row("allreduce", "1 MiB", 2, **times | values)
+    return Results("allreduce", {"cpu": "one"}, rows=[row])
+
+
+GOOD = text_of(one_row())
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "JSONDecodeError"),
+        (GOOD.replace('"version": 3', '"version": 7'), "not the head of a results file"),
+        (GOOD.replace('"cpu": "one"', '"cpu": ""'), "not the head of a results file"),
+        (GOOD.replace('"rounds": 5, ', ""), "TypeError"),
+        (GOOD.replace('"median_s": 1.0', '"median_s": 0'), "median_s is 0, expected > 0"),
+    ],
+)
+def test_bad_file_is_named(tmp_path, text, error):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"bad.jsonl: .*{error}"):
+        read(path)
+    path.unlink()
+    with pytest.raises(InputError, match=r"bad.jsonl: .*No such file"):
+        read(path)
+    with pytest.raises(InputError, match="holds no results"):
+        read_folder(tmp_path)

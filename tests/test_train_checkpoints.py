@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import operator
 import os
 import shutil
 import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from cases import mostly_slow
@@ -64,8 +65,6 @@ RUNS = [
 ]
 MORE_RUNS = [
     {**LENET, "ranks": 1},
-    {**RESNET, "ranks": 2},
-    {**LENET, "ranks": 2, "weights": (3, 1), "lr_schedule": "constant"},
     {**LENET, "ranks": 3, "dtype": "float64", "momentum": 0.9},
     {**RESNET, "ranks": 2, "batchnorm": "sync"},
     {**RESNET, "ranks": 3, "batch_size": 37, "allreduce": "ring", "bucket_cap_mb": 0.02},
@@ -81,32 +80,6 @@ def test_resume_is_bit_identical(images, tmp_path, options):
         go(images, options, 3, resume=here)
     same_results(go(images, options, resume=here), whole)
     assert [path.name for path in here.iterdir()] == [FILE], "nothing else is left there"
-
-
-def test_checkpoint_holds_state_of_every_rank(images, tmp_path):
-    options = {**RESNET, "width": 16, "ranks": 2, "momentum": 0.9, "epochs": 1}
-    options["channels_last"] = True
-    with Trainer(TrainConfig(**options), images, save=tmp_path) as trainer:
-        trainer.run()
-        check_replicas_equal(trainer._tensors())
-        saved = Checkpoint.decode((tmp_path / FILE).read_bytes(), tmp_path).tensors
-        check_replicas_equal([saved, trainer._tensors()[0]])
-    with Trainer(TrainConfig(**options), images, resume=tmp_path) as trainer:
-        check_replicas_equal([saved, *trainer._tensors()])
-        weights = [param for param in trainer.replicas[1] if param.dim() == 4]
-        assert all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
-
-
-def test_resume_restores_the_buckets(images, tmp_path):
-    """A ring adds in an order that depends on where in its bucket a gradient lies."""
-    config = TrainConfig(**{**RESNET, "epochs": 1}, ranks=3, allreduce="ring")
-    with Trainer(config, images, save=tmp_path) as trainer:
-        before = trainer.model.bucketer.buckets
-        trainer.run()
-        learned = trainer.model.bucketer.buckets
-    assert learned != before, "or this test would show nothing"
-    with Trainer(config, images, resume=tmp_path) as trainer:
-        assert trainer.model.bucketer.buckets == learned
 
 
 def test_epoch_is_saved_before_callback(images, tmp_path, monkeypatch):
@@ -161,11 +134,8 @@ def test_resume_with_other_options_raises(images, saved):
         ({"ranks": 3}, "ranks is 3, but the checkpoint has 2"),
         ({"batch_size": 10}, "batch_size is 10, but the checkpoint has 20"),
         ({"dtype": "float64"}, "dtype is 'float64', but the checkpoint has 'float32'"),
-        ({"lr": 0.2}, "lr is 0.2, but the checkpoint has 0.1"),
         ({"seed": 1}, "seed is 1, but the checkpoint has 0"),
-        ({"init": "book"}, "init is 'book', but the checkpoint has 'he'"),
         ({"weights": (2, 1)}, "weights is (2.0, 1.0), but the checkpoint has None"),
-        ({"lr_schedule": "constant"}, "lr_schedule is 'constant', but"),
         ({"bucket_cap_mb": 1}, "bucket_cap_mb is 1.0, but"),
         ({"allreduce": "ring"}, "allreduce is 'in ring order', but the checkpoint has 'in rank"),
     ]:
@@ -175,161 +145,82 @@ def test_resume_with_other_options_raises(images, saved):
     assert (saved / FILE).read_bytes() == before
 
 
-def test_other_images_are_refused(images, saved):
-    with pytest.raises(ArgumentError, match=r"dataset is 'garments, 80 .* has 'garments, 75"):
-        go(garments(80, 30), LENET, resume=saved)
+def test_other_images_are_refused(saved):
     changed = garments(75, 30)
     changed.test_labels[0] += 1
     with pytest.raises(ArgumentError, match=r"dataset is .* digest .* checkpoint has .* digest"):
         go(changed, LENET, resume=saved)
 
 
-def damaged(content):
-    payload = io.BytesIO()
-    torch.save({"epochs": 1}, payload)
+def test_damaged_checkpoint_raises(images, saved):
+    content = (saved / FILE).read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
-    return {
-        "empty": (b"", "is no checkpoint of this version of pyringar"),
-        "foreign": (payload.getvalue(), "is no checkpoint of this version of pyringar"),
-        "first line alone": (content[:22], "is damaged"),
-        "cut short": (content[:-1], "is damaged"),
-        "cut in the digest": (content[:30], "is damaged"),
-        "longer": (content + b"\0", "is damaged"),
-        "one bit": (bytes(flipped), "is damaged"),
-        "older version": (content.replace(b" 3\n", b" 2\n", 1), "is no checkpoint of this"),
-    }
-
-
-def test_damaged_checkpoint_raises(images, saved):
-    for name, (content, words) in damaged((saved / FILE).read_bytes()).items():
-        (saved / FILE).write_bytes(content)
+    for damaged, words in [
+        (b"", "is no checkpoint of this version of pyringar"),
+        (content[:22], "is damaged"),
+        (content[:-1], "is damaged"),
+        (bytes(flipped), "is damaged"),
+        (content.replace(b" 3\n", b" 2\n", 1), "is no checkpoint of this"),
+    ]:
+        (saved / FILE).write_bytes(damaged)
         with pytest.raises(ArgumentError) as caught:
             go(images, LENET, resume=saved)
-        assert f"resume is '{saved}', but its checkpoint.bin {words}" in str(caught.value), name
-        assert (saved / FILE).read_bytes() == content
+        assert f"resume is '{saved}', but its checkpoint.bin {words}" in str(caught.value)
+        assert (saved / FILE).read_bytes() == damaged
 
 
-def damage(saved, change):
-    """Replace the checkpoint by one with changed fields and a right digest."""
+TWO_BYTES = torch.ones(2, dtype=torch.uint8)
+# The place of a field, another value, and words of the error.
+WRONG = [
+    ("recipe", None, "recipe None"),
+    ("recipe lr", ..., "recipe {"),
+    ("recipe lr", "1", "lr is 0.1, but the checkpoint has '1'"),
+    ("recipe dataset", [[1.0, "a"]], "dataset is"),
+    ("setting", {"a": None}, "setting {'a': None}"),
+    ("setting torch", TWO_BYTES, "setting {"),
+    ("num_epochs", True, "num_epochs True"),
+    ("num_epochs", 0, "num_epochs 0, expected a whole number"),
+    ("num_epochs", 1000, "epochs is 3, but the checkpoint"),
+    ("epochs", [], "epochs []"),
+    ("epochs", [[n, 0.1, 1.0, 0.0] for n in range(1, 5)], "has 4 epochs, expected at most num_ep"),
+    ("epochs 0", [1, 0.1, 1.0], "epochs [[1"),
+    ("epochs 0 0", 2, "epochs [[2"),
+    ("epochs 0 1", "1", "epochs [[1, '1'"),
+    ("epochs 0 2", float("nan"), "epochs [[1"),
+    ("epochs 0 2", 1.1, "epochs [[1"),
+    ("epochs 0 3", float("inf"), "epochs [[1"),
+    ("epochs 0 3", -1, "epochs [[1"),
+    ("shuffle", torch.empty(0, dtype=torch.complex64), "shuffle tensor("),
+    ("shuffle", TWO_BYTES, "shuffle that is no state of a torch.Generator"),
+    ("tensors", None, "tensors None"),
+    ("tensors", ..., "holds ['epochs',"),
+    ("tensors", [], "entry 0 is missing, expected"),
+    ("tensors 0", "1", "tensors ['1'"),
+    ("tensors 0", TWO_BYTES, "entry 0 is (2,) torch.uint8"),
+    ("more", 1, "holds ['epochs', 'more',"),
+]
+
+
+def test_wrong_field_is_named(images, saved, monkeypatch):
+    monkeypatch.setattr(trainer_module, "batches", None)  # nothing may be trained
     content = (saved / FILE).read_bytes()
     start = len(checkpoint._FIRST_LINE)
-    state = torch.load(io.BytesIO(content[start + 32 :]), weights_only=True)
-    change(state)
-    payload = io.BytesIO()
-    torch.save(state, payload)
-    digest = checkpoint._digest(payload.getvalue())
-    (saved / FILE).write_bytes(content[:start] + digest + payload.getvalue())
-
-
-FIELDS = [
-    ("recipe",),
-    ("setting",),
-    ("num_epochs",),
-    ("epochs",),
-    ("shuffle",),
-    ("tensors",),
-    ("epochs", 0, 0),
-    ("epochs", 0, 1),
-    ("epochs", 0, 2),
-    ("epochs", 0, 3),
-    ("epochs", 0),
-    ("tensors", 0),
-    ("recipe", "lr"),
-    ("recipe", "batch_size"),
-    ("recipe", "dataset"),
-    ("setting", "torch"),
-]
-ODD = {
-    "none": None,
-    "negative": -1,
-    "nan": float("nan"),
-    "infinite": float("inf"),
-    "huge": 10**30,
-    "text": "1",
-    "list": [[1.0, "a"]],
-    "dict": {"a": None},
-    "tensor": torch.ones(2, dtype=torch.uint8),
-    "empty": torch.empty(0, dtype=torch.complex64),
-    "true": True,
-    "missing": ...,
-}
-
-
-@pytest.mark.parametrize("odd", ODD)
-def test_odd_field_is_named(images, saved, odd, monkeypatch):
-    monkeypatch.setattr(trainer_module, "batches", None)  # nothing may be trained
-    before = (saved / FILE).read_bytes()
-    for field in FIELDS:
-        # A loss may be NaN, and other settings are logged.
-        if (field, odd) in {(("epochs", 0, 1), "nan"), (("epochs", 0, 1), "infinite")}:
-            continue
-
-        def change(state, field=field):
-            *path, last = field
-            for key in path:
-                state = state[key]
-            if odd == "missing":
-                del state[last]
-            else:
-                state[last] = ODD[odd]
-
-        damage(saved, change)
-        if (
-            field[0] == "setting"
-            and len(field) == 2
-            and odd not in ("missing", "tensor", "empty", "dict")
-        ):
-            Checkpoint.decode((saved / FILE).read_bytes(), saved)
+    for field, value, words in WRONG:
+        state = torch.load(io.BytesIO(content[start + 32 :]), weights_only=True)
+        *path, last = (int(key) if key.isdecimal() else key for key in field.split())
+        place = functools.reduce(operator.getitem, path, state)
+        if value is ...:
+            del place[last]
         else:
-            with pytest.raises(ArgumentError) as caught:
-                go(images, LENET, resume=saved)
-            assert FILE in str(caught.value)
-            assert str(field[-1] if field[0] == "recipe" else field[0]) in str(caught.value), field
-        (saved / FILE).write_bytes(before)
-
-
-def test_foreign_state_is_named(images, saved):
-    for change, words in [
-        (lambda state: state.update(more=1), "holds ['epochs', 'more',"),
-        (lambda state: state.update({3: 1}), "holds ['3', 'epochs',"),
-        (lambda state: state.update(num_epochs=1000), "epochs is 3, but the checkpoint"),
-        (lambda state: state["tensors"].append(torch.ones(1)), "entry 8 is (1,) torch.float32"),
-        (lambda state: state["tensors"].pop(), "entry 7 is missing, expected"),
-        (lambda state: state["shuffle"].zero_(), "shuffle that is no state of a torch.Generator"),
-        (lambda state: state.update(num_epochs=0), "num_epochs 0, expected a whole number"),
-        (
-            lambda state: state["epochs"].extend(
-                [[2, 0.1, 1.0, 0.0], [3, 0.1, 1.0, 0.0], [4, 0.1, 1.0, 0.0]]
-            ),
-            "has 4 epochs, expected at most num_epochs, which is 3",
-        ),
-    ]:
-        before = (saved / FILE).read_bytes()
-        damage(saved, change)
+            place[last] = value
+        payload = io.BytesIO()
+        torch.save(state, payload)
+        digest = checkpoint._digest(payload.getvalue())
+        (saved / FILE).write_bytes(content[:start] + digest + payload.getvalue())
         with pytest.raises(ArgumentError) as caught:
             go(images, LENET, resume=saved)
-        assert words in str(caught.value)
-        (saved / FILE).write_bytes(before)
-
-
-def test_unusable_folder_raises_before_training(images, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "batches", None)
-    (tmp_path / "file").write_text("")
-    (tmp_path / "odd" / FILE).mkdir(parents=True)
-    for folders, words in [
-        ({"save": tmp_path / "no" / "where"}, "where', which cannot be written: No such file"),
-        ({"save": tmp_path / "file"}, "file', which cannot be written: File exists"),
-        ({"save": "/proc"}, "save is '/proc', which cannot be written"),
-        ({"save": "a\0b"}, "cannot be written"),
-        ({"save": ""}, "save is '', expected the path of a folder"),
-        ({"resume": ""}, "resume is '', expected the path of a folder"),
-        ({"resume": tmp_path}, f"resume is '{tmp_path}', expected a folder that save has written"),
-        ({"resume": tmp_path / "odd"}, "checkpoint.bin' cannot be read: Is a directory"),
-    ]:
-        with pytest.raises(ArgumentError, match=r"save|resume") as caught:
-            go(images, LENET, **folders)
-        assert words in str(caught.value)
+        assert words in str(caught.value), field
 
 
 def test_save_refuses_existing_checkpoint(images, saved):
@@ -339,12 +230,11 @@ def test_save_refuses_existing_checkpoint(images, saved):
     assert (saved / FILE).read_bytes() == before
 
 
-def test_a_trainer_runs_once(images, tmp_path):
-    for folders in ({"save": tmp_path}, {}):
-        with Trainer(TrainConfig(**{**LENET, "epochs": 1}), images, **folders) as trainer:
-            trainer.run()
-            with pytest.raises(RingarError, match="run was called before: make another Trainer"):
-                trainer.run()  # at the learning rates after the last
+def test_a_trainer_runs_once(images):
+    with Trainer(TrainConfig(**{**LENET, "epochs": 1}), images) as trainer:
+        trainer.run()
+        with pytest.raises(RingarError, match="run was called before: make another Trainer"):
+            trainer.run()  # at the learning rates after the last
 
 
 def test_a_constant_rate_goes_on(images):
@@ -354,13 +244,6 @@ def test_a_constant_rate_goes_on(images):
         halves = [trainer.run() for _ in range(2)]
     assert [half.losses[0] for half in halves] == whole.losses
     check_replicas_equal([halves[1].params, whole.params])
-
-
-def test_numbers_of_numpy_are_read_back(images, tmp_path):
-    options = {**LENET, "lr": np.float64(0.1), "bucket_cap_mb": np.float64(1), "ranks": 2}
-    options["weights"] = np.array([3.0, 1.0])
-    go(images, options, 2, save=tmp_path)
-    go(images, {**options, "lr": 0.1, "bucket_cap_mb": 1, "weights": (3, 1)}, resume=tmp_path)
 
 
 def test_other_torch_or_threads_are_logged(images, saved, caplog, monkeypatch):
@@ -377,15 +260,6 @@ def test_other_torch_or_threads_are_logged(images, saved, caplog, monkeypatch):
 
 
 # -- writing ---------------------------------------------------------------------------------------
-
-
-def test_removed_folder_raises(images, tmp_path):
-    folder, told = tmp_path / "run", []
-    with Trainer(TrainConfig(**LENET), images, save=folder) as trainer:
-        folder.rmdir()
-        with pytest.raises(RingarError, match=r"checkpoint\.bin' cannot be written: No such file"):
-            trainer.run(on_epoch=told.append)
-    assert len(told) == 1
 
 
 def test_failed_write_keeps_last_checkpoint(images, tmp_path, monkeypatch):
@@ -420,13 +294,9 @@ def rows(lines):
 def run_command(command, stop=None, after=0):
     """Return the output and the status. ``stop``: a signal, sent when ``after`` rows are there."""
     lines = []
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
         for line in process.stdout:
             lines.append(line)
             if stop is not None and len(rows(lines)) == after:

@@ -1,4 +1,4 @@
-"""``pyringar train``: its options, the files it writes, and the lines it prints."""
+"""``pyringar train`` and ``pyringar trace``: options, files, lines, and tables."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ import json
 import logging
 import os
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from training import garments
 
-from pyringar.cli import main, parser, train_output
+import pyringar as pr
+from pyringar.cli import main, train_output
 from pyringar.cli import train as cli_train
-from pyringar.errors import ArgumentError, RingarError
-from pyringar.train import LeNet, TrainConfig, Trainer, config, resnet18
-from pyringar.train import data as data_module
+from pyringar.errors import ArgumentError
+from pyringar.train import TrainConfig, Trainer, config, resnet18
 from pyringar.train import trainer as trainer_module
-from pyringar.train.trace import Trace
+from pyringar.train.trace import CATEGORIES, Trace, covered_s
 
 LENET = ["train", "lenet", "--epochs", "2", "--batch-size", "20"]
-COLUMNS = 80
 LINE = r"test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]"
 
 
@@ -35,14 +34,6 @@ def few_images(monkeypatch):
     images = garments(75, 30)
     monkeypatch.setattr(trainer_module, "load_data", lambda *_: images)
     return images
-
-
-@pytest.fixture
-def no_step(monkeypatch):
-    def step(*_):
-        raise AssertionError("a step was run")
-
-    monkeypatch.setattr(Trainer, "_train_batch", step)
 
 
 def rows_of(out):
@@ -75,21 +66,6 @@ def test_options_match_train_config():
     assert parse() == {"model": "lenet"}, "an option not given must not override a default"
     assert parse("--devices", "cuda:0, cpu")["devices"] == ("cuda:0", "cpu")
     assert parse("--weights", "3,1.5")["weights"] == (3.0, 1.5)
-
-
-@pytest.mark.parametrize("options", [["--data-dir", "/nope"], ["--dataset", "fashion-mnist"]])
-def test_missing_images_end_the_run(capsys, tmp_path, monkeypatch, options):
-    def fail(root):
-        raise RingarError("no network")
-
-    monkeypatch.setattr(trainer_module, "load_data", data_module.load_data)
-    monkeypatch.setattr(data_module, "default_data_dir", lambda: tmp_path / "default")
-    monkeypatch.setattr(data_module, "_download", fail)
-    assert main(["train", "lenet", *options]) != 0
-    captured = capsys.readouterr()
-    assert options[1] in captured.err
-    assert "train-images-idx3-ubyte" in captured.err
-    assert captured.out == ""
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -130,117 +106,33 @@ def test_json_is_all_that_stdout_gets(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["epochs"][0]["loss"] is None, "JSON has no NaN"
 
 
-def test_json_has_digest(capsys):
-    def run(*options):
-        assert main([*LENET, "--epochs", "1", "--shards", "4", *options]) == 0
-        return capsys.readouterr().out
-
-    digests = {json.loads(run("--ranks", k, "--json"))["digest"] for k in ("1", "2")}
-    assert re.search(r"^digest +([0-9a-f]{14})", run("--ranks", "4"), re.M)[1] in digests
-    assert len(digests) == 1
-
-
-@pytest.mark.parametrize("schedule", ["linear", "constant"])
-def test_stretched_schedule_is_told(schedule, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = [*LENET, "--lr-schedule", schedule]
-    for epochs, is_stretched in [("1", False), ("1", False), ("3", True), ("3", False)]:
-        folder = "--resume" if (tmp_path / "run").exists() else "--save"
-        assert main([*options, "--epochs", epochs, folder, "run"]) == 0
-        told = " ".join(capsys.readouterr().out.split())
-        assert ("schedule stretched from 1 to 3 epochs: the learning rate" in told) == (
-            is_stretched and schedule == "linear"
-        )
-
-
 def test_out_file_loads_into_module(capsys, tmp_path, few_images):
-    for command, net in ((["lenet"], LeNet()), (["resnet18", "--width", "4"], resnet18(width=4))):
-        path = tmp_path / f"{command[0]}.pt"
-        options = ["--epochs", "1", "--batch-size", "25", "--out", str(path)]
-        assert main(["train", *command, *options]) == 0
-        out = capsys.readouterr().out
-        assert f"out        {path}\n" in out
-        net.eval().load_state_dict(torch.load(path, weights_only=True))
-        right = (net(few_images.test_images).argmax(1) == few_images.test_labels).float().mean()
-        assert rows_of(out)[0][2] == f"{right:.3f}"
+    path, net = tmp_path / "net.pt", resnet18(width=4)
+    options = ["--width", "4", "--epochs", "1", "--batch-size", "25", "--out", str(path)]
+    assert main(["train", "resnet18", *options]) == 0
+    net.eval().load_state_dict(torch.load(path, weights_only=True))
+    right = (net(few_images.test_images).argmax(1) == few_images.test_labels).float().mean()
+    assert rows_of(capsys.readouterr().out)[0][2] == f"{right:.3f}"
 
 
 ENDINGS = {"plot": "png", "trace": "json", "out": "pt", "log": "csv"}
 
 
-@pytest.mark.usefixtures("no_step")
 @pytest.mark.parametrize("name", [*ENDINGS, "save", "resume"])
 def test_unwritable_outputs_raise_before_training(capsys, tmp_path, name, monkeypatch):
+    monkeypatch.setattr(Trainer, "_train_batch", None)
     monkeypatch.chdir(tmp_path)
     ending = f".{ENDINGS[name]}" if name in ENDINGS else ""
     (tmp_path / f"folder{ending}").mkdir()
     (tmp_path / "file").write_text("")
-    bad = [f"no/x{ending}", f"/proc/x{ending}", f"file/x{ending}", "a" * 300 + ending]
-    bad += ["", "closed/x/y" + ending]
+    bad = [f"no/x{ending}", f"/proc/x{ending}", f"file/x{ending}", "a" * 300 + ending, ""]
     bad += ["x", "x.pdf", f"folder{ending}", ending] if ending else ["file"]
-    real = os.stat
-
-    def stat(path, *arguments, **options):
-        if "closed/x" in str(path):
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return real(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "stat", stat)
     for path in bad:
         assert main([*LENET, f"--{name}", path]) != 0, path
         captured = capsys.readouterr()
         assert f"--{name} is '{path}'" in captured.err
         assert "test acc" not in captured.out
     assert sorted(os.listdir(tmp_path)) == sorted(["file", f"folder{ending}"]), "nothing is left"
-
-
-@pytest.mark.usefixtures("no_step")
-@pytest.mark.parametrize("kind", ["no folder", "itself", "folder of others"])
-def test_irreplaceable_file_raises(capsys, tmp_path, monkeypatch, kind):
-    path = tmp_path / "m.pt"
-
-    def refuse(**_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    if kind == "folder of others":  # root may write everywhere
-        path.write_text("mine")
-        monkeypatch.setattr(parser.tempfile, "TemporaryFile", refuse)
-    else:
-        path.symlink_to("no/x.pt" if kind == "no folder" else path)
-    assert main([*LENET, "--out", str(path)]) == 2
-    assert f"--out is '{path}', which cannot be written: " in capsys.readouterr().err
-    assert path.is_symlink() or path.read_text() == "mine"
-
-
-def test_unusual_paths_are_written(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path.parent))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent))
-    long = "m " * 120 + "m.pt"
-    (tmp_path / "link.pt").symlink_to(long)
-    files = ["--out", "~/link.pt", "--log=~/l.csv", "--plot=~/p.png", "--save=~/run"]
-    assert main([*LENET, *files]) == 0
-    assert sorted(os.listdir(tmp_path)) == sorted(["link.pt", "run", "l.csv", "p.png", long])
-    capsys.readouterr()
-    assert main([*LENET, "--out", str(tmp_path / long)]) == 0
-    assert f"out        {tmp_path / long}\n" in capsys.readouterr().out
-
-
-def test_trace_of_resumed_and_finished_runs(capsys, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(trainer_module, "_TRACED_STEPS", 3)
-    monkeypatch.chdir(tmp_path)
-    files = ["--trace", "t.json", "--out", "m.pt"]
-    assert main([*LENET, "--save", "run"]) == 0
-    assert main([*LENET, "--epochs", "3", "--resume", "run", *files]) == 0
-    assert len(Trace.load("t.json").steps()) == 3
-    before = (tmp_path / "t.json").read_bytes()
-    (tmp_path / "m.pt").unlink()
-    caplog.clear()
-    assert main([*LENET, "--epochs", "3", "--resume", "run", *files]) == 0
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told == "--trace: all steps were done before, so nothing is written"
-    assert (tmp_path / "t.json").read_bytes() == before
-    assert (tmp_path / "m.pt").exists()
 
 
 def test_resume_errors_name_the_flag(capsys, tmp_path, monkeypatch):
@@ -255,15 +147,6 @@ def test_resume_errors_name_the_flag(capsys, tmp_path, monkeypatch):
         capsys.readouterr()
         assert main([*LENET, *options, *resume]) == 2
         assert words in capsys.readouterr().err.replace("train: --no-", "train: not ")
-
-
-@pytest.mark.usefixtures("no_step")
-def test_checks_change_no_file(tmp_path):
-    plot, log = tmp_path / "p.png", tmp_path / "l.csv"
-    log.write_text("mine")
-    assert main([*LENET, "--log", str(log), "--plot", str(plot), "--out", "/proc/x.pt"]) != 0
-    assert log.read_text() == "mine"
-    assert not plot.exists()
 
 
 def test_failed_writes_keep_other_outputs(capsys, tmp_path, monkeypatch):
@@ -325,13 +208,9 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
         ("lenet --ranks 1", "one rank has nothing to add"),
         ("lenet --ranks 4", "garments, 75 training and 30 test images"),
         (f"lenet --ranks 16 --weights {'1.25,3.875,' * 7}1.25,3.875", "shared 1.25 : 3.875 : 1.25"),
-        ("lenet --devices cpu,cpu,cpu --weights 3,1,2 --allreduce ring", "shared 3:1:2"),
         ("lenet --init book --lr-schedule constant --momentum 0.9", "constant momentum 0.9, book"),
         ("lenet --no-overlap --bucket-cap-mb 0.1 --amp", "summed after backward"),
-        (
-            "resnet18 --width 4 --batchnorm sync --amp",
-            "ResNet-18 of width 4, sync batch norm, 44,738 parameters in 76 tensors",
-        ),
+        ("resnet18 --width 4 --batchnorm sync --amp", "ResNet-18 of width 4, sync batch norm, 44,"),
     ],
 )
 def test_command_prints_choices_and_curve(capsys, tmp_path, monkeypatch, options, words):
@@ -340,7 +219,7 @@ def test_command_prints_choices_and_curve(capsys, tmp_path, monkeypatch, options
     options = [*options.split(), *(f"--{name}={file}" for name, file in files.items())]
     assert main(["train", *options, "--epochs", "2", "--batch-size", "50"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= COLUMNS
+    assert max(map(len, lines)) <= 80
     begin = lines.index(f"{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}")
     assert words in " ".join(" ".join(lines[:begin]).split())
     rows = [line.split() for line in lines[begin + 1 : begin + 3]]
@@ -350,12 +229,7 @@ def test_command_prints_choices_and_curve(capsys, tmp_path, monkeypatch, options
     assert set(lines[begin + 3 : -1]) == written
     assert re.fullmatch(LINE, lines[-1])
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["trace", "t.json"]) == 0
-    title, head, first, *_ = capsys.readouterr().out.splitlines()
-    assert "on [cpu" in title
-    columns = ["forward", "backward", "bucket", "wait", "optimizer", "exposed"]
-    assert head.split()[2:] == columns
-    assert all(float(cell) > 0 for cell in first.split()[1:4])
+    assert "on [cpu" in Trace.load("t.json").title
 
 
 def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
@@ -367,3 +241,125 @@ def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
     main(LENET)
     told = [record.getMessage() for record in caplog.records]
     assert told == ["epoch 1: step 3 of 4", "epoch 2: step 3 of 4"]
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+
+COLUMNS = ["total", *CATEGORIES, "exposed"]
+
+
+@pytest.fixture
+def trace():
+    made = Trace()
+    phases = [("forward", 0, 4), ("backward", 4, 12), ("bucket", 6, 10), ("bucket", 10, 14)]
+    phases += [("wait", 12, 14), ("optimizer", 14, 15)]
+    for made.step in range(3):
+        for rank, (kind, begin_ms, end_ms) in itertools.product(range(2), phases):
+            at = made._begin_ns + made.step * 20_000_000
+            times = at + begin_ms * 1_000_000, at + end_ms * 1_000_000
+            name = {6: "bucket 0", 10: "bucket 1"}.get(begin_ms, kind)
+            made.add(name, kind, rank, *times, nbytes=100 if kind == "bucket" else 0)
+    return made
+
+
+def test_save_and_load_roundtrip(trace, tmp_path):
+    trace.save(tmp_path / "t.json")
+    again = Trace.load(tmp_path / "t.json")
+    assert len(again.spans) == len(trace.spans) == 36
+    for ours, theirs in zip(again.spans, trace.spans, strict=True):
+        assert replace(ours, begin_s=0, end_s=0) == replace(theirs, begin_s=0, end_s=0)
+        times = theirs.begin_s, theirs.end_s
+        assert (ours.begin_s, ours.end_s) == pytest.approx(times, abs=1e-9)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
+    assert {(0, "rank 0"), (1, "rank 1"), (1, "computation"), (0, "buckets")} <= names
+    spans = [e for e in events if e["ph"] == "X"]
+    assert all(e["dur"] >= 0 and e["tid"] == (e["cat"] == "bucket") for e in spans)
+
+
+def test_command_prints_table_and_json(trace, tmp_path, capsys):
+    file, trace.title = tmp_path / "t.json", "a net, 2 ranks"
+    trace.save(file)
+    assert main(["trace", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[:2] == [trace.title, " step" + "".join(f" {name:>9}" for name in COLUMNS)]
+    one = ["15.00", "4.00", "8.00", "8.00", "2.00", "1.00", "2.00"]  # 2 ms of buckets in the wait
+    assert [line.split() for line in lines[2:6]] == [[n, *one] for n in ("0", "1", "2", "mean")]
+    assert main(["trace", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["title"] == trace.title
+    assert [step["step"] for step in found["steps"]] == [0, 1, 2]
+    assert [found["mean"][f"{name}_ms"] for name in COLUMNS] == pytest.approx(list(map(float, one)))
+
+
+# -- who worked when -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("lenet", {"weights": (1, 0, 1)}),
+        ("resnet18", {"width": 8, "batchnorm": "sync"}),
+        ("lenet", {"shards": 6}),
+    ],
+)
+def test_trainer_records_phases_of_all_ranks(model, options):
+    config = TrainConfig(3, 20, epochs=1, model=model, **options)
+    trace = Trace()
+    with Trainer(config, garments(40, 10), trace=trace) as trainer:
+        trainer.run()
+    kinds = ["forward", "backward", "optimizer"] + ["bucket"] * ("shards" not in options)
+    assert trace.steps() == [0, 1]
+    for step in trace.steps():
+        found = {(span.category, span.rank) for span in trace.of_step(step)}
+        assert set(itertools.product(kinds, range(3))) <= found
+    assert all(span.seconds >= 0 for span in trace.spans)
+    assert trace.title.endswith("on [cpu x 3 ranks]")
+    assert {"lenet": "LeNet", "resnet18": "ResNet-18 of width 8"}[model] in trace.title
+
+
+def test_overlapping_spans_count_once():
+    trace = Trace()
+    at = trace._begin_ns
+    for begin_ms, end_ms in ((10, 14), (0, 4), (2, 6), (3, 5), (14, 15)):
+        trace.add("wait", "wait", 0, at + begin_ms * 10**6, at + end_ms * 10**6)
+    assert covered_s(trace.spans) == pytest.approx(11e-3)
+    assert covered_s([]) == 0
+
+
+# -- files that are no traces ----------------------------------------------------------------------
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 200
+SPAN = b'{"ph":"X","name":"n","cat":"wait","pid":0,"ts":0,"dur":%s,"args":{"step":0,"bytes":0}}'
+TRACE = b'{"otherData": {"title": ""}, "traceEvents": [%s]}'
+
+
+MALFORMED = [
+    (b"", "Expecting value"),
+    (PNG, "UnicodeDecodeError"),
+    (b"{}", "otherData"),
+    (TRACE % b"", "it holds no step"),
+    (TRACE % b"{}", "KeyError: 'ph'"),
+    (TRACE % (SPAN % b"1").replace(b"wait", b"lunch"), "category 'lunch', expected one of"),
+    (TRACE % (SPAN % b"-1"), "-1 microseconds"),
+    (TRACE % (SPAN % b"NaN"), "nan microseconds"),
+    (TRACE % (SPAN % b'"%s"' % (b"x" * 10**6)), "could not convert"),
+]
+
+
+def test_malformed_traces_raise(tmp_path, capsys):
+    file = tmp_path / "other.json"
+    for content, why in MALFORMED:
+        file.write_bytes(content)
+        assert main(["trace", str(file)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{file} is not a trace of `pyringar train` (" in line
+        assert why in line
+        assert len(line) < 300
+
+
+def test_unreadable_file_raises(tmp_path):
+    with pytest.raises(pr.ArgumentError, match=f"{tmp_path} cannot be read: Is a directory"):
+        Trace.load(tmp_path)

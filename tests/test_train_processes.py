@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -74,20 +70,19 @@ def test_resume_in_processes_and_back(pool, tmp_path, options):
     same_results(run(data, ranks=2, resume=back, **options), whole)
 
 
-def unusable_as_rank(rank, world_size, store, folders):
+def unusable_as_rank(rank, world_size, store, folder):
     config = TrainConfig(ranks=world_size, **LENET)
     group = Processes(config, store, rank, world_size)
     with pytest.raises(pr.RingarError) as caught:
-        Trainer(config, garments(75, 30), group=group, **folders)
+        Trainer(config, garments(75, 30), group=group, resume=folder)
     group.close()
     return type(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["save", "resume"])
-def test_unusable_folder_raises_on_all_ranks(pool, tmp_path, name):
-    first, second = pool.check(unusable_as_rank, {name: tmp_path / "no" / "where"})
+def test_unusable_folder_raises_on_all_ranks(pool, tmp_path):
+    first, second = pool.check(unusable_as_rank, tmp_path / "no")
     assert first[0] is pr.ArgumentError
-    assert f"{name} is '{tmp_path}/no/where'" in first[1]
+    assert f"resume is '{tmp_path}/no'" in first[1]
     assert second[0] is pr.PeerLostError
 
 
@@ -115,18 +110,14 @@ def refused_as_rank(rank, world_size, store, options):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_options_of_one_process_are_refused(pool):
+    for options, words in [
         ({"ranks": 3}, "ranks is 3, but there are 2 processes"),
         ({"devices": ("cpu", "cpu")}, "devices is ('cpu', 'cpu'), which names the ranks of one"),
         ({"allreduce": "fused"}, "allreduce is 'fused', which needs all ranks in one process"),
         ({"model": "resnet18", "batchnorm": "sync"}, "batchnorm is 'sync'"),
-    ],
-)
-def test_options_of_one_process_are_refused(pool, options, words):
-    for text in pool.check(refused_as_rank, options):
-        assert words in text
+    ]:
+        assert all(words in text for text in pool.check(refused_as_rank, options))
 
 
 def load_as_rank(rank, world_size, store, outcome):
@@ -141,7 +132,6 @@ def load_as_rank(rank, world_size, store, outcome):
             if outcome == "fails":
                 raise pr.UnsupportedError("no images here")
         times.append(time.monotonic())
-        return garments(1, 1)
 
     try:
         group.load(load)
@@ -157,32 +147,6 @@ def test_rank_0_loads_first(pool):
     assert first == (pr.UnsupportedError, "no images here")
     assert second[0] is pr.RingarError
     assert "rank 0 could not load the images: UnsupportedError: no images here" in second[1]
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # its bits are those of the ranks above
-def test_the_command_under_torchrun(tmp_path):
-    plot, trace = tmp_path / "curve.png", tmp_path / "trace.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "-m", "pyringar", "train", "lenet", "--dataset", "synthetic"]
-    command += ["--epochs", "1", "--batch-size", "1000", "--plot", str(plot)]
-    done = subprocess.run(
-        [*command, "--trace", str(trace)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert sum(line.startswith("model ") for line in lines) == 1, "rank 0 alone prints"
-    assert any(line == "devices    [cpu x 2 ranks], each a process" for line in lines)
-    assert any(re.fullmatch(r"ranks +2 processes, equal parameters [0-9a-f]{14}", x) for x in lines)
-    assert re.fullmatch(r"test acc: .* on \[cpu x 2 ranks\]", lines[-1])
-    assert min(plot.stat().st_size, trace.stat().st_size) > 1000
 
 
 def test_torchrun_sets_number_of_processes(monkeypatch):

@@ -18,7 +18,7 @@ from pyringar.parallel.shards import (
     split_batch,
 )
 from pyringar.train import lenet, lenet_params, train_batch
-from pyringar.train.step import EagerStep, reduce_gradients, sgd, sum_loss
+from pyringar.train.step import EagerStep, sgd, sum_loss
 from pyringar.train.synthetic import synthetic_images
 
 
@@ -33,8 +33,8 @@ def batch_of(n, dtype=torch.float32, seed=5):
 
 
 # Number of images and of ranks, and the ranks' weights. 61 divides by none of the numbers of ranks.
-SPLITS = [(61, k, None) for k in (1, 2, 3, 4, 8)] + [(n, 8, None) for n in (1, 3, 7)]
-SPLITS += [(64, len(w), w) for w in [(192, 64), (3, 1), (224, 16, 16), (255, 1), (1, 0, 2)]]
+SPLITS = [(61, k, None) for k in (1, 2, 4, 8)] + [(n, 8, None) for n in (1, 7)]
+SPLITS += [(64, len(w), w) for w in [(192, 64), (255, 1), (1, 0, 2)]]
 
 
 @pytest.mark.parametrize(("n", "num_ranks", "weights"), SPLITS)
@@ -61,49 +61,25 @@ def test_any_split_is_the_undivided_step(n, num_ranks, weights, dtype, tolerance
         assert torch.equal(param, start - 0.25 / n * param.grad)
 
 
-def test_missing_gradients_count_as_zeros():
-    replicas = make_replicas(2)
-    replicas[0][1].grad = torch.ones(20)
-    reduce_gradients(replicas, ["cpu"] * 2)
-    for params in replicas:
-        assert torch.equal(params[1].grad, torch.ones(20))
-        assert not params[0].grad.any()
-
-
-def trajectory(num_ranks, num_steps, dtype, algorithm="fused", order="rank", batch_size=13):
+def trajectory(num_ranks, dtype, algorithm, order="rank"):
     images, labels = batch_of(400, dtype)
     replicas = make_replicas(num_ranks, dtype)
     devices = ["cpu"] * num_ranks
     shuffle = torch.Generator().manual_seed(1)
     with Communicator(devices, algorithm=algorithm, order=order) as comm:
-        for _ in range(num_steps):
-            chosen = torch.randint(400, (batch_size,), generator=shuffle)
+        for _ in range(2):
+            chosen = torch.randint(400, (13,), generator=shuffle)
             train_batch(images[chosen], labels[chosen], replicas, devices, 0.1, comm=comm)
             check_replicas_equal(replicas)
     return [param.detach() for param in replicas[-1]]
 
 
-@pytest.fixture(scope="module")
-def trained_alone():
-    return trajectory(1, 240, torch.float64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_240_float64_steps_match_one_rank(num_ranks, trained_alone):
-    start = [param.detach() for param in make_replicas(1, torch.float64)[0]]
-    assert relative_error(trained_alone, start) > 0.01, "went nowhere: the comparison is empty"
-    found = trajectory(num_ranks, 240, torch.float64)
-    for ours, theirs in zip(found, trained_alone, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_algorithms_in_rank_order_give_equal_bits(dtype):
-    expected = trajectory(3, 2, dtype, "naive")
+    expected = trajectory(3, dtype, "naive")
     for algorithm in ("fused", "direct", "sharded", "auto"):
-        check_replicas_equal([expected, trajectory(3, 2, dtype, algorithm)])
-    first, again = (trajectory(4, 2, dtype, "ring", "any") for _ in range(2))
+        check_replicas_equal([expected, trajectory(3, dtype, algorithm)])
+    first, again = (trajectory(4, dtype, "ring", "any") for _ in range(2))
     check_replicas_equal([first, again])
 
 
@@ -125,6 +101,14 @@ def test_bucketer_has_bits_of_one_call(options):
             check_replicas_equal([*ours, *theirs])
 
 
+def test_sgd_adds_momentum():
+    param = torch.zeros(1, requires_grad=True)
+    param.grad, velocity = torch.ones(1), torch.zeros(1)
+    for expected in (-0.5, -1.25):
+        sgd([param], 0.5, [velocity], momentum=0.5)
+        assert param.item() == expected
+
+
 def test_sgd_rounds_the_product_before_it_subtracts():
     param = torch.tensor([1.0], requires_grad=True)
     param.grad = torch.tensor([1 + 2.0**-12])
@@ -133,19 +117,16 @@ def test_sgd_rounds_the_product_before_it_subtracts():
     assert param.item() == -(2.0**-11)
 
 
-@pytest.mark.parametrize(
-    ("num_images", "num_labels", "num_ranks", "message"),
-    [
+def test_wrong_arguments_are_named():
+    images, labels = batch_of(4)
+    for num_images, num_labels, num_ranks, message in [
         (4, 4, 3, "2 replicas for 3 devices"),
         (0, 0, 2, "no sample"),
         (4, 3, 2, r"\(4, 1, 28, 28\) and y \(3,\)"),
-    ],
-)
-def test_wrong_arguments_are_named(num_images, num_labels, num_ranks, message):
-    images, labels = batch_of(4)
-    replicas = make_replicas(2)
-    with pytest.raises(ArgumentError, match=message):
-        train_batch(images[:num_images], labels[:num_labels], replicas, ["cpu"] * num_ranks, 0.1)
+    ]:
+        given = images[:num_images], labels[:num_labels], make_replicas(2)
+        with pytest.raises(ArgumentError, match=message):
+            train_batch(*given, ["cpu"] * num_ranks, 0.1)
 
 
 class TestLenet:
@@ -155,31 +136,19 @@ class TestLenet:
             return lenet_params(*options, generator=generator, dtype=dtype)
 
         book, he = draw("book"), draw()
-        shapes = [tuple(param.shape) for param in book]
-        assert shapes[0::2] == [(20, 1, 3, 3), (50, 20, 5, 5), (800, 128), (128, 10)]
-        assert shapes[1::2] == [(20,), (50,), (128,), (10,)]
         assert sum(param.numel() for param in book) == 129_068
         assert 0.0099 < book[4].std() < 0.0101
-        assert not any(param.any() for param in book[1::2])
         for weight, inputs in ((he[2], 20 * 25), (he[4], 800)):
             assert float(weight.var() * inputs) == pytest.approx(2, rel=0.03)
         double = draw(dtype=torch.float64)
         check_replicas_equal([he, [param.float() for param in double]])
 
-    @pytest.mark.parametrize("n", [256, 0])
-    def test_scores(self, n):
-        assert lenet(torch.rand(n, 1, 28, 28), lenet_params()).shape == (n, 10)
-
-    @pytest.mark.parametrize(
-        ("side", "dtype", "num_params", "message"),
-        [
-            (32, torch.float32, 8, r"\(2, 1, 32, 32\), expected \(n, 1, 28, 28\)"),
-            (28, torch.float64, 8, r"torch.float64, but params\[0\] is torch.float32"),
-            (28, torch.float32, 7, "7 tensors, expected 8"),
-        ],
-    )
-    def test_wrong_arguments_are_named(self, side, dtype, num_params, message):
-        with pytest.raises(ArgumentError, match=message):
-            lenet(torch.rand(2, 1, side, side, dtype=dtype), lenet_params()[:num_params])
-        with pytest.raises(ArgumentError, match="init is 'xavier', expected one of he, book"):
-            lenet_params("xavier")
+    def test_wrong_arguments_are_named(self):
+        params, X = lenet_params(), torch.rand(2, 1, 28, 28)  # noqa: N806
+        for wrong, given, message in [
+            (X[..., :27], params, r"\(2, 1, 28, 27\), expected \(n, 1, 28, 28\)"),
+            (X.double(), params, r"torch.float64, but params\[0\] is torch.float32"),
+            (X, params[:7], "7 tensors, expected 8"),
+        ]:
+            with pytest.raises(ArgumentError, match=message):
+                lenet(wrong, given)

@@ -1,4 +1,4 @@
-"""Shared by tests of the book's chapters: its allreduce, images to train on, runs, and errors."""
+"""Shared by tests of training: images, runs, and errors."""
 
 from __future__ import annotations
 
@@ -43,18 +43,3 @@ def same_results(ours, theirs):
 def relative_error(found, expected):
     difference = sum(((a - b) ** 2).sum() for a, b in zip(found, expected, strict=True))
     return math.sqrt(difference / sum((b**2).sum() for b in expected))
-
-
-def rebinding(data):
-    """The book's allreduce as first printed: its second loop rebinds entries of the list."""
-    for i in range(1, len(data)):
-        data[0][:] += data[i].to(data[0].device)
-    for i in range(1, len(data)):
-        data[i] = data[0].to(data[i].device)
-
-
-def repaired(data):
-    for i in range(1, len(data)):
-        data[0][:] += data[i].to(data[0].device)
-    for i in range(1, len(data)):
-        data[i][:] = data[0].to(data[i].device)

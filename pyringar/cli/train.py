@@ -101,7 +101,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "data": {
         "dataset": ("auto: synthetic images if Fashion-MNIST is not available", {}),
         "data_dir": (
-            "folder of FashionMNIST/raw (the user's data folder)",
+            "folder of FashionMNIST/raw, or of its download (the user's data folder)",
             {"metavar": "DIR"},
         ),
     },

@@ -6,12 +6,14 @@ training that is to be timed.
 
 from __future__ import annotations
 
+import gzip
 import logging
 import math
 import os
 import struct
 import tempfile
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from http.client import HTTPException
@@ -30,7 +32,8 @@ logger = logging.getLogger(__name__)
 # So many that the book's own recipe, 10 epochs with batches of 256, learns.
 _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 12_000, 1_000
 _SYNTHETIC_SEEDS = (20, 21)
-_RAW = Path("FashionMNIST", "raw")  # torchvision's layout
+# Where the files of a data_dir may be; the first is torchvision's layout.
+_PLACES = (Path("FashionMNIST", "raw"), Path("raw"), Path())
 _HALVES = ("train", "t10k")
 _FILES = [f"{half}-{kind}-ubyte" for half in _HALVES for kind in ("images-idx3", "labels-idx1")]
 _SIDE = 28
@@ -101,13 +104,16 @@ def default_data_dir() -> Path:
 def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> ImageData:
     """Load Fashion-MNIST, images in its format, or the synthetic set into tensors.
 
+    Four files are read: ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte`` and the two that
+    begin with ``t10k``, or the same packed, with ``.gz`` at the end.
+
     Args:
         dataset: ``"fashion-mnist"``: from ``data_dir``, or downloaded into it (30 MB).
             ``"synthetic"``: drawn by formula. ``"auto"``: the first; if it is not available and
             no ``data_dir`` is given, the second with a logged warning that says why.
-        data_dir: Folder of torchvision's ``FashionMNIST/raw``, by default `default_data_dir`. That
-            may hold any number of other images in this format: ``train-images-idx3-ubyte``,
-            ``train-labels-idx1-ubyte``, and the two that begin with ``t10k``.
+        data_dir: Folder that holds the files, itself or in ``FashionMNIST/raw`` or ``raw``, as
+            torchvision has it; by default `default_data_dir`. It may hold any number of other
+            images in this format.
 
     Returns:
         float32 images on the CPU.
@@ -154,28 +160,38 @@ def _fashion_mnist(root: Path) -> ImageData:
 
     ArgumentError if a file is broken; RingarError if the files cannot be downloaded.
     """
-    folder = root / _RAW
-    try:
-        missing = sorted({*_FILES} - {*os.listdir(folder)})
-    except (FileNotFoundError, NotADirectoryError):
-        missing = _FILES
-    except OSError as error:
-        raise ArgumentError(f"'{folder}' cannot be read ({error.strerror})") from error
-    if len(missing) == len(_FILES):
+    files = _find_files(root)
+    if not files:
         try:
             _download(root)
         except RingarError as error:
             raise RingarError(
-                f"'{folder}' does not hold {_FILES[0]} and its three companions, and Fashion-MNIST "
-                f"cannot be downloaded: {error}"
+                f"neither '{root}' nor its {_PLACES[0]} or {_PLACES[1]} holds {_FILES[0]} (or .gz) "
+                f"and its three companions, and Fashion-MNIST cannot be downloaded: {error}"
             ) from error
-    elif missing:
-        raise ArgumentError(
-            f"'{folder}' lacks {', '.join(missing)}; add what is missing, or remove the other "
-            "files of the set"
-        )
-    train, test = (_read_half(folder, half) for half in _HALVES)
+        files = _find_files(root)
+    train, test = (_read_half(files, half) for half in _HALVES)
     return ImageData("images in Fashion-MNIST's format", *train, *test)
+
+
+def _find_files(root: Path) -> dict[str, Path]:
+    for folder in (root / place for place in _PLACES):
+        try:
+            there = set(os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise ArgumentError(f"'{folder}' cannot be read ({error.strerror})") from error
+        names = {name: name if name in there else f"{name}.gz" for name in _FILES}
+        missing = [plain for plain, name in names.items() if name not in there]
+        if not missing:
+            return {plain: folder / name for plain, name in names.items()}
+        if len(missing) < len(_FILES):
+            raise ArgumentError(
+                f"'{folder}' lacks {', '.join(missing)}; add what is missing, or remove the other "
+                "files of the set"
+            )
+    return {}
 
 
 def _download(root: Path) -> None:
@@ -195,17 +211,19 @@ def _download(root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as temporary:
             FashionMNIST(temporary, download=True)
-            (root / _RAW.parent).mkdir(exist_ok=True)
-            Path(temporary, _RAW).rename(root / _RAW)
+            (root / _PLACES[0].parent).mkdir(exist_ok=True)
+            Path(temporary, _PLACES[0]).rename(root / _PLACES[0])
     except (OSError, RuntimeError, HTTPException) as error:
+        if _find_files(root):
+            return  # another process was faster
         raise RingarError(
             f"the download from {url} failed ({type(error).__name__}: {error})"
         ) from error
 
 
-def _read_half(folder: Path, half: str) -> tuple[Tensor, Tensor]:
-    images_path = folder / f"{half}-images-idx3-ubyte"
-    labels_path = folder / f"{half}-labels-idx1-ubyte"
+def _read_half(files: dict[str, Path], half: str) -> tuple[Tensor, Tensor]:
+    images_path = files[f"{half}-images-idx3-ubyte"]
+    labels_path = files[f"{half}-labels-idx1-ubyte"]
     images = _read_idx(images_path, "images", (_SIDE, _SIDE))
     labels = _read_idx(labels_path, "labels", ())
     if len(images) != len(labels):
@@ -224,10 +242,11 @@ def _read_half(folder: Path, half: str) -> tuple[Tensor, Tensor]:
 
 
 def _read_idx(path: Path, what: str, shape: tuple[int, ...]) -> Tensor:
-    """Read an IDX file: a header of big-endian 32-bit numbers, then bytes."""
+    """Read an IDX file: a header of big-endian 32-bit numbers, then bytes; packed if ``.gz``."""
     try:
-        content = bytearray(path.read_bytes())
-    except OSError as error:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = bytearray(file.read())
+    except (OSError, EOFError, zlib.error) as error:
         raise ArgumentError(f"'{path}' cannot be read ({type(error).__name__}: {error})") from error
     header = struct.Struct(f">{2 + len(shape)}I")
     numbers = header.unpack_from(content.ljust(header.size, b"\0"))

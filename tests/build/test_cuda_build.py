@@ -8,9 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -41,12 +39,6 @@ def nvcc_in(tmp_path):
         return path
 
     return make
-
-
-@pytest.fixture
-def one_root(tiny_cuda, monkeypatch):
-    own = tiny_cuda.source_root
-    monkeypatch.setattr(_build.Recipe, "root", lambda self: self.source_root or own)
 
 
 # --- build, load, key ---
@@ -89,11 +81,9 @@ def test_each_engine_has_its_own_key(cache, tiny_cuda):
         return cpu.content() != before[0], tiny_cuda.content() != before[1]
 
     assert edit("core/notes.md") == (False, False)
-    only_cuda = ("cuda/kernel.cu", "cuda/new.cuh", "cuda/new.h", "cuda/new.cpp")
-    only_cpu = ("bindings/module.cpp", "bindings/new.cpp", "cpu/ring.cpp")
-    for file in (*only_cuda, "bindings/cuda_module.cpp"):
+    for file in ("cuda/kernel.cu", "cuda/new.cuh", "cuda/new.h", "bindings/cuda_module.cpp"):
         assert edit(file) == (False, True), file
-    for file in only_cpu:
+    for file in ("bindings/module.cpp", "cpu/ring.cpp"):
         assert edit(file) == (True, False), file
     for file in ("core/value.h", "bindings/tensor.h", "cpu/new.h", "cpu/strided.cpp"):
         assert edit(file) == (True, True), file
@@ -118,20 +108,9 @@ def test_key_covers_archs_and_nvcc(cache, tiny_cuda, monkeypatch, nvcc_in):
     assert other_archs[1] != other_nvcc[1]
 
 
-@needs_compiler
-@needs_nvcc
-def test_error_in_kernel_is_shown(cache, tiny_cuda):
-    (tiny_cuda.root() / "cuda/wrong.cu").write_text("__global__ int wrong() { nonsense; }\n")
-    with pytest.raises(BuildError, match="compiling the CUDA engine") as caught:
-        _build.ensure_engine(tiny_cuda)
-    for told in ("wrong.cu(1)", "nonsense", "PYRINGAR_NVCC", "build.log"):
-        assert told in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("built", "wanted", "used"),
     [
-        ("8.0;9.0", "9.0", True),
         ("8.0;9.0+PTX", "9.0", True),
         ("8.0;9.0+PTX", "", True),
         ("9.0", "9.0+PTX", False),
@@ -179,14 +158,7 @@ def test_missing_nvcc_says_what_to_install(cache, tiny_cuda, no_nvcc, monkeypatc
     monkeypatch.setenv("CUDA_HOME", "/no/cuda")
     with pytest.raises(CompilerNotFoundError) as caught:
         _build.ensure_engine(tiny_cuda)
-    places = (
-        "PYRINGAR_NVCC",
-        "/no/cuda/bin/nvcc",
-        "PATH=",
-        toolchain._SYSTEM_NVCC,
-        toolchain._PIP_NVCC,
-    )
-    for told in (*places, "pip install 'pyringar[cuda]'", "CUDA toolkit"):
+    for told in ("PYRINGAR_NVCC", "/no/cuda/bin/nvcc", "pip install 'pyringar[cuda]'"):
         assert told in str(caught.value)
     assert not cache.exists()
     monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
@@ -195,61 +167,30 @@ def test_missing_nvcc_says_what_to_install(cache, tiny_cuda, no_nvcc, monkeypatc
 
 
 @needs_compiler
-@needs_nvcc
-def test_toolkit_is_where_nvcc_says(cache, monkeypatch, nvcc_in):
-    real = toolchain.find_nvcc()
-    wrapper = nvcc_in("wrapper")
-    wrapper.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
-    monkeypatch.setenv("PYRINGAR_NVCC", str(wrapper))
-    toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
-    assert toolkit.nvcc.command == (str(wrapper),)
-    assert (toolkit.root / "bin/nvcc").is_file()
-    assert toolkit.root not in wrapper.parents
-    assert any((folder / "cuda_runtime.h").is_file() for folder in toolkit.includes)
-    assert toolkit.cudart.name == "libcudart_static.a"
-    assert toolkit.cudart.is_file()
-    assert re.fullmatch(r"[\d.]+", toolkit.version)
-    assert {"8.0", "9.0"} <= set(toolkit.archs)
-
-
-HEADER = "touch {folder}/include/cuda_runtime.h"
-RUNTIME = "touch {folder}/lib64/libcudart_static.a"
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        ("exit 1", "does not work"),
-        ("echo hello", "does not say where its toolkit is"),
-        ("echo '#$ TOP={folder}'", "cuda_runtime.h is not"),
-        (f"{HEADER}; echo '#$ TOP={{folder}}'", "libcudart_static.a is"),
-        (f"{HEADER}; {RUNTIME}; echo '#$ TOP={{folder}}'", "no GPU it makes code for"),
-    ],
-)
-def test_broken_toolkit_is_named(cache, tmp_path, monkeypatch, nvcc_in, said, told):
+def test_broken_toolkit_is_named(cache, tmp_path, monkeypatch, nvcc_in):
+    nvcc = nvcc_in("broken")
+    monkeypatch.setenv("PYRINGAR_NVCC", str(nvcc))
     for folder in ("include", "lib64"):
         (tmp_path / folder).mkdir()
-    nvcc = nvcc_in("broken")
-    nvcc.write_text("#!/bin/sh\n" + said.format(folder=tmp_path))
-    monkeypatch.setenv("PYRINGAR_NVCC", str(nvcc))
-    with pytest.raises(BuildError, match=told) as caught:
-        toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
-    assert str(nvcc) in str(caught.value)
-    assert "pyringar[cuda]" in str(caught.value)
+    for said, file, told in [
+        ("exit 1", "", "does not work"),
+        ("echo hello", "", "does not say where its toolkit is"),
+        (f"echo '#$ TOP={tmp_path}'", "include/cuda_runtime.h", "cuda_runtime.h is not"),
+        (f"echo '#$ TOP={tmp_path}'", "lib64/libcudart_static.a", "libcudart_static.a is"),
+        (f"echo '#$ TOP={tmp_path}'", "", "no GPU it makes code for"),
+    ]:
+        nvcc.write_text(f"#!/bin/sh\n{said}")
+        with pytest.raises(BuildError, match=told) as caught:
+            toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
+        assert str(nvcc) in str(caught.value)
+        assert "pyringar[cuda]" in str(caught.value)
+        if file:
+            (tmp_path / file).touch()
 
 
-@pytest.mark.parametrize(
-    ("command", "flags"),
-    [
-        ("/bin/sh", ("-ccbin", "/bin/sh")),
-        ("ccache /bin/sh", ("-ccbin", "/bin/sh")),
-        ("g++ -m64", ()),
-        ("ccache g++ -m64", ()),
-    ],
-)
-def test_nvcc_gets_plain_host_compiler(command, flags):
-    assert toolchain.nvcc_host_flags(toolchain.Compiler(tuple(command.split()), ())) == flags
+def test_nvcc_gets_plain_host_compiler():
+    for command, flags in [("ccache /bin/sh", ("-ccbin", "/bin/sh")), ("ccache g++ -m64", ())]:
+        assert toolchain.nvcc_host_flags(toolchain.Compiler(tuple(command.split()), ())) == flags
 
 
 # --- architectures ---
@@ -262,7 +203,6 @@ TOOLKIT = toolchain.CudaToolkit(
 @pytest.mark.parametrize(
     ("chosen", "wanted", "built"),
     [
-        ("9.0", ("9.0",), ("9.0",)),
         ("9.0+PTX;8.0", ("8.0", "9.0+PTX"), ("8.0", "9.0+PTX")),
         (" 12.0, 9.0 9.0", ("9.0", "12.0"), ("9.0", "12.0")),
         ("9.0;9.0+PTX", ("9.0+PTX",), ("9.0+PTX",)),
@@ -277,7 +217,7 @@ def test_archs(cache, monkeypatch, chosen, wanted, built):
     assert toolchain.cuda_archs_built(wanted, TOOLKIT) == built
 
 
-@pytest.mark.parametrize("chosen", ["sm_90", "9", "9.0;hopper", "9.0+ptx", "all;9.0", "9.0a"])
+@pytest.mark.parametrize("chosen", ["sm_90", "9", "9.0+ptx", "all;9.0"])
 def test_malformed_archs_raise(cache, monkeypatch, chosen):
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", chosen)
     with pytest.raises(BuildError, match=re.escape(f"PYRINGAR_CUDA_ARCHS={chosen!r}")) as caught:
@@ -308,35 +248,21 @@ def test_default_archs_are_the_gpus(cache, monkeypatch):
 
 
 @needs_compiler
-@needs_nvcc
-@pytest.mark.slow
-def test_build_command_with_cuda(cache, one_root, capsys):
-    assert main(["build", "--cuda", "--verbose"]) == 0
-    told = capsys.readouterr().out
-    for words in ("_engine.", "_cuda_engine.", "archs      9.0"):
-        assert words in told
-    assert main(["info"]) == 0
-    told = capsys.readouterr().out
-    for words in ("_cuda_engine.", "archs            9.0", "nvcc      ", "toolkit "):
-        assert words in told
+def test_build_command_says_why_cuda_is_missing(cache, tiny_cuda, no_nvcc, monkeypatch, capsys):
+    own = tiny_cuda.source_root
+    monkeypatch.setattr(_build.Recipe, "root", lambda self: self.source_root or own)
 
-
-@needs_compiler
-def test_build_command_says_why_cuda_is_missing(cache, one_root, no_nvcc, monkeypatch, capsys):
     def build(*arguments):
         return main(["build", *arguments]), "".join(capsys.readouterr())
 
     monkeypatch.setattr(torch.version, "cuda", None)
     status, told = build()
-    left_out = "cuda       not built: torch is a CPU build; --cuda builds it all the same\n"
-    assert (status, left_out in told) == (0, True)
+    assert (status, "cuda       not built: torch is a CPU build; --cuda b" in told) == (0, True)
     assert "cuda " not in build("--no-cuda")[1]
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_available", lambda: False)
         assert "cuda       not built: no GPU or no driver; --cuda builds it" in build()[1]
-        assert main(["info"]) == 0
-        assert "`pyringar build --cuda` builds" in " ".join(capsys.readouterr().out.split())
     status, told = build("--cuda")
     assert (status, "pyringar build: no CUDA compiler" in told) == (1, True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -346,33 +272,6 @@ def test_build_command_says_why_cuda_is_missing(cache, one_root, no_nvcc, monkey
     monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
     status, told = build()
     assert (status, "/no/such/nvcc" in told) == (1, True)
-
-
-BUILD_CUDA = """
-from pyringar.cli import build, main
-
-def facts(kind, args):
-    archs = build.build.Recipe(kind=kind).content().get("archs", [])
-    return dict(path="", compiler="", flags=[], nvcc="", archs=archs, origin="built", build_s=0.0)
-
-build._build = facts
-main(["build", "--cuda"])
-"""
-
-
-def test_build_command_asks_torch_for_gpus(tmp_path):
-    """Also with --cuda, in a process that has not imported torch yet."""
-    (tmp_path / "torch.py").write_text(
-        "import types\n"
-        "version = types.SimpleNamespace(cuda='13.0')\n"
-        "cuda = types.SimpleNamespace(device_count=lambda: 2, is_available=lambda: True)\n"
-        "cuda.get_device_capability = lambda index: (9, 0)\n"
-    )
-    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"}
-    variables.pop("PYRINGAR_CUDA_ARCHS", None)
-    command = [sys.executable, "-c", BUILD_CUDA]
-    told = subprocess.check_output(command, env=variables, text=True)
-    assert re.search(r"^archs +9\.0$", told, re.MULTILINE), told
 
 
 # --- nvcc from pip alone ---
@@ -401,16 +300,7 @@ def test_nvcc_from_pip_builds_engine(tmp_path, cache, tiny_cuda, python):
     # Into this environment, whatever the one whose packages it borrows has of it.
     run(python, "-m", "pip", "install", "--ignore-installed", wanted[1], cwd=tmp_path)
 
-    told = run(
-        python,
-        "-c",
-        FROM_PIP,
-        REPO / "pyringar",
-        str(tiny_cuda.source_root),
-        cwd=tmp_path,
-        PATH="/usr/bin:/bin",
-        CUDA_HOME="",
-        PYRINGAR_CACHE_DIR=cache,
-        PYRINGAR_CUDA_ARCHS="9.0",
-    )
+    variables = {"PATH": "/usr/bin:/bin", "CUDA_HOME": "", "PYRINGAR_CUDA_ARCHS": "9.0"}
+    command = (python, "-c", FROM_PIP, REPO / "pyringar", str(tiny_cuda.source_root))
+    told = run(*command, cwd=tmp_path, PYRINGAR_CACHE_DIR=cache, **variables)
     assert re.search(rf"toolkit {python.parents[1]}.*/nvidia/cu13\) cuda\w+$", told.strip())

@@ -115,7 +115,6 @@ def test_wheel_holds_sources_and_metadata(tree, python):
     assert {"pyringar/py.typed", about.replace("METADATA", "licenses/LICENSE")} <= names
     with zipfile.ZipFile(made) as opened:
         metadata = email.message_from_bytes(opened.read(about))
-    assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload(decode=True) == (REPO / "README.md").read_bytes()
     assert metadata["License-Expression"] == "MIT"
 
@@ -125,15 +124,12 @@ def test_wheel_holds_sources_and_metadata(tree, python):
 @needs_compiler
 def test_plain_wheel_compiles_at_first_call(tree, python, tmp_path, shared_cache):
     pip(python, "install", ".", cwd=tree)
-    command = python.parent / "pyringar"
-    told = run(command, "info", cwd=tmp_path, PYRINGAR_CACHE_DIR=tmp_path / "empty")
-    assert "not built yet" in told
     facts = use(python, tmp_path, PYRINGAR_CACHE_DIR=shared_cache)
     assert str(facts["package"]).startswith(str(python.parents[1]))
     assert str(facts["sources"]).endswith("/pyringar/_csrc")
     assert facts["origin"] == "cache"
-    told = run(command, "build", "--no-cuda", cwd=tmp_path, PYRINGAR_CACHE_DIR=shared_cache)
-    assert "it was there" in told
+    command = (python.parent / "pyringar", "build", "--no-cuda")
+    assert "it was there" in run(*command, cwd=tmp_path, PYRINGAR_CACHE_DIR=shared_cache)
 
 
 @slow
@@ -151,8 +147,6 @@ def test_prebuilt_wheel_needs_no_compiler(tree, python, tmp_path):
     cache, alone = tmp_path / "cache", {"PATH": python.parent}
     assert use(python, tmp_path, PYRINGAR_CACHE_DIR=cache, **alone)["origin"] == "wheel"
     assert not cache.exists()
-    told = run(python.parent / "pyringar", "info", cwd=tmp_path, PYRINGAR_CACHE_DIR=cache, **alone)
-    assert "`pyringar build` makes one for this very CPU" in " ".join(told.split())
 
 
 @slow

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from tiny_engine import child, needs_compiler, refusal, set_value, value_of
+from tiny_engine import needs_compiler, refusal, set_value, value_of
 
 from pyringar.engine import build
 from pyringar.engine.load import load
-from pyringar.errors import BuildError
 
 NOBODY = 65534
 is_root = os.geteuid() == 0
@@ -73,63 +71,27 @@ def test_links_are_not_followed(cache, tiny, tmp_path):
 
 
 @needs_compiler
-def test_linked_cache_serves(cache, tiny, tmp_path):
-    make(tmp_path / "real", 0o700)
-    cache.symlink_to(tmp_path / "real")
-    built = build.ensure_engine(tiny)
-    assert built.path.is_relative_to((tmp_path / "real").resolve())
-    assert build.ensure_engine(tiny).origin == "cache"
-
-
-@needs_compiler
-def test_new_cache_is_private_under_any_umask(cache, tiny, monkeypatch):
-    monkeypatch.setenv("PYRINGAR_CACHE_DIR", str(cache / "a/b"))
+def test_new_cache_is_private_under_any_umask(cache, tiny):
     before = os.umask(0)
     try:
         built = build.ensure_engine(tiny)
     finally:
         os.umask(before)
-    assert build.ensure_engine(tiny).origin == "cache"
-    for path, mode in ((cache / "a/b", 0o700), (built.path.parent, 0o700), (built.path, 0o755)):
+    for path, mode in ((cache, 0o700), (built.path.parent, 0o700), (built.path, 0o755)):
         assert path.stat().st_mode & 0o777 == mode, path
 
 
 # --- a cache that cannot be used ---
 
 
-@pytest.mark.parametrize("place", ["file", "file/cache", "/proc/pyringar"])
+@pytest.mark.parametrize("place", ["file", "/proc/pyringar"])
 @needs_compiler
 def test_impossible_cache_is_named(tmp_path, cache, tiny, monkeypatch, place):
-    """No permission bits: those do not hold for root, these obstacles do."""
-    if place.startswith("/proc") and not Path("/proc").is_dir():
-        pytest.skip("no /proc")
     (tmp_path / "file").write_text("a file")
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", str(tmp_path / place))
     told = refusal(tiny)
     assert "PYRINGAR_CACHE_DIR" in told
     assert str(tmp_path / place) in told
-
-
-@needs_compiler
-@pytest.mark.skipif(sys.platform != "linux", reason="drops root's rights by prctl")
-def test_read_only_cache_is_named(cache, tiny):
-    make(cache, 0o555)
-    # CAP_DAC_OVERRIDE lets root write anywhere; without it root's child is like any other.
-    drop = (
-        "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0); "
-        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    )
-    process = child(tiny, before=["-c", drop])
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "Permission denied" in output
-    assert "PYRINGAR_CACHE_DIR" in output
-
-
-def test_cache_in_unknown_home_is_named(cache, monkeypatch):
-    monkeypatch.setenv("PYRINGAR_CACHE_DIR", "~no-such-user/cache")
-    with pytest.raises(BuildError, match="PYRINGAR_CACHE_DIR is '~no-such-user/cache'"):
-        build.find_engine()
 
 
 # --- the folder for temporary files ---
@@ -173,12 +135,6 @@ def test_temporary_folder_serves(temporary, tiny, tmp_path, caplog, home):
     assert build.find_engine(tiny).path == built.path
 
 
-def test_user_without_home_has_temporary_cache(temporary, monkeypatch):
-    folder = temporary("/dev/null")
-    monkeypatch.setattr("platformdirs.user_cache_dir", lambda *_, **__: "~/.cache/pyringar")
-    assert build.cache_dir() == folder
-
-
 @needs_compiler
 @needs_root
 def test_foreign_temporary_folder_is_refused(temporary, tiny, tmp_path):
@@ -208,14 +164,3 @@ def test_read_only_image_uses_its_engine(temporary, tiny, tmp_path, monkeypatch,
     assert fresh.path.parent.parent == folder
     assert "cannot be written" in caplog.text
     assert value_of(build.ensure_engine(tiny)) == "43"
-
-
-@needs_compiler
-def test_no_temporary_folder_is_needed(temporary, tiny, tmp_path, monkeypatch):
-    def refuse() -> str:
-        raise FileNotFoundError("No usable temporary directory found")
-
-    temporary(tmp_path)
-    monkeypatch.setattr("tempfile.gettempdir", refuse)
-    assert build.find_engine(tiny) is None
-    assert build.ensure_engine(tiny).path.is_relative_to(tmp_path / ".cache/pyringar")

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,25 +97,16 @@ def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str
         if name.startswith(("PYRINGAR_", "PYTHONPATH")) or name == "CXX":
             del variables[name]
     variables.update({name: str(value) for name, value in environment.items()})
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=variables, **streams)
     assert (done.returncode != 0) == fails, done.stdout
     return done.stdout
 
 
-def child(recipe: build.Recipe, before: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """Start CHILD; ``before``: arguments of a Python that starts it in turn."""
-    arguments = [*before, "-c", CHILD, PACKAGE, str(recipe.source_root)]
-    return subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def child(recipe: build.Recipe) -> subprocess.Popen[str]:
+    """Start CHILD."""
+    command = [sys.executable, "-c", CHILD, PACKAGE, str(recipe.source_root)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def script(path: Path, lines: str) -> Path:
@@ -139,17 +130,10 @@ def refusal(recipe: build.Recipe, error: type[Exception] = BuildError) -> str:
     return str(caught.value)
 
 
-def run_alone(code: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", BUILD_ALONE + code, PACKAGE, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def value_of(engine: build.Engine) -> str:
     """Load the engine in a process of its own: one process loads one engine."""
-    code = "print(load.load(build.Engine(Path(sys.argv[2]), 'cache', {})).value())"
-    return run_alone(code, engine.path).strip()
+    code = BUILD_ALONE + "print(load.load(build.Engine(Path(sys.argv[2]), 'cache', {})).value())"
+    return run(sys.executable, "-c", code, PACKAGE, engine.path, cwd=REPO).strip()
 
 
 def leftovers(cache: Path) -> list[Path]:
