@@ -15,10 +15,7 @@ from pyringar.train.group import Processes, TrainGroup
 
 # The last batch of 4 gives two of eight shards no image, and others one.
 RECIPE: dict[str, Any] = {"batch_size": 20, "epochs": 1, "shards": 8, "momentum": 0.9, "lr": 0.05}
-MODELS: dict[str, dict[str, Any]] = {
-    "lenet": {},
-    "resnet18": {"model": "resnet18", "width": 4},
-}
+MODELS: dict[str, dict[str, Any]] = {"lenet": {}, "resnet18": {"model": "resnet18", "width": 4}}
 KINDS: dict[str, dict[str, Any]] = {"float32": {}, "amp": {"amp": True}}
 TRAIN, TEST = 66, 130
 

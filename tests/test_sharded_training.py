@@ -42,8 +42,7 @@ def check(rows):
 
 
 @pytest.mark.parametrize(
-    ("model", "kind"),
-    mostly_slow(itertools.product(MODELS, KINDS), ("lenet", "float32")),
+    ("model", "kind"), mostly_slow(itertools.product(MODELS, KINDS), ("lenet", "float32"))
 )
 def test_the_bits_of_any_number_of_ranks(crews, model, kind):
     options = {**MODELS[model], **KINDS[kind]}

@@ -13,18 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from oracle import (
-    FOLDS,
-    KINDS,
-    Kind,
-    Words,
-    chunk,
-    is_nan,
-    negated,
-    positional,
-    random,
-    words_of,
-)
+from oracle import FOLDS, KINDS, Kind, Words, chunk, is_nan, negated, positional, random, words_of
 
 # -- one tensor over all ranks ---------------------------------------------------------------------
 

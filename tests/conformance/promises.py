@@ -54,7 +54,7 @@ def keeps(transport: str, row: str) -> bool:
     column = COLUMNS.get(transport, transport)
     if column in MATRIX[row]:
         return MATRIX[row][column].text == "yes"
-    return row in TRANSPORTS[transport].rows
+    return row in TRANSPORTS[transport].rows.split()
 
 
 def transports_of(*rows: str) -> list[str]:

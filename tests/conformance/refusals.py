@@ -46,15 +46,11 @@ REFUSALS = {
         Refusal("bind: .* take all_reduce", lambda comm, x: comm.bind(x)),
         Refusal("bind_coalesced: .* take all_reduce", lambda comm, x: comm.bind_coalesced([x])),
     ],
-    "ring": [
-        Refusal("algorithm is 'ring'", lambda comm, x: comm.all_reduce(x, algorithm="ring")),
-    ],
+    "ring": [Refusal("algorithm is 'ring'", lambda comm, x: comm.all_reduce(x, algorithm="ring"))],
     "arrays": [Refusal(r"expected a dense tensor", given=lambda tensor: tensor.numpy())],
-    "overlap": [
-        Refusal(r"overlaps itself|expanded", given=lambda tensor: tensor[:1].expand(4, 3)),
-    ],
+    "overlap": [Refusal(r"overlaps itself|expanded", given=lambda tensor: tensor[:1].expand(4, 3))],
     "requires-grad": [
-        Refusal("requires grad", given=lambda tensor: tensor.requires_grad_().mul(1)),
+        Refusal("requires grad", given=lambda tensor: tensor.requires_grad_().mul(1))
     ],
     "sparse": [Refusal("sparse|dense", given=lambda tensor: tensor.to_sparse())],
     "abort": [Refusal("abort: .* no rank is on a GPU", lambda comm, _: comm.abort())],

@@ -10,14 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from calls import (
-    ALL_REDUCES,
-    BROADCASTS,
-    LISTS,
-    ROOTED,
-    Call,
-    Placed,
-)
+from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, Call, Placed
 from oracle import assert_words
 
 import pyringar as pr

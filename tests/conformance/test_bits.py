@@ -12,14 +12,7 @@ import pytest
 import torch
 from calls import Call, Part
 from cases import mostly_slow
-from oracle import (
-    DTYPES,
-    FLOATS,
-    OPS,
-    folded,
-    limit_bytes,
-    same_bits,
-)
+from oracle import DTYPES, FLOATS, OPS, folded, limit_bytes, same_bits
 from promises import promise
 
 F32, BF16 = torch.float32, torch.bfloat16

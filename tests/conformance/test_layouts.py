@@ -78,10 +78,7 @@ def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
 def test_layouts(transport, name):
     shape, strides, offset = LAYOUTS[name]
     for dtype, k in ((F32, 3), (torch.int8, 3), (torch.bfloat16, 1)):
-        parts = (
-            Part(dtype, shape, (Layout(strides, offset),)),
-            Part(torch.float64, (5,)),
-        )
+        parts = (Part(dtype, shape, (Layout(strides, offset),)), Part(torch.float64, (5,)))
         transport.check(calls_of(transport, parts, k))
 
 

@@ -20,15 +20,7 @@ from typing import Any
 import oracle
 import torch
 import torch.distributed as dist
-from calls import (
-    ALL_REDUCES,
-    BROADCASTS,
-    LISTS,
-    ROOTED,
-    SHARES,
-    Call,
-    Placed,
-)
+from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Call, Placed
 from naive_transport import NaiveTransport
 from oracle import DTYPES, NATIVE, limit_bytes, piece_elems
 from ranks import Crew, another, connect, crews, join
@@ -210,12 +202,12 @@ class RankTransport:
     """Ranks that each make their own calls.
 
     Attributes:
-        rows: Ids of docs/promises.md that hold, for a transport that has no column there.
+        rows: Words: ids of docs/promises.md that hold, for a transport that has no column there.
         made_orders: Orders that a communicator is made with, and that no call names.
         writes_with_torch: torch moves the results, and its negation changes the bits of a NaN.
     """
 
-    rows: tuple[str, ...] = ()
+    rows = ""
     algorithms: tuple[str, ...] = ("auto",)
     orders: tuple[str, ...] = ("any",)
     made_orders: tuple[str, ...] = ()
@@ -476,25 +468,10 @@ class Naive(Launch):
 
     communicator = NaiveTransport
     entries = tuple(entry for entry in Torch.entries if entry not in ROOTED)
-    rows = (
-        "same-bits",
-        "one-rounding",
-        "integers",
-        "dtypes",
-        "ops",
-        "order-any",
-        "layouts",
-        "layouts-differ",
-        "negated",
-        "versions",
-        "all_reduce",
-        "coalesced",
-        "reduce_scatter",
-        "all_gather",
-        "broadcast",
-        "async",
-        "barrier",
-    )
+    rows = """
+    same-bits one-rounding integers dtypes ops order-any layouts layouts-differ negated
+    versions all_reduce coalesced reduce_scatter all_gather broadcast async barrier
+    """
 
 
 def join_backend(
@@ -504,11 +481,7 @@ def join_backend(
 
     store = dist.PrefixStore(name, connect(port))
     dist.init_process_group(
-        "ringar",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
+        "ringar", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
     state.rank, state.world_size, state.name = rank, world_size, name
     state.store, state.comm = store, TorchCalls()
@@ -537,22 +510,10 @@ class BackendMachines(Backend):
 
     join = staticmethod(join_backend_machines)
     world_sizes = (2, 3, 4)
-    rows = (
-        "same-bits",
-        "dtypes",
-        "dtypes-other",
-        "requires-grad",
-        "sparse",
-        "ops",
-        "versions",
-        "all_reduce",
-        "async",
-        "broadcast",
-        "coalesced",
-        "reduce",
-        "reduce_scatter",
-        "all_gather",
-    )
+    rows = """
+    same-bits dtypes dtypes-other requires-grad sparse ops versions all_reduce async broadcast
+    coalesced reduce reduce_scatter all_gather
+    """
 
 
 # -- a process per rank, and a GPU -----------------------------------------------------------------
@@ -568,22 +529,7 @@ class CudaProcesses(Processes):
     join = staticmethod(join_gpu)
     device = "cuda:0"
     orders = ("any", "rank", "tree")
-    rows = (
-        "same-bits",
-        "dtypes",
-        "ops",
-        "one-rounding",
-        "order-any",
-        "order-rank",
-        "order-tree",
-        "layouts",
-        "layouts-differ",
-        "all_reduce",
-        "coalesced",
-        "broadcast",
-        "reduce_scatter",
-        "all_gather",
-        "bind",
-        "async",
-        "versions",
-    )
+    rows = """
+    same-bits dtypes ops one-rounding order-any order-rank order-tree layouts layouts-differ
+    all_reduce coalesced broadcast reduce_scatter all_gather bind async versions
+    """
