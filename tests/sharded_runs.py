@@ -53,8 +53,3 @@ def as_rank(
     torch.set_num_threads(1 + rank % 2)  # which must not matter
     config = TrainConfig(**{**RECIPE, **options}, ranks=world_size)
     return train(Processes(config, store, rank, world_size), config)
-
-
-def table(rows: dict[str, list[str]]) -> str:
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {'  '.join(row)}" for name, row in rows.items())

@@ -26,7 +26,6 @@ from bucketing_nets import (
     summed,
     vectors,
 )
-from programs import run_programs
 from torch import nn
 
 import pyringar as pr
@@ -169,17 +168,6 @@ def test_sparse_gradients_close():
     with pytest.raises(pr.UnsupportedError, match="sparse"):
         torch.autograd.backward(losses)
     assert_closed(bucketer, tables, "a backward pass failed")
-
-
-def test_dropped_gradient_is_named():
-    nets, xs = nets_of(), vectors(1)
-    for param in nets[0].parameters():
-        param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    bucketer = pr.GradientBucketer(nets, **EARLY)
-    with pytest.raises(pr.RingarError, match="of parameter 1 of rank 0 was changed or cleared"):
-        backward_one_by_one(nets, xs)
-    with pytest.raises(pr.RingarError, match="is closed"):
-        bucketer.wait()
 
 
 # -- gradients that are changed while they are reduced ---------------------------------------------
@@ -338,41 +326,6 @@ def test_handler_calls_wait_or_close(monkeypatch, what):
 
 
 # -- close, fork, garbage --------------------------------------------------------------------------
-
-
-def test_close_inside_backward():
-    nets, xs = nets_of(), vectors(1)
-    bucketer = pr.GradientBucketer(nets, **EARLY)
-    nets[1].late.register_hook(lambda _: bucketer.close())
-    backward_one_by_one(nets, xs)
-    with pytest.raises(pr.RingarError, match=r"is closed: close\(\) was called"):
-        bucketer.wait()
-
-
-@pytest.mark.parametrize(("what", "has_error"), [("close", False), ("pass", True)])
-def test_forked_child_gets_error(what, has_error):
-    """In a program: torch refuses backward in a child once it has threads for it."""
-    program = """
-import os, signal, sys
-import pyringar as pr
-from bucketing_nets import EARLY, assert_reduced, backward_one_by_one, nets_of, summed, vectors
-nets, xs = nets_of(), vectors(1)
-expected = summed(nets, xs)
-with pr.GradientBucketer(nets, **EARLY) as bucketer:
-    backward_one_by_one(nets, xs)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        bucketer.close() if sys.argv[1] == "close" else backward_one_by_one(nets, xs)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    bucketer.wait()
-    assert_reduced(nets, expected)
-"""
-    (ended,) = run_programs(program, [what])
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == f"{int(has_error)}\n", ended.stderr
-    assert ("RingarError" in ended.stderr) == has_error, ended.stderr
 
 
 def test_bucketer_dropped_in_its_hook(monkeypatch):

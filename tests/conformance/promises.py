@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 
 def read_matrix(text: str) -> dict[str, dict[str, Cell]]:
-    """Return the cells by row and column; ValueError for one that says anything else."""
+    """Return the cells by row and column."""
     matrix: dict[str, dict[str, Cell]] = {}
     columns: list[str] = []
     for line in text.splitlines():
@@ -38,10 +38,8 @@ def read_matrix(text: str) -> dict[str, dict[str, Cell]]:
             columns = words[2:]
         elif line.startswith("| `"):
             row, cells = words[0].strip("`"), words[2:]
-            if row in matrix or len(cells) != len(columns):
-                raise ValueError(f"row {row!r} stands there twice, or lacks a cell")
-            if wrong := [cell for cell in cells if not CELL.fullmatch(cell)]:
-                raise ValueError(f"row {row!r} says {wrong}")
+            assert row not in matrix, line
+            assert all(map(CELL.fullmatch, cells)), line
             matrix[row] = {c: Cell(row, c, t) for c, t in zip(columns, cells, strict=True)}
     return matrix
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from calls import Call, Part
 from cases import mostly_slow
-from oracle import DTYPES, FLOATS, OPS, folded, limit_bytes, same_bits
+from oracle import DTYPES, FLOATS, OPS, limit_bytes
 from promises import promise
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -55,13 +55,6 @@ def test_sizes(transport, dtype):
             if call.order != "exact"
         ]
     )
-
-
-@promise("same-bits", "ops")
-def test_eight_ranks(transport):
-    for dtype, op in ((F32, "sum"), (BF16, "mean"), (torch.int32, "prod")):
-        calls = calls_of(transport, 257, dtype, 8, op)
-        transport.check([call for call in calls if call.order != "exact"])
 
 
 @promise("all_reduce")
@@ -210,16 +203,10 @@ def threads(transport_of):
     return transport_of("threads")
 
 
-@pytest.mark.parametrize("k", [6, 7, 9, 12, 16, 17])
+@pytest.mark.parametrize("k", [7, 9, 16, 17, 33, 150])
 def test_more_ranks(threads, k):
-    for dtype, op in ((F32, "sum"), (BF16, "mean"), (torch.int32, "prod")):
-        threads.check(calls_of(threads, 257, dtype, k, op))
-
-
-@pytest.mark.parametrize("k", [33, 150])
-def test_more_ranks_than_any_table(threads, k):
     """Past 16 ranks the pointer tables move from the stack; past 127 a rank count leaves int8."""
-    for dtype, op in ((F32, "sum"), (torch.int8, "mean")):
+    for dtype, op in ((F32, "sum"), (BF16, "mean"), (torch.int8, "mean")):
         calls = calls_of(threads, 1031, dtype, k, op)
         threads.check([c for c in calls if k < 100 or c.algorithm not in ("direct", "ring")])
 
@@ -242,16 +229,3 @@ def test_more_than_two_to_the_31_elements(make_comm, algorithm):
     for tensor in tensors:
         for piece in tensor.split(251 * 2**20):
             assert torch.equal(piece, wanted[: piece.numel()])
-
-
-# -- the oracle and the inputs ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_inputs_distinguish_orders(dtype):
-    part = Part(dtype, (257,), draw="masked")
-    values = [part.values(rank, 6) for rank in range(6)]
-    given = [torch.from_numpy(v.view(f"i{dtype.itemsize}")).view(dtype) for v in values]
-    found = [folded(given, "sum", order) for order in ("rank", "ring", "tree", "exact")]
-    for one, other in itertools.combinations(found, 2):
-        assert not same_bits(one, other)

@@ -83,11 +83,7 @@ def fake(tensor):
 
 # A tensor of rank 1 made wrong, and the words of the message beside its name.
 WRONG = {
-    "expanded": (lambda t: t[:1].expand(4, 3), r"\(4, 3\)", "overlaps itself"),
-    "numbers": (lambda t: t.tolist()[0], "float|list"),
-    "None": (lambda t: None, "None"),
     "number": (lambda t: 7, "an int"),
-    "requires grad": (lambda t: t.clone().requires_grad_(), "requires grad", "no_grad"),
     "backwards": (
         lambda t: t.numpy()[::-1],
         r"(tensors|\]) is a ndarray of shape \(2, 3\) with negative strides",
@@ -97,7 +93,6 @@ WRONG = {
     "big-endian": (lambda t: t.numpy().astype(">f4"), "'>f4', whose byte order", "newbyteorder"),
     "structured": (lambda t: np.zeros(3, "u1, f4"), r"dtype '\|V5'"),
     "field": (lambda t: np.zeros(3, "u1, f4")["f1"], "cannot be shared.*itemsize.*a copy"),
-    "objects": (lambda t: np.array([t, t], object), r"dtype '\|O'"),
     "zero strides": (
         lambda t: np.lib.stride_tricks.as_strided(t.numpy(), (4,), (0,)),
         "overlaps itself",
@@ -108,13 +103,8 @@ WRONG = {
     "immutable": (Immutable, "an Immutable of jaxlib, which is immutable", "np.array"),
 }
 UNSUPPORTED = {
-    "sparse coo": (lambda t: t.to_sparse(), "sparse_coo"),
     "sparse csr": (lambda t: t.to_sparse_csr(), "sparse_csr"),
     "meta": (lambda t: t.to("meta"), "meta"),
-    "bool": (lambda t: t > 1, "torch.bool", "float32"),
-    "complex": (lambda t: t.to(torch.complex64), "complex64"),
-    "float8": (lambda t: t.to(torch.float8_e4m3fn), "float8"),
-    "int16": (lambda t: t.short(), "int16"),
     "fake": (fake, "memory"),
 }
 
@@ -172,25 +162,18 @@ def test_lists(pair):
     refuse(lambda: pair.bind_coalesced([one] * K), "Tensor", "list")
 
 
-def test_names_of_ops_algorithms_and_orders(pair):
+def test_reductions_and_orders(pair):
     tensors = ranks()
-    for op in ("avg", "SUM", "", None, 3, torch.distributed.ReduceOp.BAND):
+    for op in ("avg", torch.distributed.ReduceOp.BAND):
         for call in (pair.all_reduce, pair.bind):
             refuse(lambda call=call, op=op: call(tensors, op), "op is", "sum, mean")
     refuse(lambda: pair.all_reduce(tensors, algorithm="nccl"), "'nccl'", "direct")
-    refuse(lambda: pair.all_reduce(tensors, order="ring"), "order is 'ring'", "rank")
     refuse(lambda: pair.all_reduce(tensors, order="trees"), "order is 'trees'.*mean 'tree'")
-    for op in ("max", "min", "prod"):
-        words = f"order is 'exact' and op '{op}'"
-        refuse(lambda op=op: pair.all_reduce(tensors, op, order="exact"), words)
-        refuse(lambda op=op: pair.bind(tensors, op, order="exact"), words)
-    for nbytes, dtype, words in (
-        (-1, torch.float32, "nbytes is -1"),
-        (1.5, torch.float32, "nbytes is 1.5"),
-        (True, torch.float32, "nbytes is True"),
-        (8, np.float32, "dtype is"),
-    ):
-        refuse(lambda nbytes=nbytes, dtype=dtype: pair.plan(nbytes, dtype), words)
+    for call in (pair.all_reduce, pair.bind):
+        words = "order is 'exact' and op 'prod'"
+        refuse(lambda call=call: call(tensors, "prod", order="exact"), words)
+    for nbytes, dtype in ((-1, torch.float32), (True, torch.float32), (8, np.float32)):
+        refuse(lambda n=nbytes, d=dtype: pair.plan(n, d), "(nbytes|dtype) is")
     assert torch.equal(tensors[0], ranks()[0])
 
 
@@ -244,19 +227,9 @@ WRONG_LISTS = {
     "shape": (lambda t: [t[0], torch.zeros(3, 2), t[2]], r"tensors\[1\].*\(3, 2\).*\(2, 3\)"),
     "dtype": (lambda t: [t[0], t[1], t[2].double()], r"tensors\[2\].*float64.*float32"),
     "meta": (lambda t: [t[0], t[1], t[2].to("meta")], r"tensors\[2\].*meta"),
-    "read-only array": (lambda t: [t[0], read_only(t[1]), t[2]], "ndarray.*read-only"),
-    "backwards": (
-        lambda t: [t[0], t[1].numpy()[::-1], t[2]],
-        r"tensors\[1\] is a ndarray.*negative",
-    ),
-    "immutable": (
-        lambda t: [Immutable(t[0]), t[1], t[2]],
-        r"tensors\[0\] is an Immutable of jaxlib",
-    ),
     "array twice": (lambda t: [t[0], t[1].numpy(), t[1].numpy()], "shares memory"),
     "generator": (lambda t: (x for x in t), "tensors is a generator, expected a list"),
     "too few": (lambda t: t[:2], "tensors has 2 entries, expected 3"),
-    "too many": (lambda t: [*t, torch.zeros(2, 3)], "tensors has 4 entries, expected 3"),
     "grad": (lambda t: [t[0], t[1].clone().requires_grad_(), t[2]], r"tensors\[1\] requires grad"),
 }
 
@@ -289,21 +262,18 @@ class Hostile:
         return (1, 0)
 
 
-HOSTILE = {
-    "KeyError": (Hostile(KeyError("mine")), KeyError, "mine"),
-    "Ctrl-C": (Hostile(KeyboardInterrupt("now")), KeyboardInterrupt, "now"),
-    "interface": (Hostile(None, __array_interface__=5), pr.ArgumentError, "interface__ is 5"),
-}
-
-
-@pytest.mark.parametrize(("hostile", "error", "words"), HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize(
+    ("hostile", "error", "words"),
+    [
+        (Hostile(KeyboardInterrupt("now")), KeyboardInterrupt, "now"),
+        (Hostile(None, __array_interface__=5), pr.ArgumentError, "interface__ is 5"),
+    ],
+)
 def test_errors_of_arrays_are_raised(comm, hostile, error, words):
     tensors = [*ranks(2), hostile]
     for call in (pr.allreduce, comm.all_reduce, comm.broadcast):
         with pytest.raises(error, match=words):
             call(tensors)
-    with pytest.raises(error, match=words):
-        comm.all_reduce_coalesced([(tensor,) for tensor in tensors])
     comm.all_reduce(ranks(3))
 
 
@@ -313,11 +283,8 @@ def set_entry(rank, i, value):
 
 WRONG_LISTS_OF_LISTS = {
     "shape": (set_entry(2, 1, torch.zeros(2, 3)), r"lists\[2\]\[1\] has shape \(2, 3\)"),
-    "dtype": (set_entry(1, 0, torch.zeros(2).double()), r"lists\[1\]\[0\] has dtype float64"),
-    "None": (set_entry(1, 0, None), r"lists\[1\]\[0\] is None"),
     "missing tensor": (lambda lists: lists[1].pop(), r"lists\[1\] has 1 entry, expected 2"),
     "missing rank": (lambda lists: lists.pop(), "lists has 2 entries, expected 3"),
-    "other order": (lambda lists: lists[2].reverse(), r"lists\[2\]\[0\] has shape"),
     "tied parameters": (  # would be summed twice
         lambda lists: [mine.__setitem__(1, mine[0]) for mine in lists],
         r"lists\[(\d)\]\[1\] shares memory with lists\[\1\]\[0\]",
@@ -348,35 +315,24 @@ def test_wrong_outputs_of_reduce(comm):
     for bad, words in (
         (output[:5], r"reduce: output has shape \(5,\)"),
         (output.double(), "output has dtype float64, but inputs"),
-        ([output], "output is a list"),
         (output.clone().requires_grad_(), "output requires grad"),
-        (inputs[1], r"output shares memory with inputs\[1\]"),
         (torch._neg_view(inputs[0]), r"output shares memory with inputs\[0\]"),
         (shared[:1].expand(6), "output of shape .* overlaps itself"),
+        (torch.zeros(6, device="meta"), "output.*meta"),
     ):
-        refuse(lambda bad=bad: comm.reduce(bad, inputs), words)
+        refuse(lambda bad=bad: comm.reduce(bad, inputs), words, kind=pr.RingarError)
     refuse(lambda: comm.reduce(shared[3:9], [shared[:6], *inputs[1:]]), r"memory with inputs\[0\]")
-    meta = torch.zeros(6, device="meta")
-    refuse(lambda: comm.reduce(meta, inputs), "output", "meta", kind=pr.UnsupportedError)
     refuse(lambda: comm.reduce(output, [*inputs[:2], inputs[2][:4]]), r"inputs\[2\] has shape")
-    refuse(lambda: comm.reduce(output, inputs[:2]), "inputs has 2 entries, expected 3")
     lists, outputs = [[t, t.double()] for t in ranks(3, (6,))], [output, output.double()]
     twice = [[t, t.clone()] for t in ranks(3, (6,))]
     for bad, given, words in (
         (outputs[:1], lists, "outputs has 1 entry, expected 2"),
-        (output, lists, "outputs is a Tensor, expected a list"),
         (outputs[::-1], lists, r"outputs\[0\] has dtype float64"),
-        (outputs, [*lists[:2], lists[2][:1]], r"lists\[2\] has 1"),
         ([output, output], twice, r"outputs\[1\] shares memory with outputs\[0\]"),
         ([twice[0][1], output], twice, r"outputs\[0\] shares memory with lists\[0\]\[1\]"),
-        ([twice[0][0]] * 2, twice, r"outputs\[1\] shares memory with outputs\[0\]"),
     ):
         refuse(lambda bad=bad, given=given: comm.reduce_coalesced(bad, given), words)
-    for root in (-1, 3, True):
-        refuse(
-            lambda root=root: comm.reduce_coalesced(outputs, lists, root=root),
-            "reduce_coalesced: root is",
-        )
+    refuse(lambda: comm.reduce_coalesced(outputs, lists, root=3), "reduce_coalesced: root is")
     assert all(map(torch.equal, inputs, ranks(3, (6,))))
     assert (output == 9).all()
     assert not shared.any()
