@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import functools
 import gc
 import os
 import signal
@@ -19,7 +18,6 @@ import pytest
 import torch
 from parallel_nets import CAPS, assert_same, backward, images, make_conv, make_mlp, make_pair, rows
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
 import pyringar as pr
 from pyringar.parallel.shards import check_replicas_equal, shard_sizes
@@ -119,33 +117,6 @@ def test_forward_may_copy_and_transform(cap_mb):
     assert_same(net, plain, 1e-12)
 
 
-def add_to_weights(module, _):
-    with torch.no_grad():
-        for param in module.parameters():
-            param.add_(1)
-    module(rows(7)[0])
-
-
-@pytest.mark.parametrize("write", [add_to_weights, lambda _, batch: batch.zero_()])
-def test_write_before_backward_raises(write):
-    for module in make_pair("mlp", 3)[:2]:
-        X = rows(7)[0]  # noqa: N806
-        out = module(X)
-        write(module, X)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_modes_without_gradients(mode):
-    plain, net, batch = make_pair("branches", 2)
-    with mode():
-        torch.testing.assert_close(net(batch(5)[0]), plain(batch(5)[0]))
-    for module in (plain, net):
-        backward(module, batch(5))
-    assert_same(net, plain)
-
-
 def test_hooks_run_once_per_rank():
     _, net, batch = make_pair("mlp", 3)
     calls = []
@@ -154,18 +125,6 @@ def test_hooks_run_once_per_rank():
     net.module[0].weight.register_hook(lambda grad: calls.append("gradient"))
     backward(net, batch(8))
     assert calls == [3, 3, 2, *["backward"] * 3, "gradient"]
-
-
-def test_cached_parametrizations_are_right():
-    made = []
-    for _ in range(2):  # a deep copy would share the original's cache
-        torch.manual_seed(0)
-        made.append(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)).double())
-    plain, net = made[0], pr.DataParallel(made[1], ["cpu"] * 2)
-    with nn.utils.parametrize.cached():
-        for module in (plain, net):
-            (module(rows(6)[0]) + module(rows(6, seed=5)[0])).sum().backward()
-    assert_same(net, plain)
 
 
 class Odd(nn.Module):
@@ -282,45 +241,41 @@ def test_dim_of_samples(dim):
     torch.testing.assert_close(found, Transposed()(X.T, 2.0, bias=1.0))
 
 
+@pytest.mark.parametrize("is_loss", [False, True])
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 12])
 @pytest.mark.parametrize("weights", [None, (3, 1), (1, 0, 2), (0, 1)])
-def test_shares_of_ranks(n, weights):
+def test_shares_of_ranks(n, weights, is_loss):
     k = len(weights) if weights else 4
     plain, net, _ = make_pair("mlp", k, weights=weights)
-    sizes = []
-    net.module.register_forward_hook(lambda part, args, out: sizes.append(len(args[0])))
+    sizes = [size for size in shard_sizes(n, k, weights) if size] or [0]
+    seen = []
+    net.module.register_forward_hook(lambda part, args, out: seen.append(len(args[0])))
+    for module in (plain, net.module) if is_loss else ():  # the losses of ranks are stacked
+        module.register_forward_hook(lambda part, args, out: out.square().sum())
     outputs = [module(rows(n)[0]) for module in (plain, net)]
+    if is_loss:
+        assert outputs[1].shape == (len(sizes),)
+        outputs[1] = outputs[1].sum()
     torch.testing.assert_close(*outputs)
     for out in outputs:
-        out.square().sum().backward()
+        (out if is_loss else out.square()).sum().backward()
     assert_same(net, plain)
-    assert sizes == ([size for size in shard_sizes(n, k, weights) if size] or [0])
-
-
-def test_losses_of_ranks_are_stacked():
-    plain, net, _ = make_pair("mlp", 4)
-    for module in (plain, net.module):
-        module.register_forward_hook(lambda part, args, out: out.square().sum())
-    assert net(rows(9)[0]).shape == (4,)
-    for module in (plain, net):
-        module(rows(9)[0]).sum().backward()
-    assert_same(net, plain)
+    assert seen == sizes
 
 
 def test_wrong_calls_are_named():
-    net = pr.DataParallel(nn.Bilinear(2, 2, 2), ["cpu"] * 2)
-    with pytest.raises(pr.ArgumentError, match="no tensor with a dimension 0"):
-        net(torch.tensor(1.0), input2=3)
-    with pytest.raises(pr.ArgumentError, match=r"args\[0\] \(3, 2\), input2 \(4, 2\); expected"):
-        net(torch.rand(3, 2), input2=torch.rand(4, 2))
     words = nn.Identity()
     words.forward = lambda x: "words"
-    with pytest.raises(pr.ArgumentError, match="output is a str"):
-        pr.DataParallel(words, ["cpu"] * 2)(torch.ones(2))
-    with pytest.raises(pr.ArgumentError, match=r"lazy parameter '0\.weight'"):
-        pr.DataParallel(nn.Sequential(nn.LazyLinear(2)), ["cpu"] * 2)(torch.ones(4, 2))
-    with pytest.raises(pr.ArgumentError, match=r"'weight' on meta, expected cpu"):
-        pr.DataParallel(nn.Linear(2, 2, device="meta"), ["cpu"] * 2)(torch.ones(4, 2))
+    lazy, meta = nn.Sequential(nn.LazyLinear(2)), nn.Linear(2, 2, device="meta")
+    for module, batch, message in (
+        (nn.Identity(), torch.tensor(1.0), "no tensor with a dimension 0"),
+        (nn.Identity(), [torch.ones(3), torch.ones(4)], r"args\[0\]\[0\] \(3,\), .*; expected"),
+        (words, torch.ones(2), "output is a str"),
+        (lazy, torch.ones(4, 2), r"lazy parameter '0\.weight'"),
+        (meta, torch.ones(4, 2), r"'weight' on meta, expected cpu"),
+    ):
+        with pytest.raises(pr.ArgumentError, match=message):
+            pr.DataParallel(module, ["cpu"] * 2)(batch)
     with pytest.raises(pr.ArgumentError, match="both devices and device_ids"):
         pr.DataParallel(nn.Linear(2, 2), ["cpu"], device_ids=["cpu"])
 
@@ -343,28 +298,20 @@ def test_odd_arguments_are_read_with_care():
     module.forward = lambda x, *others, **kwargs: x
     net = pr.DataParallel(module, ["cpu"] * 2)
     numbers = list(range(20_000))
-    for other in (
-        np.arange(3),
-        [np.arange(5)],
-        AttributeDict(a=1),
-        numbers,
-        dict.fromkeys(numbers),
-    ):
-        assert net(x, other, key=[other]).shape == (4, 2)
-    assert isinstance(net(AttributeDict(x=x)), AttributeDict)
-    for sparse in (x.to_sparse(), torch.nested.nested_tensor([x])):
-        with pytest.raises(pr.ArgumentError, match=r"args\[1\]\['a'\] is a .* tensor"):
-            net(x, {"a": sparse})
     trainer = types.SimpleNamespace(optimizer=torch.optim.SGD([nn.Parameter(x)], 0.1), n=x[0])
     trainer.all = [trainer] * 5_000
-    for harmless in (trainer, functools.partial(F.cross_entropy, weight=x), [].append):
-        assert net(x, harmless).shape == (4, 2)
+    for harmless in ([np.arange(5)], AttributeDict(a=1), numbers, trainer, [].append):
+        assert net(x, harmless, key=[harmless]).shape == (4, 2)
+    assert isinstance(net(AttributeDict(x=x)), AttributeDict)
     hidden = collections.UserDict(y=1)
     hidden.extra = x
-    with pytest.raises(pr.ArgumentError, match=r"args\[1\] is an UserDict with a tensor of 4"):
-        net(x, hidden)
-    with pytest.raises(pr.ArgumentError, match=r"args\[1\] is a mappingproxy with a tensor of 4"):
-        net(x, types.MappingProxyType({"x": x}))
+    for other, words in (
+        ({"a": x.to_sparse()}, r"args\[1\]\['a'\] is a .* tensor"),
+        (hidden, r"args\[1\] is an UserDict with a tensor of 4"),
+        (types.MappingProxyType({"x": x}), r"args\[1\] is a mappingproxy with a tensor of 4"),
+    ):
+        with pytest.raises(pr.ArgumentError, match=words):
+            net(x, other)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

