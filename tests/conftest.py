@@ -111,8 +111,8 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
 
 @pytest.fixture(scope="session")
 def transport_of() -> Iterator[Callable[[str], Any]]:
-    """``transport_of(name)``: one of `registry.TRANSPORTS`, with groups for all tests."""
-    from registry import TRANSPORTS
+    """``transport_of(name)``: one of `transports.TRANSPORTS`, with groups for all tests."""
+    from transports import TRANSPORTS
 
     with contextlib.ExitStack() as made:
         yield functools.cache(

@@ -39,9 +39,6 @@ def replicas_of(net: nn.Module, world_size: int = K) -> list[nn.Module]:
     return [copy.deepcopy(net) for _ in range(world_size)]
 
 
-# -- the plan --------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2)), max_size=30),
@@ -75,9 +72,6 @@ def test_buckets_have_first_cap_and_one_dtype():
         assert [sorted(b) for b in bucketer.buckets] == [[3], [0, 2], [1]]
 
 
-# -- bits ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("cap", [1e-6, 2e-3, 10])
 @pytest.mark.parametrize(
@@ -108,9 +102,6 @@ def test_gradients_have_dtype_of_their_own(unused):
         assert torch.equal(param.grad, torch.full((3,), 2.0 if unused is None else 1.0))
 
 
-# -- overlap ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("overlap", "is_early"), [(None, False), (False, False), (True, True)])
 def test_stats_of_a_step(overlap, is_early):
     nets = replicas_of(make_net())
@@ -128,9 +119,6 @@ def test_stats_of_a_step(overlap, is_early):
         assert (bucket.launched_s <= stats.backward_s) == is_early
     assert stats.exposed_s > 0
     assert stats.communication_s > 0
-
-
-# -- what training does ----------------------------------------------------------------------------
 
 
 class Ignores(torch.autograd.Function):
@@ -182,9 +170,6 @@ def test_replaced_parameters_raise(how):
             bucketer.wait()
 
 
-# -- other ways to run backward --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("compiler", ["identity", pytest.param("eager", marks=pytest.mark.slow)])
 def test_compiled_autograd_reduces_in_wait(compiler):
     import torch._dynamo.compiled_autograd as compiled_autograd
@@ -214,9 +199,6 @@ def test_earlier_hooks_that_change_gradients_count():
         backward_one_by_one(nets, xs)
         bucketer.wait()
         assert_reduced(nets, expected)
-
-
-# -- gradients that lie elsewhere, and memory that is replaced -------------------------------------
 
 
 def warm_bucketer(nets, **options) -> pr.GradientBucketer:
@@ -283,9 +265,6 @@ def test_gradients_with_a_graph(overlap):
             assert_reduced(nets, wanted)
             assert nets[0][0].bias.grad.requires_grad or not create_graph
         clear(nets)
-
-
-# -- life ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, EARLY])

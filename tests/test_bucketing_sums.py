@@ -73,9 +73,6 @@ class BucketedRanks:
 Ranks = PlainRanks | BucketedRanks
 
 
-# -- programs --------------------------------------------------------------------------------------
-
-
 def random_program(seed: int):
     def play(ranks: Ranks):
         draw = random.Random(seed)

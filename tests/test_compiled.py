@@ -62,9 +62,6 @@ def assert_alike(function, *, backend, inputs=ranks) -> None:
         assert same(bits(a), bits(b))
 
 
-# -- in place --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("op", mostly_slow(["sum", "mean", "max", "prod"], "sum", "mean"))
@@ -143,23 +140,6 @@ def test_new_sizes_make_no_new_graphs(comm, dynamic):
     assert len(graphs.graphs) == (1 if dynamic else 2)
 
 
-def test_another_communicator_makes_another_graph():
-    def function(which, tensors):
-        which.all_reduce(tensors)
-
-    graphs = Graphs()
-    compiled = torch.compile(function, fullgraph=True, backend=graphs)
-    with pr.Communicator(["cpu"] * 2) as two, pr.Communicator(["cpu"] * 2) as other:
-        for which in (two, other, two, other):
-            tensors = ranks(2)
-            compiled(which, tensors)
-            assert torch.equal(tensors[0], sum(ranks(2)))
-        assert two.stats()["fused"]["calls"] == other.stats()["fused"]["calls"] == 2
-    assert len(graphs.graphs) == 2
-
-
-# -- errors ----------------------------------------------------------------------------------------
-
 TRACED_ERRORS = [
     (lambda c, x: c.all_reduce([x, x + 1, x[:2] + 1]), r"tensors\[2\] has shape \(2,\)"),
     (lambda c, x: c.all_reduce([x, x + 1, x + 2], order="trees"), "order is 'trees'"),
@@ -205,51 +185,41 @@ def test_closed_and_deleted_communicators_are_named():
         graphs.graphs[0](*tensors)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_written_tensors_must_not_require_grad(comm, backend):
-    def leaves(x):
-        comm.all_reduce([x, torch.ones(4), torch.ones(4)])
-
-    def results(x):
-        y = x * 2
-        comm.all_reduce([y, torch.ones(4), torch.ones(4)])
-        return y
-
-    x = torch.ones(4, requires_grad=True)
-    for function in (leaves, results):
-        with pytest.raises(pr.ArgumentError, match="requires grad"):
-            function(x)
-        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="requires grad"):
-            torch.compile(function, fullgraph=True, backend=backend)(x)
-    assert x.tolist() == [1, 1, 1, 1]
-    with torch.no_grad():
-        torch.compile(leaves, fullgraph=True, backend=backend)(x)
-    assert x.tolist() == [3, 3, 3, 3]
+REFUSED_WRITES = {
+    "leaf": (lambda c, x: c.all_reduce([x, x + 1, x + 2]), "requires grad"),
+    "result": (lambda c, x: c.all_reduce([x * 2, x * 3, x * 4]), "requires grad"),
+    "twice": (lambda c, x: c.all_reduce([x, x.clone(), x]), r"tensors\[2\] shares memory"),
+    "base": (
+        lambda c, x: c.all_reduce_coalesced([[x[:2]], [x[2:]], [x.view(2, 2)[0]]]),
+        r"lists\[2\]\[0\] shares memory",
+    ),
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_written_tensors_must_not_be_the_same(comm, backend):
-    """Those that are copied are not, also where the default backend drops the copy."""
+@pytest.mark.parametrize("what", REFUSED_WRITES)
+def test_writes_are_refused_as_in_eager(comm, what, backend):
+    call, words = REFUSED_WRITES[what]
+    x = torch.arange(4.0).requires_grad_("grad" in words)
+    with pytest.raises(pr.ArgumentError, match=words):
+        call(comm, x)
+    compiled = torch.compile(partial(call, comm), fullgraph=True, backend=backend)
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=words):
+        compiled(x)
+    assert x.tolist() == [0, 1, 2, 3]
 
-    def twice(x):
-        comm.all_reduce([x, x.clone(), x])
 
-    def base(x):
-        comm.all_reduce_coalesced([[x[:2]], [x[2:]], [x.view(2, 2)[0]]])
-
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_copies_and_leaves_may_be_written(comm, backend):
     def copied(x):
         comm.all_reduce([x, x.clone(), x.clone()])
         comm.all_reduce([x[:2], x[2:], x.new_ones(2)])
         return x
 
-    for function, what in ((twice, r"tensors\[2\]"), (base, r"lists\[2\]\[0\]")):
-        x = torch.arange(4.0)
-        with pytest.raises(pr.ArgumentError, match=f"{what} shares memory"):
-            function(x)
-        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=f"{what} shares memory"):
-            torch.compile(function, fullgraph=True, backend=backend)(x)
-        assert x.tolist() == [0, 1, 2, 3]
     assert_alike(copied, backend=backend, inputs=lambda: [torch.arange(4.0)])
+    with torch.no_grad():
+        leaves = lambda: [torch.arange(4.0).requires_grad_()]  # noqa: E731
+        assert_alike(copied, backend=backend, inputs=leaves)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -261,9 +231,6 @@ def test_unused_results_are_computed(comm, backend):
 
     torch.compile(function, fullgraph=True, backend=backend)(torch.ones(3))
     assert comm.stats()["fused"]["calls"] == 2
-
-
-# -- new tensors, and gradients through them -------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring", "naive"])
@@ -335,9 +302,6 @@ def test_wrong_argument_is_named(comm, call, words):
         call(comm, torch.ones(2))
 
 
-# -- torch's own checks ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("operator", "layout", "requires_grad"),
     [
@@ -392,9 +356,6 @@ torch.export.load({str(file)!r}).module()(torch.ones(5), torch.ones(5))
 """
     )
     assert "RingarError: communicator " in done.stderr, done.stderr
-
-
-# -- one rank per process, and what it costs -------------------------------------------------------
 
 
 @on_ranks(2)

@@ -29,8 +29,6 @@ from torch.utils.checkpoint import checkpoint
 import pyringar as pr
 from pyringar.parallel.shards import shard_sizes
 
-# -- bits ------------------------------------------------------------------------------------------
-
 
 @CAPS
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
@@ -54,8 +52,6 @@ def test_gradients_have_bits_of_order(make, batch, k, dtype, order, add, cap_mb)
     for buffer, wanted in zip(net.buffers(), copies[0].buffers(), strict=True):
         assert torch.equal(buffer, wanted)
 
-
-# -- the plain module, ten steps -------------------------------------------------------------------
 
 OPTIMIZERS = {  # LBFGS: pytorch#30439
     "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, nesterov=True),
@@ -141,36 +137,6 @@ def test_compiled_modules_are_right(how):
         for module in (plain, net):
             backward(module, batch)
     assert_same(net, plain)
-
-
-def test_accumulation_and_partial_zero_grad():
-    plain, net, _ = make_pair("mlp", 2)
-    for module in (plain, net):
-        for seed in range(3):
-            backward(module, rows(5, seed=seed))
-            if seed == 1:
-                next(module.parameters()).grad = None
-    assert_same(net, plain)
-
-
-def test_gan_steps_one_of_two():
-    torch.manual_seed(0)
-    plain = [nn.Linear(5, 5), nn.Linear(5, 1)]
-    nets = [pr.DataParallel(copy.deepcopy(one), ["cpu"] * 2) for one in plain]
-    for maker, critic in (plain, nets):
-        optimizers = [torch.optim.Adam(one.parameters(), 0.01) for one in (maker, critic)]
-        for step in range(6):
-            X, _ = rows(6, torch.float32, seed=step)  # noqa: N806
-            for param in critic.parameters():
-                param.requires_grad_(step % 2 == 0)
-                param.data.clamp_(-0.3, 0.3)  # leaves no trace in version counters
-            made = maker(X)
-            loss = critic(made).mean() - critic(X).mean()
-            optimizers[step % 2 == 0].zero_grad()
-            (loss if step % 2 == 0 else -loss).backward()
-            optimizers[step % 2 == 0].step()
-    for one, net in zip(plain, nets, strict=True):
-        assert_same(net, one, 1e-5)
 
 
 def test_averaged_model_and_copies():

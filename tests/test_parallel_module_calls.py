@@ -22,8 +22,6 @@ from torch import nn
 import pyringar as pr
 from pyringar.parallel.shards import check_replicas_equal, shard_sizes
 
-# -- what a call sees of the module ----------------------------------------------------------------
-
 
 @CAPS
 def test_changes_after_wrapping_count(cap_mb):
@@ -221,9 +219,6 @@ def test_transforms_are_right_or_refused():
     torch.testing.assert_close(net(X), plain(X))
 
 
-# -- calls -----------------------------------------------------------------------------------------
-
-
 class Transposed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -329,9 +324,6 @@ def test_error_names_rank(rank):
     assert net(torch.full((6, 1), 9.0)).shape == (6, 1)
 
 
-# -- order of the reductions -----------------------------------------------------------------------
-
-
 class _Noted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, note):
@@ -359,9 +351,6 @@ def test_reductions_start_before_earlier_layers():
     # Rank 1 ran last, so its backward is first; rank 0's meets the reductions.
     wanted = [3, 2, 1, 0, *(event for n in (3, 2, 1, 0) for event in (n, f"reduced {n}"))]
     assert events == wanted
-
-
-# -- threads, signals, forks -----------------------------------------------------------------------
 
 
 def test_calls_from_several_threads():

@@ -162,9 +162,6 @@ def test_caller_threads_do_not_matter(two_torch_threads):
     assert seen == [1] * 16 + [2] * 16
 
 
-# -- dtypes ----------------------------------------------------------------------------------------
-
-
 class Holder(nn.Module):
     """A complex weight, and a buffer that every shard but the second changes."""
 
@@ -221,9 +218,6 @@ def test_buffer_without_sums_raises(dtype):
         pr.ShardedStep([net], 4)(lambda net, shard: net.weight.sum())
 
 
-# -- random numbers --------------------------------------------------------------------------------
-
-
 def dropped(net, shard):
     return F.dropout(net.weight, 0.5).square().sum()
 
@@ -272,9 +266,6 @@ def test_draws_without_seed_raise(kind, num_ranks):
             with pytest.raises(pr.UnsupportedError, match=r"random numbers .* give seed"):
                 step(DRAWS[kind])
         step(lambda net, shard: net.weight.sum())
-
-
-# -- failures --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
@@ -326,9 +317,6 @@ def test_unlike_replicas_raise():
         with pytest.raises(pr.RingarError, match=r"shape \(5,\), on rank 1 differs from rank 0"):
             step(losses_of(16, 4))
         assert grads_of(replicas[0])[0] is None
-
-
-# -- ranks in processes ----------------------------------------------------------------------------
 
 
 def step_as_rank(rank, world_size, store, machines):

@@ -32,8 +32,7 @@ from process_checks import (
     open_memories,
 )
 from ranks import Crew
-from registry import TRANSPORTS
-from transports import Crews, Launch, TorchCalls
+from transports import TRANSPORTS, Crews, Launch, TorchCalls
 
 import pyringar as pr
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from registry import COLUMNS, TRANSPORTS
+from transports import COLUMNS, TRANSPORTS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/promises.md"
 CELL = re.compile(r"yes|not promised|refused \((\w+)\)")

@@ -26,9 +26,6 @@ def calls_of(transport, numel, dtype, k, op, *, draw="random"):
     return [call for call in calls if transport.can_run(call)]
 
 
-# -- everything against everything -----------------------------------------------------------------
-
-
 @promise("dtypes", "ops", "same-bits")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_ops_and_orders(transport, dtype):
@@ -105,9 +102,6 @@ def test_orders_of_additions(transport, dtype):
             for call in calls_of(transport, 257, dtype, k, "sum", draw="masked")
         ]
     )
-
-
-# -- by hand ---------------------------------------------------------------------------------------
 
 
 def each_way(transport):
@@ -193,9 +187,6 @@ def test_exact_sums_of_hard_numbers(transport, dtype):
         tensor[::131] = torch.from_numpy(values).view(dtype)
     part = Part(dtype, (131 * 131,), given=tuple(given))
     transport.check([Call("all_reduce", 3, (part,), order="exact")])
-
-
-# -- on threads only -------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -113,9 +113,6 @@ def test_lists_have_bits_of_single_calls(transport):
         transport.check(calls)
 
 
-# -- many calls ------------------------------------------------------------------------------------
-
-
 def crowd_on_rank(state, calls):
     start = time.monotonic()
     tensor = torch.ones(20_000)

@@ -39,9 +39,6 @@ def total(state, numel: int = 1000) -> torch.Tensor:
     return (torch.arange(numel, device=device_of(state)) % 17) * k + k * (k - 1) // 2
 
 
-# -- order -----------------------------------------------------------------------------------------
-
-
 def times_of_barrier(state, late: int) -> tuple[float, float]:
     if state.rank == late:
         time.sleep(0.3)
@@ -78,9 +75,6 @@ def call_in_background(state) -> None:
 def test_background_calls_run_in_order(transport):
     for k in (1, 3):
         transport.on_ranks(k, call_in_background)
-
-
-# -- calls that differ -----------------------------------------------------------------------------
 
 
 Call = Callable[[Any, torch.Tensor], object]
@@ -179,9 +173,6 @@ def test_different_lists_raise(transport, what):
 @pytest.mark.parametrize("what", DIFFERENT_ORDERS)
 def test_different_orders_raise(transport, what):
     check_different(transport, what)
-
-
-# -- ends ------------------------------------------------------------------------------------------
 
 
 def close_early(state, has_bind: bool) -> None:
@@ -303,9 +294,6 @@ def test_handler_may_close(transport):
 @pytest.mark.parametrize("wait", ["call", "work"])
 def test_abort_ends_all_calls(transport, wait):
     check_end(transport, "abort", wait)
-
-
-# -- leftovers -------------------------------------------------------------------------------------
 
 
 def fork_child(state) -> str:

@@ -162,9 +162,6 @@ def test_threads_that_flush_denormals(transport):
         transport.check([replace(call, flushes=True) for call in calls])
 
 
-# -- ranks that share a memory: on threads only ----------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape", "dim"), [(F32, (501, 4), 1), (torch.float16, (4, 501), 0)]
 )

@@ -177,8 +177,6 @@ def test_shapes_may_differ(transport):
     transport.on_ranks(2, reduce_shapes)
 
 
-# -- calls that differ -----------------------------------------------------------------------------
-
 # Calls and dtypes, or reductions, that differ between ranks 0 and 1.
 DIFFERENT_DTYPES = (
     ("reduce", "int16", "int32"),

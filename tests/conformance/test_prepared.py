@@ -56,9 +56,6 @@ def assert_reduces(pair, tensors, op="sum", **options):
             tensor.detach().mul_(rank + 2)
 
 
-# -- plain calls that come again -------------------------------------------------------------------
-
-
 def test_other_reductions_and_orders(pair):
     tensors = ranks(pair, 1031)
     for op in ("sum", "mean", "max", "sum"):
@@ -86,19 +83,6 @@ def test_new_memory_is_reduced(pair):
             tensor.resize_(numel).fill_(rank + numel)
         pair.all_reduce(tensors)
         assert [tensor.tolist() for tensor in tensors] == [[2.0 * numel + 1] * numel] * K
-
-
-def test_other_views_of_the_same_memory(pair):
-    tensors = ranks(pair, 6, 4)
-    assert_reduces(pair, tensors)
-    assert_reduces(pair, [tensor[:3] for tensor in tensors])
-    assert_reduces(pair, [tensor.flatten() for tensor in tensors])
-    assert_reduces(pair, [tensor.view(torch.int32) for tensor in tensors])
-    assert_reduces(pair, [tensor.t() for tensor in tensors])
-    assert_reduces(pair, [tensor[:, ::2] for tensor in tensors])
-    assert_reduces(pair, [torch._neg_view(tensor) for tensor in tensors])
-    assert_reduces(pair, [tensors[0].t(), tensors[1].view(4, 6)])
-    assert_reduces(pair, tensors)
 
 
 @pytest.mark.parametrize("is_new_object", [True, False], ids=["new object", "new data"])
@@ -153,9 +137,6 @@ def test_random_calls_on_the_same_tensors(pair):
         assert_all_ranks(copies(tensors), folded(before, op, "rank"), step)
         for rank, tensor in enumerate(tensors):
             tensor.copy_(before[rank]).add_(rank)
-
-
-# -- bind ------------------------------------------------------------------------------------------
 
 
 def bind(pair, kind, tensors):
@@ -300,9 +281,6 @@ def test_bound_call_keeps_communicator(make_comm):
         call()
 
 
-# -- on one communicator of threads ----------------------------------------------------------------
-
-
 def test_threads_reduce_new_views(comm_of):
     base, is_done = ranks(comm_of(2), 300), threading.Event()
     interval = sys.getswitchinterval()
@@ -327,9 +305,6 @@ def test_threads_reduce_new_views(comm_of):
             list(threads.map(lambda run: run(), [reduce_views, replace_calls, replace_calls]))
     finally:
         sys.setswitchinterval(interval)
-
-
-# -- the short path and the general one ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ class Immutable(Exporter):
     __module__ = "jaxlib._jax"
 
 
-def fake(tensor):
-    return FakeTensorMode().from_tensor(tensor)
+class Odd(Exporter):
+    __array_interface__ = 5
 
 
 # A tensor of rank 1 made wrong, and the words of the message beside its name.
@@ -100,12 +100,13 @@ WRONG = {
     "read-only": (read_only, "is a ndarray of shape .* read-only"),
     "read-only by DLPack": (lambda t: Exporter(t, 1), r"Exporter of shape \(2, 3\).*read-only"),
     "copy by DLPack": (lambda t: Exporter(t, 2), "a copy, where results would be lost"),
+    "odd interface": (Odd, "interface__ is 5"),
     "immutable": (Immutable, "an Immutable of jaxlib, which is immutable", "np.array"),
 }
 UNSUPPORTED = {
     "sparse csr": (lambda t: t.to_sparse_csr(), "sparse_csr"),
     "meta": (lambda t: t.to("meta"), "meta"),
-    "fake": (fake, "memory"),
+    "fake": (lambda t: FakeTensorMode().from_tensor(t), "memory"),
 }
 
 
@@ -215,8 +216,6 @@ def test_exact_sums_on_gpus():
     )
 
 
-# -- lists of all ranks' tensors -------------------------------------------------------------------
-
 BASE = torch.zeros(100)
 WRONG_LISTS = {
     "same tensor twice": (lambda t: [t[0], t[1], t[0]], r"tensors\[2\].*shares.*tensors\[0\]"),
@@ -248,33 +247,6 @@ def test_wrong_lists(comm, what, algorithm):
         )
     assert all(map(torch.equal, tensors, ranks(3)))
     assert [tensor._version for tensor in tensors] == [0] * 3
-
-
-class Hostile:
-    def __init__(self, error, **attributes):
-        self._error = error
-        vars(self).update(attributes)
-
-    def __dlpack__(self, **_options):
-        raise self._error
-
-    def __dlpack_device__(self):
-        return (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("hostile", "error", "words"),
-    [
-        (Hostile(KeyboardInterrupt("now")), KeyboardInterrupt, "now"),
-        (Hostile(None, __array_interface__=5), pr.ArgumentError, "interface__ is 5"),
-    ],
-)
-def test_errors_of_arrays_are_raised(comm, hostile, error, words):
-    tensors = [*ranks(2), hostile]
-    for call in (pr.allreduce, comm.all_reduce, comm.broadcast):
-        with pytest.raises(error, match=words):
-            call(tensors)
-    comm.all_reduce(ranks(3))
 
 
 def set_entry(rank, i, value):

@@ -14,8 +14,6 @@ from pyringar.comm.topology import Topology
 
 MIB, MOST = 2**20, limit_bytes("process_exchange")
 
-# -- guarantee, stats ------------------------------------------------------------------------------
-
 GUARANTEES = {
     # run to run, across sizes, across numbers of ranks, across orders of the ranks
     "any": (True, False, False, False),
@@ -74,9 +72,6 @@ def test_stats_of_processes(state):
     return ran
 
 
-# -- plan ------------------------------------------------------------------------------------------
-
-
 def test_plans_of_threads(make_comm):
     comm = make_comm(3)
     plan = comm.plan(4096)
@@ -109,9 +104,6 @@ def on_rank_plans(state, nbytes, algorithm):
 def test_plans_of_processes(crew_of, world_size, nbytes, algorithm, plan):
     found = crew_of(world_size).agree(on_rank_plans, nbytes=nbytes, algorithm=algorithm)
     assert found == plan
-
-
-# -- auto ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

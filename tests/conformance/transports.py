@@ -1,7 +1,7 @@
 """The transports that must keep the promises of docs/promises.md, each running the same calls.
 
 A transport is one class: `Lists` drives all ranks from this process, a `RankTransport` runs a
-function on every rank. To add one, subclass `RankTransport` and name it in registry.py.
+function on every rank. To add one, subclass `RankTransport` and name it in `TRANSPORTS`.
 """
 
 from __future__ import annotations
@@ -533,3 +533,18 @@ class CudaProcesses(Processes):
     same-bits dtypes ops one-rounding order-any order-rank order-tree layouts layouts-differ
     all_reduce coalesced broadcast reduce_scatter all_gather bind async versions
     """
+
+
+TRANSPORTS: dict[str, Callable[[], Any]] = {
+    "threads": lambda: Lists("cpu"),
+    "processes": Processes,
+    "launch": Launch,
+    "backend": Backend,
+    "machines": Machines,
+    "backend machines": BackendMachines,
+    "naive": Naive,
+    "cuda": lambda: Lists("cuda:0"),
+    "cuda processes": CudaProcesses,
+}
+# Columns of docs/promises.md for transports that are named otherwise there.
+COLUMNS = {"backend": "launch"}
