@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from cases import mostly_slow
@@ -206,10 +205,3 @@ def test_allreduce_keeps_a_communicator_of_gpus(monkeypatch, devices, made):
         assert (found and found.devices) == made
         parameters = [nn.Parameter(tensor) for tensor in tensors]
         assert default.communicator(parameters) is found
-
-
-def test_prepared_call_declines_other_devices():
-    pr.allreduce([torch.ones(2)] * 1)
-    elsewhere = [torch.ones(2, device="meta")] * 2
-    assert default_group._default.run_prepared(elsewhere, "sum", None, None) is False
-    assert default_group._default.run_prepared([np.ones(2)] * 2, "sum", None, None) is False

@@ -48,7 +48,7 @@ EVENTS = {
     "stop": "CollectiveTimeout",
     "late": "CollectiveTimeout",
 }
-WITHOUT_FAULTS = ("backend machines", "cuda processes", "naive")  # as their parts
+WITHOUT_FAULTS = ("cuda processes", "naive")  # as their parts
 IN_THREADS = ("exception", "leave", "late")  # events that can happen to a thread
 # Points of a call: where the engine waits; among many calls; or beside all calls.
 ENGINE_PHASES = ("idle", "announce", "reduce", "gather")

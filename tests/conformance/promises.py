@@ -82,7 +82,7 @@ ELSEWHERE = {
 }
 
 
-SLOW = ("naive", "backend machines")  # their parts run each time
+SLOW = ("naive",)  # its parts run each time
 
 
 def marks_of(transport: str) -> list[Any]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import random as python_random
-import sys
-import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -164,10 +162,8 @@ CHANGES = {
     "data": lambda t: replace(t, torch.ones_like(t)),
     "data of another dtype": lambda t: replace(t, t.data.view(torch.int32)),
     "set_": lambda t: t.set_(torch.ones_like(t)),
-    "set_ to nothing": lambda t: t.set_(),
     "resize_ to more": lambda t: t.resize_(1_000_000),
     "resize_ to less": lambda t: t.resize_(3),
-    "resize_ to nothing": lambda t: t.resize_(0),
     "storage of nothing": lambda t: t.untyped_storage().resize_(0),
     "storage of less": resize_twice,
     "storage of more": lambda t: t.untyped_storage().resize_(1_000_000),
@@ -190,9 +186,8 @@ def test_changed_tensor_is_refused(pair, kind, how, is_view):
     old = [tensor.detach().view(16, 16) for tensor in tensors]
     for tensor in tensors:  # of all ranks, or one would wait
         CHANGES[how](tensor)
-    what = (
-        "layout" if how in ("resize_ to less", "transpose_", "data of another dtype") else "memory"
-    )
+    is_layout = how in ("resize_ to less", "transpose_", "data of another dtype")
+    what = "layout" if is_layout else "memory"
     name = r"(tensors?(\[0\])?|lists\[0\]\[0\])"
     for _ in range(2):
         with pytest.raises(pr.ArgumentError, match=rf"^bind: {name} has new {what} now; bind it"):
@@ -218,16 +213,6 @@ def test_first_changed_tensor_is_named(comm_of):
     tensors[2].share_memory_()
     with pytest.raises(pr.ArgumentError, match=r"^bind: tensors\[2\] has"):
         call()
-
-
-@KINDS
-def test_written_tensor_stays_bound(cpu_pair, kind):
-    tensors = [torch.ones(0 if kind == "bind" else 4) for _ in range(K)]
-    call = bind(cpu_pair, kind, tensors)
-    for tensor in tensors:
-        tensor.add_(1).requires_grad_()
-    call()
-    assert tensors[0].tolist() == [4.0] * len(tensors[0])
 
 
 @KINDS
@@ -279,32 +264,6 @@ def test_bound_call_keeps_communicator(make_comm):
     gc.collect()
     with pytest.raises(pr.RingarError, match="closed"):
         call()
-
-
-def test_threads_reduce_new_views(comm_of):
-    base, is_done = ranks(comm_of(2), 300), threading.Event()
-    interval = sys.getswitchinterval()
-
-    def replace_calls():
-        pool = [ranks(comm_of(2), 3, seed=seed) for seed in range(70)]
-        while not is_done.is_set():
-            for tensors in pool:
-                comm_of(2).all_reduce(tensors)
-
-    def reduce_views():
-        try:
-            for _ in range(60):
-                views = [[tensor[i : i + 1] for i in range(300)] for tensor in base]
-                comm_of(2).all_reduce_coalesced(views, "max")
-        finally:
-            is_done.set()
-
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(3) as threads:
-            list(threads.map(lambda run: run(), [reduce_views, replace_calls, replace_calls]))
-    finally:
-        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Call, Placed
 from naive_transport import NaiveTransport
-from oracle import DTYPES, NATIVE, limit_bytes, piece_elems
+from oracle import NATIVE, limit_bytes, piece_elems
 from ranks import Crew, another, connect, crews, join
 from running import (
     BOUND,
@@ -51,7 +51,6 @@ class Lists:
     algorithms = ("auto", *NATIVE, *PYTHON)
     entries = ("book", *ALL_REDUCES, *LISTS, *ROOTED, *BROADCASTS, *SHARES)
     world_sizes = (1, 2, 3, 5, 8)
-    dtypes = DTYPES
     made_orders = ()
     num_random_calls = 250
 
@@ -72,11 +71,9 @@ class Lists:
         """Run a function on every rank, as `RankTransport` does: threads that call together."""
         return Together(self.comm_of(k)).run(function, arguments)
 
-    def on_new_ranks(
-        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
-    ) -> list[Any]:
+    def on_new_ranks(self, k: int, function: Function, timeout: float = 20.0, **given: Any) -> Any:
         with pr.Communicator([self.device] * k, timeout=timeout) as comm:
-            return Together(comm).run(function, arguments)
+            return Together(comm).run(function, given)
 
     def can_run(self, call: Call) -> bool:
         if call.order == "exact" and ("exact" not in self.orders or call.op not in ("sum", "mean")):
@@ -213,7 +210,6 @@ class RankTransport:
     made_orders: tuple[str, ...] = ()
     entries: tuple[str, ...] = ()
     world_sizes = (1, 2, 3, 4)
-    dtypes = DTYPES
     writes_with_torch = False
     num_random_calls = 80
 
@@ -225,9 +221,7 @@ class RankTransport:
         """
         raise NotImplementedError
 
-    def on_new_ranks(
-        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
-    ) -> list[Any]:
+    def on_new_ranks(self, k: int, function: Function, timeout: float = 20.0, **given: Any) -> Any:
         """Return the same of a group that is made for this call, and may fail in it."""
         raise NotImplementedError
 
@@ -276,12 +270,11 @@ def comm_on_rank(state: SimpleNamespace, call: Call) -> Any:
     choice = {"order": call.order}
     if isinstance(state.comm, pr.ProcessCommunicator):
         choice["algorithm"] = call.algorithm
-    if not hasattr(state, "by_choice"):
-        state.by_choice = {}
+    made = vars(state).setdefault("by_choice", {})
     key = tuple(choice.values())
-    if key not in state.by_choice:
-        state.by_choice[key] = another(state, timeout=60, device=device_of(state), **choice)
-    return state.by_choice[key]
+    if key not in made:
+        made[key] = another(state, timeout=60, device=device_of(state), **choice)
+    return made[key]
 
 
 def check_own(state: SimpleNamespace, call: Call) -> int:
@@ -318,12 +311,10 @@ class Crews(RankTransport):
     def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
         return self.crew_of(k).run(function, **arguments)
 
-    def on_new_ranks(
-        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
-    ) -> list[Any]:
+    def on_new_ranks(self, k: int, function: Function, timeout: float = 20.0, **given: Any) -> Any:
         with Crew(k) as crew:
             crew.join(function=type(self).join, timeout=timeout)
-            return crew.run(function, **arguments)
+            return crew.run(function, **given)
 
 
 class Processes(Crews):
@@ -452,13 +443,11 @@ class Launch(Torch):
     def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
         return self.on_new_ranks(k, function, **arguments)
 
-    def on_new_ranks(
-        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
-    ) -> list[Any]:
+    def on_new_ranks(self, k: int, function: Function, timeout: float = 20.0, **given: Any) -> Any:
         def program() -> Any:
             dist.init_process_group()
             state = SimpleNamespace(rank=dist.get_rank(), world_size=k, comm=self.communicator())
-            return function(state, **arguments)
+            return function(state, **given)
 
         return pr.launch(program, k, timeout=timeout)
 
@@ -494,28 +483,6 @@ class Backend(Crews, Torch):
     world_sizes = (1, 2, 3, 4)
 
 
-def join_backend_machines(
-    state: SimpleNamespace, rank: int, world_size: int, **options: Any
-) -> None:
-    from pyringar.distributed import between
-
-    oracle.machines = PLACES[world_size]
-    os.environ["PYRINGAR_NODE_ID"] = oracle.machines[rank]
-    between.PIECE_ELEMENTS = PIECE
-    join_backend(state, rank=rank, world_size=world_size, **options)
-
-
-class BackendMachines(Backend):
-    """The backend `ringar` over pretended machines."""
-
-    join = staticmethod(join_backend_machines)
-    world_sizes = (2, 3, 4)
-    rows = """
-    same-bits dtypes dtypes-other requires-grad sparse ops versions all_reduce async broadcast
-    coalesced reduce reduce_scatter all_gather
-    """
-
-
 # -- a process per rank, and a GPU -----------------------------------------------------------------
 
 
@@ -541,7 +508,6 @@ TRANSPORTS: dict[str, Callable[[], Any]] = {
     "launch": Launch,
     "backend": Backend,
     "machines": Machines,
-    "backend machines": BackendMachines,
     "naive": Naive,
     "cuda": lambda: Lists("cuda:0"),
     "cuda processes": CudaProcesses,
