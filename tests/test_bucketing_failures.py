@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,9 +66,9 @@ def test_failed_backward_without_overlap(options):
             assert_next_step_is_right(nets, xs, bucketer, set_to_none=set_to_none)
 
 
-def slow_ring(delay_s: float = 0.5) -> pr.Communicator:
+def slow_ring() -> pr.Communicator:
     comm = pr.Communicator(["cpu"] * 2, algorithm="ring")
-    comm._group.delay_rank(1, delay_s)
+    comm._group.delay_rank(1, 0.5)
     return comm
 
 
@@ -191,10 +190,12 @@ def test_changed_gradient_closes(options, change, rank):
 
 
 class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line of the package that runs inside."""
+
     def __init__(self, n: int) -> None:
         self.left = n
         # Kept: Python 3.11 crashes if it is freed after a finalizer that ran as a frame was made.
-        self.trace = lambda frame, *_: self.count if self.is_ours(frame) else None
+        self.trace = lambda frame, *_: self.count if OURS in frame.f_code.co_filename else None
 
     def __enter__(self) -> None:
         sys.settrace(self.trace)
@@ -202,26 +203,12 @@ class Interrupt:
     def __exit__(self, *exception: object) -> None:
         sys.settrace(None)
 
-    @staticmethod
-    def is_ours(frame) -> bool:
-        return frame.f_code.co_filename.startswith(OURS)
-
     def count(self, frame, event, _):
-        if event == "line":
-            self.left -= 1
-            if self.left == -1:
-                sys.settrace(None)
-                raise KeyboardInterrupt
+        self.left -= event == "line"
+        if event == "line" and self.left == -1:
+            sys.settrace(None)
+            raise KeyboardInterrupt
         return self.count
-
-
-def at_every_line(*, at_least: int) -> Iterator[Interrupt]:
-    for n in range(1000):
-        interrupt = Interrupt(n)
-        yield interrupt
-        if interrupt.left >= 0:
-            break
-    assert at_least < n < 1000
 
 
 @pytest.mark.parametrize(
@@ -235,20 +222,17 @@ def at_every_line(*, at_least: int) -> Iterator[Interrupt]:
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_signal_at_any_line_closes(where, options, victim, num_lines):
-    xs, num_closed = vectors(1, world_size=2), 0
+    xs, num_closed, interrupt = vectors(1, world_size=2), 0, Interrupt(0)
     with pr.Communicator(["cpu"] * 2, order="rank") as comm:
         works = works_of(comm)
-        for interrupt in at_every_line(at_least=num_lines):
+        for line in range(1000):
             nets = nets_of(world_size=2)
-            bucketer = pr.GradientBucketer(nets, comm=comm, **options)
+            bucketer, interrupt = pr.GradientBucketer(nets, comm=comm, **options), Interrupt(line)
             Explode.armed = victim
             if where == "wait":
                 backward_one_by_one(nets, xs)
             with contextlib.suppress(KeyboardInterrupt, ValueError), interrupt:
-                if where == "wait":
-                    bucketer.wait()
-                else:
-                    backward_one_by_one(nets, xs)
+                bucketer.wait() if where == "wait" else backward_one_by_one(nets, xs)
             Explode.armed = None
             if bucketer._closed:
                 num_closed += 1
@@ -259,7 +243,10 @@ def test_signal_at_any_line_closes(where, options, victim, num_lines):
                 bucketer.wait()
                 assert_reduced(nets, summed(nets, xs))
                 bucketer.close()
+            if interrupt.left >= 0:
+                break
     assert num_closed > num_lines - 10
+    assert num_lines < line < 999
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -129,3 +131,29 @@ def check_same(call: Call, digests: Sequence[int], *, is_on_gpu: bool = False) -
     if is_written_by_torch and any(part.has_negated for part in call.parts):
         return  # torch's negation makes another NaN of one
     assert len(set(digests)) == 1, f"ranks differ in bits: {call}"
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Told:
+    """The error of a rank's call, the duration of the call, and the state afterwards."""
+
+    error: str
+    text: str
+    seconds: float
+    at: float
+    is_untouched: bool = True
+    again: str = ""
+
+
+def told_by(call: Callable[[], object]) -> Told:
+    began = time.monotonic()
+    try:
+        call()
+        error: tuple[str, str] = ("none", "")
+    except pr.RingarError as caught:
+        error = (type(caught).__name__, str(caught))
+    now = time.monotonic()
+    return Told(*error, now - began, now)

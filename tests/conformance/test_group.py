@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Told, told_by
 from oracle import same_bits
 from process_checks import PROMPT_S, mapped_memories, open_memories, settled, thread_ids
 from promises import promise
 from ranks import another
+from running import Told, told_by
 from transports import device_of
 
 import pyringar as pr

@@ -16,8 +16,8 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from faults import told_by
 from promises import promise
+from running import told_by
 from torch import Tensor
 from transports import REDUCE_OPS
 
