@@ -43,9 +43,6 @@ def armed(rank: object):
         Explode.armed = None
 
 
-# -- nets of two parameters ------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """Backward reaches ``late``, then may explode, then reaches ``early``."""
 
@@ -67,9 +64,6 @@ def nets_of(world_size: int = 3) -> list[Net]:
 def vectors(seed: int, world_size: int = 3) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(40, generator=generator) for _ in range(world_size)]
-
-
-# -- nets of layers: 4 rows of 6 numbers -----------------------------------------------------------
 
 
 def make_net(seed: int = 0) -> nn.Sequential:
@@ -166,9 +160,6 @@ def inputs(world_size: int = 3, seed: int = 1) -> list[Tensor]:
 def loss_of(net: nn.Module, x: Tensor) -> Tensor:
     out = net(x.to(next(net.parameters()).dtype) if x.ndim > 1 else x)
     return out.square().sum() if out.ndim else out
-
-
-# -- steps -----------------------------------------------------------------------------------------
 
 
 def backward_one_by_one(nets: Sequence[nn.Module], xs: Sequence[Tensor]) -> None:

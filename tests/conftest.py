@@ -72,9 +72,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
-# -- fixtures --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)

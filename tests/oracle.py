@@ -86,9 +86,6 @@ def piece_elems(dtype: torch.dtype, world_size: int = 2) -> int:
     return piece_bytes // max(dtype.itemsize, 4 if dtype.is_floating_point else 1)
 
 
-# -- arithmetic ------------------------------------------------------------------------------------
-
-
 def widened(words: Words, kind: Kind) -> np.ndarray:
     if kind.torch is torch.bfloat16:
         return (words.astype(np.uint32) << 16).view(np.float32)
@@ -142,9 +139,6 @@ def _divided(total: np.ndarray, count: int, kind: Kind) -> np.ndarray:
 
 def _finished(total: np.ndarray, op: str, count: int, kind: Kind) -> Words:
     return rounded(_divided(total, count, kind) if op == "mean" else total, kind)
-
-
-# -- orders of additions ---------------------------------------------------------------------------
 
 
 @np.errstate(all="ignore")
@@ -258,8 +252,6 @@ def expected(parts: Sequence[Tensor], op: str, algorithm: str, order: str = "any
     return folded(parts, op, "ring" if algorithm == "ring" else "rank")
 
 
-# -- inputs ----------------------------------------------------------------------------------------
-
 # Random values lie between 2^-reach and 2^reach, so that sums lose bits, other bits in every order.
 _REACH = {torch.float64: 30, torch.float32: 14, torch.float16: 12, torch.bfloat16: 20}
 
@@ -297,9 +289,6 @@ def random(numel: int, dtype: torch.dtype, seed: int, *, specials: bool = True) 
 
 def inputs(numel: int, dtype: torch.dtype, world_size: int, seed: int = 0) -> list[Tensor]:
     return [random(numel, dtype, 1000 * seed + rank) for rank in range(world_size)]
-
-
-# -- comparison ------------------------------------------------------------------------------------
 
 
 def differing(found: Words, wanted: Words, kind: Kind) -> np.ndarray:

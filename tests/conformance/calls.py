@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from oracle import FOLDS, KINDS, Kind, Words, chunk, is_nan, negated, positional, random, words_of
 
-# -- one tensor over all ranks ---------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -95,14 +93,10 @@ _POOL_ROWS, _POOL_ELEMS = 17, 20_011  # a prime: repeated, it matches no block o
 def _pool(dtype: torch.dtype, row: int) -> Words:
     """Random elements; a NaN has any sign and payload, and may be a signaling one."""
     kind, words = KINDS[dtype], words_of(random(_POOL_ELEMS, dtype, row))
-    any_bits = np.random.default_rng(row).integers(
-        1, np.iinfo(kind.word).max, _POOL_ELEMS, kind.word
-    )
-    return np.where(is_nan(words, kind), any_bits | _exponent(kind) | 1, words)
-
-
-def _exponent(kind: Kind) -> np.unsignedinteger:
-    return kind.word(((1 << kind.exponent_bits) - 1) << kind.fraction_bits)
+    most, rng = np.iinfo(kind.word).max, np.random.default_rng(row)
+    exponent = kind.word(((1 << kind.exponent_bits) - 1) << kind.fraction_bits)
+    nans = rng.integers(1, most, _POOL_ELEMS, kind.word) | exponent | 1
+    return np.where(is_nan(words, kind), nans, words)
 
 
 def drawn(numel: int, dtype: torch.dtype, seed: int, rank: int) -> Words:
@@ -131,12 +125,7 @@ def masked(numel: int, dtype: torch.dtype, world_size: int) -> list[Words]:
 
 def lies_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     used = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1)
-    expected = 1
-    for stride, size in used:
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return all(s == math.prod(n for _, n in used[:i]) for i, (s, _) in enumerate(used))
 
 
 def reduction(part: Part, world_size: int, op: str, order: str, *, by_index: bool = False) -> Words:
@@ -160,8 +149,6 @@ def reduction(part: Part, world_size: int, op: str, order: str, *, by_index: boo
     result.transpose(dims)[...] = total.reshape(lying[0].shape)
     return result.reshape(-1)
 
-
-# -- calls -----------------------------------------------------------------------------------------
 
 ALL_REDUCES = ("all_reduce", "async", "repeated", "bind")
 LISTS = ("coalesced", "async coalesced", "bind_coalesced")

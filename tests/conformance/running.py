@@ -98,9 +98,6 @@ def rewrite(placed: Sequence[Placed]) -> None:
         one.rewrite()
 
 
-# -- comparing -------------------------------------------------------------------------------------
-
-
 def check_rank(
     call: Call, rank: int, placed: Sequence[Placed], order: str, *, by_index: bool = False
 ) -> int:
@@ -131,9 +128,6 @@ def check_same(call: Call, digests: Sequence[int], *, is_on_gpu: bool = False) -
     if is_written_by_torch and any(part.has_negated for part in call.parts):
         return  # torch's negation makes another NaN of one
     assert len(set(digests)) == 1, f"ranks differ in bits: {call}"
-
-
-# -- errors ----------------------------------------------------------------------------------------
 
 
 @dataclass

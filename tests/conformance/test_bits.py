@@ -26,32 +26,18 @@ def calls_of(transport, numel, dtype, k, op, *, draw="random"):
     return [call for call in calls if transport.can_run(call)]
 
 
-@promise("dtypes", "ops", "same-bits")
+@promise("dtypes", "ops", "same-bits", "order-any")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_ops_and_orders(transport, dtype):
-    transport.check(
-        [
-            call
-            for k in transport.world_sizes
-            for op in OPS
-            for numel in ((k + 1, 257) if op == "sum" else (257,))
-            for call in calls_of(transport, numel, dtype, k, op)
-        ]
-    )
-
-
-@promise("all_reduce", "same-bits")
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_sizes(transport, dtype):
-    transport.check(
-        [
-            call
-            for k in transport.world_sizes
-            for numel in sorted({0, 1, k - 1, k, 15, 16, 17, 63, 64, 65})
-            for call in calls_of(transport, numel, dtype, k, "sum")
-            if call.order != "exact"
-        ]
-    )
+def test_dtypes_ops_sizes_and_orders(transport, dtype):
+    calls, sizes = [], [0, 1, 15, 16, 17, 63, 64, 65] if dtype in (F32, BF16) else []
+    for k in transport.world_sizes:
+        for op in OPS:
+            calls += calls_of(transport, 257, dtype, k, op)
+        for numel in {k - 1, k, k + 1, *sizes}:
+            calls += calls_of(transport, numel, dtype, k, "sum")
+        if dtype in FLOATS:
+            calls += calls_of(transport, 257, dtype, k, "sum", draw="masked")
+    transport.check(calls)
 
 
 @promise("all_reduce")
@@ -90,18 +76,6 @@ def test_millions(transport):
     for dtype, k, numel in ((F32, 3, 1_000_003), (torch.float16, 4, 786_433)):
         calls = calls_of(transport, numel, dtype, k, "mean")
         transport.check([call for call in calls if call.order in ("any", "tree")])
-
-
-@promise("order-any")
-@pytest.mark.parametrize("dtype", mostly_slow(FLOATS, F32, BF16), ids=str)
-def test_orders_of_additions(transport, dtype):
-    transport.check(
-        [
-            call
-            for k in transport.world_sizes
-            for call in calls_of(transport, 257, dtype, k, "sum", draw="masked")
-        ]
-    )
 
 
 def each_way(transport):

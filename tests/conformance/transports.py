@@ -42,8 +42,6 @@ from pyringar.comm.process_communicator import ALGORITHMS as PROCESS_ALGORITHMS
 
 Function = Callable[..., Any]
 
-# -- all ranks in this process ---------------------------------------------------------------------
-
 
 class Lists:
     """All ranks of a `Communicator`, driven by this process."""
@@ -192,9 +190,6 @@ class OneOfTogether:
         return lambda *given, **options: self._together.call(self._rank, name, given, options)
 
 
-# -- one function per rank -------------------------------------------------------------------------
-
-
 class RankTransport:
     """Ranks that each make their own calls.
 
@@ -335,8 +330,6 @@ class Processes(Crews):
         return [nbytes // dtype.itemsize for nbytes in (exchange, slot, 4 * slot, ahead) if nbytes]
 
 
-# -- several machines ------------------------------------------------------------------------------
-
 PIECE = 20_000  # elements that cross between machines at once
 # The machine of each rank.
 PLACES = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abbcc", 8: "aabbccdd"}
@@ -372,8 +365,6 @@ class Machines(Crews):
     def borders(self, dtype: torch.dtype, k: int) -> list[int]:
         return [PIECE // k * k, 2 * (PIECE // k) * k]
 
-
-# -- torch.distributed -----------------------------------------------------------------------------
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -481,9 +472,6 @@ class Backend(Crews, Torch):
 
     join = staticmethod(join_backend)
     world_sizes = (1, 2, 3, 4)
-
-
-# -- a process per rank, and a GPU -----------------------------------------------------------------
 
 
 def join_gpu(state: SimpleNamespace, **options: Any) -> None:
