@@ -1,7 +1,5 @@
 """Nets, inputs, oracles and failing backward passes for the tests of bucketers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -199,6 +197,19 @@ def assert_reduced(nets: Sequence[nn.Module], expected: Sequence[Tensor | None])
         for i, (param, want) in enumerate(zip(net.parameters(), expected, strict=True)):
             assert (param.grad is None) == (want is None), (rank, i)
             assert want is None or torch.equal(param.grad, want), (rank, i)
+
+
+def grads_of(net: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def assert_steps(got, wanted) -> None:
+    """Compare `grads_of` after each step, bit for bit."""
+    for step, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert (a is None) == (b is None), (step, i)
+            assert a is None or a.stride() == b.stride(), (step, i)
+            assert a is None or torch.equal(a, b), (step, i, a, b)
 
 
 def assert_next_step_is_right(nets, xs, bucketer, *, set_to_none: bool = True) -> None:

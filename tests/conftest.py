@@ -1,7 +1,5 @@
 """Shared by all tests: one torch thread, communicators that are closed, the number of workers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

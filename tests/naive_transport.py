@@ -3,8 +3,6 @@
 It shows the methods that a transport implements. Tests compare other transports with it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

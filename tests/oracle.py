@@ -5,8 +5,6 @@ at which the engine changes what it does. Elements are kept as unsigned words; 1
 widened and rounded bit by bit. Comparisons are of bits, but any NaN equals any other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Training runs whose bits must agree: what a run is, and its digest after every step."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Buckets of ranks in one process: the plan, the bits, what training does, and the hooks."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

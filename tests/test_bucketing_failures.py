@@ -1,7 +1,5 @@
 """After a failure in one process: the bucketer is closed, and nothing writes to gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

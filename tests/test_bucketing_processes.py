@@ -1,7 +1,5 @@
 """Ranks in processes: the bits of one process, the order of launches, and failures."""
 
-from __future__ import annotations
-
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,9 @@ from bucketing_nets import (
     TwoLayers,
     armed,
     assert_closed,
+    assert_steps,
     error_of,
+    grads_of,
     inputs,
     loss_of,
     make_net,
@@ -38,13 +38,6 @@ class Fragile(TwoLayers):
         x = self.one(x)
         x = self.two(Explode.apply(x, "here") if self.where == "middle" else x)
         return Explode.apply(x, "here") if self.where == "end" else x
-
-
-Grads = list[Tensor | None]
-
-
-def grads_of(net: nn.Module) -> Grads:
-    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
 
 
 @contextmanager
@@ -73,15 +66,6 @@ def steps_as_rank(rank, world_size, store, name, options):
         return steps([net], [rank], world_size, bucketer)[0], bucketer.buckets
 
 
-def assert_same(got: list[Grads], wanted: list[Grads]) -> None:
-    for step, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
-        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            assert (a is None) == (b is None), (step, i)
-            if a is not None and b is not None:
-                assert a.stride() == b.stride(), (step, i)
-                assert torch.equal(a, b), (step, i)
-
-
 @pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
 @pytest.mark.parametrize("name", NETS)
 def test_bits_of_one_process(crew_of, name, world_size):
@@ -92,7 +76,7 @@ def test_bits_of_one_process(crew_of, name, world_size):
             wanted = steps(nets, range(world_size), world_size, bucketer)
         answers = crew_of(world_size).check(steps_as_rank, name, options)
         for rank, (got, buckets) in enumerate(answers):
-            assert_same(got, wanted[rank])
+            assert_steps(got, wanted[rank])
             assert buckets == answers[0][1]
 
 
@@ -245,4 +229,4 @@ def test_failure_reaches_all_ranks(crew_of, how):
         for net, x in zip(nets, inputs(2, 1), strict=True):
             loss_of(net, x).backward()
         bucketer.wait()
-    assert_same([others_s[1], own_s[1]], [grads_of(nets[0])] * 2)
+    assert_steps([others_s[1], own_s[1]], [grads_of(nets[0])] * 2)

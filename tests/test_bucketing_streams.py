@@ -3,8 +3,6 @@
 The streams are fakes that record the calls; `tests/test_cuda_processes.py` has real ones.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,7 +1,5 @@
 """Life of a communicator: background work, threads, deadlines, closing, leaks."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Does torch.compile keep all-reduce in its graphs, with eager's bits, errors and gradients?"""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 

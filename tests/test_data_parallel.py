@@ -1,7 +1,5 @@
 """Helpers of the book's chapter: copies, shards, accuracy on all ranks, equality of replicas."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Is DataParallel the plain module: bits, optimizers, changes, calls, errors, threads, signals?"""
 
-from __future__ import annotations
-
 import collections
 import copy
 import gc

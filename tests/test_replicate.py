@@ -1,7 +1,5 @@
 """Copies of a module: equal bits, no shared memory, attributes kept, wrong copies refused."""
 
-from __future__ import annotations
-
 import copy
 import threading
 

@@ -3,8 +3,6 @@
 Every contribution travels through the ring as an entry of a list.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """`ShardedStep`: gradients, buffers and loss are those of one tree over the shards, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random

@@ -1,7 +1,5 @@
 """Training in shards: are all bits equal after every step, on any number of ranks anywhere?"""
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Does every public callable answer what is plainly wrong with an ArgumentError that names it?"""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

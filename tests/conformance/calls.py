@@ -4,8 +4,6 @@ A `Call` is made by a table or by Hypothesis, pickled to ranks in processes, and
 transport (transports.py). Each rank draws its own tensors from the seed.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -158,6 +156,18 @@ SHARES = ("reduce_scatter", "all_gather")
 
 
 @dataclass(frozen=True)
+class Field:
+    part: Part
+    rank: int  # whose layout it has
+    is_read: bool = True
+    is_written: bool = True
+    source: Part | None = None  # of whose values it holds the first
+
+    def values(self, world_size: int) -> Words:
+        return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]
+
+
+@dataclass(frozen=True)
 class Call:
     """One collective call of ``k`` ranks.
 
@@ -231,18 +241,6 @@ class Call:
             total = reduction(part, self.k, self.op, order, by_index=True)
             return total[chunk(part.numel, self.k, rank)]
         return reduction(part, self.k, self.op, order, by_index=by_index)
-
-
-@dataclass(frozen=True)
-class Field:
-    part: Part
-    rank: int  # whose layout it has
-    is_read: bool = True
-    is_written: bool = True
-    source: Part | None = None  # of whose values it holds the first
-
-    def values(self, world_size: int) -> Words:
-        return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]
 
 
 def _strided(

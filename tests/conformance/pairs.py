@@ -4,8 +4,6 @@ Ranks "in processes" are two threads here. This suits tests of arguments, memory
 look at the tensors of both ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -61,7 +59,7 @@ class RankPair:
 
         return bind
 
-    def __enter__(self) -> RankPair:
+    def __enter__(self) -> Any:
         return self
 
     def __exit__(self, *_: object) -> None:

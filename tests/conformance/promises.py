@@ -1,7 +1,5 @@
 """The matrix of docs/promises.md, and which tests hold its rows."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable

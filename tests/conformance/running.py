@@ -1,7 +1,5 @@
 """Make a `Call` over any transport, and compare the results with the oracle."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -3,8 +3,6 @@
 Every test runs over all transports.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

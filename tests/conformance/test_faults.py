@@ -4,8 +4,6 @@ Each fault strikes a new group. The victim causes the fault in its own process o
 of a call that the engine's delays or a timer choose.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -3,8 +3,6 @@
 Every test is a function of one rank, run on all ranks of every transport.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

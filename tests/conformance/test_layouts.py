@@ -3,8 +3,6 @@
 Every test runs over all transports. A ring cuts dense tensors that lie alike as they lie.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Has every row of docs/promises.md a test, and do refused calls raise?"""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import re

@@ -6,8 +6,6 @@ The oracle reduces bool by torch's all and any, complex as pairs of floats, and 
 32 bits.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

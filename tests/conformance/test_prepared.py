@@ -4,8 +4,6 @@ A plain call that comes again, `bind` and `bind_coalesced` keep what was checked
 the right memory, tell autograd, and keep no memory alive but what they promise to keep.
 """
 
-from __future__ import annotations
-
 import gc
 import random as python_random
 import time

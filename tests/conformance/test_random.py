@@ -3,8 +3,6 @@
 Hypothesis draws the call: entry, ranks, dtypes, shapes, strides, signs, orders, float modes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -86,22 +84,13 @@ def calls(draw, transport):
     return next(one for one in (call, nearest, plainest) if transport.can_run(one))
 
 
-def check_examples(transport, max_examples):
-    @settings(max_examples=max_examples)
+@promise("all_reduce", "layouts")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_calls", [None, pytest.param(20_000, marks=pytest.mark.thorough)])
+def test_random_calls(transport, num_calls):
+    @settings(max_examples=num_calls or transport.num_random_calls)
     @given(call=calls(transport))
     def check(call):
         transport.check([call])
 
     check()
-
-
-@promise("all_reduce", "layouts")
-def test_random_calls(transport):
-    check_examples(transport, transport.num_random_calls)
-
-
-@promise("all_reduce", "layouts")
-@pytest.mark.thorough
-@pytest.mark.timeout(1800)
-def test_many_random_calls(transport):
-    check_examples(transport, 20_000)

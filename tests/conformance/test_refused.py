@@ -3,8 +3,6 @@
 `tests/test_wrong_arguments.py` asks it of every public callable; here tensors are wrong.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

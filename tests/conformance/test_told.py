@@ -1,7 +1,5 @@
 """Do plan, stats and guarantee tell what a group runs, ran and promises? What does auto take?"""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from oracle import limit_bytes

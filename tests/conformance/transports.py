@@ -4,8 +4,6 @@ A transport is one class: `Lists` drives all ranks from this process, a `RankTra
 function on every rank. To add one, subclass `RankTransport` and name it in `TRANSPORTS`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
