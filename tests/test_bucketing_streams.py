@@ -1,7 +1,4 @@
-"""Are buckets launched after the GPU streams of their gradients?
-
-The streams are fakes that record the calls; `tests/test_cuda_processes.py` has real ones.
-"""
+"""Are buckets launched after the GPU streams of their gradients?"""
 
 import ctypes
 

@@ -1,7 +1,4 @@
-"""A gradient that holds the reduced sum is not reduced again: the result is the plain module's.
-
-All numbers are small integers, so every order of additions gives the same bits.
-"""
+"""A gradient that holds the reduced sum is not reduced again: the result is the plain module's."""
 
 import random
 

@@ -1,7 +1,4 @@
-"""The ring's schedule and chunk ranges, without arithmetic: which contributions are in which chunk.
-
-Every contribution travels through the ring as an entry of a list.
-"""
+"""The schedule and chunk ranges of the ring, without arithmetic: which contributions are in a chunk?"""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""Has every rank the promised bits: one rounding, the named order, equal on all ranks (P2-P4)?
-
-Every test runs over all transports.
-"""
+"""Has every rank the promised bits: one rounding, the named order, equal on all ranks (P2-P4)?"""
 
 import itertools
 import math

@@ -1,8 +1,4 @@
-"""Does every entry of a group keep its promise: whose tensor is written, with which bits?
-
-An entry is a method and a way to call it: all_reduce now, in the background, prepared, of lists,
-to one rank; reduce_scatter, all_gather and broadcast. Every test runs over all transports.
-"""
+"""Does every entry of a group keep its promise: whose tensor is written, with which bits?"""
 
 import time
 from dataclasses import replace

@@ -1,8 +1,4 @@
-"""Faults as one table: victim, phase, event, and the error that all other ranks must raise.
-
-Each fault strikes a new group. The victim causes the fault in its own process or thread, at a point
-of a call that the engine's delays or a timer choose.
-"""
+"""Faults as one table: victim, phase, event, and the error that all other ranks must raise."""
 
 import functools
 import itertools

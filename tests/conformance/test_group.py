@@ -1,7 +1,4 @@
-"""A group beside its sums: order of calls, mismatches, ends, aborts, and leftovers.
-
-Every test is a function of one rank, run on all ranks of every transport.
-"""
+"""A group beside its sums: order of calls, mismatches, ends, aborts, and leftovers."""
 
 import contextlib
 import functools

@@ -1,7 +1,4 @@
-"""Do elements belong together by index, in any layout, and is no byte between them touched?
-
-Every test runs over all transports. A ring cuts dense tensors that lie alike as they lie.
-"""
+"""Do elements belong together by index, in any layout, and is no byte between them touched?"""
 
 import itertools
 from dataclasses import replace

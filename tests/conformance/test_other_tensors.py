@@ -1,10 +1,4 @@
-"""Tensors and calls that torch.distributed takes and the engine does not.
-
-Other dtypes, sparse tensors, leaves that require grad, rows, uneven parts, bitwise reductions.
-
-The oracle reduces bool by torch's all and any, complex as pairs of floats, and int16 and float8 in
-32 bits.
-"""
+"""Tensors and calls that torch.distributed takes and the engine does not."""
 
 import functools
 import itertools

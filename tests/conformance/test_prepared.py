@@ -1,8 +1,4 @@
-"""Is a call that is made again checked again when anything about its tensors has changed?
-
-A plain call that comes again, `bind` and `bind_coalesced` keep what was checked: they must reduce
-the right memory, tell autograd, and keep no memory alive but what they promise to keep.
-"""
+"""Is a call that is made again checked again when anything about its tensors has changed?"""
 
 import gc
 import random as python_random

@@ -1,7 +1,4 @@
-"""Has a random call the promised bits, on every transport?
-
-Hypothesis draws the call: entry, ranks, dtypes, shapes, strides, signs, orders, float modes.
-"""
+"""Has a random call the promised bits, on every transport?"""
 
 from dataclasses import replace
 from functools import partial

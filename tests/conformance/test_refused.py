@@ -1,7 +1,4 @@
-"""Is every bad argument refused by a message with its name and value, and is nothing changed?
-
-`tests/test_wrong_arguments.py` asks it of every public callable; here tensors are wrong.
-"""
+"""Is every bad argument refused by a message with its name and value, and is nothing changed?"""
 
 import re
 from functools import partial
