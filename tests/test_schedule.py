@@ -1,4 +1,4 @@
-"""The schedule and chunk ranges of the ring, without arithmetic: which contributions are in a chunk?"""
+"""The ring without arithmetic: which contributions are in which chunk, and in which order?"""
 
 import pytest
 import torch

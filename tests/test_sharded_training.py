@@ -33,23 +33,6 @@ def test_bits_of_any_number_of_ranks(model, kind):
     check(rows)
 
 
-MORE = {
-    "6 shards on 3 ranks": ((1, 3, 6), {"shards": 6}),
-    "16 shards": ((1, 4, 16), {"shards": 16, "batch_size": 33}),
-    "float64": ((1, 4), {"dtype": "float64"}),
-    "without momentum": ((1, 4), {"momentum": 0.0, "lr_schedule": "constant"}),
-    "2 epochs": ((1, 8), {"epochs": 2, "batch_size": 64}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "name"), [*itertools.product(MODELS, MORE)])
-def test_more_shards_and_dtypes(model, name, two_torch_threads):
-    ranks, options = MORE[name]
-    data = garments(150 if "epochs" in options else TRAIN, TEST)
-    check({k: in_one_process(k, data, **MODELS[model], **options) for k in ranks})
-
-
 @pytest.mark.parametrize("model", mostly_slow(MODELS, "lenet"))
 def test_run_resumes_on_other_ranks(tmp_path, model):
     options = {"shards": 4, "momentum": 0.9, "batch_size": 20, "lr_schedule": "constant"}

@@ -4,13 +4,11 @@ import contextlib
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, Call, Placed
+from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED
 from oracle import assert_words
 
 import pyringar as pr
@@ -20,7 +18,7 @@ BOUND = ("bind", "bind_coalesced")
 
 
 @contextlib.contextmanager
-def float_mode(flushes: bool) -> Iterator[None]:
+def float_mode(flushes):
     torch.set_flush_denormal(flushes)
     try:
         yield
@@ -29,26 +27,26 @@ def float_mode(flushes: bool) -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-def held(call: Call, placed: Sequence[Placed]) -> Any:
+def held(call, placed):
     if call.holds == "arrays":
         return [one.array() if one.can_be_array else one.tensor for one in placed]
     tensors = [one.tensor for one in placed]
     return tuple(tensors) if call.holds == "tuples" else tensors
 
 
-def options_of(call: Call) -> dict[str, Any]:
+def options_of(call):
     if call.by_communicator:
         return {}
     return {"algorithm": call.algorithm, "order": call.order}
 
 
-def order_of(call: Call, algorithm: str) -> str:
+def order_of(call, algorithm):
     if call.order in ("tree", "exact"):
         return call.order
     return "ring" if algorithm == "ring" and call.k > 1 else "rank"
 
 
-def run(comm: Any, call: Call, placed: Sequence[Placed], first: Any, many: Any, last: Any) -> None:
+def run(comm, call, placed, first, many, last):
     """Make the call, of any transport, with its fields; they are written anew for a second one.
 
     Args:
@@ -91,14 +89,12 @@ def run(comm: Any, call: Call, placed: Sequence[Placed], first: Any, many: Any, 
         assert work.exception() is None
 
 
-def rewrite(placed: Sequence[Placed]) -> None:
+def rewrite(placed):
     for one in placed:
         one.rewrite()
 
 
-def check_rank(
-    call: Call, rank: int, placed: Sequence[Placed], order: str, *, by_index: bool = False
-) -> int:
+def check_rank(call, rank, placed, order, *, by_index=False):
     digest = 0
     for one in placed:
         found = one.read()
@@ -113,13 +109,13 @@ def check_rank(
     return digest
 
 
-def check_versions(call: Call, placed: Sequence[Placed]) -> None:
+def check_versions(call, placed):
     for one in placed:
         is_told = one.tensor._version > one.first_version
         assert is_told == one.field.is_written, f"{call}: version of {one.part}"
 
 
-def check_same(call: Call, digests: Sequence[int], *, is_on_gpu: bool = False) -> None:
+def check_same(call, digests, *, is_on_gpu=False):
     if call.entry in (*ROOTED, "reduce_scatter"):
         return
     is_written_by_torch = call.algorithm in PYTHON or is_on_gpu
@@ -140,7 +136,7 @@ class Told:
     again: str = ""
 
 
-def told_by(call: Callable[[], object]) -> Told:
+def told_by(call):
     began = time.monotonic()
     try:
         call()

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +18,7 @@ from typing import Any
 import oracle
 import torch
 import torch.distributed as dist
-from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Call, Placed
+from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Placed
 from naive_transport import NaiveTransport
 from oracle import NATIVE, limit_bytes, piece_elems
 from ranks import Crew, another, connect, crews, join
@@ -50,28 +50,28 @@ class Lists:
     made_orders = ()
     num_random_calls = 250
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device):
         self.device = device
         self.orders = ("any", "rank", "tree") + (("exact",) if device == "cpu" else ())
         self._made = contextlib.ExitStack()
         self.comm_of = functools.cache(self._make)
 
-    def _make(self, k: int, algorithm: str = "auto", order: str = "any") -> pr.Communicator:
+    def _make(self, k, algorithm="auto", order="any"):
         made = pr.Communicator([self.device] * k, algorithm=algorithm, order=order)
         return self._made.enter_context(made)
 
-    def close(self) -> None:
+    def close(self):
         self._made.close()
 
-    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+    def on_ranks(self, k, function, **arguments):
         """Run a function on every rank, as `RankTransport` does: threads that call together."""
         return Together(self.comm_of(k)).run(function, arguments)
 
-    def on_new_ranks(self, k: int, function: Function, timeout: float = 20.0, **given: Any) -> Any:
+    def on_new_ranks(self, k, function, timeout=20.0, **given):
         with pr.Communicator([self.device] * k, timeout=timeout) as comm:
             return Together(comm).run(function, given)
 
-    def can_run(self, call: Call) -> bool:
+    def can_run(self, call):
         if call.order == "exact" and ("exact" not in self.orders or call.op not in ("sum", "mean")):
             return False
         if call.entry == "book":  # which names neither
@@ -85,15 +85,15 @@ class Lists:
             return is_known and call.order in ("any", "rank")
         return True
 
-    def borders(self, dtype: torch.dtype, k: int) -> list[int]:
+    def borders(self, dtype, k):
         block = limit_bytes("fused_block") // dtype.itemsize
         return [2 * block, k * piece_elems(dtype, k), 3 * k * piece_elems(dtype, k)]
 
-    def check(self, calls: Sequence[Call]) -> None:
+    def check(self, calls):
         for call in calls:
             self._check_call(call)
 
-    def _check_call(self, call: Call) -> None:
+    def _check_call(self, call):
         assert self.can_run(call), call
         rows = [
             [Placed(field, call.k, self.device) for field in call.fields(rank)]
@@ -109,13 +109,13 @@ class Lists:
         all_found = [check_rank(call, rank, row, order) for rank, row in enumerate(rows)]
         check_same(call, all_found, is_on_gpu=self.device != "cpu")
 
-    def reduced(self, tensors: Sequence[torch.Tensor], op: str = "sum", **options: Any) -> Any:
+    def reduced(self, tensors, op="sum", **options):
         mine = [tensor.to(self.device, copy=True) for tensor in tensors]
         self.comm_of(len(mine)).all_reduce(mine, op, **options)
         return [tensor.cpu() for tensor in mine]
 
 
-def run_on_lists(comm: pr.Communicator, call: Call, rows: list[list[Placed]]) -> None:
+def run_on_lists(comm, call, rows):
     firsts = held(call, [row[0] for row in rows if row])
     lists = [held(call, row[: len(call.parts)]) for row in rows]
     if call.entry == "book":
@@ -129,7 +129,7 @@ def run_on_lists(comm: pr.Communicator, call: Call, rows: list[list[Placed]]) ->
         run(comm, call, [one for row in rows for one in row], firsts, lists, outputs)
 
 
-def run_rooted(comm: pr.Communicator, call: Call, rows: list[list[Placed]], lists: Any) -> Any:
+def run_rooted(comm, call, rows, lists):
     inputs, outputs = rows[call.root][: len(call.parts)], iter(rows[call.root][len(call.parts) :])
     written = held(
         call, [one if call.is_in_place(i) else next(outputs) for i, one in enumerate(inputs)]
@@ -143,14 +143,14 @@ def run_rooted(comm: pr.Communicator, call: Call, rows: list[list[Placed]], list
 class Together:
     """Ranks of a `Communicator` that each make their own calls: one makes the call of all."""
 
-    def __init__(self, comm: pr.Communicator) -> None:
+    def __init__(self, comm):
         self.comm, self.k = comm, comm.world_size
         self._barrier = threading.Barrier(self.k, timeout=30)
         self._given: list[tuple[Any, ...]] = [()] * self.k
         self._outcome: tuple[Any, BaseException | None] = (None, None)
 
-    def run(self, function: Function, arguments: dict[str, Any]) -> list[Any]:
-        def run_rank(rank: int) -> Any:
+    def run(self, function, arguments):
+        def run_rank(rank):
             comm = OneOfTogether(self, rank)
             try:
                 state = SimpleNamespace(rank=rank, world_size=self.k, comm=comm)
@@ -163,7 +163,7 @@ class Together:
         with ThreadPoolExecutor(self.k) as threads:
             return list(threads.map(run_rank, range(self.k)))
 
-    def call(self, rank: int, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def call(self, rank, name, given, options):
         self._given[rank] = given
         if self._barrier.wait() == 0:
             columns = [list(column) for column in zip(*self._given, strict=True)]
@@ -181,10 +181,10 @@ class Together:
 
 
 class OneOfTogether:
-    def __init__(self, together: Together, rank: int) -> None:
+    def __init__(self, together, rank):
         self._together, self._rank = together, rank
 
-    def __getattr__(self, name: str) -> Function:
+    def __getattr__(self, name):
         return lambda *given, **options: self._together.call(self._rank, name, given, options)
 
 
@@ -206,7 +206,7 @@ class RankTransport:
     writes_with_torch = False
     num_random_calls = 80
 
-    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+    def on_ranks(self, k, function, **arguments):
         """Return ``function(state, **arguments)`` of each rank.
 
         ``state`` has ``rank``, ``world_size`` and ``comm``, with the methods of
@@ -214,21 +214,21 @@ class RankTransport:
         """
         raise NotImplementedError
 
-    def on_new_ranks(self, k: int, function: Function, timeout: float = 20.0, **given: Any) -> Any:
+    def on_new_ranks(self, k, function, timeout=20.0, **given):
         """Return the same of a group that is made for this call, and may fail in it."""
         raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self): ...
 
-    def can_run(self, call: Call) -> bool:
+    def can_run(self, call):
         if call.entry in SHARES and not call.by_communicator:  # these calls take no order
             return False
         return call.algorithm in self.algorithms and call.order in self.orders
 
-    def borders(self, dtype: torch.dtype, k: int) -> list[int]:
+    def borders(self, dtype, k):
         return []
 
-    def check(self, calls: Sequence[Call]) -> None:
+    def check(self, calls):
         for k in sorted({call.k for call in calls}):
             mine = [call for call in calls if call.k == k]
             assert all(self.can_run(call) for call in mine), mine
@@ -236,28 +236,26 @@ class RankTransport:
             for call, *digests in zip(mine, *by_rank, strict=True):
                 check_same(call, digests, is_on_gpu=self.writes_with_torch)
 
-    def reduced(self, tensors: Sequence[torch.Tensor], op: str = "sum", **options: Any) -> Any:
+    def reduced(self, tensors, op="sum", **options):
         given = {"tensors": list(tensors), "op": op, "options": options}
         return self.on_ranks(len(tensors), reduce_on_rank, **given)
 
 
-def device_of(state: SimpleNamespace) -> Any:
+def device_of(state):
     return state.device if hasattr(state, "device") else getattr(state.comm, "device", "cpu")
 
 
-def reduce_on_rank(
-    state: SimpleNamespace, tensors: list[torch.Tensor], op: str, options: dict[str, Any]
-) -> torch.Tensor:
+def reduce_on_rank(state, tensors, op, options):
     mine = tensors[state.rank].to(device_of(state), copy=True)
     state.comm.all_reduce(mine, op, **options)
     return mine.cpu()
 
 
-def check_on_rank(state: SimpleNamespace, calls: Sequence[Call]) -> list[int]:
+def check_on_rank(state, calls):
     return [check_own(state, call) for call in calls]
 
 
-def comm_on_rank(state: SimpleNamespace, call: Call) -> Any:
+def comm_on_rank(state, call):
     if not call.by_communicator or isinstance(state.comm, (TorchCalls, NaiveTransport)):
         return state.comm
     choice = {"order": call.order}
@@ -270,7 +268,7 @@ def comm_on_rank(state: SimpleNamespace, call: Call) -> Any:
     return made[key]
 
 
-def check_own(state: SimpleNamespace, call: Call) -> int:
+def check_own(state, call):
     comm = comm_on_rank(state, call)
     placed = [Placed(field, call.k, device_of(state)) for field in call.fields(state.rank)]
     with float_mode(call.flushes and state.rank % 2 == 1):
@@ -294,17 +292,17 @@ class Crews(RankTransport):
 
     join: Function = staticmethod(join)  # makes the rank's communicator, in its process
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._made = contextlib.ExitStack()
         self.crew_of = self._made.enter_context(crews(function=type(self).join, timeout=60))
 
-    def close(self) -> None:
+    def close(self):
         self._made.close()
 
-    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+    def on_ranks(self, k, function, **arguments):
         return self.crew_of(k).run(function, **arguments)
 
-    def on_new_ranks(self, k: int, function: Function, timeout: float = 20.0, **given: Any) -> Any:
+    def on_new_ranks(self, k, function, timeout=20.0, **given):
         with Crew(k) as crew:
             crew.join(function=type(self).join, timeout=timeout)
             return crew.run(function, **given)
@@ -319,10 +317,10 @@ class Processes(Crews):
     world_sizes = (1, 2, 3, 5)
     num_random_calls = 250
 
-    def can_run(self, call: Call) -> bool:
+    def can_run(self, call):
         return super().can_run(call) and (call.order != "exact" or call.op in ("sum", "mean"))
 
-    def borders(self, dtype: torch.dtype, k: int) -> list[int]:
+    def borders(self, dtype, k):
         exchange, slot = limit_bytes("process_exchange"), limit_bytes("process_slot")
         ahead = limit_bytes("process_reads_ahead") if k == 2 else 0
         return [nbytes // dtype.itemsize for nbytes in (exchange, slot, 4 * slot, ahead) if nbytes]
@@ -333,9 +331,7 @@ PIECE = 20_000  # elements that cross between machines at once
 PLACES = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abbcc", 8: "aabbccdd"}
 
 
-def join_machines(
-    state: SimpleNamespace, port: int, rank: int, world_size: int, name: str, **options: Any
-) -> None:
+def join_machines(state, port, rank, world_size, name, **options):
     from pyringar.distributed import HierarchicalCommunicator, between
 
     oracle.machines = options.pop("machines", PLACES.get(world_size, ""))
@@ -355,12 +351,12 @@ class Machines(Crews):
     world_sizes = (1, 2, 3, 4, 5)
     writes_with_torch = True
 
-    def can_run(self, call: Call) -> bool:
+    def can_run(self, call):
         if call.order == "tree" and call.by_communicator and call.k in (2, 4, 8):
             call = replace(call, order="any")
         return super().can_run(call) and call.holds != "arrays"
 
-    def borders(self, dtype: torch.dtype, k: int) -> list[int]:
+    def borders(self, dtype, k):
         return [PIECE // k * k, 2 * (PIECE // k) * k]
 
 
@@ -376,30 +372,28 @@ REDUCE_OPS = {
 class TorchCalls:
     """The functions of torch.distributed, with the names of a communicator's methods."""
 
-    def all_reduce(self, tensor: Any, op: str = "sum", *, async_op: bool = False, **_: Any) -> Any:
+    def all_reduce(self, tensor, op="sum", *, async_op=False, **_):
         return dist.all_reduce(tensor, REDUCE_OPS[op], async_op=async_op)
 
-    def all_reduce_coalesced(
-        self, tensors: Any, op: str = "sum", *, async_op: bool = False, **_: Any
-    ) -> Any:
+    def all_reduce_coalesced(self, tensors, op="sum", *, async_op=False, **_):
         future = dist.all_reduce_coalesced(tensors, REDUCE_OPS[op], async_op=async_op)
         if future is None:
             return None
         return SimpleNamespace(wait=lambda: future.wait() is not None, exception=lambda: None)
 
-    def reduce(self, tensor: Any, op: str, root: int) -> Any:
+    def reduce(self, tensor, op, root):
         return dist.reduce(tensor, root, REDUCE_OPS[op])
 
-    def broadcast(self, tensor: Any, root: int = 0, *, async_op: bool = False) -> Any:
+    def broadcast(self, tensor, root=0, *, async_op=False):
         return dist.broadcast(tensor, root, async_op=async_op)
 
-    def reduce_scatter(self, output: Any, input: Any, op: str = "sum") -> Any:
+    def reduce_scatter(self, output, input, op="sum"):
         return dist.reduce_scatter_tensor(output, input, REDUCE_OPS[op])
 
-    def all_gather(self, output: Any, input: Any) -> Any:
+    def all_gather(self, output, input):
         return dist.all_gather_into_tensor(output, input)
 
-    def barrier(self) -> Any:
+    def barrier(self):
         return dist.barrier()
 
 
@@ -418,7 +412,7 @@ class Torch(RankTransport):
     world_sizes = (1, 2, 3, 5, 8)
     writes_with_torch = True
 
-    def can_run(self, call: Call) -> bool:
+    def can_run(self, call):
         is_list = call.entry in LISTS  # torch itself wants a list of one dtype
         has_one_dtype = len({part.dtype for part in call.parts}) == 1
         return super().can_run(call) and call.holds == "tensors" and (has_one_dtype or not is_list)
@@ -429,11 +423,11 @@ class Launch(Torch):
 
     communicator: Callable[[], Any] = TorchCalls
 
-    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+    def on_ranks(self, k, function, **arguments):
         return self.on_new_ranks(k, function, **arguments)
 
-    def on_new_ranks(self, k: int, function: Function, timeout: float = 20.0, **given: Any) -> Any:
-        def program() -> Any:
+    def on_new_ranks(self, k, function, timeout=20.0, **given):
+        def program():
             dist.init_process_group()
             state = SimpleNamespace(rank=dist.get_rank(), world_size=k, comm=self.communicator())
             return function(state, **given)
@@ -452,9 +446,7 @@ class Naive(Launch):
     """
 
 
-def join_backend(
-    state: SimpleNamespace, port: int, rank: int, world_size: int, name: str, timeout: float
-) -> None:
+def join_backend(state, port, rank, world_size, name, timeout):
     import pyringar.distributed  # noqa: F401
 
     store = dist.PrefixStore(name, connect(port))
@@ -472,7 +464,7 @@ class Backend(Crews, Torch):
     world_sizes = (1, 2, 3, 4)
 
 
-def join_gpu(state: SimpleNamespace, **options: Any) -> None:
+def join_gpu(state, **options):
     join(state, device="cuda:0", **options)
 
 
