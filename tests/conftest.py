@@ -41,7 +41,7 @@ test_train_checkpoints test_distributed_ends test_grader test_bits test_build te
 test_refused test_exits test_audit_processes test_sharded_training test_torch_team
 test_grader_processes test_faults test_group test_process_faults test_signals
 test_cluster_failures test_cluster test_cluster_interrupts test_launch_processes
-test_cluster_run test_distributed test_prepared test_random test_entries test_docs
+test_cluster_run test_distributed test_prepared test_entries test_docs
 test_deadlines test_private_cache test_examples
 """
 MOST_WORKERS = 8  # each imports torch, and tests have several ranks

@@ -289,12 +289,8 @@ def inputs(numel: int, dtype: torch.dtype, world_size: int, seed: int = 0) -> li
     return [random(numel, dtype, 1000 * seed + rank) for rank in range(world_size)]
 
 
-def differing(found: Words, wanted: Words, kind: Kind) -> np.ndarray:
-    return (found != wanted) & ~(is_nan(found, kind) & is_nan(wanted, kind))
-
-
 def assert_words(found: Words, wanted: Words, kind: Kind, context: object = "") -> None:
-    wrong = differing(found, wanted, kind)
+    wrong = (found != wanted) & ~(is_nan(found, kind) & is_nan(wanted, kind))
     if wrong.any():
         at = int(wrong.reshape(-1).nonzero()[0][0])
         got, want = (widened(words, kind).reshape(-1)[at] for words in (found, wanted))

@@ -191,7 +191,6 @@ def test_nearest_name_is_told(call, near):
         call()
 
 
-@pytest.mark.parametrize("op", ["", "xyzzy", b"mean", ["mean"]])
-def test_far_name_gets_no_hint(op):
+def test_far_name_gets_no_hint():
     with pytest.raises(pr.ArgumentError, match=r"expected one of (?!.*did you mean)"):
-        ranks().all_reduce(ones(), op)
+        ranks().all_reduce(ones(), "xyzzy")

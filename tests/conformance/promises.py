@@ -59,27 +59,15 @@ def transports_of(*rows: str) -> list[str]:
 
 # Rows that other tests hold, for transports that no function on all ranks can ask.
 ELSEWHERE = {
-    "abort": ["cuda/test_gpu_streams.py::test_abort_ends_waits"],
-    "compile": [
-        "test_compiled.py::test_one_graph_holds_the_operators",
-        "test_compiled.py::test_ranks_in_processes",
-        "cuda/test_gpu_calls.py::test_compiled_calls_stay_in_one_graph",
-    ],
-    "graphs": ["cuda/test_gpu_graphs.py::test_graph"],
-    "deadline": [
-        "test_communicator.py::test_late_rank_is_named",
-        "cuda/test_gpu_streams.py::test_withheld_rank_times_out",
-    ],
-    "interrupt": [
-        "test_signals.py::test_signal_ends_wait_in_one_process",
-        "test_launch_interrupts.py::test_handler_exception_ends_ranks",
-    ],
-    "exit": ["test_exits.py::test_forked_child_ends"],
-    "fork": ["test_forked.py::test_child_cannot_use_threads"],
-    "nothing-left": ["test_communicator.py::test_threads_end_with_the_communicator"],
+    "abort": "cuda/test_gpu_streams.py::test_abort_ends_waits",
+    "compile": "test_compiled.py::test_one_graph_holds_the_operators",
+    "graphs": "cuda/test_gpu_graphs.py::test_graph",
+    "deadline": "test_communicator.py::test_late_rank_is_named",
+    "interrupt": "test_signals.py::test_signal_ends_wait_in_one_process",
+    "exit": "test_exits.py::test_forked_child_ends",
+    "fork": "test_forked.py::test_child_cannot_use_threads",
+    "nothing-left": "test_communicator.py::test_threads_end_with_the_communicator",
 }
-
-
 SLOW = ("naive",)  # its parts run each time
 
 

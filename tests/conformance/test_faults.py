@@ -125,8 +125,10 @@ def strike_own(state: SimpleNamespace, event: str) -> None:
         state.ends = True
         raise OfTheProgramError
     elif event == "leave":
-        close = getattr(state.comm, "close", None)
-        close() if close else leave_group(state)
+        if hasattr(state.comm, "close"):
+            state.comm.close()
+        elif not state.is_thread:
+            dist.destroy_process_group()
     else:
         if state.is_thread:  # the other ranks run first, and then wait
             for _ in range(20):
@@ -134,11 +136,6 @@ def strike_own(state: SimpleNamespace, event: str) -> None:
         is_over = time.monotonic() + 3 * TIMEOUT_S
         while time.monotonic() < is_over:
             time.sleep(0.01)
-
-
-def leave_group(state: SimpleNamespace) -> None:
-    if not state.is_thread:
-        dist.destroy_process_group()
 
 
 def suffer(state: SimpleNamespace, fault: Fault) -> Told | None:
