@@ -155,15 +155,6 @@ def test_wait_inside_backward_raises():
         assert_reduced(nets, summed(nets, xs))
 
 
-def test_sparse_gradients_close():
-    tables = [nn.Embedding(5, 6, sparse=True) for _ in range(2)]
-    bucketer = pr.GradientBucketer(tables, **EARLY)
-    losses = [table(torch.zeros(4, dtype=torch.long)).sum() for table in tables]
-    with pytest.raises(pr.UnsupportedError, match="sparse"):
-        torch.autograd.backward(losses)
-    assert_closed(bucketer, tables, "a backward pass failed")
-
-
 CHANGES = {
     "clear late": ({}, lambda net: net.zero_grad()),
     "clear early": (EARLY, lambda net: net.zero_grad()),

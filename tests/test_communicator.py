@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +21,6 @@ from pyringar.comm.engine_communicator import EngineCommunicator, _interrupted
 
 def ranks(k: int, numel: int = 1000) -> list[torch.Tensor]:
     return [torch.arange(numel, dtype=torch.float32) + r for r in range(k)]
-
-
-linux = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -161,7 +157,6 @@ def test_close_ends_calls_of_threads(rounds):
             assert sum(work.result() for work in works) > 0
 
 
-@linux
 def test_threads_end_with_the_communicator():
     pr.allreduce(ranks(2, 2_000_000))
     torch.zeros(10).sum()
