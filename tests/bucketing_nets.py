@@ -1,7 +1,5 @@
 """Nets, inputs, oracles and failing backward passes for the tests of bucketers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -43,9 +41,6 @@ def armed(rank: object):
         Explode.armed = None
 
 
-# -- nets of two parameters ------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """Backward reaches ``late``, then may explode, then reaches ``early``."""
 
@@ -67,9 +62,6 @@ def nets_of(world_size: int = 3) -> list[Net]:
 def vectors(seed: int, world_size: int = 3) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(40, generator=generator) for _ in range(world_size)]
-
-
-# -- nets of layers: 4 rows of 6 numbers -----------------------------------------------------------
 
 
 def make_net(seed: int = 0) -> nn.Sequential:
@@ -168,9 +160,6 @@ def loss_of(net: nn.Module, x: Tensor) -> Tensor:
     return out.square().sum() if out.ndim else out
 
 
-# -- steps -----------------------------------------------------------------------------------------
-
-
 def backward_one_by_one(nets: Sequence[nn.Module], xs: Sequence[Tensor]) -> None:
     for net, x in zip(nets, xs, strict=True):
         loss_of(net, x).backward()
@@ -208,6 +197,19 @@ def assert_reduced(nets: Sequence[nn.Module], expected: Sequence[Tensor | None])
         for i, (param, want) in enumerate(zip(net.parameters(), expected, strict=True)):
             assert (param.grad is None) == (want is None), (rank, i)
             assert want is None or torch.equal(param.grad, want), (rank, i)
+
+
+def grads_of(net: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def assert_steps(got, wanted) -> None:
+    """Compare `grads_of` after each step, bit for bit."""
+    for step, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert (a is None) == (b is None), (step, i)
+            assert a is None or a.stride() == b.stride(), (step, i)
+            assert a is None or torch.equal(a, b), (step, i, a, b)
 
 
 def assert_next_step_is_right(nets, xs, bucketer, *, set_to_none: bool = True) -> None:

@@ -1,10 +1,5 @@
 """Cases of parametrized tests, most of which a plain run leaves out."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +8,7 @@ forks_run_backward = pytest.mark.skipif(
 )
 
 
-def mostly_slow(cases: Iterable[Any], *kept: Any) -> list[Any]:
+def mostly_slow(cases, *kept):
     """All cases; those that are not kept are slow.
 
     Args:
@@ -25,6 +20,6 @@ def mostly_slow(cases: Iterable[Any], *kept: Any) -> list[Any]:
     return [case if case in kept else _slow(case) for case in cases]
 
 
-def _slow(case: Any) -> Any:
+def _slow(case):
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.slow)

@@ -1,7 +1,5 @@
 """Shared by all tests: one torch thread, communicators that are closed, the number of workers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -43,8 +41,8 @@ test_train_checkpoints test_distributed_ends test_grader test_bits test_build te
 test_refused test_exits test_audit_processes test_sharded_training test_torch_team
 test_grader_processes test_faults test_group test_process_faults test_signals
 test_cluster_failures test_cluster test_cluster_interrupts test_launch_processes
-test_cluster_run test_distributed test_prepared test_random test_entries test_docs
-test_deadlines test_private_cache
+test_cluster_run test_distributed test_prepared test_entries test_docs
+test_deadlines test_private_cache test_examples
 """
 MOST_WORKERS = 8  # each imports torch, and tests have several ranks
 
@@ -70,9 +68,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if torch.cuda.is_available():
         return 0
     return min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
-
-
-# -- fixtures --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -111,8 +106,8 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
 
 @pytest.fixture(scope="session")
 def transport_of() -> Iterator[Callable[[str], Any]]:
-    """``transport_of(name)``: one of `registry.TRANSPORTS`, with groups for all tests."""
-    from registry import TRANSPORTS
+    """``transport_of(name)``: one of `transports.TRANSPORTS`, with groups for all tests."""
+    from transports import TRANSPORTS
 
     with contextlib.ExitStack() as made:
         yield functools.cache(

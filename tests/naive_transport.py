@@ -3,15 +3,10 @@
 It shows the methods that a transport implements. Tests compare other transports with it.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from pyringar.comm.collective_call import CollectiveCall, tensors_of
+from pyringar.comm.collective_call import tensors_of
 from pyringar.comm.orders import engine_order
 from pyringar.comm.plain_group import check_tensors_of_rank
 from pyringar.comm.rank_communicator import RankCommunicator
@@ -32,15 +27,15 @@ class NaiveTransport(RankCommunicator):
 
     _refused = REFUSED
 
-    def __init__(self, *, order: str = "any") -> None:
+    def __init__(self, *, order="any"):
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._name = "naive"
         self._configure("auto", order, 30.0)
 
-    def _order_of(self, algorithm: str, order: str) -> str:
+    def _order_of(self, algorithm, order):
         return engine_order("naive", order, has_gpus=False)
 
-    def _run(self, call: CollectiveCall, *, async_op: bool = False, what: object = "") -> Any:
+    def _run(self, call, *, async_op=False, what=""):
         check_tensors_of_rank(call, self._device, self._world_size)
         with torch.no_grad():
             for output in tensors_of(call.outputs):
@@ -59,7 +54,7 @@ class NaiveTransport(RankCommunicator):
             dist.barrier()
         return Work(None, {}, *call.words()) if async_op else None
 
-    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+    def _gathered(self, tensor):
         """Return every rank's tensor, flat, in rank order."""
         own = tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
         rows = [torch.empty_like(own) for _ in range(self._world_size)]

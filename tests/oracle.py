@@ -5,8 +5,6 @@ at which the engine changes what it does. Elements are kept as unsigned words; 1
 widened and rounded bit by bit. Comparisons are of bits, but any NaN equals any other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -86,9 +84,6 @@ def piece_elems(dtype: torch.dtype, world_size: int = 2) -> int:
     return piece_bytes // max(dtype.itemsize, 4 if dtype.is_floating_point else 1)
 
 
-# -- arithmetic ------------------------------------------------------------------------------------
-
-
 def widened(words: Words, kind: Kind) -> np.ndarray:
     if kind.torch is torch.bfloat16:
         return (words.astype(np.uint32) << 16).view(np.float32)
@@ -142,9 +137,6 @@ def _divided(total: np.ndarray, count: int, kind: Kind) -> np.ndarray:
 
 def _finished(total: np.ndarray, op: str, count: int, kind: Kind) -> Words:
     return rounded(_divided(total, count, kind) if op == "mean" else total, kind)
-
-
-# -- orders of additions ---------------------------------------------------------------------------
 
 
 @np.errstate(all="ignore")
@@ -258,8 +250,6 @@ def expected(parts: Sequence[Tensor], op: str, algorithm: str, order: str = "any
     return folded(parts, op, "ring" if algorithm == "ring" else "rank")
 
 
-# -- inputs ----------------------------------------------------------------------------------------
-
 # Random values lie between 2^-reach and 2^reach, so that sums lose bits, other bits in every order.
 _REACH = {torch.float64: 30, torch.float32: 14, torch.float16: 12, torch.bfloat16: 20}
 
@@ -299,15 +289,8 @@ def inputs(numel: int, dtype: torch.dtype, world_size: int, seed: int = 0) -> li
     return [random(numel, dtype, 1000 * seed + rank) for rank in range(world_size)]
 
 
-# -- comparison ------------------------------------------------------------------------------------
-
-
-def differing(found: Words, wanted: Words, kind: Kind) -> np.ndarray:
-    return (found != wanted) & ~(is_nan(found, kind) & is_nan(wanted, kind))
-
-
 def assert_words(found: Words, wanted: Words, kind: Kind, context: object = "") -> None:
-    wrong = differing(found, wanted, kind)
+    wrong = (found != wanted) & ~(is_nan(found, kind) & is_nan(wanted, kind))
     if wrong.any():
         at = int(wrong.reshape(-1).nonzero()[0][0])
         got, want = (widened(words, kind).reshape(-1)[at] for words in (found, wanted))

@@ -1,7 +1,5 @@
 """What the tests of DataParallel share: nets, batches, and the comparison with the plain module."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Training runs whose bits must agree: what a run is, and its digest after every step."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os
@@ -15,10 +13,7 @@ from pyringar.train.group import Processes, TrainGroup
 
 # The last batch of 4 gives two of eight shards no image, and others one.
 RECIPE: dict[str, Any] = {"batch_size": 20, "epochs": 1, "shards": 8, "momentum": 0.9, "lr": 0.05}
-MODELS: dict[str, dict[str, Any]] = {
-    "lenet": {},
-    "resnet18": {"model": "resnet18", "width": 4},
-}
+MODELS: dict[str, dict[str, Any]] = {"lenet": {}, "resnet18": {"model": "resnet18", "width": 4}}
 KINDS: dict[str, dict[str, Any]] = {"float32": {}, "amp": {"amp": True}}
 TRAIN, TEST = 66, 130
 
@@ -56,8 +51,3 @@ def as_rank(
     torch.set_num_threads(1 + rank % 2)  # which must not matter
     config = TrainConfig(**{**RECIPE, **options}, ranks=world_size)
     return train(Processes(config, store, rank, world_size), config)
-
-
-def table(rows: dict[str, list[str]]) -> str:
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {'  '.join(row)}" for name, row in rows.items())

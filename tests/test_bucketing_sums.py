@@ -1,15 +1,10 @@
-"""A gradient that holds the reduced sum is not reduced again: the result is the plain module's.
-
-All numbers are small integers, so every order of additions gives the same bits.
-"""
-
-from __future__ import annotations
+"""A gradient that holds the reduced sum is not reduced again: the result is the plain module's."""
 
 import random
 
 import pytest
 import torch
-from bucketing_nets import EACH, EARLY
+from bucketing_nets import EACH, EARLY, assert_steps, grads_of
 from torch import Tensor, nn
 
 import pyringar as pr
@@ -49,7 +44,7 @@ class PlainRanks:
         """Do nothing: the module has the sum."""
 
     def grads(self) -> list[Tensor | None]:
-        return [None if p.grad is None else p.grad.clone() for p in self.nets[0].parameters()]
+        return grads_of(self.nets[0])
 
 
 class BucketedRanks:
@@ -67,13 +62,10 @@ class BucketedRanks:
         for column in zip(*found, strict=True):
             assert len({grad is None for grad in column}) == 1
             assert all(grad is None or torch.equal(grad, column[0]) for grad in column)
-        return [None if grad is None else grad.clone() for grad in found[0]]
+        return grads_of(self.nets[0])
 
 
 Ranks = PlainRanks | BucketedRanks
-
-
-# -- programs --------------------------------------------------------------------------------------
 
 
 def random_program(seed: int):
@@ -120,14 +112,6 @@ def play_as_rank(rank, world_size, store, op, options):
     return found
 
 
-def assert_steps(got: list[list[Tensor | None]], want: list[list[Tensor | None]]) -> None:
-    assert len(got) == len(want)
-    for step, (mine, theirs) in enumerate(zip(got, want, strict=True)):
-        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            assert (a is None) == (b is None), (step, i)
-            assert a is None or torch.equal(a, b), (step, i, a, b)
-
-
 @pytest.mark.parametrize("options", [{}, EARLY, {"overlap": True}], ids=["late", "each", "one"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize(("name", "k"), [(n, 1 + i % 4) for i, n in enumerate(PROGRAMS)])
@@ -146,24 +130,6 @@ def test_processes_match_plain_module(crew_of, k, op, options):
     for found in crew_of(k).check(play_as_rank, op, options):
         for name, got in found.items():
             assert_steps(got, list(PROGRAMS[name](PlainRanks(k, op))))
-
-
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_untouched_sum_is_not_reduced(op):
-    nets = [Linears() for _ in range(3)]
-    with (
-        pr.Communicator(["cpu"] * 3) as comm,
-        pr.GradientBucketer(nets, comm=comm, op=op, **EACH) as bucketer,
-    ):
-        num_calls, sums = [], []
-        for used in ("abc", "", "a", ""):
-            for net in nets if used else ():
-                net(torch.rand(2, 3), used).backward()
-            bucketer.wait()
-            num_calls.append(comm.stats()["fused"]["calls"])
-            sums.append(nets[2].c.weight.grad.clone())
-    assert num_calls == [3, 3, 4, 4]
-    assert all(torch.equal(one, sums[0]) for one in sums)
 
 
 def test_returned_gradients_leave_sums():

@@ -1,16 +1,12 @@
 """Life of a communicator: background work, threads, deadlines, closing, leaks."""
 
-from __future__ import annotations
-
 import gc
 import itertools
-import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from cases import mostly_slow
@@ -25,12 +21,6 @@ from pyringar.comm.engine_communicator import EngineCommunicator, _interrupted
 
 def ranks(k: int, numel: int = 1000) -> list[torch.Tensor]:
     return [torch.arange(numel, dtype=torch.float32) + r for r in range(k)]
-
-
-linux = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
-
-
-# -- background work -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -51,9 +41,6 @@ def test_other_threads_run_meanwhile(async_op):
             work.wait()
         assert time.monotonic() - start < 15
         ticks.result()
-
-
-# -- deadlines -------------------------------------------------------------------------------------
 
 
 LATE_CALLS = {
@@ -86,9 +73,6 @@ def test_late_rank_is_named(call, late):
     assert pr.allreduce(ranks(3)) is None
 
 
-# -- closing, leaking -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("in_background", [False, True])
 def test_check_tells_of_a_failure(in_background):
     with pr.Communicator(["cpu"] * 2, timeout=0.2) as comm:
@@ -119,36 +103,19 @@ class BusyGroup:
 
 
 def test_tensors_stay_until_a_gpu_is_done_with_them():
-    comm = EngineCommunicator()
-    comm._group, comm._in_flight = BusyGroup(), {"work": torch.ones(3)}
-    with pytest.raises(pr.CollectiveTimeout):
+    for is_done in (True, False):
+        comm = EngineCommunicator()
+        comm._group, comm._in_flight = BusyGroup(), {"work": torch.ones(3)}
+        with pytest.raises(pr.CollectiveTimeout):
+            comm.close()
+        comm._group.is_done = is_done
         comm.close()
-    comm.close()
-    assert comm._in_flight
+        assert bool(comm._in_flight) != is_done
     kept = comm._in_flight
     del comm
     gc.collect()
     assert kept in _interrupted
     _interrupted.remove(kept)
-    comm = EngineCommunicator()
-    comm._group, comm._in_flight = BusyGroup(), {"work": torch.ones(3)}
-    with pytest.raises(pr.CollectiveTimeout):
-        comm.close()
-    comm._group.is_done = True
-    comm.close()
-    assert not comm._in_flight
-
-
-def test_missing_features_name_alternatives():
-    with pr.Communicator(["cpu"] * 2) as comm:
-        for call, words in (
-            (comm.barrier, "barrier: a Communicator does not offer this; it is not needed"),
-            (comm.abort, "abort: a Communicator does not offer this; no rank is on a GPU"),
-        ):
-            with pytest.raises(pr.UnsupportedError, match=words):
-                call()
-        comm.all_reduce(tensors := ranks(2))
-        assert torch.equal(*tensors)
 
 
 def call_until_closed(comm: pr.Communicator, seed: int) -> int:
@@ -190,7 +157,6 @@ def test_close_ends_calls_of_threads(rounds):
             assert sum(work.result() for work in works) > 0
 
 
-@linux
 def test_threads_end_with_the_communicator():
     pr.allreduce(ranks(2, 2_000_000))
     torch.zeros(10).sum()
@@ -199,28 +165,24 @@ def test_threads_end_with_the_communicator():
     def new_threads() -> set[str]:
         return thread_ids() - before
 
-    for _ in range(3):
+    for end in ("close", "garbage", "close"):
         comm = pr.Communicator(["cpu"] * 4)
         comm.all_reduce(ranks(4, 500_000), async_op=True).wait()  # too large to be done at once
         comm.all_reduce(ranks(4), algorithm="ring")
         assert new_threads()
-        comm.close()
+        if end == "close":
+            comm.close()
+        del comm
+        gc.collect()
         assert settled(new_threads, set()) == set()
-    comm = pr.Communicator(["cpu"] * 4)
-    comm.all_reduce(ranks(4), algorithm="direct")
-    del comm
-    gc.collect()
-    assert settled(new_threads, set()) == set()
 
 
 @pytest.mark.parametrize(
     ("devices", "made"),
     [
-        (["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]),
         (["cuda:1", "cpu"], ["cuda:1", "cpu"]),
         (["cuda:0", "meta"], ["cuda:0", "cpu"]),  # refused by its name, as a tensor of rank 1
         (["cpu", "cpu"], None),
-        (["xpu:0", "xpu:0"], None),
     ],
 )
 def test_allreduce_keeps_a_communicator_of_gpus(monkeypatch, devices, made):
@@ -234,10 +196,3 @@ def test_allreduce_keeps_a_communicator_of_gpus(monkeypatch, devices, made):
         assert (found and found.devices) == made
         parameters = [nn.Parameter(tensor) for tensor in tensors]
         assert default.communicator(parameters) is found
-
-
-def test_prepared_call_declines_other_devices():
-    pr.allreduce([torch.ones(2)] * 1)
-    elsewhere = [torch.ones(2, device="meta")] * 2
-    assert default_group._default.run_prepared(elsewhere, "sum", None, None) is False
-    assert default_group._default.run_prepared([np.ones(2)] * 2, "sum", None, None) is False

@@ -1,9 +1,6 @@
 """Does torch.compile keep all-reduce in its graphs, with eager's bits, errors and gradients?"""
 
-from __future__ import annotations
-
 import gc
-import itertools
 from functools import partial
 
 import pytest
@@ -15,7 +12,6 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
-from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import pyringar as pr
@@ -58,13 +54,10 @@ def assert_alike(function, *, backend, inputs=ranks) -> None:
     mine, theirs = inputs(), inputs()
     wanted = function(*theirs)
     found = torch.compile(function, fullgraph=True, backend=backend)(*mine)
-    flat, same = torch.utils._pytree.tree_leaves, torch.equal
+    flat = torch.utils._pytree.tree_leaves
     assert len(flat(found)) == len(flat(wanted))
     for a, b in zip([*flat(found), *mine], [*flat(wanted), *theirs], strict=True):
-        assert same(bits(a), bits(b))
-
-
-# -- in place --------------------------------------------------------------------------------------
+        assert torch.equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -145,59 +138,17 @@ def test_new_sizes_make_no_new_graphs(comm, dynamic):
     assert len(graphs.graphs) == (1 if dynamic else 2)
 
 
-def test_another_communicator_makes_another_graph():
-    def function(which, tensors):
-        which.all_reduce(tensors)
-
-    graphs = Graphs()
-    compiled = torch.compile(function, fullgraph=True, backend=graphs)
-    with pr.Communicator(["cpu"] * 2) as two, pr.Communicator(["cpu"] * 2) as other:
-        for which in (two, other, two, other):
-            tensors = ranks(2)
-            compiled(which, tensors)
-            assert torch.equal(tensors[0], sum(ranks(2)))
-        assert two.stats()["fused"]["calls"] == other.stats()["fused"]["calls"] == 2
-    assert len(graphs.graphs) == 2
-
-
-def test_asynchronous_call_breaks_the_graph(comm):
-    def function(x, y, z):
-        work = comm.all_reduce([x, y, z], async_op=True)
-        work.wait()
-        return x + 1
-
-    tensors, graphs = ranks(), Graphs()
-    found = torch.compile(function, backend=graphs)(*tensors)
-    assert torch.equal(found, sum(ranks()[1:], ranks()[0]) + 1)
-    assert graphs.calls() == []
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(function, backend="eager", fullgraph=True)(*ranks())
-
-
-# -- what is wrong ---------------------------------------------------------------------------------
-
-
 TRACED_ERRORS = [
     (lambda c, x: c.all_reduce([x, x + 1, x[:2] + 1]), r"tensors\[2\] has shape \(2,\)"),
-    (lambda c, x: c.all_reduce([x, x.clone(), x.double()]), r"tensors\[2\] has dtype float64"),
-    (lambda c, x: c.all_reduce([x, x.clone()]), "tensors has 2 entries, expected 3"),
     (lambda c, x: c.all_reduce([x, x + 1, x + 2], order="trees"), "order is 'trees'"),
     (lambda c, x: c.all_reduce_coalesced([[x], [x + 1]]), "lists has 2 entries, expected 3"),
-    (
-        lambda c, x: c.all_reduce_coalesced([[x, x + 1], [x + 2, x[1:]], [x + 3, x + 4]]),
-        r"lists\[1\]\[1\] has shape",
-    ),
     (lambda c, x: pr.ops.all_reduce(c, [x, x[:2], x]), r"tensors\[1\] has shape \(2,\)"),
 ]
 UNTRACED_ERRORS = [
     lambda c, x: c.all_reduce(x),  # rows of a tensor are not ranks
-    lambda c, x: c.all_reduce_coalesced(x),
-    lambda c, x: c.all_reduce_coalesced([x, x + 1, x + 2]),
     lambda c, x: c.all_reduce_coalesced([[x], [x + 1, x + 2], [x + 3]]),
     lambda c, x: c.all_reduce([x, x + 1, x + 2], "plus"),
     lambda c, x: pr.allreduce(x),
-    lambda c, x: pr.ops.all_reduce(c, x),
-    lambda c, x: pr.ops.all_reduce_coalesced(c, x),
     lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x, x], [x]]),
 ]
 
@@ -208,15 +159,11 @@ UNTRACED_ERRORS = [
 )
 def test_errors_are_those_of_eager(comm, call, words, backend):
     x = torch.ones(K, 2) if words is None else torch.ones(4)
-    before = x.clone()
     compiled = torch.compile(lambda x: call(comm, x), fullgraph=bool(words), backend=backend)
     for run in (lambda x: call(comm, x), compiled):
         with pytest.raises(pr.ArgumentError, match=words):
             run(x)
-    assert torch.equal(x, before)
-    if words is None:
-        with pytest.raises(torch._dynamo.exc.TorchDynamoException):
-            torch.compile(lambda x: call(comm, x), fullgraph=True)(x)
+    assert x.eq(1).all()
 
 
 def test_closed_and_deleted_communicators_are_named():
@@ -236,70 +183,38 @@ def test_closed_and_deleted_communicators_are_named():
         graphs.graphs[0](*tensors)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_written_tensors_must_not_require_grad(comm, backend):
-    def leaves(x):
-        comm.all_reduce([x, torch.ones(4), torch.ones(4)])
-
-    def results(x):
-        y = x * 2
-        comm.all_reduce([y, torch.ones(4), torch.ones(4)])
-        return y
-
-    x = torch.ones(4, requires_grad=True)
-    for function in (leaves, results):
-        with pytest.raises(pr.ArgumentError, match="requires grad"):
-            function(x)
-        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="requires grad"):
-            torch.compile(function, fullgraph=True, backend=backend)(x)
-    assert x.tolist() == [1, 1, 1, 1]
-    with torch.no_grad():
-        torch.compile(leaves, fullgraph=True, backend=backend)(x)
-    assert x.tolist() == [3, 3, 3, 3]
+REFUSED_WRITES = {
+    "leaf": (lambda c, x: c.all_reduce([x, x + 1, x + 2]), "requires grad"),
+    "result": (lambda c, x: c.all_reduce([x * 2, x * 3, x * 4]), "requires grad"),
+    "twice": (lambda c, x: c.all_reduce([x, x.clone(), x]), r"tensors\[2\] shares memory"),
+    "base": (lambda c, x: c.all_reduce_coalesced([[x[:2]], [x[2:]], [x[:2]]]), r"\[0\] shares"),
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_written_tensors_must_not_be_the_same(comm, backend):
-    """Those that are copied are not, also where the default backend drops the copy."""
+@pytest.mark.parametrize("what", REFUSED_WRITES)
+def test_writes_are_refused_as_in_eager(comm, what, backend):
+    call, words = REFUSED_WRITES[what]
+    x = torch.arange(4.0).requires_grad_("grad" in words)
+    with pytest.raises(pr.ArgumentError, match=words):
+        call(comm, x)
+    compiled = torch.compile(partial(call, comm), fullgraph=True, backend=backend)
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=words):
+        compiled(x)
+    assert x.tolist() == [0, 1, 2, 3]
 
-    def twice(x):
-        comm.all_reduce([x, x.clone(), x])
 
-    def base(x):
-        comm.all_reduce_coalesced([[x[:2]], [x[2:]], [x.view(2, 2)[0]]])
-
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_copies_and_leaves_may_be_written(comm, backend):
     def copied(x):
         comm.all_reduce([x, x.clone(), x.clone()])
         comm.all_reduce([x[:2], x[2:], x.new_ones(2)])
         return x
 
-    for function, what in ((twice, r"tensors\[2\]"), (base, r"lists\[2\]\[0\]")):
-        x = torch.arange(4.0)
-        with pytest.raises(pr.ArgumentError, match=f"{what} shares memory"):
-            function(x)
-        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=f"{what} shares memory"):
-            torch.compile(function, fullgraph=True, backend=backend)(x)
-        assert x.tolist() == [0, 1, 2, 3]
     assert_alike(copied, backend=backend, inputs=lambda: [torch.arange(4.0)])
-
-
-@pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_saved_tensors_must_not_be_written(comm, backend):
-    """As in eager: the gradient of w would be another than that of what was multiplied."""
-
-    def function(w, x, y):
-        product = (w * x).sum()
-        comm.all_reduce([x, y, y + 1])
-        return product
-
-    w, x, y = ranks()
-    w.requires_grad_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        function(w, x, y).backward()
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="by an inplace operation"):
-        torch.compile(function, fullgraph=True, backend=backend)(w, x, y)
-    assert w.grad is None
+    with torch.no_grad():
+        leaves = lambda: [torch.arange(4.0).requires_grad_()]  # noqa: E731
+        assert_alike(copied, backend=backend, inputs=leaves)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -313,24 +228,14 @@ def test_unused_results_are_computed(comm, backend):
     assert comm.stats()["fused"]["calls"] == 2
 
 
-# -- new tensors, and gradients through them -------------------------------------------------------
-
-
 @pytest.mark.parametrize("algorithm", [None, "ring", "naive"])
 def test_results_are_new_tensors(comm, algorithm):
-    tensors, wanted = ranks(shape=(3, 4)), ranks(shape=(3, 4))
-    found = pr.ops.all_reduce(comm, tensors, "max", algorithm=algorithm)
-    assert all(map(torch.equal, tensors, wanted))
-    assert {t.data_ptr() for t in found}.isdisjoint(t.data_ptr() for t in tensors)
-    comm.all_reduce(wanted, "max", algorithm=algorithm)
-    assert all(map(torch.equal, found, wanted))
-
-
-def test_lists_come_back_as_lists(comm):
-    lists, wanted = ([[t, t[:2] + 1] for t in ranks()] for _ in range(2))
-    comm.all_reduce_coalesced(wanted)
-    for mine, theirs in zip(pr.ops.all_reduce_coalesced(comm, lists), wanted, strict=True):
+    lists, kept, wanted = ([[t, t[:2] + 1] for t in ranks()] for _ in range(3))
+    comm.all_reduce_coalesced(wanted, "max", algorithm=algorithm)
+    found = pr.ops.all_reduce_coalesced(comm, lists, "max", algorithm=algorithm)
+    for given, before, mine, theirs in zip(lists, kept, found, wanted, strict=True):
         assert all(map(torch.equal, mine, theirs))
+        assert all(map(torch.equal, given, before))
     assert pr.ops.all_reduce_coalesced(comm, [[], [], []]) == [[], [], []]
 
 
@@ -385,7 +290,6 @@ def test_forward_mode_is_refused(comm):
         (lambda c, x: pr.ops.all_reduce(None, [x, x, x]), "comm is None, expected a Communicator"),
         (lambda c, x: pr.ops.all_reduce(c, [x, x, x.numpy()]), r"tensors\[2\] is a .*ndarray"),
         (lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], 3, [x]]), r"lists\[1\] is an int"),
-        (lambda c, x: pr.ops.all_reduce_coalesced(c, [[x], [x], []]), r"lists\[2\] has 0 entries"),
     ],
 )
 def test_wrong_argument_is_named(comm, call, words):
@@ -393,31 +297,16 @@ def test_wrong_argument_is_named(comm, call, words):
         call(comm, torch.ones(2))
 
 
-# -- torch's own checks ----------------------------------------------------------------------------
-
-LAYOUTS = {
-    "plain": lambda t: t,
-    "transposed": lambda t: t.t(),
-    "gaps": lambda t: t[:, ::2],
-    "expanded": lambda t: t[:1].expand(4, -1),
-    "empty": lambda t: t[:0],
-    "scalar": lambda t: t[0, 0],
-}
-
-
-OPCHECKS = [
-    *itertools.product(LAYOUTS, ["all_reduce"], [False, True]),
-    *itertools.product(sorted(LAYOUTS.keys() - {"expanded"}), ["all_reduce_"], [False]),
-]
-PLAIN = [("gaps", "all_reduce", True), ("expanded", "all_reduce", True)]
-
-
 @pytest.mark.parametrize(
-    ("layout", "operator", "requires_grad"),
-    mostly_slow(OPCHECKS, *PLAIN, ("gaps", "all_reduce_", False)),
+    ("operator", "layout", "requires_grad"),
+    [
+        ("all_reduce", lambda t: t[:, ::2], True),
+        ("all_reduce", lambda t: t[:1].expand(4, -1), True),
+        ("all_reduce_", lambda t: t[:, ::2], False),
+    ],
 )
-def test_opcheck(comm, layout, operator, requires_grad):
-    tensors = [LAYOUTS[layout](t.requires_grad_(requires_grad)) for t in ranks(shape=(4, 6))]
+def test_opcheck(comm, operator, layout, requires_grad):
+    tensors = [layout(t.requires_grad_(requires_grad)) for t in ranks(shape=(4, 6))]
     for num_lists in (0, K):
         arguments = (tensors, num_lists, "mean", None, "rank", comm._handle)
         opcheck(getattr(torch.ops.pyringar, operator).default, arguments)
@@ -462,9 +351,6 @@ torch.export.load({str(file)!r}).module()(torch.ones(5), torch.ones(5))
     assert "RingarError: communicator " in done.stderr, done.stderr
 
 
-# -- one rank per process, and what it costs -------------------------------------------------------
-
-
 @on_ranks(2)
 def test_ranks_in_processes(state):
     def function(x, y):
@@ -491,29 +377,3 @@ def test_other_dispatch_modes_change_nothing(comm):
         with pytest.raises(pr.ArgumentError, match=r"tensors\[1\] is an int"):
             comm.all_reduce([torch.ones(2), 3, torch.ones(2)])
     assert torch.equal(torch.from_numpy(arrays[2]), wanted)
-
-    def doubled(x):
-        copies = [(x * 2).detach().clone() for _ in range(K)]
-        comm.all_reduce(copies)
-        return (copies[0] * x).sum()
-
-    def saves_ours(_, operator, *__, **___):
-        policy = checkpoint.CheckpointPolicy
-        return policy.MUST_SAVE if "pyringar" in str(operator) else policy.PREFER_RECOMPUTE
-
-    contexts = partial(checkpoint.create_selective_checkpoint_contexts, saves_ours)
-    x = torch.ones(3, requires_grad=True)
-    checkpoint.checkpoint(doubled, x, use_reentrant=False, context_fn=contexts).backward()
-    assert x.grad.tolist() == [6.0, 6.0, 6.0]
-
-
-@pytest.mark.slow
-def test_operators_are_defined_at_first_use():
-    done = run_fresh(
-        """
-import sys, torch, pyringar as pr
-pr.allreduce([torch.ones(3), torch.ones(3)])
-assert not {"pyringar.comm.operators", "torch._dynamo"} & {*sys.modules}
-"""
-    )
-    assert done.returncode == 0, done.stderr

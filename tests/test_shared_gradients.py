@@ -1,14 +1,19 @@
 """Gradients that backward leaves in shared memory: sums are right, and memory is not shared."""
 
-from __future__ import annotations
-
-import copy
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bucketing_nets import EARLY, assert_reduced, backward_one_by_one, clear, inputs, make_net
+from bucketing_nets import (
+    EARLY,
+    assert_reduced,
+    backward_one_by_one,
+    clear,
+    inputs,
+    make_net,
+    summed,
+)
 from cases import mostly_slow
 from torch import Tensor, nn
 
@@ -62,16 +67,6 @@ def rows(k: int, per_rank: int) -> Tensor:
     return torch.randn(k * per_rank, N, generator=torch.Generator().manual_seed(1))
 
 
-def of_plain_passes(net: nn.Module, shards: list[Tensor], passes: int = 1) -> list[Tensor]:
-    total: list[Tensor] = []
-    for shard in shards:
-        plain = copy.deepcopy(net)
-        plain(shard).square().sum().backward()
-        grads = [param.grad * passes for param in plain.parameters()]  # 1 and 2: exact
-        total = [a + b for a, b in zip(total, grads, strict=True)] if total else grads
-    return total
-
-
 def run_backward(nets: list[nn.Module], shards: list[Tensor], *, in_threads: bool) -> None:
     losses = [net(shard).square().sum() for net, shard in zip(nets, shards, strict=True)]
     with ThreadPoolExecutor(len(nets) if in_threads else 1) as threads:
@@ -86,7 +81,7 @@ def test_sums_are_right_in_own_memory(k, passes, in_threads, options):
     """With two passes, plain torch adds to shared memory twice."""
     for seed in range(5):
         nets, shards = [Shared(seed) for _ in range(k)], list(rows(k, 1 + seed % 2).chunk(k))
-        expected = of_plain_passes(nets[0], shards, passes)
+        expected = [grad * passes for grad in summed(nets, shards)]  # 1 and 2: exact
         with pr.GradientBucketer(nets, **options) as bucketer:
             for step in range(4):
                 clear(nets, set_to_none=step < 2)
@@ -115,7 +110,7 @@ def test_gradient_given_to_backward_is_kept():
 @pytest.mark.parametrize("options", [{}, EARLY])
 def test_buffer_of_user_stays(is_view, options):
     nets, shards = [Shared(0) for _ in range(2)], list(rows(2, 2).chunk(2))
-    expected = of_plain_passes(nets[0], shards)
+    expected = summed(nets, shards)
     flats = []
 
     def give_buffers():

@@ -1,14 +1,11 @@
 """Does every public callable answer what is plainly wrong with an ArgumentError that names it?"""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -77,7 +74,6 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (C.all_reduce, "algorithm", NOTHING, lambda v: ranks().all_reduce(ones(), algorithm=v)),
     (C.all_reduce, "order", NOTHING, lambda v: ranks().all_reduce(ones(), order=v)),
     (C.all_reduce_coalesced, "lists", set(), lambda v: ranks().all_reduce_coalesced(v)),
-    (C.all_reduce_coalesced, "lists", set(), lambda v: ranks().all_reduce_coalesced([ones(), v])),
     (C.reduce_scatter, "outputs", set(), lambda v: ranks().reduce_scatter(v, ones(2, 6))),
     (C.reduce_scatter, "inputs", set(), lambda v: ranks().reduce_scatter(ones(), v)),
     (C.all_gather, "outputs", set(), lambda v: ranks().all_gather(v, ones())),
@@ -90,13 +86,10 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (C.reduce, "inputs", set(), lambda v: ranks().reduce(T, v)),
     (C.reduce, "op", set(), lambda v: ranks().reduce(T, ones(), v)),
     (C.reduce, "root", set(), lambda v: ranks().reduce(T, ones(), root=v)),
-    (C.reduce, "algorithm", NOTHING, lambda v: ranks().reduce(ones()[0], ones(), algorithm=v)),
-    (C.reduce, "order", NOTHING, lambda v: ranks().reduce(ones()[0], ones(), order=v)),
     (C.reduce_coalesced, "outputs", set(), lambda v: ranks().reduce_coalesced(v, [ones(), ones()])),
     (C.reduce_coalesced, "lists", set(), lambda v: ranks().reduce_coalesced(ones(), v)),
     (C.bind, "tensors", set(), lambda v: ranks().bind(v)),
     (C.bind_coalesced, "lists", set(), lambda v: ranks().bind_coalesced(v)),
-    (C.bind_coalesced, "lists", set(), lambda v: ranks().bind_coalesced([ones(), v])),
     (C.plan, "nbytes", {"int"}, lambda v: ranks().plan(v)),
     (C.plan, "dtype", set(), lambda v: ranks().plan(3, v)),
     (P, "store", NOTHING, lambda v: process(v, 0, 1)),
@@ -178,25 +171,14 @@ def test_table_has_every_public_callable():
     assert callables <= {case[0].__name__ for case in CASES}
 
 
-def test_message_names_arrays():
-    array = np.ones(3, np.float32)
-    pr.allreduce([array, array.copy()])
-    with pytest.raises(pr.ArgumentError, match="expected a tensor, or an array of NumPy or CuPy"):
-        pr.allreduce([array, [1.0]])
-
-
 @pytest.mark.parametrize(
     ("call", "near"),
     [
         (lambda: ranks().all_reduce(ones(), "avg"), "mean"),
-        (lambda: ranks().all_reduce(ones(), "MEAN"), "mean"),
-        (lambda: ranks().all_reduce(ones(), "summ"), "sum"),
-        (lambda: ranks().all_reduce(ones(), "product"), "prod"),
-        (lambda: pr.allreduce(ones(), "avg"), "mean"),
+        (lambda: pr.allreduce(ones(), "summ"), "sum"),
         (lambda: pr.Communicator(["cpu"], algorithm="rings"), "ring"),
         (lambda: pr.Communicator(["cpu"], order="ranks"), "rank"),
         (lambda: pr.Communicator(["gpu:0"]), "cuda:0"),
-        (lambda: pr.Communicator(["CPU"]), "cpu"),
         (lambda: pr.Communicator(["cup"]), "cpu"),
         (lambda: pr.DataParallel(NET, ["cpu"], batchnorm="synced"), "sync"),
         (lambda: pr.train.TrainConfig(dtype="float"), "float64"),
@@ -207,27 +189,6 @@ def test_nearest_name_is_told(call, near):
         call()
 
 
-@pytest.mark.parametrize("op", ["", "xyzzy", b"mean", ["mean"]])
-def test_far_name_gets_no_hint(op):
-    with pytest.raises(pr.ArgumentError, match="expected one of") as refused:
-        ranks().all_reduce(ones(), op)
-    assert "did you mean" not in str(refused.value)
-
-
-class TestTheBooksSignature:
-    DATA = ((torch.eye(4), torch.tensor([0, 1, 2, 0])),)
-
-    def test_module_answers_as_replicas(self):
-        net = nn.Identity()
-        assert pr.evaluate_accuracy_gpus(net, self.DATA) == 0.75
-        assert pr.evaluate_accuracy_gpus(net, self.DATA, pr.split_batch) == 0.75
-        assert pr.evaluate_accuracy_gpus(lambda scores: scores, self.DATA) == 0.75
-        assert pr.evaluate_accuracy_gpus(nn.ModuleList([net, net]), self.DATA) == 0.75
-        seen = []
-        layer = nn.Linear(4, 4)
-        layer.register_forward_hook(lambda *_: seen.append(1))
-        parallel = pr.DataParallel(layer, ["cpu"] * 3)
-        found = pr.evaluate_accuracy_gpus(parallel, self.DATA)
-        assert parallel.training
-        assert len(seen) == 3, "every rank has its share"
-        assert found == pr.evaluate_accuracy_gpus([layer], self.DATA)
+def test_far_name_gets_no_hint():
+    with pytest.raises(pr.ArgumentError, match=r"expected one of (?!.*did you mean)"):
+        ranks().all_reduce(ones(), "xyzzy")

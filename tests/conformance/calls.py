@@ -4,29 +4,13 @@ A `Call` is made by a table or by Hypothesis, pickled to ranks in processes, and
 transport (transports.py). Each rank draws its own tensors from the seed.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from oracle import (
-    FOLDS,
-    KINDS,
-    Kind,
-    Words,
-    chunk,
-    is_nan,
-    negated,
-    positional,
-    random,
-    words_of,
-)
-
-# -- one tensor over all ranks ---------------------------------------------------------------------
+from oracle import FOLDS, KINDS, chunk, is_nan, negated, positional, random, words_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +21,7 @@ class Layout:
     offset: int = 0
     is_negated: bool = False
 
-    def strides_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def strides_of(self, shape):
         if self.strides is not None:
             return self.strides
         return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -64,21 +48,21 @@ class Part:
     given: tuple[torch.Tensor, ...] = ()
 
     @property
-    def kind(self) -> Kind:
+    def kind(self):
         return KINDS[self.dtype]
 
     @property
-    def numel(self) -> int:
+    def numel(self):
         return math.prod(self.shape)
 
     @property
-    def has_negated(self) -> bool:
+    def has_negated(self):
         return any(layout.is_negated for layout in self.layouts)
 
-    def layout(self, rank: int) -> Layout:
+    def layout(self, rank):
         return self.layouts[rank % len(self.layouts)]
 
-    def values(self, rank: int, world_size: int) -> Words:
+    def values(self, rank, world_size):
         if self.given:
             return words_of(self.given[rank]).reshape(-1)
         if self.draw == "masked":
@@ -87,13 +71,13 @@ class Part:
             return words_of(positional(self.numel, self.dtype, rank))
         return drawn(self.numel, self.dtype, self.seed, rank)
 
-    def is_permuted(self, rank: int) -> bool:
+    def is_permuted(self, rank):
         strides = self.layout(rank).strides_of(self.shape)
         used = [s for s, n in zip(strides, self.shape, strict=True) if n != 1]
         is_dense = lies_dense(self.shape, strides) and not self.layout(rank).is_negated
         return is_dense and self.numel > 1 and used != sorted(used, reverse=True)
 
-    def strides_used(self, rank: int) -> tuple[int, ...]:
+    def strides_used(self, rank):
         """Return the strides of dimensions of more than one element; those of others are free."""
         strides = self.layout(rank).strides_of(self.shape)
         return tuple(s for s, n in zip(strides, self.shape, strict=True) if n != 1)
@@ -103,20 +87,16 @@ _POOL_ROWS, _POOL_ELEMS = 17, 20_011  # a prime: repeated, it matches no block o
 
 
 @functools.cache
-def _pool(dtype: torch.dtype, row: int) -> Words:
+def _pool(dtype, row):
     """Random elements; a NaN has any sign and payload, and may be a signaling one."""
     kind, words = KINDS[dtype], words_of(random(_POOL_ELEMS, dtype, row))
-    any_bits = np.random.default_rng(row).integers(
-        1, np.iinfo(kind.word).max, _POOL_ELEMS, kind.word
-    )
-    return np.where(is_nan(words, kind), any_bits | _exponent(kind) | 1, words)
+    most, rng = np.iinfo(kind.word).max, np.random.default_rng(row)
+    exponent = kind.word(((1 << kind.exponent_bits) - 1) << kind.fraction_bits)
+    nans = rng.integers(1, most, _POOL_ELEMS, kind.word) | exponent | 1
+    return np.where(is_nan(words, kind), nans, words)
 
 
-def _exponent(kind: Kind) -> np.unsignedinteger:
-    return kind.word(((1 << kind.exponent_bits) - 1) << kind.fraction_bits)
-
-
-def drawn(numel: int, dtype: torch.dtype, seed: int, rank: int) -> Words:
+def drawn(numel, dtype, seed, rank):
     """Return random elements, from a pool: to draw them takes longer than to reduce them."""
     row = _pool(dtype, rank % _POOL_ROWS)
     begin = 61 * seed % 9973 + 101 * (rank // _POOL_ROWS)
@@ -125,7 +105,7 @@ def drawn(numel: int, dtype: torch.dtype, seed: int, rank: int) -> Words:
 
 
 @functools.lru_cache(4)
-def masked(numel: int, dtype: torch.dtype, world_size: int) -> list[Words]:
+def masked(numel, dtype, world_size):
     """Small numbers, and in every element large ones of two ranks, which cancel.
 
     Of the other ranks only those are left in the sum that are added after the two have met.
@@ -140,17 +120,12 @@ def masked(numel: int, dtype: torch.dtype, world_size: int) -> list[Words]:
     return [words_of(torch.from_numpy(row.copy()).to(dtype)) for row in rows.T]
 
 
-def lies_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def lies_dense(shape, strides):
     used = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1)
-    expected = 1
-    for stride, size in used:
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return all(s == math.prod(n for _, n in used[:i]) for i, (s, _) in enumerate(used))
 
 
-def reduction(part: Part, world_size: int, op: str, order: str, *, by_index: bool = False) -> Words:
+def reduction(part, world_size, op, order, *, by_index=False):
     """Return the reduction of a part over all ranks, flat, in the order of the index.
 
     Args:
@@ -172,13 +147,23 @@ def reduction(part: Part, world_size: int, op: str, order: str, *, by_index: boo
     return result.reshape(-1)
 
 
-# -- calls -----------------------------------------------------------------------------------------
-
 ALL_REDUCES = ("all_reduce", "async", "repeated", "bind")
 LISTS = ("coalesced", "async coalesced", "bind_coalesced")
 ROOTED = ("reduce", "reduce in place", "reduce_coalesced")
 BROADCASTS = ("broadcast", "async broadcast", "broadcast_coalesced")
 SHARES = ("reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True)
+class Field:
+    part: Part
+    rank: int  # whose layout it has
+    is_read: bool = True
+    is_written: bool = True
+    source: Part | None = None  # of whose values it holds the first
+
+    def values(self, world_size):
+        return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]
 
 
 @dataclass(frozen=True)
@@ -203,7 +188,7 @@ class Call:
     holds: str = "tensors"
     flushes: bool = False
 
-    def fields(self, rank: int) -> list[Field]:
+    def fields(self, rank):
         if self.entry in BROADCASTS:
             return [Field(part, rank, is_written=rank != self.root) for part in self.parts]
         if self.entry in SHARES:
@@ -222,13 +207,13 @@ class Call:
         ]
         return inputs + outputs
 
-    def is_in_place(self, i: int) -> bool:
+    def is_in_place(self, i):
         return self.entry == "reduce in place" or (self.entry == "reduce_coalesced" and i % 2 == 1)
 
-    def is_copy(self, field: Field) -> bool:
+    def is_copy(self, field):
         return not field.is_written or self.entry in (*BROADCASTS, "all_gather")
 
-    def _shares(self, rank: int) -> list[Field]:
+    def _shares(self, rank):
         """Return the fields of a call between whole tensors and one share of each rank."""
         [whole] = self.parts
         gaps = Layout((2,)) if whole.layout(rank).strides else PLAIN
@@ -242,7 +227,7 @@ class Call:
             Field(written, rank, is_read=False, source=whole),
         ]
 
-    def wanted(self, rank: int, field: Field, order: str, *, by_index: bool = False) -> Words:
+    def wanted(self, rank, field, order, *, by_index=False):
         part = field.source or field.part
         if not field.is_written:
             return field.values(self.k)
@@ -257,30 +242,14 @@ class Call:
         return reduction(part, self.k, self.op, order, by_index=by_index)
 
 
-@dataclass(frozen=True)
-class Field:
-    part: Part
-    rank: int  # whose layout it has
-    is_read: bool = True
-    is_written: bool = True
-    source: Part | None = None  # of whose values it holds the first
-
-    def values(self, world_size: int) -> Words:
-        return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]
-
-
-def _strided(
-    base: np.ndarray, shape: Sequence[int], strides: Sequence[int], offset: int
-) -> np.ndarray:
+def _strided(base, shape, strides, offset):
     size = base.itemsize
     in_bytes = [s * size for s in strides]
     return np.ndarray(shape, base.dtype, base, offset * size, in_bytes)
 
 
 @functools.lru_cache(32)
-def _around(
-    shape: tuple[int, ...], strides: tuple[int, ...], offset: int, word: type
-) -> tuple[np.ndarray, np.ndarray]:
+def _around(shape, strides, offset, word):
     """Return noise for a memory, and a mask of its words that belong to no element."""
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     size = offset + (last + 1 if math.prod(shape) else 0) + 5
@@ -292,7 +261,7 @@ def _around(
 class Placed:
     """A field in memory, with other bytes around and between its elements."""
 
-    def __init__(self, field: Field, world_size: int, device: str = "cpu") -> None:
+    def __init__(self, field, world_size, device="cpu"):
         self.field, self.part = field, field.part
         self._layout = self.part.layout(field.rank)
         shape, strides = self.part.shape, self._layout.strides_of(self.part.shape)
@@ -312,26 +281,26 @@ class Placed:
             self.tensor = torch._neg_view(self.tensor)
         self.first_version = self.tensor._version
 
-    def _view(self, base: np.ndarray) -> np.ndarray:
+    def _view(self, base):
         return _strided(base, self.part.shape, self._strides, self._layout.offset)
 
-    def _signed(self, words: Words) -> Words:
+    def _signed(self, words):
         return negated(words, self.part.kind) if self._layout.is_negated else words
 
     @property
-    def can_be_array(self) -> bool:
+    def can_be_array(self):
         is_plain = self.part.dtype is not torch.bfloat16 and not self.part.has_negated
         return is_plain and self._memory.device.type == "cpu"
 
-    def array(self) -> np.ndarray:
+    def array(self):
         kind = self.part.kind
         name = np.float16 if self.part.dtype is torch.float16 else kind.wide
         return self._view(self._memory.numpy()).view(name)
 
-    def rewrite(self) -> None:
+    def rewrite(self):
         self._memory.copy_(torch.from_numpy(self._first.view(f"i{self._first.itemsize}")))
 
-    def read(self) -> Words:
+    def read(self):
         after = self._memory.cpu().numpy().view(self.part.kind.word)
         changed = (after != self._noise) & self._is_gap
         assert not changed.any(), "memory between the elements was written"

@@ -4,11 +4,7 @@ Ranks "in processes" are two threads here. This suits tests of arguments, memory
 look at the tensors of both ranks.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +17,17 @@ K = 2
 class RankPair:
     """Two `ProcessCommunicator`s; a call takes one argument per rank, as `Communicator`'s does."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         store = dist.HashStore()
         self._threads = ThreadPoolExecutor(K)
         self.comms = self.on_ranks(
             lambda rank: pr.ProcessCommunicator(store, rank, K, **{"timeout": 20, **options})
         )
 
-    def on_ranks(self, call: Callable[[int], Any]) -> list[Any]:
+    def on_ranks(self, call):
         has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-        def run(rank: int) -> Any:
+        def run(rank):
             with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
                 return call(rank)
 
@@ -42,11 +38,11 @@ class RankPair:
                 raise error
         return [future.result() for future in futures]
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name):
         """Return the method of both ranks; a list or tuple has one entry for each rank."""
 
-        def call(*arguments: Any, **options: Any) -> list[Any]:
-            def run(rank: int) -> Any:
+        def call(*arguments, **options):
+            def run(rank):
                 mine = [arg[rank] if isinstance(arg, (list, tuple)) else arg for arg in arguments]
                 return getattr(self.comms[rank], name)(*mine, **options)
 
@@ -55,21 +51,21 @@ class RankPair:
         if not name.startswith("bind"):
             return call
 
-        def bind(*arguments: Any, **options: Any) -> Callable[[], Any]:
+        def bind(*arguments, **options):
             bound = call(*arguments, **options)
             return lambda: self.on_ranks(lambda rank: bound[rank]())
 
         return bind
 
-    def __enter__(self) -> RankPair:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.close()
         self._threads.shutdown()
 
 
-def make_pair(transport: str, **options: Any) -> pr.Communicator | RankPair:
+def make_pair(transport, **options):
     if transport == "processes":
         return RankPair(**options)
     return pr.Communicator(["cuda:0" if transport == "cuda" else "cpu"] * K, **options)

@@ -1,23 +1,14 @@
 """Make a `Call` over any transport, and compare the results with the oracle."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
+import time
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from calls import (
-    ALL_REDUCES,
-    BROADCASTS,
-    LISTS,
-    ROOTED,
-    Call,
-    Placed,
-)
+from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED
 from oracle import assert_words
 
 import pyringar as pr
@@ -27,7 +18,7 @@ BOUND = ("bind", "bind_coalesced")
 
 
 @contextlib.contextmanager
-def float_mode(flushes: bool) -> Iterator[None]:
+def float_mode(flushes):
     torch.set_flush_denormal(flushes)
     try:
         yield
@@ -36,26 +27,26 @@ def float_mode(flushes: bool) -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-def held(call: Call, placed: Sequence[Placed]) -> Any:
+def held(call, placed):
     if call.holds == "arrays":
         return [one.array() if one.can_be_array else one.tensor for one in placed]
     tensors = [one.tensor for one in placed]
     return tuple(tensors) if call.holds == "tuples" else tensors
 
 
-def options_of(call: Call) -> dict[str, Any]:
+def options_of(call):
     if call.by_communicator:
         return {}
     return {"algorithm": call.algorithm, "order": call.order}
 
 
-def order_of(call: Call, algorithm: str) -> str:
+def order_of(call, algorithm):
     if call.order in ("tree", "exact"):
         return call.order
     return "ring" if algorithm == "ring" and call.k > 1 else "rank"
 
 
-def run(comm: Any, call: Call, placed: Sequence[Placed], first: Any, many: Any, last: Any) -> None:
+def run(comm, call, placed, first, many, last):
     """Make the call, of any transport, with its fields; they are written anew for a second one.
 
     Args:
@@ -98,17 +89,12 @@ def run(comm: Any, call: Call, placed: Sequence[Placed], first: Any, many: Any, 
         assert work.exception() is None
 
 
-def rewrite(placed: Sequence[Placed]) -> None:
+def rewrite(placed):
     for one in placed:
         one.rewrite()
 
 
-# -- comparing -------------------------------------------------------------------------------------
-
-
-def check_rank(
-    call: Call, rank: int, placed: Sequence[Placed], order: str, *, by_index: bool = False
-) -> int:
+def check_rank(call, rank, placed, order, *, by_index=False):
     digest = 0
     for one in placed:
         found = one.read()
@@ -123,16 +109,39 @@ def check_rank(
     return digest
 
 
-def check_versions(call: Call, placed: Sequence[Placed]) -> None:
+def check_versions(call, placed):
     for one in placed:
         is_told = one.tensor._version > one.first_version
         assert is_told == one.field.is_written, f"{call}: version of {one.part}"
 
 
-def check_same(call: Call, digests: Sequence[int], *, is_on_gpu: bool = False) -> None:
+def check_same(call, digests, *, is_on_gpu=False):
     if call.entry in (*ROOTED, "reduce_scatter"):
         return
     is_written_by_torch = call.algorithm in PYTHON or is_on_gpu
     if is_written_by_torch and any(part.has_negated for part in call.parts):
         return  # torch's negation makes another NaN of one
     assert len(set(digests)) == 1, f"ranks differ in bits: {call}"
+
+
+@dataclass
+class Told:
+    """The error of a rank's call, the duration of the call, and the state afterwards."""
+
+    error: str
+    text: str
+    seconds: float
+    at: float
+    is_untouched: bool = True
+    again: str = ""
+
+
+def told_by(call):
+    began = time.monotonic()
+    try:
+        call()
+        error: tuple[str, str] = ("none", "")
+    except pr.RingarError as caught:
+        error = (type(caught).__name__, str(caught))
+    now = time.monotonic()
+    return Told(*error, now - began, now)

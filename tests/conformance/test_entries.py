@@ -1,22 +1,13 @@
-"""Does every entry of a group keep its promise: whose tensor is written, with which bits?
+"""Does every entry of a group keep its promise: whose tensor is written, with which bits?"""
 
-An entry is a method and a way to call it: all_reduce now, in the background, prepared, of lists,
-to one rank; reduce_scatter, all_gather and broadcast. Every test runs over all transports.
-"""
-
-from __future__ import annotations
-
-import random as python_random
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 from calls import LISTS, SHARES, Call, Layout, Part
-from cases import mostly_slow
-from oracle import DTYPES, assert_all_ranks, folded, inputs, limit_bytes
+from oracle import limit_bytes
 from promises import promise
-from ranks import on_ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -116,9 +107,6 @@ def test_lists_have_bits_of_single_calls(transport):
         transport.check(calls)
 
 
-# -- many calls ------------------------------------------------------------------------------------
-
-
 def crowd_on_rank(state, calls):
     start = time.monotonic()
     tensor = torch.ones(20_000)
@@ -132,32 +120,3 @@ def crowd_on_rank(state, calls):
 def test_more_processes_than_cores_do_not_crawl(joined_crew):
     """Blind spinning on few cores takes a time slice per wait: minutes for this many calls."""
     assert max(joined_crew(10).run(crowd_on_rank, calls=20)) < 20
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
-def test_more_threads_than_cores_do_not_crawl(comm_of, algorithm):
-    tensors = [torch.ones(20_000) for _ in range(16)]
-    start = time.monotonic()
-    for _ in range(40):
-        comm_of(16).all_reduce(tensors, "mean", algorithm=algorithm)
-    assert time.monotonic() - start < 20
-    assert torch.equal(tensors[5], torch.ones(20_000))
-
-
-@on_ranks(*mostly_slow([1, 2, 3], 1, 3))
-def test_many_calls_in_flight(state):
-    choice = python_random.Random(11)
-    pending = []
-    for number in range(60):
-        dtype, numel = choice.choice(DTYPES), choice.choice([0, 1, 500, 9000, 70_000])
-        parts = inputs(numel, dtype, state.world_size, seed=number)
-        mine = parts[state.rank].clone()
-        work = state.comm.all_reduce(mine, async_op=True)
-        pending.append((work, mine, folded(parts, "sum", "rank")))
-        if number % 20 == 19:  # runs after what was submitted before
-            state.comm.barrier()
-            assert all(work.is_completed() for work, _, _ in pending)
-    for work, mine, wanted in pending:
-        assert work.wait() is True
-        assert_all_ranks([mine], wanted)
-    state.comm.barrier(async_op=True).wait()

@@ -1,16 +1,14 @@
 """The transports that must keep the promises of docs/promises.md, each running the same calls.
 
 A transport is one class: `Lists` drives all ranks from this process, a `RankTransport` runs a
-function on every rank. To add one, subclass `RankTransport` and name it in registry.py.
+function on every rank. To add one, subclass `RankTransport` and name it in `TRANSPORTS`.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -20,17 +18,9 @@ from typing import Any
 import oracle
 import torch
 import torch.distributed as dist
-from calls import (
-    ALL_REDUCES,
-    BROADCASTS,
-    LISTS,
-    ROOTED,
-    SHARES,
-    Call,
-    Placed,
-)
+from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Placed
 from naive_transport import NaiveTransport
-from oracle import DTYPES, NATIVE, limit_bytes, piece_elems
+from oracle import NATIVE, limit_bytes, piece_elems
 from ranks import Crew, another, connect, crews, join
 from running import (
     BOUND,
@@ -50,8 +40,6 @@ from pyringar.comm.process_communicator import ALGORITHMS as PROCESS_ALGORITHMS
 
 Function = Callable[..., Any]
 
-# -- all ranks in this process ---------------------------------------------------------------------
-
 
 class Lists:
     """All ranks of a `Communicator`, driven by this process."""
@@ -59,34 +47,31 @@ class Lists:
     algorithms = ("auto", *NATIVE, *PYTHON)
     entries = ("book", *ALL_REDUCES, *LISTS, *ROOTED, *BROADCASTS, *SHARES)
     world_sizes = (1, 2, 3, 5, 8)
-    dtypes = DTYPES
     made_orders = ()
     num_random_calls = 250
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device):
         self.device = device
         self.orders = ("any", "rank", "tree") + (("exact",) if device == "cpu" else ())
         self._made = contextlib.ExitStack()
         self.comm_of = functools.cache(self._make)
 
-    def _make(self, k: int, algorithm: str = "auto", order: str = "any") -> pr.Communicator:
+    def _make(self, k, algorithm="auto", order="any"):
         made = pr.Communicator([self.device] * k, algorithm=algorithm, order=order)
         return self._made.enter_context(made)
 
-    def close(self) -> None:
+    def close(self):
         self._made.close()
 
-    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+    def on_ranks(self, k, function, **arguments):
         """Run a function on every rank, as `RankTransport` does: threads that call together."""
         return Together(self.comm_of(k)).run(function, arguments)
 
-    def on_new_ranks(
-        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
-    ) -> list[Any]:
+    def on_new_ranks(self, k, function, timeout=20.0, **given):
         with pr.Communicator([self.device] * k, timeout=timeout) as comm:
-            return Together(comm).run(function, arguments)
+            return Together(comm).run(function, given)
 
-    def can_run(self, call: Call) -> bool:
+    def can_run(self, call):
         if call.order == "exact" and ("exact" not in self.orders or call.op not in ("sum", "mean")):
             return False
         if call.entry == "book":  # which names neither
@@ -100,15 +85,15 @@ class Lists:
             return is_known and call.order in ("any", "rank")
         return True
 
-    def borders(self, dtype: torch.dtype, k: int) -> list[int]:
+    def borders(self, dtype, k):
         block = limit_bytes("fused_block") // dtype.itemsize
         return [2 * block, k * piece_elems(dtype, k), 3 * k * piece_elems(dtype, k)]
 
-    def check(self, calls: Sequence[Call]) -> None:
+    def check(self, calls):
         for call in calls:
             self._check_call(call)
 
-    def _check_call(self, call: Call) -> None:
+    def _check_call(self, call):
         assert self.can_run(call), call
         rows = [
             [Placed(field, call.k, self.device) for field in call.fields(rank)]
@@ -124,13 +109,13 @@ class Lists:
         all_found = [check_rank(call, rank, row, order) for rank, row in enumerate(rows)]
         check_same(call, all_found, is_on_gpu=self.device != "cpu")
 
-    def reduced(self, tensors: Sequence[torch.Tensor], op: str = "sum", **options: Any) -> Any:
+    def reduced(self, tensors, op="sum", **options):
         mine = [tensor.to(self.device, copy=True) for tensor in tensors]
         self.comm_of(len(mine)).all_reduce(mine, op, **options)
         return [tensor.cpu() for tensor in mine]
 
 
-def run_on_lists(comm: pr.Communicator, call: Call, rows: list[list[Placed]]) -> None:
+def run_on_lists(comm, call, rows):
     firsts = held(call, [row[0] for row in rows if row])
     lists = [held(call, row[: len(call.parts)]) for row in rows]
     if call.entry == "book":
@@ -144,7 +129,7 @@ def run_on_lists(comm: pr.Communicator, call: Call, rows: list[list[Placed]]) ->
         run(comm, call, [one for row in rows for one in row], firsts, lists, outputs)
 
 
-def run_rooted(comm: pr.Communicator, call: Call, rows: list[list[Placed]], lists: Any) -> Any:
+def run_rooted(comm, call, rows, lists):
     inputs, outputs = rows[call.root][: len(call.parts)], iter(rows[call.root][len(call.parts) :])
     written = held(
         call, [one if call.is_in_place(i) else next(outputs) for i, one in enumerate(inputs)]
@@ -158,14 +143,14 @@ def run_rooted(comm: pr.Communicator, call: Call, rows: list[list[Placed]], list
 class Together:
     """Ranks of a `Communicator` that each make their own calls: one makes the call of all."""
 
-    def __init__(self, comm: pr.Communicator) -> None:
+    def __init__(self, comm):
         self.comm, self.k = comm, comm.world_size
         self._barrier = threading.Barrier(self.k, timeout=30)
         self._given: list[tuple[Any, ...]] = [()] * self.k
         self._outcome: tuple[Any, BaseException | None] = (None, None)
 
-    def run(self, function: Function, arguments: dict[str, Any]) -> list[Any]:
-        def run_rank(rank: int) -> Any:
+    def run(self, function, arguments):
+        def run_rank(rank):
             comm = OneOfTogether(self, rank)
             try:
                 state = SimpleNamespace(rank=rank, world_size=self.k, comm=comm)
@@ -178,7 +163,7 @@ class Together:
         with ThreadPoolExecutor(self.k) as threads:
             return list(threads.map(run_rank, range(self.k)))
 
-    def call(self, rank: int, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def call(self, rank, name, given, options):
         self._given[rank] = given
         if self._barrier.wait() == 0:
             columns = [list(column) for column in zip(*self._given, strict=True)]
@@ -196,36 +181,32 @@ class Together:
 
 
 class OneOfTogether:
-    def __init__(self, together: Together, rank: int) -> None:
+    def __init__(self, together, rank):
         self._together, self._rank = together, rank
 
-    def __getattr__(self, name: str) -> Function:
+    def __getattr__(self, name):
         return lambda *given, **options: self._together.call(self._rank, name, given, options)
-
-
-# -- one function per rank -------------------------------------------------------------------------
 
 
 class RankTransport:
     """Ranks that each make their own calls.
 
     Attributes:
-        rows: Ids of docs/promises.md that hold, for a transport that has no column there.
+        rows: Words: ids of docs/promises.md that hold, for a transport that has no column there.
         made_orders: Orders that a communicator is made with, and that no call names.
         writes_with_torch: torch moves the results, and its negation changes the bits of a NaN.
     """
 
-    rows: tuple[str, ...] = ()
+    rows = ""
     algorithms: tuple[str, ...] = ("auto",)
     orders: tuple[str, ...] = ("any",)
     made_orders: tuple[str, ...] = ()
     entries: tuple[str, ...] = ()
     world_sizes = (1, 2, 3, 4)
-    dtypes = DTYPES
     writes_with_torch = False
     num_random_calls = 80
 
-    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+    def on_ranks(self, k, function, **arguments):
         """Return ``function(state, **arguments)`` of each rank.
 
         ``state`` has ``rank``, ``world_size`` and ``comm``, with the methods of
@@ -233,23 +214,21 @@ class RankTransport:
         """
         raise NotImplementedError
 
-    def on_new_ranks(
-        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
-    ) -> list[Any]:
+    def on_new_ranks(self, k, function, timeout=20.0, **given):
         """Return the same of a group that is made for this call, and may fail in it."""
         raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self): ...
 
-    def can_run(self, call: Call) -> bool:
+    def can_run(self, call):
         if call.entry in SHARES and not call.by_communicator:  # these calls take no order
             return False
         return call.algorithm in self.algorithms and call.order in self.orders
 
-    def borders(self, dtype: torch.dtype, k: int) -> list[int]:
+    def borders(self, dtype, k):
         return []
 
-    def check(self, calls: Sequence[Call]) -> None:
+    def check(self, calls):
         for k in sorted({call.k for call in calls}):
             mine = [call for call in calls if call.k == k]
             assert all(self.can_run(call) for call in mine), mine
@@ -257,42 +236,39 @@ class RankTransport:
             for call, *digests in zip(mine, *by_rank, strict=True):
                 check_same(call, digests, is_on_gpu=self.writes_with_torch)
 
-    def reduced(self, tensors: Sequence[torch.Tensor], op: str = "sum", **options: Any) -> Any:
+    def reduced(self, tensors, op="sum", **options):
         given = {"tensors": list(tensors), "op": op, "options": options}
         return self.on_ranks(len(tensors), reduce_on_rank, **given)
 
 
-def device_of(state: SimpleNamespace) -> Any:
+def device_of(state):
     return state.device if hasattr(state, "device") else getattr(state.comm, "device", "cpu")
 
 
-def reduce_on_rank(
-    state: SimpleNamespace, tensors: list[torch.Tensor], op: str, options: dict[str, Any]
-) -> torch.Tensor:
+def reduce_on_rank(state, tensors, op, options):
     mine = tensors[state.rank].to(device_of(state), copy=True)
     state.comm.all_reduce(mine, op, **options)
     return mine.cpu()
 
 
-def check_on_rank(state: SimpleNamespace, calls: Sequence[Call]) -> list[int]:
+def check_on_rank(state, calls):
     return [check_own(state, call) for call in calls]
 
 
-def comm_on_rank(state: SimpleNamespace, call: Call) -> Any:
+def comm_on_rank(state, call):
     if not call.by_communicator or isinstance(state.comm, (TorchCalls, NaiveTransport)):
         return state.comm
     choice = {"order": call.order}
     if isinstance(state.comm, pr.ProcessCommunicator):
         choice["algorithm"] = call.algorithm
-    if not hasattr(state, "by_choice"):
-        state.by_choice = {}
+    made = vars(state).setdefault("by_choice", {})
     key = tuple(choice.values())
-    if key not in state.by_choice:
-        state.by_choice[key] = another(state, timeout=60, device=device_of(state), **choice)
-    return state.by_choice[key]
+    if key not in made:
+        made[key] = another(state, timeout=60, device=device_of(state), **choice)
+    return made[key]
 
 
-def check_own(state: SimpleNamespace, call: Call) -> int:
+def check_own(state, call):
     comm = comm_on_rank(state, call)
     placed = [Placed(field, call.k, device_of(state)) for field in call.fields(state.rank)]
     with float_mode(call.flushes and state.rank % 2 == 1):
@@ -316,22 +292,20 @@ class Crews(RankTransport):
 
     join: Function = staticmethod(join)  # makes the rank's communicator, in its process
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._made = contextlib.ExitStack()
         self.crew_of = self._made.enter_context(crews(function=type(self).join, timeout=60))
 
-    def close(self) -> None:
+    def close(self):
         self._made.close()
 
-    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+    def on_ranks(self, k, function, **arguments):
         return self.crew_of(k).run(function, **arguments)
 
-    def on_new_ranks(
-        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
-    ) -> list[Any]:
+    def on_new_ranks(self, k, function, timeout=20.0, **given):
         with Crew(k) as crew:
             crew.join(function=type(self).join, timeout=timeout)
-            return crew.run(function, **arguments)
+            return crew.run(function, **given)
 
 
 class Processes(Crews):
@@ -343,25 +317,21 @@ class Processes(Crews):
     world_sizes = (1, 2, 3, 5)
     num_random_calls = 250
 
-    def can_run(self, call: Call) -> bool:
+    def can_run(self, call):
         return super().can_run(call) and (call.order != "exact" or call.op in ("sum", "mean"))
 
-    def borders(self, dtype: torch.dtype, k: int) -> list[int]:
+    def borders(self, dtype, k):
         exchange, slot = limit_bytes("process_exchange"), limit_bytes("process_slot")
         ahead = limit_bytes("process_reads_ahead") if k == 2 else 0
         return [nbytes // dtype.itemsize for nbytes in (exchange, slot, 4 * slot, ahead) if nbytes]
 
-
-# -- several machines ------------------------------------------------------------------------------
 
 PIECE = 20_000  # elements that cross between machines at once
 # The machine of each rank.
 PLACES = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abbcc", 8: "aabbccdd"}
 
 
-def join_machines(
-    state: SimpleNamespace, port: int, rank: int, world_size: int, name: str, **options: Any
-) -> None:
+def join_machines(state, port, rank, world_size, name, **options):
     from pyringar.distributed import HierarchicalCommunicator, between
 
     oracle.machines = options.pop("machines", PLACES.get(world_size, ""))
@@ -381,16 +351,14 @@ class Machines(Crews):
     world_sizes = (1, 2, 3, 4, 5)
     writes_with_torch = True
 
-    def can_run(self, call: Call) -> bool:
+    def can_run(self, call):
         if call.order == "tree" and call.by_communicator and call.k in (2, 4, 8):
             call = replace(call, order="any")
         return super().can_run(call) and call.holds != "arrays"
 
-    def borders(self, dtype: torch.dtype, k: int) -> list[int]:
+    def borders(self, dtype, k):
         return [PIECE // k * k, 2 * (PIECE // k) * k]
 
-
-# -- torch.distributed -----------------------------------------------------------------------------
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -404,30 +372,28 @@ REDUCE_OPS = {
 class TorchCalls:
     """The functions of torch.distributed, with the names of a communicator's methods."""
 
-    def all_reduce(self, tensor: Any, op: str = "sum", *, async_op: bool = False, **_: Any) -> Any:
+    def all_reduce(self, tensor, op="sum", *, async_op=False, **_):
         return dist.all_reduce(tensor, REDUCE_OPS[op], async_op=async_op)
 
-    def all_reduce_coalesced(
-        self, tensors: Any, op: str = "sum", *, async_op: bool = False, **_: Any
-    ) -> Any:
+    def all_reduce_coalesced(self, tensors, op="sum", *, async_op=False, **_):
         future = dist.all_reduce_coalesced(tensors, REDUCE_OPS[op], async_op=async_op)
         if future is None:
             return None
         return SimpleNamespace(wait=lambda: future.wait() is not None, exception=lambda: None)
 
-    def reduce(self, tensor: Any, op: str, root: int) -> Any:
+    def reduce(self, tensor, op, root):
         return dist.reduce(tensor, root, REDUCE_OPS[op])
 
-    def broadcast(self, tensor: Any, root: int = 0, *, async_op: bool = False) -> Any:
+    def broadcast(self, tensor, root=0, *, async_op=False):
         return dist.broadcast(tensor, root, async_op=async_op)
 
-    def reduce_scatter(self, output: Any, input: Any, op: str = "sum") -> Any:
+    def reduce_scatter(self, output, input, op="sum"):
         return dist.reduce_scatter_tensor(output, input, REDUCE_OPS[op])
 
-    def all_gather(self, output: Any, input: Any) -> Any:
+    def all_gather(self, output, input):
         return dist.all_gather_into_tensor(output, input)
 
-    def barrier(self) -> Any:
+    def barrier(self):
         return dist.barrier()
 
 
@@ -446,7 +412,7 @@ class Torch(RankTransport):
     world_sizes = (1, 2, 3, 5, 8)
     writes_with_torch = True
 
-    def can_run(self, call: Call) -> bool:
+    def can_run(self, call):
         is_list = call.entry in LISTS  # torch itself wants a list of one dtype
         has_one_dtype = len({part.dtype for part in call.parts}) == 1
         return super().can_run(call) and call.holds == "tensors" and (has_one_dtype or not is_list)
@@ -457,16 +423,14 @@ class Launch(Torch):
 
     communicator: Callable[[], Any] = TorchCalls
 
-    def on_ranks(self, k: int, function: Function, **arguments: Any) -> list[Any]:
+    def on_ranks(self, k, function, **arguments):
         return self.on_new_ranks(k, function, **arguments)
 
-    def on_new_ranks(
-        self, k: int, function: Function, timeout: float = 20.0, **arguments: Any
-    ) -> list[Any]:
-        def program() -> Any:
+    def on_new_ranks(self, k, function, timeout=20.0, **given):
+        def program():
             dist.init_process_group()
             state = SimpleNamespace(rank=dist.get_rank(), world_size=k, comm=self.communicator())
-            return function(state, **arguments)
+            return function(state, **given)
 
         return pr.launch(program, k, timeout=timeout)
 
@@ -476,39 +440,18 @@ class Naive(Launch):
 
     communicator = NaiveTransport
     entries = tuple(entry for entry in Torch.entries if entry not in ROOTED)
-    rows = (
-        "same-bits",
-        "one-rounding",
-        "integers",
-        "dtypes",
-        "ops",
-        "order-any",
-        "layouts",
-        "layouts-differ",
-        "negated",
-        "versions",
-        "all_reduce",
-        "coalesced",
-        "reduce_scatter",
-        "all_gather",
-        "broadcast",
-        "async",
-        "barrier",
-    )
+    rows = """
+    same-bits one-rounding integers dtypes ops order-any layouts layouts-differ negated
+    versions all_reduce coalesced reduce_scatter all_gather broadcast async barrier
+    """
 
 
-def join_backend(
-    state: SimpleNamespace, port: int, rank: int, world_size: int, name: str, timeout: float
-) -> None:
+def join_backend(state, port, rank, world_size, name, timeout):
     import pyringar.distributed  # noqa: F401
 
     store = dist.PrefixStore(name, connect(port))
     dist.init_process_group(
-        "ringar",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
+        "ringar", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
     state.rank, state.world_size, state.name = rank, world_size, name
     state.store, state.comm = store, TorchCalls()
@@ -521,44 +464,7 @@ class Backend(Crews, Torch):
     world_sizes = (1, 2, 3, 4)
 
 
-def join_backend_machines(
-    state: SimpleNamespace, rank: int, world_size: int, **options: Any
-) -> None:
-    from pyringar.distributed import between
-
-    oracle.machines = PLACES[world_size]
-    os.environ["PYRINGAR_NODE_ID"] = oracle.machines[rank]
-    between.PIECE_ELEMENTS = PIECE
-    join_backend(state, rank=rank, world_size=world_size, **options)
-
-
-class BackendMachines(Backend):
-    """The backend `ringar` over pretended machines."""
-
-    join = staticmethod(join_backend_machines)
-    world_sizes = (2, 3, 4)
-    rows = (
-        "same-bits",
-        "dtypes",
-        "dtypes-other",
-        "requires-grad",
-        "sparse",
-        "ops",
-        "versions",
-        "all_reduce",
-        "async",
-        "broadcast",
-        "coalesced",
-        "reduce",
-        "reduce_scatter",
-        "all_gather",
-    )
-
-
-# -- a process per rank, and a GPU -----------------------------------------------------------------
-
-
-def join_gpu(state: SimpleNamespace, **options: Any) -> None:
+def join_gpu(state, **options):
     join(state, device="cuda:0", **options)
 
 
@@ -568,22 +474,21 @@ class CudaProcesses(Processes):
     join = staticmethod(join_gpu)
     device = "cuda:0"
     orders = ("any", "rank", "tree")
-    rows = (
-        "same-bits",
-        "dtypes",
-        "ops",
-        "one-rounding",
-        "order-any",
-        "order-rank",
-        "order-tree",
-        "layouts",
-        "layouts-differ",
-        "all_reduce",
-        "coalesced",
-        "broadcast",
-        "reduce_scatter",
-        "all_gather",
-        "bind",
-        "async",
-        "versions",
-    )
+    rows = """
+    same-bits dtypes ops one-rounding order-any order-rank order-tree layouts layouts-differ
+    all_reduce coalesced broadcast reduce_scatter all_gather bind async versions
+    """
+
+
+TRANSPORTS: dict[str, Callable[[], Any]] = {
+    "threads": lambda: Lists("cpu"),
+    "processes": Processes,
+    "launch": Launch,
+    "backend": Backend,
+    "machines": Machines,
+    "naive": Naive,
+    "cuda": lambda: Lists("cuda:0"),
+    "cuda processes": CudaProcesses,
+}
+# Columns of docs/promises.md for transports that are named otherwise there.
+COLUMNS = {"backend": "launch"}
