@@ -231,10 +231,10 @@ def test_planted_sum_is_named(total, short, long):
 def test_planted_partial_sums_are_found(total, brain, half):
     for numel in (1 if total is ring else 8, 300):
         found = [
-            order_of(lists(total), 5, numel, dtype).partial_sums
+            order_of(lists(total), 5, numel, dtype)[1].case["partial_sums"]
             for dtype in (torch.bfloat16, torch.float16)
         ]
-        assert found == [half and getattr(torch, half) for half in (brain, half)]
+        assert found == [brain, half]
 
 
 # -- what is no order ------------------------------------------------------------------------------
@@ -335,6 +335,7 @@ def test_one_element_of_one_rank_is_named(dtype):
     found = report["on every rank"]
     assert found.detail.startswith(f"{dtype}, element 77 of 300: 0x")
     assert found.detail.endswith("on rank 2")
+    assert (found.case["index"], found.case["differing"]) == (77, 1)
     assert "on every rank" in noes(report)
     assert max(len(line) for line in str(report).splitlines()) <= 80
     assert str(report).startswith("planted, 4 ranks\n\nthe sum\n")

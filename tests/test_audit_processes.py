@@ -31,7 +31,7 @@ def test_gloo_adds_around_the_ring():
     with Ranks("gloo", 4) as gloo:
         assert gloo.name == f"gloo torch {torch.__version__}"
         for k in (2, 3, 4):
-            regions, found, _ = order_of(gloo, k, 1000)
+            regions, found = order_of(gloo, k, 1000)
             assert found.verdict == ("rank" if k == 2 else "ring"), found
         assert len(regions) == 4
         assert describe(regions, 4)[1].startswith("chunk c adds ranks c-1, c-2, ... (mod 4)")
@@ -43,7 +43,7 @@ def test_ringar_keeps_its_order():
     with Ranks("ringar", 3, order="rank") as ringar:
         assert "order=rank" in ringar.name
         for numel in (1, 1000, 70_000):
-            regions, found, _ = order_of(ringar, 3, numel)
+            regions, found = order_of(ringar, 3, numel)
             assert (found.verdict, len(regions)) == ("rank", 1)
         report = audit(ringar, (8, 1000))
     verdicts = {f.name: f.verdict for s in report.sections for f in s.findings}

@@ -351,7 +351,7 @@ def test_report_of_a_function_is_json(folder, capsys):
     assert main(["check", "lesson:bad", "--json", "--devices", "cpu,cpu"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert (document["target"], document["passed"]) == ("lesson:bad", False)
-    assert document["properties"][2]["verdict"] == "fail"
+    assert document["properties"][2]["case"]["k"] == 2
 
 
 @pytest.mark.parametrize(

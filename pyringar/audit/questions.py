@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ _MAX_GROWTH = 64  # between two sizes whose bits are compared
 _RUNS = 8
 _MAX_FAILURES = 4  # after which a target that hangs is asked no more
 _MAX_STEPS = 64  # to find the sizes at which orders change
+_MAX_REGIONS = 64  # of a message, in a document
 
 
 class _Draw(NamedTuple):  # random messages, a row each, and their results, by rank
@@ -39,14 +40,12 @@ class _Draw(NamedTuple):  # random messages, a row each, and their results, by r
     results: list[Tensor]
 
 
-class _Order(NamedTuple):
-    regions: list[Region]
-    finding: Finding
-    partial_sums: torch.dtype | None
-
-
 class _Differ(Exception):  # noqa: N818
     """Two results that should have the same bits do not; says where."""
+
+    def __init__(self, detail: str, case: dict[str, Any]) -> None:
+        super().__init__(detail)
+        self.case = case
 
 
 def audit(target: Target, sizes: Sequence[int] = SIZES) -> Report:
@@ -65,10 +64,11 @@ def order_of(
     dtype: torch.dtype = torch.float32,
     way: str = "in place",
     draw: _Draw | None = None,
-) -> _Order:
+) -> tuple[list[Region], Finding]:
     """Return the order of addition on rank 0, confirmed by the bits of random values.
 
-    ``draw``: random values and their results, if there are any already.
+    The finding's case has the type of ``partial_sums``. ``draw``: random values and their results,
+    if there are any already.
 
     Raises:
         TargetError: A call failed.
@@ -76,26 +76,25 @@ def order_of(
     inputs, result = draw or _drawn(target, k, numel, dtype, way)
     regions, *others = find_order(target, k, numel, dtype, way)
     name, detail = describe(regions, k)
+    shown = [region.as_dict() for region in regions[:_MAX_REGIONS]]
+    case: dict[str, Any] = {"k": k, "numel": numel, "num_regions": len(regions), "regions": shown}
     partial_sums = partial_type(regions, inputs, result[0])
-
-    def found(name: str, detail: str) -> _Order:
-        return _Order(regions, Finding("", name, detail), partial_sums)
-
+    case["partial_sums"] = partial_sums and dtype_name(partial_sums)
     if partial_sums is None:
         again = _reduce(target, inputs, way)[0]
         if _difference(result[0], again) is not None:
-            return found("changes", "from run to run")
+            return regions, Finding("", "changes", "from run to run", case)
     for rank, other in enumerate(others, 1):
         if other != regions or _difference(result[0], result[rank]) is not None:
             its = "other bits of random values" if other == regions else describe(other, k)[1]
             detail = f"rank 0: {detail}; rank {rank}: {its}"
-            return found("differs from rank to rank", detail)
+            return regions, Finding("", "differs from rank to rank", detail, case)
     if name != "unknown" and partial_sums is None:
         detail = f"looks like {name}, {detail}, but random values do not have the bits of that"
-        return found("unknown", detail)
+        return regions, Finding("", "unknown", detail, case)
     if partial_sums == torch.float64 != dtype:
         name += ", in float64"
-    return found(name, detail)
+    return regions, Finding("", name, detail, case)
 
 
 def _drawn(target: Target, k: int, numel: int, dtype: torch.dtype, way: str) -> _Draw:
@@ -127,7 +126,7 @@ class _Audit:
         self.dtypes: list[torch.dtype] = []  # that the target takes
         self._failures = self._steps = 0
         self._draws: dict[tuple[torch.dtype, int], _Draw] = {}  # of short messages
-        self._found: dict[int, _Order] = {}  # in float32, by size
+        self._found: dict[int, tuple[list[Region], Finding]] = {}  # in float32, by size
 
     def report(self) -> Report:
         *short, few = self._two_sizes()
@@ -155,12 +154,12 @@ class _Audit:
         try:
             found = question()
         except _Differ as difference:
-            return Finding(name, "no", str(difference))
+            return Finding(name, "no", str(difference), difference.case)
         except TargetError as error:
             self._failures += 1
             return Finding(name, "failed", str(error))
         if isinstance(found, Finding):
-            return Finding(name, found.verdict, found.detail)
+            return Finding(name, found.verdict, found.detail, found.case)
         return Finding(name, "yes", found)
 
     def _sum(self) -> str:
@@ -191,8 +190,9 @@ class _Audit:
         for _, same in itertools.groupby(found, lambda row: _form(row[1])):
             alike = list(same)
             last = alike[-1][1]
+            cases = {key: value for _, one in alike for key, value in one.case.items()}
             detail = last.detail if len(alike) == 1 else _form(last)[1] or f"last: {last.detail}"
-            yield Finding(_span([numel for numel, _ in alike]), last.verdict, detail)
+            yield Finding(_span([numel for numel, _ in alike]), last.verdict, detail, cases)
 
     def _row(self, numel: int) -> tuple[int, Finding]:
         return numel, self._ask("", partial(self._order, self.k, numel))
@@ -209,10 +209,12 @@ class _Audit:
         return [*self._between(low, middle), *self._between(middle, high)]
 
     def _order(self, k: int, numel: int) -> Finding:
-        own = self._own_order(numel) if k == self.k else order_of(self.target, k, numel)
-        return own.finding
+        _, found = self._own_order(numel) if k == self.k else order_of(self.target, k, numel)
+        return Finding("", found.verdict, found.detail, {_elements(numel): found.case})
 
-    def _own_order(self, numel: int, dtype: torch.dtype = torch.float32) -> _Order:
+    def _own_order(
+        self, numel: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[list[Region], Finding]:
         """Return the order of all ranks; in float32 it is looked for once."""
         if dtype == torch.float32 and numel in self._found:
             return self._found[numel]
@@ -250,22 +252,22 @@ class _Audit:
         if all((one.verdict, one.detail) == (last.verdict, last.detail) for one in others):
             return last
         words = [f"{_elements(n)}: {one.verdict}, {one.detail}" for n, one in found.items()]
-        return Finding("", "depends on the size", "; ".join(words))
+        return Finding("", "depends on the size", "; ".join(words), last.case)
 
     def _rounding_of(self, dtype: torch.dtype, numel: int) -> Finding:
-        regions, order, partial_sums = found = self._own_order(numel, dtype)
-        plain = self._found.get(numel, found).regions
+        regions, order = self._own_order(numel, dtype)
+        plain = self._found.get(numel, (regions, order))[0]
         said = "" if same_trees(regions, plain) else f"; order: {order.verdict}, {order.detail}"
         if order.verdict in ("unknown", "changes"):
-            return Finding("", "unknown", order.detail)
+            return Finding("", "unknown", order.detail, order.case)
         if order.verdict == EXACT:
-            return Finding("", "once", "the correctly rounded sum of all ranks")
+            return Finding("", "once", "the correctly rounded sum of all ranks", order.case)
         if self.k == 2:
-            return Finding("", "once", f"there is only one add{said}")
-        name = partial_sums and dtype_name(partial_sums)
-        if partial_sums == dtype:
-            return Finding("", "each add", f"to {name}{said}")
-        return Finding("", "once", f"in the end; partial sums are {name}{said}")
+            return Finding("", "once", f"there is only one add{said}", order.case)
+        name = order.case["partial_sums"]
+        if name == dtype_name(dtype):
+            return Finding("", "each add", f"to {name}{said}", order.case)
+        return Finding("", "once", f"in the end; partial sums are {name}{said}", order.case)
 
     # -- the same bits -----------------------------------------------------------------------------
 
@@ -311,12 +313,11 @@ class _Audit:
             part = _reduce(self.target, [x[:, :short] for x in inputs])[0]
             _compare(whole[:, :short], part, f"in a message of {long}", f"in one of {short}")
         found = sorted(self._found.items())
-        for (short, low), (long, high) in itertools.pairwise(found):
-            first = [Region(a, min(b, short), tree) for a, b, tree in high.regions if a < short]
-            if first != low.regions or low.partial_sums != high.partial_sums:
-                ends = ((short, low), (long, high))
-                words = (f"{_elements(n)}: {one.finding.verdict}" for n, one in ends)
-                return Finding("", "no", f"float32, {'; '.join(words)}")
+        for (short, (one, low)), (long, (other, high)) in itertools.pairwise(found):
+            first = [Region(r.start, min(r.stop, short), r.tree) for r in other if r.start < short]
+            if first != one or low.case["partial_sums"] != high.case["partial_sums"]:
+                words = (f"{_elements(n)}: {f.verdict}" for n, f in ((short, low), (long, high)))
+                return Finding("", "no", f"float32, {'; '.join(words)}", high.case)
         return f"first elements of longer messages, {_span(self.sizes)}"
 
     def _split(self) -> str:
@@ -354,8 +355,9 @@ class _Audit:
             for rank in range(self.k):
                 _compare(plain[rank], got[rank], f"in place on rank {rank}", way)
         except _Differ as difference:
-            order = order_of(self.target, self.k, numel, way=way).finding
-            raise _Differ(f"{difference}; {way}: {order.verdict}, {order.detail}") from None
+            order = order_of(self.target, self.k, numel, way=way)[1]
+            words = f"{difference}; {way}: {order.verdict}, {order.detail}"
+            raise _Differ(words, difference.case) from None
 
     def _renumbered(self) -> str:
         inputs = _values(self.k, self.few, torch.float32)
@@ -426,7 +428,19 @@ def _compare(want: Tensor, got: Tensor, where: str, where_got: str) -> None:
     place = tuple(differ.nonzero()[0].tolist())
     index, numel, dtype = place[-1], want.shape[-1], dtype_name(want.dtype)
     one, other = _hex(want[place]), _hex(got[place])
-    raise _Differ(f"{dtype}, element {index} of {numel}: {one} {where}, {other} {where_got}")
+    raise _Differ(
+        f"{dtype}, element {index} of {numel}: {one} {where}, {other} {where_got}",
+        {
+            "dtype": dtype,
+            "numel": numel,
+            "index": index,
+            "differing": int(differ[place[:-1]].sum()),
+            "expected": one,
+            "got": other,
+            "expected_where": where,
+            "got_where": where_got,
+        },
+    )
 
 
 def _hex(value: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _WIDTH = 80  # of a terminal
@@ -18,11 +18,13 @@ class Finding:
         verdict: ``"yes"`` or ``"no"``; the name of an order or of a way to round; ``"-"`` where
             there was nothing to ask, ``"failed"`` where there was no answer.
         detail: In words, for a ``"no"`` with the first element that shows it.
+        case: The same as numbers.
     """
 
     name: str
     verdict: str
     detail: str = ""
+    case: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from pyringar.comm.orders import tree as tree_of
 
@@ -20,12 +21,17 @@ EXACT = "exact"  # stands for a tree where none of the partial sums was rounded
 _MAX_SHOWN = 4  # regions of a message that are told one by one
 
 
-class Region(NamedTuple):
+@dataclass(frozen=True)
+class Region:
     """Elements ``start`` to ``stop - 1``, with their tree, `EXACT`, or None for what is neither."""
 
     start: int
     stop: int
     tree: Tree | str | None
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the region as values for JSON."""
+        return {"start": self.start, "stop": self.stop, "sum": formula(self.tree)}
 
 
 def join(a: Tree, b: Tree) -> Tree:

@@ -79,14 +79,24 @@ class Case:
             f"{self.values} values"
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the case as values for JSON."""
+        return {
+            "k": self.k,
+            "shape": list(self.shape),
+            "numel": self.numel,
+            "dtype": dtype_name(self.dtype),
+            "layout": self.layout,
+            "values": self.values,
+        }
+
 
 class Failure(Exception):  # noqa: N818
-    """A property does not hold: says in which case, and how."""
+    """A property does not hold: in words, and the case that shows it as a dict."""
 
-    def __init__(self, case: Case, detail: str) -> None:
-        super().__init__(case, detail)
+    def __init__(self, case: Case, detail: str, **more: Any) -> None:
+        super().__init__(f"{case}: {detail}")
         self.detail = detail
-<<<<<<< HEAD
         # JSON has no word for what is no number.
         clear = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -94,11 +104,6 @@ class Failure(Exception):  # noqa: N818
         }
         self.case = {**case.as_dict(), **clear}
 
-=======
-
-    def __str__(self) -> str:
-        return f"{self.args[0]}: {self.detail}"
->>>>>>> 046f032 (Findings and verdicts have their cases in words alone)
 
 class Other(NamedTuple):
     """Something that is not a tensor of the case's shape and dtype, in words."""

@@ -73,13 +73,8 @@ class Subject:
 def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
     """Say how ``found``, the result of ``rank``, differs from the sum; None if it does not."""
     case = call.case
-<<<<<<< HEAD
     if other := Other.of(found, case):
         return Failure(case, f"rank {rank} holds {other.words}", rank=rank)
-=======
-    if words := misfit(found, case):
-        return Failure(case, f"rank {rank} holds {words}")
->>>>>>> 046f032 (Findings and verdicts have their cases in words alone)
     expected, bound = call.expected
     got = found.detach().cpu().reshape(-1).to(expected.dtype)
     right = _is_right(got, expected, bound)
@@ -87,8 +82,12 @@ def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
         return None
     index = int((~right).nonzero()[0])
     want, have = expected[index].item(), got[index].item()
-    said = f"rank {rank}, element {index}: expected {want}, got {have}"
-    return Failure(case, said + _guess(call, rank, got, right))
+    return Failure(
+        case,
+        f"rank {rank}, element {index}: expected {want}, got {have}"
+        + _guess(call, rank, got, right),
+        **{"rank": rank, "index": index, "expected": want, "got": have},
+    )
 
 
 def _is_right(got: Tensor, expected: Tensor, bound: Tensor | float) -> Tensor:
@@ -189,6 +188,7 @@ def _check_in_place(call: Call, rank: int) -> None:
                 call.case,
                 f"rank {rank}'s tensor was made to point at other memory (t.data = ... or "
                 "t.set_(...)) instead of written into: views of it do not see the sum",
+                rank=rank,
             )
         return
     if call.result(rank) is call.given[rank]:
@@ -199,6 +199,7 @@ def _check_in_place(call: Call, rank: int) -> None:
         call.case,
         f"rank {rank}'s own tensor {still}: the function rebinds list items (data[i] = ...) "
         "instead of writing into them (data[i][:] = ...)",
+        **{key: mine.case[key] for key in ("rank", "index", "expected", "got") if key in mine.case},
     )
 
 
@@ -211,7 +212,7 @@ def _list_untouched(subject: Subject) -> None:
             if call.data[rank] is not call.given[rank]:
                 where = [r for r in range(k) if call.data[rank] is call.given[r]]
                 what = f"the tensor of rank {where[0]}" if where else "another tensor than before"
-                raise Failure(call.case, f"data[{rank}] is now {what}")
+                raise Failure(call.case, f"data[{rank}] is now {what}", rank=rank)
 
 
 def _equal_bits(subject: Subject) -> None:
@@ -221,7 +222,7 @@ def _equal_bits(subject: Subject) -> None:
             for rank in range(1, k):
                 if not _same_bits(call.result(0), call.result(rank)):
                     detail = f"rank {rank} has other bits than rank 0"
-                    raise Failure(call.case, detail)
+                    raise Failure(call.case, detail, rank=rank)
 
 
 def _repeatable(subject: Subject) -> None:
@@ -234,7 +235,7 @@ def _repeatable(subject: Subject) -> None:
                 for rank in range(k):
                     if not _same_bits(first.result(rank), again.result(rank)):
                         detail = f"rank {rank} has other bits in run {repetition} than in run 1"
-                        raise Failure(case, detail)
+                        raise Failure(case, detail, rank=rank)
 
 
 def _rank_counts(subject: Subject) -> None:
@@ -302,6 +303,7 @@ def _outside(subject: Subject) -> None:
                     case,
                     f"memory of rank {rank} that is not part of its tensor was written: {now} "
                     f"where {was} stood",
+                    **{"rank": rank, "index": at, "expected": was, "got": now},
                 )
 
 
@@ -315,7 +317,7 @@ def _order(subject: Subject) -> str:
     if k == 1:
         return "one rank adds nothing"
     try:
-        found = order_of(Lists(subject.run, "", k), k, 1000).finding
+        _, found = order_of(Lists(subject.run, "", k), k, 1000)
     except TargetError as error:
         return f"not found: {error.why}"
     return f"{found.verdict}, with {k} ranks and 1000 elements: {found.detail}"

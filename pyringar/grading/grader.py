@@ -38,11 +38,14 @@ class Property:
         name: What was tried, such as ``"in place"``.
         verdict: ``"pass"``, ``"fail"``, ``"timeout"``, or ``"reported"`` for what is not required.
         detail: What was covered, or what went wrong, in words.
+        case: For a failure the smallest case that shows it: ``k``, ``shape``, ``numel``, ``dtype``,
+            ``layout``, ``values``, and where known ``rank``, ``index``, ``expected`` and ``got``.
     """
 
     name: str
     verdict: str
     detail: str
+    case: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ def judge_all(
     verdicts: list[Property] = []
     hangs = 0
     for check in CHECKS:
-        verdict = check.verdict_on_failure
+        verdict, case = check.verdict_on_failure, None
         if hangs == _MAX_HANGS:
             detail = f"not run: {hangs} other properties did not finish"
             verdicts.append(Property(check.name, verdict, detail))
@@ -177,14 +180,15 @@ def judge_all(
                 verdict, found = "pass", check.covered(tested)
             detail = found
         except Failure as failure:
-            detail = str(failure)
+            detail, case = str(failure), failure.case
         except TimeoutError:
             hangs += 1
             detail = f"no answer within {timeout_s:g} s"
             if tested.last_case is not None:
-                detail = f"{tested.last_case}: {detail}"
+                late = Failure(tested.last_case, detail)
+                detail, case = str(late), late.case
             verdict = "timeout" if verdict == "fail" else verdict
-        verdicts.append(Property(check.name, verdict, detail))
+        verdicts.append(Property(check.name, verdict, detail, case))
     return tuple(verdicts)
 
 
