@@ -47,8 +47,6 @@ def read_only(tensor):
     return array
 
 
-
-
 # A tensor of rank 1 made wrong, and the words of the message beside its name.
 WRONG = {
     "number": (lambda t: 7, "an int"),
