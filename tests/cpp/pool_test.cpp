@@ -176,26 +176,6 @@ void fused_round(Random& random) {
   Job job = random_job(random, world_size);
   run_fused(job.buffers, fold, pool, random.one_in(2) ? Beside::kNothing : Beside::kTorch);
   for (const Tensors& t : job.tensors) t.check_all_reduced(fold, false, "fused");
-
-  // A range alone: what lies around it stays.
-  const Tensors tensors(random, random_dtype(random), static_cast<std::size_t>(world_size),
-                        random_numel(random, 2000));
-  const int chunk = random.between(0, world_size - 1);
-  const Range range = chunk_range(tensors.numel(), world_size, chunk);
-  std::vector<std::byte> expected(tensors.bytes());
-  fold_elements(tensors.dtype(), fold, tensors.before(), range, expected.data());
-  fuse_range(tensors.buffers(), fold, range);
-  const std::size_t item = item_bytes(tensors.dtype());
-  for (std::size_t rank = 0; rank < tensors.count(); ++rank) {
-    const auto* before = static_cast<const std::byte*>(tensors.before()[rank]);
-    const auto* after = static_cast<const std::byte*>(tensors[rank]);
-    check_same(tensors.dtype(), after + range.begin * item, expected.data() + range.begin * item,
-               range.size(), "fuse_range");
-    CHECK(std::equal(before, before + range.begin * item, after) &&
-              std::equal(before + range.end * item, before + tensors.bytes(),
-                         after + range.end * item),
-          "fuse_range of chunk ", chunk, " wrote outside it");
-  }
 }
 
 const Part kWaits("waits", &waits_round);

@@ -11,7 +11,6 @@
 #include <thread>
 
 #include "os/process.h"
-#include "process/flat_view.h"
 #include "process/group.h"
 #include "process_calls.h"
 #include "stress.h"
@@ -243,75 +242,8 @@ void process_failures_round(Random&) {
   std::thread([&] { is_seen = is_alive(self); }).join();
   if (!is_seen) return;
   check_that_to_wait_is_not_to_be_late();
-  // Another token.
-  const SharedSegment shared(2, false);
-  const Segment segment = shared.attach(0);
-  auto* memory = reinterpret_cast<std::byte*>(&segment.line(0));
-  check_throws(ErrorKind::kState, "another group's", [&] { Segment::attach(memory, 2, kToken); });
 }
 
-// The plainest account of where each byte of a flat view lies.
-struct PlainView {
-  std::vector<TensorSpan> tensors;
-  std::deque<std::vector<std::byte>> memory;
-  // By position: which byte of which tensor, null in the gaps; and its dtype.
-  std::vector<std::byte*> bytes;
-  std::vector<DType> dtypes;
-
-  explicit PlainView(Random& random) {
-    for (int i = random.one_in(4) ? 0 : random.between(1, 12); i > 0; --i) {
-      const bool is_alike = random.one_in(2) && !tensors.empty();
-      add(is_alike ? tensors.back().dtype : random_dtype(random),
-          random.one_in(4) ? 0 : random.below(200));
-    }
-  }
-  Collective call() const {
-    Collective made;
-    made.reserve_local(tensors.size());
-    for (const TensorSpan& t : tensors) made.add_local(t.data, t.data, t.numel, t.dtype);
-    return made;
-  }
-  void add(DType dtype, std::size_t numel) {
-    memory.emplace_back(numel * item_bytes(dtype) + 1);
-    tensors.push_back({memory.back().data(), numel, dtype});
-    if (numel == 0) return;
-    while (bytes.size() % FlatView::kAlignment != 0) {
-      bytes.push_back(nullptr);
-      dtypes.push_back(dtype);
-    }
-    for (std::size_t b = 0; b < tensors.back().bytes(); ++b) {
-      bytes.push_back(tensors.back().data + b);
-      dtypes.push_back(dtype);
-    }
-  }
-};
-
-void flat_view_round(Random& random) {
-  const PlainView plain(random);
-  const std::vector<std::byte*>& bytes = plain.bytes;
-  FlatView line;
-  line.view(plain.call());
-  CHECK(line.bytes() == bytes.size(), line.bytes(), " bytes instead of ", bytes.size());
-
-  const std::size_t piece = 64 * (1 + random.below(8));
-  std::vector<std::byte*> visited(bytes.size(), nullptr);
-  for (std::size_t begin = 0; begin < line.bytes(); begin += piece) {
-    const std::size_t end = std::min(begin + piece, line.bytes());
-    line.for_each(begin, end, [&](DType dtype, std::byte* data, std::size_t at, std::size_t n) {
-      CHECK(n > 0 && n % item_bytes(dtype) == 0, "cut within an element");
-      CHECK(begin + at + n <= end, "outside of its piece");
-      for (std::size_t b = 0; b < n; ++b) {
-        CHECK(plain.dtypes[begin + at + b] == dtype, "of another dtype");
-        visited[begin + at + b] = data + b;
-      }
-    });
-  }
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    CHECK(visited[i] == bytes[i], "another byte at ", i);
-  }
-}
-
-const Part kFlatView("flat-view", &flat_view_round);
 const Part kProcesses("processes", &processes_round);
 const Part kCounters("counters", &process_counters_round);
 const Part kMismatch("mismatch", &process_mismatch_round);

@@ -15,18 +15,6 @@ import pyringar as pr
 pytestmark = [*gpu.needed, gpu.only]
 
 
-def captured(function):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("algorithm", NATIVE)
@@ -40,7 +28,7 @@ def test_graph(make_ranks, algorithm, dtype, is_async):
         if is_async:
             work.wait()
 
-    graph = captured(call)
+    graph = gpu.captured(call)
     for replay in range(10):
         parts = [part.roll(replay) for part in gpu.drawn(20_011, dtype, 4)]
         gpu.copy_all(tensors, parts)
@@ -53,7 +41,7 @@ def test_graph(make_ranks, algorithm, dtype, is_async):
 def test_captured_calls_keep_memory(make_ranks):
     comm = make_ranks(2)
     tensors = gpu.zeros(comm, 100)
-    graph = captured(lambda: comm.all_reduce(tensors, async_op=True).wait())
+    graph = gpu.captured(lambda: comm.all_reduce(tensors, async_op=True).wait())
     torch.cuda.synchronize()
     assert len(comm._in_flight) >= 1, "calls of the capture may follow"
     work = comm.all_reduce(gpu.zeros(comm, 10), async_op=True)
@@ -80,7 +68,7 @@ def test_graph_of_many_calls(make_ranks):
         comm.reduce_coalesced(copies[0], lists, "max")
         comm.broadcast_coalesced(copies, 0)
 
-    graph = captured(calls)
+    graph = gpu.captured(calls)
     for replay in range(3):
         inputs = gpu.lists_of(shapes, (torch.float32,), 2, seed=replay)
         parts = [part.roll(replay) for part in gpu.drawn(100, torch.float32, 2)]
@@ -185,32 +173,6 @@ class Replicas:
                 p.sub_(p.grad, alpha=rate)
 
 
-@pytest.mark.parametrize("algorithm", NATIVE)
-def test_graph_of_a_training_step(make_ranks, device, algorithm):
-    comm = make_ranks(2)
-    ours = Replicas(device, 2)
-
-    def step(replicas):
-        torch.autograd.backward(replicas.losses())
-        grads = [[p.grad for p in parameters] for parameters in replicas.parameters()]
-        comm.all_reduce_coalesced(grads, "mean", algorithm=algorithm)
-        replicas.descend(0.0004)
-        for own in grads:
-            torch._foreach_zero_(own)
-
-    graph = captured(lambda: step(ours))
-    theirs = ours.copies()
-    for number in range(10):
-        ours.draw_batches(number)
-        graph.replay()
-        step(theirs)
-    first = ours.parameters()[0]
-    for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
-        for p, q, p0 in zip(mine, yours, first, strict=True):
-            torch.testing.assert_close(p, q)
-            assert same_bits(p, p0), "replicas differ"
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_graph_of_a_step_with_buckets(make_ranks, device, overlap):
     ours = Replicas(device, 3)
@@ -224,7 +186,7 @@ def test_graph_of_a_step_with_buckets(make_ranks, device, overlap):
         replicas.descend(0.001)
 
     with pr.GradientBucketer(ours.networks, comm=make_ranks(3), **options) as bucketer:
-        graph = captured(lambda: step(ours, bucketer))
+        graph = gpu.captured(lambda: step(ours, bucketer))
         assert len(bucketer.buckets) > 1
         theirs = ours.copies()  # with the parameters that the warm-up has left
         with pr.GradientBucketer(theirs.networks, comm=make_ranks(3), **options) as other:
