@@ -1,4 +1,4 @@
-// pool_test: flags and how waits end, the join pool, and fused reductions on it.
+// pool_test: flags and how waits end, the join pool, fused reductions on it, and the work queue.
 
 #include <atomic>
 #include <new>
@@ -8,7 +8,9 @@
 #include "cpu/fused.h"
 #include "oracle.h"
 #include "os/thread_pool.h"
+#include "os/turn.h"
 #include "os/wait.h"
+#include "os/work_queue.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -178,7 +180,36 @@ void fused_round(Random& random) {
   for (const Tensors& t : job.tensors) t.check_all_reduced(fold, false, "fused");
 }
 
+struct Interruption {};
+
+// A queue's close() that is interrupted takes nothing new, does what it has, and can be repeated.
+void queue_round(Random& random) {
+  Turn turn;
+  WorkQueue queue(turn);
+  std::atomic<bool> may_end{false};
+  const auto slow = queue.submit(
+      [&] {
+        const Turn::Held held = turn.take(&ignore_naps);
+        while (!may_end.load()) std::this_thread::yield();
+      },
+      nullptr);
+  const auto later = queue.submit([&] { dawdle(random); }, nullptr);
+  bool is_interrupted = false;
+  try {
+    queue.close([] { throw Interruption{}; });
+  } catch (const Interruption&) {
+    is_interrupted = true;
+  }
+  CHECK(is_interrupted, "close() went on");
+  CHECK(!slow->is_completed(), "the slow job has not ended");
+  check_throws(ErrorKind::kState, "closed", [&] { queue.submit([] {}, nullptr); });
+  may_end = true;
+  queue.close(&ignore_naps);
+  CHECK(slow->is_completed() && later->is_completed(), "something has not run");
+}
+
 const Part kWaits("waits", &waits_round);
+const Part kQueue("queue", &queue_round, 10);
 const Part kPool("pool", &pool_round);
 const Part kFused("fused", &fused_round);
 

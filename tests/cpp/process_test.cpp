@@ -98,9 +98,6 @@ struct Call {
       check_case(made, all, static_cast<int>(rank));
     }
   }
-  void check_untouched() const {
-    for (const CallTensors& rank : tensors) check_unchanged(rank);
-  }
 
   Case made;
   std::deque<CallTensors> tensors;
@@ -190,33 +187,6 @@ void process_counters_round(Random& random) {
   for (const Call& call : calls) call.check_done();
 }
 
-// A rank calls something else: an error on all, nothing written, and nothing more from this group.
-void process_mismatch_round(Random& random) {
-  const SharedSegment shared = random_segment(random, 4);
-  const int k = shared.world_size();
-  const int odd = random.between(0, k - 1);
-  const std::deque<Call> usual = random_calls(random, k, 1);
-  Tensors others(random, DType::kInt32, static_cast<std::size_t>(k),
-                 70'001);  // longer than any other
-  on_all_ranks(k, [&](int rank) {
-    const auto group = make_group(shared, rank, kLong);
-    while (!group->absent_ranks().empty()) std::this_thread::yield();
-    Collective call = usual[0].of_rank(rank);
-    if (rank == odd) {
-      call = {};
-      call.reserve_local(1);
-      call.add_local(others[rank], others[rank], others.numel(), DType::kInt32);
-    }
-    const std::string message = message_of(ErrorKind::kArgument, [&] { group->run(call); });
-    CHECK(message.find(join("rank ", odd, " (process ", getpid())) != std::string::npos, message);
-    check_throws(ErrorKind::kArgument, message, [&] { group->run(call); });
-    // Nobody leaves while others still compare.
-    while (!group->segment().failure().state.load()) std::this_thread::yield();
-  });
-  usual[0].check_untouched();
-  others.check_unchanged();
-}
-
 // Ranks 0 and 1 are through with their parts and wait for rank 2, which is slow but moves, for
 // longer than the timeout. Nobody is late then, rank 1 no more than rank 0.
 void check_that_to_wait_is_not_to_be_late() {
@@ -246,7 +216,6 @@ void process_failures_round(Random&) {
 
 const Part kProcesses("processes", &processes_round);
 const Part kCounters("counters", &process_counters_round);
-const Part kMismatch("mismatch", &process_mismatch_round);
 const Part kFailures("failures", &process_failures_round, 10);
 
 }  // namespace
