@@ -35,7 +35,7 @@ else:
 
 # The files that take longest begin first, so that no core waits for the last one.
 LONG = """
-test_stress test_cuda_emulated test_cuda_host test_cuda_processes_emulated
+test_stress test_symbols test_cuda_emulated
 test_compiled test_layouts test_distributed_machines test_rendezvous
 test_train_checkpoints test_distributed_ends test_grader test_bits test_build test_peers
 test_refused test_exits test_audit_processes test_sharded_training test_torch_team

@@ -22,6 +22,7 @@ import pyringar as pr
 from pyringar.comm.work import Work
 
 NUMEL = 5000
+Tensors = Sequence[torch.Tensor]
 
 
 class Memory:
@@ -38,22 +39,16 @@ class Memory:
         return sum(array() is not None for array in self._arrays)
 
 
-Start = Callable[[pr.Communicator, Sequence[torch.Tensor], Sequence[torch.Tensor]], Work]
-CALLS: dict[str, Start] = {
-    "all_reduce": lambda comm, a, b: comm.all_reduce(a, async_op=True),
-    "all_reduce_coalesced": lambda comm, a, b: comm.all_reduce_coalesced(
-        [[x] for x in a], async_op=True
-    ),
-    "reduce_scatter": lambda comm, a, b: comm.reduce_scatter(b, a, async_op=True),
-    "all_gather": lambda comm, a, b: comm.all_gather(a, b, async_op=True),
-    "broadcast": lambda comm, a, b: comm.broadcast(a, async_op=True),
-    "broadcast_coalesced": lambda comm, a, b: comm.broadcast_coalesced(
-        [[x] for x in a], async_op=True
-    ),
-    "reduce": lambda comm, a, b: comm.reduce(a[1], a, root=1, async_op=True),
-    "reduce_coalesced": lambda comm, a, b: comm.reduce_coalesced(
-        a[:1], [[x] for x in a], async_op=True
-    ),
+# The arguments of each call, from two large and two small tensors.
+CALLS: dict[str, Callable[[Tensors, Tensors], tuple[object, ...]]] = {
+    "all_reduce": lambda a, b: (a,),
+    "all_reduce_coalesced": lambda a, b: ([[x] for x in a],),
+    "reduce_scatter": lambda a, b: (b, a),
+    "all_gather": lambda a, b: (a, b),
+    "broadcast": lambda a, b: (a,),
+    "broadcast_coalesced": lambda a, b: ([[x] for x in a],),
+    "reduce": lambda a, b: (a[0], a),
+    "reduce_coalesced": lambda a, b: (a[:1], [[x] for x in a]),
 }
 
 
@@ -64,7 +59,8 @@ def test_replaced_data_stays_alive(call):
         before = [torch.ones(8), torch.ones(8)]
         first = comm.all_reduce(before, algorithm="ring", async_op=True)
         large, small = Memory(2), Memory(2, NUMEL // 2)
-        work = CALLS[call](comm, large.tensors, small.tensors)
+        arguments = CALLS[call](large.tensors, small.tensors)
+        work = getattr(comm, call)(*arguments, async_op=True)
         for memory in (large, small):
             memory.replace_data()
         assert not first.is_completed(), "too late to see anything"

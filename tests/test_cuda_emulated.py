@@ -1,25 +1,26 @@
-"""Are the CUDA kernels right on CPU threads, without a GPU?
+"""Is the CUDA engine right without a GPU, and is every planted mistake noticed?
 
-Sanitizers, both compilers, and kernels with a mistake planted, which must be noticed. One build per
-test; all are slow, sanitizers, -O3 and most mistakes thorough. The lines of `flag.cuh` that nvcc
-alone compiles are checked in its PTX.
+The kernels run on CPU threads (`cpp/cuda`). The host code of `csrc/cuda` and `csrc/cuda_process`
+runs on a model of CUDA's runtime (`cpp/cuda_model`): streams run late and in any order that CUDA
+allows, and every access is checked for races. nvcc's PTX shows the order of memory.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from nvcc import needs_nvcc
+from nvcc import cuda_includes, needs_nvcc
 from test_stress import (
     BASE_FLAGS,
     COMPILE_TIMEOUT_S,
     CSRC,
+    ENGINE_SOURCES,
     MEMORY_FLAGS,
     RUN_TIMEOUT_S,
     STRESS,
@@ -36,226 +37,195 @@ from test_stress import (
 from pyringar.engine import compile as engine_compile
 from pyringar.engine import toolchain
 
-EMULATED = STRESS / "cuda"
-SHARED = [STRESS / f"{name}.cpp" for name in ("check", "oracle", "stress")]
-TEST_SOURCES = [*sorted(EMULATED.glob("*.cpp")), *SHARED]
-KERNEL_HEADERS = sorted(
-    [*(CSRC / "cuda").glob("*.cuh"), CSRC / "cuda/args.h", CSRC / "cuda/table.h"]
-)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)]
 
 # A kernel reads the same bytes as elements and as vectors, as CUDA code may.
 FLAGS = ("-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 FEW_THREADS = "-DPYRINGAR_EMULATED_THREADS=4"
-MANY_THREADS = "-DPYRINGAR_EMULATED_THREADS=32"
-
 PLAIN = Variant("g++", ("-O0", FEW_THREADS), 3)  # compiled longer than it runs
 THREAD = Variant("g++", (*THREAD_FLAGS, FEW_THREADS), 30)
-# g++ computes lanes that are not there beside those that are, and warns of itself.
-FAST_FLAGS = ("-O3", "-Wno-uninitialized", "-Wno-maybe-uninitialized", MANY_THREADS)
+# The model sees calls of memcpy.
+ON_MODEL = Variant("g++", (*PLAIN.flags, "-fno-builtin-memcpy", "-Wno-psabi"), 0)
 VARIANTS = {
+    "plain": PLAIN,
     "thread": THREAD,
     "thread-clang": Variant("clang++", (*THREAD_FLAGS, FEW_THREADS), 30),
     "memory": Variant("g++", ("-O1", *MEMORY_FLAGS, FEW_THREADS), 15),
-    "memory-clang": Variant("clang++", ("-O1", *MEMORY_FLAGS, FEW_THREADS), 15),
-    "fast": Variant("g++", FAST_FLAGS, 15),
-    "fast-clang": Variant("clang++", ("-O3", MANY_THREADS), 15),
+    "fast-clang": Variant("clang++", ("-O3", "-DPYRINGAR_EMULATED_THREADS=32"), 15),
 }
-WITHOUT_THREADS = {"fused-all", "fused-mean"}
+
+KERNELS = [CSRC / "cuda/kernels.cpp", *sorted((CSRC / "cuda").glob("kernels_*.cu"))]
+SHARED = [STRESS / f"{name}.cpp" for name in ("check", "oracle", "stress")]
+MODEL = [STRESS / "cuda/cuda_emulator.cpp", *sorted((STRESS / "cuda_model").glob("*.cpp"))]
+BOTH = [CSRC / "cuda/folds.cpp", CSRC / "cuda/runtime.cpp"]
+HOST = "background devices group ready ring_links staging"
+PROGRAMS = {
+    "kernels": [*KERNELS, *sorted((STRESS / "cuda").glob("*.cpp")), *SHARED],
+    "host": [
+        *(CSRC / f"cuda/{name}.cpp" for name in HOST.split()),
+        *sorted((STRESS / "cuda_host").glob("*.cpp")),
+        *(*BOTH, *KERNELS, *SHARED, *MODEL),
+    ],
+    "processes": [
+        *sorted((CSRC / "cuda_process").glob("*.cpp")),
+        *(CSRC / "cuda/stream_memory.cpp", *ENGINE_SOURCES),
+        *sorted((STRESS / "cuda_processes").glob("*.cpp")),
+        *(STRESS / "process_calls.cpp", *BOTH, *KERNELS, *SHARED, *MODEL),
+    ],
+}
+INCLUDED = ("", "cuda", "cuda_model", "cuda_host", "cuda_processes")
 
 
-@dataclass(frozen=True)
-class Mistake:
+class Mistake(NamedTuple):
+    part: str  # of the kernels' tests, or "host" or "processes"
     file: str
     line: str
-    instead: str
-    part: str = ""
-
-    def plant(self, folder: Path) -> Path:
-        return planted(folder, f"cuda/{self.file}", {self.line: self.instead})
+    instead: str = ""
 
 
-MISTAKES = {
-    "flag-before-barrier": Mistake(
-        "ring.cuh",
-        "    if (!is_settled_) settle(shared_.scope);\n    is_settled_ = true;\n"
-        "    signal(flag, n, shared_.scope);\n",
-        "    signal(flag, n, shared_.scope);\n"
-        "    if (!is_settled_) settle(shared_.scope);\n    is_settled_ = true;\n",
-        "ring",
+GROUP, WATCH = "cuda_process/group.cpp", "cuda_process/device_watch.cpp"
+# Runs each time; the others before a release.
+KEPT = Mistake("host", "cuda/group.cpp", "[&] { meeting.meet(streams); }", "[] {}")
+# One for each rule of the model, and for each thing that the kernels' tests look at.
+MISTAKES = [
+    Mistake("ring", "cuda/flag.cuh", "if (thread_index() == 0) fence(scope)", "(void)scope"),
+    Mistake("ring", "cuda/flag.cuh", "__ATOMIC_RELEASE", "__ATOMIC_RELAXED"),
+    Mistake("ring", "cuda/flag.cuh", "word, __ATOMIC_ACQUIRE)", "word, __ATOMIC_RELAXED)"),
+    Mistake("ring", "cuda/flag.cuh", "block_told(came)", "came || thread_index() != 0"),
+    Mistake(
+        "ring", "cuda/ring.cuh", "sees_prev() && sees_next() ?", "sees_prev() || sees_next() ?"
     ),
-    "fence-before-barrier": Mistake(
-        "flag.cuh",
-        "  block_barrier();\n  if (thread_index() == 0) fence(scope);\n",
-        "  if (thread_index() == 0) fence(scope);\n  block_barrier();\n",
-        "ring",
-    ),
-    "no-fence": Mistake("flag.cuh", "if (thread_index() == 0) fence(scope)", "(void)scope", "ring"),
-    "device-scope-between-devices": Mistake(
-        "ring.cuh", "sees_prev() && sees_next() ?", "sees_prev() || sees_next() ?", "ring"
-    ),
-    "no-release": Mistake("flag.cuh", "__ATOMIC_RELEASE", "__ATOMIC_RELAXED", "ring"),
-    "no-acquire": Mistake(
-        "flag.cuh",
-        "__atomic_load_n(word, __ATOMIC_ACQUIRE)",
-        "__atomic_load_n(word, __ATOMIC_RELAXED)",
-        "ring",
-    ),
-    "no-barrier-after-wait": Mistake(
-        "flag.cuh", "return block_told(came);", "return came || thread_index() != 0;", "ring"
-    ),
-    "all-lose-patience-at-once": Mistake(
-        "flag.cuh", "static_cast<std::uint64_t>(step) * kNsPerStep", "0 * step", "ring-withheld"
-    ),
-    "slot-freed-early": Mistake(
-        "ring.cuh",
-        "    RingMove<E> move(args_, shared_);\n",
-        "    RingMove<E> move(args_, shared_);\n    free_message(n_in);\n",
-        "ring",
-    ),
-    "slot-not-awaited": Mistake(
-        "ring.cuh", "n - args_.num_slots", "n - 2 * args_.num_slots", "ring"
-    ),
-    "slot-of-a-partial-not-awaited": Mistake(
-        "ring.cuh", "0 < action && action < args_.world_size - 1", "action < 0", "ring"
-    ),
-    "result-in-place-not-fenced": Mistake(
-        "ring.cuh",
-        "if (move.is_shared) is_settled_",
-        "if (move.sent != nullptr) is_settled_",
-        "ring",
-    ),
-    "every-partial-is-an-own-part": Mistake(
-        "ring.cuh", "&& first.begin <= range.begin && range.begin < first.end", "", "ring"
-    ),
-    "no-tail-of-a-piece": Mistake("ring_moves.cuh", "  move_units<1>(tail, n, job);\n", "", "ring"),
-    "channels-share-slots": Mistake(
-        "ring.cuh",
-        "static_cast<std::size_t>(channel) * args.num_slots * args.slot_bytes",
-        "0",
-        "ring",
-    ),
-    "rounded-twice": Mistake(
-        "ring_moves.cuh",
-        "divided(sum, divisor)",
-        "divided(E::widened(E::narrowed(sum)), divisor)",
-        "ring",
-    ),
-    "group-added-backwards": Mistake(
-        "fused.cuh",
-        "Unit::widened(raw[r], i))",
-        "Unit::widened(raw[kGroup - 1 - r], i))",
-        "fused-all",
-    ),
-    "remainder-too-long": Mistake(
-        "fused.cuh", "(num - 1) % kGroup + 1", "num % kGroup + 1", "fused-all"
-    ),
-    "tree-slots-too-far": Mistake(
-        "fused.cuh", "slots[slot - 1][i], sum", "slots[to][i], sum", "fused-all"
-    ),
-    "no-tail": Mistake(
-        "fused.cuh",
-        "fold_elements<E, Op, order>(table, segment, vectors.end, segment.numel);",
-        "",
-        "fused-all",
-    ),
-    "tile-always-full": Mistake("fused.cuh", "if (at < vectors.end) ", "", "fused-all"),
-    "every-divisor-multiplied": Mistake(
-        "kernels_impl.cuh",
-        "(fold.divisor & (fold.divisor - 1)) == 0",
-        "fold.divisor > 0",
-        "fused-mean",
-    ),
-    "quotient-not-corrected": Mistake(
-        "pack.cuh", "fma(rest, divisor.reciprocal, guess)", "guess", "fused-mean"
-    ),
-    "zero-loses-its-sign": Mistake("pack.cuh", "x + x != x", "x - x == 0", "fused-mean"),
-    "divisor-as-an-element": Mistake(
-        "pack.cuh", "x / divisor.value", "x / static_cast<T>(divisor.value)", "fused-mean"
-    ),
-    "head-in-bytes": Mistake(
-        "table.h", "(16 - misalignment(0)) % 16 / item_", "(16 - misalignment(0)) % 16", "fused-all"
-    ),
-}
+    Mistake("ring", "cuda/ring.cuh", "n - args_.num_slots", "n - 2 * args_.num_slots"),
+    Mistake("ring", "cuda/ring_moves.cuh", "  move_units<1>(tail, n, job);\n"),
+    Mistake("fused-all", "cuda/fused.cuh", "raw[r], i))", "raw[kGroup - 1 - r], i))"),
+    Mistake("fused-all", "cuda/fused.cuh", "(num - 1) % kGroup + 1", "num % kGroup + 1"),
+    Mistake("fused-all", "cuda/fused.cuh", "if (at < vectors.end) "),
+    Mistake("fused-mean", "cuda/pack.cuh", "fma(rest, divisor.reciprocal, guess)", "guess"),
+    Mistake("fused-mean", "cuda/pack.cuh", "x + x != x", "x - x == 0"),
+    Mistake("host", "cuda/group.cpp", "  links_.push_back(links);\n"),
+    Mistake("host", "cuda/group.cpp", "    last_use_->wait_for();\n"),
+    Mistake("host", "cuda/runtime.cpp", "return {kBrokenCapture};", "return {};"),
+    Mistake("host", "cuda/runtime.cpp", "if (has_context(before_)) {", "if (device >= 0) {"),
+    Mistake("host", "cuda/staging.cpp", "  const auto lock = lock_launches();\n"),
+    Mistake("host", "cuda/staging.cpp", " || !devices_.has_peers()"),
+    Mistake("host", "cuda/background.cpp", "    last_->wait_for();\n"),
+    Mistake("host", "cuda/background.cpp", "if (bucket.ready != nullptr) {", "if (false) {"),
+    Mistake("host", "cuda/devices.cpp", "    events_[d].make_wait(streams[0], devices_[0]);\n"),
+    Mistake("processes", "cuda/stream_memory.cpp", "WAIT_VALUE_GEQ", "WAIT_VALUE_EQ"),
+    Mistake("processes", "cuda_process/engine.cpp", "    staging_.await_reduced(n, stream_);\n"),
+    Mistake("processes", "cuda_process/staging.cpp", "  staging_.last_call_.record(stream_);\n"),
+    Mistake("processes", "cuda_process/staging.h", "message % kStagingSlots", "message % 3"),
+    Mistake("processes", WATCH, "  release(culprit);\n"),
+    Mistake("processes", WATCH, "!stillness_.is_late(culprit)) return", "culprit < 999) return"),
+    Mistake("processes", GROUP, "    raise_untold();\n"),
+    Mistake("processes", GROUP, "(is_idle && all_others_are_gone(*host_))", "(true)"),
+]
+HANGS_AFTER_S = 150  # four times what a program without a mistake takes
 
 
-def build(variant: Variant, folder: Path, csrc: Path = CSRC, *more: str) -> Path:
-    require(variant.compiler)
-    includes = [f"-I{csrc}", *BASE_FLAGS, f"-I{STRESS}", f"-I{EMULATED}"]
-    compiler = [variant.compiler, *includes, *FLAGS, *variant.flags, *more]
-    kernels = [csrc / "cuda/kernels.cpp", *sorted((csrc / "cuda").glob("kernels_*.cu"))]
-    objects = {source: folder / f"{source.name}.o" for source in [*kernels, *TEST_SOURCES]}
-    compile_all([[*compiler, "-x", "c++", "-c", source, "-o", o] for source, o in objects.items()])
-    program = folder / "emulated"
-    compile_all([[*compiler, *objects.values(), "-o", program]])
-    return program
+def thorough(*values):
+    return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    built: dict[Variant, Path] = {}
+class Builder:
+    """Compiles each source once per variant, and again if it includes the file of a mistake."""
 
-    def program(variant):
-        if variant not in built:
-            built[variant] = build(variant, tmp_path_factory.mktemp("emulated"))
-        return built[variant]
+    def __init__(self, new_folder) -> None:
+        self.new_folder = new_folder
+        self.objects: dict[tuple[Variant, Path], Path] = {}
 
-    return program
+    def build(self, name: str, variant: Variant, mistake: Mistake | None = None) -> Path:
+        require(variant.compiler)
+        folder = self.new_folder(name)
+        compiler = [variant.compiler, *BASE_FLAGS, *(f"-I{STRESS / path}" for path in INCLUDED)]
+        if variant is ON_MODEL:
+            compiler += [f"-isystem{path}" for path in cuda_includes()]
+        compiler += [*FLAGS, *variant.flags, "-x", "c++"]
+        csrc = planted(folder, mistake) if mistake else CSRC
+        objects, commands = [], []
+        for i, source in enumerate(PROGRAMS[name]):
+            is_changed = mistake and includes(compiler, source, CSRC / mistake.file)
+            made = self.objects.get((variant, source))
+            if made is None or is_changed:
+                made = folder / f"{i}_{source.name}.o"
+                command = [*compiler, "-c", source]
+                if is_changed:  # it may leave a variable that is not read
+                    command = [compiler[0], f"-I{csrc}", *compiler[1:], "-w", "-c"]
+                    command.append(below(csrc, source))
+                else:
+                    self.objects[variant, source] = made
+                commands.append([*command, "-o", made])
+            objects.append(made)
+        compile_all(commands)
+        program = folder / "program"
+        wrap = ["-Wl,--wrap=memcpy", "-ldl"] if variant is ON_MODEL else []
+        compile_all(
+            [[variant.compiler, *variant.flags, *objects, "-pthread", *wrap, "-o", program]]
+        )
+        return program
+
+
+def includes(compiler, source: Path, header: Path) -> bool:
+    return str(header) in run([*compiler, "-MM", source], COMPILE_TIMEOUT_S).stdout
 
 
 def below(csrc: Path, path: Path) -> Path:
     return csrc / path.relative_to(CSRC) if path.is_relative_to(CSRC) else path
 
 
-def planted(folder: Path, file: str, edits: Mapping[str, str]) -> Path:
+def planted(folder: Path, mistake: Mistake) -> Path:
     copy = folder / "csrc"
     shutil.copytree(CSRC, copy)
-    text = (copy / file).read_text(encoding="utf-8")
-    for line, instead in edits.items():
-        assert line in text, f"{file} no longer says {line!r}"
-        text = text.replace(line, instead)
-    (copy / file).write_text(text, encoding="utf-8")
+    text = (copy / mistake.file).read_text(encoding="utf-8")
+    assert mistake.line in text, f"{mistake.file} no longer says {mistake.line!r}"
+    (copy / mistake.file).write_text(text.replace(mistake.line, mistake.instead), encoding="utf-8")
     return copy
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(COMPILE_TIMEOUT_S)
-def test_plain(emulated):
-    check(PLAIN, emulated(PLAIN))
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory):
+    return Builder(tmp_path_factory.mktemp)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", some(VARIANTS))
-def test_variant(emulated, name):
-    check(VARIANTS[name], emulated(VARIANTS[name]))
+@pytest.mark.parametrize("name", some(VARIANTS, "plain"))
+def test_kernels_on_threads(builder, name):
+    check(VARIANTS[name], builder.build("kernels", VARIANTS[name]))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", some(MISTAKES, "no-tail"))
-def test_planted_mistake_is_noticed(name, tmp_path):
-    mistake = MISTAKES[name]
-    variant = PLAIN if mistake.part in WITHOUT_THREADS else THREAD
-    # A mistake may leave a variable that nobody reads.
-    program = build(variant, tmp_path, mistake.plant(tmp_path), "-w")
-    done = execute(variant, program, "--only", mistake.part, "--rounds", 300)
+@pytest.mark.parametrize(
+    ("name", "rounds"), [("host", 24), ("processes", 10), thorough("processes", 40)]
+)
+def test_engine_on_runtime_model(builder, name, rounds):
+    program = builder.build(name, ON_MODEL)
+    for seed in range(1, 4):
+        done = execute(ON_MODEL, program, "--seed", seed, "--rounds", rounds)
+        assert done.returncode == 0, done.stdout
+
+
+def fails(variant: Variant, program: Path, *options: object) -> bool:
+    try:
+        done = run([*variant.runner, program, *options], HANGS_AFTER_S)
+    except subprocess.TimeoutExpired:
+        return True
     print(done.stdout[:2000])
-    # 2: there is no such part. Anything else is a failed check, a report, a hang or a crash.
-    assert done.returncode not in (0, 2), f"{name} went unnoticed\n{done.stdout}"
+    assert done.returncode != 2, "there is no such part"
+    return done.returncode != 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(COMPILE_TIMEOUT_S)
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_headers_stand_alone(compiler):
-    require(compiler)
-    alone = [compiler, *BASE_FLAGS, f"-I{EMULATED}", f"-I{STRESS}", *FLAGS, "-fsyntax-only"]
-    commands: list[Sequence[str | Path]] = [
-        [*alone, "-x", "c++", "/dev/null", "-include", header]
-        for header in KERNEL_HEADERS
-        if header.name != "kernels_impl.cuh"
-    ]
-    compile_all(commands)
+@pytest.mark.parametrize(
+    "mistake", [KEPT, *map(thorough, MISTAKES)], ids=lambda mistake: mistake.file
+)
+def test_planted_mistake_is_noticed(builder, mistake):
+    if mistake.part in PROGRAMS:
+        program = builder.build(mistake.part, ON_MODEL, mistake)
+        noticed = any(  # of a missing lock each seed notices half
+            fails(ON_MODEL, program, "--seed", seed, "--rounds", 24) for seed in range(1, 13)
+        )
+    else:
+        variant = THREAD if mistake.part == "ring" else PLAIN
+        program = builder.build("kernels", variant, mistake)
+        noticed = fails(variant, program, "--only", mistake.part, "--rounds", 300)
+    assert noticed
 
 
 # The instructions of a ring kernel that order memory. Every fence and flag has both scopes.
@@ -294,8 +264,6 @@ def has_right_order(ptx: str) -> bool:
 
 
 @needs_nvcc
-@pytest.mark.slow
-@pytest.mark.timeout(COMPILE_TIMEOUT_S)
 def test_ptx_orders_memory(tmp_path):
     toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     nvcc = [*toolkit.nvcc.command, *engine_compile.NVCC_FLAGS, "-arch=compute_90", "-ptx"]

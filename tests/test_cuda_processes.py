@@ -1,7 +1,7 @@
 """One rank per process, with tensors on GPUs: are bits, streams, refusals and faults right?
 
 What needs no GPU stands first: arguments. The rest carries the marker `cuda`; functions named
-``on_rank_...`` run in the ranks (see ranks.py). `tests/test_cuda_processes_emulated.py` runs all
+``on_rank_...`` run in the ranks (see ranks.py). `tests/test_cuda_emulated.py` runs all
 that is below Python on devices of host memory.
 """
 
@@ -89,29 +89,6 @@ def test_mixed_kinds_of_device_raise(new_crew):
         assert "device is a cpu device for rank 0 (process " in text, text
         assert "a cuda device for rank 1 (process " in text, text
         assert "could not make the group" not in text, text
-
-
-def on_rank_device(state: SimpleNamespace) -> list[str]:
-    meta = torch.empty(3, device="meta")
-    texts = []
-    for call in (state.comm.all_reduce, state.comm.broadcast):
-        with pytest.raises(errors.RingarError) as caught:
-            call(meta)
-        texts.append(str(caught.value))
-    return [str(state.comm.device), repr(state.comm), *texts]
-
-
-def test_device_is_shown(crew_of):
-    device, text, *refusals = crew_of(2).run(on_rank_device)[0]
-    assert device == "cpu"
-    assert "device='cpu'" in text
-    assert all("meta" in refusal for refusal in refusals)
-
-
-def test_least_growth_is_the_leak():
-    assert least_growth([1000, 950, 900, 850]) == 50
-    others = [1000, 100, 700, 300, 1000]
-    assert least_growth(others) < 0
 
 
 # -- on a GPU --------------------------------------------------------------------------------------

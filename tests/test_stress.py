@@ -25,8 +25,6 @@ CSRC = ROOT / "csrc"
 STRESS = ROOT / "tests/cpp"
 FLOORS = ("core", "os", "cpu", "process")
 ENGINE_SOURCES = [path for floor in FLOORS for path in sorted((CSRC / floor).glob("*.cpp"))]
-ENGINE_HEADERS = [path for floor in FLOORS for path in sorted((CSRC / floor).glob("*.h"))]
-SOURCES = [*ENGINE_SOURCES, *sorted(STRESS.glob("*.cpp"))]
 
 # -ffp-contract=off as in the engine's own build: the oracle must not be contracted either.
 BASE_FLAGS = ("-std=c++20", "-ffp-contract=off", "-pthread", f"-I{CSRC}")
@@ -174,27 +172,6 @@ def test_variant(stress: Callable[[Variant], Path], name: str) -> None:
     if "f16c" in name and not {"avx2", "f16c"} <= set(cpu_flags()):
         pytest.skip("this CPU has no AVX2 or no F16C")
     check(VARIANTS[name], stress(VARIANTS[name]))
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(2 * COMPILE_TIMEOUT_S)
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_no_warnings(compiler: str, tmp_path: Path) -> None:
-    require(compiler)
-    strict = [compiler, *BASE_FLAGS, "-O2", "-Wall", "-Wextra", "-Werror"]
-    commands: list[Sequence[str | Path]] = [
-        [*strict, NATIVE, "-c", source, "-o", tmp_path / f"{source.parent.name}_{source.stem}.o"]
-        for source in SOURCES
-    ]
-    # The narrowest registers; and each header must stand alone.
-    commands += [
-        [*strict, "-c", source, "-o", tmp_path / f"{source.stem}-narrow.o"]
-        for source in ENGINE_SOURCES
-        if source.stem.startswith("kernels")
-    ]
-    alone = [*strict, "-fsyntax-only", "-x", "c++", "/dev/null", "-include"]
-    commands += [[*alone, header] for header in ENGINE_HEADERS]
-    compile_all(commands)
 
 
 # `fold` has nothing to keep that registers do not hold.

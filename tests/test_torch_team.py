@@ -22,8 +22,6 @@ import pyringar as pr
 from pyringar.cli.info import gather
 from pyringar.engine import load
 
-ROOT = Path(__file__).resolve().parents[1]
-TEAM = ROOT / "tests/cpp/team"
 PATIENCE_S = 40.0  # a busy machine may put torch's thread off its core, and then nobody joins
 LARGE = 1 << 21  # elements: helpers would be woken for so many, also where they sleep
 
@@ -46,57 +44,46 @@ def operate() -> None:
     torch.ones(1 << 17).mul_(2)
 
 
-# -- the engine's part, on a stand-in for torch ----------------------------------------------------
+# -- stand-ins for torch ---------------------------------------------------------------------------
 
-
-@pytest.fixture(scope="module")
-def team_test(tmp_path_factory):
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
-    folder = tmp_path_factory.mktemp("team")
-
-    def compile(*words: object) -> None:
-        done = subprocess.run([compiler, *map(str, words)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    sources = [ROOT / f"csrc/os/{name}.cpp" for name in ("torch_team", "process")]
-    common = ("-std=c++20", "-O1", "-pthread", f"-I{ROOT / 'csrc'}")
-    program = folder / "team_test"
-    compile(*common, TEAM / "team_test.cpp", *sources, "-ldl", "-o", program)
-
-    def run(flags: tuple[str, ...], *words: str) -> None:
-        library = folder / f"fake{len(list(folder.iterdir()))}.so"
-        named = ("-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so")
-        compile(*named, *flags, TEAM / "fake_torch.cpp", "-o", library)
-        done = subprocess.run(
-            [program, library, *words], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-
-    return run
+NUM_THREADS = "namespace at { int get_num_threads() { return 3; } }"
+USES_OPENMP = "#include <omp.h>\nint number() { return omp_get_max_threads(); }\n"
+OTHER_RUNTIME = 'extern "C" void __kmpc_fork_call() {}'
+WITHOUT_TORCH = """
+import ctypes, importlib.util, sys
+engine_file, library, words = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("_engine", engine_file)
+engine = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(engine)
+assert engine.describe_workers(1 << 30).endswith("torch is not loaded")
+ctypes.CDLL(library)
+assert words in engine.describe_workers(1 << 30), engine.describe_workers(1 << 30)
+"""
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 @pytest.mark.parametrize(
-    ("flags", "why"),
+    ("source", "why"),
     [
-        (("-fopenmp",), ()),
-        (("-DWITHOUT_OPENMP",), ("torch has loaded no OpenMP runtime",)),
-        (("-fopenmp", "-DTWO_RUNTIMES"), ("torch has another OpenMP runtime, too",)),
-        (("-fopenmp", "-DMUTE"), ("this torch does not tell its number of threads",)),
+        (NUM_THREADS, "torch has loaded no OpenMP runtime"),
+        (USES_OPENMP + NUM_THREADS + OTHER_RUNTIME, "torch has another OpenMP runtime, too"),
+        (USES_OPENMP, "this torch does not tell its number of threads"),
     ],
+    ids=["no runtime", "two runtimes", "no number"],
 )
-def test_team_exists_or_tells_why(team_test, flags, why):
-    team_test(flags, *why)
+def test_team_tells_why_not(tmp_path, source, why):
+    library = tmp_path / "libtorch_cpu.so"
+    (tmp_path / "torch.cpp").write_text(source)
+    openmp = ["-fopenmp"] if "omp.h" in source else []
+    command = ["g++", "-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so", *openmp]
+    subprocess.run([*command, tmp_path / "torch.cpp", "-o", library], check=True)
+    command = [sys.executable, "-c", WITHOUT_TORCH, load.engine().__file__, library, why]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # -- bits ------------------------------------------------------------------------------------------
-
-
-def misaligned(tensor: torch.Tensor, elems: int) -> torch.Tensor:
-    room = torch.empty(tensor.numel() + elems, dtype=tensor.dtype)
-    return room[elems:].copy_(tensor)
 
 
 @pytest.mark.parametrize("num_threads", mostly_slow([1, 2, 3, 5], 3))
@@ -108,13 +95,13 @@ def test_bits_do_not_depend_on_threads(torch_threads, num_threads):
             for numel in (5 * block - 1, 8 * num_threads * block + 1):
                 parts = inputs(numel, dtype, 3)
                 wanted = expected(parts, "sum", "fused")
-                for shifts, async_op in (((0, 0, 0), False), ((1, 3, 0), False), ((2, 0, 1), True)):
-                    given = [misaligned(p, s) for p, s in zip(parts, shifts, strict=True)]
+                for async_op in (False, True):
+                    given = [part.clone() for part in parts]
                     operate()
                     work = comm.all_reduce(given, async_op=async_op)
                     if async_op:
                         work.wait()
-                    assert_all_ranks(given, wanted, f"{dtype} {numel} {shifts} {num_threads}")
+                    assert_all_ranks(given, wanted, f"{dtype} {numel} {num_threads}")
 
 
 # -- whose threads ---------------------------------------------------------------------------------
@@ -177,17 +164,13 @@ def test_a_late_rank_is_named_and_torch_goes_on(torch_threads, algorithm, k):
         operate()
 
 
-def test_one_torch_thread_is_one_thread(torch_threads):
-    torch_threads(1)
-    with pr.Communicator(["cpu"] * 2) as comm:
-        assert [new_threads(comm) for _ in range(3)] == [0, 0, 0]
-        assert "on the caller's thread" in comm.plan(1 << 26).threads
-
-
-def test_what_runs_beside_torch_has_helpers(torch_threads):
+def test_one_torch_thread_and_helpers(torch_threads):
     for count in (1, 2):
         torch_threads(count)
         with pr.Communicator(["cpu"] * 2) as comm:
+            if count == 1:
+                assert [new_threads(comm) for _ in range(3)] == [0, 0, 0]
+                assert "on the caller's thread" in comm.plan(1 << 26).threads
             assert new_threads(comm, async_op=True) >= 2  # the background's, and a helper
 
 

@@ -1,5 +1,5 @@
 // staged_program: what one rank does where ranks see each other's staging slots only, written once
-// for processes, GPUs, threads in tests, and the recorder of the model check.
+// for processes, GPUs, and threads in tests.
 //
 // Floor     core: host. An engine brings memory, flags and arithmetic; this file brings the order
 //           of events.
@@ -25,8 +25,7 @@
 //           call is; agree() compares on every rank alike, before any rank's tensors are written.
 // Threads   one call per rank, all at once. A wait that fails ends the program and returns false.
 // Source    the shared-memory all-reduces of DeepSpeed and gloo, as a pipeline
-// Tests     tests/test_model.py (tests/cpp/model: every interleaving), tests/cpp/process_test.cpp
-//           (ThreadSanitizer)
+// Tests     tests/cpp/process_test.cpp under ThreadSanitizer, tests/cpp/cuda_processes
 #pragma once
 
 #include <cstddef>

@@ -6,7 +6,7 @@
 // Contract  Every element of every segment lies in exactly one of: head, vectors, tail. Vectors are
 //           16-byte aligned for every pointer of the segment. The first tile of a segment also
 //           takes head and tail. A segment whose pointers disagree modulo 16 has no vectors.
-// Tests     tests/cpp/cuda/table_test.cpp, tests/cpp/cuda/fused_test.cpp
+// Tests     tests/cpp/cuda/fused_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
 #include <cstddef>

@@ -12,7 +12,7 @@
 // Threads   any. One region at a time in the whole process: several teams are more threads than
 //           cores.
 // Forks     a forked process has no team: its threads stayed behind.
-// Tests     tests/test_torch_team.py, tests/cpp/team/team_test.cpp
+// Tests     tests/test_torch_team.py
 #pragma once
 
 #include <functional>

@@ -5,7 +5,7 @@
 //           already it throws kState: on_nap of a call has run a signal handler, which called
 //           again.
 // Threads   any number.
-// Tests     tests/test_signals.py, tests/cpp/turn_test.cpp
+// Tests     tests/test_signals.py, tests/cpp/group_test.cpp
 #pragma once
 
 #include <atomic>

@@ -60,9 +60,6 @@ void dawdle(Random& random) {
   if (luck == 255) std::this_thread::sleep_for(std::chrono::microseconds(random.below(200)));
 }
 
-Guarded::Guarded(Random& random, std::size_t bytes)
-    : Guarded(random, bytes, random.below(kGuardBytes)) {}
-
 Guarded::Guarded(Random& random, std::size_t bytes, std::size_t offset)
     : size_(bytes),
       before_(kGuardBytes + offset),

@@ -83,7 +83,6 @@ void dawdle(Random& random);
 // behind, so that AddressSanitizer sees the first byte too far.
 class Guarded {
  public:
-  Guarded(Random& random, std::size_t bytes);
   // Begins `offset` bytes behind a 16-byte boundary.
   Guarded(Random& random, std::size_t bytes, std::size_t offset);
 

@@ -1,4 +1,4 @@
-// pool_test: flags and how waits end, the join pool, and fused reductions on it.
+// pool_test: flags and how waits end, the join pool, fused reductions on it, and the work queue.
 
 #include <atomic>
 #include <new>
@@ -8,7 +8,9 @@
 #include "cpu/fused.h"
 #include "oracle.h"
 #include "os/thread_pool.h"
+#include "os/turn.h"
 #include "os/wait.h"
+#include "os/work_queue.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -176,29 +178,38 @@ void fused_round(Random& random) {
   Job job = random_job(random, world_size);
   run_fused(job.buffers, fold, pool, random.one_in(2) ? Beside::kNothing : Beside::kTorch);
   for (const Tensors& t : job.tensors) t.check_all_reduced(fold, false, "fused");
+}
 
-  // A range alone: what lies around it stays.
-  const Tensors tensors(random, random_dtype(random), static_cast<std::size_t>(world_size),
-                        random_numel(random, 2000));
-  const int chunk = random.between(0, world_size - 1);
-  const Range range = chunk_range(tensors.numel(), world_size, chunk);
-  std::vector<std::byte> expected(tensors.bytes());
-  fold_elements(tensors.dtype(), fold, tensors.before(), range, expected.data());
-  fuse_range(tensors.buffers(), fold, range);
-  const std::size_t item = item_bytes(tensors.dtype());
-  for (std::size_t rank = 0; rank < tensors.count(); ++rank) {
-    const auto* before = static_cast<const std::byte*>(tensors.before()[rank]);
-    const auto* after = static_cast<const std::byte*>(tensors[rank]);
-    check_same(tensors.dtype(), after + range.begin * item, expected.data() + range.begin * item,
-               range.size(), "fuse_range");
-    CHECK(std::equal(before, before + range.begin * item, after) &&
-              std::equal(before + range.end * item, before + tensors.bytes(),
-                         after + range.end * item),
-          "fuse_range of chunk ", chunk, " wrote outside it");
+struct Interruption {};
+
+// A queue's close() that is interrupted takes nothing new, does what it has, and can be repeated.
+void queue_round(Random& random) {
+  Turn turn;
+  WorkQueue queue(turn);
+  std::atomic<bool> may_end{false};
+  const auto slow = queue.submit(
+      [&] {
+        const Turn::Held held = turn.take(&ignore_naps);
+        while (!may_end.load()) std::this_thread::yield();
+      },
+      nullptr);
+  const auto later = queue.submit([&] { dawdle(random); }, nullptr);
+  bool is_interrupted = false;
+  try {
+    queue.close([] { throw Interruption{}; });
+  } catch (const Interruption&) {
+    is_interrupted = true;
   }
+  CHECK(is_interrupted, "close() went on");
+  CHECK(!slow->is_completed(), "the slow job has not ended");
+  check_throws(ErrorKind::kState, "closed", [&] { queue.submit([] {}, nullptr); });
+  may_end = true;
+  queue.close(&ignore_naps);
+  CHECK(slow->is_completed() && later->is_completed(), "something has not run");
 }
 
 const Part kWaits("waits", &waits_round);
+const Part kQueue("queue", &queue_round, 10);
 const Part kPool("pool", &pool_round);
 const Part kFused("fused", &fused_round);
 

@@ -11,7 +11,6 @@
 #include <thread>
 
 #include "os/process.h"
-#include "process/flat_view.h"
 #include "process/group.h"
 #include "process_calls.h"
 #include "stress.h"
@@ -98,9 +97,6 @@ struct Call {
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
       check_case(made, all, static_cast<int>(rank));
     }
-  }
-  void check_untouched() const {
-    for (const CallTensors& rank : tensors) check_unchanged(rank);
   }
 
   Case made;
@@ -191,33 +187,6 @@ void process_counters_round(Random& random) {
   for (const Call& call : calls) call.check_done();
 }
 
-// A rank calls something else: an error on all, nothing written, and nothing more from this group.
-void process_mismatch_round(Random& random) {
-  const SharedSegment shared = random_segment(random, 4);
-  const int k = shared.world_size();
-  const int odd = random.between(0, k - 1);
-  const std::deque<Call> usual = random_calls(random, k, 1);
-  Tensors others(random, DType::kInt32, static_cast<std::size_t>(k),
-                 70'001);  // longer than any other
-  on_all_ranks(k, [&](int rank) {
-    const auto group = make_group(shared, rank, kLong);
-    while (!group->absent_ranks().empty()) std::this_thread::yield();
-    Collective call = usual[0].of_rank(rank);
-    if (rank == odd) {
-      call = {};
-      call.reserve_local(1);
-      call.add_local(others[rank], others[rank], others.numel(), DType::kInt32);
-    }
-    const std::string message = message_of(ErrorKind::kArgument, [&] { group->run(call); });
-    CHECK(message.find(join("rank ", odd, " (process ", getpid())) != std::string::npos, message);
-    check_throws(ErrorKind::kArgument, message, [&] { group->run(call); });
-    // Nobody leaves while others still compare.
-    while (!group->segment().failure().state.load()) std::this_thread::yield();
-  });
-  usual[0].check_untouched();
-  others.check_unchanged();
-}
-
 // Ranks 0 and 1 are through with their parts and wait for rank 2, which is slow but moves, for
 // longer than the timeout. Nobody is late then, rank 1 no more than rank 0.
 void check_that_to_wait_is_not_to_be_late() {
@@ -243,78 +212,10 @@ void process_failures_round(Random&) {
   std::thread([&] { is_seen = is_alive(self); }).join();
   if (!is_seen) return;
   check_that_to_wait_is_not_to_be_late();
-  // Another token.
-  const SharedSegment shared(2, false);
-  const Segment segment = shared.attach(0);
-  auto* memory = reinterpret_cast<std::byte*>(&segment.line(0));
-  check_throws(ErrorKind::kState, "another group's", [&] { Segment::attach(memory, 2, kToken); });
 }
 
-// The plainest account of where each byte of a flat view lies.
-struct PlainView {
-  std::vector<TensorSpan> tensors;
-  std::deque<std::vector<std::byte>> memory;
-  // By position: which byte of which tensor, null in the gaps; and its dtype.
-  std::vector<std::byte*> bytes;
-  std::vector<DType> dtypes;
-
-  explicit PlainView(Random& random) {
-    for (int i = random.one_in(4) ? 0 : random.between(1, 12); i > 0; --i) {
-      const bool is_alike = random.one_in(2) && !tensors.empty();
-      add(is_alike ? tensors.back().dtype : random_dtype(random),
-          random.one_in(4) ? 0 : random.below(200));
-    }
-  }
-  Collective call() const {
-    Collective made;
-    made.reserve_local(tensors.size());
-    for (const TensorSpan& t : tensors) made.add_local(t.data, t.data, t.numel, t.dtype);
-    return made;
-  }
-  void add(DType dtype, std::size_t numel) {
-    memory.emplace_back(numel * item_bytes(dtype) + 1);
-    tensors.push_back({memory.back().data(), numel, dtype});
-    if (numel == 0) return;
-    while (bytes.size() % FlatView::kAlignment != 0) {
-      bytes.push_back(nullptr);
-      dtypes.push_back(dtype);
-    }
-    for (std::size_t b = 0; b < tensors.back().bytes(); ++b) {
-      bytes.push_back(tensors.back().data + b);
-      dtypes.push_back(dtype);
-    }
-  }
-};
-
-void flat_view_round(Random& random) {
-  const PlainView plain(random);
-  const std::vector<std::byte*>& bytes = plain.bytes;
-  FlatView line;
-  line.view(plain.call());
-  CHECK(line.bytes() == bytes.size(), line.bytes(), " bytes instead of ", bytes.size());
-
-  const std::size_t piece = 64 * (1 + random.below(8));
-  std::vector<std::byte*> visited(bytes.size(), nullptr);
-  for (std::size_t begin = 0; begin < line.bytes(); begin += piece) {
-    const std::size_t end = std::min(begin + piece, line.bytes());
-    line.for_each(begin, end, [&](DType dtype, std::byte* data, std::size_t at, std::size_t n) {
-      CHECK(n > 0 && n % item_bytes(dtype) == 0, "cut within an element");
-      CHECK(begin + at + n <= end, "outside of its piece");
-      for (std::size_t b = 0; b < n; ++b) {
-        CHECK(plain.dtypes[begin + at + b] == dtype, "of another dtype");
-        visited[begin + at + b] = data + b;
-      }
-    });
-  }
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    CHECK(visited[i] == bytes[i], "another byte at ", i);
-  }
-}
-
-const Part kFlatView("flat-view", &flat_view_round);
 const Part kProcesses("processes", &processes_round);
 const Part kCounters("counters", &process_counters_round);
-const Part kMismatch("mismatch", &process_mismatch_round);
 const Part kFailures("failures", &process_failures_round, 10);
 
 }  // namespace

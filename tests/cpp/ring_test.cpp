@@ -81,25 +81,6 @@ std::string withhold(int world_size, int absent, const char* operation, Call&& c
   return join("\"", failure, "\" does not say that ", operation, " waited ", culprit);
 }
 
-// A rank that is under way for longer than the timeout, and says so, is waited for.
-void wait_for_a_slow_rank() {
-  constexpr milliseconds kTimeout{500};
-  Watch watch(2, kTimeout);
-  Flag flag;
-  on_all_ranks(2, [&](int rank) {
-    if (rank == 0) {
-      CHECK(watch.wait(0, flag, 1, 1, [] { return std::string("too early"); }), watch.failure());
-      return;
-    }
-    const Stopwatch stopwatch;
-    while (stopwatch.seconds() < 1.5 * std::chrono::duration<double>(kTimeout).count()) {
-      std::this_thread::sleep_for(milliseconds(10));
-      watch.progressed(rank);
-    }
-    flag.set(1);
-  });
-}
-
 void ring_round(Random& random) {
   const int world_size = random_world_size(random);
   RingLinks ring(world_size);
@@ -166,7 +147,6 @@ void withheld_round(Random& random) {
       return direct_rank(rank, {&buffers, 1}, Fold{}, barrier, 0, watch);
     });
   });
-  wait_for_a_slow_rank();
 }
 
 const Part kRing("ring", &ring_round);

@@ -4,8 +4,8 @@
 //
 // Programs  stress (tests/cpp): the CPU engine; tests/test_stress.py builds and runs it
 //           emulated (tests/cpp/cuda): the CUDA kernels; tests/test_cuda_emulated.py
-//           host (tests/cpp/cuda_host): the CUDA host code; tests/test_cuda_host.py
-//           processes (tests/cpp/cuda_processes); tests/test_cuda_processes_emulated.py
+//           host (tests/cpp/cuda_host): the CUDA host code; tests/test_cuda_emulated.py
+//           processes (tests/cpp/cuda_processes); tests/test_cuda_emulated.py
 // Contract  Every round has a seed of its own, so that it can be run alone. A round leaves no
 //           thread behind and needs no other round before it. A line per part; the first failed
 //           check ends the process with status 1, a wrong option with 2, a hang with 3.

@@ -91,6 +91,18 @@ def assert_lists(lists, parts, op, algorithm):
         assert_ranks(got, wanted, f"{algorithm} {op} tensor {i} {tuple(columns[0].shape)}")
 
 
+def captured(function):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
 class Ranks:
     """A tensor per rank in one buffer with guard bytes between: one copy there, one back."""
 

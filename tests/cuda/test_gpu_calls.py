@@ -1,4 +1,4 @@
-"""On a GPU: are the other collectives, bound calls, refusals and other libraries' arrays right?"""
+"""On a GPU: are bits right for every size and alignment, and are refusals, plans and arrays?"""
 
 from __future__ import annotations
 
@@ -8,11 +8,70 @@ import sys
 import gpu
 import pytest
 import torch
-from oracle import NATIVE, expected, reduced
+from oracle import DTYPES, FLOATS, NATIVE, expected, inputs, reduced
 
 import pyringar as pr
 
 pytestmark = gpu.needed
+
+
+def edge_sizes(dtype, world_size):
+    """Nothing, less than one each, and around vectors, ring pieces, and tiles of the kernels."""
+    pack = 16 // dtype.itemsize
+    tile = 256 * (2 if dtype.itemsize == 1 else 4) * pack  # of a block of the fused kernel
+    edges = [1, world_size, pack, 2 * pack, 256 * world_size, tile, 2 * tile]
+    near = {edge + off for edge in edges for off in (-1, 0, 1)}
+    return sorted({0, 37, 257, tile + pack + 1} | near)
+
+
+@pytest.mark.parametrize("world_size", [*range(1, 9), 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_sizes_and_alignments(ranks_of, algorithm, dtype, world_size):
+    for numel in edge_sizes(dtype, world_size):
+        parts = gpu.drawn(numel, dtype, world_size)
+        for shifts in gpu.ALIGNMENTS:
+            gpu.check(ranks_of(world_size), parts, "sum", algorithm, shifts)
+
+
+@pytest.mark.parametrize("algorithm", NATIVE)
+def test_more_tiles_than_blocks(ranks_of, algorithm):
+    parts = [part.repeat(9) for part in inputs(2_000_003, torch.float32, 2)]
+    gpu.check(ranks_of(2), parts, "sum", algorithm)
+
+
+def test_many_ranks(make_ranks):
+    """Past 96 ranks pointers move from the small table of a launch to the large one."""
+    for world_size in (9, 11, 17, 33, 64, 100):
+        parts = inputs(1031, torch.bfloat16, world_size)
+        comm = make_ranks(world_size)
+        gpu.check(comm, parts, "mean", "fused", gpu.APART)
+        if world_size <= 33:
+            gpu.check(comm, parts, "sum", "ring", gpu.APART)
+
+
+@gpu.only
+@pytest.mark.parametrize(
+    ("world_size", "algorithm", "words"),
+    [(641, "fused", r"641 ranks .*640"), (65, "ring", "65 ranks")],
+)
+def test_more_ranks_than_a_launch_takes(make_ranks, world_size, algorithm, words):
+    comm = make_ranks(world_size)
+    with pytest.raises(pr.UnsupportedError, match=words):
+        comm.all_reduce(gpu.ones(comm, 1), algorithm=algorithm)
+
+
+@pytest.mark.parametrize(
+    ("num_tensors", "world_size"), [(24, 4), (25, 2), (121, 2), (1000, 4), (50, 16)]
+)
+def test_more_tensors_than_a_launch_takes(ranks_of, num_tensors, world_size):
+    """Around the small table's 24 tensors, past the large one's 120, past its 640 pointers."""
+    shapes = [(1 + 7 * i % 90,) for i in range(num_tensors)]
+    dtypes = (torch.float32, torch.float32, torch.bfloat16) if num_tensors > 500 else FLOATS[1:2]
+    parts = gpu.lists_of(shapes, dtypes, world_size)
+    lists = gpu.placed(ranks_of(world_size), parts)
+    ranks_of(world_size).all_reduce_coalesced(lists, algorithm="fused")
+    gpu.assert_lists(lists, parts, "sum", "fused")
 
 
 def test_grader_passes_in_own_process(device):
@@ -23,24 +82,6 @@ def test_grader_passes_in_own_process(device):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_plan_and_stats(make_ranks):
-    comm = make_ranks(4)
-    assert comm.plan(2**20).algorithm == "fused"
-    tensors = gpu.ones(comm, 256)
-    for algorithm in (None, "fused", "ring", "naive"):
-        comm.all_reduce(tensors, algorithm=algorithm)
-    stats = comm.stats()
-    assert {name: row["calls"] for name, row in stats.items()} == {
-        "fused": 2,
-        "ring": 1,
-        "naive": 1,
-    }
-    assert stats["fused"]["bytes"] == 2 * 1024
-
-
-# -- refusals --------------------------------------------------------------------------------------
-
-
 @gpu.only
 def test_wrong_device_is_refused(ranks_of, comm_of, device):
     mixed = [torch.ones(3, device=device), torch.ones(3)]
@@ -49,27 +90,8 @@ def test_wrong_device_is_refused(ranks_of, comm_of, device):
     with pytest.raises(pr.ArgumentError, match=r"tensors\[0\] is on cuda:0, expected cpu"):
         comm_of(2).all_reduce(mixed)
     assert mixed[0].tolist() == mixed[1].tolist() == [1, 1, 1]
-
-
-@gpu.only
-def test_missing_device_is_refused():
     with pytest.raises(pr.ArgumentError, match=r"cuda:99.*not on this machine.*cuda:0"):
         pr.Communicator(["cuda:0", "cuda:99"])
-
-
-# -- other libraries' arrays -----------------------------------------------------------------------
-
-
-@gpu.only
-def test_cupy_arrays(ranks_of):
-    cupy = pytest.importorskip("cupy")
-    for name in ("float64", "float32", "float16", "int8", "uint8", "int32", "int64"):
-        parts = gpu.drawn(1009, getattr(torch, name), 3)
-        for algorithm in NATIVE:
-            arrays = [cupy.asarray(part.numpy()) for part in parts]
-            ranks_of(3).all_reduce(arrays, algorithm=algorithm)
-            got = [torch.from_numpy(cupy.asnumpy(array)) for array in arrays]
-            gpu.assert_ranks(got, expected(parts, "sum", algorithm), f"{algorithm} {name}")
 
 
 class Interface:
@@ -79,11 +101,15 @@ class Interface:
 
 
 @gpu.only
-def test_cuda_array_interface(ranks_of):
-    parts = gpu.drawn(100, torch.float32, 2)
-    tensors = gpu.placed(ranks_of(2), parts)
-    ranks_of(2).all_reduce([Interface(tensor) for tensor in tensors])
-    gpu.assert_ranks(tensors, reduced(parts, "sum"))
+@pytest.mark.parametrize("has_cupy", [False, True])
+def test_cuda_array_interface(ranks_of, has_cupy):
+    wrap = pytest.importorskip("cupy").asarray if has_cupy else Interface
+    for name in ("float64", "float32", "float16", "int8", "uint8", "int32", "int64"):
+        parts = gpu.drawn(1009, getattr(torch, name), 3)
+        for algorithm in NATIVE:
+            tensors = gpu.placed(ranks_of(3), parts)
+            ranks_of(3).all_reduce([wrap(tensor) for tensor in tensors], algorithm=algorithm)
+            gpu.assert_ranks(tensors, expected(parts, "sum", algorithm), f"{algorithm} {name}")
 
 
 def test_compiled_calls_stay_in_one_graph(ranks_of):

@@ -140,19 +140,6 @@ def test_streams_of_several_devices(algorithm, is_async, current):
 
 
 @gpu.two
-def test_withheld_device_times_out():
-    with over((0, 1), timeout=0.5, algorithm="ring") as comm:
-        tensors = gpu.ones(comm, 1000)
-        comm.all_reduce(tensors)
-        comm._group.withhold_rank(1)
-        comm.all_reduce(tensors)
-        for i in range(2):
-            torch.cuda.synchronize(i)
-        with pytest.raises(pr.CollectiveTimeout, match=r"cuda:0.* waited 0.5 s for .*cuda:1"):
-            comm.all_reduce(tensors)
-
-
-@gpu.two
 def test_graph_over_several_devices():
     parts = gpu.drawn(30_011, torch.float32, 2)
     with over((0, 1)) as comm:

@@ -15,18 +15,6 @@ import pyringar as pr
 pytestmark = [*gpu.needed, gpu.only]
 
 
-def captured(function):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("algorithm", NATIVE)
@@ -40,7 +28,7 @@ def test_graph(make_ranks, algorithm, dtype, is_async):
         if is_async:
             work.wait()
 
-    graph = captured(call)
+    graph = gpu.captured(call)
     for replay in range(10):
         parts = [part.roll(replay) for part in gpu.drawn(20_011, dtype, 4)]
         gpu.copy_all(tensors, parts)
@@ -53,7 +41,7 @@ def test_graph(make_ranks, algorithm, dtype, is_async):
 def test_captured_calls_keep_memory(make_ranks):
     comm = make_ranks(2)
     tensors = gpu.zeros(comm, 100)
-    graph = captured(lambda: comm.all_reduce(tensors, async_op=True).wait())
+    graph = gpu.captured(lambda: comm.all_reduce(tensors, async_op=True).wait())
     torch.cuda.synchronize()
     assert len(comm._in_flight) >= 1, "calls of the capture may follow"
     work = comm.all_reduce(gpu.zeros(comm, 10), async_op=True)
@@ -80,7 +68,7 @@ def test_graph_of_many_calls(make_ranks):
         comm.reduce_coalesced(copies[0], lists, "max")
         comm.broadcast_coalesced(copies, 0)
 
-    graph = captured(calls)
+    graph = gpu.captured(calls)
     for replay in range(3):
         inputs = gpu.lists_of(shapes, (torch.float32,), 2, seed=replay)
         parts = [part.roll(replay) for part in gpu.drawn(100, torch.float32, 2)]
@@ -145,94 +133,36 @@ def test_capture_beside_other_threads(make_ranks):
     assert here.tolist() == [1] * 10
 
 
-# -- training steps --------------------------------------------------------------------------------
-
-
-class Replicas:
-    def __init__(self, device, world_size):
-        torch.manual_seed(5)
-        layers = torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
-        network = torch.nn.Sequential(*layers).to(device)
-        self.networks = [copy.deepcopy(network) for _ in range(world_size)]
-        self.batches = [
-            [torch.zeros(32, n, device=device) for n in (16, 4)] for _ in range(world_size)
-        ]
-
-    def copies(self):
-        other = copy.copy(self)
-        other.networks = copy.deepcopy(self.networks)
-        return other
-
-    def draw_batches(self, seed):
-        for rank, batch in enumerate(self.batches):
-            generator = torch.Generator().manual_seed(10 * seed + rank)
-            for tensor in batch:
-                tensor.copy_(torch.randn(tensor.shape, generator=generator))
-
-    def losses(self):
-        return [
-            ((network(x) - y) ** 2).sum()
-            for network, (x, y) in zip(self.networks, self.batches, strict=True)
-        ]
-
-    def parameters(self):
-        return [list(network.parameters()) for network in self.networks]
-
-    @torch.no_grad()
-    def descend(self, rate):
-        for parameters in self.parameters():
-            for p in parameters:
-                p.sub_(p.grad, alpha=rate)
-
-
-@pytest.mark.parametrize("algorithm", NATIVE)
-def test_graph_of_a_training_step(make_ranks, device, algorithm):
-    comm = make_ranks(2)
-    ours = Replicas(device, 2)
-
-    def step(replicas):
-        torch.autograd.backward(replicas.losses())
-        grads = [[p.grad for p in parameters] for parameters in replicas.parameters()]
-        comm.all_reduce_coalesced(grads, "mean", algorithm=algorithm)
-        replicas.descend(0.0004)
-        for own in grads:
-            torch._foreach_zero_(own)
-
-    graph = captured(lambda: step(ours))
-    theirs = ours.copies()
-    for number in range(10):
-        ours.draw_batches(number)
-        graph.replay()
-        step(theirs)
-    first = ours.parameters()[0]
-    for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
-        for p, q, p0 in zip(mine, yours, first, strict=True):
-            torch.testing.assert_close(p, q)
-            assert same_bits(p, p0), "replicas differ"
+def step(networks, batches, bucketer):
+    for network in networks:
+        network.zero_grad()
+    losses = [network(x).square().sum() for network, x in zip(networks, batches, strict=True)]
+    torch.autograd.backward(losses)
+    bucketer.wait()
+    with torch.no_grad():
+        for network in networks:
+            for param in network.parameters():
+                param.sub_(param.grad, alpha=0.001)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_graph_of_a_step_with_buckets(make_ranks, device, overlap):
-    ours = Replicas(device, 3)
+def test_graph_of_training_step(make_ranks, device, overlap):
+    torch.manual_seed(5)
+    layers = torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
+    ours = pr.replicate(torch.nn.Sequential(*layers).to(device), [device] * 3)
+    batches = [torch.zeros(32, 16, device=device) for _ in ours]
     options = {"bucket_cap_mb": 1e-4, "overlap": overlap}  # several buckets
-
-    def step(replicas, bucketer):
-        for network in replicas.networks:
-            network.zero_grad()
-        torch.autograd.backward(replicas.losses())
-        bucketer.wait()
-        replicas.descend(0.001)
-
-    with pr.GradientBucketer(ours.networks, comm=make_ranks(3), **options) as bucketer:
-        graph = captured(lambda: step(ours, bucketer))
+    with pr.GradientBucketer(ours, comm=make_ranks(3), **options) as bucketer:
+        graph = gpu.captured(lambda: step(ours, batches, bucketer))
         assert len(bucketer.buckets) > 1
-        theirs = ours.copies()  # with the parameters that the warm-up has left
-        with pr.GradientBucketer(theirs.networks, comm=make_ranks(3), **options) as other:
+        theirs = copy.deepcopy(list(ours))  # with the parameters that the warm-up has left
+        with pr.GradientBucketer(theirs, comm=make_ranks(3), **options) as other:
             for replay in range(3):
-                ours.draw_batches(replay)
+                for batch in batches:
+                    batch.normal_()
                 graph.replay()
-                step(theirs, other)
-                for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
-                    for p, q in zip(mine, yours, strict=True):
+                step(theirs, batches, other)
+                for mine, yours in zip(ours, theirs, strict=True):
+                    for p, q in zip(mine.parameters(), yours.parameters(), strict=True):
                         assert same_bits(p.grad, q.grad), f"gradients of replay {replay}"
                         assert same_bits(p, q), f"parameters after replay {replay}"

@@ -53,19 +53,6 @@ def test_producer_call_consumer(make_ranks, algorithm, stream, is_async):
 
 
 @gpu.only
-def test_strided_tensors_in_the_background(make_ranks):
-    comm = make_ranks(2)
-    parts = gpu.drawn(4000, torch.float32, 2)
-    bases, sources = gpu.zeros(comm, 4000), gpu.placed(comm, parts)
-    torch.cuda._sleep(gpu.SLEEP_CYCLES)
-    gpu.copy_all(bases, sources)
-    comm.all_reduce([base[::2] for base in bases], async_op=True).wait()
-    results = [base[::2].clone() for base in bases]
-    gpu.assert_ranks(results, reduced([part[::2] for part in parts], "sum"))
-    assert all(same_bits(b[1::2].cpu(), p[1::2]) for b, p in zip(bases, parts, strict=True))
-
-
-@gpu.only
 @pytest.mark.parametrize("algorithm", NATIVE)
 def test_close_waits_for_background_calls(make_ranks, algorithm):
     comm = make_ranks(2)
@@ -157,20 +144,6 @@ def test_withheld_rank_times_out(make_ranks, withheld):
     comm.close()
     for algorithm in NATIVE:
         gpu.check(make_ranks(4), gpu.drawn(9001, torch.float32, 4), "sum", algorithm)
-
-
-@gpu.only
-def test_late_rank_in_background(make_ranks):
-    comm = make_ranks(3, timeout=0.5, algorithm="ring")
-    tensors = gpu.ones(comm, 100)
-    comm.all_reduce(tensors)
-    comm._group.withhold_rank(1)
-    work = comm.all_reduce(tensors, async_op=True)
-    torch.cuda.synchronize()
-    assert work.is_completed()
-    assert isinstance(work.exception(), pr.CollectiveTimeout)
-    with pytest.raises(pr.RingarError, match="at step"):
-        work.wait()
 
 
 @gpu.only

@@ -16,7 +16,6 @@ namespace pyringar::stress {
 
 // What the probe of peers finds is what the model's kernels reach.
 using model::peers;
-inline int num_asked = 0;  // whether peers see a tensor
 
 inline void ok(cudaError_t status, const char* what) {
   CHECK(status == cudaSuccess, what, ": error ", static_cast<int>(status));

@@ -63,39 +63,6 @@ void check_growth(Random& random) {
   large.check();
 }
 
-// The same call again, as of bound tensors: it asks no more about them.
-void check_again(Random& random) {
-  start(random);
-  peers = {!random.one_in(3), !random.one_in(3)};
-  cuda::Group group({0, 1}, {kLong});
-  Case call(random, {0, 1}, Algorithm::kDirect, 12);
-  const Streams streams = make_streams(random, group);
-  for (int i = 0, asked = 0; i < 3; ++i) {
-    call.call(group, streams);
-    if (i == 0) asked = num_asked;
-    CHECK(num_asked == asked, "asked again after call ", i);
-  }
-  model::run_to_end();
-  call.check();
-}
-
-// A GPU for each rank: none sends or receives the bytes of two tensors, whatever the root. All by
-// way of one GPU would be k - 1 of them.
-void check_links(Random& random) {
-  start(random);
-  const Ranks ranks = random.one_in(2) ? Ranks{0, 1, 2, 3} : Ranks{2, 0, 1};
-  cuda::Group group(ranks, {kLong});
-  Case call(random, ranks, Algorithm::kDirect, 1, true);
-  const Streams streams = make_streams(random, group);
-  call.call(group, streams);
-  model::run_to_end();
-  call.check();
-  const Buffers& tensor = call.collective().tensors[0];
-  const std::size_t bytes = tensor.numel * item_bytes(tensor.dtype);
-  CHECK(model::most_link_bytes() < 2 * bytes, model::most_link_bytes(), " bytes on one link, of ",
-        bytes);
-}
-
 void check_closed(Random& random) {
   start(random);
   cuda::Group group({0, 1}, {kLong});
@@ -425,9 +392,7 @@ void check_sticky(Random& random) {
 }
 
 const Part kBits("bits", &check_bits);
-const Part kAgain("again", &check_again, 4);
 const Part kGrowth("growth", &check_growth, 4);
-const Part kLinks("links", &check_links, 2);
 const Part kBackground("background", &check_background, 2);
 const Part kGradients("gradients", &check_gradients, 2);
 const Part kFrees("frees", &check_frees);

@@ -59,8 +59,6 @@ void Machine::start(std::uint64_t seed, const Options& how) {
   openings.clear();
   loaded.clear();
   words.clear();
-  sent_bytes.clear();
-  received_bytes.clear();
   shadow = {};
   std::erase_if(memory, [](const auto& entry) { return entry.second.is_tensor; });
   CHECK(memory.empty(), memory.size(), " allocations are left, one of ",
@@ -134,13 +132,7 @@ void Machine::check_reach(const Work& work, const Access& access) {
                     : !is_enabled    ? "which is no peer of it"
                     : there.is_tensor && !peers.tensors_are_visible ? "where peers do not see it"
                                                                     : nullptr;
-  if (why == nullptr) {
-    const bool is_read = access.touch == Touch::kRead;
-    if (access.touch == Touch::kFlags || there.device < 0) return;
-    sent_bytes[is_read ? there.device : work.device] += access.bytes;
-    received_bytes[is_read ? work.device : there.device] += access.bytes;
-    return;
-  }
+  if (why == nullptr) return;
   const std::string where = there.device < 0 ? "the host" : join("cuda:", there.device);
   throw Broken("peer",
                join(work.what, " on cuda:", work.device, " uses memory of ", where, ", ", why));
@@ -503,15 +495,6 @@ int most_blocks() {
   int most = 0;
   for (const auto& entry : Machine::get().processes) {
     most = std::max(most, entry.second.most_blocks);
-  }
-  return most;
-}
-
-std::size_t most_link_bytes() {
-  const std::lock_guard lock(Machine::get().mutex);
-  std::size_t most = 0;
-  for (const auto* bytes : {&Machine::get().sent_bytes, &Machine::get().received_bytes}) {
-    for (const auto& [device, count] : *bytes) most = std::max(most, count);
   }
   return most;
 }

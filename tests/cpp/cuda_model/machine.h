@@ -214,8 +214,6 @@ class Machine {
   std::set<std::shared_ptr<Capture>> captures;   // that are not over
   std::set<std::pair<const void*, int>> loaded;  // kernels, by device
   std::map<std::uintptr_t, WordState> words;     // by address
-  std::map<int, std::size_t> sent_bytes;         // by device, to others, by kernels
-  std::map<int, std::size_t> received_bytes;
   std::uint64_t next_id = 1;
   Shadow shadow;
   std::optional<Broken> pending;  // told by the next call

@@ -4,65 +4,36 @@
 // Contract  Memory is the host's. Streams are queues that run late and in any order that the
 //           documents allow, drawn from a seed; kernels are the engine's own source. What CUDA
 //           refuses gets CUDA's error code. What CUDA leaves undefined, or where a program would
-//           hang, throws Broken, with the rule. Rules, each with the section of
-//           the CUDA C++ Programming Guide (G), the Runtime API (R) or the Driver API (D):
+//           hang, throws Broken, with the rule:
 //
-//             order      entries of a stream follow each other, streams do not; none comes on a
-//                        stream that is destroyed, launches and records only on one of their device
-//                        G, Streams; Stream and Event Behavior; R, cudaStreamDestroy
+//             order      entries of a stream follow each other, streams do not
 //             queue      CUDA_DEVICE_MAX_CONNECTIONS=1: a device's streams run as enqueued
-//                        G, CUDA Environment Variables
 //             default    the null stream and blocking streams wait for each other
-//                        G, Default Stream; R, Stream synchronization behavior
 //             event      a wait is for the last record before it was asked for
-//                        R, cudaStreamWaitEvent, cudaEventRecord
 //             race       accesses that no stream order, event or host wait orders; what only may
 //                        wait (allocations, frees, loading) orders nothing
-//                        G, Asynchronous Concurrent Execution; Explicit Synchronization
 //             pageable   the host's pageable memory is read by the call that copies it
-//                        R, API synchronization behavior
 //             freed      memory is used by what still runs, or runs later, or is not there
-//                        R, cudaFree
 //             peer       kernels reach memory of another device once access to it is enabled and
 //                        if its allocator made it for that, of the host's what is pinned
-//                        G, Peer-to-Peer Memory Access; Page-Locked Host Memory
-//             capture    calls that are refused while a stream is captured, and spoil the capture
-//                        G, Prohibited and Unhandled Operations
-//                        R, cudaThreadExchangeStreamCaptureMode
+//             capture    calls that are refused while a stream is captured spoil the capture
 //             isolation  a capture waits only for events of the same capture
-//                        G, Cross-stream Dependencies and Events
-//             joined     streams forked in a capture end in the one that began it, where it is
-//                        ended, by the thread that began it
-//                        G, Cross-stream Dependencies and Events; R, cudaStreamEndCapture
-//             replay     graphs run what was captured, with the arguments of then; what they keep
-//                        is let go of without a call
-//                        G, Creating a Graph Using Stream Capture; CUDA User Objects
-//             deadlock   what can never go on is told: malloc and free wait for the device, hosts
-//                        for streams, streams for events, words and room. That cudaFree waits for
-//                        peers, too, is an observation: pytorch issue 50925
-//                        G, Implicit Synchronization; R, cudaFree
-//             resident   blocks that wait are launched cooperatively, which is refused where they
-//                        do not fit, and hold their place
-//                        R, cudaLaunchCooperativeKernel
-//             lazy       the first launch of a kernel, also by a graph, and a question for its
-//                        attributes wait for the device
-//                        G, Lazy Loading, Concurrent Execution
+//             joined     streams forked in a capture end in the one that began it
+//             replay     graphs run what was captured, with the arguments of then
+//             deadlock   malloc and free wait for the device, hosts for streams, streams for
+//                        events, words and room. cudaFree waits for peers, too: pytorch 50925
+//             resident   blocks that wait are launched cooperatively, and hold their place
+//             lazy       the first launch of a kernel, and a question for its attributes, wait
 //             context    the first touch of a device makes a context there
-//                        R, cudaSetDevice, cudaInitDevice; D, Primary Context Management
 //             ipc        memory of another process, and its death
-//                        G, Interprocess Communication; R, cudaIpcOpenMemHandle
 //             word       stream memory operations: written after, awaited before; what comes after
 //                        a wait that a host has ended is in no order
-//                        D, Stream Memory Operations
-//             sticky     after a fault every call fails until the process ends, but those that only
-//                        ask for devices and contexts or exchange a mode
-//                        R, cudaErrorIllegalAddress
+//             sticky     after a fault every call fails until the process ends
 //             blocking   CUDA_LAUNCH_BLOCKING: every launch waits for its end
-//                        G, Concurrent Execution between Host and Device
+// Source    CUDA C++ Programming Guide; Runtime API; Driver API: Stream Memory Operations
 // Threads   any; what a thread does comes after what was before it was started. Host threads are
 //           processes' main threads where they have said so.
-// Tests     tests/test_cuda_host.py, tests/test_cuda_processes_emulated.py: engines with planted
-//           mistakes, each of which breaks a rule
+// Tests     tests/test_cuda_emulated.py: engines with planted mistakes, which break rules
 #pragma once
 
 #include <cuda_runtime.h>
@@ -124,8 +95,6 @@ std::set<int> contexts();                   // devices with one, of this process
 long num_allocations();                     // of the engine, mapped memory included
 long num_events();
 int most_blocks();  // of any launch
-// Most that kernels have moved from, or to, the memory of one device by way of its link to others.
-std::size_t most_link_bytes();
 
 // What kernels of one device reach of another's memory.
 struct Peers {

@@ -372,30 +372,6 @@ void check_close_of_a_busy_rank(Random& random) {
   });
 }
 
-// A capture that a forbidden call has ended is refused before other ranks hear of the call.
-void check_broken_capture(Random& random) {
-  const Crew crew(random, 2, random_options(random), random.between(1, 30), true);
-  crew.run([&](CudaProcessGroup& group, int rank) {
-    group.connect();
-    const cuda::Stream stream(group.device());
-    const auto meet = [&] {
-      Collective call;
-      call.kind = CallKind::kBarrier;
-      group.run(call, stream.get());
-    };
-    if (rank == 0) {
-      cuda::check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeRelaxed), "capture");
-      CHECK(cudaStreamSynchronize(stream.get()) != cudaSuccess, "waited for a capture");
-      check_throws(ErrorKind::kUnsupported, "cannot capture", meet);
-      cudaGraph_t graph = nullptr;
-      CHECK(cudaStreamEndCapture(stream.get(), &graph) != cudaSuccess, "it gave a graph");
-      cudaGetLastError();
-    }
-    meet();
-    synchronize(stream.get());
-  });
-}
-
 const Part kDeath("death", &check_death);
 const Part kLate("late", &check_late, 10);
 const Part kLateMidway("late-midway", &check_late_midway, 10);
@@ -404,7 +380,6 @@ const Part kEarlierCalls("earlier-calls", &check_earlier_calls, 5);
 const Part kRefusedLaunch("refused-launch", &check_refused_launch, 4);
 const Part kAbort("abort", &check_abort, 5);
 const Part kCloseBusy("close-busy", &check_close_of_a_busy_rank, 10);
-const Part kBrokenCapture("broken-capture", &check_broken_capture, 8);
 
 }  // namespace
 

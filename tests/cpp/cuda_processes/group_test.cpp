@@ -3,7 +3,6 @@
 
 #include <unistd.h>
 
-#include <cstring>
 #include <string>
 
 #include "crew.h"
@@ -220,30 +219,6 @@ void check_connecting(Random& random) {
   });
 }
 
-// Slots grow where all ranks share a GPU, as far as its memory bears.
-void check_plans(Random& random) {
-  const std::size_t world_size = 1 + random.below(8);
-  std::vector<cuda::StagingHandles> all(world_size);
-  for (cuda::StagingHandles& rank : all) {
-    std::strcpy(rank.gpu.data(), "0000:01:00.0");
-    rank.free_bytes = random.bits() >> 16;
-  }
-  const std::size_t least = std::size_t{1} << random.below(30);
-  const std::size_t most = least << random.below(10);
-  const cuda::StagingPlan plan = cuda::plan_staging(all, least, most);
-  std::uint64_t free = all[0].free_bytes;
-  for (const cuda::StagingHandles& rank : all) free = std::min(free, rank.free_bytes);
-  const std::size_t bearable = free / 16 / world_size / 4;
-  CHECK(plan.shares_gpu == (world_size > 1), "one rank shares with nobody");
-  CHECK(plan.slot_bytes >= least && plan.slot_bytes <= most, plan.slot_bytes);
-  CHECK(plan.slot_bytes == least || plan.slot_bytes <= bearable, plan.slot_bytes);
-  const bool is_largest = 2 * plan.slot_bytes > most || 2 * plan.slot_bytes > bearable;
-  CHECK(is_largest || world_size == 1, plan.slot_bytes, " of ", bearable);
-  all.back().gpu[5] = '9';
-  const cuda::StagingPlan apart = cuda::plan_staging(all, least, most);
-  CHECK(!apart.shares_gpu && apart.slot_bytes == least, "not on one GPU");
-}
-
 const Part kCollectives("collectives", &check_collectives);
 const Part kTwoGroups("two-groups", &check_two_groups, 2);
 const Part kMismatch("mismatch", &check_mismatch, 4);
@@ -251,7 +226,6 @@ const Part kAbsence("absence", &check_absence, 20);
 const Part kCapture("capture", &check_capture, 10);
 const Part kEarlyClose("early-close", &check_early_close, 20);
 const Part kConnecting("connecting", &check_connecting, 2);
-const Part kPlans("plans", &check_plans);
 
 }  // namespace
 
