@@ -6,7 +6,7 @@ Every rank works out all ranks' inputs, so that each can tell the right result b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -20,8 +20,6 @@ import pyringar as pr
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OTHER_DTYPES = (torch.bool, torch.int16, torch.complex64, torch.complex128, *FLOAT8)
 ALL_DTYPES = (*oracle.DTYPES, *OTHER_DTYPES)
-# Enough where several machines reduce: tests/conformance goes through all dtypes of the engine.
-MACHINE_DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64)
 
 Case = Callable[[int, int], None]
 
@@ -40,14 +38,6 @@ def values(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
     if dtype not in oracle.DTYPES:
         return oracle.positional(numel, dtype, rank)
     return oracle.random(numel, dtype, rank)
-
-
-def dtypes() -> Sequence[torch.dtype]:
-    return MACHINE_DTYPES if oracle.machines else ALL_DTYPES
-
-
-def all_values(numel: int, dtype: torch.dtype, size: int) -> list[Tensor]:
-    return [values(numel, dtype, rank) for rank in range(size)]
 
 
 def assert_equal(actual: Tensor, expected: Tensor, context: object = "") -> None:
@@ -96,24 +86,6 @@ def calls_on_the_group_itself(rank: int, size: int) -> None:
     group.broadcast(mine, 0).wait()
     assert mine.item() == 1.0
     group.barrier().wait()
-
-
-def asynchronous_calls_return_at_once(rank: int, size: int) -> None:
-    store = dist.distributed_c10d._get_default_store()
-    tensors = [torch.ones(4), torch.ones(4, dtype=torch.int16)]
-    outs = [torch.empty(4 * size), torch.empty(4 * size, dtype=torch.bool)]
-    if rank == 0:
-        store.wait([f"issued{r}" for r in range(1, size)])
-    works = [dist.all_reduce(t, async_op=True) for t in tensors]
-    works += [dist.all_gather_into_tensor(o, o[:4].clone(), async_op=True) for o in outs]
-    works += [dist.broadcast(tensors[0], 0, async_op=True), dist.barrier(async_op=True)]
-    store.set(f"issued{rank}", "yes")
-    futures = [work.get_future() for work in works]
-    for work in works:
-        work.wait()
-    for future in futures:
-        future.wait()
-    assert all((t == size).all() for t in tensors)
 
 
 def many_at_once(rank: int, size: int) -> None:
@@ -168,8 +140,8 @@ def coalesced(rank: int, size: int) -> None:
 
 
 def delegated(rank: int, size: int) -> None:
-    for dtype in dtypes():
-        parts = all_values(4 * size, dtype, size)
+    for dtype in ALL_DTYPES:
+        parts = [values(4 * size, dtype, r) for r in range(size)]
         rows = [torch.empty_like(parts[0]) for _ in range(size)] if rank == 0 else None
         dist.gather(parts[rank], rows)
         if rows is not None:
@@ -215,21 +187,6 @@ def messages(rank: int, size: int) -> None:
         work.wait()
     if rank == 1:
         dist.recv(theirs, 0, tag=7)
-
-
-def objects(rank: int, size: int) -> None:
-    gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * (100 * rank)})
-    assert [g["rank"] for g in gathered] == list(range(size))
-    shared = [{"a": 1}, "b"] if rank == 1 else [None, None]
-    dist.broadcast_object_list(shared, 1)
-    assert shared == [{"a": 1}, "b"]
-    rows: Any = [None] * size if rank == 0 else None
-    dist.gather_object((rank,), rows)
-    assert rank or rows == [(r,) for r in range(size)]
-    out: list[Any] = [None]
-    dist.scatter_object_list(out, list(range(size)) if rank == 0 else None)
-    assert out == [rank]
 
 
 def writes_are_counted(rank: int, size: int) -> None:
@@ -289,17 +246,6 @@ def groups(rank: int, size: int) -> None:
     assert mine.item() == size
 
 
-def meshes(rank: int, size: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    shape = (2, size // 2) if size % 2 == 0 else (1, size)
-    grid = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
-    mine = torch.tensor([float(rank)])
-    dist.all_reduce(mine, group=grid.get_group("local"))
-    first = rank // shape[1] * shape[1]
-    assert mine.item() == sum(range(first, first + shape[1]))
-
-
 def functional(rank: int, size: int) -> None:
     import torch.distributed._functional_collectives as funcol
 
@@ -348,15 +294,12 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         calls_on_the_group_itself,
-        asynchronous_calls_return_at_once,
         many_at_once,
         coalesced,
         delegated,
         messages,
-        objects,
         writes_are_counted,
         groups,
-        meshes,
         functional,
         mistakes,
     )

@@ -22,7 +22,7 @@ from oracle import (
     inputs,
     reduced,
 )
-from ranks import Crew, Outcome
+from ranks import Crew
 
 import pyringar as pr
 
@@ -58,10 +58,6 @@ def crc(*tensors: torch.Tensor) -> int:
 @functools.cache
 def parts_of(numel: int, world_size: int) -> list[torch.Tensor]:
     return inputs(numel, torch.float32, world_size, seed=3)
-
-
-def prepare(state, numel: int) -> None:
-    parts_of(numel, state.world_size)
 
 
 def reduce(state, numel: int = SMALL, calls: int = 1) -> None:
@@ -118,6 +114,17 @@ def settled(read: Callable[[], Any], want: object) -> Any:
 # -- ranks that fail -------------------------------------------------------------------------------
 
 
+def error_of(call: Callable[[], object]) -> tuple[str, list[str], str, float]:
+    """Return the class of a call's error, all its classes, its text, and the call's seconds."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        names = [kind.__name__ for kind in type(error).__mro__]
+        return names[0], names, str(error), time.monotonic() - began
+    return "none", [], "", time.monotonic() - began
+
+
 def stop_in(state, phase: str, seconds: float = 50.0) -> None:
     """Stay in this phase of the next call, to be killed or stopped there."""
     state.comm._group.delay(phase, seconds)
@@ -140,14 +147,6 @@ def refuse(state, words: str, error: str = "RingarError") -> None:
     assert torch.equal(tensor, torch.ones(4))
 
 
-def assert_lost(
-    outcome: Outcome, dead: int, crew: Crew, died_at: float, within_s: float = PROMPT_S
-) -> None:
-    assert outcome.error == "PeerLostError", outcome
-    assert crew.name(dead) in outcome.text, outcome.text
-    assert outcome.at - died_at < within_s, f"{outcome.at - died_at:.2f} s"
-
-
 def assert_all_lost(
     crew: Crew,
     survivors: Sequence[int],
@@ -156,7 +155,9 @@ def assert_all_lost(
     within_s: float = PROMPT_S,
 ) -> None:
     for outcome in crew.outcomes(survivors):
-        assert_lost(outcome, dead, crew, died_at, within_s)
+        assert outcome.error == "PeerLostError", outcome
+        assert crew.name(dead) in outcome.text, outcome.text
+        assert outcome.at - died_at < within_s, f"{outcome.at - died_at:.2f} s"
 
 
 def assert_survivors_go_on(crew: Crew, survivors: list[int], error: str = "PeerLostError") -> None:

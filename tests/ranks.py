@@ -147,12 +147,11 @@ class Rank:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def kill(self, *, reaped: bool = True) -> float:
-        """SIGKILL; when, on the monotonic clock. Without ``reaped`` it stays as a zombie."""
+    def kill(self) -> float:
+        """SIGKILL; when, on the monotonic clock."""
         at = time.monotonic()
         os.kill(self.pid, signal.SIGKILL)
-        if reaped:
-            self.reap()
+        self.reap()
         return at
 
     def reap(self) -> int:

@@ -1,24 +1,35 @@
-"""Ranks that are threads: mistakes and exceptions end all ranks, at once and by name."""
+"""Ranks that are threads: mistakes, exceptions and signals end all ranks, at once and by name."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
+import os
+import random
 import re
+import signal
+import sys
 import threading
 import time
 import traceback
 import types
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, in a second
 import torch.distributed as dist
+from cases import mostly_slow
 from ranks import begin
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
+from pyringar.cluster import internals
+from pyringar.comm.threads import handlers_wait
 
 K = 4
 
@@ -55,42 +66,6 @@ def missing_collective() -> None:
     if begin() != 1:
         dist.all_reduce(x)
     dist.broadcast(x, 0)
-
-
-@mistake(
-    pr.ArgumentError,
-    "ranks 0, 1, 3: all_reduce (op sum) of 4 float32; rank 2: all_reduce (op sum) of 8 float32",
-    r"2 .* \(8,\)",
-    r"3 .* \(4,\)",
-)
-def swapped_order() -> None:
-    tensors = [torch.ones(4), torch.ones(8)]
-    for tensor in reversed(tensors) if begin() == 2 else tensors:
-        dist.all_reduce(tensor)
-
-
-@mistake(
-    pr.ArgumentError,
-    "rank 3: all_reduce (op sum) of 2 float32, 2 float32, 2 float32, 3 float32",
-)
-def wrong_size_late_in_a_list() -> None:
-    tensors = [torch.ones(2), torch.ones(2), torch.ones(2), torch.ones(3 if begin() == 3 else 2)]
-    with contextlib.suppress(pr.ArgumentError):
-        dist.all_reduce_coalesced(tensors)
-    assert all((tensor == 1).all() for tensor in tensors), "none is written"
-    dist.barrier()
-
-
-@mistake(
-    pr.CollectiveTimeout,
-    "all ranks wait for each other",
-    r"0 +waits .* group 0, 1 .* 1  ",
-    r"1 +waits .* the world .* 0  ",
-)
-def wrong_group() -> None:
-    rank = begin()
-    pair = dist.new_group([0, 1])
-    dist.all_reduce(torch.ones(4), group=pair if rank == 0 else None)
 
 
 @mistake(KeyError, "no such layer")
@@ -215,17 +190,6 @@ def test_exception_reaches_all_ranks():
     assert heard == dict.fromkeys((0, 1, 3), "rank 2 raised KeyError: 'no such layer'")
 
 
-def test_handled_error_is_not_raised():
-    def program() -> str:
-        try:
-            all_send_first()
-        except pr.CollectiveTimeout:
-            return "handled"
-        return ""
-
-    assert pr.launch(program, K) == ["handled"] * K
-
-
 def test_wait_with_limit_takes_no_time():
     """No time passes: nothing could happen in it."""
 
@@ -262,10 +226,7 @@ ERRORS = {
     "no text": NoTextError(),
     "two arguments": NeedyError(1, 2),
     "long": ValueError("x" * 10**6),
-    "stop": StopIteration(),
-    "generator": GeneratorExit(),
     "exit": SystemExit(3),
-    "interrupt": KeyboardInterrupt(),
 }
 
 
@@ -327,14 +288,6 @@ def test_callbacks_exception_is_a_runtime_error():
         assert pr.launch(program, 3, seed=seed) == [[first, second]] * 3
 
 
-def test_deadlock_of_futures_names_get_future():
-    def program() -> None:
-        dist.irecv(torch.empty(2), 1 - begin()).get_future()
-
-    with pytest.raises(pr.CollectiveTimeout, match="get_future of ranks 0, 1 waits for its call"):
-        pr.launch(program, 2)
-
-
 # -- polling ---------------------------------------------------------------------------------------
 
 
@@ -368,36 +321,6 @@ def test_endless_polling_ends_after_the_timeout(program, kind, text):
     assert 0.4 < time.monotonic() - began_s < 5
 
 
-def test_endless_loop_after_a_poll():
-    def program() -> None:
-        if begin() == 1:
-            dist.distributed_c10d._get_default_store().check(["never"])
-            while True:
-                pass
-        dist.barrier()
-
-    for seed in range(4):  # rank 0 waits in its call, or to run
-        with pytest.raises(pr.CollectiveTimeout, match=r"rank 1 ran for [\d.]+ s without a call"):
-            pr.launch(program, 2, timeout=0.1, seed=seed)
-
-
-def test_limits_of_repeated_waits_add_up():
-    def program() -> int:
-        if begin() == 1:
-            with pytest.raises(pr.CollectiveTimeout):
-                dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=0.55))
-        work, tries = dist.barrier(async_op=True), 0
-        while True:
-            try:
-                work.wait(timedelta(seconds=0.1))
-            except pr.CollectiveTimeout:
-                tries += 1
-            else:
-                return tries
-
-    assert pr.launch(program, 2) == [5, 0]
-
-
 def test_slow_ranks_without_calls_may_go_on():
     assert pr.launch(lambda: time.sleep(0.2) or 1, 3, timeout=0.1) == [1] * 3
 
@@ -416,3 +339,210 @@ def test_debugger_prompt_is_not_counted():
 
     for seed in range(2):
         assert pr.launch(program, 2, timeout=0.2, seed=seed) == [1, 1]
+
+
+# -- exceptions at any line ------------------------------------------------------------------------
+
+HAND_OVER = ("ranks.py", "state.py")
+
+
+@pytest.mark.parametrize("first", mostly_slow(range(10), 0, 5))
+def test_hand_over_exception_loses_no_rank(first):
+    """MemoryError at every tenth line event of a wait, in a launch of its own each."""
+    num_threads = threading.active_count()
+
+    def program(number: int) -> bool:
+        events = [0]
+        seen: set[tuple[types.FrameType, int]] = set()
+
+        def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+            name = frame.f_code.co_filename.rpartition(os.sep)[2]
+            if "/cluster/" not in frame.f_code.co_filename or name not in HAND_OVER:
+                return None
+            line = frame, frame.f_lineno
+            # Once: at a second event of its line, `with` would not release its lock.
+            if event == "line" and events[0] >= 0 and line not in seen:
+                seen.add(line)
+                events[0] += 1
+                if events[0] == number:
+                    events[0] = -1
+                    raise MemoryError("planted")
+            return trace
+
+        rank = begin()
+        if rank == 1:
+            sys.settrace(trace)
+        try:
+            with contextlib.suppress(MemoryError):
+                dist.barrier()
+        finally:
+            sys.settrace(None)
+        with contextlib.suppress(pr.RingarError):
+            dist.barrier()
+        return events[0] < 0 or rank != 1
+
+    for number in range(1 + first, 1000, 10):
+        began_s = time.monotonic()
+        reached: list[bool] = [True]
+        with contextlib.suppress(MemoryError, pr.RingarError):
+            reached = pr.launch(program, 3, args=(number,), timeout=2)
+        assert time.monotonic() - began_s < 1.5, number
+        assert threading.active_count() == num_threads, number
+        assert pr.launch(lambda: 1, 3) == [1] * 3
+        if not all(reached):
+            break
+    assert 30 < number < 990
+
+
+class AlarmError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(10), 0))
+def test_signal_handlers_exception_ends_all_ranks(seed):
+    def program() -> None:
+        begin()
+        dist.barrier()
+        while True:
+            counted.append(1)
+
+    def ring(*_: Any) -> None:
+        raise AlarmError
+
+    def launch_with_alarm(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        pr.launch(program, 3)
+
+    counted: list[int] = []
+    before = signal.signal(signal.SIGALRM, ring)
+    num_threads = threading.active_count()
+    moments = random.Random(seed)
+    try:
+        for _ in range(15):
+            with pytest.raises(AlarmError):
+                launch_with_alarm(moments.uniform(1e-4, 2e-2))
+            assert threading.active_count() == num_threads
+            counted.clear()
+            assert pr.launch(lambda: 1, 2) == [1, 1]
+            assert counted == []
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_handlers_that_raise_stay(monkeypatch):
+    numbers = [signal.SIGUSR1, signal.SIGUSR2]
+    called: list[int] = []
+
+    def handler(number: int, _: Any) -> None:
+        called.append(number)
+        raise AlarmError
+
+    def put(number: int, new: Any) -> Any:
+        if new is handler and not called:
+            handler(0, None)  # of a signal that comes while handlers are put back
+        return own(number, new)
+
+    own = signal.signal
+    before = [own(number, handler) for number in numbers]
+    try:
+        monkeypatch.setattr(signal, "signal", put)
+        with pytest.raises(AlarmError), handlers_wait():  # noqa: PT012  the end raises
+            for number in numbers:
+                signal.raise_signal(number)
+            assert called == []
+        assert called == [0, *numbers]
+        assert [signal.getsignal(number) for number in numbers] == [handler] * 2
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            own(number, old)
+
+
+@pytest.mark.slow
+def test_rank_that_does_not_end_is_left_behind(caplog):
+    target, may_end, ended = types.SimpleNamespace(value=1), threading.Event(), []
+
+    def program() -> None:
+        rank = begin()
+        dist.barrier()
+        if rank == 0:
+            raise KeyError("planted")
+        try:
+            with mock.patch.object(target, "value", 2) if rank == 1 else contextlib.nullcontext():
+                with contextlib.suppress(pr.PeerLostError):
+                    dist.barrier()
+                while rank == 1 and not may_end.is_set():
+                    with contextlib.suppress(BaseException):
+                        may_end.wait(0.1)
+        finally:
+            ended.append(rank)
+
+    with pytest.raises(KeyError):
+        pr.launch(program, 3, timeout=0.5)
+    assert ended == [2]
+    assert "go on in the background: rank 1\n" in caplog.text
+    assert target.value == 1, "its patch is undone"
+    may_end.set()
+
+
+def test_interrupt_waits_until_a_thread_has_begun():
+    """Up to Python 3.11 it would end the new thread, which has the starter's ident."""
+
+    def program() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            with rank.starting:
+                inside.set()
+                go_on.wait(10)
+                ended.append("started")
+            while True:
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=program, daemon=True)
+    rank = types.SimpleNamespace(thread=thread, starting=threading.RLock())
+    inside, go_on, ended = threading.Event(), threading.Event(), list[str]()
+    thread.start()
+    inside.wait()
+    internals.interrupt(rank)
+    go_on.set()
+    while thread.is_alive():
+        internals.interrupt(rank) if ended else None
+        thread.join(0.01)
+    assert ended == ["started"]
+
+
+@pytest.mark.parametrize("kind", ["handler", "condition"])
+def test_interrupt_leaves_no_lock_taken(kind):
+    handler, condition = logging.StreamHandler(io.StringIO()), threading.Condition()
+    logger = logging.Logger("ranks")
+    logger.addHandler(handler)
+    lock = handler.lock if kind == "handler" else condition
+
+    def take() -> None:
+        if kind == "handler":
+            logger.warning("on")
+        else:
+            with condition:
+                pass
+
+    def program() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                take()
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=program, daemon=True)
+    rank = types.SimpleNamespace(thread=thread, starting=threading.RLock())
+    deadline = time.monotonic() + 30.0
+    with lock:
+        thread.start()
+        while not internals._takes_lock(sys._current_frames()[thread.ident]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.1)  # it waits for the lock by now
+        internals.interrupt(rank)
+        time.sleep(0.05)
+    while thread.is_alive():
+        assert time.monotonic() < deadline
+        internals.interrupt(rank)
+        thread.join(0.01)
+    assert lock.acquire(timeout=5.0), "nobody holds it, and it is taken"
+    lock.release()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import multiprocessing
 import os
 import sys
-import threading
 import time
-import types
 from typing import Any
 from unittest import mock
 
@@ -21,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
-from pyringar.cluster import internals, state
+from pyringar.cluster import internals
 from pyringar.distributed import HierarchicalCommunicator, HookState, ddp_hook
 
 # -- what a process has once -----------------------------------------------------------------------
@@ -77,7 +74,6 @@ def test_libraries_with_one_rank_are_refused(path, tmp_path, monkeypatch):
     "patch",
     [
         lambda: mock.patch.object(time, "time", return_value=5.0),
-        lambda: mock.patch("time.time", return_value=5.0),
         lambda: mock.patch.multiple(time, time=lambda: 5.0, sleep=lambda _: None),
         lambda: mock.patch.dict(vars(time), time=lambda: 5.0),
     ],
@@ -105,29 +101,6 @@ def test_patch_of_another_rank_is_refused(patch):
     assert mock._patch._active_patches == []
 
 
-@pytest.mark.slow
-def test_patch_of_a_rank_left_behind_is_undone():
-    target, may_end = types.SimpleNamespace(value=1), threading.Event()
-
-    def program() -> None:
-        dist.init_process_group()
-        if dist.get_rank() == 0:
-            dist.barrier()
-            raise KeyError("planted")
-        with mock.patch.object(target, "value", 2):
-            dist.barrier()
-            with contextlib.suppress(pr.PeerLostError):
-                dist.barrier()
-            while not may_end.is_set():
-                with contextlib.suppress(BaseException):
-                    may_end.wait(0.1)
-
-    with pytest.raises(KeyError):
-        pr.launch(program, 2, timeout=0.5)
-    assert target.value == 1
-    may_end.set()
-
-
 def test_patches_in_turn_are_taken():
     class Mine:
         value = 0
@@ -143,23 +116,6 @@ def test_patches_in_turn_are_taken():
         return [*found, os.environ.get("MINE")]
 
     assert pr.launch(program, 3) == [[rank, str(rank), 9, None] for rank in range(3)]
-
-
-def test_accelerate_of_the_parent_is_not_inherited(monkeypatch):
-    """A process of a rank would take the parent's world of one rank for its own."""
-    module: Any = types.ModuleType("accelerate.state")
-    for name in ("PartialState", "AcceleratorState", "GradientState"):
-        setattr(module, name, type(name, (), {"_shared_state": {"num_processes": 1}}))
-    monkeypatch.setitem(sys.modules, "accelerate.state", module)
-    monkeypatch.setattr(state, "_missing", list(state._GLOBALS))
-    monkeypatch.setattr(state, "_found", [])
-
-    def program() -> Any:
-        return module.PartialState._shared_state
-
-    assert pr.launch(program, 2, processes=True) == [{}, {}]
-    assert pr.launch(program, 1) == [{}]
-    assert program() == {"num_processes": 1}
 
 
 def test_settings_made_once_pass(caplog):

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,6 @@ from torch.autograd import forward_ad
 from torch.backends import mkldnn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, _redistribute
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,7 +32,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 import pyringar as pr
-from pyringar.cluster import internals, state
+from pyringar.cluster import internals
 
 # -- random numbers and settings -------------------------------------------------------------------
 
@@ -138,14 +134,6 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: checkpoint.set_checkpoint_early_stop(False),
         lambda: checkpoint._enable_checkpoint_early_stop,
     ),
-    "sdpa_kernel": (
-        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
-        lambda: (torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_sdp_priority_order()),
-    ),
-    "mkldnn flags": (lambda: mkldnn.flags(enabled=False), lambda: mkldnn.enabled),
-    "flop counter": (lambda: FlopCounterMode(display=False), is_in_torch_dispatch_mode),
-    "comm debug": (CommDebugMode, is_in_torch_dispatch_mode),
-    "forward AD": (forward_ad.dual_level, lambda: forward_ad._current_level),
     "saved tensors": (
         torch.autograd.graph.allow_mutation_on_saved_tensors,
         lambda: torch.autograd.graph._allow_mutation_on_saved_tensors_enabled,
@@ -154,6 +142,17 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         implicit_replication,
         lambda: DTensor._op_dispatcher._allow_implicit_replication,
     ),
+    "min-cost redistribution": (
+        lambda: _redistribute.use_min_cost_redistribution_plan(enabled=True),
+        lambda: _redistribute._FORCE_MIN_COST_REDISTRIBUTION_PLAN,
+    ),
+    "sdpa_kernel": (
+        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
+        lambda: (torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_sdp_priority_order()),
+    ),
+    "mkldnn flags": (lambda: mkldnn.flags(enabled=False), lambda: mkldnn.enabled),
+    "flop counter": (lambda: FlopCounterMode(display=False), is_in_torch_dispatch_mode),
+    "forward AD": (forward_ad.dual_level, lambda: forward_ad._current_level),
     "loss_parallel": (
         loss_parallel,
         lambda: torch.ops.aten._log_softmax.default in DTensor._op_dispatcher._custom_op_handlers,
@@ -161,10 +160,6 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "sparse invariants": (
         torch.sparse.check_sparse_tensor_invariants,
         torch.sparse.check_sparse_tensor_invariants.is_enabled,
-    ),
-    "min-cost redistribution": (
-        lambda: _redistribute.use_min_cost_redistribution_plan(enabled=True),
-        lambda: _redistribute._FORCE_MIN_COST_REDISTRIBUTION_PLAN,
     ),
 }
 
@@ -192,33 +187,6 @@ def test_contexts_belong_to_the_rank(name):
         assert is_inside() == before
 
 
-def test_cached_weights_are_not_stale():
-    class Twice(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-    def program() -> list[float]:
-        rank, found = begin(), []
-        net = nn.Linear(2, 1)
-        parametrize.register_parametrization(net, "weight", Twice())
-        for _ in range(3):
-            with parametrize.cached():
-                loss = net(torch.ones(1, 2)).sum()
-                for _ in range(rank + 1):
-                    dist.barrier()
-                loss.backward()
-            with torch.no_grad():
-                net.parametrizations.weight.original.fill_(len(found))
-                net.bias.zero_()
-            found.append(net(torch.ones(1, 2)).item())
-            for _ in range(3 - rank):
-                dist.barrier()
-        return found
-
-    for seed in range(6):
-        assert pr.launch(program, 3, seed=seed) == [[0.0, 4.0, 8.0]] * 3
-
-
 def test_tangents_are_forgotten():
     """C++ has one level of forward AD, which it empties when the last rank leaves."""
 
@@ -238,64 +206,6 @@ def test_tangents_are_forgotten():
 
     for seed in range(8):
         assert pr.launch(program, 3, seed=seed) == [([6.0, 12.0, 18.0, 24.0], True)] * 3
-
-
-def test_overlapping_dual_levels_are_told():
-    def program() -> None:
-        rank = begin()
-        if rank == 0:
-            with forward_ad.dual_level():
-                for _ in range(4):
-                    dist.barrier()
-        else:
-            for _ in range(2):
-                with forward_ad.dual_level():
-                    dist.barrier()
-                    dist.barrier()
-
-    with pytest.raises(pr.CollectiveTimeout, match="forward AD, which other ranks have to leave"):
-        pr.launch(program, 2)
-    with forward_ad.dual_level():
-        pass
-
-
-# Parts of torch in which no rank waits inside a context, or whose state ranks may share.
-NOT_PER_RANK = {
-    "compilers": "_custom_class* _jit_internal.* _ops._mode* distributed.device_mesh.* library.*"
-    " nn.attention._f*",
-    "constants": "backends.cu*version backends.cu*ID *_BUILD_ROOT distributed._spmd_*",
-    "documented": "*._async_process_executor.* *.profiler._is_* *.rpc.* profiler.* *_cupti_*",
-    "groups": "distributed.distributed_c10d.*",
-    "processes": "*.elastic.* distributed.debug.* utils.data.*",
-    "refused": "*._context_parallel.*",
-    "registries": "*._extensions *_rendezvous_handlers *_composable_* nn.attention._registry.*"
-    " *_privateuse1_* _ops.cached_ops utils._zip.* *sharded_tensor.api.*",
-    "settings": "__future__.* _weights_only_unpickler.* backends.mha.* hub.* *._sharing_strategy",
-    "streams": "nn.parallel._functions.*",
-    "tests": "distributed._local_tensor.* *_symmetric_memory.* utils.benchmark.*",
-    "threads": "*_tls *_GLOBAL_DEVICE_CONTEXT",
-    "torch 2.11": "backends.mps._lib *._compiled_autograd_enabled utils._debug_mode._[A-Z]*",
-    "warnings": "*_warn* sparse.* *_annotate_decorated _utils._original_os_* utils.cpp_extension.*",
-}
-
-
-def test_globals_of_torch_are_known():
-    """A new ``global`` statement may belong to a context, of which ranks need their own."""
-    root, statement = Path(torch.__file__).parent, r"^ +global (\w+(?:, *\w+)*) *(?:#.*)?$"
-    parts = "autograd backends cpu distributed multiprocessing nn optim profiler sparse utils"
-    files = [f for part in parts.split() for f in (root / part).rglob("*.py")] + [
-        *root.glob("*.py")
-    ]
-    found = set()
-    for file in files:
-        module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        for names in re.findall(statement, file.read_text(encoding="utf-8"), re.MULTILINE):
-            found |= {f"{module}.{name}" for name in re.split(", *", names)}
-    patterns = " ".join(NOT_PER_RANK.values()).split()
-    for module, attribute, _ in state._GLOBALS:
-        patterns.append(f"{module.removeprefix('torch.')}.{attribute.rpartition('.')[2]}")
-    assert len(found) > 50
-    assert [n for n in sorted(found) if not any(fnmatchcase(n, p) for p in patterns)] == []
 
 
 # -- threads that a rank starts --------------------------------------------------------------------
@@ -385,27 +295,6 @@ def test_call_in_a_forked_child_is_refused():
     assert pr.launch(program, 2) == [7, 7]
 
 
-def test_thread_of_the_process_keeps_its_groups():
-    asked: list[Any] = []
-
-    def ask() -> None:
-        called.wait()
-        with pytest.raises(ValueError, match="not been initialized"):
-            dist.barrier()
-        asked.append(dist.is_initialized())
-
-    def program() -> None:
-        begin()
-        called.set()
-        outside.join()
-        dist.barrier()
-
-    called, outside = threading.Event(), threading.Thread(target=ask)
-    outside.start()
-    pr.launch(program, 2)
-    assert asked == [False]
-
-
 def test_thread_of_no_rank_is_told():
     """An executor from before the launch: its threads belong to the process."""
     pool = ThreadPoolExecutor(1)
@@ -420,29 +309,6 @@ def test_thread_of_no_rank_is_told():
 
 
 # -- torch's caches and globals --------------------------------------------------------------------
-
-
-def test_forward_of_ddp_leaves_no_module_active():
-    """torch 2.14 puts back the active module, which the forward of another rank may have set."""
-
-    class Waits(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            active = DistributedDataParallel._active_ddp_module
-            for _ in range(dist.get_rank() + 1):
-                dist.barrier()
-            assert DistributedDataParallel._active_ddp_module is active
-            assert active is not None
-            assert active.module is self
-            dist.barrier() if dist.get_rank() == 0 else None
-            return super().forward(x)
-
-    def program() -> None:
-        begin()
-        DistributedDataParallel(Waits(2, 1))(torch.ones(1, 2))
-
-    for seed in range(8):
-        pr.launch(program, 2, seed=seed)
-        assert DistributedDataParallel._active_ddp_module is None
 
 
 def test_meshes_of_ranks_differ():
@@ -469,17 +335,6 @@ def test_shared_module_is_refused():
         pr.launch(program, 2)
     for _ in range(2):
         pr.launch(program, 1)
-
-
-def test_shared_frozen_module_is_taken():
-    backbone = nn.Linear(2, 2).requires_grad_(False)
-
-    def program() -> None:
-        begin()
-        net = DistributedDataParallel(nn.Sequential(backbone, nn.Linear(2, 1)))
-        net(torch.ones(1, 2)).sum().backward()
-
-    pr.launch(program, 2)
 
 
 def test_operator_of_two_ranks_is_refused():

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from calls import SHARES, Call, Part
 from oracle import same_bits
-from process_checks import least_growth
 from ranks import crews, new_name
 from transports import check_on_rank
 
@@ -91,29 +90,6 @@ def test_mixed_kinds_of_device_raise(new_crew):
         assert "could not make the group" not in text, text
 
 
-def on_rank_device(state: SimpleNamespace) -> list[str]:
-    meta = torch.empty(3, device="meta")
-    texts = []
-    for call in (state.comm.all_reduce, state.comm.broadcast):
-        with pytest.raises(errors.RingarError) as caught:
-            call(meta)
-        texts.append(str(caught.value))
-    return [str(state.comm.device), repr(state.comm), *texts]
-
-
-def test_device_is_shown(crew_of):
-    device, text, *refusals = crew_of(2).run(on_rank_device)[0]
-    assert device == "cpu"
-    assert "device='cpu'" in text
-    assert all("meta" in refusal for refusal in refusals)
-
-
-def test_least_growth_is_the_leak():
-    assert least_growth([1000, 950, 900, 850]) == 50
-    others = [1000, 100, 700, 300, 1000]
-    assert least_growth(others) < 0
-
-
 # -- on a GPU --------------------------------------------------------------------------------------
 
 
@@ -161,66 +137,10 @@ def on_rank_streams(state) -> None:
             assert result.unique().tolist() == [2 * total], round_
 
 
-def on_rank_gradients_on_side_streams(state) -> None:
-    net = torch.nn.ParameterList(torch.zeros(1000, device="cuda") for _ in range(3))
-    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-
-    class Late(torch.autograd.Function):
-        @staticmethod
-        def forward(_, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(_, grad):
-            torch.cuda._sleep(3_000_000)
-            return grad * (state.rank + 1)
-
-    with pr.GradientBucketer([net], comm=state.comm, op="sum") as bucketer:
-        for round_ in range(5):
-            parts = []
-            for stream, param in zip(streams, net, strict=True):
-                with torch.cuda.stream(stream):
-                    parts.append(Late.apply(param).sum())
-            torch.cuda.synchronize()
-            sum(parts).backward()
-            bucketer.wait()
-            total = sum(range(1, state.world_size + 1))
-            for param in net:
-                assert param.grad.unique().tolist() == [total], round_
-                param.grad = None
-
-
-def on_rank_arguments(state) -> None:
-    host = torch.ones(3)
-    with pytest.raises(errors.ArgumentError, match="tensor is on cpu, expected cuda:0"):
-        state.comm.all_reduce(host)
-    with pytest.raises(errors.ArgumentError, match=r"tensors\[1\] is on cpu, expected cuda:0"):
-        state.comm.all_reduce([host.cuda(), host])
-    with pytest.raises(errors.UnsupportedError, match="complex64"):
-        state.comm.all_reduce(torch.ones(3, dtype=torch.complex64, device="cuda"))
-    with pytest.raises(errors.UnsupportedError, match="algorithm is 'ring'"):
-        state.comm.all_reduce(host.cuda(), algorithm="ring")
-    with (
-        pr.ProcessCommunicator(
-            state.store, state.rank, state.world_size, name=state.name + "/cpu"
-        ) as comm,
-        pytest.raises(errors.ArgumentError, match="is on cuda:0, expected cpu"),
-    ):
-        comm.all_reduce(host.cuda())
-
-
-CASES = [
-    on_rank_streams,
-    on_rank_gradients_on_side_streams,
-    on_rank_arguments,
-]
-
-
 @gpu
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("on_rank_"))
-def test_on_one_gpu(gpu_crew_of, case, world_size):
-    gpu_crew_of(world_size).run(case)
+def test_streams(gpu_crew_of, world_size):
+    gpu_crew_of(world_size).run(on_rank_streams)
 
 
 @gpu
@@ -306,28 +226,6 @@ def test_killed_rank_with_busy_device(new_gpu_crew):
     crew.start(on_rank_synchronize, [0, 2])
     for outcome in crew.outcomes([0, 2], within_s=40):
         assert outcome.error is None, outcome.trace
-
-
-def on_rank_memory(state, rounds: int) -> list[int]:
-    torch.cuda.init()
-    free = []
-    for round_ in range(rounds):
-        name = f"{state.name}/memory-{round_}"
-        with pr.ProcessCommunicator(
-            state.store, state.rank, state.world_size, name=name, device="cuda:0"
-        ) as comm:
-            comm.all_reduce(torch.ones(5, device="cuda"))
-        state.comm.barrier()
-        torch.cuda.synchronize()
-        free.append(torch.cuda.mem_get_info()[0])
-    return free
-
-
-@gpu
-def test_close_frees_memory(new_gpu_crew):
-    crew = new_gpu_crew(2)
-    for free in crew.run(on_rank_memory, rounds=6):
-        assert least_growth(free[1:]) < limit_bytes("process_slot"), free
 
 
 def on_rank_set_allocator(state) -> None:

@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_faults import error_of
+from process_checks import error_of
 from ranks import Died, run_cases, run_group
 from test_distributed import check, verdicts
 

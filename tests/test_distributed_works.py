@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from datetime import timedelta
-from unittest import mock
 
 import distributed_works
 import pytest
 import torch
 from ranks import Died, Failed, run_cases, run_group
-from test_distributed import IS_BACKEND_IN_PYTHON, check, verdicts
+from test_distributed import check, verdicts
 from torch.futures import Future
 
-import pyringar as pr
-from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.waits import Completer
 
 
@@ -52,23 +48,8 @@ def test_future_after_close_is_done():
     assert future.done()
 
 
-def refuse_threads(monkeypatch) -> None:
-    def refuse(self) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-
-
-def test_no_thread_can_start(monkeypatch):
-    completer = Completer("of test_no_thread")
-    with monkeypatch.context() as patch:
-        refuse_threads(patch)
-        with pytest.raises(pr.RingarError, match=r"futures of test_no_thread.*ulimit"):
-            completer.complete(Future(), lambda: None)
-    future: Future[None] = Future()
-    completer.complete(future, lambda: None)
-    future.wait()
-    completer.close()
+def refuse_start(self) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_no_further_thread_can_start(monkeypatch):
@@ -79,7 +60,7 @@ def test_no_further_thread_can_start(monkeypatch):
     for future in futures:
         completer.complete(future, lambda: None)  # starts the threads
     torch.futures.wait_all(futures)
-    refuse_threads(monkeypatch)
+    monkeypatch.setattr(threading.Thread, "start", refuse_start)
     blocked: Future[None] = Future()
     blocked.add_done_callback(lambda _: gate.wait(30))
     completer.complete(blocked, lambda: None)
@@ -90,16 +71,8 @@ def test_no_further_thread_can_start(monkeypatch):
     completer.close()
 
 
-def test_hooks_of_torch():
-    work = [("hooks", distributed_works.hooks_of_torch)]
-    check(run_group(run_cases, 2, work), "hooks")
-
-
-def test_failed_copy_raises_each_time():
-    for result in run_group(distributed_works.copy_fails, 2):
-        assert not isinstance(result, (Failed, Died)), result
-        assert len(result) == 5, result
-        assert all("no copy into this" in text for text in result), result
+def test_power_sgd():
+    check(run_group(run_cases, 2, [("hook", distributed_works.power_sgd)]), "hook")
 
 
 def test_peer_killed():
@@ -110,31 +83,3 @@ def test_peer_killed():
     assert [is_success for is_success, _ in answers] == [False, False]
     assert answers[0][1] == "PeerLostError"
     assert rows == [[0.0] * distributed_works.N] * 2, "what failed copies nothing"
-
-
-def test_nested_note_is_kept():
-    fallback = Fallback(None, 0, 1, timedelta(seconds=1), lambda _: None, lambda _: None)
-
-    first, second, third = (mock.Mock(**{"is_completed.return_value": False}) for _ in range(3))
-    meanwhile = [second]
-    first.is_completed.side_effect = lambda: bool(meanwhile and fallback.add(meanwhile.pop()))
-    fallback.add(first)
-    fallback.add(third)
-    assert set(fallback.under_way()) == {first, second, third}
-
-
-@pytest.mark.parametrize(
-    ("backend", "debug", "is_wrapped"),
-    [
-        ("ringar", None, False),
-        ("cpu:ringar", None, False),
-        ("cpu:ringar,cuda:gloo", None, IS_BACKEND_IN_PYTHON),
-        ("ringar", "DETAIL", IS_BACKEND_IN_PYTHON),
-    ],
-)
-def test_torch_wraps_works(backend, debug, is_wrapped):
-    """Of a Backend's work torch >= 2.14 passes on wait and get_future alone; README says so."""
-    env = {"TORCH_DISTRIBUTED_DEBUG": debug} if debug else None
-    results = run_group(distributed_works.wrapped, 2, backend=backend, env=env)
-    kind = "ProcessGroup" if is_wrapped else "RingarProcessGroup"
-    assert results == [(kind, not is_wrapped)] * 2

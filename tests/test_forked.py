@@ -216,12 +216,3 @@ def on_rank_forks_in_a_handler(state) -> str:
 def test_handler_forks_while_rank_waits(joined_crew):
     said = joined_crew(2, timeout=60).run(on_rank_forks_in_a_handler)[0]
     assert "a signal handler has called fork() while" in said
-
-
-def test_handler_forks_while_threads_wait():
-    with pr.Communicator(["cpu"] * 2) as comm:
-        comm._group.delay_rank(1, 1.5)
-        tensors = [torch.ones(3), torch.ones(3)]
-        comm.all_reduce(tensors, algorithm="ring", async_op=True)
-        said = outcome_in_forked_handler(lambda: comm.all_reduce(tensors))
-    assert "a signal handler has called fork() while" in said

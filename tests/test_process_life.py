@@ -51,21 +51,6 @@ def test_missing_algorithm_names_alternative(algorithm):
         comm.all_reduce(torch.ones(4), algorithm=algorithm)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda comm, x: comm.reduce(x, [x]), "reduce: .*; take all_reduce"),
-        (lambda comm, x: comm.reduce_coalesced([x], [[x]]), ": .*; take all_reduce_coalesced"),
-        (lambda comm, x: comm.broadcast_coalesced([x]), "broadcast_coalesced: .*; take broadcast"),
-    ],
-)
-def test_missing_operation_names_alternative(call, words):
-    with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as comm:
-        with pytest.raises(pr.UnsupportedError, match=words):
-            call(comm, torch.ones(4))
-        comm.all_reduce(torch.ones(4))
-
-
 # -- where ranks find each other -------------------------------------------------------------------
 
 
@@ -147,18 +132,3 @@ def test_two_communicators_at_once(state):
             assert_bits(two, reduced(parts, "sum"))
             found += [crc(one), crc(two)]
         return found
-
-
-def on_rank_describe(state) -> list:
-    comm = state.comm
-    assert comm.rank == state.rank
-    assert comm.world_size == state.world_size
-    assert [m.rank for m in comm.members] == list(range(state.world_size))
-    assert comm.members[state.rank].pid == os.getpid()
-    assert f"rank {state.rank} of {state.world_size}" in repr(comm)
-    return [m.pid for m in comm.members]
-
-
-def test_members_plan_and_repr(crew_of):
-    crew = crew_of(3)
-    assert crew.agree(on_rank_describe) == [rank.pid for rank in crew.ranks]
