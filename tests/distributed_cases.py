@@ -75,37 +75,6 @@ def finish(call: Callable[..., Any], how: str, *args: Any, **kwargs: Any) -> Non
 # -- all_reduce ------------------------------------------------------------------------------------
 
 
-def calls_on_the_group_itself(rank: int, size: int) -> None:
-    group = dist.group.WORLD
-    mine = torch.tensor([1.0 + rank])
-    for arguments in ((mine,), ([mine],), ([mine], dist.ReduceOp.SUM)):
-        mine.fill_(1.0 + rank)
-        group.allreduce(*arguments).wait()
-        assert mine.item() == size * (size + 1) / 2
-    mine = torch.tensor([1.0 + rank])
-    group.broadcast(mine, 0).wait()
-    assert mine.item() == 1.0
-    group.barrier().wait()
-
-
-def many_at_once(rank: int, size: int) -> None:
-    other = dist.new_group(list(range(size)))
-    tensors = [torch.full((1 + 100 * i,), float(i + rank)) for i in range(50)]
-    works = [
-        dist.all_reduce(t, group=other if i % 3 else None, async_op=True)
-        for i, t in enumerate(tensors)
-    ]
-    for work in reversed(works):
-        work.wait()
-    for i, tensor in enumerate(tensors):
-        assert (tensor == size * i + size * (size - 1) / 2).all()
-    for _ in range(20):  # nobody waits for these
-        dist.all_reduce(torch.ones(1000), async_op=True)
-        dist.all_reduce(torch.ones(1000), async_op=True).get_future()
-    dist.barrier()
-    dist.destroy_process_group(other)
-
-
 # -- coalesced -------------------------------------------------------------------------------------
 
 
@@ -293,8 +262,6 @@ def mistakes(rank: int, size: int) -> None:
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
-        calls_on_the_group_itself,
-        many_at_once,
         coalesced,
         delegated,
         messages,

@@ -7,16 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import unittest
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from programs import run_programs
 
-from pyringar import pytest_plugin
 from pyringar.cli import main
 
 PROGRAM = '''
@@ -210,23 +207,6 @@ def test_marked_tests_run_on_ranks(tmp_path):
     assert "not here" in told
     assert "the test ended with SystemExit(0)" in told
     assert "pytest_plugin.py" not in told, "failures are shown without our own lines"
-
-
-async def waits() -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("test", "kind", "words"),
-    [
-        (waits, None, "needs a function, not async def"),
-        (print, unittest.TestCase, "knows no unittest.TestCase"),
-    ],
-)
-def test_mark_without_meaning_is_refused(test, kind, words):
-    item = SimpleNamespace(obj=test, cls=kind, nodeid="test", get_closest_marker=lambda name: name)
-    with pytest.raises(pytest.UsageError, match=words):
-        pytest_plugin.pytest_collection_modifyitems([item])
 
 
 # -- torch's own tests -----------------------------------------------------------------------------

@@ -54,11 +54,6 @@ def test_malformed_device_raises(device, words):
         pr.ProcessCommunicator(device=device)
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-
-
 def check_slowly(store, check, keys) -> bool:
     is_there = check(store, keys)
     if not is_there:

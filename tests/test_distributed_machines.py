@@ -41,11 +41,6 @@ def test_works(case):
     check(verdicts("works", 2, machines="ab"), case)
 
 
-def test_hook_beside_gloo():
-    work = [("hook", distributed_training.data_parallel_hook)]
-    check(run_group(run_cases, 4, work, backend="gloo", machines="abba"), "hook")
-
-
 # -- groups ----------------------------------------------------------------------------------------
 
 CHOSEN = [[0, 2], [2, 0], [0, 1], [1, 0], [0, 1, 3], [3, 1, 0, 2], [1, 2, 3], [2], [3, 1]]

@@ -229,7 +229,6 @@ def test_ending_program_waits_for_late_peer(how, tmp_path):
 
 
 FAILED_PASS = """
-import sys
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -246,16 +245,14 @@ class Failing(torch.autograd.Function):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.last, self.batchnorm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
     def forward(self, x):
-        if sys.argv[1] != "failed":
-            return checkpoint(self.batchnorm, x, use_reentrant=False)
         kept = checkpoint(lambda x: self.first(x).sin(), x, use_reentrant=False)
         return self.last(kept + Failing.apply(self.first(x)))
 
 def step():
     torch.set_num_threads(1)
-    net = pr.DataParallel(Net(), ["cpu"] * 2, batchnorm="sync")
+    net = pr.DataParallel(Net(), ["cpu"] * 2)
     net(torch.rand(4, 3)).sum().backward()
 
 step()
@@ -263,11 +260,8 @@ step()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("why", "error"), [("refused", "checkpointing"), ("failed", "in backward")]
-)
-def test_failed_backward_does_not_crash_exit(why, error):
+def test_failed_backward_does_not_crash_exit():
     """What it leaves behind holds Python objects, and torch 2.15 keeps it until Python is gone."""
-    [done] = run_programs(FAILED_PASS, [why])
-    assert error in done.stderr
+    [done] = run_programs(FAILED_PASS, [])
+    assert "in backward" in done.stderr
     assert done.returncode == 1

@@ -25,9 +25,6 @@ from pyringar.distributed import HierarchicalCommunicator, between, hierarchical
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.distributed.machines import Column
 from pyringar.engine import load
-from pyringar.train import ImageData, TrainConfig, Trainer
-from pyringar.train.group import Processes
-from pyringar.train.synthetic import synthetic_images
 
 TWO_BY_TWO = "aabb"
 INTERLEAVED = "abab"
@@ -247,39 +244,6 @@ def slowly(rank, size, store):
 
 def test_timeout_counts_time_without_progress(pool):
     assert pool.check(slowly) == [numbers(0).tolist()] * 4
-
-
-# -- training --------------------------------------------------------------------------------------
-
-
-def garments() -> ImageData:
-    return ImageData("garments", *synthetic_images(60, 1), *synthetic_images(30, 2))
-
-
-def train_as_rank(rank, world_size, store, options):
-    os.environ["PYRINGAR_NODE_ID"] = TWO_BY_TWO[rank]
-    config = TrainConfig(ranks=world_size, **options)
-    group = Processes(config, store, rank, world_size)
-    with Trainer(config, garments(), group=group) as trainer:
-        result = trainer.run()
-    return result.params, result.losses, result.plan.algorithm, group.digest
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"batch_size": 20, "epochs": 1}, {"model": "resnet18", "width": 4, "epochs": 1}],
-    ids=["lenet", "resnet18"],
-)
-def test_training_matches_one_machine(pool, options):
-    with Trainer(TrainConfig(ranks=4, **options), garments()) as trainer:
-        alone = trainer.run()
-    answers = pool.check(train_as_rank, options)
-    for params, losses, algorithm, digest in answers:
-        assert algorithm == "hierarchical"
-        assert digest == answers[0][3] != ""
-        assert losses == pytest.approx(alone.losses, rel=1e-5)
-        for ours, theirs in zip(params, alone.params, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 # -- GPUs: NCCL needs one for each rank ------------------------------------------------------------
