@@ -7,7 +7,6 @@ import functools
 import gc
 import itertools
 import os
-import re
 import sys
 import time
 import zlib
@@ -23,8 +22,6 @@ from oracle import (
     reduced,
 )
 from ranks import Crew
-
-import pyringar as pr
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
@@ -130,23 +127,6 @@ def stop_in(state, phase: str, seconds: float = 50.0) -> None:
     state.comm._group.delay(phase, seconds)
 
 
-def refuse(state, words: str, error: str = "RingarError") -> None:
-    tensor = torch.ones(4)
-    comm = state.comm
-    calls = (
-        lambda: comm.all_reduce(tensor),
-        lambda: comm.barrier(),
-        lambda: comm.all_reduce(tensor, async_op=True).wait(),
-        lambda: comm.broadcast(tensor),
-    )
-    start = time.monotonic()
-    for call in calls:
-        with pytest.raises(getattr(pr, error), match=re.escape(words)):
-            call()
-    assert time.monotonic() - start < 1
-    assert torch.equal(tensor, torch.ones(4))
-
-
 def assert_all_lost(
     crew: Crew,
     survivors: Sequence[int],
@@ -158,13 +138,3 @@ def assert_all_lost(
         assert outcome.error == "PeerLostError", outcome
         assert crew.name(dead) in outcome.text, outcome.text
         assert outcome.at - died_at < within_s, f"{outcome.at - died_at:.2f} s"
-
-
-def assert_survivors_go_on(crew: Crew, survivors: list[int], error: str = "PeerLostError") -> None:
-    crew.run(refuse, survivors, words="failed before and cannot be used", error=error)
-    crew.run(leave_nothing, survivors)
-    crew.join(survivors)
-    crew.run(reduce, survivors, numel=LARGE)
-    assert crew.run(open_memories, survivors) == [[]] * len(survivors), "not sealed"
-    crew.run(leave_nothing, survivors)
-    assert not named_shared_memory()

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import forks_run_backward, mostly_slow
-from programs import run_programs
 from ranks import begin
 from torch.nn.parallel import DistributedDataParallel
 
@@ -167,31 +166,6 @@ def test_process_is_as_before():
             pr.launch(lambda: {}["nothing"], 2)
     assert process() == before
     torch.set_num_threads(own)
-
-
-OUTSIDE = """
-import torch, torch.distributed as dist, pyringar as pr
-store = dist.HashStore()
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-pair = dist.new_group([0])
-def program():
-    assert not dist.is_initialized()
-    dist.init_process_group()
-    x = torch.ones(1)
-    dist.all_reduce(x)
-    return int(x)
-assert pr.launch(program, 3) == [3, 3, 3]
-assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
-x = torch.ones(2)
-dist.all_reduce(x, group=pair)
-print(torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name).tolist())
-dist.destroy_process_group()
-"""
-
-
-def test_group_of_the_process_stays_its_own():
-    (done,) = run_programs(OUTSIDE, [])
-    assert done.stdout == "[1.0, 1.0]\n", done.stderr
 
 
 def test_second_cluster_is_refused():

@@ -6,12 +6,14 @@ import functools
 import importlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import distributed_cases
 import distributed_training
+import distributed_works
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +22,11 @@ from process_checks import error_of
 from programs import run_fresh
 from ranks import Died, Failed, run_cases, run_group
 from torch import nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar.distributed
+from pyringar.distributed.waits import Completer
 
 ROOT = Path(__file__).resolve().parents[1]
 IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
@@ -102,6 +106,56 @@ def compiled(rank: int, size: int) -> Any:
 def test_compiled_programs():
     results = run_group(compiled, 2, timeout_s=60, limit_s=120)
     assert results == [([[0, 1, 2], [1, 2, 3]], True)] * 2, results
+
+
+# -- works and futures -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", distributed_works.CASES)
+def test_works(case, size):
+    check(verdicts("works", size), case)
+
+
+# -- threads that complete futures -----------------------------------------------------------------
+
+
+def threads_of(name: str) -> int:
+    return sum(name in thread.name for thread in threading.enumerate())
+
+
+def test_slow_callbacks_start_few_threads():
+    completer = Completer("of test_few_threads")
+    futures: list[Future[None]] = [Future() for _ in range(100)]
+    for future in futures:
+        future.add_done_callback(lambda _: time.sleep(0.005))
+        completer.complete(future, lambda: None)
+    torch.futures.wait_all(futures)
+    assert threads_of("of test_few_threads") <= 12  # not one for each future
+    completer.close()
+    assert threads_of("of test_few_threads") == 0
+
+
+def test_future_after_close_is_done():
+    completer = Completer("of test_future_after_the_end")
+    completer.close()
+    future: Future[None] = Future()
+    completer.complete(future, lambda: None)
+    assert future.done()
+
+
+def test_power_sgd():
+    check(run_group(run_cases, 2, [("hook", distributed_works.power_sgd)]), "hook")
+
+
+def test_peer_killed():
+    survivor, dead = run_group(distributed_works.peer_killed, 2)
+    assert dead == Died(-9)
+    assert not isinstance(survivor, Failed), survivor
+    answers, rows = survivor
+    assert [is_success for is_success, _ in answers] == [False, False]
+    assert answers[0][1] == "PeerLostError"
+    assert rows == [[0.0] * distributed_works.N] * 2, "what failed copies nothing"
 
 
 # -- failures --------------------------------------------------------------------------------------

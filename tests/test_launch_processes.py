@@ -111,7 +111,8 @@ def test_ranks_have_the_state_of_new_processes():
     assert processes[0][0] != processes[1][0]
 
 
-def test_caller_may_have_a_group(tmp_path):
+@pytest.mark.parametrize("processes", [False, True])
+def test_caller_may_have_a_group(tmp_path, processes):
     def program():
         assert not dist.is_initialized()
         x = torch.ones(1)
@@ -121,8 +122,9 @@ def test_caller_may_have_a_group(tmp_path):
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        assert launch(program, 3) == [(3.0, 3)] * 3
-        assert dist.get_world_size() == 1
+        assert pr.launch(program, 3, processes=processes) == [(3.0, 3)] * 3
+        assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
+        dist.all_reduce(torch.ones(2))
     finally:
         dist.destroy_process_group()
 
