@@ -72,9 +72,6 @@ def finish(call: Callable[..., Any], how: str, *args: Any, **kwargs: Any) -> Non
         work.wait()
 
 
-# -- all_reduce ------------------------------------------------------------------------------------
-
-
 # -- coalesced -------------------------------------------------------------------------------------
 
 
@@ -229,12 +226,6 @@ def functional(rank: int, size: int) -> None:
     scattered = funcol.reduce_scatter_tensor(torch.ones(size * 3), "sum", 0, group)
     assert scattered.tolist() == [float(size)] * 3
     assert funcol.broadcast(mine, 0, group).tolist() == [1.0] * 4
-    both = funcol.all_reduce_coalesced([mine, mine + 1], "sum", group)
-    assert both[1][0].item() == total + size
-    many = funcol.all_gather_into_tensor_coalesced([mine, mine[:1]], group)
-    assert many[1].tolist() == [1.0 + r for r in range(size)]
-    many = funcol.reduce_scatter_tensor_coalesced([torch.ones(size)], "sum", [0], group)
-    assert many[0].tolist() == [float(size)]
     swapped = funcol.all_to_all_single(torch.full((size,), float(rank)), None, None, group)
     assert swapped.tolist() == list(range(size))
 

@@ -278,9 +278,6 @@ CASES: dict[str, Case] = {
 }
 
 
-# -- failures, and what torch wraps ----------------------------------------------------------------
-
-
 def peer_killed(rank: int, size: int) -> Any:
     dist.all_reduce(torch.ones(1))
     if rank == 1:

@@ -9,7 +9,6 @@ import itertools
 import os
 import sys
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from oracle import (
     assert_bits,
-    bits,
     inputs,
     reduced,
 )
@@ -40,16 +38,6 @@ def least_growth(free: Sequence[int]) -> int:
     A leak grows between any two samples; the memory of other processes also shrinks.
     """
     return min(before - after for before, after in itertools.pairwise(free))
-
-
-# -- checked against the oracle --------------------------------------------------------------------
-
-
-def crc(*tensors: torch.Tensor) -> int:
-    value = 0
-    for tensor in tensors:
-        value = zlib.crc32(bits(tensor).numpy().tobytes(), value)
-    return value
 
 
 @functools.cache

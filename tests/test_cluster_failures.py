@@ -151,7 +151,7 @@ def test_exception_reaches_all_ranks():
     def program() -> None:
         try:
             if begin() == 2:
-                raise KeyError("no such layer")
+                raise KeyError("no such layer" + "!" * 10**6)
             dist.barrier()
         except pr.PeerLostError as error:
             heard[dist.get_rank()] = str(error)
@@ -160,10 +160,13 @@ def test_exception_reaches_all_ranks():
     with pytest.raises(KeyError) as caught:
         pr.launch(program, K)
     lines = "".join(traceback.format_exception(caught.value))
-    assert 'raise KeyError("no such layer")' in lines
+    assert 'raise KeyError("no such layer"' in lines
     if hasattr(caught.value, "__notes__"):
         assert "raised by rank 2 of 4, seed=0 repeats this run" in lines
-    assert heard == dict.fromkeys((0, 1, 3), "rank 2 raised KeyError: 'no such layer'")
+    assert heard.keys() == {0, 1, 3}
+    for text in heard.values():
+        assert text.startswith("rank 2 raised KeyError: 'no such layer!")
+        assert len(text) < 3000
 
 
 def test_wait_with_limit_takes_no_time():
@@ -201,28 +204,20 @@ class NeedyError(Exception):
 ERRORS = {
     "no text": NoTextError(),
     "two arguments": NeedyError(1, 2),
-    "long": ValueError("x" * 10**6),
     "exit": SystemExit(3),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_any_exception_is_raised_as_it_is(name):
-    heard: list[int] = []
-
     def program() -> None:
         if begin() == 1:
             raise ERRORS[name]
-        try:
-            dist.barrier()
-        except pr.PeerLostError as told:
-            heard.append(len(str(told)))
-            raise
+        dist.barrier()
 
     with pytest.raises(type(ERRORS[name])) as caught:
         pr.launch(program, 3)
     assert caught.value is ERRORS[name]
-    assert all(length < 3000 for length in heard)
 
 
 def test_rank_that_catches_everything_is_ended():
@@ -238,9 +233,6 @@ def test_rank_that_catches_everything_is_ended():
         pr.launch(program, 3, timeout=0.5)
     assert time.monotonic() - began_s < 8
     assert threading.active_count() == num_threads
-
-
-# -- futures ---------------------------------------------------------------------------------------
 
 
 def test_callbacks_exception_is_a_runtime_error():

@@ -83,29 +83,14 @@ def compiled_calls(x: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def gradients(rank: int, wraps: Any) -> torch.Tensor:
-    torch.manual_seed(0)
-    net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    program = wraps(net)
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(2):
-        program(torch.randn(6, 4, generator=generator)).pow(3).sum().backward()
-    return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-
 def compiled(rank: int, size: int) -> Any:
-    def compiles(program: Any) -> Any:
-        return torch.compile(program, backend="eager")
-
-    rows = compiles(compiled_calls)(torch.arange(3.0) + 10 * rank)
-    same = torch.equal(gradients(rank, compiles), gradients(rank, lambda net: net))
-    return rows.tolist(), same
+    program = torch.compile(compiled_calls, backend="eager")
+    return program(torch.arange(3.0) + 10 * rank).tolist()
 
 
 @pytest.mark.slow
 def test_compiled_programs():
-    results = run_group(compiled, 2, timeout_s=60, limit_s=120)
-    assert results == [([[0, 1, 2], [1, 2, 3]], True)] * 2, results
+    assert run_group(compiled, 2, timeout_s=60, limit_s=120) == [[[0, 1, 2], [1, 2, 3]]] * 2
 
 
 # -- works and futures -----------------------------------------------------------------------------

@@ -41,8 +41,6 @@ def test_works(case):
     check(verdicts("works", 2, machines="ab"), case)
 
 
-# -- groups ----------------------------------------------------------------------------------------
-
 CHOSEN = [[0, 2], [2, 0], [0, 1], [1, 0], [0, 1, 3], [3, 1, 0, 2], [1, 2, 3], [2], [3, 1]]
 
 
@@ -82,9 +80,6 @@ def subgroups(rank: int, size: int) -> None:
 @pytest.mark.parametrize("machines", ["aabb", pytest.param("abac", marks=pytest.mark.slow)])
 def test_groups_hold_any_ranks(machines):
     check(run_group(run_cases, 4, [("groups", subgroups)], machines=machines), "groups")
-
-
-# -- failures --------------------------------------------------------------------------------------
 
 
 def machine_lost(rank: int, size: int, how: str) -> Any:

@@ -47,8 +47,6 @@ def floats(numel: int, rank: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-# -- bits ------------------------------------------------------------------------------------------
-
 PLACES = ["abab", "abbb", "aaba", "abca", "abcd", "aaaa"]
 
 
@@ -128,9 +126,6 @@ def test_pieces_cross_while_next_is_summed(pool):
     for events in pool.check(overlapped_as_rank):
         for number in range(1, 8):  # 0 compares the calls
             assert events.index(("begin", number + 1)) < events.index(("wait", number)), events
-
-
-# -- what differs, what is refused -----------------------------------------------------------------
 
 
 def choose_as_rank(rank, world_size, store, machines, order):

@@ -158,9 +158,6 @@ def test_store_dies_later(new_crew):
     crew.run(reduce, [1, 2])
 
 
-# -- memory ----------------------------------------------------------------------------------------
-
-
 def used_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 

@@ -12,7 +12,7 @@ import types
 
 import pytest
 import torch
-from parallel_nets import Branches, Tied, assert_same, tokens
+from parallel_nets import Tied, assert_same, tokens
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -102,44 +102,6 @@ def test_writes_into_input_are_right(write, requires_grad):
 
 # -- 04 pytorch#47562, learn2learn#128 and 05 pytorch#30439 are in test_parallel_module.py ---
 # -- 13 pytorch#117275 and #136929: test_parameter_attributes_are_kept in test_replicate.py ---
-
-
-# -- 07 pytorch#65907, #22095, #175024: buffers between forward and backward ---
-
-
-def normed():
-    return nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2))
-
-
-def call_twice(net, x):
-    (net(x).sum() + net(x).sum()).backward()
-
-
-def evaluate_between(net, x):
-    out = net(x)
-    net.eval()
-    with torch.no_grad():
-        net(x)
-    net.train()
-    out.sum().backward()
-
-
-def freeze_twice(net, x):
-    net.eval()
-    out = net(x)
-    net.eval()
-    out.sum().backward()
-
-
-@pytest.mark.parametrize("make", [Branches, normed])
-@pytest.mark.parametrize("case", [call_twice, evaluate_between, freeze_twice])
-def test_calls_between_forward_and_backward_are_allowed(make, case):
-    plain, x = make(), torch.randn(4, 5)
-    net = parallel(copy.deepcopy(plain))
-    case(net, x)
-    case(plain, x)
-    if make is Branches or case is freeze_twice:  # else the shards' own statistics count
-        assert_same(net, plain, 1e-5)
 
 
 # -- 15 pytorch#44951: scripted modules ---
@@ -256,24 +218,8 @@ class Lists(nn.Module):
         return sum(p * x for p in self.ps) + self.pd["a"]
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.l = nn.LSTM(3, 4, num_layers=2, batch_first=True)
-
-    def forward(self, x):
-        return self.l(x.unsqueeze(1).repeat(1, 3, 1))[0]
-
-
-def parametrized():
-    net = Recurrent()
-    nn.utils.parametrize.register_parametrization(net.l, "weight_hh_l0", nn.Tanh())
-    return net
-
-
 KEEP = {
     "parameter lists": Lists,
-    "parametrized LSTM": parametrized,
     "old weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
     "attention": lambda: nn.TransformerEncoderLayer(3, 1, 8, dropout=0.0, batch_first=True),
 }

@@ -10,6 +10,8 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +23,8 @@ import torch
 import torch.distributed as dist
 from cases import mostly_slow
 from process_checks import mapped_memories, needs_linux, open_memories, settled
-from ranks import connect, join, new_name, value_of
+from programs import ROOT
+from ranks import connect, free_port, join, new_name, value_of
 
 import pyringar as pr
 from pyringar.comm.member import Member
@@ -33,9 +36,6 @@ pytestmark = needs_linux
 # Ranks hear of a death within this on a busy machine; deadlines are far behind it.
 PROMPT_S = 5.0
 LONG_S = 30.0
-
-
-# -- what ranks do ---------------------------------------------------------------------------------
 
 
 def reduce(state) -> None:
@@ -218,9 +218,7 @@ def fail_when_mapped(state, why: str, **options) -> None:
 
 
 @pytest.mark.parametrize(
-    "why",
-    ["planted", "planted \udcff", "planted" + 1000 * "\U0001f600"],
-    ids=["short", "surrogate", "long"],
+    "why", ["planted \udcff", "planted" + 1000 * "\U0001f600"], ids=["odd", "long"]
 )
 def test_rank_that_fails_last_tells_others(new_crew, why):
     crew = new_crew(3)
@@ -239,6 +237,55 @@ def test_different_world_sizes_raise(new_crew):
         assert outcome.error == "ArgumentError", outcome
         assert "world_size is 3 for rank 1 and 2 for rank 0 (process" in outcome.text, outcome
         assert outcome.seconds < PROMPT_S + 5
+
+
+# -- restarts by torchrun, whose agent keeps the store --------------------------------------------
+
+WORKER = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import pyringar as pr
+import pyringar.distributed
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+if sys.argv[1] == "backend":
+    dist.init_process_group("ringar")
+    reduce = dist.all_reduce
+    dist.all_gather_object([None] * 3, rank)  # partly gloo's
+    dist.barrier()
+else:
+    reduce = pr.ProcessCommunicator(timeout=120).all_reduce
+for step in range(4):
+    tensor = torch.arange(5.0) + rank
+    reduce(tensor)
+    assert torch.equal(tensor, 3 * torch.arange(5.0) + 3), tensor
+    if attempt == 0 and rank == int(sys.argv[2]) and step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+print(f"attempt {attempt} rank {rank} is done\\n", end="", flush=True)
+if sys.argv[1] == "backend":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["backend", "communicator"])
+@pytest.mark.parametrize("form", ["static", "standalone", "c10d"])
+def test_one_restart_for_one_fault(tmp_path, form, kind):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    options = {
+        "static": ["--master-port", str(free_port())],
+        "standalone": ["--standalone"],
+        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"],
+    }[form]
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    command += ["--nproc-per-node", "3", "--max-restarts", "1", str(script), kind, "1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for rank in range(3):
+        assert f"attempt 1 rank {rank} is done" in ended.stdout, ended.stdout
 
 
 # -- malformed values ------------------------------------------------------------------------------
@@ -368,9 +415,6 @@ def test_pause_is_short_beside_the_wait(monkeypatch):
         pr.ProcessCommunicator(dist.HashStore(), 0, 2, name=new_name(), timeout=0.3)
     assert len(pauses) > 20
     assert all(pause_s <= max(0.001, waited_s / 8) for pause_s, waited_s in pauses)
-
-
-# -- machines --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", ["\udcff", "\N{SNOWMAN}" * 200, "a\nb"])

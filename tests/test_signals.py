@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -107,9 +106,6 @@ def test_ctrl_c_ends_joining(new_crew, rank):
     crew.run(reduce)
 
 
-# -- what handlers are refused ---------------------------------------------------------------------
-
-
 def use_group(state) -> list[str]:
     tensor = torch.ones(3)
     calls = [
@@ -147,32 +143,6 @@ def test_handler_cannot_use_waiting_group(new_crew, where):
     assert len(told) == (1 if is_work else 4)
     assert all(f"a signal handler cannot {words}" in text for text in told), told
     crew.run(reduce)
-
-
-# -- waits of other threads ------------------------------------------------------------------------
-
-
-def close_while_another_thread_waits(state) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(state.comm.barrier)
-        time.sleep(0.2)
-        state.comm.close()
-        call.result()
-
-
-def call_late(state) -> None:
-    time.sleep(0.4)
-    state.comm.barrier()
-
-
-def test_close_waits_for_thread(joined_crew):
-    crew = joined_crew(2, timeout=20)
-    crew[0].start(close_while_another_thread_waits)
-    crew[1].call(call_late)
-    value_of(crew[0].outcome())
-
-
-# -- ranks in one process --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -226,8 +196,6 @@ def test_signal_ends_wait_in_one_process(what):
     else:
         assert torch.equal(pair[0], torch.full((8,), 2.0))
 
-
-# -- the end of the interpreter --------------------------------------------------------------------
 
 DAEMONS = """
 import threading, time, torch, pyringar as pr

@@ -79,7 +79,7 @@ ELSEWHERE = {
         "test_launch_interrupts.py::test_handler_exception_ends_ranks",
     ],
     "exit": ["test_exits.py::test_forked_child_ends"],
-    "fork": ["test_forked.py::test_child_cannot_use_threads"],
+    "fork": ["test_exits.py::test_child_cannot_use_threads"],
     "nothing-left": ["test_communicator.py::test_threads_end_with_the_communicator"],
 }
 
