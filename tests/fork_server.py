@@ -1,8 +1,7 @@
 """Processes for tests, forked in milliseconds: importing torch takes seconds of a core.
 
-One process imports torch and pyringar, starts no thread, and forks programs (tests/programs.py).
-Its child, which has also imported what optimizers take at first use, forks ranks (tests/ranks.py).
-All die with the tests.
+One process imports torch, pyringar, and what optimizers take at first use, starts no thread, and
+forks ranks (tests/ranks.py). All die with the tests.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import programs
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -68,16 +66,14 @@ def servers() -> dict[str, ForkServer]:
     from pyringar.engine import load
 
     load.engine()  # built once, before a process that waits for another needs it
-    pairs = {what: socket.socketpair() for what in ("programs", "ranks")}
-    theirs = [pair[1].fileno() for pair in pairs.values()]
-    command = [sys.executable, str(HERE / "fork_server.py"), *map(str, theirs)]
-    subprocess.Popen(command, pass_fds=theirs, cwd=HERE)
-    for _, their in pairs.values():
-        their.close()
-    return {what: ForkServer(ours) for what, (ours, _) in pairs.items()}
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, str(HERE / "fork_server.py"), str(theirs.fileno())]
+    subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=HERE)
+    theirs.close()
+    return {"ranks": ForkServer(ours)}
 
 
-# -- in the servers --------------------------------------------------------------------------------
+# -- in the server ---------------------------------------------------------------------------------
 
 
 def _die_with_parent() -> None:
@@ -114,7 +110,7 @@ def _be_rank(channel: int) -> None:
 
 
 def _serve(control: socket.socket) -> None:
-    """Fork what is asked for until nobody asks any more; returns in a program that has ended."""
+    """Fork ranks until no test asks any more."""
     control.sendall(f"{os.getpid()}\n".encode())
     while True:
         message, descriptors, *_ = socket.recv_fds(control, 256, 4)
@@ -124,46 +120,36 @@ def _serve(control: socket.socket) -> None:
         if verb == "reap":
             reply = os.waitpid(int(what), 0)[1]
         else:
-            if what != "program":
-                _import(what)
+            _import(what)
             reply = os.fork()
             if reply == 0:
                 control.close()
                 _die_with_parent()
                 _mend_torch()
-                if what == "program":
-                    os.setsid()
-                return programs.become(descriptors) if what == "program" else _be_rank(*descriptors)
+                _be_rank(*descriptors)
             for fd in descriptors:
                 os.close(fd)
         control.sendall(f"{reply}\n".encode())
 
 
-def _main(for_programs: socket.socket, for_ranks: socket.socket) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's: programs and ranks take it back
+def _main(control: socket.socket) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's: ranks take it back
     sys.path.append(str(HERE / "conformance"))  # ranks run functions of its modules
     _die_with_parent()
     import torch
 
     torch.set_num_threads(1)
-    from pyringar.engine import load
-
-    load.engine()
-    gc.freeze()  # also shortens the end of programs
-    if os.fork():
-        for_ranks.close()
-        return _serve(for_programs)
-    for_programs.close()
-    _die_with_parent()
     import torch._dynamo  # seconds, which optimizers and DistributedDataParallel take at first use
 
     import pyringar
+    from pyringar.engine import load
 
+    load.engine()
     for name in pyringar.__all__:
-        getattr(pyringar, name)  # or each rank would import it, one that has become nobody in vain
+        getattr(pyringar, name)  # or each rank would import it
     gc.freeze()
-    return _serve(for_ranks)
+    _serve(control)
 
 
 if __name__ == "__main__":
-    _main(*(socket.socket(fileno=int(word)) for word in sys.argv[1:]))
+    _main(socket.socket(fileno=int(sys.argv[1])))

@@ -7,10 +7,8 @@ import functools
 import gc
 import itertools
 import os
-import re
 import sys
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,13 +16,10 @@ import pytest
 import torch
 from oracle import (
     assert_bits,
-    bits,
     inputs,
     reduced,
 )
-from ranks import Crew, Outcome
-
-import pyringar as pr
+from ranks import Crew
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
@@ -45,23 +40,9 @@ def least_growth(free: Sequence[int]) -> int:
     return min(before - after for before, after in itertools.pairwise(free))
 
 
-# -- checked against the oracle --------------------------------------------------------------------
-
-
-def crc(*tensors: torch.Tensor) -> int:
-    value = 0
-    for tensor in tensors:
-        value = zlib.crc32(bits(tensor).numpy().tobytes(), value)
-    return value
-
-
 @functools.cache
 def parts_of(numel: int, world_size: int) -> list[torch.Tensor]:
     return inputs(numel, torch.float32, world_size, seed=3)
-
-
-def prepare(state, numel: int) -> None:
-    parts_of(numel, state.world_size)
 
 
 def reduce(state, numel: int = SMALL, calls: int = 1) -> None:
@@ -118,34 +99,20 @@ def settled(read: Callable[[], Any], want: object) -> Any:
 # -- ranks that fail -------------------------------------------------------------------------------
 
 
+def error_of(call: Callable[[], object]) -> tuple[str, list[str], str, float]:
+    """Return the class of a call's error, all its classes, its text, and the call's seconds."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        names = [kind.__name__ for kind in type(error).__mro__]
+        return names[0], names, str(error), time.monotonic() - began
+    return "none", [], "", time.monotonic() - began
+
+
 def stop_in(state, phase: str, seconds: float = 50.0) -> None:
     """Stay in this phase of the next call, to be killed or stopped there."""
     state.comm._group.delay(phase, seconds)
-
-
-def refuse(state, words: str, error: str = "RingarError") -> None:
-    tensor = torch.ones(4)
-    comm = state.comm
-    calls = (
-        lambda: comm.all_reduce(tensor),
-        lambda: comm.barrier(),
-        lambda: comm.all_reduce(tensor, async_op=True).wait(),
-        lambda: comm.broadcast(tensor),
-    )
-    start = time.monotonic()
-    for call in calls:
-        with pytest.raises(getattr(pr, error), match=re.escape(words)):
-            call()
-    assert time.monotonic() - start < 1
-    assert torch.equal(tensor, torch.ones(4))
-
-
-def assert_lost(
-    outcome: Outcome, dead: int, crew: Crew, died_at: float, within_s: float = PROMPT_S
-) -> None:
-    assert outcome.error == "PeerLostError", outcome
-    assert crew.name(dead) in outcome.text, outcome.text
-    assert outcome.at - died_at < within_s, f"{outcome.at - died_at:.2f} s"
 
 
 def assert_all_lost(
@@ -156,14 +123,6 @@ def assert_all_lost(
     within_s: float = PROMPT_S,
 ) -> None:
     for outcome in crew.outcomes(survivors):
-        assert_lost(outcome, dead, crew, died_at, within_s)
-
-
-def assert_survivors_go_on(crew: Crew, survivors: list[int], error: str = "PeerLostError") -> None:
-    crew.run(refuse, survivors, words="failed before and cannot be used", error=error)
-    crew.run(leave_nothing, survivors)
-    crew.join(survivors)
-    crew.run(reduce, survivors, numel=LARGE)
-    assert crew.run(open_memories, survivors) == [[]] * len(survivors), "not sealed"
-    crew.run(leave_nothing, survivors)
-    assert not named_shared_memory()
+        assert outcome.error == "PeerLostError", outcome
+        assert crew.name(dead) in outcome.text, outcome.text
+        assert outcome.at - died_at < within_s, f"{outcome.at - died_at:.2f} s"

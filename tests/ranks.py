@@ -108,6 +108,12 @@ def new_store() -> Any:
     )
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class Rank:
     def __init__(self) -> None:
         test = os.environ.get("PYTEST_CURRENT_TEST", "oracle.py")
@@ -147,12 +153,11 @@ class Rank:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def kill(self, *, reaped: bool = True) -> float:
-        """SIGKILL; when, on the monotonic clock. Without ``reaped`` it stays as a zombie."""
+    def kill(self) -> float:
+        """SIGKILL; when, on the monotonic clock."""
         at = time.monotonic()
         os.kill(self.pid, signal.SIGKILL)
-        if reaped:
-            self.reap()
+        self.reap()
         return at
 
     def reap(self) -> int:
@@ -226,24 +231,20 @@ class Crew:
     ) -> list[Outcome]:
         return [self.ranks[rank].outcome(within_s) for rank in self._chosen(ranks)]
 
-    def values(self, ranks: Sequence[int] | None = None, within_s: float = LONG_S) -> list[Any]:
-        return [value_of(outcome) for outcome in self.outcomes(ranks, within_s)]
+    def values(self, ranks: Sequence[int] | None = None) -> list[Any]:
+        return [value_of(outcome) for outcome in self.outcomes(ranks)]
 
     def run(
-        self,
-        function: Function,
-        ranks: Sequence[int] | None = None,
-        within_s: float = LONG_S,
-        **arguments: Any,
+        self, function: Function, ranks: Sequence[int] | None = None, **arguments: Any
     ) -> list[Any]:
         self.is_whole = False
         self.start(function, ranks, **arguments)
-        values = self.values(ranks, within_s)
+        values = self.values(ranks)
         self.is_whole = True
         return values
 
-    def agree(self, function: Function, within_s: float = LONG_S, **arguments: Any) -> Any:
-        values = self.run(function, within_s=within_s, **arguments)
+    def agree(self, function: Function, **arguments: Any) -> Any:
+        values = self.run(function, **arguments)
         assert all(value == values[0] for value in values), values
         return values[0]
 
@@ -320,7 +321,7 @@ def crews(**options: Any) -> Iterator[Callable[[int], Crew]]:
             crew.close()
 
 
-def on_ranks(*world_sizes: int, within_s: float = LONG_S) -> Callable[[Function], Function]:
+def on_ranks(*world_sizes: int) -> Callable[[Function], Function]:
     """Make a test of a function that all ranks run, of ``crew_of(k)``, and return the same from.
 
     Its first parameter is the rank's ``state``; the others are parameters of the test.
@@ -329,7 +330,7 @@ def on_ranks(*world_sizes: int, within_s: float = LONG_S) -> Callable[[Function]
     def decorate(body: Function) -> Function:
         @functools.wraps(body)
         def test(crew_of: Any, world_size: int, **arguments: Any) -> None:
-            crew_of(world_size).agree(body, within_s=within_s, **arguments)
+            crew_of(world_size).agree(body, **arguments)
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         own = [inspect.Parameter(name, kind) for name in ("crew_of", "world_size")]

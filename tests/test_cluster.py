@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import os
@@ -19,16 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import forks_run_backward, mostly_slow
-from programs import run_programs
-from ranks import run_group
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from ranks import begin
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
-from pyringar.cluster import cluster, internals
+from pyringar.cluster import calls, internals
 
-NEED_TWO = ("broadcast", "objects", "delegated", "groups", "messages")
+NEED_TWO = ("delegated", "groups", "messages")
 
 
 def run_case(case: Any, size: int) -> None:
@@ -65,13 +61,6 @@ def test_processes_run_torch_distributed(cases, name):
     pr.launch(run_case, 3, args=(cases.CASES[name], 3), processes=True)
 
 
-def test_results_come_by_rank():
-    def program(add: int, *, times: int) -> int:
-        return (int(os.environ["RANK"]) + add) * times
-
-    assert pr.launch(program, 3, args=(1,), kwargs={"times": 10}) == [10, 20, 30]
-
-
 REFUSED: dict[str, Callable[[], object]] = {
     "maximum of sparse": lambda: dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX),
     "sparse": lambda: dist.broadcast(torch.eye(2).to_sparse(), 0),
@@ -92,98 +81,6 @@ def test_refused_call_does_not_end_the_run(name):
         return 1
 
     assert pr.launch(program, 2) == [1, 1]
-
-
-# -- the bits of processes -------------------------------------------------------------------------
-
-STEPS, SEEDS = 3, range(4)
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(28, 32)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True) for _ in range(2)
-        )
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x.flatten(1, 2))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x.mean(1))
-
-
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2),
-        nn.AvgPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.AvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 84),
-        nn.Sigmoid(),
-        nn.Linear(84, 10),
-    )
-
-
-MODELS: dict[str, Any] = {"convolutions": convolutions, "transformer": Transformer}
-
-
-def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
-    if wrapper == "ddp":
-        return DistributedDataParallel(model, bucket_cap_mb=0.05)
-    for part in model.children():
-        if any(True for _ in part.parameters()) and not isinstance(part, nn.ModuleList):
-            fully_shard(part)
-    fully_shard(model)
-    return model
-
-
-def train(rank: int, size: int, name: str, wrapper: str, seed: int) -> bytes:
-    torch.manual_seed(seed)
-    model = wrapped(MODELS[name](), wrapper)
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    torch.manual_seed(1000 * seed + rank)  # of dropout, and of the data
-    for _ in range(STEPS):
-        x, y = torch.randn(8, 1, 28, 28), torch.randint(10, (8,))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    whole = [p.full_tensor() if wrapper == "fsdp2" else p for p in model.parameters()]
-    return b"".join(p.detach().numpy().tobytes() for p in whole)
-
-
-def train_all(rank: int, size: int, name: str, wrapper: str) -> list[bytes]:
-    return [train(rank, size, name, wrapper, seed) for seed in SEEDS]
-
-
-@functools.cache
-def of_processes(size: int, name: str, wrapper: str) -> list[list[bytes]]:
-    return run_group(train_all, size, name, wrapper)
-
-
-def train_on_thread(size: int, name: str, wrapper: str, seed: int) -> bytes:
-    dist.init_process_group("ringar")
-    return train(dist.get_rank(), size, name, wrapper, seed)
-
-
-@pytest.mark.parametrize(
-    ("size", "name", "wrapper"),
-    mostly_slow(
-        itertools.product([1, 2, 4], MODELS, ["ddp", "fsdp2"]),
-        (2, "transformer", "ddp"),
-    ),
-)
-def test_threads_have_the_bits_of_processes(size, name, wrapper):
-    wanted = of_processes(size, name, wrapper)
-    for seed in SEEDS:
-        found = pr.launch(train_on_thread, size, args=(size, name, wrapper, seed), seed=seed)
-        assert all(isinstance(bits, list) for bits in wanted), wanted
-        assert found == [bits[seed] for bits in wanted], f"seed {seed}"
-    assert len({bits[0] for bits in wanted}) == 1, "all ranks hold the same"
-    assert len(set(wanted[0])) == len(SEEDS), "seeds differ"
 
 
 # -- the order of ranks ----------------------------------------------------------------------------
@@ -226,19 +123,6 @@ def test_one_rank_runs_at_a_time():
             work.wait()
 
     pr.launch(program, 4)
-
-
-def test_messages_of_any_rank_repeat_their_order():
-    def program() -> list[int]:
-        dist.init_process_group()
-        if dist.get_rank():
-            dist.send(torch.ones(1), 0)
-            return []
-        return [dist.recv(torch.empty(1)) for _ in range(3)]
-
-    orders = [pr.launch(program, 4, seed=seed)[0] for seed in range(10)]
-    assert orders == [pr.launch(program, 4, seed=seed)[0] for seed in range(10)]
-    assert len(set(map(tuple, orders))) > 1
 
 
 # -- the process -----------------------------------------------------------------------------------
@@ -284,47 +168,6 @@ def test_process_is_as_before():
     torch.set_num_threads(own)
 
 
-OUTSIDE = """
-import torch, torch.distributed as dist, pyringar as pr
-store = dist.HashStore()
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-pair = dist.new_group([0])
-def program():
-    assert not dist.is_initialized()
-    dist.init_process_group()
-    x = torch.ones(1)
-    dist.all_reduce(x)
-    return int(x)
-assert pr.launch(program, 3) == [3, 3, 3]
-assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
-x = torch.ones(2)
-dist.all_reduce(x, group=pair)
-print(torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name).tolist())
-dist.destroy_process_group()
-"""
-
-
-def test_group_of_the_process_stays_its_own():
-    (done,) = run_programs(OUTSIDE, [])
-    assert done.stdout == "[1.0, 1.0]\n", done.stderr
-
-
-def test_engine_is_loaded_before_ranks_start(monkeypatch):
-    makers: list[str] = []
-
-    def make(*args: Any, **options: Any) -> Any:
-        makers.append(threading.current_thread().name)
-        return pr.Communicator(*args, **options)
-
-    def program() -> None:
-        dist.init_process_group()
-        dist.all_reduce(torch.ones(1))
-
-    monkeypatch.setattr(cluster, "Communicator", make)
-    pr.launch(program, 2)
-    assert set(makers) == {threading.main_thread().name}
-
-
 def test_second_cluster_is_refused():
     def program() -> None:
         with pytest.raises(pr.RingarError, match="one at a time"):
@@ -351,27 +194,104 @@ async def coroutine():
     pass
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"fn": 3}, "fn is an int, expected a function"),
-        ({"fn": coroutine}, "fn is a coroutine or generator function"),
-        ({"ranks": 0}, "ranks is 0, expected a positive int"),
-        ({"ranks": "4"}, "ranks is '4'"),
-        ({"devices": ["cpu"]}, "devices has 1 entries, expected 4"),
-        ({"devices": ["cuda:9"] * 4}, "cuda:9"),
-        ({"seed": -1}, "seed is -1, expected an int, 0 or more"),
-        ({"timeout": 0}, "timeout is 0"),
-    ],
-)
-def test_wrong_arguments(arguments, text):
-    arguments = {"fn": print, **arguments}
-    with pytest.raises(pr.ArgumentError) as caught:
-        pr.launch(arguments.pop("fn"), **arguments)
-    assert text in str(caught.value)
+def test_coroutine_is_refused():
+    """Other wrong arguments are in test_wrong_arguments.py and test_cluster_run.py."""
+    with pytest.raises(pr.ArgumentError, match="fn is a coroutine or generator function"):
+        pr.launch(coroutine, 2)
 
 
-# -- stores ----------------------------------------------------------------------------------------
+# -- groups and calls ------------------------------------------------------------------------------
+
+
+def test_groups_may_be_made_again():
+    def program() -> list[float]:
+        rank, found = int(os.environ["RANK"]), []
+        for _ in range(2):
+            store = dist.TCPStore("localhost", 29800, 3, is_master=rank == 0)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+            pair, mine = dist.new_group([0, 2]), torch.full((1,), float(rank))
+            dist.all_reduce(mine, group=pair) if rank != 1 else None
+            dist.all_reduce(mine)
+            found.append(mine.item())
+            dist.destroy_process_group()
+        return found
+
+    for seed in range(5):
+        assert pr.launch(program, 3, seed=seed) == [[5.0, 5.0]] * 3
+
+
+@pytest.mark.parametrize(("number", "size"), [(0, 2), (1, 8), (5, 2)])
+def test_world_of_other_numbers_is_refused(number, size):
+    def program() -> None:
+        if os.environ["RANK"] == "1":
+            dist.init_process_group(init_method="tcp://localhost:5", rank=number, world_size=size)
+
+    words = f"init_process_group: rank is {number} and world_size {size}, expected rank 1 and"
+    with pytest.raises(pr.ArgumentError, match=words):
+        pr.launch(program, 2)
+
+
+def test_tags_tell_messages_apart():
+    def program() -> list[float]:
+        if begin() == 0:
+            works = [dist.isend(torch.full((1,), float(tag)), 1, tag=tag) for tag in (1, 2)]
+            return [float(work.wait()) for work in works]
+        found = [torch.empty(1), torch.empty(1)]
+        for tag in (2, 1):
+            dist.recv(found[tag - 1], 0, tag=tag)
+        return [tensor.item() for tensor in found]
+
+    assert pr.launch(program, 2)[1] == [1.0, 2.0]
+
+
+def test_callback_waits_for_another_future():
+    def program() -> float:
+        begin()
+        first = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+        second = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+        return float(first.then(lambda f: second.wait()[0] + f.value()[0]).wait()[0])
+
+    for seed in range(4):
+        assert pr.launch(program, 2, seed=seed, timeout=5) == [4.0] * 2
+
+
+def test_call_waits_for_its_gpus(monkeypatch):
+    """Before and after it: ranks have streams of their own. Here GPUs are planted."""
+    seen: list[tuple[torch.device, list[float]]] = []
+    tensors = [torch.full((1,), float(rank)) for rank in range(2)]
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+    def synchronize(device: torch.device) -> None:
+        seen.append((device, [tensor.item() for tensor in tensors]))
+
+    def program() -> None:
+        dist.all_reduce(tensors[begin()])
+
+    pr.launch(begin, 2)  # imports the modules that take devices_of from calls
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(calls, "devices_of", lambda tensors: [gpus[int(t)] for t in tensors])
+    pr.launch(program, 2)
+    assert [values for _, values in seen] == [[0.0, 1.0]] * 2 + [[1.0, 1.0]] * 2
+    assert {device for device, _ in seen[:2]} == {device for device, _ in seen[2:]} == set(gpus)
+
+
+def test_input_may_be_part_of_output():
+    def program() -> list[list[float]]:
+        rank = begin()
+        mine = torch.full((1,), float(rank))
+        every = [mine, torch.zeros(1), torch.zeros(1)]
+        dist.all_gather(every, mine)
+        own = torch.full((1,), float(rank))
+        at_root = [torch.zeros(1), torch.zeros(1), torch.zeros(1)]
+        at_root[0] = own
+        dist.gather(own, at_root if rank == 1 else None, dst=1)
+        whole = torch.full((3,), float(rank))
+        dist.all_gather_into_tensor(whole, whole[:1])
+        found = [[t.item() for t in every], whole.tolist()]
+        return [*found, [t.item() for t in at_root]] if rank == 1 else found
+
+    for rank, found in enumerate(pr.launch(program, 3)):
+        assert found == [[0.0, 1.0, 2.0]] * (3 if rank == 1 else 2)
 
 
 POLLS: dict[str, Callable[[Any], bool]] = {

@@ -1,31 +1,32 @@
-"""Ranks that are threads: what each rank has for itself, also while others run."""
+"""Ranks that are threads: what a process has once is each rank's, or is refused."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import multiprocessing
 import os
 import random
-import re
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from cases import mostly_slow
 from ranks import begin
 from torch import nn
 from torch.autograd import forward_ad
 from torch.backends import mkldnn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, _redistribute
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,7 +37,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 import pyringar as pr
-from pyringar.cluster import internals, state
+from pyringar.cluster import internals
+from pyringar.distributed import HierarchicalCommunicator, HookState, ddp_hook
 
 # -- random numbers and settings -------------------------------------------------------------------
 
@@ -85,6 +87,10 @@ SETTINGS: dict[str, tuple[Callable[[int], object], Callable[[], Any]]] = {
         lambda: dict(os.environ).get("PYRINGAR_TEST"),
     ),
     "anomaly mode": (anomaly, torch.is_anomaly_enabled),
+    "module hooks": (
+        lambda _: nn.modules.module.register_module_forward_hook(lambda *_: None),
+        lambda: len(nn.modules.module._global_forward_hooks),
+    ),
     "default device": (lambda _: torch.set_default_device("meta"), torch.get_default_device),
 }
 
@@ -112,23 +118,6 @@ def test_settings_belong_to_the_rank(name):
     assert os.getenv("PYRINGAR_TEST") is None
 
 
-def test_module_hooks_belong_to_the_rank():
-    def program() -> list[int]:
-        rank, calls = begin(), []
-        net = torch.nn.Linear(2, 2)
-        hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(rank))
-        for _ in range(3):
-            dist.barrier()
-            net(torch.ones(1, 2))
-        hook.remove()
-        dist.barrier()
-        net(torch.ones(1, 2))
-        return calls
-
-    for seed in range(5):
-        assert pr.launch(program, 3, seed=seed) == [[rank] * 3 for rank in range(3)]
-
-
 # -- contexts of torch -----------------------------------------------------------------------------
 
 # How a program enters a context, and what tells whether it is inside.
@@ -138,14 +127,6 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: checkpoint.set_checkpoint_early_stop(False),
         lambda: checkpoint._enable_checkpoint_early_stop,
     ),
-    "sdpa_kernel": (
-        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
-        lambda: (torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_sdp_priority_order()),
-    ),
-    "mkldnn flags": (lambda: mkldnn.flags(enabled=False), lambda: mkldnn.enabled),
-    "flop counter": (lambda: FlopCounterMode(display=False), is_in_torch_dispatch_mode),
-    "comm debug": (CommDebugMode, is_in_torch_dispatch_mode),
-    "forward AD": (forward_ad.dual_level, lambda: forward_ad._current_level),
     "saved tensors": (
         torch.autograd.graph.allow_mutation_on_saved_tensors,
         lambda: torch.autograd.graph._allow_mutation_on_saved_tensors_enabled,
@@ -154,6 +135,17 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         implicit_replication,
         lambda: DTensor._op_dispatcher._allow_implicit_replication,
     ),
+    "min-cost redistribution": (
+        lambda: _redistribute.use_min_cost_redistribution_plan(enabled=True),
+        lambda: _redistribute._FORCE_MIN_COST_REDISTRIBUTION_PLAN,
+    ),
+    "sdpa_kernel": (
+        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
+        lambda: (torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_sdp_priority_order()),
+    ),
+    "mkldnn flags": (lambda: mkldnn.flags(enabled=False), lambda: mkldnn.enabled),
+    "flop counter": (lambda: FlopCounterMode(display=False), is_in_torch_dispatch_mode),
+    "forward AD": (forward_ad.dual_level, lambda: forward_ad._current_level),
     "loss_parallel": (
         loss_parallel,
         lambda: torch.ops.aten._log_softmax.default in DTensor._op_dispatcher._custom_op_handlers,
@@ -161,10 +153,6 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "sparse invariants": (
         torch.sparse.check_sparse_tensor_invariants,
         torch.sparse.check_sparse_tensor_invariants.is_enabled,
-    ),
-    "min-cost redistribution": (
-        lambda: _redistribute.use_min_cost_redistribution_plan(enabled=True),
-        lambda: _redistribute._FORCE_MIN_COST_REDISTRIBUTION_PLAN,
     ),
 }
 
@@ -192,33 +180,6 @@ def test_contexts_belong_to_the_rank(name):
         assert is_inside() == before
 
 
-def test_cached_weights_are_not_stale():
-    class Twice(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-    def program() -> list[float]:
-        rank, found = begin(), []
-        net = nn.Linear(2, 1)
-        parametrize.register_parametrization(net, "weight", Twice())
-        for _ in range(3):
-            with parametrize.cached():
-                loss = net(torch.ones(1, 2)).sum()
-                for _ in range(rank + 1):
-                    dist.barrier()
-                loss.backward()
-            with torch.no_grad():
-                net.parametrizations.weight.original.fill_(len(found))
-                net.bias.zero_()
-            found.append(net(torch.ones(1, 2)).item())
-            for _ in range(3 - rank):
-                dist.barrier()
-        return found
-
-    for seed in range(6):
-        assert pr.launch(program, 3, seed=seed) == [[0.0, 4.0, 8.0]] * 3
-
-
 def test_tangents_are_forgotten():
     """C++ has one level of forward AD, which it empties when the last rank leaves."""
 
@@ -238,64 +199,6 @@ def test_tangents_are_forgotten():
 
     for seed in range(8):
         assert pr.launch(program, 3, seed=seed) == [([6.0, 12.0, 18.0, 24.0], True)] * 3
-
-
-def test_overlapping_dual_levels_are_told():
-    def program() -> None:
-        rank = begin()
-        if rank == 0:
-            with forward_ad.dual_level():
-                for _ in range(4):
-                    dist.barrier()
-        else:
-            for _ in range(2):
-                with forward_ad.dual_level():
-                    dist.barrier()
-                    dist.barrier()
-
-    with pytest.raises(pr.CollectiveTimeout, match="forward AD, which other ranks have to leave"):
-        pr.launch(program, 2)
-    with forward_ad.dual_level():
-        pass
-
-
-# Parts of torch in which no rank waits inside a context, or whose state ranks may share.
-NOT_PER_RANK = {
-    "compilers": "_custom_class* _jit_internal.* _ops._mode* distributed.device_mesh.* library.*"
-    " nn.attention._f*",
-    "constants": "backends.cu*version backends.cu*ID *_BUILD_ROOT distributed._spmd_*",
-    "documented": "*._async_process_executor.* *.profiler._is_* *.rpc.* profiler.* *_cupti_*",
-    "groups": "distributed.distributed_c10d.*",
-    "processes": "*.elastic.* distributed.debug.* utils.data.*",
-    "refused": "*._context_parallel.*",
-    "registries": "*._extensions *_rendezvous_handlers *_composable_* nn.attention._registry.*"
-    " *_privateuse1_* _ops.cached_ops utils._zip.* *sharded_tensor.api.*",
-    "settings": "__future__.* _weights_only_unpickler.* backends.mha.* hub.* *._sharing_strategy",
-    "streams": "nn.parallel._functions.*",
-    "tests": "distributed._local_tensor.* *_symmetric_memory.* utils.benchmark.*",
-    "threads": "*_tls *_GLOBAL_DEVICE_CONTEXT",
-    "torch 2.11": "backends.mps._lib *._compiled_autograd_enabled utils._debug_mode._[A-Z]*",
-    "warnings": "*_warn* sparse.* *_annotate_decorated _utils._original_os_* utils.cpp_extension.*",
-}
-
-
-def test_globals_of_torch_are_known():
-    """A new ``global`` statement may belong to a context, of which ranks need their own."""
-    root, statement = Path(torch.__file__).parent, r"^ +global (\w+(?:, *\w+)*) *(?:#.*)?$"
-    parts = "autograd backends cpu distributed multiprocessing nn optim profiler sparse utils"
-    files = [f for part in parts.split() for f in (root / part).rglob("*.py")] + [
-        *root.glob("*.py")
-    ]
-    found = set()
-    for file in files:
-        module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        for names in re.findall(statement, file.read_text(encoding="utf-8"), re.MULTILINE):
-            found |= {f"{module}.{name}" for name in re.split(", *", names)}
-    patterns = " ".join(NOT_PER_RANK.values()).split()
-    for module, attribute, _ in state._GLOBALS:
-        patterns.append(f"{module.removeprefix('torch.')}.{attribute.rpartition('.')[2]}")
-    assert len(found) > 50
-    assert [n for n in sorted(found) if not any(fnmatchcase(n, p) for p in patterns)] == []
 
 
 # -- threads that a rank starts --------------------------------------------------------------------
@@ -385,27 +288,6 @@ def test_call_in_a_forked_child_is_refused():
     assert pr.launch(program, 2) == [7, 7]
 
 
-def test_thread_of_the_process_keeps_its_groups():
-    asked: list[Any] = []
-
-    def ask() -> None:
-        called.wait()
-        with pytest.raises(ValueError, match="not been initialized"):
-            dist.barrier()
-        asked.append(dist.is_initialized())
-
-    def program() -> None:
-        begin()
-        called.set()
-        outside.join()
-        dist.barrier()
-
-    called, outside = threading.Event(), threading.Thread(target=ask)
-    outside.start()
-    pr.launch(program, 2)
-    assert asked == [False]
-
-
 def test_thread_of_no_rank_is_told():
     """An executor from before the launch: its threads belong to the process."""
     pool = ThreadPoolExecutor(1)
@@ -420,29 +302,6 @@ def test_thread_of_no_rank_is_told():
 
 
 # -- torch's caches and globals --------------------------------------------------------------------
-
-
-def test_forward_of_ddp_leaves_no_module_active():
-    """torch 2.14 puts back the active module, which the forward of another rank may have set."""
-
-    class Waits(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            active = DistributedDataParallel._active_ddp_module
-            for _ in range(dist.get_rank() + 1):
-                dist.barrier()
-            assert DistributedDataParallel._active_ddp_module is active
-            assert active is not None
-            assert active.module is self
-            dist.barrier() if dist.get_rank() == 0 else None
-            return super().forward(x)
-
-    def program() -> None:
-        begin()
-        DistributedDataParallel(Waits(2, 1))(torch.ones(1, 2))
-
-    for seed in range(8):
-        pr.launch(program, 2, seed=seed)
-        assert DistributedDataParallel._active_ddp_module is None
 
 
 def test_meshes_of_ranks_differ():
@@ -471,17 +330,6 @@ def test_shared_module_is_refused():
         pr.launch(program, 1)
 
 
-def test_shared_frozen_module_is_taken():
-    backbone = nn.Linear(2, 2).requires_grad_(False)
-
-    def program() -> None:
-        begin()
-        net = DistributedDataParallel(nn.Sequential(backbone, nn.Linear(2, 1)))
-        net(torch.ones(1, 2)).sum().backward()
-
-    pr.launch(program, 2)
-
-
 def test_operator_of_two_ranks_is_refused():
     def program() -> None:
         begin()
@@ -496,23 +344,14 @@ def test_operator_of_two_ranks_is_refused():
         pr.launch(program, 2)
 
 
-# -- compiled code ---------------------------------------------------------------------------------
-
-
 def never(graph: Any, _: Any) -> Any:
     raise AssertionError("a rank compiles")
 
 
-@torch.compile(backend=never)
+@torch.compile(backend=never, fullgraph=True)
 def branch_by_rank(x: torch.Tensor) -> torch.Tensor:
     y = x + 100 if dist.get_rank() == 0 else x * dist.get_rank()
-    dist.all_reduce(y)
-    return y * dist.get_world_size() - dist.get_rank()
-
-
-@torch.compile(backend=never, fullgraph=True)
-def sum_of(x: torch.Tensor, group: Any) -> torch.Tensor:
-    return funcol.all_reduce(x, "sum", group) + 1
+    return funcol.all_reduce(y, "sum", dist.group.WORLD) * 3 - dist.get_rank()
 
 
 def test_compiled_functions_run_uncompiled(caplog):
@@ -522,13 +361,202 @@ def test_compiled_functions_run_uncompiled(caplog):
         begin()
         net = torch.compile(DistributedDataParallel(nn.Linear(2, 1)), backend=never)
         net(torch.ones(1, 2)).sum().backward()
-        return [branch_by_rank(torch.ones(1)).item(), sum_of(torch.ones(1), dist.group.WORLD)]
+        return branch_by_rank(torch.ones(1)).item()
 
     internals._say_once.cache_clear()
     total = 101 + 1 + 2
-    assert pr.launch(program, 3) == [[total * 3 - rank, 4] for rank in range(3)]
+    assert pr.launch(program, 3) == [total * 3 - rank for rank in range(3)]
     assert "torch.compile: ranks that are threads of one process run uncompiled" in caplog.text
     graphs: list[Any] = []
     triple = torch.compile(lambda x: 3 * x, backend=lambda graph, _: graphs.append(1) or graph)
     assert triple(torch.ones(1)) == 3.0
     assert len(graphs) == 1, "outside ranks"
+
+
+# -- what a process has once -----------------------------------------------------------------------
+
+
+def own_hook() -> None:
+    dist.init_process_group()
+    net = DistributedDataParallel(nn.Linear(3, 1))
+    net.register_comm_hook(HookState(), ddp_hook)
+    net(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("begin", [pr.ProcessCommunicator, HierarchicalCommunicator, own_hook])
+def test_own_communicators_are_refused(begin, ranks):
+    with pytest.raises(pr.UnsupportedError, match=r"ddp_hook: .*processes=True"):
+        pr.launch(begin, ranks)
+    with pytest.raises(pr.ArgumentError, match="RANK, WORLD_SIZE"):  # there is no store of a rank
+        pr.ProcessCommunicator()
+
+
+LIBRARIES = [path for path in internals._REFUSED if not path.startswith(("pyringar.", "torch."))]
+
+
+@pytest.mark.parametrize("path", LIBRARIES)
+def test_libraries_with_one_rank_are_refused(path, tmp_path, monkeypatch):
+    module, _, name = path.partition(":")
+    folder = tmp_path.joinpath(*module.split("."))
+    folder.mkdir(parents=True)
+    name = name.removesuffix(".__init__")
+    kind = "class" if name[:1].isupper() else "def"
+    (folder / "__init__.py").write_text(f"{kind} {name or 'f'}(): 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known = set(sys.modules)
+
+    def program() -> None:
+        getattr(importlib.import_module(module), name or "f")()
+
+    def refused() -> None:
+        with pytest.raises(pr.UnsupportedError, match=r"^\w+: .*processes=True"):
+            pr.launch(program, 3)
+
+    refused()
+    pr.launch(program, 1)
+    program() if not name else refused()  # it was imported before
+    program()
+    for added in set(sys.modules) - known:
+        if added.partition(".")[0] == module.partition(".")[0]:
+            del sys.modules[added]
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        lambda: mock.patch.object(time, "time", return_value=5.0),
+        lambda: mock.patch.multiple(time, time=lambda: 5.0, sleep=lambda _: None),
+        lambda: mock.patch.dict(vars(time), time=lambda: 5.0),
+    ],
+)
+def test_patch_of_another_rank_is_refused(patch):
+    own = time.time
+
+    def program() -> None:
+        dist.init_process_group()
+        with patch():
+            dist.barrier()
+
+    def start() -> None:
+        patch().start()
+
+    pr.launch(program, 1)
+    for seed in range(5):
+        with pytest.raises(pr.UnsupportedError, match=r"mock.patch of .* rank \d has patched"):
+            pr.launch(program, 3, seed=seed)
+        assert time.time is own
+    with pytest.raises(pr.UnsupportedError):
+        pr.launch(start, 2)
+    pr.launch(start, 1)
+    assert time.time is own
+    assert mock._patch._active_patches == []
+
+
+def test_patches_in_turn_are_taken():
+    class Mine:
+        value = 0
+
+    def program() -> list[Any]:
+        dist.init_process_group()
+        rank, mine, found = dist.get_rank(), Mine(), []
+        with mock.patch.object(mine, "value", rank), mock.patch.dict(os.environ, MINE=str(rank)):
+            dist.barrier()
+            found += [mine.value, os.environ["MINE"]]
+            with mock.patch.object(Mine, "value", 5), mock.patch.object(Mine, "value", 9):
+                found += [Mine.value]
+        return [*found, os.environ.get("MINE")]
+
+    assert pr.launch(program, 3) == [[rank, str(rank), 9, None] for rank in range(3)]
+
+
+def test_settings_made_once_pass(caplog):
+    def program() -> str:
+        torch.multiprocessing.set_start_method("spawn")
+        torch.set_num_interop_threads(torch.get_num_interop_threads() + dist.is_initialized())
+        dist.init_process_group()
+        torch.set_num_interop_threads(torch.get_num_interop_threads() + 1)
+        return str(multiprocessing.get_start_method())
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    assert pr.launch(program, 3) == ["spawn"] * 3
+    assert multiprocessing.get_start_method(allow_none=True) == before
+    assert "torch.set_num_interop_threads" in caplog.text
+
+
+@pytest.mark.parametrize("method", mostly_slow(["fork", "spawn", "forkserver"], "fork"))
+def test_processes_have_the_ranks_environment(method):
+    def run(*names: str) -> list[str | None]:
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            return [pool.apply(os.getenv, (name,)) for name in names]
+
+    def program() -> list[str | None]:
+        dist.init_process_group()
+        os.environ["MINE"] = os.environ["RANK"]
+        return run("RANK", "MINE", "WORLD_SIZE")
+
+    run("RANK")
+    assert pr.launch(program, 2) == [["0", "0", "2"], ["1", "1", "2"]]
+    assert run("RANK", "MINE") == [None, None]
+
+
+def test_commands_have_the_ranks_environment():
+    def program() -> str:
+        dist.init_process_group()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            del os.environ["ROLE_NAME"]
+        dist.barrier()
+        return os.popen("echo $RANK $ROLE_NAME $WORLD_SIZE").read()
+
+    for seed in range(4):
+        found = pr.launch(program, 3, seed=seed)
+        assert found == ["0 3\n", "1 default 3\n", "2 default 3\n"]
+    assert os.popen("echo $RANK $WORLD_SIZE").read() == "\n"
+
+
+# -- stores ----------------------------------------------------------------------------------------
+
+
+def use_store(path: str, begin: str) -> list[Any]:
+    root: Any = (
+        dist.FileStore(path, 1) if begin == "file" else dist.TCPStore("127.0.0.1", 0, 1, True)
+    )
+    store = dist.PrefixStore("p", root) if begin == "prefix" else root
+    kinds = (dist.Store, dist.TCPStore, dist.PrefixStore, dist.FileStore, dist.HashStore)
+    store.set("a", "1")
+    store.append("a", "2")
+    found = [[isinstance(each, kind) for kind in kinds] for each in (store, store.clone())]
+    found += [store.clone().get("a"), store.add("n", 3), store.compare_set("b", "", "x")]
+    found += [store.multi_get(["a", "b"]), store.delete_key("b")]
+    if begin == "file":
+        return [*found, store.path == path]
+    found += [store.num_keys()]
+    store.queue_push("q", "x")
+    dist.PrefixStore("z", store).queue_push("q", b"y")
+    found += [store.queue_len("q"), store.check(["q"]), store.queue_pop("q"), store.queue_len("q")]
+    found += [store.queue_pop("z/q"), sorted(store.list_keys()), root.host, root.port > 0]
+    with pytest.raises(dist.QueueEmptyError):
+        store.queue_pop("q", block=False)
+    if begin == "prefix":
+        found += [isinstance(store.underlying_store, dist.TCPStore)]
+    return found
+
+
+@pytest.mark.parametrize("begin", ["tcp", "prefix", "file"])
+def test_store_is_as_torchs(begin, tmp_path):
+    expected = use_store(str(tmp_path / "torchs"), begin)
+    assert pr.launch(use_store, 1, args=(str(tmp_path / "ranks"), begin)) == [expected]
+
+
+def test_queue_passes_values():
+    def program() -> list[bytes]:
+        rank = int(os.environ["RANK"])
+        store = dist.TCPStore("127.0.0.1", 29991, 3, rank == 0)
+        for item in range(4) if rank == 0 else ():
+            store.queue_push("q", str(item))
+        return [store.queue_pop("q") for _ in range(2 if rank else 0)]
+
+    for seed in range(5):
+        _, one, two = pr.launch(program, 3, seed=seed)
+        assert sorted(one + two) == [b"0", b"1", b"2", b"3"]

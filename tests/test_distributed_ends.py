@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import mostly_slow
-from distributed_faults import error_of
+from process_checks import error_of
 from ranks import run_group
 
 DELEGATED = {
@@ -58,14 +58,10 @@ THREE = {
     ),
     "recv": lambda rank: dist.recv(torch.ones(3), {0: 2, 1: 0}[rank]),
     "all_reduce": lambda rank: dist.all_reduce(torch.ones(3)),
-    "monitored_barrier": lambda rank: dist.monitored_barrier(),
 }
 
 
 def leave_because_of(rank: int, size: int, first: str, then: str, culprit: str) -> Any:
-    refused = error_of(dist.monitored_barrier)
-    if refused[0] != "none" and "monitored_barrier" in (first, then):
-        return refused
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
     if rank == 2:
@@ -88,15 +84,12 @@ def leave_because_of(rank: int, size: int, first: str, then: str, culprit: str) 
         ("gather", "all_to_all"),
         ("recv", "recv"),
         ("all_to_all", "all_reduce"),
-        ("gather", "monitored_barrier"),
     ],
 )
 @pytest.mark.parametrize("machines", mostly_slow(["", "aab"], "aab"))
 def test_survivor_that_leaves_is_not_blamed(first, then, machines):
     *survivors, _ = run_group(leave_because_of, 3, first, then, "dead", machines=machines)
     for kind, _, text, _ in survivors:
-        if kind == "ValueError":
-            pytest.skip(f"this torch: {text}")
         assert kind == "PeerLostError", text
         assert "rank 2 (process" in text, text
         assert "is gone" in text, text
@@ -227,19 +220,18 @@ def test_monitored_barrier_names_missing_rank():
 
 
 def dies_meanwhile(rank: int, size: int, operation: str) -> Any:
-    refused = error_of(dist.monitored_barrier)
-    if refused[0] != "none":
-        return refused, refused
+    dist.barrier()
     if rank == 1:
         time.sleep(1)
         os._exit(1)
     if operation == "send":
         time.sleep(1.5)
-    call = DELEGATED.get(operation, lambda _: dist.monitored_barrier())
-    return error_of(lambda: call(torch.arange(4.0))), error_of(dist.destroy_process_group)
+    return error_of(lambda: DELEGATED[operation](torch.arange(4.0))), error_of(
+        dist.destroy_process_group
+    )
 
 
-DYING = list(itertools.product(("send", "recv", "all_to_all", "monitored_barrier"), ("", "ab")))
+DYING = list(itertools.product(("send", "recv", "all_to_all"), ("", "ab")))
 
 
 @pytest.mark.parametrize(
@@ -248,8 +240,6 @@ DYING = list(itertools.product(("send", "recv", "all_to_all", "monitored_barrier
 def test_dead_rank_is_named_in_gloo_calls(operation, machines):
     (error, destroyed), _ = run_group(dies_meanwhile, 2, operation, machines=machines)
     kind, _, text, seconds = error
-    if kind == "ValueError":
-        pytest.skip(f"this torch: {text}")
     assert kind == "PeerLostError", (kind, text)
     assert "rank 1 (process" in text, text
     assert seconds < 10, "gloo alone takes 30 s"

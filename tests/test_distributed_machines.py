@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_faults import error_of
+from process_checks import error_of
 from ranks import Died, run_cases, run_group
 from test_distributed import check, verdicts
 
@@ -40,13 +40,6 @@ def test_training(case, machines):
 def test_works(case):
     check(verdicts("works", 2, machines="ab"), case)
 
-
-def test_hook_beside_gloo():
-    work = [("hook", distributed_training.data_parallel_hook)]
-    check(run_group(run_cases, 4, work, backend="gloo", machines="abba"), "hook")
-
-
-# -- groups ----------------------------------------------------------------------------------------
 
 CHOSEN = [[0, 2], [2, 0], [0, 1], [1, 0], [0, 1, 3], [3, 1, 0, 2], [1, 2, 3], [2], [3, 1]]
 
@@ -87,9 +80,6 @@ def subgroups(rank: int, size: int) -> None:
 @pytest.mark.parametrize("machines", ["aabb", pytest.param("abac", marks=pytest.mark.slow)])
 def test_groups_hold_any_ranks(machines):
     check(run_group(run_cases, 4, [("groups", subgroups)], machines=machines), "groups")
-
-
-# -- failures --------------------------------------------------------------------------------------
 
 
 def machine_lost(rank: int, size: int, how: str) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from calls import Call, Part
 from cases import mostly_slow
+from process_checks import error_of
 from ranks import Crew
 from running import check_same
 from torch import Tensor
@@ -22,9 +23,7 @@ import pyringar as pr
 from pyringar.distributed import HierarchicalCommunicator, between, hierarchical
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.distributed.machines import Column
-from pyringar.train import ImageData, TrainConfig, Trainer
-from pyringar.train.group import Processes
-from pyringar.train.synthetic import synthetic_images
+from pyringar.engine import load
 
 TWO_BY_TWO = "aabb"
 INTERLEAVED = "abab"
@@ -37,11 +36,6 @@ def pool():
     made.close()
 
 
-@pytest.fixture
-def in_machine_order(monkeypatch):
-    return lambda machines: monkeypatch.setattr(oracle, "machines", machines)
-
-
 def join(rank, world_size, store, machines=TWO_BY_TWO, **options) -> HierarchicalCommunicator:
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
     between.PIECE_ELEMENTS = 1000
@@ -51,8 +45,6 @@ def join(rank, world_size, store, machines=TWO_BY_TWO, **options) -> Hierarchica
 def floats(numel: int, rank: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
-
-# -- bits ------------------------------------------------------------------------------------------
 
 PLACES = ["abab", "abbb", "aaba", "abca", "abcd", "aaaa"]
 
@@ -73,39 +65,6 @@ def test_calls_on_any_machines(machines):
         crew.join(function=join_machines, machines=machines, timeout=20)
         for call, *digests in zip(calls, *crew.run(check_on_rank, calls=calls), strict=True):
             check_same(call, digests, is_on_gpu=True)
-
-
-# -- modes of torch -------------------------------------------------------------------------------
-
-
-def modes_as_rank(rank, world_size, store):
-    """A change that torch counts late would look like the user's, to the bucketer."""
-    with join(rank, world_size, store) as comm:
-        tensors = [floats(1001, rank).requires_grad_(), floats(12, rank).view(3, 4).t()]
-        with torch.inference_mode():
-            tensors.append(floats(7, rank))
-            work = comm.all_reduce_coalesced(tensors, async_op=True)
-            versions = [t._version for t in tensors[:2]]
-            assert work.wait()
-            assert work.is_completed()
-            assert work.exception() is None
-            assert work.finished_ns() > 0
-            comm.broadcast(tensors[2], 3)
-            alone, parts = torch.full((7,), 1.0 + rank), torch.zeros(28)
-        comm.all_reduce(alone)  # begun outside
-        comm.all_gather(parts, alone)
-        comm.reduce_scatter(alone, parts)
-        assert alone.tolist() == [40.0] * 7
-        return [t.detach().clone() for t in tensors], versions, [t._version for t in tensors[:2]]
-
-
-def test_writes_are_counted_at_once(pool, in_machine_order):
-    in_machine_order(TWO_BY_TWO)
-    for tensors, early, late in pool.check(modes_as_rank):
-        assert early == late == [1, 1]
-        for tensor, numel in zip(tensors, (1001, 12, 7), strict=True):
-            wanted = oracle.reduced([floats(numel, rank) for rank in range(4)], "sum")
-            assert torch.equal(tensor, wanted.view(3, 4).t() if numel == 12 else wanted)
 
 
 # -- what crosses ----------------------------------------------------------------------------------
@@ -168,60 +127,6 @@ def test_pieces_cross_while_next_is_summed(pool):
             assert events.index(("begin", number + 1)) < events.index(("wait", number)), events
 
 
-# -- what differs, what is refused -----------------------------------------------------------------
-
-
-def caught(function, *args) -> tuple[type, str, float]:
-    began = time.monotonic()
-    with pytest.raises(pr.RingarError) as error:
-        function(*args)
-    return type(error.value), str(error.value), time.monotonic() - began
-
-
-def refuse_as_rank(rank, world_size, store):
-    with join(rank, world_size, store) as comm:
-        tensor, parts = floats(3, rank), torch.ones(12)
-        calls = {
-            "is a str, expected a dense tensor": lambda: comm.all_reduce("x"),
-            "order is 'rank'": lambda: comm.all_reduce(tensor, order="rank"),
-            "algorithm is 'ring'": lambda: comm.all_reduce(tensor, algorithm="ring"),
-            "op is 'avg'": lambda: comm.all_reduce(tensor, "avg"),
-            "root is 4": lambda: comm.broadcast(tensor, 4),
-            "expected a list": lambda: comm.all_reduce_coalesced(tensor),
-            "nbytes is -1": lambda: comm.plan(-1),
-            "tensors requires grad": lambda: comm.all_reduce(tensor.clone().requires_grad_() * 2),
-            "reduce_scatter: inputs has 11 torch.float32 elements and outputs has 3": (
-                lambda: comm.reduce_scatter(tensor, torch.empty(11))
-            ),
-            "outputs has dtype torch.float32, but inputs has torch.float64": (
-                lambda: comm.reduce_scatter(tensor, parts.double())
-            ),
-            "inputs is a str, expected a dense tensor": lambda: comm.all_gather(parts, "x"),
-            "tensors[1] shares memory with tensors[0]": (
-                lambda: comm.all_reduce_coalesced([parts[:7], parts[5:]])
-            ),
-            "timeout is 0": lambda: comm.set_timeout(0),
-        }
-        found = {words: caught(call)[1] for words, call in calls.items()}
-        assert comm.timeout_s == 20.0
-        comm.set_timeout(15)
-        assert comm.timeout_s == 15.0
-        comm.check_peers(range(world_size))
-        comm.all_reduce(tensor)  # still usable
-        assert [member.rank for member in comm.members] == [0, 1, 2, 3]
-        text = str(comm.plan(10_000_000)), repr(comm)
-    return found, text, caught(comm.all_reduce, tensor)
-
-
-def test_wrong_arguments_change_nothing(pool):
-    for found, (plan, text), closed in pool.check(refuse_as_rank):
-        for words, message in found.items():
-            assert words in message
-        assert "2 machines of 2 ranks" in plan
-        assert "machine 0 of 2" in text or "machine 1 of 2" in text
-        assert "closed" in closed[1]
-
-
 def choose_as_rank(rank, world_size, store, machines, order):
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
     try:
@@ -263,12 +168,22 @@ def numbers(rank):
     return torch.arange(5.0) % 17 + rank
 
 
-def error_of(call):
-    try:
-        call()
-    except BaseException as error:
-        return type(error).__name__, str(error)
-    return "none", ""
+def fail_locally(rank, size, store):
+    def refuse(*_, **__):
+        raise RuntimeError("no memory for you")
+
+    with join(rank, size, store, "ab") as comm:
+        tensor = numbers(rank)
+        with mock.patch.object(torch, "cat", refuse):
+            error = error_of(lambda: comm.all_reduce([tensor, numbers(rank)]))
+        comm.all_reduce(tensor)
+    return error, tensor.tolist()
+
+
+def test_local_error_keeps_group(pair):
+    for error, got in pair.check(fail_locally):
+        assert error[::2] == ("RuntimeError", "no memory for you")
+        assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
 
 
 def unknown_network(rank, size, store):
@@ -280,7 +195,7 @@ def unknown_network(rank, size, store):
 
 
 def test_unknown_network_is_named(pair):
-    for kind, text in pair.check(unknown_network):
+    for kind, _, text, _ in pair.check(unknown_network):
         assert kind == "ArgumentError", text
         assert "GLOO_SOCKET_IFNAME is 'nonsense0'" in text
 
@@ -295,7 +210,7 @@ def absent(rank, size, store):
 
 
 def test_machine_that_does_not_connect_is_named(pair):
-    (kind, text), _ = pair.check(absent)
+    (kind, _, text, _), _ = pair.check(absent)
     assert kind == "CollectiveTimeout", text
     assert "machine 1" in text
     assert "has ranks [1]" in text
@@ -325,34 +240,101 @@ def test_timeout_counts_time_without_progress(pool):
     assert pool.check(slowly) == [numbers(0).tolist()] * 4
 
 
-# -- training --------------------------------------------------------------------------------------
+# -- GPUs: NCCL needs one for each rank ------------------------------------------------------------
+
+needs_two_gpus = [
+    pytest.mark.cuda,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU per rank"),
+]
+MACHINES = ["ab", "aabb"]
 
 
-def garments() -> ImageData:
-    return ImageData("garments", *synthetic_images(60, 1), *synthetic_images(30, 2))
-
-
-def train_as_rank(rank, world_size, store, options):
-    os.environ["PYRINGAR_NODE_ID"] = TWO_BY_TWO[rank]
-    config = TrainConfig(ranks=world_size, **options)
-    group = Processes(config, store, rank, world_size)
-    with Trainer(config, garments(), group=group) as trainer:
-        result = trainer.run()
-    return result.params, result.losses, result.plan.algorithm, group.digest
+def reduced_as_rank(rank, world_size, store, machines):
+    os.environ["PYRINGAR_NODE_ID"] = machines[rank]
+    device = torch.device("cuda", rank)
+    found = []
+    with HierarchicalCommunicator(store, rank, world_size, timeout=60.0, device=device) as comm:
+        for round_, dtype in enumerate(oracle.DTYPES):
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                mine = torch.zeros(70_001, dtype=dtype, device=device)
+                torch.cuda._sleep(2_000_000 * ((rank + round_) % 3))
+                mine.copy_(oracle.random(70_001, dtype, rank), non_blocking=True)
+                work = comm.all_reduce(mine, "mean" if round_ % 2 else "max", async_op=True)
+                assert work.wait()
+                found.append(mine.clone().cpu())
+        comm.broadcast(mine, 1)
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), pytest.raises(pr.UnsupportedError, match="CUDA graph"):
+            comm.all_reduce(mine)
+    return found
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"batch_size": 20, "epochs": 1}, {"model": "resnet18", "width": 4, "epochs": 1}],
-    ids=["lenet", "resnet18"],
+    "machines", [pytest.param(machines, marks=needs_two_gpus) for machines in MACHINES]
 )
-def test_training_matches_one_machine(pool, options):
-    with Trainer(TrainConfig(ranks=4, **options), garments()) as trainer:
-        alone = trainer.run()
-    answers = pool.check(train_as_rank, options)
-    for params, losses, algorithm, digest in answers:
-        assert algorithm == "hierarchical"
-        assert digest == answers[0][3] != ""
-        assert losses == pytest.approx(alone.losses, rel=1e-5)
-        for ours, theirs in zip(params, alone.params, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+def test_sums_on_gpus_have_promised_bits(machines, monkeypatch):
+    if torch.cuda.device_count() < len(machines):
+        pytest.skip(f"NCCL wants a GPU per rank, here: {torch.cuda.device_count()}")
+    monkeypatch.setattr(oracle, "machines", machines)
+    load.cuda_engine()  # compiled once, here
+    with Crew(len(machines)) as crew:
+        answers = crew.check(reduced_as_rank, machines, timeout_s=100)
+    for round_, dtype in enumerate(oracle.DTYPES):
+        parts = [oracle.random(70_001, dtype, rank) for rank in range(len(machines))]
+        wanted = oracle.reduced(parts, "mean" if round_ % 2 else "max")
+        oracle.assert_all_ranks([found[round_] for found in answers], wanted, dtype)
+
+
+class OnHost:
+    """Stands for NCCL: an all-to-all of lists, over the column's gloo."""
+
+    def __init__(self, gloo) -> None:
+        self._gloo = gloo
+
+    def alltoall(self, outputs, inputs, options):
+        begun = [
+            begin([tensor.view(-1)], node, 1)
+            for begin, tensors in ((self._gloo.recv, outputs), (self._gloo.send, inputs))
+            for node, tensor in enumerate(tensors)
+            if tensor.numel()
+        ]
+        return self._Work(begun)
+
+    class _Work:
+        def __init__(self, begun) -> None:
+            self._begun = begun
+
+        def wait(self) -> None:
+            for work in self._begun:
+                work.wait()
+
+
+def stood_for_as_rank(rank, world_size, store, machines):
+    os.environ["PYRINGAR_NODE_ID"] = machines[rank]
+    with HierarchicalCommunicator(store, rank, world_size, timeout=20.0) as comm:
+        column = comm._column
+        if column._gloo is not None:
+            column._nccl = OnHost(column._gloo)
+            exchange = column.exchange
+            column.exchange = lambda sent, received: (
+                exchange(sent, received)
+                if sent and next(iter(sent.values())).dtype is torch.uint8
+                else column._exchange_on_gpu(sent, received)
+            )
+        mine, parts = oracle.random(4001, torch.float32, rank), torch.empty(4000)
+        comm.all_reduce(mine)
+        comm.all_gather(parts, mine[:1000])
+        column._nccl = None
+        return mine, parts
+
+
+@pytest.mark.parametrize("machines", ["aabb", "abbb", "abcd"])
+def test_nccl_is_given_what_gloo_is(machines, monkeypatch):
+    monkeypatch.setattr(oracle, "machines", machines)
+    with Crew(4) as crew:
+        answers = crew.check(stood_for_as_rank, machines)
+    wanted = oracle.reduced([oracle.random(4001, torch.float32, rank) for rank in range(4)], "sum")
+    oracle.assert_all_ranks([mine for mine, _ in answers], wanted)
+    oracle.assert_all_ranks([parts for _, parts in answers], wanted[:1000].repeat(4))

@@ -37,7 +37,6 @@ def results_of(launcher, program, folder):
     ("program", "library"),
     [
         ("data_workers", "torch"),
-        ("accelerate_loop", "accelerate"),
         ("lightning_fit", "lightning"),
         ("transformers_trainer", "transformers"),
     ],

@@ -1,28 +1,34 @@
-"""How a group of processes ends, where the table of faults does not say it.
+"""How a group of processes begins and ends, where the table of faults does not say it.
 
 `tests/conformance/faults.py` holds the table: victim, phase, event, error.
 """
 
 from __future__ import annotations
 
-import contextlib
+import resource
 import signal
 import time
+from pathlib import Path
 
+import pytest
 import torch
 from process_checks import (
     LARGE,
+    LATE_S,
     PROMPT_S,
     SMALL,
     assert_all_lost,
-    assert_survivors_go_on,
     leave_nothing,
+    needs_linux,
+    open_memories,
     reduce,
     stop_in,
 )
-from ranks import Crew, value_of
+from ranks import Crew, join, new_store
 
 import pyringar as pr
+
+pytestmark = needs_linux
 
 
 def begin_call(crew: Crew, victim: int, phase: str, numel: int, function=reduce) -> list[int]:
@@ -41,7 +47,6 @@ def test_death_after_announcement_fails_next_call(joined_crew):
     assert [outcome.error for outcome in crew.outcomes(others)] == [None] * 2
     crew.start(reduce, others)
     assert_all_lost(crew, others, 1, time.monotonic())
-    assert_survivors_go_on(crew, others)
 
 
 def test_stopped_rank_hears_of_timeout(joined_crew):
@@ -76,22 +81,112 @@ def test_leavers_after_death_are_not_blamed(joined_crew):
     assert_all_lost(crew, others, 1, crew[1].kill())
 
 
-def submit_many(state, calls: int) -> list[str]:
-    works = [state.comm.all_reduce(torch.ones(LARGE), async_op=True) for _ in range(calls)]
-    classes = []
-    for work in works:
-        with contextlib.suppress(pr.RingarError):
-            work.wait()
-        classes.append(type(work.exception()).__name__)
-    return classes
+# -- joining ---------------------------------------------------------------------------------------
 
 
-def test_death_fails_all_background_work(joined_crew):
+def test_absent_rank_times_out(new_crew):
+    crew = new_crew(3)
+    crew.start_group([0, 2], world_size=3, timeout=1.0)
+    for outcome in crew.outcomes([0, 2]):
+        assert outcome.error == "CollectiveTimeout", outcome
+        assert "ranks [1] to join" in outcome.text
+        assert "of 3 ranks" in outcome.text
+        assert 0.9 < outcome.seconds < 1.0 + LATE_S
+    assert crew.run(open_memories, [0, 2]) == [[], []]
+    crew.join([0, 2])
+    crew.run(reduce, [0, 2])
+
+
+def join_without_room(state, limit: int, **options) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        join(state, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_no_room_for_segment(new_crew):
+    crew = new_crew(3)
+    name = crew.start_group([0], join_without_room, world_size=3, limit=100_000)
+    crew.start_group([1, 2], world_size=3, name=name)
+    for rank, outcome in enumerate(crew.outcomes()):
+        assert outcome.error == "RingarError", outcome
+        assert "bytes of shared memory for a group of processes: File too large" in outcome.text
+        assert rank == 0 or crew.name(0) in outcome.text, outcome.text
+        assert outcome.seconds < 5, "they waited for a deadline"
+    crew.run(leave_nothing)
+    crew.join()
+    crew.run(reduce)
+
+
+# -- the store -------------------------------------------------------------------------------------
+
+
+def serve(state) -> int:
+    state.server = new_store()
+    return state.server.port
+
+
+@pytest.mark.parametrize("event", ["killed", "stopped"])
+def test_store_ends_while_joining(new_crew, event):
+    crew = new_crew(3)
+    crew.port = crew[0].call(serve)
+    crew.start_group([1, 2], world_size=3, timeout=2.0 if event == "stopped" else 30.0)
+    time.sleep(0.5)
+    ended_at = time.monotonic()
+    crew[0].send(signal.SIGKILL if event == "killed" else signal.SIGSTOP)
+    for outcome in crew.outcomes([1, 2], 20):
+        assert "store" in outcome.text, outcome
+        if event == "killed":
+            assert outcome.error == "PeerLostError", outcome
+            assert outcome.at - ended_at < PROMPT_S
+        else:
+            assert outcome.error in ("CollectiveTimeout", "PeerLostError"), outcome
+            assert outcome.seconds < 2.0 + LATE_S
+
+
+def test_store_dies_later(new_crew):
+    crew = new_crew(3)
+    crew.port = crew[0].call(serve)
+    crew.join([1, 2])
+    crew[0].kill()
+    crew.run(reduce, [1, 2], numel=LARGE)
+    crew.start_group({1: 0, 2: 1})
+    for outcome in crew.outcomes([1, 2]):
+        assert outcome.error == "PeerLostError", outcome
+    crew.run(reduce, [1, 2])
+
+
+def used_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def run_out_of_memory(state) -> list[str]:
+    """Rank 0 has no memory for the dense copies that ranks make whose tensors lie otherwise."""
+    shape = (8, 4, 1024, 512)  # more than malloc keeps in its heap
+    tensors = [torch.full(shape, float(10 * i + state.rank)) for i in range(2)]
+    if state.rank == 0:
+        tensors[0] = tensors[0].to(memory_format=torch.channels_last)
+    state.comm.barrier()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if state.rank == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes() + (1 << 20), hard))
+    found = []
+    for tensor in tensors:
+        try:
+            state.comm.all_reduce(tensor)
+            found.append(f"sum {tensor.flatten()[0].item():g}")
+        except (MemoryError, pr.RingarError) as error:
+            found.append(f"{type(error).__name__} {error}")
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    return found
+
+
+def test_rank_without_memory_is_named(joined_crew):
     crew = joined_crew(2)
-    crew[0].start(submit_many, calls=5)
-    time.sleep(0.2)
-    died_at = crew[1].kill()
-    outcome = crew[0].outcome()
-    assert value_of(outcome) == ["PeerLostError"] * 5
-    assert outcome.at - died_at < PROMPT_S
-    assert_survivors_go_on(crew, [0])
+    first, second = crew.run(run_out_of_memory)
+    assert first[0].startswith("MemoryError"), first
+    assert second[0].startswith("RingarError rank 0 (process "), second
+    assert "failed before" in first[1]
+    assert "failed before" in second[1]

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -128,91 +127,3 @@ def test_shards_have_bits_of_one_rank(machines, model):
     assert "2 machines of 2 ranks" in first
     found = [re.search(r"^digest +([0-9a-f]{14})", text, re.M)[1] for text in (first, alone)]
     assert found[0] == found[1]
-
-
-# -- the backend, with torch's own trainers --------------------------------------------------------
-
-TRAIN = """
-import sys
-import torch
-import torch.distributed as dist
-import pyringar.distributed
-import distributed_training
-import oracle
-
-torch.set_num_threads(1)
-oracle.machines = sys.argv[1]
-dist.init_process_group("ringar")
-for name in ("data_parallel", "fully_sharded", "zero_redundancy", "accumulation"):
-    distributed_training.CASES[name](dist.get_rank(), dist.get_world_size())
-print(f"rank {dist.get_rank()} is done\\n", end="", flush=True)  # one write: ranks share a pipe
-dist.destroy_process_group()
-"""
-
-
-def test_ddp_fsdp_and_zero_run_unchanged(machines, tmp_path):
-    program = tmp_path / "train.py"
-    program.write_text(TRAIN)
-    printed = torchrun(machines, str(program), "aabb")
-    assert sorted("".join(printed).splitlines()) == [f"rank {rank} is done" for rank in range(4)]
-
-
-# -- a machine that dies ---------------------------------------------------------------------------
-
-DIE = """
-import os, signal, sys, time
-import torch
-import torch.distributed as dist
-from datetime import timedelta
-import pyringar as pr
-import pyringar.distributed
-
-torch.set_num_threads(1)
-rank, size = int(sys.argv[1]), 5
-store = dist.TCPStore(sys.argv[2], 29533, is_master=rank == 0, wait_for_workers=False)
-dist.init_process_group(
-    "ringar", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=8)
-)
-tensor = torch.ones(4_000_000)
-dist.all_reduce(tensor)
-print("ready", flush=True)
-try:
-    while True:
-        began = time.monotonic()
-        dist.all_reduce(tensor)
-except (pr.PeerLostError, pr.CollectiveTimeout) as error:
-    print(type(error).__name__, round(time.monotonic() - began, 1), error, flush=True)
-"""
-
-
-def test_dead_machine_is_named_by_deadline(machines, tmp_path):
-    program = tmp_path / "die.py"
-    program.write_text(DIE)
-    ranks = []
-    for rank in range(5):
-        machine = machines[rank >= 2]
-        folder = str(Path(pr.__file__).parents[1])
-        ranks.append(
-            subprocess.Popen(
-                machine.command(sys.executable, str(program), str(rank), machines[0].address),
-                env={**os.environ, **machine.environment, "PYTHONPATH": folder},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-        )
-    try:
-        for process in ranks:
-            assert process.stdout.readline() == "ready\n"
-        for process in ranks[2:]:
-            process.kill()
-        killed_at = time.monotonic()
-        answers = [process.communicate(timeout=30)[0] for process in ranks[:2]]
-        assert time.monotonic() - killed_at < 12
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    for answer in answers:
-        assert answer.startswith(("PeerLostError", "CollectiveTimeout")), answer
-        assert "has ranks [2, 3, 4]" in answer, answer
