@@ -71,15 +71,22 @@ def test_child_leaves_owners_alone(said):
 
 @pytest.mark.parametrize(
     ("state", "expected"),
-    [("goes on", ["abort", "close"]), ("is over", ["close"])],
+    [("goes on", ["close"]), ("stands still", ["abort", "close"]), ("is over", ["close"])],
 )
-def test_calls_that_go_on_are_aborted(said, state, expected):
-    owner = threading.Event()
+def test_still_calls_are_aborted(said, state, expected):
+    began, owner = time.monotonic(), threading.Event()
+
+    def progress(_) -> int:
+        runs_s = time.monotonic() - began
+        if state == "goes on":
+            return int(20 * runs_s) + 1 if runs_s < 0.6 else 0
+        return state == "stands still"
+
     exits.close_at_exit(
         owner,
         lambda _: said.append("close"),
         abort=lambda _: said.append("abort"),
-        is_busy=lambda _: state == "goes on",
+        progress=progress,
     )
     exits.close_all()
     assert said == expected

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from unittest import mock
 
 import oracle
 import pytest
@@ -183,6 +184,24 @@ def fail_locally(rank, size, store):
 def test_local_error_keeps_group(pair):
     for error, got in pair.check(fail_locally):
         assert error[::2] == ("RuntimeError", "no memory for you")
+        assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
+
+
+def fail_locally(rank, size, store):
+    def refuse(*_, **__):
+        raise RuntimeError("no memory for you")
+
+    with join(rank, size, store, "ab") as comm:
+        tensor = numbers(rank)
+        with mock.patch.object(torch, "cat", refuse):
+            error = error_of(lambda: comm.all_reduce([tensor, numbers(rank)]))
+        comm.all_reduce(tensor)
+    return error, tensor.tolist()
+
+
+def test_local_error_keeps_group(pair):
+    for error, got in pair.check(fail_locally):
+        assert error == ("RuntimeError", "no memory for you")
         assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
 
 

@@ -21,8 +21,9 @@ from pyringar.engine.load import loaded_cuda_engine, loaded_engine
 
 _Call = Callable[[Any], object]
 
-# How long calls may still run at exit, for a rank that reaches its end a little later. A program
-# that fails without a word, as by sys.exit(1), keeps its peers waiting for no longer.
+# How long calls may stand still at exit: for a rank that reaches its own end a little later. Those
+# that fail without a word, by sys.exit(1) or in a launcher that catches what they raise, keep their
+# peers waiting for no longer.
 _GRACE_S = 5.0
 _LOOK_S = 0.01
 
@@ -32,7 +33,7 @@ class _Living(NamedTuple):
     close: _Call
     in_child: _Call | None
     abort: _Call | None
-    is_busy: Callable[[Any], bool] | None
+    progress: Callable[[Any], object] | None
 
 
 # By id, in the order in which they were made; each change is one operation, so that a fork finds no
@@ -47,24 +48,25 @@ def close_at_exit(
     in_child: _Call | None = None,
     *,
     abort: _Call | None = None,
-    is_busy: Callable[[Any], bool] | None = None,
+    progress: Callable[[Any], object] | None = None,
 ) -> None:
     """Call ``close(owner)`` before the interpreter ends, unless ``owner`` was deleted.
 
     Owners are closed newest first, since the newer may use the older. ``abort(owner)`` comes before
-    if an uncaught exception ends the program, or if calls still run after some seconds: ``close``
-    then waits for no other process.
+    if an uncaught exception ends the program, or if no owner's calls move for some seconds:
+    ``close`` then waits for no other process.
 
     Args:
         owner: Held weakly.
         in_child: For a child made by ``os.fork``, which may then use ``owner``. Without it the
             child never closes or destroys ``owner``: there it is `is_inherited`.
         abort: Only for owners that wait for other processes.
-        is_busy: Returns whether a call runs that may wait for other processes.
+        progress: Returns False if no call runs that may wait for other processes, else a value
+            that changes as calls move.
     """
     key = id(owner)
     _living[key] = _Living(
-        weakref.ref(owner, lambda _: _living.pop(key, None)), close, in_child, abort, is_busy
+        weakref.ref(owner, lambda _: _living.pop(key, None)), close, in_child, abort, progress
     )
 
 
@@ -128,12 +130,17 @@ def _end_reading() -> None:
 
 
 def _are_over(living: Sequence[tuple[Any, _Living]]) -> bool:
-    ends = time.monotonic() + _GRACE_S
-    while any(entry.is_busy(owner) for owner, entry in living if entry.is_busy is not None):
-        if time.monotonic() > ends:
+    last: list[object] = []
+    ends = 0.0
+    while True:
+        now = [entry.progress(owner) for owner, entry in living if entry.progress is not None]
+        if not any(now):
+            return True
+        if now != last:
+            last, ends = now, time.monotonic() + _GRACE_S
+        elif time.monotonic() > ends:
             return False
         time.sleep(_LOOK_S)
-    return True
 
 
 def _leave_to_parent() -> None:

@@ -135,11 +135,17 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             f"device={str(self._device)!r}, algorithm={self._algorithm!r}, order={self._order!r}",
         )
         # Tells the others that this rank has left, sooner than they would find its process gone.
-        kind = ProcessCommunicator
-        close_at_exit(self, kind.close, abort=kind.abort, is_busy=kind._is_busy)
+        close_at_exit(
+            self,
+            ProcessCommunicator.close,
+            abort=ProcessCommunicator.abort,
+            progress=ProcessCommunicator._progress,
+        )
 
-    def _is_busy(self) -> bool:
-        return not all(native.is_completed() for native in list(self._in_flight))
+    def _progress(self) -> tuple[int, int] | None:
+        """Return what changes with each call, and each piece of one that any rank has done."""
+        num = sum(not native.is_completed() for native in list(self._in_flight))
+        return (num, self._group.progress()) if num else None
 
     def _set_timeout(self, seconds: float) -> None:
         self._group.set_timeout(seconds)

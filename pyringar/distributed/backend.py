@@ -145,7 +145,7 @@ class RingarProcessGroup(Collectives, PythonGroup):
             self,
             RingarProcessGroup.shutdown,
             abort=RingarProcessGroup.abort,
-            is_busy=lambda group: bool(group._fallback.under_way()),
+            progress=lambda group: len(group._fallback.under_way()),
         )
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -47,6 +47,7 @@ class Between:
     host: Any  # the same, for tensors on the CPU
     column: Column
     order: str  # of the machines' sums: "any" adds them one by one, "tree" as a tree
+    is_told: bool = False  # whether other ranks know of the running call; the caller clears it
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -59,7 +60,7 @@ class Between:
         groups: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             groups.setdefault(wide(tensor.dtype), []).append(tensor)
-        flats = [_flat(group) for group in groups.values()]
+        flats = [_flat(group) for group in groups.values()]  # first: memory may run out
         self.compare(what)
         for flat, group in zip(flats, groups.values(), strict=True):
             pieces = list(torch.split(flat, self.piece_elements())) if len(flat) else []
@@ -247,6 +248,7 @@ class Between:
         """Compare the calls of all ranks. ArgumentError, on every rank, names two that differ."""
         own = _told(what)
         table = own.new_empty(len(self.members), len(own))
+        self.is_told = True
         _run_overlapped([self._gather_piece(table, own)])
         for member, theirs in zip(self.members, table, strict=True):
             if not torch.equal(theirs[:_DIGEST_BYTES], own[:_DIGEST_BYTES]):

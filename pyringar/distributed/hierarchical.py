@@ -167,7 +167,7 @@ class HierarchicalCommunicator(RankCommunicator):
         self._is_closed = False
         self._num_calls = 0
         kind = HierarchicalCommunicator
-        close_at_exit(self, kind.close, abort=kind.abort, is_busy=kind._is_busy)
+        close_at_exit(self, kind.close, abort=kind.abort, progress=kind._progress)
         self.barrier()  # a rank that leaves now would look lost to ranks that still connect
 
     def _inside(self, name: str, device: torch.device) -> ProcessCommunicator:
@@ -287,8 +287,9 @@ class HierarchicalCommunicator(RankCommunicator):
         self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
         self.close()
 
-    def _is_busy(self) -> bool:
-        return self._jobs.num_under_way() > 0
+    def _progress(self) -> tuple[int, int] | None:
+        num = self._jobs.num_under_way()
+        return (num, self._column.num_chunks) if num else None
 
     def _break_off(self, why: BaseException) -> None:
         if self._failure is None:
@@ -321,10 +322,13 @@ class HierarchicalCommunicator(RankCommunicator):
 
     def _run_on_thread(self, what: str, call: CollectiveCall, stream: Any) -> None:
         self._check_not_failed()
+        self._between.is_told = False
         try:
             with torch.no_grad(), stream:
                 self._between.run(call, what)
         except BaseException as error:
+            if self._failure is None and not self._between.is_told:
+                raise  # such as no memory: there was no call
             named = error
             head = f"{what} over {len(self.nodes)} machines: "
             is_told = head in str(error)  # by another rank: the text must not grow

@@ -88,6 +88,7 @@ class Column:
         self._inside = inside  # the communicator of this machine
         self._store = store
         self.set_timeout(timeout_s)
+        self.num_chunks = 0  # that have crossed
         self.sent = {"calls": 0, "bytes": 0}
         self._gloo: Any = None
         self._nccl: Any = None
@@ -121,6 +122,7 @@ class Column:
         def wait() -> None:
             for node, work in works:
                 self._checked([node], work.wait, self._timeout)
+                self.num_chunks += 1
 
         return wait
 
