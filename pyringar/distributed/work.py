@@ -15,15 +15,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from pyringar.comm.jobs import Jobs
 from pyringar.comm.threads import start_thread
+from pyringar.errors import RingarError
 
 _BaseWork: Any = dist.distributed_c10d.Work
+
+# How long a callback may run before another thread runs the callbacks behind it, for each thread.
+_PATIENCE_S = 0.01
 
 
 class Threads:
@@ -39,13 +45,14 @@ class Threads:
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, call: Callable[[], object]) -> None:
+    def submit(self, call: Callable[[], object], patience_s: float = 0.0) -> None:
         """Make ``call``, which raises nothing, in a thread that runs nothing else.
 
-        Raise RingarError if no thread is idle and another one cannot start.
+        Wait up to ``patience_s`` per thread for an idle thread, before another thread starts. Raise
+        RingarError if it cannot start.
         """
         try:
-            self._idle.get_nowait()
+            self._idle.get(timeout=patience_s * len(self._threads))
         except queue.Empty:
             self._threads.append(start_thread(self._name, self._run))
         self._calls.put(call)
@@ -69,30 +76,44 @@ class Threads:
 
 
 class Completer:
-    """Completes futures of works, each in a thread that runs nothing else: callbacks may wait."""
+    """Completes futures of works, in the order in which they were asked for.
+
+    One thread waits for the works. The callbacks of a future run in other threads, for they may
+    wait for later futures. The first future starts the threads, `close` ends them.
+    """
 
     def __init__(self, name: str) -> None:
+        self._name = f"futures {name}"
         self._lock = threading.RLock()  # a signal handler may come in between
-        self._threads = Threads(f"futures {name}")
+        self._waits: Jobs | None = None
+        self._callbacks = Threads(self._name)
         self._is_closed = False
 
     def complete(self, future: Future[None], settle: Callable[[], object]) -> None:
         """Complete ``future`` when ``settle``, which waits for a work, has returned."""
-
-        def run() -> None:
-            settle()
-            future.set_result(None)
-
         with self._lock:
             if not self._is_closed:
-                return self._threads.submit(run)
-        return run()
+                self._waits = self._waits or Jobs(self._name)
+                self._waits.submit(partial(self._complete, future, settle), self._name)
+                return
+        settle()
+        future.set_result(None)
 
     def close(self) -> None:
         """Complete all futures, then end the threads. Call when the engine is closed."""
         with self._lock:
             self._is_closed = True
-        self._threads.close()
+        if self._waits is not None:
+            self._waits.close()
+        self._callbacks.close()
+
+    def _complete(self, future: Future[None], settle: Callable[[], object]) -> None:
+        settle()
+        run_callbacks = partial(future.set_result, None)
+        try:
+            self._callbacks.submit(run_callbacks, _PATIENCE_S)
+        except RingarError:  # no thread is left: a callback that waits for a later future is stuck
+            run_callbacks()
 
 
 class Part(Protocol):
