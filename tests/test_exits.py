@@ -69,29 +69,6 @@ def test_child_leaves_owners_alone(said):
     assert watch() is not None, "threads behind it are the parent's"
 
 
-@pytest.mark.parametrize(
-    ("state", "expected"),
-    [("goes on", ["close"]), ("stands still", ["abort", "close"]), ("is over", ["close"])],
-)
-def test_still_calls_are_aborted(said, state, expected):
-    began, owner = time.monotonic(), threading.Event()
-
-    def progress(_) -> int:
-        runs_s = time.monotonic() - began
-        if state == "goes on":
-            return int(20 * runs_s) + 1 if runs_s < 0.6 else 0
-        return state == "stands still"
-
-    exits.close_at_exit(
-        owner,
-        lambda _: said.append("close"),
-        abort=lambda _: said.append("abort"),
-        progress=progress,
-    )
-    exits.close_all()
-    assert said == expected
-
-
 # Everything of ours that lives in a process, and gloo connected.
 GROUPS = """
 import os, sys, time

@@ -187,24 +187,6 @@ def test_local_error_keeps_group(pair):
         assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
 
 
-def fail_locally(rank, size, store):
-    def refuse(*_, **__):
-        raise RuntimeError("no memory for you")
-
-    with join(rank, size, store, "ab") as comm:
-        tensor = numbers(rank)
-        with mock.patch.object(torch, "cat", refuse):
-            error = error_of(lambda: comm.all_reduce([tensor, numbers(rank)]))
-        comm.all_reduce(tensor)
-    return error, tensor.tolist()
-
-
-def test_local_error_keeps_group(pair):
-    for error, got in pair.check(fail_locally):
-        assert error == ("RuntimeError", "no memory for you")
-        assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
-
-
 def unknown_network(rank, size, store):
     os.environ["GLOO_SOCKET_IFNAME"] = "nonsense0"
     try:

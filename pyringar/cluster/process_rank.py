@@ -213,7 +213,7 @@ class Publisher:
         self._inside: set[int] = set()  # the threads that are in a call
         self._group: Any = None
         self._work: Any = None
-        kinds = (dist.ProcessGroup, backend.RingarProcessGroup, backend.RingarBackend)
+        kinds = (dist.ProcessGroup, backend.RingarProcessGroup)
         for kind in kinds:
             for name in filter(_METHODS.match, dir(kind)):
                 setattr(kind, name, self._published(getattr(kind, name), name))
