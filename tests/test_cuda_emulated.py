@@ -187,7 +187,7 @@ def builder(tmp_path_factory):
     return Builder(tmp_path_factory.mktemp)
 
 
-@pytest.mark.parametrize("name", some(VARIANTS, "plain"))
+@pytest.mark.parametrize("name", some(VARIANTS, "plain", "thread"))
 def test_kernels_on_threads(builder, name):
     check(VARIANTS[name], builder.build("kernels", VARIANTS[name]))
 
