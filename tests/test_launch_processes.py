@@ -301,11 +301,6 @@ def test_backward_that_waits_is_a_standstill():
     assert text.startswith("all ranks wait for each other")
 
 
-def test_output_without_a_stream_is_dropped(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    assert launch(lambda: print("for nobody")) == [None] * 2
-
-
 @pytest.mark.parametrize("is_thread", [True, False], ids=["thread", "atexit"])
 def test_rank_that_does_not_exit_raises(is_thread):
     def program():

@@ -1,6 +1,7 @@
 """Do wrappers over several ranks hold what public bug reports found broken elsewhere?
 
-The oracle is the plain module, or an error that names the argument. Ids are the reports.
+The oracle is the plain module, or an error that names the argument. Ids are the reports;
+test_parallel_module.py has 04 and 05, test_replicate.py 13.
 """
 
 from __future__ import annotations
@@ -98,10 +99,6 @@ def test_writes_into_input_are_right(write, requires_grad):
     batch = batch.clone().requires_grad_(requires_grad)
     parallel(net)(batch * 1 if requires_grad else batch).sum().backward()
     assert_same(net, wanted, 1e-5)
-
-
-# -- 04 pytorch#47562, learn2learn#128 and 05 pytorch#30439 are in test_parallel_module.py ---
-# -- 13 pytorch#117275 and #136929: test_parameter_attributes_are_kept in test_replicate.py ---
 
 
 # -- 15 pytorch#44951: scripted modules ---
