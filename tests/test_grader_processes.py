@@ -179,7 +179,11 @@ def test_unanswered_call_is_ended(import_has_time, code):
 
 def test_deadline_is_for_one_property(import_has_time, monkeypatch):
     monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name in ("sum", "sizes", "list")])
-    code = "def allreduce(data):\n    while data[0].numel() == 0: pass\n    good(data)"
+    code = """
+        import time
+        def allreduce(data):
+            time.sleep(0.4 if data[0].numel() < 99 else 0)
+            good(data)"""
     verdicts = {p.name: p.verdict for p in graded(code, 1.0).properties}
     assert verdicts == {"sum": "pass", "list": "pass", "sizes": "timeout"}
 
