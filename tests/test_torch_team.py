@@ -269,6 +269,26 @@ in_child("the engine loaded")
 
 
 @pytest.mark.slow
+def test_team_keeps_denormals():
+    """torch's threads flush denormals if the thread that starts them does."""
+    done = run_fresh(
+        """
+import torch, pyringar as pr
+torch.set_num_threads(2)
+assert torch.set_flush_denormal(True)
+with pr.Communicator(["cpu"] * 2) as comm:
+    for _ in range(20):
+        tensors = [torch.full((1 << 20,), 70_000, dtype=torch.int32) for _ in range(2)]
+        torch.ones(1 << 17).mul_(2)
+        comm.all_reduce([tensor.view(torch.float32) for tensor in tensors])
+        assert all((tensor == 140_000).all() for tensor in tensors)
+""",
+        timeout_s=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
