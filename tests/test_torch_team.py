@@ -22,6 +22,7 @@ import pyringar as pr
 from pyringar.cli.info import gather
 from pyringar.engine import load
 
+ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 40.0  # a busy machine may put torch's thread off its core, and then nobody joins
 LARGE = 1 << 21  # elements: helpers would be woken for so many, also where they sleep
 
@@ -80,6 +81,32 @@ def test_team_tells_why_not(tmp_path, source, why):
     subprocess.run([*command, tmp_path / "torch.cpp", "-o", library], check=True)
     command = [sys.executable, "-c", WITHOUT_TORCH, load.engine().__file__, library, why]
     done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+OPERATES = """
+#include <omp.h>
+namespace at { int get_num_threads() { return omp_get_max_threads(); } }
+extern "C" void operate() {
+#pragma omp parallel
+  {}
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_team_runs_one_job_at_a_time(tmp_path):
+    csrc, test = ROOT / "csrc", ROOT / "tests/cpp/team/team_test.cpp"
+    library, program = tmp_path / "libtorch_cpu.so", tmp_path / "team_test"
+    (tmp_path / "torch.cpp").write_text(OPERATES)
+    shared = ["-shared", "-fPIC", "-fopenmp", "-Wl,-soname,libtorch_cpu.so"]
+    subprocess.run(["g++", *shared, tmp_path / "torch.cpp", "-o", library], check=True)
+    sources = [test, csrc / "os/torch_team.cpp", csrc / "os/process.cpp"]
+    flags = ["-std=c++20", "-O1", "-pthread", f"-I{csrc}"]
+    subprocess.run(["g++", *flags, *sources, "-ldl", "-o", program], check=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([program, library], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -264,6 +291,26 @@ pr.allreduce([torch.ones(1 << 21), torch.ones(1 << 21)])
 in_child("the engine loaded")
 """,
         timeout_s=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_team_keeps_denormals():
+    """torch's threads flush denormals if the thread that starts them does."""
+    done = run_fresh(
+        """
+import torch, pyringar as pr
+torch.set_num_threads(2)
+assert torch.set_flush_denormal(True)
+with pr.Communicator(["cpu"] * 2) as comm:
+    for _ in range(20):
+        tensors = [torch.full((1 << 20,), 70_000, dtype=torch.int32) for _ in range(2)]
+        torch.ones(1 << 17).mul_(2)
+        comm.all_reduce([tensor.view(torch.float32) for tensor in tensors])
+        assert all((tensor == 140_000).all() for tensor in tensors)
+""",
+        timeout_s=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,0 +1,119 @@
+// team_test: os/torch_team on a stand-in for torch (its path is the argument), with two threads of
+// a real OpenMP runtime. Bits, forks and denormals are tested in Python.
+//
+// Build     tests/test_torch_team.py
+// Output    the first failed check ends it with status 1.
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <new>
+#include <thread>
+
+#include "os/torch_team.h"
+
+namespace pyringar {
+
+namespace {
+
+constexpr int kThreads = 2;  // no more than cores: OpenMP's threads spin for less time then
+
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::_Exit(1);                                                       \
+    }                                                                      \
+  } while (false)
+
+struct Torch {
+  void* library;
+  void (*operate)();
+};
+
+void* load(const char* path) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) std::fprintf(stderr, "%s\n", dlerror());
+  CHECK(library != nullptr);
+  return library;
+}
+
+// The machine may be busy, and the team's threads not on a core just now.
+void wait_until_ready(const Torch& torch) {
+  for (int i = 0; i < 20'000; ++i) {
+    torch.operate();
+    if (torch_team::is_ready()) return;
+    usleep(100);
+  }
+  CHECK(!"the team never got ready");
+}
+
+void run(const Torch& torch, const std::function<void(int, int)>& work) {
+  wait_until_ready(torch);
+  CHECK(torch_team::try_run(work));
+}
+
+void every_thread_works_once(const Torch& torch) {
+  std::array<std::atomic<int>, kThreads> calls{};
+  std::array<std::thread::id, kThreads> ids{};
+  run(torch, [&](int thread, int num_threads) {
+    CHECK(thread >= 0 && thread < num_threads && num_threads == kThreads);
+    const auto i = static_cast<std::size_t>(thread);
+    calls[i].fetch_add(1);
+    ids[i] = std::this_thread::get_id();
+  });
+  for (const auto& count : calls) CHECK(count == 1);
+  CHECK(ids[0] == std::this_thread::get_id());
+  CHECK(ids[0] != ids[1]);
+}
+
+void one_error_comes_out(const Torch& torch) {
+  for (const int thrower : {0, 1, -1}) {
+    std::atomic<int> calls{0};
+    bool has_thrown = false;
+    try {
+      run(torch, [&](int thread, int) {
+        calls.fetch_add(1);
+        if (thread == thrower || thrower < 0) throw std::bad_alloc();
+      });
+    } catch (const std::bad_alloc&) {
+      has_thrown = true;
+    }
+    CHECK(has_thrown && calls == kThreads);
+  }
+  every_thread_works_once(torch);
+}
+
+void nobody_joins_twice(const Torch& torch) {
+  std::atomic<int> others{0};
+  run(torch, [&](int thread, int) {
+    CHECK(torch_team::num_threads() == 1);
+    CHECK(!torch_team::is_ready());
+    if (thread != 0) return;
+    std::thread([&] {
+      others += torch_team::try_run([&](int, int) { others += 10; }) ? 1 : 0;
+    }).join();
+  });
+  CHECK(others == 0);
+  CHECK(torch_team::num_threads() == kThreads);
+}
+
+}  // namespace
+
+}  // namespace pyringar
+
+int main(int, char** argv) {
+  using namespace pyringar;
+  void* library = load(argv[1]);
+  const Torch torch = {library, reinterpret_cast<void (*)()>(dlsym(library, "operate"))};
+  CHECK(torch.operate != nullptr);
+  every_thread_works_once(torch);
+  one_error_comes_out(torch);
+  nobody_joins_twice(torch);
+  return 0;
+}
