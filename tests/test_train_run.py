@@ -99,8 +99,9 @@ def test_host_is_at_most_two_steps_ahead(small, monkeypatch):
 @pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.thorough)])
 def test_compiled_model_trains(model):
     # Below 8 channels oneDNN writes past its memory on CPUs without AVX-512 (its issue 6035).
-    options = {"dataset": "synthetic", "model": model, "width": 8 if model != "lenet" else None}
-    with Trainer(TrainConfig(batch_size=128, epochs=1, compile=True, **options)) as trainer:
+    options = {"width": 8} if model == "resnet18" else {}
+    options |= {"batch_size": 128, "epochs": 1, "dataset": "synthetic", "compile": True}
+    with Trainer(TrainConfig(model=model, **options)) as trainer:
         result = trainer.run()
         check_replicas_equal(trainer.replicas)
     assert result.curve[-1] > 0.3
