@@ -91,7 +91,7 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
     "op": (lambda c, x: c.all_reduce(x, "max"), usual, "sum", "max"),
     "mean": (lambda c, x: c.all_reduce(x, "mean"), usual, "sum", "mean|avg"),
     "call": (lambda c, _: c.barrier(), usual, "all_reduce", "barrier"),
-    "root": (lambda c, x: c.broadcast(x, 1), lambda c, x: c.broadcast(x, 0), "t 0", "t 1"),
+    "root": (lambda c, x: c.broadcast(x, 1), lambda c, x: c.broadcast(x), "rank 0", "rank 1"),
     "share": (
         lambda c, x: c.reduce_scatter(x[5, :3], x[10, :9]),
         gathered,
