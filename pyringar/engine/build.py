@@ -80,7 +80,7 @@ class Engine:
 def cache_dir() -> Path:
     """Return the folder of engines: ``PYRINGAR_CACHE_DIR``, else the user's. Creates nothing."""
     if sys.platform == "win32":
-        raise BuildError("the engine needs Linux; on Windows use WSL")
+        raise BuildError("the engine needs POSIX (Linux, macOS); on Windows use WSL")
     import platformdirs
 
     chosen = os.environ.get("PYRINGAR_CACHE_DIR")
