@@ -34,7 +34,7 @@ void PreparedCall::check_unchanged(const GivenTensors& tensors) const {
   for (std::size_t i = 0; i < places.size(); ++i) {
     if (try_view(tensors.at(i), &view) && places[i].is_of(view)) continue;
     fail(ErrorKind::kArgument, "bind: ", tensors.name(i).text(),
-         " has other memory or another layout than when it was bound; bind it again");
+         " has new memory or layout; bind again");
   }
 }
 
