@@ -9,8 +9,10 @@ import gpu
 import pytest
 import torch
 from oracle import DTYPES, FLOATS, NATIVE, expected, inputs, reduced
+from torch import nn
 
 import pyringar as pr
+from pyringar.parallel.shards import check_replicas_equal
 
 pytestmark = gpu.needed
 
@@ -126,3 +128,18 @@ def test_compiled_calls_stay_in_one_graph(ranks_of):
     gpu.assert_ranks(tensors, reduced(parts, "sum"))
     doubled = reduced([2 * part for part in parts], "sum")
     gpu.assert_ranks(list(results), doubled + 1)
+
+
+def test_sharded_step_ignores_rank_count(device):
+    module = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 3))
+    x = torch.randn(64, 20, generator=torch.Generator().manual_seed(1)).to(device)
+    shards = x.split(8)
+    found = []
+    for k in (1, 2, 4, 8):
+        replicas = pr.replicate(module, [device] * k)
+        with pr.ShardedStep(replicas, 8) as step:
+            loss = step(lambda net, shard: net(shards[shard]).square().sum())
+        for net in replicas:
+            grads = [param.grad for param in net.parameters()]
+            found.append([t.cpu() for t in (loss, *grads, *net.buffers())])
+    check_replicas_equal(found)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import gpu
 import pytest
 import torch
@@ -109,3 +112,23 @@ def test_each_rank_has_a_generator(device):
     alone = on_ranks(device, program, args=(False,))
     assert on_ranks(device, program, args=(True,), seed=5) == alone
     assert alone[0] != alone[1]
+
+
+def test_processes_share_a_gpu(device, tmp_path):
+    """In a process of its own: this one has initialised CUDA, and its forks cannot use it."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, torch, pyringar as pr\n"
+        "device = sys.argv[1]\n"
+        "def program():\n"
+        "    comm = pr.ProcessCommunicator(device=device)\n"
+        "    x = torch.full((1027,), comm.rank + 1.0, device=device)\n"
+        "    comm.all_reduce(x)\n"
+        "    comm.close()\n"
+        "    return x.tolist()\n"
+        "sums = pr.launch(program, 3, devices=[device] * 3, processes=True)\n"
+        "assert sums == [[6.0] * 1027] * 3\n"
+    )
+    command = [sys.executable, script, str(device)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -231,3 +231,16 @@ print("right")
 def test_expandable_segments():
     setting = "expandable_segments:True"
     assert run_alone(EXPANDABLE, PYTORCH_CUDA_ALLOC_CONF=setting) == ["right"]
+
+
+@gpu.two
+def test_withheld_device_times_out():
+    with over((0, 1), timeout=0.5, algorithm="ring") as comm:
+        tensors = gpu.ones(comm, 1000)
+        comm.all_reduce(tensors)
+        comm._group.withhold_rank(1)
+        comm.all_reduce(tensors)
+        for i in range(2):
+            torch.cuda.synchronize(i)
+        with pytest.raises(pr.CollectiveTimeout, match=r"cuda:0.* waited 0.5 s for .*cuda:1"):
+            comm.all_reduce(tensors)
