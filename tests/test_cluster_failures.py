@@ -316,7 +316,7 @@ HAND_OVER = ("ranks.py", "state.py")
 
 @pytest.mark.parametrize("first", mostly_slow(range(10), 0, 5))
 def test_hand_over_exception_loses_no_rank(first):
-    """MemoryError at every tenth line event of a wait, in a launch of its own each."""
+    """Raise MemoryError at every tenth line event of a wait, once per launch."""
     num_threads = threading.active_count()
 
     def program(number: int) -> bool:
@@ -426,7 +426,7 @@ def test_handlers_that_raise_stay(monkeypatch):
 
 
 @pytest.mark.slow
-def test_rank_that_does_not_end_is_left_behind(caplog):
+def test_endless_rank_is_left_behind(caplog):
     target, may_end, ended = types.SimpleNamespace(value=1), threading.Event(), []
 
     def program() -> None:

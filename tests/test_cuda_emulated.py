@@ -59,19 +59,14 @@ SHARED = [STRESS / f"{name}.cpp" for name in ("check", "oracle", "stress")]
 MODEL = [STRESS / "cuda/cuda_emulator.cpp", *sorted((STRESS / "cuda_model").glob("*.cpp"))]
 BOTH = [CSRC / "cuda/folds.cpp", CSRC / "cuda/runtime.cpp"]
 HOST = "background devices group ready ring_links staging"
+MODELLED = BOTH + KERNELS + SHARED + MODEL
+HOST_SOURCES = [CSRC / f"cuda/{name}.cpp" for name in HOST.split()]
+PROCESS_SOURCES = [*sorted((CSRC / "cuda_process").glob("*.cpp")), *ENGINE_SOURCES]
+PROCESS_SOURCES += [CSRC / "cuda/stream_memory.cpp", STRESS / "process_calls.cpp"]
 PROGRAMS = {
-    "kernels": [*KERNELS, *sorted((STRESS / "cuda").glob("*.cpp")), *SHARED],
-    "host": [
-        *(CSRC / f"cuda/{name}.cpp" for name in HOST.split()),
-        *sorted((STRESS / "cuda_host").glob("*.cpp")),
-        *(*BOTH, *KERNELS, *SHARED, *MODEL),
-    ],
-    "processes": [
-        *sorted((CSRC / "cuda_process").glob("*.cpp")),
-        *(CSRC / "cuda/stream_memory.cpp", *ENGINE_SOURCES),
-        *sorted((STRESS / "cuda_processes").glob("*.cpp")),
-        *(STRESS / "process_calls.cpp", *BOTH, *KERNELS, *SHARED, *MODEL),
-    ],
+    "kernels": KERNELS + sorted((STRESS / "cuda").glob("*.cpp")) + SHARED,
+    "host": HOST_SOURCES + sorted((STRESS / "cuda_host").glob("*.cpp")) + MODELLED,
+    "processes": PROCESS_SOURCES + sorted((STRESS / "cuda_processes").glob("*.cpp")) + MODELLED,
 }
 INCLUDED = ("", "cuda", "cuda_model", "cuda_host", "cuda_processes")
 

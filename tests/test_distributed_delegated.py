@@ -47,7 +47,7 @@ def asked_again(rank: int, size: int) -> Any:
 
 
 def test_message_is_waited_for_once():
-    """Gloo would wait for another message, which nobody sends, and break off all others."""
+    """A second wait in gloo waits for another message, and closes all connections."""
     expected = numbers(0).tolist()
     answers = [[True] * 3, True, True, True, None]
     assert run_group(asked_again, 2, timeout_s=10.0) == [(answers, expected, expected)] * 2

@@ -92,7 +92,7 @@ def test_failed_rank_is_named(fault, text):
     start_s = 1.5 if fault == "never comes" else 30.0
     with pytest.raises(GroupError, match=f"^Fake, 2 ranks: {text}"):
         fake(fault, answer_s=0.5, start_s=start_s).measure("any", 4, 3, 0)
-    assert time.monotonic() - begin_s < 30
+    assert time.monotonic() - begin_s < 10
 
 
 @pytest.mark.parametrize("fault", ["hangs", "dies", ""])

@@ -15,7 +15,6 @@
 #include "bindings/group_binding.h"
 #include "cuda/background.h"
 #include "cuda/group.h"
-#include "cuda/peers.h"
 #include "cuda/runtime.h"
 #include "os/process.h"
 
@@ -204,19 +203,6 @@ void bind_group(py::module_& m) {
       });
 }
 
-py::list peer_matrix(std::vector<int> devices) {
-  const auto tried = [&] {
-    const PythonCall python_call;
-    const auto launches = cuda::lock_launches();
-    return cuda::peer_links(devices);
-  }();
-  py::list links;
-  for (const cuda::PeerLink& link : tried) {
-    links.append(py::make_tuple(link.from, link.to, link.can_access, link.delivers));
-  }
-  return links;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_cuda_engine, m) {
@@ -234,7 +220,6 @@ PYBIND11_MODULE(_cuda_engine, m) {
   bind_cuda_process_group(m);
   m.def("end_reading", &Reading::end);
   m.def("num_devices", &cuda::num_devices);
-  m.def("peer_links", &peer_matrix, py::arg("devices"));
   m.def("runtime_version", [] { return CUDART_VERSION; });
 }
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # torch computes fewer elements than this in the calling thread. Its other threads have the mode of
-# the thread that started them, and nobody can ask or change it.
+# the thread that started them, which no program can read or change.
 _ALONE_ELEMS = 32_767
 
 Pieces = Callable[[Tensor], tuple[Tensor, ...]]

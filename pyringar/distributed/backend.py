@@ -155,7 +155,7 @@ class RingarProcessGroup(Collectives, PythonGroup):
         self._fallback.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Wait for what runs in the background, then leave the group. May be called again."""
+        """Wait for background calls, then leave the group. May be called again."""
         if is_inherited(self):
             return
         try:
