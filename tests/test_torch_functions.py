@@ -47,6 +47,21 @@ def test_grad_is_refused_while_recording(comm: pr.Communicator) -> None:
         assert reduced(comm, tensors, times=1) == [16, 16]
 
 
+@pytest.mark.parametrize("kind", ["sparse", "meta", "complex"])
+def test_refused_tensor_after_dense(comm: pr.Communicator, kind: str) -> None:
+    dense = [torch.ones(3), torch.ones(3)]
+    reduced(comm, dense)
+    refused = {
+        "sparse": dense[1].to_sparse,
+        "meta": lambda: dense[1].to("meta"),
+        "complex": lambda: dense[1].to(torch.complex64),
+    }[kind]()
+    for _ in range(3):
+        with pytest.raises(pr.UnsupportedError, match=r"tensors\[1\]"):
+            comm.all_reduce([dense[0], refused])
+    assert reduced(comm, dense, times=1) == [16, 16]
+
+
 def test_version_counts_calls(comm: pr.Communicator) -> None:
     tensors = [torch.ones(3), torch.nn.Parameter(torch.ones(3), requires_grad=False)]
     before = [tensor._version for tensor in tensors]

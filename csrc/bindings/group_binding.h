@@ -24,6 +24,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -174,18 +175,20 @@ struct ReduceNow {
   CallOptions by_default;  // of calls that name no algorithm
   CallOptions by_auto;     // of calls that name "auto"
 
+  // Of the last call: op, algorithm and order as Python passed them, and what they mean. Strings do
+  // not change, so the same objects mean the same.
+  std::array<py::object, 3> last_names{};
+  CallOptions last_options = by_default;
+
   // (tensors, op, algorithm, order, are_lists=False) -> bool. False: nothing was done, since the
   // call names another algorithm or an order, a graph is made, or the tensors are elsewhere. The
   // caller takes the general path.
   static PyObject* run(PyObject* capsule, PyObject* const* args, Py_ssize_t num_args) {
     try {
-      const auto& self = state_of<ReduceNow>(capsule);
-      const CallOptions* chosen = num_args < 4 ? nullptr : self.options_for(args[2], args[3]);
-      if (chosen == nullptr || TorchFunctions::get().has_dispatch_modes()) Py_RETURN_FALSE;
-      CallOptions options = *chosen;
-      const std::optional<ReduceOp> op = find<ReduceOp>(args[1], &op_name, kNumReduceOps);
-      if (!op || !has_order(*op, options.reduction.order)) Py_RETURN_FALSE;
-      options.reduction.op = *op;
+      auto& self = state_of<ReduceNow>(capsule);
+      const bool is_known = num_args >= 4 && (self.is_last(args + 1) || self.read(args + 1));
+      if (!is_known || TorchFunctions::get().has_dispatch_modes()) Py_RETURN_FALSE;
+      CallOptions options = self.last_options;
       if (num_args > 4 && args[4] == Py_True) options.operation = Operation::kAllReduceCoalesced;
       if (!all_reduce<Engine>(self.group, options, args[0], true)) Py_RETURN_FALSE;
     } catch (...) {
@@ -193,6 +196,29 @@ struct ReduceNow {
       return nullptr;
     }
     Py_RETURN_TRUE;
+  }
+
+  bool is_last(PyObject* const* names) const {
+    return names[0] == last_names[0].ptr() && names[1] == last_names[1].ptr() &&
+           names[2] == last_names[2].ptr();
+  }
+
+  // False: the general path is for them.
+  bool read(PyObject* const* names) {
+    const CallOptions* const chosen = options_for(names[1], names[2]);
+    const std::optional<ReduceOp> op = find<ReduceOp>(names[0], &op_name, kNumReduceOps);
+    if (chosen == nullptr || !op || !has_order(*op, chosen->reduction.order)) return false;
+    // A string of a subclass may run Python code when it is released below.
+    const auto is_plain = [](PyObject* name) {
+      return name == Py_None || PyUnicode_CheckExact(name);
+    };
+    if (!std::all_of(names, names + last_names.size(), is_plain)) return false;
+    last_options = *chosen;
+    last_options.reduction.op = *op;
+    for (std::size_t i = 0; i < last_names.size(); ++i) {
+      last_names[i] = py::reinterpret_borrow<py::object>(names[i]);
+    }
+    return true;
   }
 
   const CallOptions* options_for(PyObject* algorithm, PyObject* order) const {
@@ -206,7 +232,7 @@ struct ReduceNow {
   }
 };
 
-// An all_reduce of tensors that it keeps alive, which must lie where they lay.
+// An all_reduce of tensors that it keeps alive, which must lie where they lay; or a barrier.
 template <typename Engine>
 struct BoundCall {
   typename Engine::GroupPtr group;
@@ -231,7 +257,9 @@ struct BoundCall {
     Engine::host(*group).check_usable();
     const LocalRanks ranks = Engine::ranks(*group);
     GivenTensors tensors = given_tensors(given, options, ranks);
-    PreparedCollective made = prepare_all_reduce(tensors, options, ranks);
+    PreparedCollective made = options.operation == Operation::kBarrier
+                                  ? prepare(given, py::none(), options, ranks)
+                                  : prepare_all_reduce(tensors, options, ranks);
     if (py::len(made.copies) > 0) {
       fail(ErrorKind::kUnsupported,
            "bind: on GPUs, tensors with gaps, or whose strides differ between ranks, cannot be "
@@ -240,7 +268,7 @@ struct BoundCall {
     PreparedCall prepared(options, tensors,
                           std::make_shared<const Collective>(std::move(made.call)));
     static PyMethodDef method = {"bound_all_reduce", &BoundCall::run, METH_NOARGS,
-                                 "Reduce the bound tensors in place."};
+                                 "Run the bound call."};
     return function_over(method, std::unique_ptr<BoundCall>(new BoundCall{group, std::move(tensors),
                                                                           std::move(prepared)}));
   }

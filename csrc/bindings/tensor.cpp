@@ -138,8 +138,7 @@ void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
   view->ndim = raw.ndim;
   view->shape = raw.shape;
   view->strides = raw.strides;
-  view->numel = 1;
-  for (int dim = 0; dim < raw.ndim; ++dim) view->numel *= static_cast<std::size_t>(raw.shape[dim]);
+  view->count();
 }
 
 bool is_dense(const TensorView& view) {
@@ -177,6 +176,7 @@ std::string describe_shape(const TensorView& view) {
 }  // namespace
 
 bool try_view(PyObject* object, TensorView* view) {
+  if (TorchFunctions::get().read(object, view)) return true;
   const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
   dlpack::Tensor raw{};
   if (api == nullptr) return false;

@@ -37,6 +37,11 @@ struct TensorView {
   std::size_t numel;
 
   std::size_t bytes() const { return numel * item_bytes(dtype); }
+  // Sets numel.
+  void count() {
+    numel = 1;
+    for (int dim = 0; dim < ndim; ++dim) numel *= static_cast<std::size_t>(shape[dim]);
+  }
   StridedView strided() const;
 };
 

@@ -5,6 +5,8 @@
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+
 #include "bindings/tensor.h"
 
 namespace pyringar {
@@ -50,6 +52,7 @@ bool TorchFunctions::use(bool are_direct) {
 TorchFunctions::TorchFunctions()
     : torch_(py::module_::import("torch")), torch_c_(py::module_::import("torch._C")) {
   if (!look_up()) return;
+  tensor_type_ = reinterpret_cast<PyTypeObject*>(torch_.attr("Tensor").ptr());
   try {
     const py::object tensor = torch_.attr("Tensor")(py::make_tuple(1.0));
     are_direct_ = are_found_ = find_offset(tensor) && have_right_answers(tensor);
@@ -59,7 +62,7 @@ TorchFunctions::TorchFunctions()
 }
 
 bool TorchFunctions::look_up() {
-  return look_up_in(kCore, "_ZN3c108GradMode10is_enabledEv", &is_grad_enabled_) &&
+  return look_up_shim() &&
          look_up_in(kCore, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv",
                     &num_dispatch_modes_) &&
          look_up_in(kCore, "_ZNK3c1010TensorImpl13requires_gradEv", &requires_grad_) &&
@@ -68,13 +71,55 @@ bool TorchFunctions::look_up() {
          look_up_in(kCpu, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", &bump_version_);
 }
 
+bool TorchFunctions::look_up_shim() {
+  // In the order of DType.
+  constexpr std::array<const char*, kNumDTypes> kCodes = {
+      "aoti_torch_dtype_float64",  "aoti_torch_dtype_float32", "aoti_torch_dtype_float16",
+      "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_int8",    "aoti_torch_dtype_uint8",
+      "aoti_torch_dtype_int32",    "aoti_torch_dtype_int64"};
+  const auto has_code = [](const char* name, std::int32_t* code) {
+    std::int32_t (*function)() = nullptr;
+    if (!look_up_in(kCpu, name, &function)) return false;
+    *code = function();
+    return true;
+  };
+  for (std::size_t i = 0; i < kCodes.size(); ++i) {
+    if (!has_code(kCodes[i], &dtype_codes_[i])) return false;
+  }
+  return has_code("aoti_torch_device_type_cpu", &cpu_code_) &&
+         has_code("aoti_torch_device_type_cuda", &cuda_code_) &&
+         look_up_in(kCpu, "aoti_torch_grad_mode_is_enabled", &is_grad_enabled_) &&
+         look_up_in(kCpu, "aoti_torch_get_dtype", &dtype_) &&
+         look_up_in(kCpu, "aoti_torch_get_device_type", &device_type_) &&
+         look_up_in(kCpu, "aoti_torch_get_device_index", &device_index_) &&
+         look_up_in(kCpu, "aoti_torch_get_dim", &dim_) &&
+         look_up_in(kCpu, "aoti_torch_get_sizes", &sizes_) &&
+         look_up_in(kCpu, "aoti_torch_get_strides", &strides_) &&
+         look_up_in(kCpu, "aoti_torch_get_data_ptr", &data_);
+}
+
 bool TorchFunctions::find_offset(const py::object& tensor) {
   const auto impl = reinterpret_cast<const void*>(py::cast<std::uintptr_t>(tensor.attr("_cdata")));
   const auto size = py::cast<std::size_t>(torch_.attr("Tensor").attr("__basicsize__"));
   for (offset_ = sizeof(PyObject); offset_ + sizeof(Tensor) <= size; offset_ += sizeof(Tensor)) {
-    if (*tensor_in(tensor.ptr()) == impl) return true;
+    if (*tensor_in(tensor.ptr()) != impl) continue;
+    dense_vtable_ = vtable_of(tensor.ptr());
+    return true;
   }
   return false;
+}
+
+// Three by two elements of rows of five, at their second column.
+bool TorchFunctions::reads(const py::object& tensor) const {
+  const py::object rows = tensor.attr("new_zeros")(py::make_tuple(2, 5));
+  const py::object part = rows.attr("t")()[py::slice(1, 4, 1)];
+  const auto data = py::cast<std::uintptr_t>(part.attr("data_ptr")());
+  const auto item = py::cast<std::size_t>(part.attr("element_size")());
+  TensorView view;
+  return read_direct(part.ptr(), &view) && reinterpret_cast<std::uintptr_t>(view.data) == data &&
+         view.device == kHost && is_float(view.dtype) && item_bytes(view.dtype) == item &&
+         view.ndim == 2 && view.shape[0] == 3 && view.shape[1] == 2 && view.strides[0] == 1 &&
+         view.strides[1] == 5 && view.numel == 6;
 }
 
 bool TorchFunctions::have_right_answers(const py::object& tensor) const {
@@ -82,6 +127,7 @@ bool TorchFunctions::have_right_answers(const py::object& tensor) const {
   const py::object negated = torch_.attr("_neg_view")(tensor);
   const py::object trained = tensor.attr("clone")().attr("requires_grad_")();
   const auto version = [&] { return py::cast<int>(tensor.attr("_version")); };
+  if (!reads(tensor)) return false;
   const bool is_inference = is_inference_(tensor_in(plain));
   if (is_inference != is_true(tensor.attr("is_inference")())) return false;
   if (!is_inference) {
@@ -118,6 +164,36 @@ bool TorchFunctions::is_neg(PyObject* tensor) const {
 bool TorchFunctions::requires_grad(PyObject* tensor) const {
   return are_direct_ ? requires_grad_(*tensor_in(tensor))
                      : is_true(py::handle(tensor).attr("requires_grad"));
+}
+
+bool TorchFunctions::read(PyObject* object, TensorView* view) const {
+  return are_direct_ && read_direct(object, view);
+}
+
+bool TorchFunctions::read_direct(PyObject* object, TensorView* view) const {
+  if (Py_TYPE(object) != tensor_type_ || vtable_of(object) != dense_vtable_) return false;
+  const Tensor* const tensor = tensor_in(object);
+  std::int32_t type = 0;
+  std::int32_t device = 0;
+  std::int64_t dim = 0;
+  if (device_type_(tensor, &device) != 0 || dtype_(tensor, &type) != 0) return false;
+  view->device = kHost;
+  if (device == cuda_code_) {
+    if (device_index_(tensor, &view->device) != 0) return false;
+  } else if (device != cpu_code_) {
+    return false;
+  }
+  const auto* const code = std::find(dtype_codes_.begin(), dtype_codes_.end(), type);
+  if (code == dtype_codes_.end()) return false;
+  view->dtype = static_cast<DType>(code - dtype_codes_.begin());
+  if (dim_(tensor, &dim) != 0 || sizes_(tensor, &view->shape) != 0 ||
+      strides_(tensor, &view->strides) != 0 || data_(tensor, &view->data) != 0) {
+    return false;
+  }
+  view->object = object;
+  view->ndim = static_cast<int>(dim);
+  view->count();
+  return true;
 }
 
 void TorchFunctions::increment_version(PyObject* tensors) const {

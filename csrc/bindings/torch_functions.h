@@ -1,22 +1,29 @@
 // torch_functions: what a call asks torch about its tensors and its thread.
 //
-// Floor     bindings. Nothing is linked and no header of torch is included: C++ functions are
-//           looked up in the loaded libraries by mangled names, which hold the parameter types.
+// Floor     bindings. Nothing is linked and no header of torch is included: functions are looked up
+//           in the loaded libraries. Those of the shim that compiled models use have C names and
+//           return errors. The others have mangled names, which hold the parameter types.
 // Contract  get() tries the functions on tensors with known answers. If one is missing or wrong,
 //           all questions go through Python, which takes ten times as long.
-//           A C++ function neither throws for a tensor of any kind nor releases the GIL.
+//           No function throws or releases the GIL: an exception of torch must not cross an engine
+//           that is linked to a static libstdc++.
 // Threads   with the GIL held.
 // Tests     tests/test_torch_functions.py
 #pragma once
 
 #include <pybind11/pytypes.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+
+#include "core/dtype.h"
 
 namespace pyringar {
 
 namespace py = pybind11;
+
+struct TensorView;
 
 class TorchFunctions {
  public:
@@ -29,6 +36,9 @@ class TorchFunctions {
   // tensor: a torch.Tensor, or of a subclass.
   bool is_neg(PyObject* tensor) const;
   bool requires_grad(PyObject* tensor) const;
+  // Reads a dense torch.Tensor on a CPU or GPU with a dtype of the engine, but for is_negated and
+  // is_dense. False for other objects, subclasses included.
+  bool read(PyObject* object, TensorView* view) const;
   // tensors: a list or tuple.
   void increment_version(PyObject* tensors) const;
 
@@ -36,12 +46,23 @@ class TorchFunctions {
   using Tensor = const void*;  // at::Tensor: one pointer, to a TensorImpl
 
   TorchFunctions();
+  template <typename Value>
+  using Getter = std::int32_t (*)(const Tensor*, Value*);  // 0: no error
+
   bool look_up();
+  bool look_up_shim();
   bool find_offset(const py::object& tensor);
   bool have_right_answers(const py::object& tensor) const;
+  bool reads(const py::object& tensor) const;
+  bool read_direct(PyObject* object, TensorView* view) const;
 
   const Tensor* tensor_in(PyObject* object) const {
     return reinterpret_cast<const Tensor*>(reinterpret_cast<const std::byte*>(object) + offset_);
+  }
+
+  // Of the TensorImpl, which has virtual functions.
+  const void* vtable_of(PyObject* object) const {
+    return *static_cast<const void* const*>(*tensor_in(object));
   }
 
   static TorchFunctions* functions_;
@@ -50,13 +71,25 @@ class TorchFunctions {
   py::object torch_c_;
   bool are_found_ = false;
   bool are_direct_ = false;
-  std::size_t offset_ = 0;  // of the at::Tensor in a Python tensor
+  PyTypeObject* tensor_type_ = nullptr;
+  std::size_t offset_ = 0;              // of the at::Tensor in a Python tensor
+  const void* dense_vtable_ = nullptr;  // of the TensorImpl of dense tensors
+  std::array<std::int32_t, kNumDTypes> dtype_codes_{};
+  std::int32_t cpu_code_ = 0;
+  std::int32_t cuda_code_ = 0;
   bool (*is_grad_enabled_)() = nullptr;
   std::int64_t (*num_dispatch_modes_)() = nullptr;
   bool (*is_neg_)(const Tensor*) = nullptr;
   bool (*is_inference_)(const Tensor*) = nullptr;
   void (*bump_version_)(const Tensor*) = nullptr;
   bool (*requires_grad_)(const void* impl) = nullptr;
+  Getter<std::int32_t> dtype_ = nullptr;
+  Getter<std::int32_t> device_type_ = nullptr;
+  Getter<std::int32_t> device_index_ = nullptr;
+  Getter<std::int64_t> dim_ = nullptr;
+  Getter<const std::int64_t*> sizes_ = nullptr;
+  Getter<const std::int64_t*> strides_ = nullptr;
+  Getter<std::byte*> data_ = nullptr;
 };
 
 }  // namespace pyringar

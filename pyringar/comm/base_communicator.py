@@ -77,6 +77,7 @@ class BaseCommunicator:
     _handle = ""  # of this communicator in graphs; "": graphs cannot hold its calls
     # Runs an all_reduce, (tensors, op, algorithm, order, are_lists=False) -> bool. False: not run.
     _run_prepared: Callable[..., bool] = staticmethod(decline)
+    _run_barrier: Callable[[], None] | None = None  # a prepared barrier
 
     @property
     def world_size(self) -> int:
@@ -274,7 +275,10 @@ class BaseCommunicator:
         On GPUs the ranks' current streams wait for each other, and the host does not wait for
         them. See `all_reduce` for ``async_op`` and errors.
         """
-        return self._run(self._checked("barrier", []), async_op=async_op)
+        if self._run_barrier is None or async_op:
+            return self._run(self._checked("barrier", []), async_op=async_op)
+        self._run_barrier()
+        return None
 
     # -- bound calls -------------------------------------------------------------------------------
 

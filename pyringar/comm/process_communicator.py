@@ -134,6 +134,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             f"rank {self._rank} of {self._world_size}, name={self._name!r}, "
             f"device={str(self._device)!r}, algorithm={self._algorithm!r}, order={self._order!r}",
         )
+        self._run_barrier = self._bind_call(self._checked("barrier", []))
         # Tells the others that this rank has left, sooner than they would find its process gone.
         close_at_exit(
             self,

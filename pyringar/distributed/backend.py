@@ -20,7 +20,7 @@ from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.distributed.work import Completer, DoneWork, PendingWork
+from pyringar.distributed.work import Completer, PendingWork
 
 NAME = "ringar"
 
@@ -238,7 +238,7 @@ def _keep_works_of_join() -> None:
 
 def register() -> None:
     """Make ``init_process_group("ringar")`` work; importing ``pyringar.distributed`` does it."""
-    keep_dynamo_out(RingarProcessGroup, PendingWork, DoneWork)
+    keep_dynamo_out(RingarProcessGroup, PendingWork)
     _keep_works_of_join()
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

@@ -34,7 +34,6 @@ from pyringar.distributed.delegated import Delegated, flat
 from pyringar.distributed.work import (
     DelegatedPart,
     PendingWork,
-    done_work,
     one_or_all,
 )
 from pyringar.errors import ArgumentError, UnsupportedError
@@ -94,7 +93,8 @@ class Collectives(Delegated):
     Tensors lie on the CPU, in any layout without overlap, and have any dtype that torch.distributed
     takes; on other devices they go to the group's backend for that device. Arguments are torch's:
     ``opts`` are its options, or a ``ReduceOp`` or a root; a list may be one tensor;
-    a ``timeout`` is ignored, the group's own counts.
+    a ``timeout`` is ignored, the group's own counts. A call with ``asyncOp=False`` that the engine
+    runs returns None.
 
     Raises, in every call or its work's ``wait()``:
         ArgumentError: Sizes, dtypes or calls differ between ranks: says how, on every rank. Calls
@@ -124,7 +124,7 @@ class Collectives(Delegated):
                 self._comm.all_reduce(tensors, op)
         except (ArgumentError, UnsupportedError) as error:
             return self._all_reduce_others(tensors, opts, error)
-        return done_work(tensors)
+        return None
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Do `allreduce` of a list."""
@@ -208,7 +208,7 @@ class Collectives(Delegated):
         root = opts.rootRank
         if not opts.asyncOp and len(tensors) == 1 and _is_plain(tensors[0]):
             self._comm.broadcast(tensors[0], root)
-            return done_work(tensors)
+            return None
         if self._are_elsewhere(tensors):
             return self._hand_over("broadcast", tensors, (tensors, opts))
         call = _Call([], [])
@@ -239,7 +239,7 @@ class Collectives(Delegated):
             return self._pending((*parts, self._comm.barrier(async_op=True)), [])
         self._fallback.finish()
         self._comm.barrier()
-        return done_work([])
+        return None
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Do `barrier`, whose errors name a missing rank; ``timeout`` overrides the group's."""
@@ -289,7 +289,7 @@ class Collectives(Delegated):
         """
         if not _is_async(opts) and _are_plain(output, input):
             self._comm.all_gather(output, input)
-            return done_work(lambda: self._pieces_of(output))
+            return None
         work = self._gather_single(output, input, opts)
         if isinstance(work, PendingWork):
             work._results = lambda: self._pieces_of(output)
@@ -370,7 +370,7 @@ class Collectives(Delegated):
         op = reduction_name(opts.reduceOp, "reduce_scatter")
         if not opts.asyncOp and op in OPS and _are_plain(output, input):
             self._comm.reduce_scatter(output, input, op)
-            return done_work([output])
+            return None
         return self._scatter_single(output, input, opts)
 
     _scatter_single = _of_pairs(
@@ -422,9 +422,10 @@ class Collectives(Delegated):
 
         every = [*parts, self._comm._submit_step(finish)] if copies else parts
         work = self._pending(every, results)
-        if not _is_async(opts):
-            work.wait()
-        return work
+        if _is_async(opts):
+            return work
+        work.wait()
+        return None
 
     def _check_row(self, row: Sequence[Any], operation: str) -> None:
         if len(row) != self._comm.world_size:

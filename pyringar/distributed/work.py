@@ -233,22 +233,3 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         if error is not None:
             raise error
         return _value(self._results)
-
-
-class DoneWork(PendingWork):
-    """The work of a collective that has run: nothing is left to wait for."""
-
-    _parts = ()
-    _future = None
-    # Torch's own: one in Python would cost a third more, and an all_reduce lasts as long as ten.
-    __init__ = _BaseWork.__init__
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-
-def done_work(results: Any) -> DoneWork:
-    """Return the work of a collective that has run; see `PendingWork` for ``results``."""
-    work: DoneWork = DoneWork()
-    work._results = results
-    return work
