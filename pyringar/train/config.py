@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyringar.choices import ALGORITHMS, BATCHNORMS, check_choice
+from pyringar.choices import ALGORITHMS, BATCHNORMS, check_choice, check_count
 from pyringar.errors import ArgumentError
 
 if TYPE_CHECKING:  # the command line shows the choices, and does not wait for torch
@@ -125,12 +125,12 @@ class TrainConfig:
         from pyringar.train.devices import choose_devices
 
         if self.ranks is not None:
-            _check_integer("ranks", self.ranks, 1)
+            check_count("ranks", self.ranks, 1)
         for name, least in {"batch_size": 1, "epochs": 1, "width": 1, "seed": 0}.items():
-            _check_integer(name, getattr(self, name), least)
-        _check_share("momentum", self.momentum)
-        _check_positive("lr", self.lr)
-        _check_positive("bucket_cap_mb", self.bucket_cap_mb)
+            check_count(name, getattr(self, name), least)
+        for name in ("lr", "bucket_cap_mb"):
+            _check_number(name, getattr(self, name), lambda x: 0 < x < math.inf, "positive number")
+        _check_number("momentum", self.momentum, lambda x: 0 <= x < 1, "number from 0 to below 1")
         for name in ("lr", "bucket_cap_mb", "momentum"):  # not NumPy's: a checkpoint has them
             object.__setattr__(self, name, float(getattr(self, name)))
         for name, choices in CHOICES.items():
@@ -227,21 +227,7 @@ class TrainConfig:
         return "any" if self.allreduce in ("ring", "auto") else "rank"
 
 
-def _check_integer(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-        raise ArgumentError(
-            f"{name} is {value!r}, expected a whole number, {least} or more and below 2**63"
-        )
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentError(f"{name} is {value!r}, expected a number")
-    if not (math.isfinite(value) and value > 0):
-        raise ArgumentError(f"{name} is {value!r}, expected a positive number")
-
-
-def _check_share(name: str, value: object) -> None:
+def _check_number(name: str, value: Any, fits: Callable[[float], bool], expected: str) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < 1:  # type: ignore[operator]
-        raise ArgumentError(f"{name} is {value!r}, expected a number from 0 to below 1")
+    if not is_number or not fits(value):
+        raise ArgumentError(f"{name} is {value!r}, expected a {expected}")
