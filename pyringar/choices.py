@@ -43,6 +43,20 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     return value
 
 
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise ArgumentError unless an argument is a whole number, ``least`` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise ArgumentError(
+            f"{name} is {value!r}, expected a whole number, {least} or more and below 2**63"
+        )
+
+
+def check_positive(name: str, value: Any, what: str = "number") -> None:
+    """Raise ArgumentError unless an argument is a positive number; ``what`` names its unit."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ArgumentError(f"{name} is {value!r}, expected a positive {what}")
+
+
 def kind_of(value: Any) -> str:
     """Return what a value is, for messages: ``"an int"``, ``"a Tensor"``, ``"None"``."""
     if value is None:

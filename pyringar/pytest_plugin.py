@@ -108,7 +108,11 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
         seeds = [mark.kwargs.get("seed", 0)]
     for seed in seeds:
         options = {**mark.kwargs, "seed": seed, "args": (pyfuncitem.obj, given)}
-        failure = _failure_of(functools.partial(launch, _run_test, *mark.args, **options))
+        failure: BaseException | None = None
+        try:
+            launch(_run_test, *mark.args, **options)
+        except BaseException as error:
+            failure = error
         if isinstance(failure, _Outcome):
             name, reason = failure.args
             if isinstance(failure.__cause__, _CLASSES):  # of a thread; processes send no more
@@ -121,14 +125,6 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
                 pytest.fail(f"{type(failure).__name__}: {failure}{tracebacks}", pytrace=False)
             raise failure.with_traceback(own) from cause
     return True
-
-
-def _failure_of(call: Callable[[], object]) -> BaseException | None:
-    try:
-        call()
-    except BaseException as error:
-        return error
-    return None
 
 
 class _Outcome(BaseException):

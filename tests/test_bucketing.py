@@ -294,7 +294,10 @@ def test_hooks_go_with_bucketer(how, options):
         (lambda n: {"replicas": [n[0], nn.Linear(2, 2)]}, r"replicas\[1\] has 2 trained param"),
         (lambda n: {"replicas": [nn.Linear(2, 3), nn.Linear(3, 2)]}, r"0 of replicas\[1\] is \(2"),
         (lambda n: {"replicas": n, "bucket_cap_mb": 0}, "bucket_cap_mb is 0, expected a positive"),
-        (lambda n: {"replicas": n, "comm": pr.Communicator(["cpu"])}, "comm has 1 ranks for 3"),
+        (
+            lambda n: {"replicas": n, "comm": pr.Communicator(["cpu"])},
+            "has 3 entries, but comm has 1 of",
+        ),
     ],
 )
 def test_wrong_arguments(arguments, words):

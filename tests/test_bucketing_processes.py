@@ -151,11 +151,17 @@ def differ_as_rank(rank, world_size, store, what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("number", "differ in its number of parameters: 6 here, 8 there"),
-        ("shape", "parameter 0: (30, 6) torch.float32 here, (30, 7) torch.float32"),
-        ("dtype", "parameter 4: (5, 40) torch.float32 here, (5, 40) torch.float64 there"),
-        ("cap", "its bucket_cap_mb: 1 here, 7000000 there"),
-        ("op", "its op: sum here, mean there"),
+        ("number", "rank 1 has 8 parameters, but rank 0 has 6 parameters"),
+        (
+            "shape",
+            "has parameter 0 of (30, 7) torch.float32, but rank 0 has parameter 0 of (30, 6) ",
+        ),
+        (
+            "dtype",
+            "has parameter 4 of (5, 40) torch.float64, but rank 0 has parameter 4 of (5, 40) ",
+        ),
+        ("cap", "has bucket_cap_mb 7, but rank 0 has bucket_cap_mb 1e-06"),
+        ("op", "rank 1 has op mean, but rank 0 has op sum: expected the same"),
     ],
 )
 def test_different_ranks_are_named(crew_of, what, words):

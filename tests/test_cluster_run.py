@@ -114,7 +114,7 @@ def test_mismatch_is_no_wrong_option(program, capsys):
     [
         (["nothing.py"], "script is 'nothing.py', expected a Python file: no such file"),
         (["-m", "no.such.module"], "script is 'no.such.module', expected a module"),
-        (["--ranks", "0", "train.py"], "--ranks is 0, expected a positive int"),
+        (["--ranks", "0", "train.py"], "--ranks is 0, expected a whole number, 1"),
         (["--ranks", "2", "--devices", "cpu", "train.py"], "--devices has 1 entries, expected 2"),
         (["--seed", "-1", "train.py"], "--seed is -1"),
         (["--timeout", "0", "train.py"], "--timeout is 0"),

@@ -30,10 +30,8 @@ class TargetError(RingarError):
 class Target(Protocol):
     """An allreduce that is audited.
 
-    Attributes:
-        name: For people.
-        ranks: The most that a call may have.
-        ways: Of ``"in place"``, ``"unaligned"`` (tensors begin at any address) and ``"async"``.
+    ``ranks`` is the most that a call may have. ``ways`` are some of ``"in place"``, ``"unaligned"``
+    (tensors begin at any address) and ``"async"``.
     """
 
     name: str
@@ -45,58 +43,46 @@ class Target(Protocol):
     ) -> list[Tensor]:
         """Return every rank's result of an allreduce, and leave the inputs as they are.
 
-        Args:
-            inputs: A flat tensor of every rank.
-            way: One of ``ways``. ``"async"`` begins all calls before it waits for one.
-            cuts: Where the tensors are cut, to be reduced by several calls.
-
-        Raises:
-            TargetError: A call failed, did not end in time, or left something else.
+        ``inputs`` are flat tensors, one per rank. ``way`` is one of ``ways``; ``"async"`` begins
+        all calls before it waits for one. ``cuts`` are places where the tensors are cut, to be
+        reduced by several calls. TargetError if a call failed, did not end in time, or left
+        something else.
         """
 
 
-class _Probe(NamedTuple):
-    """Exponents of M and of the smallest unit, and how many units fit into one sum.
+class _Format(NamedTuple):
+    """The numbers of a dtype: exponents, digits, and how many units fit into one sum.
 
-    Next to M all units together are nothing, in float32 for 16 bits, in any format of a processor
-    for the others; without M their sum is exact. float16 reaches that with normal numbers.
+    Next to 2^big all units together are nothing, in float32 for 16 bits, in any format of a
+    processor for the others; without it their sum is exact. Random values lie between 2^-reach and
+    2^reach, so that every order of addition shows, and 2^-tail below the half of a last digit.
     """
 
     big: int
-    unit: int
+    unit: int  # of the smallest unit
     units: int
+    reach: int
+    lowest: int  # of the smallest subnormal number
+    digits: int
+    tail: int = 60
 
 
-_PROBES = {
-    torch.float32: _Probe(120, 0, 22),
-    torch.float64: _Probe(1000, 0, 50),
-    torch.float16: _Probe(15, -14, 4),
-    torch.bfloat16: _Probe(120, 0, 8),
+_FORMATS = {
+    torch.float32: _Format(120, 0, 22, 14, -149, 24),
+    torch.float64: _Format(1000, 0, 50, 30, -1074, 53),
+    torch.float16: _Format(15, -14, 4, 8, -24, 11, tail=18),
+    torch.bfloat16: _Format(120, 0, 8, 14, -133, 8),
 }
-DTYPES = tuple(_PROBES)
+DTYPES = tuple(_FORMATS)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Random values lie between 2^-reach and 2^reach, so that every order of addition shows.
-_REACH = {torch.float32: 14, torch.float64: 30, torch.float16: 8, torch.bfloat16: 14}
-# Of the rounding: exponent of the smallest subnormal number, and digits.
-_FORMAT = {
-    torch.float32: (-149, 24),
-    torch.float64: (-1074, 53),
-    torch.float16: (-24, 11),
-    torch.bfloat16: (-133, 8),
-}
-# By how many powers of two a value may lie below the half of a last digit.
-_TAIL = {torch.float16: 18}
-_MAX_TAIL = 60
 _MAX_TRIED = 1 << 12  # elements of exact sums that are compared
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's bits as integers."""
     return tensor.view(_BITS[tensor.element_size()])
 
 
@@ -108,13 +94,13 @@ def wide_values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
     the sum lies beside the middle of two neighbouring numbers, at a distance that few types hold.
     """
     generator = torch.Generator().manual_seed(31)
-    reach, shape = _REACH[dtype], (k, numel)
+    form, shape = _FORMATS[dtype], (k, numel)
 
     def integers(low: int, high: int, *size: int) -> Tensor:
         return torch.randint(low, high + 1, size, generator=generator).double()
 
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
-    values *= 2.0 ** integers(-reach, reach, *shape)
+    values *= 2.0 ** integers(-form.reach, form.reach, *shape)
     if k == 1:
         return list(values.to(dtype))
     kinds = integers(0, 3, numel)
@@ -122,11 +108,9 @@ def wide_values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
     opposite = values.scatter(0, second, -values.gather(0, first))
     ones = (1 + torch.rand(1, numel, generator=generator)) * 2.0 ** integers(0, 5, 1, numel)
     ones = ones.to(dtype).double()
-    halves = torch.ldexp(
-        2 * integers(0, 1, 1, numel) - 1, ones.frexp().exponent - _FORMAT[dtype][1] - 1
-    )
+    halves = torch.ldexp(2 * integers(0, 1, 1, numel) - 1, ones.frexp().exponent - form.digits - 1)
     tails = halves * (2 * integers(0, 1, 1, numel) - 1)
-    tails *= 2.0 ** -integers(2, _TAIL.get(dtype, _MAX_TAIL), 1, numel)
+    tails *= 2.0 ** -integers(2, form.tail, 1, numel)
     middle = torch.zeros_like(values).scatter(0, first, ones).scatter(0, second, halves)
     for ranks in third:
         middle = middle.scatter(0, ranks, tails)
@@ -157,7 +141,7 @@ def _probes(
     k: int, pair: tuple[int, int], numel: int, dtype: torch.dtype
 ) -> Iterator[list[Tensor]]:
     """Yield inputs in which two ranks have M and -M, and others units, as many as fit."""
-    probe = _PROBES[dtype]
+    probe = _FORMATS[dtype]
     others = [r for r in range(k) if r not in pair]
     for first in range(0, max(1, len(others)), probe.units):
         exponents = {r: probe.unit + i for i, r in enumerate(others[first : first + probe.units])}
@@ -172,24 +156,20 @@ def _groups(
     """Return, for every rank and element, the ranks in the smallest sum that holds both of a pair.
 
     Ranks are bits; -1: the result was no sum of units. Ranks with one result share a tensor.
-
-    Args:
-        results: ``results[probe][rank]``.
-        pair: The two ranks.
-        dtype: Of the probes.
+    Results are ``results[probe][rank]``.
     """
     groups: list[Tensor] = []
     others = [r for r in range(len(results[0])) if r not in pair]
     for rank, own in enumerate(zip(*results, strict=True)):
         same = (r for r in range(rank) if all(map(has_bits, own, (x[r] for x in results))))
         twin = next(same, None)
-        lost = _lost(own, pair, others, _PROBES[dtype]) if twin is None else groups[twin]
+        lost = _lost(own, pair, others, _FORMATS[dtype]) if twin is None else groups[twin]
         groups.append(lost)
     return groups
 
 
 def _lost(
-    results: Sequence[Tensor], pair: tuple[int, int], others: Sequence[int], probe: _Probe
+    results: Sequence[Tensor], pair: tuple[int, int], others: Sequence[int], probe: _Format
 ) -> Tensor:
     """Return a pair's ranks and those whose units did not survive, as bits; -1: no sum of units."""
     lost = torch.full_like(results[0], 1 << pair[0] | 1 << pair[1], dtype=torch.int32)
@@ -205,7 +185,6 @@ def _lost(
 
 
 def has_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same bits."""
     return torch.equal(bits_of(a), bits_of(b))
 
 
@@ -232,10 +211,8 @@ def evaluate(
 ) -> Tensor:
     """Return the sum that regions describe, bit for bit.
 
-    Args:
-        regions: Of the whole message.
-        inputs: A tensor of every rank, whose last dimension is the message.
-        partial: Type of partial sums, which are rounded once in the end. Default: that of inputs.
+    The last dimension of inputs is the message. ``partial`` is the type of partial sums, which are
+    rounded once at the end; by default that of the inputs.
     """
     dtype = inputs[0].dtype
     terms = [x.to(partial or dtype) for x in inputs]
@@ -293,10 +270,10 @@ def exact_sum(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _rounded(value: Fraction, dtype: torch.dtype) -> float:
-    lowest, digits = _FORMAT[dtype]
+    form = _FORMATS[dtype]
     exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
     exponent -= abs(value) < Fraction(2) ** exponent
-    quantum = Fraction(2) ** max(exponent - digits + 1, lowest)
+    quantum = Fraction(2) ** max(exponent - form.digits + 1, form.lowest)
     nearest = round(value / quantum) * quantum
     is_finite = abs(nearest) <= Fraction(torch.finfo(dtype).max)
     return float(nearest) if is_finite else math.inf if value > 0 else -math.inf

@@ -68,10 +68,7 @@ def order_of(
     """Return the order of addition on rank 0, confirmed by the bits of random values.
 
     The finding's case has the type of ``partial_sums``. ``draw``: random values and their results,
-    if there are any already.
-
-    Raises:
-        TargetError: A call failed.
+    if there are any already. TargetError if a call failed.
     """
     inputs, result = draw or _drawn(target, k, numel, dtype, way)
     regions, *others = find_order(target, k, numel, dtype, way)
@@ -215,7 +212,6 @@ class _Audit:
     def _own_order(
         self, numel: int, dtype: torch.dtype = torch.float32
     ) -> tuple[list[Region], Finding]:
-        """Return the order of all ranks; in float32 it is looked for once."""
         if dtype == torch.float32 and numel in self._found:
             return self._found[numel]
         found = order_of(self.target, self.k, numel, dtype, draw=self._drawn(numel, dtype))
@@ -276,8 +272,9 @@ class _Audit:
         yield self._ask("in every run", self._every_run)
         yield self._ask("at every size", self._every_size)
         yield self._ask("in several calls", self._split)
-        yield self._ask("at every address", self._unaligned)
-        yield self._ask("async", self._async)
+        address, several = "7 elements after a multiple of 64 bytes", "one call and several at once"
+        yield self._ask("at every address", partial(self._as_in_place, "unaligned", address))
+        yield self._ask("async", partial(self._as_in_place, "async", f"as in place, {several}"))
         yield self._ask("ranks renumbered", self._renumbered)
 
     def _every_rank(self) -> str:
@@ -288,7 +285,6 @@ class _Audit:
         return f"float32 of {_span(self.sizes)}, other types of {self.few}"
 
     def _messages(self) -> list[tuple[torch.dtype, int]]:
-        """Return all sizes in float32, and one in the other types."""
         others = [(dtype, self.few) for dtype in self.dtypes if dtype != torch.float32]
         return [(torch.float32, numel) for numel in self.sizes] + others
 
@@ -328,20 +324,14 @@ class _Audit:
             _compare(whole, parts, "in one call", f"in calls cut at {_listed(cuts)}")
         return f"{len(_cuts(self.few)) + 1} calls instead of one"
 
-    def _unaligned(self) -> str | Finding:
-        if "unaligned" not in self.target.ways:
-            return Finding("", "-", "not asked")
-        for numel in self.sizes:
-            self._compare_ways(numel, "unaligned")
-        return f"7 elements after a multiple of 64 bytes, {_span(self.sizes)}"
-
-    def _async(self) -> str | Finding:
-        if "async" not in self.target.ways:
+    def _as_in_place(self, way: str, what: str) -> str | Finding:
+        if way not in self.target.ways:
             return Finding("", "-", "not offered")
         for numel in self.sizes:
-            self._compare_ways(numel, "async")
-            self._compare_ways(numel, "async", _cuts(numel))
-        return f"as in place, one call and several at once, {_span(self.sizes)}"
+            self._compare_ways(numel, way)
+            if way == "async":
+                self._compare_ways(numel, way, _cuts(numel))
+        return f"{what}, {_span(self.sizes)}"
 
     def _compare_ways(self, numel: int, way: str, cuts: Sequence[int] = ()) -> None:
         """Compare the bits of a way with those in place, of a message that is cut if ``cuts``."""
@@ -386,27 +376,23 @@ class _Audit:
 _Column = tuple[list[float], float]  # a value per rank, and their sum
 
 
-def _one(value: float, rest: float, k: int) -> list[float]:
-    return [value] + [rest] * (k - 1)
-
-
-def _two(a: float, b: float, rest: float, k: int) -> list[float]:
-    return [a, b] + [rest] * (k - 2)
+def _column(rest: float, k: int, *values: float) -> list[float]:
+    return [*values, *[rest] * (k - len(values))]
 
 
 _SPECIALS: dict[str, Callable[[torch.finfo, int], list[_Column]]] = {
-    "NaN stays": lambda info, k: [(_one(math.nan, 1, k), math.nan)],
+    "NaN stays": lambda info, k: [(_column(1, k, math.nan), math.nan)],
     "infinity stays": lambda info, k: [
-        (_one(math.inf, 1, k), math.inf),
-        (_one(-math.inf, 1, k), -math.inf),
+        (_column(1, k, math.inf), math.inf),
+        (_column(1, k, -math.inf), -math.inf),
     ],
-    "inf - inf is NaN": lambda info, k: [(_two(math.inf, -math.inf, 1, k), math.nan)],
-    "overflow is inf": lambda info, k: [(_two(info.max, info.max, 0, k), math.inf)],
-    "-0 - 0 is -0": lambda info, k: [([-0.0] * k, -0.0), (_one(0.0, -0.0, k), 0.0)],
+    "inf - inf is NaN": lambda info, k: [(_column(1, k, math.inf, -math.inf), math.nan)],
+    "overflow is inf": lambda info, k: [(_column(0, k, info.max, info.max), math.inf)],
+    "-0 - 0 is -0": lambda info, k: [([-0.0] * k, -0.0), (_column(-0.0, k, 0.0), 0.0)],
     "subnormals stay": lambda info, k: [
-        (_one(info.tiny * info.eps, 0, k), info.tiny * info.eps),
+        (_column(0, k, info.tiny * info.eps), info.tiny * info.eps),
         ([info.tiny * info.eps * 3] * k, info.tiny * info.eps * 3 * k),
-        (_two(1.5 * info.tiny, -info.tiny, 0, k), info.tiny / 2),
+        (_column(0, k, 1.5 * info.tiny, -info.tiny), info.tiny / 2),
     ],
 }
 
@@ -415,7 +401,7 @@ _SPECIALS: dict[str, Callable[[torch.finfo, int], list[_Column]]] = {
 
 
 def _difference(want: Tensor, got: Tensor) -> Tensor | None:
-    """Return where bits differ, a NaN being a NaN, or None if they are equal."""
+    """Return where bits differ, or None if they are equal. All NaNs are equal."""
     differ = (bits_of(want) != bits_of(got)) & ~(want.isnan() & got.isnan())
     return differ if bool(differ.any()) else None
 
@@ -454,7 +440,6 @@ def _cuts(numel: int) -> list[int]:
 
 
 def _steps(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes, with more between those that lie far apart."""
     steps = [sizes[0]]
     for numel in sizes[1:]:
         while steps[-1] * _MAX_GROWTH < numel:

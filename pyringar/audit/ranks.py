@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -31,10 +32,7 @@ _START_S = 120.0  # most time until all ranks have met: an engine may have to be
 
 
 class Ranks:
-    """The ranks of a library, which are started when they are needed, and again when they fail.
-
-    See `pyringar.audit.probes.Target`.
-    """
+    """The ranks of a library as a `Target`, started when they are needed and after a failure."""
 
     ways: tuple[str, ...] = ("in place", "unaligned", "async")
 
@@ -48,7 +46,6 @@ class Ranks:
         self._processes: list[BaseProcess] = []
 
     def __enter__(self) -> Ranks:
-        """Start the ranks. TargetError if they do not start."""
         try:
             self._start()
         except BaseException:
@@ -60,7 +57,6 @@ class Ranks:
         self.close()
 
     def close(self) -> None:
-        """End the ranks; a call starts new ones."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -72,7 +68,6 @@ class Ranks:
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
     ) -> list[Tensor]:
-        """See `pyringar.audit.probes.Target.reduce`."""
         if not self._channels:
             self._start()
         k, numel, dtype = len(inputs), inputs[0].numel(), inputs[0].dtype
@@ -85,8 +80,7 @@ class Ranks:
     def _ask(self, what: str, requests: Sequence[Any], seconds: float) -> list[Any]:
         """Send each rank its request, if there are any; return the answers, by rank.
 
-        Raises:
-            TargetError: A rank failed, ended, or did not answer in time.
+        TargetError if a rank failed, ended, or did not answer in time.
         """
         answers: dict[int, tuple[str, Any]] = {}
         late: list[int] = []
@@ -141,25 +135,30 @@ class Ranks:
         self.name = f"{self._options['library']} {version}"
 
 
-class TorchRank:
-    """A rank of a backend of torch.distributed."""
+class Rank:
+    """This process's rank of a library; `pyringar.ProcessCommunicator` is one."""
 
     def __init__(self, options: Options) -> None:
         self.rank: int = options["rank"]
+        self._options = options
+        self._is_ringar = options["library"] == "ringar"
         self._groups: dict[int, Any] = {}
         self._device = torch.device("cpu")
+        self._store = _distributed_c10d.TCPStore("127.0.0.1", options["port"])
         self.version = f"torch {torch.__version__}"
+        if self._is_ringar:
+            version = importlib.metadata.version("pyringar")
+            self.version = f"{version}, order={options['order']}, {self.version}"
+            self.prepare(options["ranks"])  # compiles the engine if need be
+            return
         if options["library"] == "nccl":
             self._device = torch.device("cuda", self.rank)
             torch.cuda.set_device(self._device)
             nccl: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
             self.version = f"{'.'.join(map(str, nccl))}, {self.version}"
-        self._meet(options, _distributed_c10d.TCPStore("127.0.0.1", options["port"]))
-
-    def _meet(self, options: Options, store: Any) -> None:
         dist.init_process_group(
             options["library"],
-            store=store,
+            store=self._store,
             rank=self.rank,
             world_size=options["ranks"],
             timeout=timedelta(seconds=options["timeout_s"]),
@@ -167,46 +166,30 @@ class TorchRank:
 
     def prepare(self, k: int) -> None:
         """Make the group of the first ``k`` ranks; all ranks take part."""
-        if k not in self._groups:
-            self._groups[k] = self._group(k)
+        if k in self._groups:
+            return
+        if not self._is_ringar:
+            self._groups[k] = dist.new_group(range(k))
+        elif self.rank < k:
+            from pyringar.comm.process_communicator import ProcessCommunicator
 
-    def _group(self, k: int) -> Any:
-        return dist.new_group(range(k))
+            options = {"order": self._options["order"], "timeout": self._options["timeout_s"]}
+            self._groups[k] = ProcessCommunicator(
+                self._store, self.rank, k, name=f"{k} ranks", **options
+            )
 
     def run(self, data: bytes, dtype: str, k: int, way: str, edges: Sequence[int]) -> Tensor:
-        """Reduce a message, piece by piece; return the result."""
         given = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
         start = _UNALIGNED if way == "unaligned" else 0
         flat = given.new_empty(start + len(given), device=self._device)[start:].copy_(given)
+        begin = partial(dist.all_reduce, group=self._groups[k])
+        if self._is_ringar:
+            begin = self._groups[k].all_reduce
         pieces = [flat[a:b] for a, b in itertools.pairwise(edges)]
-        works = [self._begin(piece, k, way == "async") for piece in pieces]
-        for work in reversed(works):
-            if way == "async":
-                work.wait()
+        works = [begin(piece, async_op=way == "async") for piece in pieces]
+        for work in filter(None, reversed(works)):
+            work.wait()
         return flat.cpu()
-
-    def _begin(self, piece: Tensor, k: int, is_async: bool) -> Any:
-        return dist.all_reduce(piece, group=self._groups[k], async_op=is_async)
-
-
-class RingarRank(TorchRank):
-    """A rank of `pyringar.ProcessCommunicator`, with ``order`` among the options."""
-
-    def _meet(self, options: Options, store: Any) -> None:
-        version = importlib.metadata.version("pyringar")
-        self.version = f"{version}, order={options['order']}, {self.version}"
-        self._options = {"order": options["order"], "timeout": options["timeout_s"]}
-        self._store = store
-        self.prepare(options["ranks"])  # compiles the engine if need be
-
-    def _group(self, k: int) -> Any:
-        from pyringar.comm.process_communicator import ProcessCommunicator
-
-        options = {"name": f"{k} ranks", **self._options}
-        return ProcessCommunicator(self._store, self.rank, k, **options) if self.rank < k else None
-
-    def _begin(self, piece: Tensor, k: int, is_async: bool) -> Any:
-        return self._groups[k].all_reduce(piece, async_op=is_async)
 
 
 def serve(channel: Connection, options: Options) -> None:
@@ -222,7 +205,7 @@ def serve(channel: Connection, options: Options) -> None:
     threading.Thread(target=_end_with_auditor, daemon=True).start()
     torch.set_num_threads(1)  # a forked process has torch's pool, but not its threads
     try:
-        rank = RingarRank(options) if options["library"] == "ringar" else TorchRank(options)
+        rank = Rank(options)
         channel.send(("done", rank.version))
         while True:
             channel.send(_answer(rank, *channel.recv()))
@@ -234,7 +217,7 @@ def serve(channel: Connection, options: Options) -> None:
 
 
 def _answer(
-    rank: TorchRank, dtype: str, k: int, way: str, edges: Sequence[int], data: bytes
+    rank: Rank, dtype: str, k: int, way: str, edges: Sequence[int], data: bytes
 ) -> tuple[str, Any]:
     try:
         rank.prepare(k)
@@ -246,7 +229,6 @@ def _answer(
 
 
 def memory_of(tensor: Tensor) -> bytes:
-    """Return the bytes of a contiguous CPU tensor, without NumPy."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 

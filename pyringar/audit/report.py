@@ -13,12 +13,9 @@ _WIDTH = 80  # of a terminal
 class Finding:
     """One answer.
 
-    Attributes:
-        name: What was asked, such as ``"in every run"``.
-        verdict: ``"yes"`` or ``"no"``; the name of an order or of a way to round; ``"-"`` where
-            there was nothing to ask, ``"failed"`` where there was no answer.
-        detail: In words, for a ``"no"`` with the first element that shows it.
-        case: The same as numbers.
+    ``verdict`` is ``"yes"``, ``"no"`` or the name of an order or a way to round; ``"-"`` if there
+    was nothing to ask, ``"failed"`` if there was no answer. ``detail`` says it in words, for a
+    ``"no"`` with the first element that shows it, and ``case`` in numbers.
     """
 
     name: str
@@ -35,7 +32,6 @@ class Section:
     findings: tuple[Finding, ...]
 
     def lines(self) -> list[str]:
-        """Return the section as lines of text."""
         names = max(len(f.name) for f in self.findings)
         verdicts = max(len(f.verdict) for f in self.findings)
         is_narrow = verdicts <= _WIDTH // 4
@@ -51,20 +47,13 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """All that an audit has found; ``str(report)`` is a table.
-
-    Attributes:
-        target: What was audited, with its version.
-        ranks: How many it had.
-        sections: The findings.
-    """
+    """All that an audit has found; ``str(report)`` is a table."""
 
     target: str
     ranks: int
     sections: tuple[Section, ...]
 
     def __getitem__(self, name: str) -> Finding:
-        """Return the first finding of a name."""
         for section in self.sections:
             for finding in section.findings:
                 if finding.name == name:
@@ -72,7 +61,6 @@ class Report:
         raise KeyError(name)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

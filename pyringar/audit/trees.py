@@ -30,12 +30,10 @@ class Region:
     tree: Tree | str | None
 
     def as_dict(self) -> dict[str, object]:
-        """Return the region as values for JSON."""
         return {"start": self.start, "stop": self.stop, "sum": formula(self.tree)}
 
 
 def join(a: Tree, b: Tree) -> Tree:
-    """Return the sum of two trees."""
     return (a, b) if _lowest(a) < _lowest(b) else (b, a)
 
 
@@ -46,17 +44,14 @@ def _lowest(tree: Tree) -> int:
 
 
 def members(tree: Tree) -> int:
-    """Return the ranks of a tree, rank ``r`` as bit ``r``."""
     return 1 << tree if isinstance(tree, int) else members(tree[0]) | members(tree[1])
 
 
 def fold(terms: Sequence[Tree]) -> Tree:
-    """Return ``((t0 + t1) + t2) + ...``."""
     return functools.reduce(join, terms)
 
 
 def balanced(terms: Sequence[Tree]) -> Tree:
-    """Return the tree of ``order="tree"``: a largest power of two of the terms, plus the rest."""
     return tree_of(terms, join)
 
 
@@ -78,7 +73,6 @@ def formula(tree: Tree | str | None) -> str:
 
 
 def same_trees(a: Sequence[Region], b: Sequence[Region]) -> bool:
-    """Return whether two messages are added in the same orders, whatever their chunks' sizes."""
     return [region.tree for region in a] == [region.tree for region in b]
 
 

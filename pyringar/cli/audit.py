@@ -7,10 +7,10 @@ import contextlib
 import json
 import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyringar.choices import ORDERS, did_you_mean
-from pyringar.cli.parser import add_json_option
+from pyringar.cli.parser import add_json_option, add_options
 from pyringar.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -40,13 +40,21 @@ examples:
   pyringar audit ringar --ranks 3 --order rank
   pyringar audit solution.py:allreduce --ranks 5
 """
+_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ranks": ("how many", {"metavar": "K", "type": int, "default": 4}),
+    "sizes": ("elements of the messages (default: 1 to 1048576)", {"metavar": "N,N,..."}),
+    "order": ("what ringar is to promise (default: any)", {"choices": ORDERS}),
+    "timeout": (
+        "for a call, and for the import of a function",
+        {"metavar": "SECONDS", "type": float, "default": 30},
+    ),
+}
 _LIBRARIES = ("gloo", "ringar", "nccl")
 _MAX_RANKS = 30  # sets of ranks are bits of an int32
 _MAX_ELEMENTS = 1 << 24
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``audit`` to the command line."""
     parser = subparsers.add_parser(
         "audit",
         help="find out which sum an allreduce computes, bit for bit",
@@ -55,25 +63,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", metavar="TARGET", help="a library or a function, see below")
-    parser.add_argument(
-        "--ranks", metavar="K", type=int, default=4, help="how many (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sizes", metavar="N,N,...", help="elements of the messages (default: 1 to 1048576)"
-    )
-    parser.add_argument("--order", choices=ORDERS, help="what ringar is to promise (default: any)")
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=float,
-        default=30.0,
-        help="for a call, and for the import of a function (default: %(default)g)",
-    )
+    add_options(parser, _OPTIONS)
     add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Audit what the arguments name, and print what was found."""
     _check(args)
     sizes = _sizes(args.sizes)
     with _target(args) as target:

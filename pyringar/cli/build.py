@@ -9,16 +9,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from pyringar.cli.parser import add_json_option
-from pyringar.cli.text import paragraph, why_no_gpu
+from pyringar.cli.parser import add_json_option, paragraph, why_no_gpu
 from pyringar.engine import build, load
+from pyringar.engine.compile import CPU, CUDA, EngineKind, Recipe
 from pyringar.errors import CompilerNotFoundError
 
 _RECORDED = ("compiler", "flags", "nvcc", "archs", "build_s")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``build`` to the command line."""
     parser = subparsers.add_parser(
         "build",
         help="compile the engines now rather than at the first call",
@@ -41,7 +40,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build and load the engines, and print what is known of each."""
     facts: dict[str, Any] = {}
 
     def tell(name: str, found: dict[str, Any] | str) -> None:
@@ -49,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print("\n".join(_render(name, found)), flush=True)
 
-    tell("engine", _build(build.CPU, args))
+    tell("engine", _build(CPU, args))
     # With --cuda, too: the build imports no torch, but asks one that is there for its GPUs.
     why = "" if args.cuda is False else why_no_gpu()
     if why and args.cuda is None:
         tell("cuda", f"not built: {why}; --cuda builds it all the same")
     elif args.cuda is not False:
         try:
-            tell("cuda", _build(build.CUDA, args))
+            tell("cuda", _build(CUDA, args))
         except CompilerNotFoundError as error:
             if args.cuda or os.environ.get("PYRINGAR_NVCC"):  # asked for, in one way or the other
                 raise
@@ -66,9 +64,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _build(kind: build.EngineKind, args: argparse.Namespace) -> dict[str, Any]:
-    """Build and load an engine, and return what is known of it: JSON values."""
-    started, recipe = time.monotonic(), build.Recipe(kind=kind)
+def _build(kind: EngineKind, args: argparse.Namespace) -> dict[str, Any]:
+    started, recipe = time.monotonic(), Recipe(kind=kind)
     found = None if args.force else build.find_engine(recipe)
     if found is not None and found.origin == "wheel" and not kind.cuda:
         found = None  # for any CPU; asked for is one for this very CPU
@@ -80,7 +77,6 @@ def _build(kind: build.EngineKind, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _render(name: str, found: dict[str, Any] | str) -> Iterator[str]:
-    """Yield the lines that are printed of an engine: where it is, what compiled it, how long."""
     if isinstance(found, str):
         yield paragraph(found, name)
         return

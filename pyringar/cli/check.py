@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pyringar.cli.parser import add_json_option, check_output_path
+from pyringar.cli.parser import add_json_option, add_options, check_output_path
 from pyringar.errors import ArgumentError
 
 # The grader imports torch, for which `--help` need not wait.
@@ -38,14 +38,28 @@ examples:
   pyringar check submissions/ --csv marks.csv
 """
 _DEFAULT_RANKS = 8
-_TIMEOUT_S = 10.0
 _WIDTH = 80
 _MAX_NAME = 32
 _MAX_SHOWN_BYTES = 1 << 16  # of what a solution prints
 
+_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "function": (
+        "the function in a FILE or DIR that names none",
+        {"metavar": "NAME", "default": "allreduce"},
+    ),
+    "devices": (
+        f"comma-separated, one per rank (default: {_DEFAULT_RANKS} CPU ranks)",
+        {"metavar": "LIST", "type": lambda text: text.split(",")},
+    ),
+    "timeout": (
+        "for the import, and for all calls of a property",
+        {"metavar": "SECONDS", "type": float, "default": 10},
+    ),
+    "csv": ("write a row per solution to FILE.csv", {"metavar": "FILE"}),
+}
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``check`` to the command line."""
     parser = subparsers.add_parser(
         "check",
         help="grade an allreduce function, or a class of them, property by property",
@@ -59,32 +73,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         nargs="+",
         help="FILE.py, FILE.py:FUNCTION, MODULE:FUNCTION or DIR; what to grade",
     )
-    parser.add_argument(
-        "--function",
-        metavar="NAME",
-        default="allreduce",
-        help="the function in a FILE or DIR that names none (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--devices",
-        metavar="LIST",
-        type=lambda text: text.split(","),
-        default=["cpu"] * _DEFAULT_RANKS,
-        help=f"comma-separated, one per rank (default: {_DEFAULT_RANKS} CPU ranks)",
-    )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=float,
-        default=_TIMEOUT_S,
-        help="for the import, and for all calls of a property (default: %(default)g)",
-    )
-    parser.add_argument("--csv", metavar="FILE", help="write a row per solution to FILE.csv")
+    parser.set_defaults(devices=["cpu"] * _DEFAULT_RANKS)
+    add_options(parser, _OPTIONS)
     add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Grade what the arguments name, print the verdicts, and write the marks."""
     if not (args.timeout > 0 and math.isfinite(args.timeout)):
         raise ArgumentError(f"--timeout is {args.timeout:g}, expected a positive number")
     targets, is_class = _targets(args)
@@ -144,7 +138,6 @@ def _grade_class(targets: list[Target], path: Path | None, args: argparse.Namesp
 
 
 def shower(prog: str) -> Callable[[bytes], None]:
-    """Return a function that shows the beginning of a solution's prints on stderr."""
     left = _MAX_SHOWN_BYTES
 
     def show(text: bytes) -> None:
@@ -190,10 +183,7 @@ def _python_files(folder: str) -> Iterator[str]:
 
 
 def target_of(text: str, function: str) -> Target:
-    """Return the target ``MODULE:FUNCTION``, ``FILE.py:FUNCTION`` or ``FILE.py``.
-
-    ``function`` is the name of the function for the last form.
-    """
+    """Return the target that a text names; ``function`` is for a text without a function."""
     from pyringar.grading.solution import Target
 
     where, _, name = text.rpartition(":")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pyringar
-from pyringar.cli.parser import add_json_option
-from pyringar.cli.text import paragraph, why_no_gpu
+from pyringar.cli.parser import add_json_option, paragraph, why_no_gpu
 from pyringar.engine import build, load, toolchain
+from pyringar.engine.compile import CPU, CUDA, EngineKind, Recipe
 from pyringar.errors import CompilerNotFoundError, RingarError
 
 ENVIRONMENT = (
@@ -31,7 +31,6 @@ _LABEL = 1 + max(map(len, ENVIRONMENT))
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``info`` to the command line."""
     parser = subparsers.add_parser(
         "info",
         help="versions, compiler, cache, devices, what is built",
@@ -42,20 +41,18 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report."""
     facts = gather()
     print(json.dumps(facts, indent=2) if args.json else render(facts))
     return 0
 
 
 def gather() -> dict[str, dict[str, Any]]:
-    """Return sections of facts, all JSON values. Builds nothing."""
     return {
         "versions": _versions(),
         "build": _build_facts(),
         "engine": {
-            "cpu": _told(lambda: _engine(build.CPU)),
-            "cuda": _told(lambda: _engine(build.CUDA)),
+            "cpu": _told(lambda: _engine(CPU)),
+            "cuda": _told(lambda: _engine(CUDA)),
         },
         "devices": _devices(),
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
@@ -104,13 +101,13 @@ def _build_facts() -> dict[str, Any]:
         "cuda_toolkit": _told(cuda_toolkit),
         "cuda_archs": _told(lambda: ", ".join(toolchain.cuda_archs_wanted())),
         "ninja": _told(toolchain.find_ninja),
-        "sources": _told(lambda: str(build.Recipe().root())),
+        "sources": _told(lambda: str(Recipe().root())),
         "cache": _told(lambda: str(build.cache_dir())),
     }
 
 
-def _engine(kind: build.EngineKind) -> str | dict[str, Any]:
-    engine = build.find_engine(build.Recipe(kind=kind))
+def _engine(kind: EngineKind) -> str | dict[str, Any]:
+    engine = build.find_engine(Recipe(kind=kind))
     if engine is None:
         if kind.cuda and (why := why_no_gpu()):
             return f"not built: {why}; `pyringar build --cuda` builds it all the same"
@@ -152,7 +149,6 @@ def _devices() -> dict[str, Any]:
 
 
 def render(facts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the report as text, names in one column and values in another."""
     lines: list[str] = []
     for section, entries in facts.items():
         lines += ["", section.capitalize()]

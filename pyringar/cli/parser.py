@@ -1,4 +1,4 @@
-"""Arguments of a command: their parser, and checks of output files."""
+"""Arguments of a command: their parser, checks of output files, and texts for a terminal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import argparse
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pyringar.choices import did_you_mean
 from pyringar.errors import ArgumentError, UnsupportedError
+
+_COLUMNS = 80
+_LABEL = 11  # columns
 
 
 def _whole_number(text: str) -> int:
@@ -53,13 +57,11 @@ class Parser(argparse.ArgumentParser):
         print(message, end="", file=file)
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2 and one line."""
         message = re.sub(r"^argument ([^:]+): (?=is )", r"\1 ", message)
         message = re.sub(r"^argument (?=[^:]+: )", "", message)
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End with an error that names the first unknown argument."""
         first = unknown[0].partition("=")[0]
         if first.startswith("-"):
             self.error(f"there is no option {first}{did_you_mean(first, self.flags().values())}")
@@ -85,8 +87,14 @@ class Parser(argparse.ArgumentParser):
         )
 
 
+def add_options(parser: Any, options: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
+    """Add options by their names: the text of ``--help``, and other arguments for argparse."""
+    for name, (text, how) in options.items():
+        default = " (default: %(default)s)" if "default" in how else ""
+        parser.add_argument(f"--{name}", help=f"{text}{default}", **how)
+
+
 def add_json_option(parser: Any) -> None:
-    """Add ``--json`` to a parser or to a group of its options."""
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document instead, on stdout"
     )
@@ -132,3 +140,23 @@ def _try_to_write(path: Path) -> None:
         target.unlink()
     with tempfile.TemporaryFile(dir=target.parent):
         pass
+
+
+def paragraph(text: str, label: str = "", width: int = _LABEL) -> str:
+    """Wrap text to the width of a terminal, beside a label of fewer letters than ``width``."""
+    return textwrap.fill(
+        text,
+        _COLUMNS,
+        initial_indent=f"{label:<{width}}" if label else "",
+        subsequent_indent=" " * (width if label else 2),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def why_no_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return "torch is a CPU build"
+    return "" if torch.cuda.is_available() else "no GPU or no driver"

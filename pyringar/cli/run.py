@@ -7,6 +7,7 @@ import sys
 import traceback
 from typing import Any
 
+from pyringar.cli.parser import add_options
 from pyringar.errors import RingarError
 
 _DESCRIPTION = """\
@@ -28,9 +29,25 @@ examples:
   pyringar run --ranks 2 --processes train_with_accelerate.py
 """
 
+_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ranks": ("how many", {"metavar": "K", "type": int, "default": 4}),
+    "devices": ("one per rank, such as cuda:0,cuda:0 (default: cpu)", {"metavar": "D,D,..."}),
+    "seed": (
+        "decides which rank goes next; the same seed, the same run",
+        {"metavar": "N", "type": int, "default": 0},
+    ),
+    "timeout": (
+        "that a rank may run while others wait for it",
+        {"metavar": "SECONDS", "type": float, "default": 30},
+    ),
+    "processes": (
+        "ranks are forked processes; each line of output begins with its rank",
+        {"action": "store_true"},
+    ),
+}
+
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``run`` to the command line."""
     parser = subparsers.add_parser(
         "run",
         help="run a torchrun program with ranks as threads, or as forked processes",
@@ -39,31 +56,7 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--ranks", metavar="K", type=int, default=4, help="how many (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--devices", metavar="D,D,...", help="one per rank, such as cuda:0,cuda:0 (default: cpu)"
-    )
-    parser.add_argument(
-        "--seed",
-        metavar="N",
-        type=int,
-        default=0,
-        help="decides which rank goes next; the same seed, the same run (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=float,
-        default=30.0,
-        help="that a rank may run while others wait for it (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--processes",
-        action="store_true",
-        help="ranks are forked processes; each line of output begins with its rank",
-    )
+    add_options(parser, _OPTIONS)
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     parser.add_argument(

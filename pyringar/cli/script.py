@@ -38,11 +38,7 @@ def as_program(
     """Give a function that runs a script as ``__main__`` of the rank that calls it.
 
     ``target`` is a file, or the name of a module. Inside, ``sys.argv`` and ``sys.path`` are as the
-    script expects them.
-
-    Raises:
-        ArgumentError: There is no such file or module.
-        SyntaxError: It is no Python.
+    script expects them. ArgumentError if it does not exist, SyntaxError if it is no Python.
     """
     spec = _spec_of(target) if is_module else None
     path = os.path.abspath(target) if spec is None else str(spec.origin)

@@ -13,7 +13,6 @@ _DESCRIPTION = """Print what the steps of a training run spent their time on, fr
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``trace`` to the command line."""
     parser = subparsers.add_parser(
         "trace", help="print where the time of a training run went", description=_DESCRIPTION
     )
@@ -22,7 +21,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tables."""
     from pyringar.train.trace import Trace
 
     trace = Trace.load(args.file)

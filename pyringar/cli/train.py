@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from pyringar.cli.parser import add_json_option
-from pyringar.cli.text import paragraph
+from pyringar.cli.parser import add_json_option, paragraph
 from pyringar.cli.train_output import FILES, Outputs, Progress, as_json, print_header
 from pyringar.errors import ArgumentError
 from pyringar.train.config import CHOICES, TrainConfig
@@ -130,7 +129,6 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``train`` to the command line."""
     parser = subparsers.add_parser(
         "train",
         help="train a model on many ranks and print the curve",
@@ -151,7 +149,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and print the curve and the book's last line, or all of it as JSON."""
     given = dict(vars(args))
     is_json, is_live = given.pop("json", False), given.pop("live", False)
     if is_json and is_live:

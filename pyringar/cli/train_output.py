@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyringar.cli.parser import check_output_path
-from pyringar.cli.text import paragraph
+from pyringar.cli.parser import check_output_path, paragraph
 from pyringar.errors import RingarError
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ _PROGRESS_EVERY_S = 10.0
 
 
 def print_header(trainer: Trainer) -> None:
-    """Print what will run, and the head of the table of epochs."""
     for label, text in _facts(trainer).items():
         print(paragraph(text, label))
     print(f"\n{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}", flush=True)
@@ -56,8 +54,10 @@ def _facts(trainer: Trainer) -> dict[str, str]:
             "computed one by one, summed as a tree"
         )
     elif not alone:
-        when = "each summed as soon as it is full" if bucketer.overlap else "summed after backward"
-        facts["buckets"] = f"{len(bucketer.buckets)}, {when}"
+        num_buckets = len(bucketer.buckets) if bucketer else 1
+        is_early = bucketer is not None and bucketer.overlap
+        when = "each summed as soon as it is full" if is_early else "summed after backward"
+        facts["buckets"] = f"{num_buckets}, {when}"
     if len(trainer.devices) > 1 and trainer.devices[0].type == "cpu":
         each = threads_per_rank(config)
         facts["ranks"] = f"in turns, with {each} torch thread{'' if each == 1 else 's'} each"
@@ -92,7 +92,6 @@ class Progress:
         self._logged_s = time.monotonic()
 
     def step(self) -> None:
-        """Log the number of the step, unless a line was printed in the last 10 seconds."""
         now_s = time.monotonic()
         if now_s - self._logged_s >= _PROGRESS_EVERY_S:
             self._logged_s = now_s
@@ -101,7 +100,6 @@ class Progress:
             logger.info("epoch %d: step %d of %d", epoch + 1, step + 1, per_epoch)
 
     def print_epoch(self, epoch: EpochResult) -> None:
-        """Print a line of the table, with a bar in a live run."""
         from pyringar.train.plots import accuracy_bar
 
         row = f"{epoch.epoch:5d}  {epoch.loss:7.4f}  {epoch.accuracy:6.3f}  {epoch.seconds:7.2f}"
@@ -122,7 +120,6 @@ class Outputs:
         self._failures: dict[str, str] = {}
 
     def open_log(self) -> None:
-        """Replace the log file, if there is one, by its header."""
         if "log" in self._paths:
             Path(self._paths["log"]).write_text("epoch,loss,accuracy,seconds\n", encoding="utf-8")
 
@@ -132,7 +129,6 @@ class Outputs:
             self._try("log", lambda path: _append_row(path, result))
 
     def write(self, result: TrainResult, trace: Trace | None) -> None:
-        """Write all files, and print their names."""
         from pyringar.train.checkpoint import save_state
         from pyringar.train.plots import save_plot
 
@@ -152,7 +148,6 @@ class Outputs:
                 print(f"{name:<10} {path}")  # not wrapped: paths may have spaces
 
     def check(self) -> None:
-        """Raise RingarError if a file could not be written."""
         if self._failures:
             raise RingarError("; ".join(self._failures.values()))
 
@@ -171,10 +166,7 @@ def _append_row(path: str, result: EpochResult) -> None:
 
 
 def as_json(result: TrainResult) -> dict[str, Any]:
-    """Return the configuration and the results; a loss that is no number is None.
-
-    ``digest`` is that of the parameters and buffers: equal for equal bits.
-    """
+    """Return the configuration and the results; a loss that is no number is None."""
     epochs = [asdict(epoch) for epoch in result.epochs]
     return {
         "config": vars(result.config),

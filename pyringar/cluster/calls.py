@@ -37,7 +37,6 @@ def plain_torch() -> Iterator[None]:
 
 
 def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
-    """Return the GPUs on which there is a tensor."""
     return list({tensor.device for tensor in tensors if tensor.is_cuda})
 
 
@@ -56,21 +55,17 @@ class Wait:
 
     @property
     def is_done(self) -> bool:
-        """Whether the rank can go on."""
         return self._is_over or self.is_pause or (self.call is not None and self.call.is_done)
 
     def missing(self) -> list[int]:
-        """Return the ranks for whose part it waits, as far as that is known."""
         return [] if self.call is None else self.call.missing()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End it, well or with an error, if it has not ended."""
         if not self.is_done:
             self.error = error
             self._is_over = True
 
     def give_up(self) -> None:
-        """End it because its limit is reached."""
         missing = self.missing()
         what = f": it waits for {names_of(missing)}" if missing else ""
         self.finish(CollectiveTimeout(f"{self.what} is not done after {self.limit_s:g} s{what}"))
@@ -127,7 +122,6 @@ class Call(Wait):
         return self.is_done
 
     def exception(self) -> BaseException | None:
-        """Return the call's error; None while it runs and if it ended well."""
         return self.error
 
     def then(self, step: Callable[[], object]) -> None:
@@ -137,15 +131,19 @@ class Call(Wait):
             self.run_steps()
 
     def run_steps(self) -> None:
-        """Run what comes after it, if it has ended well."""
         steps, self._steps = self._steps, []
         with plain_torch():
             for step in steps if self.error is None else ():
                 step()
 
     def missing(self) -> list[int]:
-        """Return the ranks, of the cluster, for whose part it waits."""
-        return self.meeting.missing(self)
+        if self.is_done:
+            return []
+        ranks = self.meeting.ranks
+        if self.peers is not None:
+            return [ranks[i] for i in self.peers]
+        there = self.meeting.open.get(self.number, {})
+        return [rank for i, rank in enumerate(ranks) if i not in there]
 
     def signature(self, most_values: int) -> str:
         """Return a description that must be equal on all ranks, with at most so many sizes."""
@@ -159,42 +157,34 @@ class Call(Wait):
 
 
 class Meeting:
-    """The calls of a group whose ranks are threads of this process.
-
-    Args:
-        cluster: Whose ranks they are.
-        ranks: The group's ranks, by their numbers in the cluster.
-        name: Of the group in reports.
-    """
+    """The calls of a group: ``ranks`` are their numbers in the cluster, ``name`` is for reports."""
 
     def __init__(self, cluster: Cluster, ranks: Sequence[int], name: str) -> None:
         self.cluster = cluster
         self.ranks = ranks
         self.name = name
         self._numbers = [0] * len(ranks)
-        self._open: dict[int, dict[int, Call]] = {}  # of each number, by rank in the group
+        self.open: dict[int, dict[int, Call]] = {}  # of each number, by rank in the group
         self._messages: list[Call] = []  # of which the other side is missing
 
     def post(self, index: int, call: Call) -> None:
         """Take part in a collective as the group's rank ``index``, without a wait.
 
-        Raises:
-            ArgumentError: All ranks have called, and not the same.
+        ArgumentError if all ranks have called, and not the same.
         """
         with self.cluster.schedule.lock:
             self.cluster.check_told()
             self._numbers[index] += 1
             call.number = self._numbers[index]
-            calls = self._open.setdefault(call.number, {})
+            calls = self.open.setdefault(call.number, {})
             calls[index] = call
             if len(calls) < len(self.ranks):
                 return
             self.compare(call.number)
-            del self._open[call.number]
+            del self.open[call.number]
         self._act([calls[i] for i in range(len(calls))])
 
     def post_message(self, call: Call) -> None:
-        """Send, or receive, without a wait."""
         with self.cluster.schedule.lock:
             self.cluster.check_told()
             other = next((each for each in self._messages if _belong_together(each, call)), None)
@@ -204,25 +194,16 @@ class Meeting:
             self._messages.remove(other)
         self._act([call, other] if call.what == "send" else [other, call])
 
-    def missing(self, call: Call) -> list[int]:
-        """Return the ranks, of the cluster, that have not done their part."""
-        if call.is_done:
-            return []
-        there = self._open.get(call.number, {})
-        others = range(len(self.ranks)) if call.peers is None else call.peers
-        return [self.ranks[i] for i in others if call.peers is not None or i not in there]
-
     def fail(self, error: BaseException) -> None:
-        """End all calls that have not met."""
-        calls = [*self._messages, *(c for there in self._open.values() for c in there.values())]
-        self._messages, self._open = [], {}
+        calls = [*self._messages, *(c for there in self.open.values() for c in there.values())]
+        self._messages, self.open = [], {}
         for call in calls:
             call.finish(error)
 
     def compare(self, *numbers: int) -> None:
         """Fail if ranks call different things as one of these numbers, or as any that is open."""
-        for number in numbers or tuple(self._open):
-            calls = self._open[number].values()
+        for number in numbers or tuple(self.open):
+            calls = self.open[number].values()
             kinds: dict[str, list[Call]] = {}
             for call in sorted(calls, key=lambda call: call.rank.index):
                 kinds.setdefault(call.signature(len(call.shapes)), []).append(call)
@@ -271,26 +252,22 @@ def _belong_together(one: Call, other: Call) -> bool:
 
 
 def some(values: Iterable[Any], most_values: int = _MOST_VALUES) -> str:
-    """Return the first values in words, and the number of the others."""
     shown = [str(value) for value in values]
     more = len(shown) - most_values
     return ", ".join(shown[:most_values]) + (f" and {more} more" if more > 0 else "")
 
 
 def names_of(ranks: Sequence[int]) -> str:
-    """Return ranks in words: ``"rank 1"``, ``"ranks 0, 2"``."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def seconds_of(timeout: Any) -> float | None:
-    """Return a time limit of torch in seconds; None: there is no limit."""
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     return float(timeout) if timeout is not None and timeout > 0 else None
 
 
 def copy_of(error: BaseException) -> BaseException:
-    """Return an equal exception, to be raised in another thread."""
     try:
         copy = type(error)(*error.args)
     except Exception:  # a program's class may want other arguments, and raise what it likes
@@ -310,14 +287,12 @@ def text_of(error: BaseException) -> str:
 
 
 def is_good_exit(error: BaseException) -> bool:
-    """Return whether it ends a process with status 0."""
     if not isinstance(error, SystemExit):
         return False
     return error.code is None or (isinstance(error.code, int) and error.code == 0)
 
 
 def is_inside(module: str) -> bool:
-    """Return whether a module is not the program's."""
     return module.partition(".")[0] in _INSIDE | _LIBRARY
 
 

@@ -113,7 +113,6 @@ class Cluster:
             self._over.open()
 
     def _run_ranks(self, program: Callable[[], Any]) -> tuple[BaseException | None, list[Any]]:
-        """Run all ranks until they have ended or are left behind; return failure and results."""
         with contextlib.ExitStack() as undo:
             undo.callback(self._let_go)
             if self._interrupted_by is not None or not _running.acquire(blocking=False):
@@ -147,7 +146,6 @@ class Cluster:
                 self.schedule.end(rank)
 
     def _live(self) -> list[Rank]:
-        """Return the ranks that have not ended, also not by an interrupt in their last lines."""
         for rank in self.ranks:
             if not (rank.has_ended or rank.thread.is_alive()):
                 self.schedule.end(rank)
@@ -219,7 +217,6 @@ class Cluster:
         self._store.let_go()
 
     def _make_group(self, options: Any) -> ThreadGroup:
-        """Return the side that this thread's rank has of a group."""
         rank, ranks = this_rank(), tuple(options.global_ranks_in_group)
         if not ranks:
             number, size = options.group_rank, options.group_size
@@ -244,7 +241,6 @@ class Cluster:
         return f"{name} #{number}" if number > 1 else name
 
     def engine(self, devices: Sequence[torch.device]) -> Communicator:
-        """Return the communicator of tensors on these devices, one for each rank."""
         key = tuple(devices)
         with self.schedule.lock:
             if key not in self._engines:
@@ -252,7 +248,6 @@ class Cluster:
             return self._engines[key]
 
     def begin(self, call: Call, post: Callable[[], None]) -> None:
-        """Begin a rank's call with ``post``; raise if the run has failed, or in a wrong thread."""
         call.rank.check_thread()
         self.check_told()
         self.schedule.check_stack()
@@ -262,7 +257,6 @@ class Cluster:
         post()
 
     def wait(self, what: Wait) -> None:
-        """Let other ranks run until a wait is over; raise what it ended with."""
         if not what.rank.is_gone:
             what.rank.check_thread()
             if not what.is_done:
@@ -304,7 +298,6 @@ class Cluster:
             return self._told
 
     def _end(self, failure: BaseException | None, told: BaseException) -> None:
-        """End all calls and waits with an error, and refuse others."""
         with self.schedule.lock:
             self._failure, self._told = failure, told
             for meeting in self._meetings.values():
@@ -315,7 +308,6 @@ class Cluster:
             self.schedule.look()
 
     def _all_wait(self) -> None:
-        """Fail: no rank can go on."""
         if self._told is not None:  # a rank began to wait at the same moment
             self._end(self._failure, self._told)
             return
@@ -345,7 +337,6 @@ class Cluster:
         self.fail(kind, what)
 
     def _refuse(self, rank: Rank) -> BaseException:
-        """End the run because of a call in another thread than the rank's; return the error."""
         stack = f"{threading.current_thread().name}:\n{stack_of(sys._getframe())}".rstrip()
         told = self.fail(RingarError, f"{wrong_thread()}\n\n{stack}")
         rank.error = told  # also where the program handles it

@@ -63,7 +63,6 @@ _REFUSED = {
 
 
 def check_torch() -> None:
-    """Refuse a torch with which this was not tried."""
     if ".".join(torch.__version__.split(".")[:2]) not in _TRIED:
         raise UnsupportedError(
             f"launch: torch is {torch.__version__}, expected {_TRIED[0]} to {_TRIED[-1]}: ranks "
@@ -183,7 +182,6 @@ def entered(make_group: _Call, store: ThreadStore, num_ranks: int, note: _Call) 
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until ``undo`` ends."""
     undo.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
@@ -256,7 +254,6 @@ def _get_default_group(own: _Call, note: _Call) -> Any:
 
 
 def _empty_world() -> dict[str, Any]:
-    """Return the values of ``_World``'s properties where there is no group."""
     dicts = (
         "pg_map pg_names pg_group_ranks pg_backend_config tags_to_pg pg_to_tag pg_coalesce_state "
         "pg_flight_recorder_hooks"
@@ -427,7 +424,6 @@ class _Launch:
         return own(patch, *error)
 
     def end_patches(self) -> None:
-        """Undo the patches of ranks that have not done so."""
         for patch in reversed(self.patches):
             active = importlib.import_module("unittest.mock")._patch._active_patches
             with contextlib.suppress(AttributeError):  # one of patch.multiple ends with the first

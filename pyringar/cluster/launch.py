@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from pyringar.choices import kind_of
+from pyringar.choices import check_count, kind_of
 from pyringar.cluster import internals
 from pyringar.cluster.cluster import Cluster
 from pyringar.cluster.processes import run_processes
 from pyringar.cluster.ranks import current
-from pyringar.comm.arguments import check_timeout, is_count, is_list
+from pyringar.comm.arguments import check_timeout, is_list
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError
 
@@ -95,8 +95,7 @@ def launch(
             "fn is a coroutine or generator function, whose call runs none of it; expected a plain "
             "function: call asyncio.run() in it"
         )
-    if not is_count(ranks, 1):
-        raise ArgumentError(f"ranks is {ranks!r}, expected a positive int")
+    check_count("ranks", ranks, 1)
     chosen = check_devices(["cpu"] * ranks if devices is None else devices)
     if len(chosen) != ranks:
         raise ArgumentError(f"devices has {len(chosen)} entries, expected {ranks}, one per rank")
@@ -106,8 +105,7 @@ def launch(
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise ArgumentError(f"kwargs is {kind_of(kwargs)}, expected a dict by names")
     program = partial(fn, *args, **kwargs)
-    if not is_count(seed):
-        raise ArgumentError(f"seed is {seed!r}, expected an int, 0 or more")
+    check_count("seed", seed, 0)
     timeout_s = check_timeout(timeout)
     if not isinstance(processes, bool):
         raise ArgumentError(f"processes is {processes!r}, expected True or False")

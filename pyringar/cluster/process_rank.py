@@ -58,7 +58,6 @@ class Report(NamedTuple):
     pickled: tuple[bytes, str] = (pickle.dumps(None), "")
 
     def value(self) -> Any:
-        """Return the program's result, or its exception."""
         data, text = self.pickled
         try:
             return pickle.loads(data)
@@ -78,7 +77,6 @@ class SharedValue:
         self._last = mmap.mmap(-1, 1)  # the slot with the value
 
     def set(self, value: Any) -> None:
-        """Replace the value."""
         data = pickle.dumps(value)[:_SLOT_BYTES]
         slot = 1 - self._last[0]
         self._slots[slot][: len(data)] = data
@@ -101,7 +99,6 @@ def run_rank(
     timeout_s: float,
     port: int,
 ) -> None:
-    """Run the program as a rank, in a process forked for it, and report to `launch`."""
     channel, *outputs = pipes
     _leave_parent(outputs)
     pid = os.getpid()
@@ -128,7 +125,6 @@ def run_rank(
 
 
 def _leave_parent(outputs: Sequence[Connection]) -> None:
-    """Replace what belongs to the process of `launch`: signals, streams, handlers at exit."""
     parent: Any = multiprocessing.process.parent_process()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent.pid:  # it had ended before that call
@@ -183,7 +179,6 @@ def _pickled(value: Any, text: str) -> tuple[bytes, str]:
 
 
 def _end_by(error: BaseException) -> Report:
-    """Return the last report, after an exception of the program."""
     if is_good_exit(error):
         return Report("returned")
     sys.last_value = error  # tells close_all that the program has failed
@@ -294,7 +289,6 @@ class Publisher:
 
 
 def _joins(frame: FrameType | None) -> bool:
-    """Return whether a thread waits for ranks that join a group, or for a key of the store."""
     return frame is not None and any(
         outer.f_globals is vars(distributed_c10d) or outer.f_code is _in_store.__code__
         for outer, _ in traceback.walk_stack(frame)
@@ -302,7 +296,6 @@ def _joins(frame: FrameType | None) -> bool:
 
 
 def _may_wait(frame: FrameType | None) -> bool:
-    """Return whether a thread is where it may wait for a call that is under way."""
     module = "" if frame is None else frame.f_globals.get("__name__", "")
     return module.startswith(_WAITING)
 

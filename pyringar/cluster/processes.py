@@ -53,7 +53,6 @@ _LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoin
 def run_processes(
     program: Callable[[], Any], devices: Sequence[torch.device], timeout_s: float
 ) -> list[Any]:
-    """Run a program on ranks that are forked processes; see `pyringar.launch`."""
     if sys.platform != "linux":
         raise UnsupportedError("launch: processes=True needs Linux; leave it out for threads")
     gpu = next((device for device in devices if device.type == "cuda"), None)
@@ -150,7 +149,6 @@ class _Rank:
         return "is silent" if is_silent else self.report.state
 
     def close(self) -> None:
-        """End the process, if that has not happened, and free what this one holds of it."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -167,7 +165,6 @@ class _Ranks:
         self._still_s = 0.0  # for how long no rank has moved
 
     def run(self, program: Callable[[], Any], devices: Sequence[torch.device]) -> list[Any]:
-        """Run the program on every rank; return the results by rank, or raise."""
         number, is_frozen = signal.SIGTERM, gc.get_freeze_count() > 0
         server: Any = socket.create_server(("127.0.0.1", 0))  # torch's own would ask a name server
         _, port = server.getsockname()
@@ -248,10 +245,8 @@ class _Ranks:
                 "code that keeps Python's global lock"
             )
         elif running:
-            what = (
-                f"{names_of(running)} ran {limit} without a call in which others go on, and these "
-            )
-            what += "waited"
+            calls = "a call in which others go on, and these waited"
+            what = f"{names_of(running)} ran {limit} without {calls}"
         elif gone and "waits in the store" in alive.values():
             has = "have" if gone[1:] else "has"
             return PeerLostError(f"ranks wait for {names_of(gone)}, which {has} ended, {limit}")

@@ -41,7 +41,6 @@ def this_rank() -> Rank:
 
 
 def wrong_thread() -> str:
-    """Return the text of the error for torch.distributed in a thread that is no rank's own."""
     return (
         f"torch.distributed was called in {threading.current_thread().name!r}, expected the rank's "
         "own thread: run a program that calls it in several threads or forked children with "
@@ -50,7 +49,6 @@ def wrong_thread() -> str:
 
 
 def belong_to(rank: Rank | None) -> None:
-    """Make this thread a rank's, or no rank's."""
     _here.rank = rank
 
 
@@ -104,7 +102,6 @@ class Rank:
 
     @property
     def polls(self) -> bool:
-        """Whether it asks in a loop."""
         return self.num_polls > 1
 
     def check_thread(self) -> None:
@@ -115,26 +112,21 @@ class Rank:
             raise self.refuse(self)
 
     def live_threads(self) -> list[threading.Thread]:
-        """Return the threads that it has started and that have not ended."""
         return [thread for thread in self.threads if thread.is_alive()]
 
     def frame(self) -> FrameType | None:
-        """Return the innermost frame of its thread; None: the thread does not run."""
         ident = None if self.thread is None or self.has_ended else self.thread.ident
         return sys._current_frames().get(ident or 0)
 
     def wake(self) -> None:
-        """Wake its thread, which looks whether it was chosen."""
         if self._go.locked():
             self._go.release()
 
     def await_choice(self) -> None:
-        """Return when it is chosen."""
         while not self.is_running:
             self._go.acquire()
 
     def let_go(self) -> None:
-        """Forget the objects of its program."""
         self.is_gone, self.main = True, None
         self.result = self.error = self.waits_for = None
         self.world, self.environment, self.num_groups = {}, {}, {}
@@ -147,12 +139,10 @@ class Rank:
 class Schedule:
     """Lets ranks run, in an order that the seed draws.
 
-    Every wait chooses the next rank, even a wait that is done already: the seed decides which rank
-    goes first after a barrier, and not the order of arrival. When all ranks wait in vain, ``stuck``
-    is called with the lock held, and ends their waits.
-
-    An exception at any line, such as MemoryError, loses no rank: a rank runs when it is marked as
-    running, and `look`, which is called again and again, repeats what the exception has prevented.
+    Every wait chooses the next rank, even a wait that is done already: so the seed decides which
+    rank goes first after a barrier. When all ranks wait in vain, ``stuck`` is called with the lock
+    held, and ends their waits. An exception at any line, such as MemoryError, loses no rank:
+    `look`, which is called again and again, repeats what the exception has prevented.
 
     Cost: 40 us where another rank goes next, on a machine where waking a thread takes 20.
     """
@@ -174,7 +164,6 @@ class Schedule:
             self.check_stack(levels - 1)
 
     def end(self, rank: Rank) -> None:
-        """Note that a rank has ended, and let another one run."""
         with self.lock:
             rank.has_ended, rank.is_running, rank.waits_for = True, False, None
             self._choose()
@@ -196,7 +185,6 @@ class Schedule:
             state.restore()
 
     def look(self) -> None:
-        """Let ranks go on whose waits are done."""
         with self.lock:
             for rank in self._ranks:
                 if rank.is_running:
@@ -204,7 +192,6 @@ class Schedule:
             self._choose()
 
     def _choose(self) -> None:
-        """Let as many ranks run as may and can."""
         while (num_running := sum(rank.is_running for rank in self._ranks)) < self.most_running:
             idle = [rank for rank in self._ranks if not (rank.has_ended or rank.is_running)]
             able = [r for r in idle if r.waits_for is None or r.waits_for.is_done]
@@ -221,7 +208,6 @@ class Schedule:
                 self._end_a_wait([r.waits_for for r in idle if r.waits_for is not None])
 
     def _end_a_wait(self, waits: Sequence[Wait]) -> None:
-        """End the wait whose limit comes first; without a limit end all."""
         first = min(waits, key=lambda wait: wait.ends_s)
         if first.ends_s == math.inf:
             self._stuck()

@@ -15,14 +15,12 @@ _COLUMNS = ("rank", "state", "call", "number", "in", "shape", "dtype", "waits fo
 
 
 def report(ranks: Sequence[Rank], calls: Mapping[int, Call]) -> str:
-    """Return a table of all ranks, with these calls or what they wait for, and their stacks."""
     rows = [_row(rank, calls.get(rank.index)) for rank in ranks]
     frames = {rank.index: rank.frame() for rank in ranks}
     return layout(rows, {index: stack_of(frame) for index, frame in frames.items() if frame})
 
 
 def layout(rows: Sequence[tuple[str, ...]], stacks: Mapping[int, str]) -> str:
-    """Return a table without its empty columns, and the stacks by rank."""
     rows = [_COLUMNS, *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     kept = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows[1:])]
@@ -39,14 +37,12 @@ def by_text(texts: Mapping[int, str]) -> str:
 
 
 def of_program(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the program's first frame on; None: it has none."""
     while trace is not None and is_inside(trace.tb_frame.f_globals.get("__name__", "")):
         trace = trace.tb_next
     return trace
 
 
 def is_at_prompt(rank: Rank) -> bool:
-    """Return whether a debugger holds a rank's thread."""
     return any(
         frame.f_globals.get("__name__") in ("bdb", "pdb", "pydevd")
         and not frame.f_code.co_name.startswith("run")  # the program

@@ -135,7 +135,6 @@ class ProcessState:
         return self
 
     def restore(self) -> None:
-        """Give the process this state."""
         torch.set_rng_state(self._torch)
         torch.cuda.set_rng_state_all(self._cuda)
         random.setstate(self._python)
@@ -155,7 +154,6 @@ class ProcessState:
 
 
 def end_fork_server() -> None:
-    """End the server of processes that multiprocessing has started for this rank."""
     server: Any = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
     if server is not None and server._forkserver_pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -179,7 +177,6 @@ class Environment(UserDict[Any, Any]):
 
     @property
     def data(self) -> Any:  # type: ignore[override]
-        """The variables of this thread."""
         own = self._mine()
         return self._outside if own is None else own
 
@@ -201,7 +198,6 @@ class Environment(UserDict[Any, Any]):
 
 
 def environment_of(index: int, world_size: int, device: torch.device) -> dict[bytes, bytes]:
-    """Return a rank's environment: the process's, and what torchrun sets."""
     own = _variables(index, world_size, device.index if device.type == "cuda" else index)
     if world_size == 1 or "OMP_NUM_THREADS" in os.environ:
         del own[b"OMP_NUM_THREADS"]

@@ -16,8 +16,6 @@ _Call = Callable[..., None]
 
 
 class _Keys(Wait):
-    """A wait for keys of the store."""
-
     def __init__(self, data: Any, keys: Sequence[str], limit_s: float | None) -> None:
         super().__init__(this_rank(), _text_of(keys), limit_s)
         self._data, self._keys = data, keys
@@ -64,7 +62,6 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         self._ask(_text_of(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys are there."""
         if not self._data.check(keys):
             self._wait(_Keys(self._data, keys, seconds_of(timeout)))
 
@@ -86,7 +83,6 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         return total
 
     def compare_set(self, key: str, expected: bytes, desired: bytes | str) -> bytes:
-        """Set a key if it has the expected value, or if it has none and none is expected."""
         found = bytes(self._data.compare_set(key, expected, desired))
         self._changed()
         if found != (desired.encode() if isinstance(desired, str) else desired):
@@ -94,7 +90,6 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         return found
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue; wait for one, or raise QueueEmptyError."""
         if not block:
             self.check([key])
         while block and not self._data.queue_len(key):
@@ -102,20 +97,16 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         return bytes(self._data.queue_pop(key, False))
 
     def num_keys(self) -> int:
-        """Return how many keys there are, and one of the server's as torch does."""
         base: Any = getattr(self, "_underlying_non_prefix_store", self)
         return len(base.list_keys()) + 1
 
     def list_keys(self) -> list[str]:
-        """Return all keys."""
         return list(self._data.list_keys())
 
     def clone(self) -> ThreadStore:
-        """Return this store, as a HashStore does."""
         return self
 
     def let_go(self) -> None:
-        """Forget all keys."""
         for key in self.list_keys():
             self._data.delete_key(key)
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from pyringar.cluster.calls import Call, Meeting, plain_torch, seconds_of
+from pyringar.cluster.calls import Call, Meeting, devices_of, plain_torch, seconds_of
 from pyringar.cluster.ranks import Rank
-from pyringar.cluster.work import ThreadWork
 from pyringar.comm.arguments import check_parts
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.comm.plain_group import check_disjoint, check_no_overlap
@@ -31,6 +31,7 @@ from pyringar.distributed.convert import (
     count_changes,
     reduction_name,
 )
+from pyringar.distributed.work import PendingWork
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
 _DEVICES = ("cpu", "cuda")
@@ -38,14 +39,9 @@ Calls = Sequence[Call]
 
 
 class Transport(RankCommunicator):
-    """The engine's and gloo's calls of one rank that is a thread.
+    """The engine's and gloo's calls of one rank that is a thread, number ``index`` of its group.
 
     `pyringar.ProcessCommunicator` describes the engine's calls. Those of gloo have its names.
-
-    Args:
-        meeting: Where calls meet those of the other ranks.
-        of: The rank.
-        index: Its number in the group.
     """
 
     def __init__(self, meeting: Meeting, of: Rank, index: int) -> None:
@@ -135,7 +131,6 @@ class Transport(RankCommunicator):
             _copy(each.args[0][0], total.tensor_split(len(row))[rank])
 
     def _reduce(self, row: Sequence[Tensor], op: str) -> None:
-        """Reduce one tensor per rank into all of them: in rank order, rounded once."""
         alike = [tensor.reshape(row[0].shape) for tensor in row]
         self._meeting.cluster.engine([tensor.device for tensor in row]).all_reduce(alike, op)
         for tensor, result in zip(row, alike, strict=True):
@@ -152,7 +147,6 @@ class Transport(RankCommunicator):
     # -- calls of gloo -----------------------------------------------------------------------------
 
     def for_device(self, device: str, operation: str) -> Transport:
-        """Return this transport, or refuse a type of device."""
         if device not in _DEVICES:
             raise UnsupportedError(
                 f"{operation}: ranks that are threads take tensors on the CPU and on CUDA GPUs, "
@@ -168,7 +162,6 @@ class Transport(RankCommunicator):
         return []
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
-        """Add sparse tensors, in rank order."""
         op = reduction_name(opts.reduceOp, "all_reduce")
         if op != "sum":
             raise UnsupportedError(f"all_reduce: op is {op!r}, expected 'sum' for sparse tensors")
@@ -182,32 +175,27 @@ class Transport(RankCommunicator):
         return self.begin("all_reduce", tensors, act, args=tensors, async_op=True, op=op)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Put rank ``r``'s input into the root's ``outputs[i][r]``."""
         out_of = [inputs if rank == opts.rootRank else [] for rank in range(self._world_size)]
         into = self._by_rank("gather", outputs)
         return self._exchange("gather", into, out_of, inputs, root=opts.rootRank)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Put the root's ``inputs[i][r]`` into rank ``r``'s output."""
         into = [outputs if rank == opts.rootRank else [] for rank in range(self._world_size)]
         out_of = self._by_rank("scatter", inputs)
         return self._exchange("scatter", into, out_of, outputs, root=opts.rootRank)
 
     def alltoall(self, outputs: Any, inputs: Any, *_: Any) -> Any:
-        """Give every rank what the others have for it."""
         into, out_of = (self._by_rank("all_to_all", [row]) for row in (outputs, inputs))
         return self._exchange("all_to_all", into, out_of, inputs)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, *_: Any
     ) -> Any:
-        """Give every rank what the others have for it, in one tensor."""
         into = self._parts(output, out_splits, "output_split_sizes")
         out_of = self._parts(input, in_splits, "input_split_sizes")
         return self._exchange("all_to_all_single", into, out_of, [input])
 
     def _by_rank(self, name: str, rows: Sequence[Sequence[Tensor]]) -> list[Any]:
-        """Return the tensors of lists of one per rank, by rank."""
         size = self._world_size
         for number in {len(row) for row in rows} - {size}:
             raise ArgumentError(
@@ -248,15 +236,12 @@ class Transport(RankCommunicator):
         return self.begin(name, shown, act, args=args, **details)
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> Call:
-        """Send to a rank; done when it has received."""
         return self._message("send", tensors, tag, [rank], {"to": rank})
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> Call:
-        """Receive from a rank."""
         return self._message("recv", tensors, tag, [rank], {"from": rank})
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Call:
-        """Receive from any rank."""
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         return self._message("recv", tensors, tag, others, {})
 
@@ -269,6 +254,34 @@ class Transport(RankCommunicator):
         call = Call(self._meeting, self._of, name, tensors, details, _deliver, args, peers)
         self._meeting.cluster.begin(call, lambda: self._meeting.post_message(call))
         return call
+
+
+class ThreadWork(PendingWork):
+    """The work of calls that a rank has begun, and of steps that have ended."""
+
+    def __init__(self, parts: Sequence[Any], results: Any) -> None:
+        self._calls = [part for part in parts if isinstance(part, Call)]
+        super().__init__(None, self._calls, results)  # type: ignore[arg-type]  # needs no completer
+        self._devices = devices_of(t for t in tree_leaves(results) if isinstance(t, Tensor))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for call in self._calls:
+            call.wait(seconds_of(timeout))
+        return True
+
+    def get_future(self) -> Any:
+        """Wait, and return a future of the tensors; raise what a call failed with.
+
+        A future that is not complete waits in C++, and lets no other rank run.
+        """
+        # In backward DistributedDataParallel asks, and the program does not know of it.
+        is_asked = torch._C._current_graph_task_id() == -1
+        for call in self._calls:
+            call.wait(what="get_future" if is_asked else "")
+        return super().get_future()
+
+    def _source_rank(self) -> int:
+        return int(self._calls[0].details["from"])
 
 
 def _check_reducible(tensors: Sequence[Tensor]) -> None:
@@ -331,7 +344,6 @@ class ThreadGroup(Collectives, PythonGroup):
         return self._noted(ThreadWork(parts, results))
 
     def shutdown(self) -> None:
-        """Leave it: its calls are refused from then on."""
         self._comm.close()
 
     abort = shutdown

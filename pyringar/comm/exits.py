@@ -52,17 +52,11 @@ def close_at_exit(
 ) -> None:
     """Call ``close(owner)`` before the interpreter ends, unless ``owner`` was deleted.
 
-    Owners are closed newest first, since the newer may use the older. ``abort(owner)`` comes before
-    if an uncaught exception ends the program, or if no owner's calls move for some seconds:
-    ``close`` then waits for no other process.
-
-    Args:
-        owner: Held weakly.
-        in_child: For a child made by ``os.fork``, which may then use ``owner``. Without it the
-            child never closes or destroys ``owner``: there it is `is_inherited`.
-        abort: Only for owners that wait for other processes.
-        progress: Returns False if no call runs that may wait for other processes, else a value
-            that changes as calls move.
+    Owners are held weakly, and closed newest first, since the newer may use the older. Without
+    ``in_child`` a child made by ``os.fork`` never closes or destroys ``owner``: there it is
+    `is_inherited`. Owners that wait for other processes give ``abort``. It comes before ``close``
+    if an uncaught exception ends the program, or if no owner's calls move for some seconds.
+    ``progress`` returns False if no such call runs, else a value that changes as calls move.
     """
     key = id(owner)
     _living[key] = _Living(
@@ -79,8 +73,8 @@ def never_destroy(owner: Any) -> None:
 def empty_backward_at_exit() -> None:
     """Before the interpreter ends, drop what a backward pass that fails leaves in torch's queue.
 
-    torch keeps it until the thread's next pass. Where it holds hooks on saved tensors, for instance
-    of activation checkpointing, torch 2.15 crashes if it is dropped after Python's end.
+    torch keeps it until the thread's next pass. If it holds hooks on saved tensors, torch 2.15
+    crashes when it is dropped after Python's end.
     """
     atexit.register(drop_failed_backward)
 

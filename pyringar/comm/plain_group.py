@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyringar.choices import kind_of
-from pyringar.comm.arguments import DTYPES, check_lists, check_parts
+from pyringar.comm.arguments import DTYPES, check_lists, check_parts, is_list
 from pyringar.comm.arrays import as_tensor, is_array
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
@@ -19,9 +19,7 @@ from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, U
 class PlainGroup:
     """Check what ``naive`` and ``sharded`` are given; refuse all that needs the engine.
 
-    Args:
-        devices: One per rank.
-        reason: Why there is no engine.
+    ``reason`` says why there is no engine.
     """
 
     def __init__(self, devices: Sequence[torch.device], reason: str) -> None:
@@ -31,48 +29,41 @@ class PlainGroup:
 
     def check_call(self, operation: str, given: Any) -> None:
         """Refuse all but one tensor, or one list, per rank, alike in length, shapes and dtypes."""
-        if operation == "all_reduce":
-            self._check_ranks("tensors", given)
-            self._check_tensors({f"tensors[{rank}]": [t] for rank, t in enumerate(given)})
-            return
-        self._check_ranks("lists", given)
-        check_lists(given)
-        self._check_tensors({f"lists[{rank}]": tensors for rank, tensors in enumerate(given)})
-
-    def check_usable(self) -> None:
-        """Refuse everything once it is closed."""
-        if self._is_closed:
-            raise RingarError("the communicator is closed")
-
-    def _check_ranks(self, name: str, given: Any) -> None:
         self.check_usable()
-        if not isinstance(given, (list, tuple)) or len(given) != len(self._devices):
-            count = f" of {len(given)}" if isinstance(given, (list, tuple)) else ""
+        are_tensors = operation == "all_reduce"
+        name = "tensors" if are_tensors else "lists"
+        if not is_list(given) or len(given) != len(self._devices):
+            count = f" of {len(given)}" if is_list(given) else ""
             raise ArgumentError(
                 f"{name} is {kind_of(given)}{count}, expected one per rank, {len(self._devices)} "
                 "in all"
             )
-
-    def _check_tensors(self, lists: dict[str, Any]) -> None:
+        rows = [[tensor] for tensor in given] if are_tensors else given
+        if not are_tensors:
+            check_lists(given)
         named: dict[str, Tensor] = {}
-        first: list[Tensor] = []
-        for device, (rank, given) in zip(self._devices, lists.items(), strict=True):
-            for i, value in enumerate(given):
-                name = rank if rank.startswith("tensors") else f"{rank}[{i}]"
-                tensor = as_tensor(value, name) if is_array(value) else value
-                check_tensor(name, tensor, device)
-                _check_distinct(name, tensor)
-                if len(first) == i:
-                    first.append(tensor)
+        first_row: list[Tensor] = []
+        for rank, (row, device) in enumerate(zip(rows, self._devices, strict=True)):
+            for i, value in enumerate(row):
+                where = f"{name}[{rank}]" if are_tensors else f"{name}[{rank}][{i}]"
+                tensor = as_tensor(value, where) if is_array(value) else value
+                check_tensor(where, tensor, device)
+                _check_distinct(where, tensor)
+                named[where] = tensor
+                if rank == 0:
+                    first_row.append(tensor)
                 for what in ("shape", "dtype"):
-                    found, wanted = getattr(tensor, what), getattr(first[i], what)
+                    found, wanted = getattr(tensor, what), getattr(first_row[i], what)
                     if found != wanted:
                         raise ArgumentError(
-                            f"{name} has {what} {found}, but rank 0 has {wanted}; all ranks must "
+                            f"{where} has {what} {found}, but rank 0 has {wanted}; all ranks must "
                             "agree"
                         )
-                named[name] = tensor
         check_disjoint(named)
+
+    def check_usable(self) -> None:
+        if self._is_closed:
+            raise RingarError("the communicator is closed")
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return what the engine ran: nothing."""
@@ -92,17 +83,13 @@ class PlainGroup:
 def check_tensors_of_rank(
     call: CollectiveCall, device: torch.device, world_size: int
 ) -> list[Tensor]:
-    """Check the tensors of a call of one local rank; return the tensors that it may write.
-
-    Raises:
-        ArgumentError, UnsupportedError: As `BaseCommunicator.all_reduce`.
-    """
+    """Check the tensors of a call of one local rank; return the tensors that it may write."""
     if call.operation == "barrier":
         return []
-    is_list = call.operation == "all_reduce" and isinstance(call.outputs, (list, tuple))
-    written = tensors_of(call.outputs) if is_list else [call.outputs]
+    are_many = call.operation == "all_reduce" and is_list(call.outputs)
+    written = tensors_of(call.outputs) if are_many else [call.outputs]
     name = "outputs" if call.has_inputs else "tensors"
-    named = {f"{name}[{i}]" if is_list else name: tensor for i, tensor in enumerate(written)}
+    named = {f"{name}[{i}]" if are_many else name: tensor for i, tensor in enumerate(written)}
     for name, tensor in named.items():
         check_tensor(name, tensor, device)
         check_no_overlap(name, tensor)

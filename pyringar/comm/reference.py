@@ -34,9 +34,7 @@ def default_float_mode() -> Iterator[Pieces]:
     """Keep denormals in this thread, where ``torch.set_flush_denormal(True)`` was called before.
 
     Yields how to cut tensors that are computed with: not at all as a rule, and into pieces that
-    this thread computes alone where it flushes denormals otherwise.
-
-    Cost: a multiplication, if the thread keeps them anyway.
+    this thread computes alone where it flushes denormals. Cost else: a multiplication.
     """
     if sys.float_info.min / 2 > 0:
         yield _whole
@@ -91,13 +89,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def divide(total: Tensor, count: int, pieces: Pieces) -> None:
-    """Make a sum the mean of ``count``, in place; that of integers towards zero.
-
-    Args:
-        total: Contiguous.
-        count: How many were added.
-        pieces: Of `default_float_mode`, in which this is called.
-    """
+    """Make a contiguous sum the mean of ``count``, in place; that of integers towards zero."""
     for piece in pieces(total):
         if piece.is_floating_point():
             # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds twice.
@@ -107,12 +99,9 @@ def divide(total: Tensor, count: int, pieces: Pieces) -> None:
 
 
 def fold(total: Tensor, part: Tensor, op: str) -> None:
-    """Fold ``part`` into ``total`` in place, in the words of the contract.
+    """Fold ``part`` into ``total`` in place.
 
-    Args:
-        total: A sum so far.
-        part: What is folded in, of the same shape.
-        op: As for `naive_all_reduce`. A NaN wins; of zeros of both signs the later one.
+    A NaN wins; of zeros of both signs the later one.
     """
     if op in ("sum", "mean"):
         total.add_(part)
@@ -127,15 +116,10 @@ def fold(total: Tensor, part: Tensor, op: str) -> None:
 
 
 def shard_owners(nbytes: Sequence[int], world_size: int) -> list[int]:
-    """Assign parameters to ranks: the largest first, each to the rank with least so far.
+    """Return the owner of each parameter: the largest first, each to the rank with least so far.
 
-    Args:
-        nbytes: Size of every parameter in bytes.
-        world_size: Number of ranks.
-
-    Returns:
-        The owner of every parameter. The busiest rank holds at least the largest parameter, which
-        caps what this scheme can gain over a single owner: ``sum(nbytes) / max(nbytes)``.
+    ``nbytes`` are the sizes of the parameters. The busiest rank holds at least the largest
+    parameter, which caps the gain over a single owner: ``sum(nbytes) / max(nbytes)``.
     """
     load = [0] * world_size
     owners = [0] * len(nbytes)
@@ -148,12 +132,8 @@ def shard_owners(nbytes: Sequence[int], world_size: int) -> list[int]:
 def sharded_all_reduce(lists: Sequence[Sequence[Tensor]], op: str = "sum") -> None:
     """Reduce many parameters, in place, each at the rank that owns it (the book's exercise).
 
-    Args:
-        lists: ``lists[rank][i]``, parameter ``i`` of every rank: equal shapes and dtypes.
-        op: As for `naive_all_reduce`.
-
-    Cost: as the naive one, but the traffic through the busiest rank falls from all parameters to
-    its own; see `shard_owners` for the cap.
+    ``lists[rank][i]`` is parameter ``i`` of a rank. Cost: as the naive one, but the traffic through
+    the busiest rank falls from all parameters to its own; see `shard_owners` for the cap.
     """
     owners = shard_owners([t.numel() * t.element_size() for t in lists[0]], len(lists))
     for i, owner in enumerate(owners):

@@ -16,9 +16,8 @@ from pyringar.errors import ArgumentError
 class Topology:
     """Say which ranks share a memory.
 
-    Attributes:
-        devices: The device of every rank, as given.
-        memories: For every memory ("host" or a GPU), the ranks whose tensors lie there.
+    ``devices`` has the device of every rank; ``memories`` the ranks in every memory, "host" or a
+    GPU.
     """
 
     devices: tuple[str, ...]
@@ -68,10 +67,7 @@ _TABLE = {
 def choose(place: str) -> tuple[str, str]:
     """Return the algorithm of calls, and why; it adds in the order of the ranks.
 
-    Args:
-        place: ``"host"`` or ``"gpu"``: all ranks of one process share its memory; ``"gpus"``: they
-            are on several GPUs; ``"mixed"``: on the host and on GPUs; ``"processes"``: each is in
-            a process of its own.
+    ``place`` is that of a `Topology`, or ``"processes"``: each rank is in a process.
     """
     return _TABLE[place]
 
@@ -105,15 +101,18 @@ class Plan:
         """Return what an algorithm does for ``nbytes`` on each rank of one process."""
         k = len(topology.devices)
         steps = {"fused": 0, "direct": 2}.get(algorithm, 2 * (k - 1))
+        if k == 1:
+            return cls(algorithm, order, 0, 0, reason)
         if algorithm in ("fused", "direct"):
             passes = 2 * k
         elif algorithm == "ring":
+            order = "ring"
             # CPU ranks read each other's tensors, only partial sums go through slots; GPUs send
             # everything through slots.
             passes = 5 * (k - 1) if topology.place == "host" else 6 * k - 4
         else:
             passes = 6 * (k - 1)
-        return cls._made(algorithm, order, steps, passes * nbytes, reason, k)
+        return cls(algorithm, order, steps, passes * nbytes, reason)
 
     @classmethod
     def in_processes(
@@ -121,22 +120,13 @@ class Plan:
     ) -> Plan:
         """Return what ``"exchange"`` or ``"direct"`` does for ``nbytes`` on each process's rank."""
         k = world_size
-        # exchange: copy in, read all, write. direct: copy in, reduce a slice, copy out, each for
-        # what is not a rank's own.
-        rounds, passes = {
-            "exchange": (num_pieces, k * (k + 3)),
-            "direct": (2 * num_pieces, 5 * k - 2),
-        }[algorithm]
-        return cls._made(algorithm, order, rounds, passes * nbytes, reason, k)
-
-    @classmethod
-    def _made(
-        cls, algorithm: str, order: str, steps: int, traffic_bytes: int, reason: str, k: int
-    ) -> Plan:
         if k == 1:
             return cls(algorithm, order, 0, 0, reason)
-        order = "ring" if algorithm == "ring" else order
-        return cls(algorithm, order, steps, traffic_bytes, reason)
+        if algorithm == "exchange":  # copy in, read all, write
+            steps, passes = num_pieces, k * (k + 3)
+        else:  # direct: copy in, reduce a slice, copy out, each for what is not a rank's own
+            steps, passes = 2 * num_pieces, 5 * k - 2
+        return cls(algorithm, order, steps, passes * nbytes, reason)
 
     def __str__(self) -> str:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"

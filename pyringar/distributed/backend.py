@@ -89,7 +89,6 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         """Do nothing: the engine counts calls itself, and compares the counts of all ranks."""
 
     def getSequenceNumberForGroup(self) -> int:  # noqa: N802
-        """Return 0, which torch's debug wrapper compares between ranks."""
         return 0
 
     _set_sequence_number_for_group = setSequenceNumberForGroup
@@ -149,7 +148,6 @@ class RingarProcessGroup(Collectives, PythonGroup):
         )
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set it for all calls to come, the engine's and those of other backends."""
         self._timeout = timeout
         self._comm.set_timeout(timeout.total_seconds())
         self._fallback.set_timeout(timeout)
@@ -201,10 +199,6 @@ def _backends_can_be_python() -> bool:
     return True
 
 
-def _create(options: Any, _: Any) -> RingarProcessGroup:
-    return RingarProcessGroup(options)
-
-
 def keep_dynamo_out(*classes: type) -> None:
     """Have ``torch.compile`` run what torch calls of these classes, and their callees, as it is.
 
@@ -241,4 +235,6 @@ def register() -> None:
     keep_dynamo_out(RingarProcessGroup, PendingWork)
     _keep_works_of_join()
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(
+            NAME, lambda options, _: RingarProcessGroup(options), extended_api=True, devices=["cpu"]
+        )

@@ -52,7 +52,6 @@ class Between:
     # -- collectives -------------------------------------------------------------------------------
 
     def run(self, call: CollectiveCall, what: str) -> None:
-        """Run a call. ``what`` describes it; equal calls have equal text."""
         getattr(self, f"_{call.operation}")(call, what)
 
     def _all_reduce(self, call: CollectiveCall, what: str) -> None:

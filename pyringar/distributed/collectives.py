@@ -31,11 +31,7 @@ from pyringar.distributed.convert import (
     reduction_name,
 )
 from pyringar.distributed.delegated import Delegated, flat
-from pyringar.distributed.work import (
-    DelegatedPart,
-    PendingWork,
-    one_or_all,
-)
+from pyringar.distributed.work import DelegatedPart, PendingWork, one_or_all
 from pyringar.errors import ArgumentError, UnsupportedError
 
 
@@ -91,16 +87,14 @@ class Collectives(Delegated):
     """Implement the calls of torch.distributed, with its names and arguments.
 
     Tensors lie on the CPU, in any layout without overlap, and have any dtype that torch.distributed
-    takes; on other devices they go to the group's backend for that device. Arguments are torch's:
-    ``opts`` are its options, or a ``ReduceOp`` or a root; a list may be one tensor;
-    a ``timeout`` is ignored, the group's own counts. A call with ``asyncOp=False`` that the engine
-    runs returns None.
+    takes; on other devices they go to the group's backend for that device. ``opts`` are torch's
+    options, or a ``ReduceOp`` or a root; a list may be one tensor; a ``timeout`` is ignored, the
+    group's own counts. A call with ``asyncOp=False`` that the engine runs returns None.
 
-    Raises, in every call or its work's ``wait()``:
-        ArgumentError: Sizes, dtypes or calls differ between ranks: says how, on every rank. Calls
-            that gloo does are not compared.
-        UnsupportedError: There is no way to do this with these tensors; no rank was told.
-        PeerLostError, CollectiveTimeout: A rank is gone, or late: names it.
+    Every call or its work's ``wait()`` raises ArgumentError, on every rank, if sizes, dtypes or
+    calls differ between ranks (calls that gloo does are not compared); UnsupportedError if these
+    tensors cannot be sent; PeerLostError or CollectiveTimeout, which names the rank that is gone or
+    late.
 
     Cost: as the calls of `pyringar.ProcessCommunicator`, or on several machines of
     `HierarchicalCommunicator`. Lists of tensors to gather into or scatter from are copied once more
@@ -126,9 +120,7 @@ class Collectives(Delegated):
             return self._all_reduce_others(tensors, opts, error)
         return None
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Do `allreduce` of a list."""
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def _all_reduce_others(self, given: Any, opts: Any, error: Exception) -> Any:
         tensors = [given] if isinstance(given, Tensor) else list(given)
@@ -195,7 +187,6 @@ class Collectives(Delegated):
     # -- broadcast, barrier ------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Copy each tensor of the root into every other rank's."""
         if not hasattr(opts, "rootRank"):
             root, opts = opts, c10d.BroadcastOptions()
             opts.rootRank = 0 if root is None else root
@@ -365,7 +356,6 @@ class Collectives(Delegated):
         return flat
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Reduce ``input`` over all ranks and leave this rank's part in ``output``."""
         opts = _options("ReduceScatterOptions", opts)
         op = reduction_name(opts.reduceOp, "reduce_scatter")
         if not opts.asyncOp and op in OPS and _are_plain(output, input):
@@ -396,7 +386,6 @@ class Collectives(Delegated):
         self._batch = []
 
     def end_coalescing(self, *_: Any) -> Any:
-        """Return the work of all calls since `start_coalescing`."""
         works, self._batch = self._batch or [], None
         parts = [getattr(work, "_parts", [DelegatedPart(work)]) for work in works]
         return self._pending([part for each in parts for part in each], [])

@@ -25,11 +25,8 @@ _OP_NAMES += [(getattr(dist.ReduceOp, name.upper()), name) for name in BITWISE]
 
 # Summed in the wider type and narrowed once: integers wrap as they would have.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-_WIDER |= {
-    getattr(torch, name): torch.float32
-    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-    if hasattr(torch, name)
-}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+_WIDER |= dict.fromkeys(_FLOAT8, torch.float32)
 # On the bytes 0 and 1.
 _BOOL_OPS = {"sum": "max", "prod": "min", "max": "max", "min": "min", "band": "min", "bor": "max"}
 _COMPLEX_OPS = ("sum", "mean")
@@ -95,9 +92,10 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
     check_no_overlap("tensor", tensor)
     tensor = tensor.detach()
     dtype = tensor.dtype
-    if dtype in NATIVE and not (dtype.is_floating_point and op in BITWISE):
+    is_possible = not (dtype.is_floating_point and op in BITWISE)
+    if dtype in NATIVE and is_possible:
         return StandIn(tensor, op)
-    if dtype in _WIDER and not (dtype.is_floating_point and op in BITWISE):
+    if dtype in _WIDER and is_possible:
         wide = torch.empty_like(tensor, dtype=_WIDER[dtype])
         return StandIn(wide, op, (tensor, wide))
     if dtype is torch.bool and op != "mean":

@@ -35,19 +35,14 @@ _CONNECTION = ("/transport/", "pair closure")
 class WatchedPart:
     """A call of gloo's that runs, as a `pyringar.distributed.work.Part`.
 
-    Args:
-        peers: The ranks without which the call cannot end.
-        begin: Begins it; returns gloo's work.
-        copies: Made when the call has ended well, whether or not a thread waits for it.
-        is_message: Gloo ends it only in a wait.
-
-    Raises PeerLostError if a peer is gone, RingarError if the group failed or is closed.
+    ``begin`` starts it and returns gloo's work. It cannot end without the ranks ``peers``. If it
+    ends well, ``copies`` are made, whether or not a thread waits. Gloo ends a message only in a
+    wait. Raises PeerLostError if a peer is gone, RingarError if the group failed or is closed.
     """
 
     def __init__(
         self,
-        comm: Any,
-        fallback: Fallback,
+        group: Delegated,
         operation: str,
         peers: Sequence[int],
         begin: Callable[[], Any],
@@ -55,8 +50,8 @@ class WatchedPart:
         *,
         is_message: bool = False,
     ) -> None:
-        self._comm = comm
-        self._fallback = fallback
+        self._comm = comm = group._comm
+        self._fallback = group._fallback
         self._operation = f"{operation} over {comm.world_size} ranks"
         self._peers = [rank for rank in peers if rank != comm.rank]
         self._copies = copies
@@ -79,9 +74,8 @@ class WatchedPart:
     def wait(self, timeout: float | None = None) -> object:
         """Block until it is done, or for ``timeout`` seconds; the group's deadlines count, too.
 
-        Raises:
-            PeerLostError, CollectiveTimeout: A rank is gone, or late: names it.
-            RingarError: The group was aborted.
+        PeerLostError or CollectiveTimeout, which names the rank that is gone or late; RingarError
+        if the group was aborted.
         """
         ends = time.monotonic() + (float("inf") if timeout is None else timeout)
         while not self._has_ended(max(0.001, min(_LOOK_S, ends - time.monotonic()))):
@@ -198,7 +192,7 @@ def _handed(
     """Make a method that hands a call to the backend for its tensors.
 
     ``conversions`` are for the first arguments, tensors or lists of tensors. ``peers`` returns the
-    ranks without which the call cannot end, None for all. See `_hand_over` for the others.
+    ranks without which the call cannot end, None for all.
     """
 
     def hand_over(self: Delegated, *arguments: Any) -> Any:
@@ -276,12 +270,9 @@ class Delegated:
     ) -> Any:
         """Return the work of a call of the backend for these tensors.
 
-        Args:
-            copies: Made after the call.
-            names: Of the backend's method, if not ``operation``; the first that it has.
-            results: The tensors that the call writes, if not ``tensors``.
-            peers: The ranks without which it cannot end, if not all.
-            is_message: A barrier does not wait for it.
+        ``copies`` are made after the call. ``names`` are those of the backend's method, the first
+        that it has, if not ``operation``. ``results`` are the tensors that the call writes, if not
+        ``tensors``. ``peers`` are the ranks without which it cannot end, if not all.
         """
         device = tensors[0].device.type if tensors else "cpu"
         backend = self._fallback.for_device(device, operation)
@@ -303,15 +294,12 @@ class Delegated:
         is_message: bool = False,
     ) -> list[Part]:
         peers = range(self._comm.world_size) if peers is None else peers
-        part = WatchedPart(
-            self._comm, self._fallback, operation, peers, begin, copies, is_message=is_message
-        )
+        part = WatchedPart(self, operation, peers, begin, copies, is_message=is_message)
         if not is_message:
             self._fallback.add(part)
         return [part]
 
     def _are_elsewhere(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether they are another backend's: on another device, or not strided."""
         return any(
             t.device.type not in self._own_devices or t.layout is not torch.strided for t in tensors
         )

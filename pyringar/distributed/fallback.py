@@ -25,9 +25,8 @@ class Fallback:
     Gloo connects all ranks when the group is made, so that a message never waits for a rank that is
     elsewhere in its program. Where it cannot be made, the first call that needs it says why.
 
-    Args:
-        backend_of: The backend that the user asked for, by device type; None: none.
-        set_timeout: The group's own: torch up to 2.13 gives a new timeout to its gloo alone.
+    ``backend_of`` returns the backend that the user asked for, by device type. ``set_timeout`` is
+    the group's: torch up to 2.13 gives a new timeout to its gloo alone.
     """
 
     def __init__(
@@ -57,14 +56,18 @@ class Fallback:
     def for_device(self, device: str, operation: str) -> Any:
         """Return the backend for tensors on a type of device.
 
-        Raises UnsupportedError where there is none for their device, and RingarError where the
-        group was destroyed, or gloo could not be made.
+        UnsupportedError if there is none, RingarError if the group was destroyed.
         """
         if self._is_closed:
             raise RingarError(f"{operation}: this process group was destroyed")
         wanted = "gloo" if device == "cpu" else self._backend_of(device)
+        if wanted == "gloo" and self._gloo is not None:
+            return self._gloo
         if wanted == "gloo":
-            return self._usable_gloo(operation)
+            raise UnsupportedError(
+                f"{operation}: backend ringar hands this call to gloo, which could not be made: "
+                f"{self._error}"
+            ) from self._error
         if wanted == "nccl" and dist.is_nccl_available():
             if self._nccl is None:
                 self._nccl = make_nccl(*self._endpoint)
@@ -74,14 +77,6 @@ class Fallback:
             f"init_process_group('cpu:ringar,{device}:{'nccl' if device == 'cuda' else 'BACKEND'}')"
         )
 
-    def _usable_gloo(self, operation: str) -> Any:
-        if self._gloo is None:
-            raise UnsupportedError(
-                f"{operation}: backend ringar hands this call to gloo, which could not be made: "
-                f"{self._error}"
-            ) from self._error
-        return self._gloo
-
     def set_timeout(self, timeout: timedelta) -> None:
         self._endpoint = (*self._endpoint[:3], timeout)
         for backend in (self._gloo, self._nccl):
@@ -89,7 +84,6 @@ class Fallback:
                 backend.set_timeout(timeout)
 
     def add(self, *parts: Part) -> None:
-        """Take note of a call of gloo's that runs, and of what follows it."""
         self._under_way.update(parts)
         for part in list(self._under_way):
             if part.is_completed():
@@ -104,12 +98,11 @@ class Fallback:
                 part.wait()
 
     def abort(self) -> None:
-        """Make gloo's calls and messages fail, here and on the other ranks."""
-        if self._gloo is not None and not is_inherited(self):
+        if not is_inherited(self):
             break_off(self._gloo)
 
     def closed_peers(self) -> list[int]:
-        return [] if self._gloo is None else closed_peers(self._gloo)
+        return closed_peers(self._gloo)
 
     def keep(self) -> None:
         never_destroy(self._gloo)
@@ -150,12 +143,8 @@ def make_gloo(
 ) -> Any:
     """Return a gloo group in which all ranks are connected.
 
-    torch calls ``on_timeout`` instead of setting this gloo's timeout: up to torch 2.13 that is how
-    a process group learns of a new timeout.
-
-    Raises:
-        RuntimeError: gloo's own: a rank did not come in time.
-        ArgumentError: There is no network as ``GLOO_SOCKET_IFNAME`` says.
+    torch up to 2.13 calls ``on_timeout`` instead of setting this gloo's timeout. ArgumentError if
+    there is no network as ``GLOO_SOCKET_IFNAME`` says; RuntimeError if a rank is late.
     """
     if not dist.is_gloo_available():
         raise UnsupportedError("this torch was built without gloo")
@@ -185,7 +174,6 @@ def make_gloo(
 
 
 def make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return an NCCL group; its ranks meet in their first call."""
     if not dist.is_nccl_available():
         raise UnsupportedError("this torch was built without NCCL")
     from torch._C._distributed_c10d import PrefixStore
@@ -222,4 +210,4 @@ def closed_peers(gloo: Any) -> list[int]:
 
 
 def _peers(gloo: Any) -> list[int]:
-    return [rank for rank in range(gloo.size()) if rank != gloo.rank()]
+    return [] if gloo is None else [rank for rank in range(gloo.size()) if rank != gloo.rank()]

@@ -47,7 +47,6 @@ class Machines:
         self.block_order = [rank for column in columns for rank in column]
 
     def check_order(self, order: str) -> None:
-        """Refuse an order that sums of machines' sums do not have."""
         check_choice("order", order, ORDERS)
         ranks = [rank for node in self.nodes for rank in node]
         size = len(self.here)
@@ -142,7 +141,7 @@ class Column:
             raise
         except RuntimeError as error:
             machines, why = self._machines, str(error)
-            nodes = (closed_peers(self._gloo) if self._gloo is not None else []) or nodes
+            nodes = closed_peers(self._gloo) or nodes
             places = "; ".join(
                 f"machine {node}, {self._members[machines.nodes[node][0]].host}, has ranks "
                 f"{machines.nodes[node]}"
@@ -189,7 +188,8 @@ class Column:
     def keep_error(self, error: BaseException | None = None) -> str | None:
         """Write the error to the store, if it is the first of the group.
 
-        Return the first error if another rank wrote it, else nothing; None: no answer of the store.
+        Return another rank's error if that was first, else nothing; None if the store does not
+        answer.
         """
         mark = f"rank {self._machines.rank}: "
         store = PatientStore(self._store, "failure", 0, time.monotonic() + _STORE_S)
@@ -204,12 +204,10 @@ class Column:
         return None
 
     def set_timeout(self, seconds: float) -> None:
-        """Let later waits last so many seconds without a chunk."""
         self._timeout = timedelta(seconds=min(seconds, 1e6))
 
     def abort(self) -> None:
-        if self._gloo is not None:
-            break_off(self._gloo)
+        break_off(self._gloo)
 
     def close(self) -> None:
         if is_inherited(self):

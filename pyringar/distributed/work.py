@@ -133,7 +133,6 @@ class DelegatedPart:
         self._work = work
 
     def wait(self, timeout: float | None = None) -> object:
-        """Block until it is done, or for ``timeout`` seconds; its own deadline counts, too."""
         if timeout is None:
             return self._work.wait()
         return self._work.wait(timedelta(seconds=max(timeout, 0.001)))  # zero is torch's for none
@@ -143,7 +142,6 @@ class DelegatedPart:
 
 
 def error_of(part: Part) -> Exception | None:
-    """Return what a part failed with; None if it ended well. Waits for it."""
     try:
         part.wait()
     except Exception as error:
@@ -152,12 +150,7 @@ def error_of(part: Part) -> Exception | None:
 
 
 def one_or_all(rows: Sequence[Any]) -> Any:
-    """Return lists of tensors as torch's own backends give them: one alone is not nested."""
     return rows[0] if len(rows) == 1 else rows
-
-
-def _value(results: Any) -> Any:
-    return results() if callable(results) else results
 
 
 class PendingWork(_BaseWork):  # type: ignore[misc]
@@ -178,12 +171,8 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is done; other Python threads run meanwhile.
 
-        Args:
-            timeout: How long; none, or zero, is until the communicator's own deadline.
-
-        Raises:
-            RingarError: The collective failed.
-            CollectiveTimeout: It is not done after ``timeout``; it goes on nevertheless.
+        Without a ``timeout``, or with zero, the communicator's deadline counts. CollectiveTimeout
+        if the call is not done after ``timeout``; it goes on nevertheless.
         """
         seconds = timeout.total_seconds() if timeout else 0.0
         deadline = time.monotonic() + seconds
@@ -192,7 +181,6 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         return True
 
     def synchronize(self) -> None:
-        """Do as `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -206,7 +194,7 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
 
     def result(self) -> Any:
         self.wait()
-        return _value(self._results)
+        return self._results() if callable(self._results) else self._results
 
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors; it fails with what the collective failed with."""
@@ -229,7 +217,4 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         return next((e for e in map(error_of, self._parts) if e is not None), None)
 
     def _outcome(self, _: Future[None]) -> Any:
-        error = self._error()
-        if error is not None:
-            raise error
-        return _value(self._results)
+        return self.result()

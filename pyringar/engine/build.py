@@ -47,19 +47,7 @@ from pyringar.engine.compile import (
 )
 from pyringar.errors import BuildError, CompilerNotFoundError
 
-__all__ = [
-    "CPU",
-    "CUDA",
-    "Engine",
-    "EngineKind",
-    "Recipe",
-    "build_engine",
-    "cache_dir",
-    "ensure_engine",
-    "find_engine",
-    "prebuild",
-]
-
+_IN_WHEEL = "_prebuilt"  # the folder of engines in a wheel
 LOCK_NOTICE_S = 3.0
 LOCK_DEADLINE_S = COMPILE_DEADLINE_S
 
@@ -114,19 +102,19 @@ def _explained(doing: str) -> Iterator[None]:
         raise BuildError(f"cannot {doing}: {error}. {_MOVE_CACHE}") from error
 
 
-def find_engine(recipe: Recipe | None = None) -> Engine | None:
-    """Find the best engine for this machine; builds nothing, needs no compiler.
+def find_engine(recipe: Recipe) -> Engine | None:
+    """Find the engine that was built for this very CPU, else the one in the wheel.
 
-    That is one built for this very CPU, else the one in the wheel. An engine in the cache that
-    other users could have written is passed over, with a warning.
+    Needs no compiler. An engine in the cache that other users could have written is passed over,
+    with a warning.
     """
-    recipe = recipe or Recipe()
     content = recipe.content()
     return _engine_in_cache(recipe, content) or _engine_in_wheel(recipe, content)
 
 
 def ensure_engine(recipe: Recipe | None = None) -> Engine:
     """Find the engine or build it: milliseconds, or seconds once. Raises what either raises."""
+    recipe = recipe or Recipe()
     return find_engine(recipe) or build_engine(recipe)
 
 
@@ -176,7 +164,7 @@ def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
     Its file is not checked: a user who can write it can write pyringar's Python files, too.
     """
     kind = recipe.kind
-    engine = _engine_in(recipe.root().parent / _folder_in_wheel(kind), "wheel", kind)
+    engine = _engine_in(recipe.root().parent / _IN_WHEEL / kind.module, "wheel", kind)
     if engine is None:
         return None
     built_from = engine.record["content"]
@@ -190,24 +178,13 @@ def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
     return engine
 
 
-def _folder_in_wheel(kind: EngineKind) -> str:
-    return f"_prebuilt/{kind.module}"
-
-
-def build_engine(
-    recipe: Recipe | None = None, *, force: bool = False, verbose: bool = False
-) -> Engine:
+def build_engine(recipe: Recipe, *, force: bool = False, verbose: bool = False) -> Engine:
     """Build the engine into the cache, unless another process just did.
 
     Any number of processes may call this at once: one builds, the others wait for it. ``force``
-    builds even if it is there, ``verbose`` logs the compiler's commands and output.
-
-    Raises:
-        CompilerNotFoundError: There is no compiler.
-        BuildError: The build failed, the cache cannot be used, or its lock was not free in time;
-            says what was tried and what to do.
+    builds even if it is there, ``verbose`` logs the compiler's commands and output. BuildError if
+    that fails, the cache cannot be used, or its lock is not free in time.
     """
-    recipe = recipe or Recipe()
     kind, plan = recipe.kind, plan_build(recipe, recipe.content())
     folder = cache_dir() / _key(plan)
     with _explained(f"build {kind.title} in {folder}"):
@@ -258,7 +235,7 @@ def prebuild(package: Path) -> None:
     """
     for kind in (CPU, CUDA) if os.environ.get("PYRINGAR_CUDA_ARCHS") else (CPU,):
         recipe = Recipe(kind=kind, baseline=True)
-        folder = package / _folder_in_wheel(kind)
+        folder = package / _IN_WHEEL / kind.module
         folder.mkdir(parents=True, exist_ok=True)
         compile_into(folder, plan_build(recipe, recipe.content()))
         (folder / "build.log").unlink()

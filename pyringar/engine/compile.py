@@ -69,17 +69,10 @@ log = logging.getLogger("pyringar")
 class EngineKind:
     """One of the native modules: its sources, and how they are compiled.
 
-    Attributes:
-        module: Its name.
-        title: Its name in messages.
-        compiled: Patterns of the files to compile, below the source root, the slow ones first.
-        included: Patterns of the files that these may include.
-        advice: What to do when it cannot be compiled.
-        left_out: Patterns of files that match the two above and do not belong to it.
-        joined: Groups of sources by the beginnings of their names. Each group is one translation
-            unit, which saves a third of the time; several units keep several cores busy.
-        cuda: Whether nvcc, the CUDA runtime and GPU architectures take part. If not, the engine is
-            compiled for this very CPU.
+    ``compiled``, ``included`` and ``left_out`` are patterns of files below the source root, the
+    slow ones first. ``joined`` are groups of sources by the beginnings of their names: each group
+    is one translation unit, which saves a third of the time. With ``cuda`` nvcc, the CUDA runtime
+    and GPU architectures take part. Else the engine is compiled for this very CPU.
     """
 
     module: str
@@ -92,7 +85,6 @@ class EngineKind:
     cuda: bool = False
 
     def files(self, root: Path, patterns: Sequence[str]) -> list[Path]:
-        """Return the files below ``root`` that match, pattern by pattern, sorted within each."""
         left_out = {path for pattern in self.left_out for path in root.glob(pattern)}
         found = (path for pattern in patterns for path in sorted(root.glob(pattern)))
         return [path for path in found if path not in left_out]
@@ -151,18 +143,19 @@ CUDA = EngineKind(
 class Recipe:
     """An engine to build: by default pyringar's own for the CPU; tests build tiny ones.
 
-    Attributes:
-        source_root: The folder of the sources; ``_prebuilt`` beside it may hold engines.
-        kind: Which engine.
-        baseline: Compile for any CPU of this architecture, not for this very CPU.
+    ``_prebuilt`` beside ``source_root`` may hold engines. ``baseline``: compile for any CPU of this
+    architecture, not for this very CPU.
     """
 
     source_root: Path | None = None
     kind: EngineKind = CPU
     baseline: bool = False
 
+    @property
+    def cpu(self) -> str:
+        return "any CPU of this architecture" if self.baseline else "this CPU"
+
     def root(self) -> Path:
-        """Return the sources' folder: ``pyringar/_csrc`` in a wheel, ``csrc`` in a checkout."""
         if self.source_root is not None:
             return self.source_root
         here = Path(__file__).parents[1]  # pyringar
@@ -175,11 +168,9 @@ class Recipe:
         )
 
     def files(self) -> list[Path]:
-        """Return every source and header that the engine is made of."""
         return self.kind.files(self.root(), (*self.kind.compiled, *self.kind.included))
 
     def content(self) -> dict[str, Any]:
-        """Return everything that decides whether an engine is right for this machine."""
         content: dict[str, Any] = {
             "module": self.kind.module,
             "sources": self._digest_of_sources(),
@@ -221,7 +212,6 @@ class Plan:
 
     @property
     def compilers(self) -> str:
-        """The commands, for messages."""
         return " and ".join(str(found) for found in (self.nvcc, self.compiler) if found)
 
 
@@ -253,7 +243,7 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
     log.warning(
         "compiling %s for %s with %s, once; it is kept in %s",
         kind.title,
-        _target(plan, archs),
+        f"compute capability {', '.join(archs)}" if archs else plan.recipe.cpu,
         plan.compilers,
         folder,
     )
@@ -281,12 +271,6 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         for finished in ("build.json", name):
             _publish(work / finished, folder)
     log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / name)
-
-
-def _target(plan: Plan, archs: Sequence[str]) -> str:
-    if archs:
-        return f"compute capability {', '.join(archs)}"
-    return "any CPU of this architecture" if plan.recipe.baseline else "this CPU"
 
 
 def _publish(finished: Path, folder: Path) -> None:
@@ -351,7 +335,6 @@ def _ninja_script(
     flags: Sequence[str],
     output: str,
 ) -> str:
-    """Return the build.ninja that compiles ``work``/csrc and links it into ``output``."""
     inputs = _translation_units(work, plan.recipe.kind)
 
     def command(*words: str) -> str:
@@ -395,7 +378,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: bool) -> None:
-    """Run ninja in ``work``, its output in ``log_path``; show the output if it fails."""
     command = [ninja, "-v", "-j", str(toolchain.cores_allowed())]
     ending = ""
     with open(log_path, "wb") as output:

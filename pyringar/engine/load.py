@@ -9,10 +9,11 @@ import threading
 from types import ModuleType
 
 from pyringar.engine import build
+from pyringar.engine.compile import CPU, CUDA, EngineKind, Recipe
 from pyringar.errors import BuildError
 
-_NAME = f"pyringar.{build.CPU.module}"
-_CUDA_NAME = f"pyringar.{build.CUDA.module}"
+_NAME = f"pyringar.{CPU.module}"
+_CUDA_NAME = f"pyringar.{CUDA.module}"
 # One each: compiling kernels takes minutes, and the CPU engine need not wait for it.
 # Reentrant: a signal handler may interrupt the loading, and need the engine too.
 _locks = {_NAME: threading.RLock(), _CUDA_NAME: threading.RLock()}
@@ -27,29 +28,27 @@ def engine() -> ModuleType:
         CompilerNotFoundError: It must be built and there is no compiler.
         BuildError: It cannot be built or loaded; says what was tried and what to do.
     """
-    return sys.modules.get(_NAME) or _load_once(_NAME, build.CPU)
+    return sys.modules.get(_NAME) or _load_once(_NAME, CPU)
 
 
 def cuda_engine() -> ModuleType:
     """Return the CUDA engine's module, which needs no GPU to be loaded. See `engine`."""
-    return sys.modules.get(_CUDA_NAME) or _load_once(_CUDA_NAME, build.CUDA)
+    return sys.modules.get(_CUDA_NAME) or _load_once(_CUDA_NAME, CUDA)
 
 
 def loaded_engine() -> ModuleType | None:
-    """Return the CPU engine's module if this process has loaded it; loads nothing."""
     return sys.modules.get(_NAME)
 
 
 def loaded_cuda_engine() -> ModuleType | None:
-    """Return the CUDA engine's module if this process has loaded it; loads nothing."""
     return sys.modules.get(_CUDA_NAME)
 
 
-def _load_once(name: str, kind: build.EngineKind) -> ModuleType:
+def _load_once(name: str, kind: EngineKind) -> ModuleType:
     with _locks[name]:
         module = sys.modules.get(name)
         if module is None:
-            module = load(build.ensure_engine(build.Recipe(kind=kind)))
+            module = load(build.ensure_engine(Recipe(kind=kind)))
             sys.modules[name] = module
         return module
 

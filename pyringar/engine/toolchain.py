@@ -5,6 +5,7 @@ Reads files and runs programs; writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -103,14 +104,12 @@ def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
 
 
 def cores_allowed() -> int:
-    """Return how many cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def libc_version() -> str:
-    """Return the C library's name and version; where there is no glibc, the kernel's version."""
     return " ".join(platform.libc_ver()).strip() or platform.release()
 
 
@@ -120,7 +119,6 @@ def extension_suffix() -> str:
 
 
 def tuning_flags() -> tuple[str, ...]:
-    """Return the flag for "this very CPU"; the build drops it if the compiler refuses it."""
     on_arm = platform.machine().lower() in ("aarch64", "arm64")
     return ("-mcpu=native",) if on_arm else ("-march=native",)
 
@@ -144,13 +142,11 @@ def link_flags() -> tuple[str, ...]:
 
 
 def find_ninja() -> str:
-    """Return the path of ninja: the one of the ``ninja`` package, else the one on PATH."""
-    found = None
-    if importlib.util.find_spec("ninja") is not None:
+    found = shutil.which("ninja")
+    with contextlib.suppress(ImportError):
         import ninja
 
-        found = shutil.which("ninja", path=ninja.BIN_DIR)
-    found = found or shutil.which("ninja")
+        found = shutil.which("ninja", path=ninja.BIN_DIR) or found
     if found is None:
         raise BuildError(
             "ninja was not found, neither the Python package nor a program on PATH: "
@@ -160,7 +156,6 @@ def find_ninja() -> str:
 
 
 def python_include_dirs() -> list[str]:
-    """Return the include folders of Python and pybind11."""
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -174,7 +169,6 @@ def python_include_dirs() -> list[str]:
 
 
 def pybind11_version() -> str:
-    """Return the version of pybind11."""
     return str(_pybind11().__version__)
 
 
@@ -194,7 +188,7 @@ def _pybind11() -> ModuleType:
 class Compiler:
     """A compiler: the command as words, and path, size and time of each executable in it.
 
-    Each load needs this identity: a stat takes microseconds, ``--version`` tens of milliseconds.
+    A stat takes microseconds, ``--version`` tens of milliseconds.
     """
 
     command: tuple[str, ...]
@@ -205,10 +199,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """Find the C++ compiler: ``CXX`` (may hold arguments, "ccache g++"), else c++, g++, clang++.
-
-    A ``CXX`` that does not exist is not passed over.
-    """
+    """Find the C++ compiler: ``CXX`` (such as "ccache g++"), else c++, g++, clang++."""
     wanted = os.environ.get("CXX", "").strip()
     try:
         words = shlex.split(wanted)
@@ -253,7 +244,6 @@ def _has_launcher(words: Sequence[str]) -> bool:
 
 
 def compiler_version(compiler: Compiler) -> str:
-    """Run ``--version`` and return its first line."""
     output = run_tool([*compiler.command, "--version"], "the compiler does not work")
     return output.strip().splitlines()[0] if output.strip() else "unknown version"
 
@@ -265,8 +255,8 @@ def compiler_version(compiler: Compiler) -> str:
 class CudaToolkit:
     """A CUDA toolkit, as its nvcc describes it.
 
-    ``nvcc`` may be a wrapper script. ``includes`` are the folders of headers that nvcc itself uses,
-    ``cudart`` is the path of libcudart_static.a, ``archs`` are compute capabilities ("9.0").
+    ``nvcc`` may be a wrapper script. ``includes`` are the folders of headers, ``cudart`` is the
+    path of libcudart_static.a, ``archs`` are compute capabilities ("9.0").
     """
 
     nvcc: Compiler
@@ -283,8 +273,7 @@ class CudaToolkit:
 def find_nvcc() -> Compiler:
     """Find nvcc: ``PYRINGAR_NVCC``, ``CUDA_HOME``, ``PATH``, /usr/local/cuda, pip's packages.
 
-    Starts no process: a warm start needs nvcc's identity, and no more of the toolkit. A wrong
-    ``PYRINGAR_NVCC`` is not passed over.
+    Starts no process. A wrong ``PYRINGAR_NVCC`` is not passed over.
     """
     wanted = os.environ.get("PYRINGAR_NVCC", "").strip()
     if wanted and shutil.which(wanted) is None:
@@ -316,16 +305,12 @@ def _nvcc_places(wanted: str) -> Iterator[str]:
 
 
 def nvcc_host_flags(host: Compiler) -> tuple[str, ...]:
-    """Return ``-ccbin`` for a C++ compiler without arguments; for others nvcc chooses its own."""
     words = host.command[_has_launcher(host.command) :]
     return ("-ccbin", shutil.which(words[0]) or words[0]) if len(words) == 1 else ()
 
 
 def read_cuda_toolkit(nvcc: Compiler, host: Compiler) -> CudaToolkit:
-    """Ask nvcc for its toolkit's folders, version and architectures; starts it three times.
-
-    BuildError if nvcc does not work (it needs ``host``, the C++ compiler), or a part is missing.
-    """
+    """Ask nvcc, which needs the C++ compiler, for its folders, version and architectures."""
 
     def ask(*arguments: str) -> str:
         return run_tool([*nvcc.command, *arguments], f"{nvcc} does not work", hint=_INSTALL_CUDA)
@@ -411,7 +396,6 @@ def cuda_archs_cover(built: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 def gencode_flags(archs: Sequence[str]) -> list[str]:
-    """Return nvcc's flags for ("8.0", "9.0+PTX")."""
     flags: list[str] = []
     for arch in archs:
         number = arch.removesuffix("+PTX").replace(".", "")
@@ -427,7 +411,6 @@ def gencode_flags(archs: Sequence[str]) -> list[str]:
 def run_tool(
     command: Sequence[str], complaint: str, *, hint: str = _INSTALL_COMPILER, **options: Any
 ) -> str:
-    """Run a short command and return its output; if it fails, raise a BuildError that shows it."""
     try:
         done = subprocess.run(
             command,
@@ -450,5 +433,4 @@ def run_tool(
 
 
 def indent(lines: Sequence[str]) -> str:
-    """Return a tool's output as an indented block."""
     return "\n".join(f"    {line}" for line in lines) if lines else "    (nothing)"

@@ -63,13 +63,11 @@ class Case:
 
     @classmethod
     def from_dict(cls, words: dict[str, Any]) -> Case:
-        """Return the case that `as_dict` describes."""
         shape, dtype = tuple(words["shape"]), getattr(torch, words["dtype"])
         return cls(words["k"], shape, dtype, words["layout"], words["values"])
 
     @property
     def numel(self) -> int:
-        """The number of elements of every rank."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -80,15 +78,8 @@ class Case:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the case as values for JSON."""
-        return {
-            "k": self.k,
-            "shape": list(self.shape),
-            "numel": self.numel,
-            "dtype": dtype_name(self.dtype),
-            "layout": self.layout,
-            "values": self.values,
-        }
+        words = {"shape": list(self.shape), "dtype": dtype_name(self.dtype), "numel": self.numel}
+        return {**vars(self), **words}
 
 
 class Failure(Exception):  # noqa: N818
@@ -127,7 +118,6 @@ class Other(NamedTuple):
 
 
 def layouts_of(case: Case) -> list[Layout]:
-    """Return how every rank's tensor lies in its memory."""
     names = _MIXES.get(case.layout, (case.layout,))
     return [_LAYOUTS[names[rank % len(names)]] for rank in range(case.k)]
 
@@ -135,8 +125,7 @@ def layouts_of(case: Case) -> list[Layout]:
 def _values(case: Case, rank: int) -> Tensor:
     """Return the flat input of a rank, on the CPU: different at every position and rank.
 
-    Positional values are small enough for exact sums, see `is_exact`. Random integers use all bits
-    that a sum of ``k`` of them leaves room for: floats cannot hold them.
+    Random integers use all bits that a sum of ``k`` of them leaves room for.
     """
     if case.values != "random":
         values = (torch.arange(case.numel) % 17 + rank).to(case.dtype)
@@ -168,10 +157,10 @@ def _put_special(values: Tensor, rank: int, k: int) -> None:
 
 
 def is_exact(case: Case) -> bool:
-    """Return whether no order of addition rounds: all partial sums are integers the dtype holds.
+    """Return whether no order of addition rounds.
 
-    Positional values are at most ``16 + rank``. bfloat16 holds integers up to 256: 11 ranks.
-    Special values are exact too: what overflows does so in every order.
+    Positional values are at most ``16 + rank``: bfloat16 holds the sums of 11 ranks. Special values
+    overflow in every order.
     """
     if not case.dtype.is_floating_point:
         return True
@@ -182,13 +171,9 @@ def is_exact(case: Case) -> bool:
 class Call:
     """One call of the function, and everything needed to judge it afterwards.
 
-    Attributes:
-        bases: The memory of every rank, in which its tensor lies.
-        given: The tensors that were handed in: views of ``bases``, unless the function made them
-            point elsewhere.
-        data: The list that was handed in, maybe with other items.
-        inputs: The flat values of every rank.
-        returned: The type of the function's result, None for nothing.
+    ``bases`` is the memory of every rank, and ``given`` the tensors in it, which the function may
+    point elsewhere. ``data`` is the list that was handed in, maybe with other items. ``inputs`` are
+    the flat values, and ``returned`` is the type of the function's result, None for nothing.
     """
 
     def __init__(
@@ -252,10 +237,7 @@ class Lists:
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
     ) -> list[Tensor]:
-        """Return the values of the caller's tensors after a call.
-
-        See `pyringar.audit.probes.Target.reduce`.
-        """
+        """Return the values of the caller's tensors after a call; see `Target.reduce`."""
         results = [x.clone() for x in inputs]
         edges = [0, *cuts, len(results[0])]
         layout = "slice of a buffer" if way == "unaligned" else "contiguous"

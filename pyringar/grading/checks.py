@@ -43,14 +43,12 @@ class Subject:
         return self
 
     def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
-        """Call the function with a case's tensors, or these; if it raises, that is a failure."""
         self.last_case = case
         call = Call(case, self.devices, inputs)
         call.returned = self.call(case, call.data)
         return call
 
     def call(self, case: Case, data: list[Any]) -> str | None:
-        """Call the function, and return the type of what it returns, None for nothing."""
         try:
             returned = self.fn(data)
         except BaseException as error:  # sys.exit() in a solution is a failed solution
@@ -91,7 +89,6 @@ def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
 
 
 def _is_right(got: Tensor, expected: Tensor, bound: Tensor | float) -> Tensor:
-    """Return where a result is near enough: NaN where NaN is expected, infinities equal."""
     if not expected.dtype.is_floating_point:  # their difference has no rounding
         return got == expected
     near = (got - expected).abs() <= bound
@@ -101,7 +98,6 @@ def _is_right(got: Tensor, expected: Tensor, bound: Tensor | float) -> Tensor:
 
 
 def _guess(call: Call, rank: int, got: Tensor, right: Tensor) -> str:
-    """Say which of the commonest mistakes a wrong result looks like."""
     expected, bound = call.expected
     if call.case.k == 1:
         return ""
@@ -130,7 +126,6 @@ def _guess(call: Call, rank: int, got: Tensor, right: Tensor) -> str:
 
 
 def _same_bits(a: Any, b: Any) -> bool:
-    """Return whether two results are tensors of one kind with the same bytes, NaNs too."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes_of(a), _bytes_of(b))
@@ -335,7 +330,6 @@ class Check(NamedTuple):
     verdict_on_failure: str = "fail"
 
     def covered(self, subject: Subject) -> str:
-        """Return what a pass covers, in words."""
         most = subject.most
         counts = [f"1 to {most}" if most > 1 else "1", *(str(k) for k in _MANY_RANKS if k > most)]
         *first, last = counts

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.choices import check_positive
 from pyringar.comm.threads import start_thread
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
@@ -146,8 +147,7 @@ def check_allreduce(
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {fn!r}, expected a function of a list of tensors")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise ArgumentError(f"timeout_s is {timeout_s!r}, expected a positive number of seconds")
+    check_positive("timeout_s", timeout_s, "number of seconds")
     ranks = check_devices(["cpu"] * _DEFAULT_RANKS if devices is None else devices)
 
     def look(check: Check, subject: Subject) -> str | None:

@@ -29,46 +29,35 @@ class Marked:
 
     @property
     def marks(self) -> int:
-        """The number of required properties that it has."""
         return len(REQUIRED) - len(self.report.failed) if self.report else 0
 
     @property
     def passed(self) -> bool:
-        """Whether it has all of them."""
         return self.marks == len(REQUIRED)
 
     @property
-    def first_look_at(self) -> str:
-        """The name of the property to look at first; empty if all pass."""
+    def first_look_at(self) -> tuple[str, str]:
+        """The property to look at first, and what is wrong with it; empty if all pass."""
         if self.report is None:
-            return "loading"
+            return "loading", self.trouble
         first = self.report.first_look_at
-        return first.name if first else ""
-
-    @property
-    def message(self) -> str:
-        """What is wrong with that, in words."""
-        if self.report is None:
-            return self.trouble
-        first = self.report.first_look_at
-        return first.detail if first else ""
+        return (first.name, first.detail) if first else ("", "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the marks as values for JSON."""
         exact = {"target": str(self.target), "marks": self.marks, "out_of": len(REQUIRED)}
         if self.report is not None:
             return {**exact, **self.report.as_dict()}
-        message = {"first_look_at": self.first_look_at, "error": self.trouble}
+        message = {"first_look_at": "loading", "error": self.trouble}
         return {**exact, "passed": False, **message, "properties": []}
 
     def columns(self, width: int, name_width: int) -> tuple[str, str]:
-        """Return a row of the table in two parts: the name, and what it is worth."""
         name = printable(self.target.where)
         if len(name) > name_width:
             name = "..." + name[3 - name_width :]
         # The case, and the file again, are for those who look closer.
-        words = self.message.partition(" failed with " if self.report is None else ": ")
-        first = f"{self.first_look_at}: {words[2] or words[0]}" if self.first_look_at else ""
+        first, message = self.first_look_at
+        words = message.partition(" failed with " if self.report is None else ": ")
+        first = f"{first}: {words[2] or words[0]}" if first else ""
         head = f"{self.marks:>2}/{len(REQUIRED)}  "
         left = width - name_width - 2 - len(head)
         return f"{name:<{name_width}}  ", head + textwrap.shorten(first, left, placeholder="...")
@@ -84,8 +73,9 @@ def write_csv(path: Path, solutions: Iterable[Marked]) -> None:
         verdicts = {p.name: p.verdict for p in one.report.properties} if one.report else {}
         name = [_cell(one.target.where), _cell(one.target.function)]
         cells = [verdicts.get(name, "fail") for name in REQUIRED]
-        message = _cell(printable(one.message)[:_MAX_MESSAGE])
-        writer.writerow([*name, one.marks, len(REQUIRED), *cells, one.first_look_at, message])
+        first, message = one.first_look_at
+        message = _cell(printable(message)[:_MAX_MESSAGE])
+        writer.writerow([*name, one.marks, len(REQUIRED), *cells, first, message])
     try:
         path.write_bytes(text.getvalue().encode(errors="backslashreplace"))
     except OSError as error:

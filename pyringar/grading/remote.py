@@ -47,17 +47,10 @@ def grade(
     timeout_s: float,
     show: Callable[[bytes], object] = lambda text: None,
 ) -> Report:
-    """Return the verdicts on a solution.
+    """Return the verdicts on a solution, and give ``show`` what it prints.
 
-    Args:
-        target: The function to load.
-        devices: One per rank.
-        timeout_s: Seconds for its import, and for all calls of one property.
-        show: Called with its prints.
-
-    Raises:
-        ArgumentError: A device is not there.
-        CannotLoadError: The import fails or does not end, or there is no such function.
+    ``timeout_s`` is for its import, and for all calls of one property. ArgumentError if a device is
+    not there, CannotLoadError if the import fails or does not end, or there is no such function.
     """
     with graded(target, devices, timeout_s, show) as remote:
         verdicts = judge_all(lambda check, _: check.look(remote), remote.rested, timeout_s)
@@ -69,7 +62,6 @@ def grade(
 def graded(
     target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
 ) -> Iterator[Remote]:
-    """Start a solution in a process of its own, as `grade` says, and end it."""
     remote = Remote(target, devices, timeout_s, show)
     # A forked process has torch's pool, but not its threads.
     with contextlib.closing(remote), torch_threads(1):
@@ -96,13 +88,11 @@ class Remote(Subject):
             raise
 
     def rested(self) -> Remote:
-        """Return itself with a new deadline."""
         self.last_case = None
         self._left_s = self._timeout_s
         return self
 
     def close(self) -> None:
-        """End the process."""
         self._process.end()
 
     def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
@@ -165,7 +155,6 @@ class Remote(Subject):
 
 
 def _clean(words: Any) -> str:
-    """Return text of an untrusted process: short, on one line, without control characters."""
     return printable(str(words)[:_MAX_WORDS])
 
 
@@ -220,7 +209,6 @@ class _Process:
         return tuple(map(_clean, message.get("loaded", ())))
 
     def ask(self, request: dict[str, Any], ends: float) -> dict[str, Any]:
-        """Return the answer to a request. EndedError or TimeoutError if there is none."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` tells
             self._channel.sendall(json.dumps(request).encode() + b"\n")
         return self._receive(ends)

@@ -24,11 +24,9 @@ class CannotLoadError(Exception):
 class Target:
     """A function to grade.
 
-    Attributes:
-        where: A file that ends in ``.py``, or a module's name.
-        function: The function's name in there; ``Ring.run`` is a static method of a class.
-        source: The file's content before the first solution ran. None for a module.
-        trouble: Why the file could not be read; empty if it could.
+    ``where`` is a file that ends in ``.py``, or a module's name. ``function`` is the name in there,
+    such as ``Ring.run``. ``source`` is the file's content before the first solution ran, None for a
+    module. ``trouble`` says why the file could not be read.
     """
 
     where: str
@@ -38,7 +36,6 @@ class Target:
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a file rather than a module."""
         return self.where.endswith(".py")
 
     def __str__(self) -> str:
@@ -46,20 +43,17 @@ class Target:
 
 
 def function_name(fn: Callable[..., Any]) -> str:
-    """Return ``module.name``, or the name of the type of what is no function."""
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     module = getattr(fn, "__module__", None)
     return f"{module}.{name}" if module else name
 
 
 def printable(text: str) -> str:
-    """Return a text on one line, with escapes for control characters."""
     words = " ".join(text.split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
 
 
 def load(target: Target) -> Callable[..., Any]:
-    """Import a solution's file or module, which runs it, and return its function."""
     if target.trouble:
         raise CannotLoadError(f"{target.where} cannot be read: {target.trouble}")
     found: Any = _import(target)
@@ -77,7 +71,7 @@ def load(target: Target) -> Callable[..., Any]:
 
 
 def _callables(module: Any) -> list[str]:
-    """Return what is defined in a module; all that can be called there if nothing is."""
+    """Return the callables that a module defines, or all of its callables if it defines none."""
     names = [n for n in dir(module) if n[0] != "_" and callable(getattr(module, n, None))]
     home = getattr(module, "__name__", None)
     own = [n for n in names if getattr(getattr(module, n), "__module__", None) == home]
@@ -118,10 +112,7 @@ def _import_file(target: Target) -> ModuleType:
 
 
 def error_words(error: BaseException, own_file: str | None) -> str:
-    """Return ``KIND: MESSAGE at FILE:LINE``, the line being the author's where one is known.
-
-    Lines outside of ``own_file``, in torch or here, help the author less.
-    """
+    """Return ``KIND: MESSAGE at FILE:LINE``; the line is in ``own_file`` if one is known there."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
     own = [f for f in frames if f.filename == own_file]
     # The grader's own frames and the importer's say nothing.

@@ -61,8 +61,8 @@ class Arena:
     def places(case: Case, turn: int) -> list[int]:
         """Return where the memory of every rank begins, and after the last one where all end.
 
-        Every other turn has the ranks in descending order: a function that adds in the order of
-        addresses, or remembers addresses, does not meet the same ones.
+        Every other turn has the ranks in descending order, so that addresses tell the function
+        nothing.
         """
         ranks = range(case.k) if turn % 2 else reversed(range(case.k))
         layouts = layouts_of(case)
@@ -74,7 +74,6 @@ class Arena:
 
 
 def after(offset: int, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return where the next tensor may begin, a gap behind this one."""
     end = offset + math.prod(shape) * dtype.itemsize
     return (end // _ALIGNMENT + 2) * _ALIGNMENT
 
@@ -84,8 +83,8 @@ def serve(
 ) -> NoReturn:
     """Load the function, then answer one call after the other until the grader hangs up.
 
-    ``channel`` takes a line of JSON for each call, and one back; the file descriptor ``output`` the
-    solution's prints.
+    ``channel`` takes a line of JSON for each call, and one back. The descriptor ``output`` takes
+    the solution's prints.
     """
     try:
         _settle_in(channel, output)
@@ -119,7 +118,6 @@ def _settle_in(channel: socket.socket, output: int) -> None:
 
 
 def _data_bytes() -> int:
-    """Return the memory that this process has allocated; 0 where the kernel does not say."""
     with contextlib.suppress(OSError), open("/proc/self/status") as file:
         fields = dict(line.split(":", 1) for line in file)
         return 1024 * int(fields["VmData"].split()[0])
@@ -151,7 +149,6 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
 
 
 def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict[str, Any]:
-    """Call the function; return its exception, or a description of the list and the tensors."""
     bases, given = _hand_out(subject, case, places, arena)
     before = [(t.data_ptr(), t.stride()) for t in given]
     data = list(given)
@@ -184,7 +181,6 @@ def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict
 def _hand_out(
     subject: Subject, case: Case, places: list[int], arena: Arena
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """Return the memory of every rank, shared and on its device, and the tensors in the latter."""
     bases: list[tuple[Tensor, Tensor]] = []
     given: list[Tensor] = []
     for rank, layout in enumerate(layouts_of(case)):
@@ -205,7 +201,6 @@ class _Things:
         self._places: dict[int, dict[str, Any]] = {}
 
     def name(self, found: Any, given: list[Tensor]) -> dict[str, Any]:
-        """Return the number of the given tensor that it is, or else a description."""
         same = [rank for rank, tensor in enumerate(given) if found is tensor]
         return {"rank": same[0]} if same else self.add(found)
 

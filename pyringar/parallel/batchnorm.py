@@ -19,13 +19,11 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
     """Make the batch norms of replicas use the statistics of all ranks' samples together.
 
-    In training mode a layer then gives what one module would give on the whole batch, with the same
-    gradients and running statistics, up to rounding. All ranks keep the same running statistics. In
-    eval mode nothing changes. Layers keep their class and their names in ``state_dict``; only their
-    ``forward`` is replaced. In training mode forward passes must run in `run_in_lockstep`.
-
-    Returns the number of layers. Cost: per layer one pass over the input for the statistics, two
-    numbers per channel moved between devices in each direction, and one meeting of all ranks.
+    In training mode a layer then gives what one module would give on the whole batch, up to
+    rounding, and forward passes must run in `run_in_lockstep`. Layers keep their class and their
+    names in ``state_dict``; only their ``forward`` is replaced. Returns the number of layers. Cost:
+    per layer one pass over the input, two numbers per channel moved between devices in each
+    direction, and one meeting of all ranks.
     """
     layers = [dict(_batchnorms(replica)) for replica in replicas]
     for name in layers[0]:
@@ -137,15 +135,10 @@ class _FanOut(torch.autograd.Function):
         return _sum(grads), None
 
 
-def _fan_out(tensor: Tensor, num_copies: int) -> tuple[Tensor, ...]:
-    # Through Any: torch 2.13 does not type `apply`, torch 2.15 does.
-    apply: Any = _FanOut.apply
-    copies: tuple[Tensor, ...] = apply(tensor, num_copies)
-    return copies
+_fan_out: Any = _FanOut.apply  # Any: torch 2.13 does not type it, torch 2.15 does
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Add in the order of the list."""
     total = tensors[0]
     for tensor in tensors[1:]:
         total = total + tensor

@@ -9,46 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyringar.choices import kind_of
+from pyringar.choices import check_positive
 from pyringar.errors import ArgumentError
-from pyringar.parallel.shards import check_alike
+from pyringar.parallel.shards import check_alike, check_each, check_tensor
 
 Replica = nn.Module | Sequence[Tensor]
 
 
 def check_replicas(replicas: Any) -> list[Replica]:
     """Return one module, or one list of parameters, per rank; raise `ArgumentError` else."""
-    if not isinstance(replicas, Sequence) or not replicas:
-        raise ArgumentError(
-            f"replicas is {kind_of(replicas)}, expected a list with one module, or one list of "
-            "parameters, per rank"
-        )
-    checked: list[Replica] = []
-    for rank, replica in enumerate(replicas):
-        if isinstance(replica, nn.Module):
-            checked.append(replica)
-            continue
-        if isinstance(replica, Tensor) or not isinstance(replica, Iterable):
-            raise ArgumentError(
-                f"replicas[{rank}] is {kind_of(replica)}, expected a module or a list of parameters"
-            )
-        params = list(replica)
-        for i, param in enumerate(params):
-            if not isinstance(param, Tensor):
-                raise ArgumentError(
-                    f"replicas[{rank}][{i}] is {kind_of(param)}, expected a parameter"
-                )
-        checked.append(params)
+    check_each(replicas, "a module or a list of parameters", _has_params)
+    checked: list[Replica] = [one if isinstance(one, nn.Module) else list(one) for one in replicas]
+    for rank, replica in enumerate(checked):
+        for i, param in enumerate(() if isinstance(replica, nn.Module) else replica):
+            check_tensor(f"replicas[{rank}][{i}]", param)
     return checked
+
+
+def _has_params(replica: Any) -> bool:
+    is_list = isinstance(replica, Iterable) and not isinstance(replica, Tensor)
+    return isinstance(replica, nn.Module) or is_list
 
 
 def cap_bytes(bucket_cap_mb: Any) -> int:
     """Return the cap of a bucket in bytes; raise `ArgumentError` if it is no positive number."""
-    is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
-    if not is_number or not bucket_cap_mb > 0:
-        raise ArgumentError(
-            f"bucket_cap_mb is {bucket_cap_mb!r}, expected a positive number of megabytes"
-        )
+    check_positive("bucket_cap_mb", bucket_cap_mb, "number of megabytes")
     return max(1, int(min(bucket_cap_mb, 1e12) * 1e6))
 
 
@@ -81,7 +66,6 @@ class HookedParams:
                     self._handles.append(tensor.register_hook(hook))
 
     def remove_hooks(self) -> None:
-        """Remove the hooks. May be called again."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -99,7 +83,6 @@ class HookedParams:
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradient."""
     return getattr(param, "grad_dtype", None) or param.dtype  # torch 2.14 and later
 
 
@@ -128,10 +111,9 @@ _ALONE = 2  # the tensor, and the temporary storage object of the call
 def give_own_memory(param: Tensor) -> None:
     """Copy the gradient of a parameter if other tensors use its memory.
 
-    Backward of ``p.view(...)`` and similar functions returns a view of the gradient of the result.
-    torch stores that view as ``p.grad``, even if another ``grad`` or the rest of backward uses the
-    memory. A reduction in place would corrupt both. A gradient with ``_is_view()`` is part of a
-    buffer of the user, and stays there.
+    Backward of ``p.view(...)`` returns a view of the gradient of the result. torch stores that view
+    as ``p.grad``, even if another ``grad`` uses the memory, and a reduction in place would corrupt
+    both. A gradient with ``_is_view()`` is part of a buffer of the user, and stays there.
     """
     grad = param.grad
     if grad is None or grad.layout is not torch.strided or grad._is_view():

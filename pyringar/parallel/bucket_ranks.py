@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from pyringar.choices import kind_of
 from pyringar.comm.communicator import Communicator
@@ -26,53 +25,43 @@ if TYPE_CHECKING:
 Comm = Communicator | RankCommunicator
 
 
-def check_ranks(comm: Comm, op: str, by_rank: Sequence[Sequence[Tensor]], cap_bytes: int) -> None:
-    """Raise unless the communicator fits the parameters, and all processes gave the same."""
-    num_replicas = len(by_rank)
-    if isinstance(comm, Communicator):
-        if comm.world_size != num_replicas:
-            raise ArgumentError(f"comm has {comm.world_size} ranks for {num_replicas} replicas")
-        return
-    if not isinstance(comm, RankCommunicator):
+def first_rank(comm: Any, num_replicas: int) -> int:
+    """Return the first rank of this process; raise unless the communicator fits the replicas."""
+    if not isinstance(comm, (Communicator, RankCommunicator)):
         raise ArgumentError(
             f"comm is {kind_of(comm)}, expected a Communicator, or a ProcessCommunicator"
         )
-    if num_replicas != 1:
+    rank, here = (comm.rank, 1) if isinstance(comm, RankCommunicator) else (0, comm.world_size)
+    if num_replicas != here:
         raise ArgumentError(
-            f"replicas has {num_replicas} entries, but comm is one rank of {comm.world_size}, "
-            "each in a process of its own: expected one replica"
+            f"replicas has {num_replicas} entries, but comm has {here} of its {comm.world_size} "
+            "ranks in this process: expected one replica for each"
         )
-    params = by_rank[0]
-    device = params[0].device if params else torch.device("cpu")
-    settings = [
-        ("its number of parameters", len(params)),
-        ("its bucket_cap_mb", cap_bytes),
-        ("its op", op),
-    ]
-    for i, param in enumerate(params):
-        kind = f"{tuple(param.shape)} {param.dtype}"
-        settings.append((f"the shape or dtype of parameter {i}", kind))
-    texts = texts_of_ranks(comm, "\n".join(f"{name}: {value}" for name, value in settings), device)
-    for rank, text in enumerate(texts):
-        for (name, ours), line in zip(settings, text.splitlines(), strict=False):
-            theirs = line.removeprefix(f"{name}: ")
-            if theirs != str(ours):
-                raise ArgumentError(
-                    f"rank {comm.rank} of the bucketer and rank {rank} differ in {name}: {ours} "
-                    f"here, {theirs} there"
-                )
+    return rank
 
 
-def texts_of_ranks(comm: RankCommunicator, text: str, device: torch.device) -> list[str]:
-    """Return the texts of all ranks, which are sent through memory of ``device``."""
-    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+def check_agreed(comm: Comm, settings: Sequence[str], device: torch.device) -> None:
+    """Raise on all ranks if a process has another setting than rank 0.
+
+    The texts of the settings are sent through memory of ``device``.
+    """
+    if isinstance(comm, Communicator):
+        return
+    text = "\n".join(settings).encode()
     lengths = torch.zeros(comm.world_size, dtype=torch.int64, device=device)
-    lengths[comm.rank] = own.numel()
+    lengths[comm.rank] = len(text)
     comm.all_reduce_coalesced([lengths])
     rows = torch.zeros(comm.world_size, int(lengths.max()), dtype=torch.uint8, device=device)
-    rows[comm.rank, : own.numel()] = own
+    rows[comm.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=device)
     comm.all_reduce_coalesced([rows])
-    return [bytes(row).rstrip(b"\0").decode() for row in rows.tolist()]
+    lines = [bytes(row).rstrip(b"\0").decode().splitlines() for row in rows.tolist()]
+    for rank, mine in enumerate(lines):
+        for first, other in zip(lines[0], mine, strict=False):
+            if other != first:
+                raise ArgumentError(
+                    f"rank {rank} has {other}, but rank 0 has {first}: expected the same on all "
+                    "ranks"
+                )
 
 
 def launch(comm: Comm, op: str, bucket: Launched, ready: Any, index: int) -> Work | None:
@@ -96,7 +85,6 @@ def launch(comm: Comm, op: str, bucket: Launched, ready: Any, index: int) -> Wor
 
 
 def agree_on_order(comm: Comm, order: list[int], device: torch.device) -> list[int]:
-    """Return the order of gradients on rank 0."""
     if not isinstance(comm, Communicator):
         agreed = torch.tensor(order, device=device)
         comm.broadcast(agreed, 0)

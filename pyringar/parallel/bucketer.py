@@ -28,7 +28,14 @@ from pyringar.parallel.bucket_params import (
     grad_dtype,
     is_accumulating,
 )
-from pyringar.parallel.bucket_ranks import Comm, abort, agree_on_order, check_ranks, launch
+from pyringar.parallel.bucket_ranks import (
+    Comm,
+    abort,
+    agree_on_order,
+    check_agreed,
+    first_rank,
+    launch,
+)
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
@@ -184,10 +191,10 @@ class GradientBucketer:
         if comm is None:
             devices = [params[0].device if params else "cpu" for params in by_rank]
             comm = self._owned = Communicator(devices, order="rank")
-        check_ranks(comm, self._op, by_rank, self._cap_bytes)
         self._comm = comm
+        self._first_rank = first_rank(comm, len(by_rank))
         self._is_remote = isinstance(comm, RankCommunicator)
-        self._first_rank = comm.rank if isinstance(comm, RankCommunicator) else 0
+        self._check_agreed()
         has_gpus = any(param.device.type != "cpu" for params in by_rank for param in params)
         self.overlap = self._is_remote or has_gpus if overlap is None else bool(overlap)
         self._closed = ""  # the reason
@@ -270,11 +277,12 @@ class GradientBucketer:
         self._end("close() was called", is_failure=bool(self._launched))
 
     def __repr__(self) -> str:
-        state = "backward has begun" if self._native.begin_ns() else "waits for backward"
         if self._closed:
             state = "closed"
         elif self._launched:
             state = f"{len(self._launched)} of {len(self._buckets)} buckets launched"
+        else:
+            state = "backward has begun" if self._native.begin_ns() else "waits for backward"
         rank = f"rank {self._first_rank} of " if self._is_remote else ""
         return (
             f"GradientBucketer({rank}world size {self._comm.world_size}, parameters: "
@@ -292,6 +300,14 @@ class GradientBucketer:
             self.close()
 
     # -- one step ----------------------------------------------------------------------------------
+
+    def _check_agreed(self) -> None:
+        params, cap_mb = self._by_rank[0], self._cap_bytes / 1e6
+        settings = [f"{len(params)} parameters", f"bucket_cap_mb {cap_mb:g}", f"op {self._op}"]
+        for i, param in enumerate(params):
+            settings.append(f"parameter {i} of {tuple(param.shape)} {param.dtype}")
+        device = params[0].device if params else torch.device("cpu")
+        check_agreed(self._comm, settings, device)
 
     def _plan(self) -> None:
         self._buckets: list[list[int]] = load.engine().plan_buckets(
@@ -422,42 +438,35 @@ class GradientBucketer:
 
 
 def _stand_in(param: Tensor, state: int) -> Tensor:
-    """Return the tensor to reduce for a rank whose passes added nothing to the gradient."""
     if param.grad is None:
         return torch.zeros_like(param, dtype=grad_dtype(param))
     return torch.zeros_like(param.grad) if state == _SUM else param.grad.detach().clone()
 
 
 def _measure(
-    native: Any,
-    buckets: Sequence[Sequence[int]],
-    nbytes: Sequence[int],
-    works: Sequence[Work | None],
-    began_ns: int,
+    native: Any, params: Sequence[Sequence[int]], nbytes: Sequence[int], works: Any, began_ns: int
 ) -> StepStats:
     """Return the statistics of a reduced step. ``began_ns``: when ``wait()`` was called."""
-    ended_ns = time.perf_counter_ns()
-    first_ns: int = native.begin_ns()
+    ended_ns, first_ns = time.perf_counter_ns(), native.begin_ns()
 
     def since(time_ns: int) -> float | None:
         return (time_ns - first_ns) * 1e-9 if time_ns else None
 
-    rows = []
-    times = zip(native.ready_ns(), native.launched_ns(), strict=True)
-    for bucket, (ready_ns, launched_ns) in enumerate(times):
-        work = works[bucket]
-        row = BucketStats(
-            params=tuple(buckets[bucket]),
-            nbytes=nbytes[bucket],
+    times = zip(params, nbytes, native.ready_ns(), native.launched_ns(), works, strict=True)
+    buckets = tuple(
+        BucketStats(
+            params=tuple(indices),
+            nbytes=size,
             ready_s=since(ready_ns),
             launched_s=since(launched_ns if work else 0),
             done_s=since(work.finished_ns() if work else 0),
         )
-        rows.append(row)
-    spent = [b.done_s - b.launched_s for b in rows if b.done_s and b.launched_s is not None]
+        for indices, size, ready_ns, launched_ns, work in times
+    )
+    spent = [b.done_s - b.launched_s for b in buckets if b.done_s and b.launched_s is not None]
     return StepStats(
         begin_ns=first_ns,
-        buckets=tuple(rows),
+        buckets=buckets,
         backward_s=(began_ns - first_ns) * 1e-9,
         communication_s=sum(spent),
         exposed_s=(ended_ns - began_ns) * 1e-9,

@@ -102,9 +102,7 @@ def move(value: Any, device: torch.device) -> Any:
 def gather(outputs: Mapping[int, Any], device: torch.device, dim: int) -> Any:
     """Concatenate the ranks' outputs along ``dim`` on ``device``; stack tensors of no dimension.
 
-    Raises:
-        ArgumentError: Structures or shapes differ, or there are objects that cannot be gathered;
-            names the rank and the place in the output.
+    ArgumentError, with rank and place, for structures or shapes that differ or cannot be gathered.
     """
     return _gather((None, None, "output"), outputs, device, dim)
 
@@ -239,7 +237,6 @@ def _name(path: _Path) -> str:
 def _collect(
     path: _Path, value: Any, tensors: list[tuple[_Path, Tensor]], objects: list[tuple[_Path, Any]]
 ) -> None:
-    """Append the tensors that are split, and the objects that may hold more of them."""
     if isinstance(value, Tensor):
         tensors.append((path, value))
         return

@@ -23,8 +23,7 @@ def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]
 
     Ranks on several GPUs run in one thread per GPU, at the same time. All other ranks run in the
     caller's thread, in rank order, and so do all ranks under modes that only this thread has.
-    Raises the error of the first rank that failed, with a note that names the rank (from Python
-    3.11 on).
+    Raises the error of the first rank that failed, with a note that names the rank (Python 3.11).
     """
     named = {rank: partial(_named, rank, devices, function) for rank, function in functions.items()}
     by_device: dict[torch.device, dict[int, Function]] = {}
@@ -66,13 +65,9 @@ def _run_in_threads(
 ) -> list[Any]:
     """Call the functions at the same time, each in a new thread with the caller's torch settings.
 
-    No executor: it would forget a thread whose start is interrupted, and not wait for its end.
     ``devices`` are the current devices of the threads. ``abandon`` is called when the caller is
-    interrupted, and makes the functions end soon.
-
-    Raises:
-        RingarError: The system has no thread left.
-        Exception: The error of the first function that failed, once all have ended.
+    interrupted, and makes the functions end soon. Raises the error of the first function that
+    failed, once all have ended.
     """
     settings = _TorchSettings(devices)
     results: list[Any] = [None] * len(functions)
@@ -94,7 +89,7 @@ def _run_in_threads(
             running.remove(i)
             changed.notify_all()
 
-    begun = []
+    begun = []  # no executor: it would not wait for a thread whose start is interrupted
     try:
         for i in range(len(functions)):
             in_context = partial(contextvars.copy_context().run, run, i)
@@ -132,15 +127,12 @@ class _TorchSettings:
             if torch.is_autocast_enabled(kind)
         ]
         self._caches_casts = torch.is_autocast_cache_enabled()
-        # torch has no public name for the hooks on tensors that autograd saves; without this one,
-        # hooks stay with the caller.
-        top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        self._saving = None if top is None else top(True)
+        # The hooks on tensors that autograd saves.
+        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
         torch.autocast_increment_nesting()
         self._is_in_autocast = torch.autocast_decrement_nesting() > 0
 
     def call(self, device: torch.device, function: Function) -> Any:
-        """Call a function under these settings, with ``device`` as the current one."""
         with ExitStack() as stack:
             # The thread's own device comes last and stays current.
             for gpu in sorted(self._streams, key=lambda gpu: gpu == device):
@@ -180,9 +172,7 @@ def meet(place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) 
     """Wait until all ranks of the run are here, and return this rank's answer.
 
     ``combine`` is called once, with all offers in rank order, and returns one answer per offer.
-
-    Raises:
-        RingarError: Outside of `run_in_lockstep`, or another rank is at another ``place``.
+    RingarError outside of `run_in_lockstep`, or if another rank is at another ``place``.
     """
     part: tuple[_Run, int] | None = getattr(_here, "part", None)
     if part is None:

@@ -135,7 +135,6 @@ def _without_overlap(tensor: Tensor) -> Tensor:
 
 
 def _sum(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Add in rank order."""
     first, *others = (tensor.to(device) for tensor in tensors if tensor is not None)
     total = first.clone()
     for tensor in others:
@@ -219,7 +218,6 @@ class _Bucket:
         self.nbytes += tensor.numel() * tensor.element_size()
 
     def tensor(self, rank: int, i: int) -> Tensor:
-        """Return a rank's copy of ``tensors[i]``."""
         with self._owner.lock:
             if self._by_rank is None:
                 self._by_rank = self._replicate()
@@ -248,10 +246,8 @@ class Replicas:
     A replica is a shallow copy, as ``nn.DataParallel`` makes it: it shares everything with the
     module but parameters, buffers and children. One rank on rank 0's device, ``home``, uses the
     module's own memory and buffers. An autograd node has tensors of ``bucket_bytes``; None: all.
-
-    Raises:
-        ArgumentError: A tensor is on another device, or a lazy parameter has no values; names it.
-        UnsupportedError: A scripted module; names it.
+    ArgumentError names a tensor on another device or without values, UnsupportedError a scripted
+    module.
     """
 
     def __init__(
@@ -269,12 +265,11 @@ class Replicas:
                     f"{where} is scripted or traced (a {type(part).__name__}), whose parameters "
                     "cannot be replaced; use the module that it was made from"
                 )
-            for param in part._parameters.values():
-                self._add(param)
+        for name, param in module.named_parameters():
+            self._add(name, param, self._bucket_for(param))
         buffers = _Bucket(owner, home)
-        for part in self._modules:
-            for buffer in part._buffers.values():
-                self._add(buffer, buffers)
+        for name, buffer in module.named_buffers():
+            self._add(name, buffer, buffers)
         self._is_lazy = len(self._buckets) > 1 and not _has_transforms()
 
     @property
@@ -308,21 +303,26 @@ class Replicas:
         return {name: self.tensor(tensor, rank) for name, tensor in named}
 
     def tensor(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return a rank's copy of one of the module's tensors."""
         bucket, i = self._places[id(tensor)]
         return bucket.tensor(rank, i)
 
     def _tensors(self, own: Mapping[str, Any], rank: int) -> dict[str, Any]:
         return {name: None if t is None else self.tensor(t, rank) for name, t in own.items()}
 
-    def _add(self, tensor: Tensor | None, bucket: _Bucket | None = None) -> None:
-        if tensor is None or id(tensor) in self._places:
-            return
-        if nn.parameter.is_lazy(tensor) or tensor.device != self._owner.devices[0]:
-            _refuse_tensor(self._module, tensor, self._owner.devices[0])
-        bucket = bucket or self._bucket_for(tensor)
+    def _add(self, name: str, tensor: Tensor, bucket: _Bucket) -> None:
+        home = self._owner.devices[0]
+        if nn.parameter.is_lazy(tensor):
+            raise ArgumentError(
+                f"module has the lazy parameter '{name}', which has no shape and no values yet: "
+                "call the module once on a sample"
+            )
+        if tensor.device != home:
+            raise ArgumentError(
+                f"module has '{name}' on {tensor.device}, expected {home}, the device of rank 0: "
+                f"call module.to('{home}')"
+            )
+        self._places[id(tensor)] = bucket, len(bucket.tensors)
         bucket.add(tensor)
-        self._places[id(tensor)] = bucket, len(bucket.tensors) - 1
 
     def _bucket_for(self, param: Any) -> _Bucket:
         # autograd runs the hooks of every parameter of a node, also of one that no rank has used.
@@ -384,17 +384,3 @@ class _WhenUsed(dict[str, Any]):
 
     def items(self) -> Any:
         return [(name, self[name]) for name in self]
-
-
-def _refuse_tensor(module: nn.Module, tensor: Tensor, device: torch.device) -> None:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    name = next(name for name, other in named if other is tensor)
-    if nn.parameter.is_lazy(tensor):
-        raise ArgumentError(
-            f"module has the lazy parameter '{name}', which has no shape and no values yet: call "
-            "the module once on a sample"
-        )
-    raise ArgumentError(
-        f"module has '{name}' on {tensor.device}, expected {device}, the device of rank 0: call "
-        f"module.to('{device}')"
-    )

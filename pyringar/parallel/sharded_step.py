@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyringar.choices import kind_of
-from pyringar.comm.arguments import is_count
+from pyringar.choices import check_count, kind_of
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.engine.toolchain import read_cpu
@@ -36,7 +35,7 @@ from pyringar.parallel.bucket_params import (
     give_own_memory,
     grad_dtype,
 )
-from pyringar.parallel.bucket_ranks import texts_of_ranks
+from pyringar.parallel.bucket_ranks import Comm, check_agreed, first_rank
 from pyringar.parallel.shards import check_replicas_equal, digest_of
 
 logger = logging.getLogger(__name__)
@@ -47,12 +46,8 @@ _WHOLE |= {torch.int32, torch.int64}  # dtypes of numbers that an int64 holds
 
 
 def check_shards(num_shards: Any, num_ranks: int, name: str = "num_shards") -> None:
-    """Raise unless the shards per rank are a power of two, or there is a single rank.
-
-    The ArgumentError about ``name`` has the numbers of ranks that fit.
-    """
-    if not is_count(num_shards, 1):
-        raise ArgumentError(f"{name} is {num_shards!r}, expected a whole number, 1 or more")
+    """Raise unless the shards per rank are a power of two, or there is a single rank."""
+    check_count(name, num_shards, 1)
     powers = (1 << n for n in range(num_shards.bit_length()))
     fitting = sorted({1, *(num_shards // power for power in powers if num_shards % power == 0)})
     if num_ranks not in fitting:
@@ -64,15 +59,15 @@ def check_shards(num_shards: Any, num_ranks: int, name: str = "num_shards") -> N
 
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
-    """Set the number of torch threads for a ``with`` block."""
     before = torch.get_num_threads()
+    if before == num_threads:  # setting the same number may change bits: MKL then fixes it
+        yield
+        return
+    torch.set_num_threads(num_threads)
     try:
-        if before != num_threads:
-            torch.set_num_threads(num_threads)
         yield
     finally:
-        if before != num_threads:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)
 
 
 class ShardedStep:
@@ -132,15 +127,14 @@ class ShardedStep:
         replicas: Sequence[Replica],
         num_shards: int,
         *,
-        comm: Communicator | RankCommunicator | None = None,
+        comm: Comm | None = None,
         num_threads: int = 1,
         seed: int | None = None,
     ) -> None:
         self._replicas = check_replicas(replicas)
-        if not is_count(num_threads, 1):
-            raise ArgumentError(f"num_threads is {num_threads!r}, expected a whole number above 0")
-        if seed is not None and not is_count(seed):
-            raise ArgumentError(f"seed is {seed!r}, expected a whole number, 0 or more, or None")
+        check_count("num_threads", num_threads, 1)
+        if seed is not None:
+            check_count("seed", seed, 0)
         devices = [_device_of(replica) for replica in self._replicas]
         _check_kinds(devices)
         HookedParams(self._replicas)  # says which of them differ
@@ -149,9 +143,10 @@ class ShardedStep:
         if comm is None and len(devices) > 1:
             comm = self._owned = Communicator(devices, order="tree")
         self._comm = comm
-        rank, k = _place(comm, len(devices))
-        if isinstance(comm, RankCommunicator):
-            _check_alike(comm, _setting(num_shards, num_threads, seed, devices[0]), devices[0])
+        rank, k = 0, 1
+        if comm is not None:
+            rank, k = first_rank(comm, len(devices)), comm.world_size
+            check_agreed(comm, [_setting(num_shards, num_threads, seed, devices[0])], devices[0])
         check_shards(num_shards, k)
         each = num_shards // k
         ranks = range(rank, rank + len(devices))
@@ -230,19 +225,16 @@ class ShardedStep:
     @contextmanager
     def _isolate_draws(self) -> Iterator[None]:
         """Restore the global generators; without a seed refuse draws in the first step."""
-        if self._seed is None and not self._is_first:
-            yield
-            return
         devices = dict.fromkeys(map(_device_of, self._replicas))
         gpus = [device for device in devices if device.type == "cuda"]
-        before = _read_generators(gpus)
-        if self._seed is not None:
-            try:
-                yield
-            finally:
+        before = _read_generators(gpus) if self._seed is not None or self._is_first else []
+        try:
+            yield
+        finally:
+            if self._seed is not None:
                 _restore_generators(before, gpus)
+        if self._seed is not None or not self._is_first:
             return
-        yield
         # Not strict: a shard may be the first to import NumPy.
         after = _read_generators(gpus)
         if any(now != was for now, was in zip(after, before, strict=False)):
@@ -277,8 +269,7 @@ class ShardedStep:
 
     def _reduce(self, sums: list[list[Tensor]]) -> None:
         if isinstance(self._comm, Communicator):
-            if len(sums) > 1:
-                self._comm.all_reduce_coalesced(sums, order="tree")
+            self._comm.all_reduce_coalesced(sums, order="tree")
         elif self._comm is not None:
             self._comm.all_reduce_coalesced(sums[0], order="tree")
 
@@ -290,8 +281,9 @@ class ShardedStep:
         check_replicas_equal(everything)
         self._is_unchecked = False
         if isinstance(self._comm, RankCommunicator):
-            text = f"parameters and buffers {digest_of(everything[0])}"
-            _check_alike(self._comm, text, _device_of(self._replicas[0]))
+            digest = digest_of(everything[0])
+            device = _device_of(self._replicas[0])
+            check_agreed(self._comm, [f"parameters and buffers {digest}"], device)
 
 
 class _Rank:
@@ -366,22 +358,6 @@ def _sum_tree(run: Callable[[int], list[Tensor]], shards: Sequence[int]) -> list
     return left
 
 
-def _place(comm: Any, num_replicas: int) -> tuple[int, int]:
-    if comm is None:
-        return 0, num_replicas
-    if not isinstance(comm, (Communicator, RankCommunicator)):
-        raise ArgumentError(
-            f"comm is {kind_of(comm)}, expected a Communicator, or a ProcessCommunicator"
-        )
-    rank, here = (comm.rank, 1) if isinstance(comm, RankCommunicator) else (0, comm.world_size)
-    if num_replicas != here:
-        raise ArgumentError(
-            f"replicas has {num_replicas} entries, but comm has {here} of its {comm.world_size} "
-            "ranks in this process: expected one replica for each"
-        )
-    return rank, comm.world_size
-
-
 def _device_of(replica: Replica) -> torch.device:
     return next((tensor.device for tensor in _tensors(replica)), torch.device("cpu"))
 
@@ -411,17 +387,6 @@ def _setting(num_shards: int, num_threads: int, seed: int | None, device: torch.
         f"{num_shards} shards, seed {seed}{threads}, torch {torch.__version__} with "
         f"{torch.get_float32_matmul_precision()} float32 products on {_kind_of_device(device)}"
     )
-
-
-def _check_alike(comm: RankCommunicator, mine: str, device: torch.device) -> None:
-    """Raise on all ranks if a rank has another text than rank 0."""
-    texts = texts_of_ranks(comm, mine, device)
-    for rank, other in enumerate(texts):
-        if other != texts[0]:
-            raise ArgumentError(
-                f"rank {rank} has {other}, but rank 0 has {texts[0]}: expected the same on all "
-                "ranks, or their shards would have other bits"
-            )
 
 
 def _tensors(replica: Replica) -> Iterator[Tensor]:

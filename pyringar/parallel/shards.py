@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyringar.choices import kind_of
-from pyringar.comm.arguments import is_count
+from pyringar.choices import check_count, kind_of
+from pyringar.comm.arguments import is_list
 from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, RingarError
 
@@ -48,7 +48,7 @@ def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
         )
     copies = []
     for i, param in enumerate(params):
-        _check_tensor(f"params[{i}]", param)
+        check_tensor(f"params[{i}]", param)
         if not (param.is_floating_point() or param.is_complex()):
             raise ArgumentError(
                 f"params[{i}] is {param.dtype}, expected floating point: others have no gradients"
@@ -63,10 +63,8 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
     Without weights the sizes are those of ``torch.tensor_split``. With weights each share is
     rounded down. The largest remainders get the rest, the lower rank first among equals.
     """
-    if not (is_count(n) and is_count(num_shards, 1)):
-        raise ArgumentError(
-            f"n is {n!r} and num_shards {num_shards!r}, expected n >= 0 and num_shards >= 1"
-        )
+    check_count("n", n, 0)
+    check_count("num_shards", num_shards, 1)
     if weights is None:
         small, left_over = divmod(n, num_shards)
         return [small + (rank < left_over) for rank in range(num_shards)]
@@ -86,7 +84,7 @@ def _check_weights(weights: Sequence[float], num_shards: int) -> list[Fraction]:
         raise ArgumentError(f"weights is {weights!r}, expected a list with one number per rank")
     if len(weights) != num_shards:
         raise ArgumentError(
-            f"weights has {_entries(weights)} ({list(weights)}), expected one for each of "
+            f"weights has length {len(weights)} ({list(weights)}), expected one for each of "
             f"{num_shards} ranks"
         )
     exact = []
@@ -126,8 +124,8 @@ def split_batch(
         ArgumentError: ``X`` and ``y`` differ in length, a device does not exist, or a weight is
             out of range.
     """
-    _check_tensor("X", X)
-    _check_tensor("y", y)
+    check_tensor("X", X)
+    check_tensor("y", y)
     if X.ndim == 0 or y.ndim == 0 or X.shape[0] != y.shape[0]:
         raise ArgumentError(
             f"X has shape {tuple(X.shape)} and y {tuple(y.shape)}, expected as many labels as "
@@ -220,17 +218,7 @@ def count_correct(
 def _check_replicas(given: Any) -> list[Replica]:
     if callable(given) and not isinstance(given, nn.ModuleList):
         return [given]
-    if not isinstance(given, (list, tuple, nn.ModuleList)):
-        raise ArgumentError(
-            f"replicas is {kind_of(given)}, expected a module, or a list with one module per rank"
-        )
-    if not given:
-        raise ArgumentError("replicas is empty, expected one per rank")
-    for rank, replica in enumerate(given):
-        if not callable(replica):
-            raise ArgumentError(
-                f"replicas[{rank}] is {kind_of(replica)}, expected a module or a function"
-            )
+    check_each(given, "a module or a function", callable)
     return list(given)
 
 
@@ -241,7 +229,7 @@ def _replica_devices(
         checked = check_devices(devices)
         if len(checked) != len(replicas):
             raise ArgumentError(
-                f"devices has {_entries(checked)}, expected one for each of "
+                f"devices has length {len(checked)}, expected one for each of "
                 f"{len(replicas)} replicas"
             )
         return checked
@@ -267,7 +255,7 @@ def _count_hits(
         if not isinstance(batch, (list, tuple)) or len(batch) != 2:
             raise ArgumentError(f"data_iter gave {kind_of(batch)} as batch {i}, expected (X, y)")
         samples, labels = batch
-        _check_tensor(f"y of batch {i}", labels)
+        check_tensor(f"y of batch {i}", labels)
         Xs, ys = split_f(samples, labels, devices)
         if len(Xs) != len(replicas) or len(ys) != len(replicas):
             raise ArgumentError(
@@ -315,11 +303,13 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Compare every rank's tensors with rank 0's without waiting for the devices.
 
-    Arguments and errors are those of `check_replicas_equal`. Returns, for each rank after the
-    first, a 0-dimensional bool tensor on its device: True if bits differ. Cost on a GPU: one copy
-    and one comparison, for any number of tensors. The CPU copies nothing.
+    Returns, for each rank after the first, a 0-dimensional bool tensor on its device: True if bits
+    differ. Cost on a GPU: one copy and one comparison. See `check_replicas_equal` for errors.
     """
-    _check_lists(replicas)
+    check_each(replicas, "a list of tensors, such as list(module.parameters()),", is_list)
+    for rank, tensors in enumerate(replicas):
+        for i, tensor in enumerate(tensors):
+            check_tensor(f"replicas[{rank}][{i}]", tensor)
     check_alike(replicas, "tensor")
     first, *others = replicas
     if _are_on_cpu(replicas):
@@ -334,7 +324,7 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _are_on_cpu(replicas: Sequence[Sequence[Tensor]]) -> bool:
-    return all(tensor.device.type == "cpu" for tensors in replicas for tensor in tensors)
+    return all(tensor.is_cpu for tensors in replicas for tensor in tensors)
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
@@ -353,22 +343,17 @@ def _reals(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _check_lists(replicas: Sequence[Sequence[Tensor]]) -> None:
-    if not isinstance(replicas, (list, tuple)) or not replicas:
-        what = "empty" if isinstance(replicas, (list, tuple)) else kind_of(replicas)
-        raise ArgumentError(f"replicas is {what}, expected one list of tensors per rank")
-    for rank, tensors in enumerate(replicas):
-        if not isinstance(tensors, (list, tuple)):
-            raise ArgumentError(
-                f"replicas[{rank}] is {kind_of(tensors)}, expected a list of tensors, such as "
-                "list(module.parameters())"
-            )
-        for i, tensor in enumerate(tensors):
-            _check_tensor(f"replicas[{rank}][{i}]", tensor)
+def check_each(replicas: Any, expected: str, is_right: Callable[[Any], bool]) -> None:
+    """Raise ArgumentError unless ``replicas`` is a list with an entry of this kind per rank."""
+    if not isinstance(replicas, (list, tuple, nn.ModuleList)) or not replicas:
+        empty = "an empty list" if isinstance(replicas, (list, tuple)) else kind_of(replicas)
+        raise ArgumentError(f"replicas is {empty}, expected a list with {expected} per rank")
+    for rank, replica in enumerate(replicas):
+        if not is_right(replica):
+            raise ArgumentError(f"replicas[{rank}] is {kind_of(replica)}, expected {expected}")
 
 
 def check_alike(replicas: Sequence[Sequence[Tensor]], noun: str) -> None:
-    """Raise `ArgumentError` if numbers, shapes or dtypes of tensors differ between ranks."""
     first = replicas[0]
     for rank, tensors in enumerate(replicas):
         if len(tensors) != len(first):
@@ -400,10 +385,6 @@ def _describe_mismatch(replicas: Sequence[Sequence[Tensor]]) -> str:
     return "the replicas have diverged, but were equal again when looked at: something still writes"
 
 
-def _check_tensor(name: str, value: Any) -> None:
+def check_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} is {kind_of(value)}, expected a tensor")
-
-
-def _entries(given: Sized) -> str:
-    return "1 entry" if len(given) == 1 else f"{len(given)} entries"

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,6 @@ class Checkpoint:
     tensors: list[Tensor]
 
     def check(self, recipe: Mapping[str, Any], folder: Path) -> None:
-        """Raise ArgumentError unless the run has these options; ``folder`` is for the message."""
         for name, value in recipe.items():
             if self.recipe[name] != value:
                 told = "not given" if value is None else repr(value)
@@ -74,9 +74,8 @@ class Checkpoint:
     def decode(cls, content: bytes, folder: Path) -> Checkpoint:
         """Read the content of a file.
 
-        Raises:
-            ArgumentError: The file is damaged or of another version, or a field has no value that
-                `write` would write. Names the field.
+        ArgumentError if the file is damaged or of another version, or a field, which it names, has
+        no value that `write` would write.
         """
         named = named_in(folder)
         if not content.startswith(_FIRST_LINE):
@@ -110,18 +109,11 @@ class Checkpoint:
 
 
 def named_in(folder: Path) -> str:
-    """Return the first words of a message about the file of a folder."""
     return f"resume is '{folder}', but its {_FILE}"
 
 
-def _is_number(value: Any, least: float, most: float) -> bool:
-    return type(value) in (int, float) and least <= value <= most
-
-
-def _is_options(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and _is_plain(option) for name, option in value.items()
-    )
+def _are_options(value: Any, names: Sequence[str]) -> bool:
+    return isinstance(value, dict) and {*value} == {*names} and all(map(_is_plain, value.values()))
 
 
 def _is_plain(value: Any) -> bool:
@@ -131,20 +123,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def _are_epochs(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(row, list)
-            and len(row) == 4
-            and type(row[0]) is int
-            and row[0] == number
-            and isinstance(row[1], float)  # NaN, too
-            and _is_number(row[2], 0, 1)
-            and _is_number(row[3], 0, _MAX_SECONDS)
-            for number, row in enumerate(value, 1)
-        )
-    )
+    return isinstance(value, list) and bool(value) and all(map(_is_epoch, value, count(1)))
+
+
+def _is_epoch(row: Any, number: int) -> bool:
+    if not isinstance(row, list) or [type(entry) for entry in row[:2]] != [int, float]:
+        return False
+    if len(row) != 4 or any(type(entry) not in (int, float) for entry in row[2:]):
+        return False
+    return bool(row[0] == number and 0 <= row[2] <= 1 and 0 <= row[3] <= _MAX_SECONDS)
 
 
 def _are_tensors(value: Any) -> bool:
@@ -162,11 +149,11 @@ def _shown(value: Any) -> str:
 # Of every field: whether a value is possible, and a description of the possible values.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "recipe": (
-        lambda value: _is_options(value) and {*value} == {*_NAMES},
+        lambda value: _are_options(value, _NAMES),
         f"a dict with {', '.join(_NAMES)}",
     ),
     "setting": (
-        lambda value: _is_options(value) and {*value} == {*SETTING},
+        lambda value: _are_options(value, SETTING),
         f"a dict with {' and '.join(map(repr, SETTING))}",
     ),
     "num_epochs": (
@@ -187,19 +174,16 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def folder_of(name: str, path: str | Path) -> Path:
-    """Return the folder that the argument ``name`` gives."""
     if not str(path):
         raise ArgumentError(f"{name} is '', expected the path of a folder")
     return Path(os.path.expanduser(path))
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether a folder holds a checkpoint."""
     return os.path.lexists(folder / _FILE)
 
 
 def read_checkpoint(folder: Path) -> bytes:
-    """Return the content of a folder's checkpoint."""
     try:
         return (folder / _FILE).read_bytes()
     except (OSError, ValueError) as error:

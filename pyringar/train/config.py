@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyringar.choices import ALGORITHMS, BATCHNORMS, check_choice
+from pyringar.choices import ALGORITHMS, BATCHNORMS, check_choice, check_count
 from pyringar.errors import ArgumentError
 
 if TYPE_CHECKING:  # the command line shows the choices, and does not wait for torch
@@ -29,15 +29,26 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "batchnorm": BATCHNORMS,
     "init": tuple(dict.fromkeys(init for inits in INITS.values() for init in inits)),
 }
-# Values that other options may have with shards: gradients are then reduced in one call.
-_WITH_SHARDS: dict[str, tuple[Any, ...]] = {
-    "allreduce": ("auto", "fused", "direct"),
-    "weights": (None,),
-    "batchnorm": ("local",),
-    "bucket_cap_mb": (10.0,),
-    "overlap": (True,),
-    "compile": (False,),
-    "cuda_graph": (None, False),
+# Choices that leave other options few values: these values, and why.
+_RULES: dict[str, tuple[dict[str, tuple[Any, ...]], str]] = {
+    "model lenet": (
+        {"width": (_FULL_WIDTH,), "batchnorm": ("local",), "channels_last": (None, False)},
+        "which has no such choice",
+    ),
+    "shards": (
+        {
+            "allreduce": ("auto", "fused", "direct"),
+            "weights": (None,),
+            "batchnorm": ("local",),
+            "bucket_cap_mb": (10.0,),
+            "overlap": (True,),
+            "compile": (False,),
+            "cuda_graph": (None, False),
+        },
+        "whose bits must not depend on the ranks",
+    ),
+    "compile": ({"batchnorm": ("local",)}, "where no layer can wait for other ranks"),
+    "amp": ({"dtype": ("float32",)}, "which computes in bfloat16"),
 }
 
 
@@ -121,62 +132,50 @@ class TrainConfig:
     shards: int | None = None
 
     def __post_init__(self) -> None:
+        from pyringar.parallel.sharded_step import check_shards
         from pyringar.parallel.shards import shard_sizes
         from pyringar.train.devices import choose_devices
 
         if self.ranks is not None:
-            _check_integer("ranks", self.ranks, 1)
+            check_count("ranks", self.ranks, 1)
         for name, least in {"batch_size": 1, "epochs": 1, "width": 1, "seed": 0}.items():
-            _check_integer(name, getattr(self, name), least)
-        _check_share("momentum", self.momentum)
-        _check_positive("lr", self.lr)
-        _check_positive("bucket_cap_mb", self.bucket_cap_mb)
+            check_count(name, getattr(self, name), least)
+        for name in ("lr", "bucket_cap_mb"):
+            _check_number(name, getattr(self, name), lambda x: 0 < x < math.inf, "positive number")
+        _check_number("momentum", self.momentum, lambda x: 0 <= x < 1, "number from 0 to below 1")
         for name in ("lr", "bucket_cap_mb", "momentum"):  # not NumPy's: a checkpoint has them
             object.__setattr__(self, name, float(getattr(self, name)))
         for name, choices in CHOICES.items():
             if name != "init":  # the model's own
                 check_choice(name, getattr(self, name), choices)
-        self._check_model()
+        inits = INITS[self.model]
+        if not self.init:  # frozen, but not yet made
+            object.__setattr__(self, "init", inits[0])
+        check_choice("init", self.init, inits)
         if self.devices is not None:
             choose_devices(self.world_size, self.devices)  # raises if one is missing
         if self.weights is not None:
             shard_sizes(0, self.world_size, self.weights)  # raises if one is wrong
             object.__setattr__(self, "weights", tuple(map(float, self.weights)))
-        if self.compile and self.batchnorm == "sync":
-            raise ArgumentError(
-                "compile is on and batchnorm 'sync', whose layers wait for other ranks; expected "
-                "local batch norm with compile"
-            )
         if self.shards is not None:
-            self._check_shards()
-        if self.amp and self.dtype != "float32":
-            raise ArgumentError(f"amp is on and dtype {self.dtype!r}, expected float32 with amp")
+            check_shards(self.shards, self.world_size, "shards")
+        self._check_rules()
 
-    def _check_model(self) -> None:
-        inits = INITS[self.model]
-        if not self.init:  # frozen, but not yet made
-            object.__setattr__(self, "init", inits[0])
-        check_choice("init", self.init, inits)
-        plain = {"width": (_FULL_WIDTH,), "batchnorm": ("local",), "channels_last": (None, False)}
-        for name, only in plain.items():
-            if self.model == "lenet" and getattr(self, name) not in only:
-                raise ArgumentError(
-                    f"{name} is {getattr(self, name)!r}, but the model is lenet, which has "
-                    f"no {name} to choose; it is for resnet18"
-                )
-
-    def _check_shards(self) -> None:
-        from pyringar.parallel.sharded_step import check_shards
-
-        check_shards(self.shards, self.world_size, "shards")
-        for name, only in _WITH_SHARDS.items():
-            value = getattr(self, name)
-            if value not in only:
-                raise ArgumentError(
-                    f"{name} is {value!r} and shards {self.shards}, expected "
-                    f"{' or '.join(map(repr, only))} with shards, whose bits must not depend on "
-                    "the ranks"
-                )
+    def _check_rules(self) -> None:
+        is_made = {
+            "model lenet": self.model == "lenet",
+            "shards": self.shards is not None,
+            "compile": self.compile,
+            "amp": self.amp,
+        }
+        for rule, (allowed, why) in _RULES.items():
+            for name, only in allowed.items() if is_made[rule] else ():
+                value = getattr(self, name)
+                if value not in only:
+                    raise ArgumentError(
+                        f"{name} is {value!r}, expected {' or '.join(map(repr, only))} with "
+                        f"{rule}, {why}"
+                    )
 
     def resolve(self, devices: Sequence[torch.device], *, is_traced: bool) -> TrainConfig:
         """Choose ``channels_last`` and ``cuda_graph`` where they are None.
@@ -227,21 +226,7 @@ class TrainConfig:
         return "any" if self.allreduce in ("ring", "auto") else "rank"
 
 
-def _check_integer(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-        raise ArgumentError(
-            f"{name} is {value!r}, expected a whole number, {least} or more and below 2**63"
-        )
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentError(f"{name} is {value!r}, expected a number")
-    if not (math.isfinite(value) and value > 0):
-        raise ArgumentError(f"{name} is {value!r}, expected a positive number")
-
-
-def _check_share(name: str, value: object) -> None:
+def _check_number(name: str, value: Any, fits: Callable[[float], bool], expected: str) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < 1:  # type: ignore[operator]
-        raise ArgumentError(f"{name} is {value!r}, expected a number from 0 to below 1")
+    if not is_number or not fits(value):
+        raise ArgumentError(f"{name} is {value!r}, expected a {expected}")

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 # So many that the book's own recipe, 10 epochs with batches of 256, learns.
 _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 12_000, 1_000
-_SYNTHETIC_SEEDS = (20, 21)
 # Where the files of a data_dir may be; the first is torchvision's layout.
 _PLACES = (Path("FashionMNIST", "raw"), Path("raw"), Path())
 _HALVES = ("train", "t10k")
@@ -95,7 +94,6 @@ def batches(
 
 
 def default_data_dir() -> Path:
-    """Return the default folder of Fashion-MNIST."""
     import platformdirs  # an optional package, not needed if data_dir is given
 
     return Path(platformdirs.user_data_dir("pyringar", appauthor=False))
@@ -142,11 +140,8 @@ def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> Imag
 
 
 def _synthetic() -> ImageData:
-    return ImageData(
-        "synthetic garments",
-        *synthetic_images(_SYNTHETIC_TRAIN, _SYNTHETIC_SEEDS[0]),
-        *synthetic_images(_SYNTHETIC_TEST, _SYNTHETIC_SEEDS[1]),
-    )
+    train, test = synthetic_images(_SYNTHETIC_TRAIN, 20), synthetic_images(_SYNTHETIC_TEST, 21)
+    return ImageData("synthetic garments", *train, *test)
 
 
 def _folder(data_dir: str | Path) -> Path:

@@ -21,8 +21,7 @@ def choose_devices(
     """Return a device for every rank: ``devices``, or the GPUs of this machine, or the CPU.
 
     Neighbouring ranks share a GPU if there are fewer GPUs than ranks. If the CUDA engine cannot be
-    built or used, a warning is logged and all ranks run on the CPU. ArgumentError if a device is
-    missing, or ``devices`` does not name one per rank.
+    used, a warning is logged and all ranks run on the CPU.
     """
     if devices is not None:
         found = check_devices(devices)
@@ -57,6 +56,5 @@ def describe_devices(devices: Sequence[torch.device]) -> str:
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:
-    """Wait until every GPU among ``devices`` is idle, not only the current one."""
     for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.synchronize(device)

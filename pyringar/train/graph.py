@@ -1,10 +1,8 @@
 """A training step that is captured in a CUDA graph and replayed for every batch.
 
-Launching the kernels of a step of LeNet takes the host many times as long as the GPU needs to run
-them. A replay is one call. `EagerStep` itself is captured. Images, labels and the learning rate
-over the batch size change from step to step; each has its own tensor.
-
-Tests without a GPU capture and replay it on the CPU, operator by operator.
+A replay is one call, where launching the kernels of a step of LeNet takes the host many times as
+long as the GPU needs to run them. Images, labels and the learning rate over the batch size change
+from step to step; each has its own tensor. Tests without a GPU replay it on the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ _WARM_UP_STEPS = 3
 
 
 def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
-    """Raise ArgumentError for ranks whose steps cannot be captured together."""
     if len(set(devices)) > 1 or devices[0].type != "cuda":
         raise ArgumentError(
             f"cuda_graph is on and the ranks run on {describe_devices(devices)}, expected all of "
@@ -56,7 +53,6 @@ class Branches:
         self.score = score
 
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
-        """Call each rank's function on its stream, between a fork and a join of the current one."""
         here = torch.cuda.current_stream(self._device)
         streams = [here, *self._streams]
         for stream in self._streams:
@@ -117,11 +113,8 @@ class GraphStep:
     """Replays an `EagerStep`, captured once for each batch size, with the same bits.
 
     The constructor runs warm-up steps, undoes them, and captures; CudaError if that fails.
-
-    Args:
-        eager: The step to capture.
-        batches: Images and class indices on the ranks' device, one batch of each size.
-        state: Every tensor that a step changes, except those of ``eager``.
+    ``batches`` has one batch of each size on the ranks' device, and ``state`` every tensor that a
+    step changes, except those of ``eager``.
     """
 
     def __init__(
@@ -136,10 +129,7 @@ class GraphStep:
     def __call__(
         self, X: Tensor, y: Tensor, step_size: float, trace: Trace | None = None
     ) -> Sequence[Tensor]:
-        """Replay the step with a batch of a size that was captured.
-
-        The next call writes into the tensors that this one returned.
-        """
+        """Replay the step with a batch of a captured size; the next call overwrites the result."""
         self._step_size.fill_(step_size)
         return self._replays[len(X)](X, y)
 

@@ -33,7 +33,6 @@ _POLL_S = 0.05
 
 
 def num_processes() -> int:
-    """Return the number of processes that torchrun has started; 1 without torchrun."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentError(
@@ -43,18 +42,15 @@ def num_processes() -> int:
 
 
 def writes_files() -> bool:
-    """Return whether this process has rank 0, which writes the files."""
     return num_processes() == 1 or os.environ.get("RANK") == "0"
 
 
 class TrainGroup:
     """The ranks of a run, all in this process.
 
-    Attributes:
-        devices: One per rank of this process.
-        all_devices: One per rank of the run.
-        is_main: Has rank 0, which alone prints, draws and downloads.
-        digest: Of the parameters at the last check of all processes.
+    ``devices`` has one device per rank of this process, ``all_devices`` one per rank of the run.
+    ``is_main``: has rank 0, which alone prints, draws and downloads. ``digest`` is that of the
+    parameters at the last check of all processes.
     """
 
     is_main = True
@@ -67,22 +63,16 @@ class TrainGroup:
     @functools.cached_property
     def comm(self) -> Communicator | RankCommunicator:
         """The communicator, made at first use: the CUDA engine may have to be compiled."""
-        names = [str(device) for device in self.devices]
-        return Communicator(names, algorithm=self._config.allreduce, order=self._config.order)
+        config = self._config
+        return Communicator(self.devices, algorithm=config.allreduce, order=config.order)
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
         """Call ``load`` in every process, first on rank 0."""
         return load()
 
-    def split(
-        self,
-        X: Tensor,
-        y: Tensor,
-        devices: Sequence[torch.device],
-        weights: Sequence[float] | None = None,
-    ) -> tuple[Shards, Shards]:
-        """Cut a batch as `split_batch` does, and return the shards of this process's ranks."""
-        return split_batch(X, y, devices, weights)
+    def split(self, X: Tensor, y: Tensor, *options: Any, **more: Any) -> tuple[Shards, Shards]:
+        """Return the shards of this process's ranks; see `split_batch` for the arguments."""
+        return split_batch(X, y, *options, **more)
 
     def total(self, value: float) -> Any:
         """Return the sum of a number over all processes: exact, in rank order."""
@@ -99,16 +89,12 @@ class TrainGroup:
         """Raise RingarError unless all processes hold the same bits."""
 
     def close(self) -> None:
-        """Close the communicator, if it was made."""
         if "comm" in vars(self):
             self.comm.close()
 
 
 class Processes(TrainGroup):
-    """The rank of this process in a run of many processes.
-
-    ``store``, ``rank`` and ``world_size`` default to those of torchrun.
-    """
+    """The rank of this process in a run of many processes, by default that of torchrun."""
 
     comm: RankCommunicator
 
@@ -142,7 +128,6 @@ class Processes(TrainGroup):
             )
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
-        """Call ``load`` on rank 0, then on all other ranks: one downloads, all others read."""
         store, key = self.comm.store, "pyringar train/data"
         if not self.is_main:
             deadline = time.monotonic() + _LOAD_TIMEOUT_S
@@ -171,7 +156,6 @@ class Processes(TrainGroup):
         devices: Sequence[torch.device],
         weights: Sequence[float] | None = None,
     ) -> tuple[Shards, Shards]:
-        """Cut out this rank's shard: the one that `split_batch` gives it."""
         rank = self.comm.rank
         images, labels = split_batch(X, y, self.all_devices, weights)
         return (images[rank],), (labels[rank],)
@@ -195,14 +179,12 @@ class Processes(TrainGroup):
         return tensor.numpy().tobytes()
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
-        """Broadcast the buffers."""
         known = {param.data_ptr() for param in params}
         for tensor in state.values():
             if tensor.data_ptr() not in known:
                 self.comm.broadcast(tensor, 0)
 
     def check_equal(self, params: Sequence[Tensor]) -> None:
-        """Compare digests."""
         digest = digest_of(params)
         found = self._gather(int(digest, 16))
         odd = [rank for rank, other in enumerate(found) if other != found[0]]
@@ -213,7 +195,6 @@ class Processes(TrainGroup):
         self.digest = digest
 
     def _gather(self, value: float) -> list[Any]:
-        """Return every rank's number. Exact: the other ranks add zeros."""
         dtype = torch.float64 if isinstance(value, float) else torch.int64
         row = torch.zeros(self.comm.world_size, dtype=dtype)
         row[self.comm.rank] = value

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from pyringar.choices import check_choice
+from pyringar.choices import check_choice, check_count
 from pyringar.errors import ArgumentError
 from pyringar.train.config import INITS
 
@@ -87,10 +87,9 @@ def resnet18(
     Raises:
         ArgumentError: A size is not positive, or ``init`` is unknown.
     """
-    sizes = {"num_classes": num_classes, "in_channels": in_channels, "width": width}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ArgumentError(f"{name} is {size!r}, expected a whole number, 1 or more")
+    check_count("num_classes", num_classes, 1)
+    check_count("in_channels", in_channels, 1)
+    check_count("width", width, 1)
     with torch.random.fork_rng(devices=[]):  # modules draw weights as they are made
         net = nn.Sequential(
             NormedConv(in_channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
@@ -111,8 +110,8 @@ def fit_tensor_cores(net: nn.Module) -> None:
     """Give a ResNet-18 for grey images the layout and the work that tensor cores are best at.
 
     Weights and activations get their channels last. Training leaves out the biases that batch norms
-    subtract again: adding them and their gradients takes a fifth of a step. These biases stay as
-    they are. Results are those of the plain module, up to rounding. ``net`` is changed in place.
+    subtract again, which take a fifth of a step. Results are those of the plain module, up to
+    rounding. ``net`` is changed in place.
     """
     net.to(memory_format=torch.channels_last)
     for conv in _normed_convs(net):

@@ -20,13 +20,12 @@ from pyringar.parallel.replicate import replicate
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import LeNet
 from pyringar.train.model_resnet18 import fit_tensor_cores, resnet18
-from pyringar.train.step import AfterBackward
+from pyringar.train.step import reduce_gradients
 
 _NUM_CLASSES = 10
 
 
 def autocast(config: TrainConfig, devices: Sequence[torch.device]) -> ExitStack:
-    """Enter torch's autocast on the ranks' devices, if ``config.amp`` is set."""
     stack = ExitStack()
     if config.amp:
         for kind in {device.type for device in devices}:
@@ -35,18 +34,13 @@ def autocast(config: TrainConfig, devices: Sequence[torch.device]) -> ExitStack:
 
 
 def threads_per_rank(config: TrainConfig) -> int:
-    """Return the number of torch threads of each rank of this process."""
     return torch.get_num_threads() if config.shards is None else 1
 
 
 class RankedModel:
-    """A model with one replica per rank, all of which hold the same bits.
+    """A model with one replica per rank of this process, all of which hold the same bits.
 
-    Attributes:
-        title: For people.
-        replicas: One module per rank of this process.
-        params: Their parameters: ``params[rank][i]``.
-        bucketer: Reduces the gradients of the parameters.
+    ``params[rank][i]`` are the parameters, and ``bucketer`` reduces their gradients.
     """
 
     def __init__(
@@ -56,7 +50,7 @@ class RankedModel:
         comm: Communicator | RankCommunicator,
     ) -> None:
         self._autocast = functools.partial(autocast, config, devices)
-        self._devices = devices
+        self._devices, self._comm = devices, comm
         self.title = MODEL_TITLES[config.model]
         is_resnet = config.model == "resnet18"
         if is_resnet:
@@ -75,13 +69,14 @@ class RankedModel:
             for replica in self.replicas:
                 replica.compile()
         self.params: list[list[Tensor]] = [list(r.parameters()) for r in self.replicas]
-        self.bucketer = self._make_bucketer(config, comm)
+        self.bucketer = self._make_bucketer(config)
 
-    def _make_bucketer(self, config: TrainConfig, comm: Any) -> GradientBucketer | AfterBackward:
-        """Return a bucketer with hooks, or a call after backward if there is no compiled engine.
+    def _make_bucketer(self, config: TrainConfig) -> GradientBucketer | None:
+        """Return a bucketer with hooks, or None if none is needed, or there is no engine.
 
-        A sharded step reduces by itself, and one rank has nothing to reduce: both need no hooks.
+        A sharded step reduces by itself, and one rank has nothing to reduce.
         """
+        comm = self._comm
         try:
             if config.shards is None and comm.world_size > 1:
                 return GradientBucketer(
@@ -93,7 +88,14 @@ class RankedModel:
         except CompilerNotFoundError:
             if not isinstance(comm, Communicator):
                 raise
-        return AfterBackward(self.params, self._devices, comm)
+        return None
+
+    def reduce(self) -> None:
+        """Sum the gradients over all ranks; return when they are in place."""
+        if self.bucketer is not None:
+            self.bucketer.wait()
+        elif self._comm.world_size > 1:
+            reduce_gradients(self.params, self._devices, self._comm)
 
     def score(self, rank: int, X: Tensor) -> Tensor:
         """Score one rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)``."""
@@ -111,7 +113,6 @@ class RankedModel:
             return scores
 
     def scores(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Score every rank's images, for training."""
         calls = {
             rank: functools.partial(self.score, rank, shard)
             for rank, shard in enumerate(shards)
@@ -125,12 +126,11 @@ class RankedModel:
         ]
 
     def buffers(self) -> list[list[Tensor]]:
-        """Return the buffers of every rank; training makes running statistics differ."""
         return [list(replica.buffers()) for replica in self.replicas]
 
     def close(self) -> None:
-        """Remove the hooks; the communicator stays open."""
-        self.bucketer.close()
+        if self.bucketer is not None:
+            self.bucketer.close()
 
 
 def _make_net(config: TrainConfig) -> nn.Module:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pyringar import figures
-from pyringar.choices import check_choice
-from pyringar.errors import ArgumentError, UnsupportedError
+from pyringar.choices import check_choice, check_count
+from pyringar.errors import UnsupportedError
 from pyringar.train.config import MODEL_TITLES
 from pyringar.train.devices import describe_devices
 from pyringar.train.trainer import EpochResult, TrainResult
@@ -41,8 +41,8 @@ class LivePlot:
         self, num_epochs: int | None = None, *, where: str = "auto", file: TextIO | None = None
     ) -> None:
         check_choice("where", where, ("auto", "notebook", "text"))
-        if num_epochs is not None and num_epochs < 1:
-            raise ArgumentError(f"num_epochs is {num_epochs}, expected 1 or more")
+        if num_epochs is not None:
+            check_count("num_epochs", num_epochs, 1)
         self.curves: dict[str, list[float]] = {}
         self._losses: dict[str, float] = {}
         self._num_epochs = num_epochs or 1
@@ -97,12 +97,10 @@ class LivePlot:
 
 
 def accuracy_bar(accuracy: float) -> str:
-    """Draw a share from 0 to 1 as a bar of up to 40 columns."""
     return "█" * round(accuracy * _BAR_COLUMNS)
 
 
 def _is_notebook() -> bool:
-    """Return whether a Jupyter kernel runs this: it has imported IPython."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
@@ -119,7 +117,6 @@ def _import_display() -> Any:
 
 
 def save_plot(result: TrainResult, path: str | Path) -> None:
-    """Draw test accuracy and training loss over the epochs."""
     config = result.config
     epochs = [epoch.epoch for epoch in result.epochs]
     curves = {f"last: {result.curve[-1]:.3f}": result.curve}

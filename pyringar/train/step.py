@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.nn import functional as F  # noqa: N812
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.errors import ArgumentError
-from pyringar.parallel.bucketer import StepStats
 from pyringar.parallel.sharded_step import ShardedStep
 from pyringar.parallel.shards import Device, Shards, mismatch_flags, shard_sizes, split_batch
 from pyringar.train.config import TrainConfig
@@ -81,26 +79,19 @@ def train_batch(
     return step.train(shards, lr / X.shape[0])
 
 
-@dataclass(frozen=True)
 class Momentum:
-    """Momentum buffers of SGD."""
+    """The momentum buffers of SGD, by rank and parameter; no buffers if ``share`` is 0."""
 
-    share: float  # of the last step that each step adds, 0 to below 1
-    velocities: Sequence[Sequence[Tensor]]  # by rank and parameter; empty if share is 0
-
-    @classmethod
-    def of(cls, share: float, replicas: Replicas) -> Momentum:
-        """Return the buffers before the first step: zeros."""
+    def __init__(self, share: float, replicas: Replicas) -> None:
+        self._share = share  # of the last step that each step adds
         used = replicas if share else [[] for _ in replicas]
-        return cls(share, [[torch.zeros_like(param) for param in params] for params in used])
+        self.velocities = [[torch.zeros_like(param) for param in params] for params in used]
 
     def update(self, rank: int, params: Sequence[Tensor], step_size: float | Tensor) -> None:
-        """Update one rank's parameters; see `sgd`."""
-        sgd(params, step_size, self.velocities[rank], self.share)
+        sgd(params, step_size, self.velocities[rank], self._share)
 
 
 def span(trace: Trace | None, category: str, num_ranks: int) -> AbstractContextManager[None]:
-    """Return a span for ranks 0 to ``num_ranks - 1`` if there is a trace."""
     return nullcontext() if trace is None else trace.span(category, *range(num_ranks))
 
 
@@ -111,44 +102,14 @@ def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores, labels, reduction="sum")
 
 
-def reduce_gradients(
-    device_params: Replicas, devices: Sequence[Device], comm: Communicator | None = None
-) -> None:
+def reduce_gradients(device_params: Replicas, devices: Sequence[Device], comm: Any) -> None:
     """Sum the gradients of all replicas into all of them, in one call.
 
     A parameter without a gradient, on a rank that had no sample or did not use it, gets zeros.
     """
     lists = [[_gradient(param) for param in params] for params in device_params]
-    if comm is not None:
-        comm.all_reduce_coalesced(lists)
-        return
-    with Communicator([str(device) for device in devices], order="rank") as own:
-        own.all_reduce_coalesced(lists)
-
-
-class AfterBackward:
-    """Reduce all gradients in one call after backward, in place of a `GradientBucketer`."""
-
-    overlap = False
-
-    def __init__(
-        self, device_params: Replicas, devices: Sequence[Device], comm: Communicator
-    ) -> None:
-        self._is_alone = comm.world_size == 1
-        self._reduce = functools.partial(reduce_gradients, device_params, devices, comm)
-        self.buckets = [list(range(len(device_params[0])))]
-
-    def wait(self) -> None:
-        """Reduce, unless there is one rank."""
-        if not self._is_alone:
-            self._reduce()
-
-    def stats(self) -> StepStats:
-        """Return empty statistics."""
-        return StepStats()
-
-    def close(self) -> None:
-        """Do nothing: there are no hooks."""
+    with nullcontext(comm) if comm is not None else Communicator(devices, order="rank") as used:
+        used.all_reduce_coalesced(lists)
 
 
 def _gradient(param: Tensor) -> Tensor:
@@ -166,9 +127,8 @@ def sgd(
     """Subtract ``step_size`` times the gradient from every parameter that has one.
 
     With momentum ``v = momentum * v + step_size * grad`` is subtracted; ``velocities`` holds ``v``,
-    updated in place, and is empty without momentum. Every product is rounded before it is used:
-    only some devices have a fused multiply-add, and replicas on different devices must have the
-    same bits. A CUDA graph reads ``step_size`` from a 0-dimensional tensor on the device.
+    updated in place. Every product is rounded before it is used, since only some devices have a
+    fused multiply-add. A CUDA graph reads ``step_size`` from a 0-dimensional tensor.
     """
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     if not pairs:
@@ -187,15 +147,10 @@ def sgd(
 class EagerStep:
     """One training step of all ranks of this process, called for every batch.
 
-    Args:
-        replicas: Parameters: ``replicas[rank][i]``.
-        scores: Returns each rank's scores ``(n, classes)`` of one shard of samples per rank.
-        reduce: Called after backward; returns when every ``grad`` is the sum over all ranks.
-        split: Cuts a batch into one shard per rank.
-        branches: Runs the ranks instead of ``scores``; None: one rank after the other.
-        momentum: See `sgd`.
-
-    ``sums`` holds every rank's loss so far, float64, on its device: reading it synchronizes.
+    ``replicas[rank][i]`` are the parameters. ``split`` cuts a batch into one shard per rank.
+    ``scores`` returns the scores ``(n, classes)`` of one shard per rank; ``branches`` runs the
+    ranks instead. ``reduce`` returns when every ``grad`` is the sum over all ranks. ``sums`` holds
+    every rank's loss so far, float64, on its device: reading it synchronizes.
     """
 
     def __init__(
@@ -208,7 +163,7 @@ class EagerStep:
         momentum: float = 0.0,
     ) -> None:
         self._replicas = replicas
-        self.momentum = Momentum.of(momentum, replicas)
+        self.momentum = Momentum(momentum, replicas)
         self._scores = scores
         self._reduce = reduce
         self._split = split
@@ -296,7 +251,7 @@ class ShardStep:
     ) -> None:
         self._model, self._num_shards = model, config.shards or 1
         step = self._step = ShardedStep(model.replicas, self._num_shards, comm=comm)
-        self.momentum = Momentum.of(config.momentum, model.params)
+        self.momentum = Momentum(config.momentum, model.params)
         self.sums = [
             torch.zeros((), dtype=torch.float64, device=params[0].device) for params in model.params
         ]
@@ -306,7 +261,6 @@ class ShardStep:
     def __call__(
         self, X: Tensor, y: Tensor, step_size: float, trace: Trace | None = None
     ) -> list[Tensor]:
-        """Train on a batch; see `EagerStep`."""
         sizes = shard_sizes(len(X), self._num_shards)
         shards = list(zip(torch.split(X, sizes), torch.split(y, sizes), strict=True))
 
@@ -347,5 +301,4 @@ class ShardStep:
         return piece * world_size, split
 
     def close(self) -> None:
-        """Close what the step owns."""
         self._step.close()

@@ -29,13 +29,10 @@ exposed: ms of the buckets' time in which a rank waited"""
 
 @dataclass(frozen=True)
 class Span:
-    """A span of time of one rank.
+    """A span of time of one rank, in seconds since the trace began.
 
-    Attributes:
-        name: For people: "backward", "bucket 2".
-        category: One of `CATEGORIES`.
-        begin_s: Seconds since the trace began.
-        nbytes: Bytes of one rank's gradients in a bucket; 0 for other categories.
+    ``name`` is for people: "backward", "bucket 2". ``nbytes`` are those of one rank's gradients in
+    a bucket; 0 for other categories.
     """
 
     name: str
@@ -199,7 +196,6 @@ def _step_times(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def covered_s(spans: Iterable[Span]) -> float:
-    """Return how many seconds lie in at least one of the spans."""
     total_s, last_s = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.begin_s):
         total_s += max(0.0, span.end_s - max(span.begin_s, last_s))

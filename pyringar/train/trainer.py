@@ -221,6 +221,8 @@ class Trainer:
         self.config = config = config.resolve(self.devices, is_traced=trace is not None)
         if config.cuda_graph:
             check_ranks(self.devices, trace)
+        values = (str(torch.__version__), threads_per_rank(config))
+        self._setting = dict(zip(SETTING, values, strict=True))
         # Folders of checkpoints: to write, and to resume from.
         self._folder = None if save is None else folder_of("save", save)
         self._source = None if resume is None else folder_of("resume", resume)
@@ -352,7 +354,7 @@ class Trainer:
         eager = EagerStep(
             self.replicas,
             self.model.scores,
-            reduce=self.model.bucketer.wait,
+            reduce=self.model.reduce,
             split=functools.partial(self.group.split, devices=self.devices, weights=config.weights),
             branches=branches,
             momentum=config.momentum,
@@ -385,7 +387,8 @@ class Trainer:
         step_size = self.config.lr_at(self.step, self._num_steps) / len(labels)
         flags = self._run_step(images, labels, step_size, trace)
         if trace is not None:
-            trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
+            if self.model.bucketer is not None:
+                trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
             trace.step += 1
         self._unchecked.append(_QueuedStep(self.step, flags, self.devices))
         self.step += 1
@@ -416,7 +419,6 @@ class Trainer:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def _open_checkpoints(self) -> Checkpoint | None:
-        """Check that the folders can be used; return the checkpoint to resume from, if any."""
         name, source = ("resume" if self._folder is None else "save"), self._source
         self._folder = target = self._folder or source
         if target is None:
@@ -454,13 +456,7 @@ class Trainer:
                     folder,
                 )
 
-    @property
-    def _setting(self) -> dict[str, Any]:
-        values = (str(torch.__version__), threads_per_rank(self.config))
-        return dict(zip(SETTING, values, strict=True))
-
     def _found_recipe(self, data: ImageData) -> dict[str, str]:
-        """Return the part of the recipe that is known after the images are loaded."""
         images = (data.train_images, data.train_labels, data.test_images, data.test_labels)
         order = self.plan.order if self.config.shards is None else self.config.order
         return {"dataset": f"{data}, digest {digest_of(images)}", "allreduce": f"in {order} order"}
@@ -528,7 +524,6 @@ class _QueuedStep:
         self.events = [_record_event(d) for d in set(devices) if d.type == "cuda"]
 
     def has_mismatch(self) -> bool:
-        """Wait for the step, and return whether replicas differed after it."""
         for event in self.events:
             event.synchronize()
         return any(bool(flag) for flag in self._flags)

@@ -31,7 +31,7 @@ pyringar.allreduce(ranks)
 print(json.dumps({
     "package": pyringar.__file__,
     "sources": str(build.Recipe().root()),
-    "origin": build.find_engine().origin,
+    "origin": build.find_engine(build.Recipe()).origin,
     "engine": load.engine().__file__,
     "sums": [rank.tolist() for rank in ranks],
 }))

@@ -97,4 +97,4 @@ def test_impossible_cache_is_named(tmp_path, cache, tiny, monkeypatch, place):
 def test_cache_in_unknown_home_is_named(cache, monkeypatch):
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", "~no-such-user/cache")
     with pytest.raises(BuildError, match="PYRINGAR_CACHE_DIR is '~no-such-user/cache'"):
-        build.find_engine()
+        build.find_engine(build.Recipe())
