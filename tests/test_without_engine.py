@@ -70,7 +70,7 @@ def test_wrong_arguments_change_nothing(no_compiler):
         r"tensors\[1\] has dtype": [x, y.double(), z],
         r"tensors\[2\] has shape": [x, y, z.flatten()],
         r"tensors\[1\] shares memory with tensors\[0\]": [base[:60], base[30:90], z.view(60)],
-        r"tensors\[0\] has elements that share memory": [torch.ones(1).expand(60)] * 3,
+        r"tensors\[0\] of shape \(60,\) overlaps itself": [torch.ones(1).expand(60)] * 3,
         r"tensors\[1\] requires grad": [x, y.clone().requires_grad_(), z],
         r"tensors\[0\] has dtype torch.bool": [t > 3 for t in (x, y, z)],
         r"tensors\[1\] is on meta, expected cpu": [x, y.to("meta"), z],

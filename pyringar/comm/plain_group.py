@@ -48,7 +48,7 @@ class PlainGroup:
                 where = f"{name}[{rank}]" if are_tensors else f"{name}[{rank}][{i}]"
                 tensor = as_tensor(value, where) if is_array(value) else value
                 check_tensor(where, tensor, device)
-                _check_distinct(where, tensor)
+                check_no_overlap(where, tensor)
                 named[where] = tensor
                 if rank == 0:
                     first_row.append(tensor)
@@ -101,14 +101,26 @@ def check_tensors_of_rank(
 
 
 def check_no_overlap(name: str, tensor: Tensor) -> None:
-    """Raise ArgumentError for an expanded tensor: its elements share addresses."""
-    if tensor.is_contiguous():
+    """Raise ArgumentError if two elements share an address, as those of an expanded tensor do."""
+    if tensor.is_contiguous() or _is_nested(tensor):
         return
-    if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+    layout = zip(tensor.stride(), tensor.shape, strict=True)
+    is_expanded = any(step == 0 and size > 1 for step, size in layout)
+    if is_expanded or len(torch.unique(_addresses(tensor))) < tensor.numel():
         raise ArgumentError(
             f"{name} of shape {tuple(tensor.shape)} overlaps itself (an expanded tensor?); "
             "expected every element at its own address"
         )
+
+
+def _is_nested(tensor: Tensor) -> bool:
+    """Return whether each stride is larger than all that the smaller strides reach."""
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= reach:
+            return False
+        reach += (size - 1) * step
+    return True
 
 
 def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bool = True) -> None:
@@ -131,12 +143,6 @@ def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bo
         )
 
 
-def _check_distinct(name: str, tensor: Tensor) -> None:
-    by_stride = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
-    if not by_stride.is_contiguous() and len(torch.unique(_addresses(tensor))) < tensor.numel():
-        raise ArgumentError(f"{name} has elements that share memory")
-
-
 def check_disjoint(named: dict[str, Tensor]) -> None:
     """Refuse tensors that share a byte; between the elements of one, others may lie."""
     spans = [(*_span(tensor), name) for name, tensor in named.items() if tensor.numel()]
@@ -154,10 +160,11 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _addresses(tensor: Tensor) -> Tensor:
-    addresses = torch.arange(*_span(tensor), tensor.element_size())
+    addresses = torch.arange(*_span(tensor), tensor.element_size(), device="cpu")
     return addresses.as_strided(tensor.shape, tensor.stride()).flatten()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return where every byte of every element is."""
-    return (_addresses(tensor)[:, None] + torch.arange(tensor.element_size())).flatten()
+    item = torch.arange(tensor.element_size(), device="cpu")
+    return (_addresses(tensor)[:, None] + item).flatten()

@@ -58,7 +58,11 @@ REFUSALS = {
     ],
     "ring": [Refusal("algorithm is 'ring'", lambda c, x: c.all_reduce(x, algorithm="ring"))],
     "arrays": [Refusal("expected a dense tensor", given=lambda x: x.numpy())],
-    "overlap": [Refusal("overlaps itself|expanded", given=lambda x: x[:1].expand(4, 3))],
+    "overlap": [
+        Refusal("overlaps itself", given=lambda x: x[:1].expand(4, 3)),
+        Refusal("overlaps itself", given=lambda x: x.as_strided((2, 3), (1, 1))),
+        Refusal("overlaps itself", lambda c, x: c.broadcast(x), lambda x: x[:1].expand(4, 3)),
+    ],
     "requires-grad": [Refusal("requires grad", given=lambda x: x.requires_grad_().mul(1))],
     "sparse": [Refusal("sparse|dense", given=lambda x: x.to_sparse())],
     "abort": [Refusal("abort: .* no rank is on a GPU", lambda c, _: c.abort())],

@@ -243,3 +243,21 @@ def refuse_ops(state) -> None:
 @promise("dtypes-other")
 def test_impossible_reductions_raise(transport):
     transport.on_ranks(2, refuse_ops)
+
+
+def refuse_overlaps(state) -> None:
+    k = state.world_size
+    for wrong in (torch.ones(1, 3).expand(2, 3), torch.ones(6).as_strided((2, 3), (1, 1))):
+        for call in (
+            lambda wrong=wrong: dist.reduce(wrong, 0),
+            lambda wrong=wrong: dist.all_gather_into_tensor(wrong, torch.ones(6 // k)),
+            lambda wrong=wrong: dist.reduce_scatter_tensor(wrong, torch.ones(6 * k)),
+        ):
+            with pytest.raises(pr.ArgumentError, match="overlaps itself"):
+                call()
+    dist.barrier()
+
+
+@promise("reduce", "all_gather", "reduce_scatter", only=("launch", "backend"))
+def test_overlapping_outputs_raise(transport):
+    transport.on_ranks(2, refuse_overlaps)
