@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nvcc import cuda_includes
-from test_cuda_emulated import EMULATED, FLAGS, PLAIN, below
+from test_cuda_emulated import EMULATED, FLAGS, PLAIN, below, kernel_units
 from test_stress import BASE_FLAGS, CSRC, RUN_TIMEOUT_S, STRESS, compile_all, require, run
 
 MODEL = STRESS / "cuda_model"
 COMMON = [
-    CSRC / "cuda/kernels.cpp",
-    *sorted((CSRC / "cuda").glob("kernels_*.cu")),
     EMULATED / "cuda_emulator.cpp",
     STRESS / "check.cpp",
     STRESS / "oracle.cpp",
@@ -49,7 +47,8 @@ class Builder:
         self.changing = dict(zip(changing, self.compile(changing, CSRC, "changing"), strict=True))
         self.constant = self.compile([*constant, *sorted(here.glob("*.cpp"))], CSRC, "constant")
         if not _common:
-            _common.extend(self.compile(COMMON, CSRC, "common"))
+            common = [*COMMON, *kernel_units(folder)]
+            _common.extend(self.compile(common, CSRC, "common"))
 
     def compile(self, sources: Sequence[Path], csrc: Path, folder: str, *more: str) -> list[Path]:
         (self.folder / folder).mkdir()

@@ -160,7 +160,7 @@ MISTAKES = {
     ),
     "tile-always-full": Mistake("fused.cuh", "if (at < vectors.end) ", "", "fused-all"),
     "every-divisor-multiplied": Mistake(
-        "kernels_impl.cuh",
+        "kernels.cu",
         "(fold.divisor & (fold.divisor - 1)) == 0",
         "fold.divisor > 0",
         "fused-mean",
@@ -178,12 +178,20 @@ MISTAKES = {
 }
 
 
+def kernel_units(folder: Path, dtypes: Sequence[str] = engine_compile.DTYPES) -> list[Path]:
+    """Write a file per dtype, as the engine's build does."""
+    units = [folder / f"kernels_{dtype}.cu" for dtype in dtypes]
+    for unit, dtype in zip(units, dtypes, strict=True):
+        unit.write_text(f'#define PYRINGAR_DTYPE {dtype}\n#include "cuda/kernels.cu"\n')
+    return units
+
+
 def build(variant: Variant, folder: Path, csrc: Path = CSRC, *more: str) -> Path:
     require(variant.compiler)
     includes = [f"-I{csrc}", *BASE_FLAGS, f"-I{STRESS}", f"-I{EMULATED}"]
     compiler = [variant.compiler, *includes, *FLAGS, *variant.flags, *more]
-    kernels = [csrc / "cuda/kernels.cpp", *sorted((csrc / "cuda").glob("kernels_*.cu"))]
-    objects = {source: folder / f"{source.name}.o" for source in [*kernels, *TEST_SOURCES]}
+    sources = [*kernel_units(folder), *TEST_SOURCES]
+    objects = {source: folder / f"{source.name}.o" for source in sources}
     compile_all([[*compiler, "-x", "c++", "-c", source, "-o", o] for source, o in objects.items()])
     program = folder / "emulated"
     compile_all([[*compiler, *objects.values(), "-o", program]])
@@ -251,9 +259,7 @@ def test_headers_stand_alone(compiler):
     require(compiler)
     alone = [compiler, *BASE_FLAGS, f"-I{EMULATED}", f"-I{STRESS}", *FLAGS, "-fsyntax-only"]
     commands: list[Sequence[str | Path]] = [
-        [*alone, "-x", "c++", "/dev/null", "-include", header]
-        for header in KERNEL_HEADERS
-        if header.name != "kernels_impl.cuh"
+        [*alone, "-x", "c++", "/dev/null", "-include", header] for header in KERNEL_HEADERS
     ]
     compile_all(commands)
 
@@ -300,7 +306,7 @@ def test_ptx_orders_memory(tmp_path):
     toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     nvcc = [*toolkit.nvcc.command, *engine_compile.NVCC_FLAGS, "-arch=compute_90", "-ptx"]
     made = tmp_path / "kernels.ptx"
-    source = CSRC / "cuda/kernels_int32.cu"
+    [source] = kernel_units(tmp_path, ["kInt32"])
     done = run([*nvcc, f"-I{CSRC}", source, "-o", made], COMPILE_TIMEOUT_S)
     assert done.returncode == 0, done.stdout
     ptx = made.read_text()

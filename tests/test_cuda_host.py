@@ -15,13 +15,13 @@ from test_stress import COMPILE_TIMEOUT_S, CSRC, RUN_TIMEOUT_S, STRESS, some
 pytestmark = pytest.mark.slow
 
 # Those in which mistakes are planted, and what includes them.
-PARTS = "background devices folds group ready ring_links runtime staging"
+PARTS = "background devices folds group ring_links runtime staging"
 CHANGING = [CSRC / f"cuda/{part}.cpp" for part in PARTS.split()]
 ROUNDS = 24
 
 MISTAKES = {
     "one-device-does-all": Mistake(
-        "tables.h", "kSliceElems, num_devices, d);", "kSliceElems, 1, d == 0 ? 0 : 1);"
+        "table.h", "kSliceElems, num_devices, d);", "kSliceElems, 1, d == 0 ? 0 : 1);"
     ),
     "failures-unread-at-the-end": Mistake(
         "group.cpp", "  if (failure.empty()) return;\n  failure_ = failure;", "  return;"
@@ -35,8 +35,8 @@ MISTAKES = {
     ),
     "staging-out-of-turn": Mistake(
         "group.cpp",
-        "  last_use_->make_wait(streams);\n  if (has_host_ranks())",
-        "  if (has_host_ranks())",
+        "  last_use_->make_wait(streams);\n  run_and_always(",
+        "  run_and_always(",
     ),
     "staging-free-too-early": Mistake(
         "group.cpp",
@@ -55,18 +55,8 @@ MISTAKES = {
         "  const auto launch",
     ),
     "freed-under-way": Mistake("group.cpp", "    last_use_->wait_for();\n", ""),
-    "broken-captures-are-none": Mistake("runtime.cpp", "return {kBrokenCapture};", "return {};"),
-    "graphs-lose-links": Mistake(
-        "group.cpp",
-        "    keep_with_graph(streams[0], devices()[0], links);\n",
-        "    ring_ = links;\n",
-    ),
-    "graphs-lose-staging": Mistake(
-        "group.cpp", "    keep_with_graph(streams[0], devices()[0], staging);\n", ""
-    ),
-    "graphs-share-links": Mistake(
-        "group.cpp", "if (is_ring && capture != 0) return", "if (is_ring && capture == 1) return"
-    ),
+    "broken-captures-are-none": Mistake("runtime.cpp", "return kBrokenCapture;", "return 0;"),
+    "captures-any": Mistake("group.cpp", "if (capture == 0) return;", "return;"),
     "loaded-by-the-launch": Mistake(
         "devices.cpp",
         'check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes", device.index);',
@@ -81,11 +71,6 @@ MISTAKES = {
     "released-in-captures": Mistake(
         "runtime.cpp", "    const BesideCaptures beside;\n    give_back", "    give_back"
     ),
-    "freed-by-a-graph": Mistake(
-        "runtime.h",
-        "free_later({what, [](void* it) { delete static_cast<T*>(it); }});",
-        "delete what;",
-    ),
     "stray-contexts": Mistake("runtime.cpp", "if (has_context(before_)) {", "if (device >= 0) {"),
     "ports-on-their-way": Mistake(
         "ring_links.cpp",
@@ -94,33 +79,26 @@ MISTAKES = {
     ),
     "staging-no-peer-reaches": Mistake(
         "staging.cpp",
-        "devices_.has_host_ranks() || !devices_.has_peers()",
-        "devices_.has_host_ranks()",
+        "shared_memory(devices_.of_rank(rank), devices_.has_peers(), wanted)",
+        "device_memory(devices_.of_rank(rank), wanted)",
     ),
     "slots-no-peer-reaches": Mistake(
         "devices.cpp", ": host_memory(device, bytes)", ": device_memory(device, bytes)"
     ),
-    "buffers-freed-under-way": Mistake(
-        "staging.cpp", "if (last_use != nullptr) last_use->wait_for();", ""
-    ),
+    "buffers-freed-under-way": Mistake("staging.cpp", "last_use.wait_for();", ""),
     "failed-call-runs-on": Mistake(
         "background.cpp", "    wait_for();  // the caller", "    // the caller"
     ),
     "capture-of-others-joined": Mistake(
         "background.cpp", "if (other == 0 || other == capture) continue;", "continue;"
     ),
-    "aborted-ring-waits": Mistake("group.cpp", "  links_.push_back(links);\n", ""),
+    "aborted-ring-waits": Mistake("group.cpp", "  if (ring_ != nullptr) ring_->abort();\n", ""),
     "asked-again-for-peers": Mistake(
         "group.cpp", "if (!collective.needs_staging) collective", "collective"
     ),
-    "blocks-without-a-limit": Mistake(
-        "folds.cpp",
-        "std::min(one.num_tiles, static_cast<std::uint32_t>(max_blocks))",
-        "one.num_tiles",
-    ),
     "gradients-of-now": Mistake("background.cpp", "if (bucket.ready != nullptr) {", "if (false) {"),
     "gradient-again-unseen": Mistake(
-        "ready.cpp",
+        "background.cpp",
         "  if (!is_new) return found->event->record(stream);\n",
         "  if (!is_new) return;\n",
     ),

@@ -1,20 +1,17 @@
 // exact_sum: the sum of floating-point numbers as a real number, then rounded.
 //
-// Floor     core: host.
 // Units     digits of 32 bits; bit 0 of digit 0 is worth 2^-1074, the smallest double.
 // Contract  The result depends on which numbers were added, not on their order. It overflows only
 //           if the sum does. Of -0 alone it is -0; infinities and NaN give what + gives.
 // Cost      100 ns for a few numbers: for those that cpu/kernels_exact cannot do faster.
 // Threads   one object belongs to one thread.
 // Source    Kulisch 2013, "Computer Arithmetic and Validity"; Boldo and Melquiond 2008 (odd)
-// Tests     the static_asserts below; tests/conformance/test_bits.py
+// Tests     tests/conformance/test_bits.py
 #pragma once
 
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <initializer_list>
-#include <limits>
 
 #include "core/schedule.h"
 
@@ -58,7 +55,6 @@ class ExactSum {
     last_ = std::max(last_, first + 2);
   }
 
-  // To the nearest double, ties to even.
   constexpr double rounded() const { return round(false); }
   // A double that rounds to fewer digits as the sum does: where it is not the sum itself, the one
   // of its two neighbours whose last bit is 1.
@@ -101,7 +97,6 @@ class ExactSum {
   // No carry comes further.
   constexpr int sign_digit() const { return last_ + 2; }
 
-  // The bits of the double with that leading bit.
   constexpr std::uint64_t bits_from(int place, bool to_odd) const {
     if (place < kFractionBits) return low_bits(0, place + 1);  // subnormal
     const int last = place - kFractionBits;
@@ -143,26 +138,5 @@ class ExactSum {
   bool has_specials_ = false;
   double specials_ = 0;
 };
-
-namespace exact_sum_test {
-
-constexpr double sum_of(std::initializer_list<double> numbers) {
-  ExactSum sum;
-  for (const double x : numbers) sum.add(x);
-  return sum.rounded();
-}
-constexpr double kMost = std::numeric_limits<double>::max();
-constexpr double kLeast = std::numeric_limits<double>::denorm_min();
-static_assert(sum_of({0x1p60, 1.0, -0x1p60}) == 1.0, "what + would lose");
-static_assert(sum_of({kMost, kMost, -kMost}) == kMost, "no overflow on the way");
-static_assert(sum_of({kMost, kMost}) == std::numeric_limits<double>::infinity());
-static_assert(sum_of({1.0, 0x1p-53}) == 1.0 && sum_of({1.0, 0x1p-53, kLeast}) > 1.0,
-              "one rounding");
-static_assert(sum_of({-1.0, -0x1p-53}) == -1.0 && sum_of({-1.0, -0x1p-53, -kLeast}) < -1.0);
-static_assert(sum_of({kLeast, kLeast}) == 2 * kLeast && sum_of({1.5, -1.5, -kLeast}) == -kLeast);
-static_assert(std::bit_cast<std::int64_t>(sum_of({-0.0, -0.0})) < 0 &&
-              std::bit_cast<std::int64_t>(sum_of({-0.0, 0.0})) == 0);
-
-}  // namespace exact_sum_test
 
 }  // namespace pyringar

@@ -1,21 +1,16 @@
 // tree: the order of addition that core/fold.h calls "tree".
 //
-// Floor     core: host and device, no allocation, no state.
 // Contract  T(lo, lo + 1) = x[lo], and else T(lo, hi) = T(lo, mid) + T(mid, hi), where mid - lo is
 //           the largest power of two below hi - lo. Of six: ((0 1) (2 3)) (4 5). So k ranks that
 //           add m numbers each, m a power of two, have the bits of km ranks.
-// Threads   pure functions, any.
 // Source    pairwise summation (Higham 1993), cut at powers of two; the error grows with log2(k).
 // Tests     the static_asserts below, tests/conformance/test_bits.py
 #pragma once
-
-#include <cstdint>
 
 #include "core/schedule.h"
 
 namespace pyringar {
 
-// Where T(lo, hi) is cut, for two leaves and more.
 PYRINGAR_HD constexpr int tree_split(int lo, int hi) {
   int half = 1;
   while (2 * half < hi - lo) half *= 2;
@@ -50,7 +45,6 @@ PYRINGAR_HD_INLINE constexpr auto with_count(int num, const Visit& visit) {
   return visit.template operator()<kMost>();
 }
 
-// T(lo, lo + num) for up to kTreeGroup leaves, at least one.
 PYRINGAR_ANY_SIDE
 template <typename Leaf, typename Add>
 PYRINGAR_HD_INLINE constexpr auto tree_of_few(int lo, int num, const Leaf& leaf, const Add& add) {
@@ -74,38 +68,5 @@ PYRINGAR_HD_INLINE constexpr void tree_of_any(int num, const Put& put) {
   }
   put(lo, num - lo, 0, end);
 }
-
-namespace tree_test {
-
-// The equation, with an addition that neither commutes nor associates.
-constexpr std::uint64_t sum_of(std::uint64_t a, std::uint64_t b) {
-  return (a * 0x9E3779B97F4A7C15u ^ b) * 3 + (a >> 31);
-}
-constexpr std::uint64_t x(int r) { return static_cast<std::uint64_t>(r) + 1; }
-constexpr std::uint64_t equation(int lo, int hi) {
-  if (hi - lo == 1) return x(lo);
-  const int mid = tree_split(lo, hi);
-  return sum_of(equation(lo, mid), equation(mid, hi));
-}
-template <int kGroup>
-constexpr bool holds_for(int num) {
-  std::uint64_t slots[5] = {};
-  tree_of_any<kGroup>(num, [&](int lo, int n, int to, int end) {
-    std::uint64_t sum = tree_of_few(lo, n, x, sum_of);
-    while (end > to) sum = sum_of(slots[--end], sum);
-    slots[to] = sum;
-  });
-  return slots[0] == equation(0, num);
-}
-constexpr bool holds_up_to(int most) {
-  for (int num = 1; num <= most; ++num) {
-    if (!holds_for<kTreeGroup>(num) || !holds_for<kTreeGroup / 2>(num)) return false;
-  }
-  return true;
-}
-static_assert(holds_up_to(kTreeGroup << 4));
-static_assert(sum_of(equation(0, 4), equation(4, 7)) == equation(0, 7));
-
-}  // namespace tree_test
 
 }  // namespace pyringar

@@ -174,26 +174,14 @@ def _peers() -> dict[str, Any]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    links = _probed_links(count)
+    links: dict[tuple[int, int], str] = {}
     for row, column in itertools.product(range(count), repeat=2):
-        if (row, column) not in links:
-            reaches = row != column and torch.cuda.can_device_access_peer(row, column)
-            links[row, column] = "self" if row == column else "yes" if reaches else "no"
+        reaches = row != column and torch.cuda.can_device_access_peer(row, column)
+        links[row, column] = "self" if row == column else "yes" if reaches else "no"
     peers: dict[str, Any] = {"cpu": "all CPU ranks share one memory"}
     for row in range(count):
         peers[f"cuda:{row}"] = {f"cuda:{column}": links[row, column] for column in range(count)}
     return peers
-
-
-def _probed_links(count: int) -> dict[tuple[int, int], str]:
-    """Return the links that the CUDA engine tested with data; empty if it is not built."""
-    if count < 2 or build.find_engine(build.Recipe(kind=build.CUDA)) is None:
-        return {}
-    words = {(True, True): "yes, probed", (True, False): "says yes, delivers wrong data: not used"}
-    return {
-        (source, target): words.get((can_access, delivers), "no")
-        for source, target, can_access, delivers in load.cuda_engine().peer_links(range(count))
-    }
 
 
 def render(facts: Mapping[str, Mapping[str, Any]]) -> str:

@@ -42,19 +42,6 @@ def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def check_max_blocks(max_blocks: Any, *, has_gpus: bool) -> dict[str, int]:
-    """Return the engine's argument of that name, if there is a limit on kernels' blocks."""
-    if max_blocks is None:
-        return {}
-    if not is_count(max_blocks, 1):
-        raise ArgumentError(f"max_blocks is {max_blocks!r}, expected a positive int or None")
-    if not has_gpus:
-        raise ArgumentError(
-            f"max_blocks is {max_blocks}, which limits kernels, and no rank is on a GPU"
-        )
-    return {"max_blocks": min(max_blocks, 1 << 30)}
-
-
 def check_timeout(timeout: Any) -> float:
     """Return seconds that a wait may last without progress, positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:

@@ -15,7 +15,7 @@ _TABLE = {
         "direct",
         "each GPU reduces a slice: as many bytes as a ring's, and no kernel waits for another",
     ),
-    "mixed": ("direct", "ranks in the host's memory and on GPUs meet in staging buffers"),
+    "mixed": ("naive", "ranks are on CPUs and on GPUs, between which torch copies"),
     "processes": (
         "direct",
         "processes that share slots of memory: each rank reduces a slice, or small messages whole",

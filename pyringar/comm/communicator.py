@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyringar.comm import arrays, reference
-from pyringar.comm.arguments import check_max_blocks
 from pyringar.comm.auto import choose
 from pyringar.comm.base_communicator import PLAIN_ALGORITHMS
 from pyringar.comm.collective_call import CollectiveCall
@@ -21,24 +18,27 @@ from pyringar.comm.plain_group import PlainGroup
 from pyringar.comm.topology import Plan, Topology, check_devices
 from pyringar.comm.work import Work
 from pyringar.engine import load
-from pyringar.errors import ArgumentError, CompilerNotFoundError
+from pyringar.errors import ArgumentError, CompilerNotFoundError, UnsupportedError
 
 _BARRIER = "it is not needed, since one process makes the calls of all ranks in order"
-_ABORT = "no rank is on a GPU, and calls on the CPU end by themselves"
+_ABORT = "calls of ranks on the CPU end by themselves"
+_MIXED = "ranks are on CPUs and on GPUs, which takes algorithm 'naive' or 'sharded' of all_reduce"
 
 logger = logging.getLogger(__name__)
 
 
-def make_group(devices: Sequence[torch.device], timeout_s: float, limits: dict[str, int]) -> Any:
+def make_group(devices: Sequence[torch.device], timeout_s: float) -> Any:
     """Return the engine's group of these ranks; no devices: any number of ranks on the CPU."""
     if all(device.type == "cpu" for device in devices):
         return load.engine().Group(len(devices), timeout_s)
-    indices = [-1 if device.type == "cpu" else device.index for device in devices]
-    group = load.cuda_engine().Group(indices, timeout_s, **limits)
+    if any(device.type == "cpu" for device in devices):
+        return PlainGroup(devices, UnsupportedError(_MIXED))
+    indices = [device.index for device in devices]
+    group = load.cuda_engine().Group(indices, timeout_s)
     if not group.has_peers():
         logger.warning(
             "the GPUs %s cannot reach each other's memory: every byte goes through the host's",
-            ", ".join(f"cuda:{index}" for index in sorted(set(indices) - {-1})),
+            ", ".join(f"cuda:{index}" for index in sorted(set(indices))),
         )
     return group
 
@@ -49,16 +49,14 @@ class Communicator(EngineCommunicator):
     Args:
         devices: One device per rank, for example ``["cpu"] * 4``. Ranks may share a device.
         algorithm: ``"auto"``, ``"fused"``, ``"direct"``, ``"ring"``, ``"sharded"`` or ``"naive"``,
-            for calls that name none. ``auto`` takes ``fused`` where all ranks share a memory, else
-            ``direct``; `plan` says which, and why.
+            for calls that name none. ``auto`` takes ``fused`` where all ranks share a memory,
+            ``direct`` between GPUs, and ``naive`` over CPUs and GPUs; `plan` says which, and why.
         order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"tree"`` those of a
             balanced tree, which may be the same on 1, 2, 4 or 8 ranks; ``"exact"`` the correctly
             rounded sum, or the mean made of it, on the CPU. ``"any"`` lets the ring add in its own
             order. `Guarantee` says what each keeps. NaNs stay NaNs; their payload and sign are not
             promised. Bits are always equal on all ranks and in every run.
         timeout: Seconds that a call waits for a rank which makes no progress.
-        max_blocks: Most thread blocks of a call on each GPU; None: as many as help. A ``ring``
-            takes at least one for each rank of the device.
 
     Raises:
         ArgumentError: An argument is wrong, such as a device that is not there.
@@ -68,13 +66,12 @@ class Communicator(EngineCommunicator):
     On GPUs a call is enqueued on each device's current stream, and the host does not wait.
     ``async_op`` uses streams of the communicator; ``Work.wait()`` orders the current streams after
     it. A ``ring`` that timed out raises in the next call, in `check` or in `close`; a ``cudaFree``
-    in another thread can hold it up until then. Ranks in the host's memory beside GPUs are staged:
-    the host then waits.
+    in another thread can hold it up until then.
 
-    A CUDA graph can capture the collectives if all ranks are on GPUs, except a ``ring`` between
-    GPUs; else they raise `UnsupportedError`. The current streams of all GPUs must be in the
-    capture: let each wait for the captured stream first, and the captured stream for each at the
-    end. A graph may be replayed beside other calls, and after `close`.
+    A CUDA graph can capture the collectives, except a ``ring``, and calls on GPUs that do not reach
+    each other's tensors; these raise `UnsupportedError`. The current streams of all GPUs must be in
+    the capture: let each wait for the captured stream first, and the captured stream for each at
+    the end. A graph may be replayed beside other calls, and after `close`.
 
     Inside ``torch.compile``, `all_reduce` and `all_reduce_coalesced` stay in the graph as an
     operator; other calls break it. `pyringar.ops` returns new tensors instead.
@@ -90,23 +87,24 @@ class Communicator(EngineCommunicator):
         algorithm: str = "auto",
         order: str = "any",
         timeout: float = 30.0,
-        max_blocks: int | None = None,
     ) -> None:
         self._devices = check_devices(devices)
         self._world_size = len(self._devices)
         self._topology = Topology.of(self._devices)
         self._has_gpus = any(device.type != "cpu" for device in self._devices)
-        self._refused = {"barrier": _BARRIER} | ({} if self._has_gpus else {"abort": _ABORT})
-        self._auto, self._why = choose(self._topology.place)
-        limits = check_max_blocks(max_blocks, has_gpus=self._has_gpus)
+        place = self._topology.place
+        self._auto, self._why = choose(place)
+        self._refused = {"barrier": _BARRIER}
+        if place in ("host", "mixed"):
+            self._refused["abort"] = _ABORT
         self._configure(algorithm, order, timeout)
         try:
-            group = make_group(self._devices, self._timeout_s, limits)
+            group = make_group(self._devices, self._timeout_s)
         except CompilerNotFoundError as error:
             if self._algorithm not in PLAIN_ALGORITHMS:
                 raise
             logger.warning("%s runs in plain torch, without the engine: %s", algorithm, error)
-            group = PlainGroup(self._devices, str(error))
+            group = PlainGroup(self._devices, error)
         self._use(group, f"{self._topology}, algorithm={algorithm!r}, order={order!r}")
         self._plain_calls = dict.fromkeys(PLAIN_ALGORITHMS, 0)
 
@@ -148,6 +146,8 @@ class Communicator(EngineCommunicator):
         return self._begun(self._group.run(call, self._in_flight, after), call)
 
     def _order_of(self, algorithm: str, order: str) -> str:
+        if algorithm not in PLAIN_ALGORITHMS and self._topology.place == "mixed":
+            raise UnsupportedError(f"algorithm is {algorithm!r}: {_MIXED}")
         added_in = super()._order_of(algorithm, order)
         if algorithm == "fused" and not self._topology.is_one_memory:
             raise ArgumentError(
@@ -164,11 +164,7 @@ class Communicator(EngineCommunicator):
 
     def _make_plan(self, nbytes: int, dtype: torch.dtype) -> Plan:
         algorithm, order = self._default
-        plan = Plan.of(algorithm, self._reason, self._topology, nbytes, order)
-        if algorithm != "fused" or self._has_gpus:
-            return plan
-        traffic_bytes = min(plan.traffic_bytes, sys.maxsize)
-        return replace(plan, threads=load.engine().describe_workers(traffic_bytes))
+        return Plan.of(algorithm, self._reason, self._topology, nbytes, order)
 
     def _stats(self) -> dict[str, dict[str, float]]:
         stats = super()._stats()

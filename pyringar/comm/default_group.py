@@ -38,7 +38,7 @@ class _Default:
         if self._group is None:
             with self._lock:
                 if self._group is None:
-                    self._group = make_group((), 30.0, {})
+                    self._group = make_group((), 30.0)
                     self.run_prepared = self._group.prepared(_FUSED, _FUSED)
         return self._group
 

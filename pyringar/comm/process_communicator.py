@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from pyringar.choices import ALGORITHMS as ALL_ALGORITHMS
-from pyringar.comm.arguments import check_max_blocks
 from pyringar.comm.auto import choose
 from pyringar.comm.engine_communicator import EngineCommunicator
 from pyringar.comm.exits import close_at_exit
@@ -50,7 +49,6 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         device: A GPU of this process, or the CPU (None). GPUs on all ranks, or on none.
         compares_shapes: Refuse tensors of other shapes than on other ranks. False: only numbers of
             elements must agree; on the CPU only.
-        max_blocks: Most thread blocks of a kernel on this rank's GPU; None: as many as help.
 
     Raises:
         ArgumentError: An argument is wrong; no store; ranks on several machines (names them).
@@ -90,10 +88,8 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         timeout: float = 30.0,
         device: str | torch.device | int | None = None,
         compares_shapes: bool = True,
-        max_blocks: int | None = None,
     ) -> None:
         self._configure_rank(name, algorithm, order, timeout, device)
-        self._limits = check_max_blocks(max_blocks, has_gpus=self._has_gpus)
         store, rank, world_size = checked_store(store, rank, world_size)
         with Rendezvous(
             store, rank, world_size, name, self._timeout_s, self._device.type
@@ -117,7 +113,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         check_agreed(members)
         options: dict[str, Any] = {}
         if self._has_gpus:
-            options |= {"device": self._device.index, **self._limits}
+            options["device"] = self._device.index
         elif not compares_shapes:
             options["compares_shapes"] = False
         memory = meeting.share_memory()

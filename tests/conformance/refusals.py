@@ -57,7 +57,7 @@ REFUSALS = {
         Refusal("requires grad", given=lambda tensor: tensor.requires_grad_().mul(1)),
     ],
     "sparse": [Refusal("sparse|dense", given=lambda tensor: tensor.to_sparse())],
-    "abort": [Refusal("abort: .* no rank is on a GPU", lambda comm, _: comm.abort())],
+    "abort": [Refusal("abort: .* end by themselves", lambda comm, _: comm.abort())],
 }
 
 

@@ -153,7 +153,7 @@ def test_plans_around_the_exchange(state):
         (["cpu", "cpu"], "host", "fused"),
         (["cuda:0", "cuda:0"], "gpu", "fused"),
         (["cuda:0", "cuda:1"], "gpus", "direct"),
-        (["cpu", "cuda:0"], "mixed", "direct"),
+        (["cpu", "cuda:0"], "mixed", "naive"),
         ([], "processes", "direct"),
     ],
 )

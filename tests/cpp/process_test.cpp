@@ -11,7 +11,6 @@
 #include <thread>
 
 #include "os/process.h"
-#include "process/flat_view.h"
 #include "process/group.h"
 #include "process_calls.h"
 #include "stress.h"

@@ -214,14 +214,6 @@ def test_abort_ends_waits(make_ranks, wait):
         comm.all_reduce(gpu.ones(comm, 10))
 
 
-@gpu.only
-@pytest.mark.parametrize("max_blocks", [1, 7])
-@pytest.mark.parametrize("algorithm", NATIVE)
-def test_block_limit_keeps_bits(make_ranks, algorithm, max_blocks):
-    comm = make_ranks(3, max_blocks=max_blocks)
-    gpu.check(comm, gpu.drawn(30_011, torch.float32, 3), "mean", algorithm)
-
-
 class Late(torch.autograd.Function):
     """The identity, whose gradient comes late, on the stream of its forward pass."""
 

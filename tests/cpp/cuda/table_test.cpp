@@ -1,7 +1,7 @@
 // table_test: which tensors of cuda/table.h have vectors, and what fits into a table. Tiles, heads
 // and tails are tested by the bits of fused_test.
 
-#include "cuda/tables.h"
+#include "cuda/table.h"
 
 #include <algorithm>
 

@@ -102,7 +102,6 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** argumen
   if (!what) return error(cudaErrorInvalidDeviceFunction);
   int& launches_left = call.process().launches_left;
   if (launches_left >= 0 && launches_left-- == 0) return error(cudaErrorLaunchOutOfResources);
-  call.process().most_blocks = std::max(call.process().most_blocks, static_cast<int>(blocks.x));
   StreamState* state = machine.state_of(stream);
   if (state->device != current_device()) return error(cudaErrorInvalidResourceHandle);
   const auto most =
@@ -134,12 +133,7 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** argumen
   } else {
     fuse(*static_cast<cuda::LargeTable*>(arguments[0]));
   }
-  const cudaError_t status = machine.enqueue(state, std::move(work));
-  if (machine.options.launch_blocking && state->capture == nullptr) {
-    machine.wait_for(call.lock(), "CUDA_LAUNCH_BLOCKING",
-                     [=](const StreamState& other) { return &other == state; });
-  }
-  return error(status);
+  return error(machine.enqueue(state, std::move(work)));
 }
 
 // Nobody may ask for, or wait for, what a capture recorded.

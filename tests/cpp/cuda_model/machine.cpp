@@ -498,15 +498,6 @@ long num_events() {
   return all;
 }
 
-int most_blocks() {
-  const std::lock_guard lock(Machine::get().mutex);
-  int most = 0;
-  for (const auto& entry : Machine::get().processes) {
-    most = std::max(most, entry.second.most_blocks);
-  }
-  return most;
-}
-
 std::size_t most_link_bytes() {
   const std::lock_guard lock(Machine::get().mutex);
   std::size_t most = 0;

@@ -57,8 +57,6 @@
 //             sticky     after a fault every call fails until the process ends, but those that only
 //                        ask for devices and contexts or exchange a mode
 //                        R, cudaErrorIllegalAddress
-//             blocking   CUDA_LAUNCH_BLOCKING: every launch waits for its end
-//                        G, Concurrent Execution between Host and Device
 // Threads   any; what a thread does comes after what was before it was started. Host threads are
 //           processes' main threads where they have said so.
 // Tests     tests/test_cuda_host.py, tests/test_cuda_processes_emulated.py: engines with planted
@@ -86,9 +84,8 @@ class Broken : public std::runtime_error {
 
 struct Options {
   int blocks_per_multiprocessor = 1;
-  int one_in = 0;                // of enqueued entries, how often another runs at once; 0: never
-  bool launch_blocking = false;  // CUDA_LAUNCH_BLOCKING=1
-  bool lets_time_pass = false;   // where nothing moves: until kernels give up, else it is told
+  int one_in = 0;               // of enqueued entries, how often another runs at once; 0: never
+  bool lets_time_pass = false;  // where nothing moves: until kernels give up, else it is told
   bool hosts_see_each_other = false;  // host threads meet by means that are not seen here
   bool loads_eagerly = false;         // kernels (CUDA_MODULE_LOADING=EAGER)
   bool has_one_queue = false;         // a process's streams on a device share one
@@ -123,7 +120,6 @@ void fault(int device, cudaError_t error);  // sticky, for the calling thread's 
 std::set<int> contexts();                   // devices with one, of this process
 long num_allocations();                     // of the engine, mapped memory included
 long num_events();
-int most_blocks();  // of any launch
 // Most that kernels have moved from, or to, the memory of one device by way of its link to others.
 std::size_t most_link_bytes();
 

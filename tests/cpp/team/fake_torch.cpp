@@ -1,7 +1,6 @@
 // fake_torch: what os/torch_team asks of libtorch_cpu.so, on a real OpenMP runtime or without one.
 //
 //   -DWITHOUT_OPENMP  it depends on none
-//   -DTWO_RUNTIMES    it has the entry point of another one, too
 //   -DMUTE            it does not tell its number of threads
 
 #if !defined(WITHOUT_OPENMP)
@@ -31,8 +30,4 @@ extern "C" void operate() {
   {
   }
 }
-#endif
-
-#if defined(TWO_RUNTIMES)
-extern "C" void __kmpc_fork_call() {}
 #endif

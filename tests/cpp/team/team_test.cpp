@@ -1,7 +1,7 @@
 // team_test: os/torch_team on a stand-in for torch, with two threads of a real OpenMP runtime.
 //
 //   team_test PATH         PATH: the stand-in with OpenMP; everything that a team promises
-//   team_test PATH WORDS   another stand-in: nobody joins, and WORDS are in the reason
+//   team_test PATH alone   another stand-in: nobody joins
 //
 // Build     tests/test_torch_team.py
 // Output    the first failed check ends it with status 1.
@@ -16,7 +16,6 @@
 #include <cstdlib>
 #include <limits>
 #include <new>
-#include <string>
 #include <thread>
 
 #include "os/float_mode.h"
@@ -141,7 +140,6 @@ void a_child_joins_nobody(const Torch& torch) {
   CHECK(child >= 0);
   if (child == 0) {
     CHECK(!torch_team::is_ready());
-    CHECK(torch_team::state().why_not.find("forked") != std::string::npos);
     std::_Exit(0);
   }
   int status = 0;
@@ -158,13 +156,9 @@ void flush_denormals() {
 int test(int argc, char** argv) {
   CHECK(argc > 1);
   CHECK(torch_team::num_threads() == 0 && !torch_team::is_ready());
-  CHECK(torch_team::state().why_not == "torch is not loaded");
   void* library = load(argv[1]);
   if (argc > 2) {
     CHECK(!torch_team::is_ready());
-    const std::string why_not = torch_team::state().why_not;
-    if (why_not.find(argv[2]) == std::string::npos) std::fprintf(stderr, "%s\n", why_not.c_str());
-    CHECK(why_not.find(argv[2]) != std::string::npos);
     return 0;
   }
   const Torch torch = {library, reinterpret_cast<void (*)()>(dlsym(library, "operate")),
@@ -173,8 +167,6 @@ int test(int argc, char** argv) {
   torch.set_threads(kThreads);
   flush_denormals();
   torch.operate();
-  CHECK(torch_team::state().why_not.empty());
-  CHECK(torch_team::state().library.find("omp") != std::string::npos);
   all_compute_in_the_default_mode(torch);
   every_thread_works_once(torch);
   one_error_comes_out(torch);
