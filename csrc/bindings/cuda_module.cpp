@@ -15,7 +15,6 @@
 #include "bindings/group_binding.h"
 #include "cuda/background.h"
 #include "cuda/group.h"
-#include "cuda/peers.h"
 #include "cuda/runtime.h"
 #include "os/process.h"
 
@@ -78,9 +77,9 @@ class CudaWork {
 // A group, and its calls in the background.
 class StreamedGroup : public ForkGuard {
  public:
-  StreamedGroup(std::vector<int> devices, cuda::GroupOptions options)
+  StreamedGroup(std::vector<int> devices, std::chrono::nanoseconds timeout)
       : devices_(std::move(devices)),
-        group_(std::make_shared<cuda::Group>(devices_, options)),
+        group_(std::make_shared<cuda::Group>(devices_, timeout)),
         background_(group_) {}
 
   CallCache calls;
@@ -166,13 +165,13 @@ void bind_group(py::module_& m) {
   py::class_<StreamedGroup, Engine::GroupPtr> group(m, "Group");
   def_list_calls<Engine>(group);
   group
-      .def(py::init([](std::vector<int> devices, double timeout_s, int max_blocks) {
-             const cuda::GroupOptions options{to_nanoseconds(timeout_s), max_blocks};
+      .def(py::init([](std::vector<int> devices, double timeout_s) {
              const PythonCall python_call;  // peers are tried
-             return Engine::GroupPtr(new StreamedGroup(std::move(devices), options),
-                                     GroupDeleter<Engine>{});
+             return Engine::GroupPtr(
+                 new StreamedGroup(std::move(devices), to_nanoseconds(timeout_s)),
+                 GroupDeleter<Engine>{});
            }),
-           py::arg("devices"), py::arg("timeout_s"), py::arg("max_blocks") = cuda::kAnyBlocks)
+           py::arg("devices"), py::arg("timeout_s"))
       .def("abort",
            [](StreamedGroup& self) {
              const PythonCall python_call;
@@ -204,19 +203,6 @@ void bind_group(py::module_& m) {
       });
 }
 
-py::list peer_matrix(std::vector<int> devices) {
-  const auto tried = [&] {
-    const PythonCall python_call;
-    const auto launches = cuda::lock_launches();
-    return cuda::peer_links(devices);
-  }();
-  py::list links;
-  for (const cuda::PeerLink& link : tried) {
-    links.append(py::make_tuple(link.from, link.to, link.can_access, link.delivers));
-  }
-  return links;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_cuda_engine, m) {
@@ -234,7 +220,6 @@ PYBIND11_MODULE(_cuda_engine, m) {
   bind_cuda_process_group(m);
   m.def("end_reading", &Reading::end);
   m.def("num_devices", &cuda::num_devices);
-  m.def("peer_links", &peer_matrix, py::arg("devices"));
   m.def("runtime_version", [] { return CUDART_VERSION; });
 }
 

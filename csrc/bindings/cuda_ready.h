@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings/group_binding.h"
-#include "bucket/ready_hook.h"
+#include "bucket/step.h"
 #include "cuda/background.h"
 
 namespace pyringar {
@@ -23,7 +23,6 @@ class BoundReady {
   // The current stream of the rank's device goes on after the bucket's gradients.
   void make_wait(int bucket, int rank) const {
     const int device = ready_.device_of(rank);
-    if (device == kHost) return;
     ready_.make_wait(bucket, device, static_cast<cudaStream_t>(current_stream(device)));
   }
   py::capsule hook() { return py::capsule(&hook_, ReadyHook::kCapsule); }
@@ -33,7 +32,6 @@ class BoundReady {
     try {
       cuda::Ready& ready = static_cast<BoundReady*>(self)->ready_;
       const int device = ready.device_of(rank);
-      if (device == kHost) return true;
       const auto stream = static_cast<cudaStream_t>(current_stream(device));
       ready.note(bucket, rank, is_new, stream);
       return true;

@@ -1,13 +1,10 @@
 // lanes: vectors of elements: load and widen, compute, narrow and store.
 //
-// Floor     cpu: compiler vector extensions (g++ and clang, any instruction set), and F16C.
 // Units     kLanes elements, one register of accumulators, kVectorBytes wide.
 // Contract  The bits of core/half.h for every input that is not a NaN. No alignment is required.
-// Threads   pure functions, any.
 // Tests     tests/cpp/stress.cpp compares every half; tests/conformance/test_bits.py
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -57,7 +54,6 @@ PYRINGAR_INLINE void store_vector(V v, void* to) {
   std::memcpy(to, &v, sizeof v);
 }
 
-// Types that are added as they are.
 template <typename T>
 struct PlainLanes {
   using Element = T;
@@ -71,7 +67,6 @@ struct PlainLanes {
 
 inline constexpr int kWords = kVectorBytes / 4;
 
-// 16-bit floats, added as fp32.
 struct HalfLanes {
   using Partial = float;
   static constexpr int kLanes = kWords;
@@ -180,12 +175,9 @@ struct LanesOf<DType::kFloat16> : Float16Lanes {};
 template <>
 struct LanesOf<DType::kBFloat16> : BFloat16Lanes {};
 
-// What the fused loop takes; only the low half of a little-endian word comes first in memory.
 template <DType dtype>
 struct FusedLanesOf : LanesOf<dtype> {};
 template <>
-struct FusedLanesOf<DType::kBFloat16>
-    : std::conditional_t<std::endian::native == std::endian::little, BFloat16PairLanes,
-                         BFloat16Lanes> {};
+struct FusedLanesOf<DType::kBFloat16> : BFloat16PairLanes {};
 
 }  // namespace pyringar

@@ -3,22 +3,17 @@
 #include "cuda/devices.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "core/error.h"
-#include "cuda/peers.h"
 
 namespace pyringar::cuda {
 
 Devices::Devices(std::vector<int> of_rank) : of_rank_(std::move(of_rank)) {
   for (const int index : of_rank_) {
-    if (index == kHost) {
-      has_host_ranks_ = true;
-    } else if (position_of(index) == indices_.size()) {
-      indices_.push_back(index);
-    }
+    if (position_of(index) == indices_.size()) indices_.push_back(index);
   }
-  if (indices_.empty()) fail(ErrorKind::kArgument, "no rank is on a CUDA device");
   {
     const auto launches = lock_launches();  // peers are tried with memory of their own
     for (const int a : indices_) {
@@ -92,7 +87,18 @@ bool Events::is_done() const {
                      [](const Event& event) { return event.is_done(); });
 }
 
-void Events::wait_for() const { wait_for_all(events_); }
+// For all of them, also where one's device has failed; raises the first failure.
+void Events::wait_for() const {
+  std::exception_ptr failure;
+  for (const Event& event : events_) {
+    try {
+      event.wait_for();
+    } catch (const Error&) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
 
 Memory shared_memory(int device, bool is_reachable, std::size_t bytes) {
   return is_reachable ? device_memory(device, bytes) : host_memory(device, bytes);

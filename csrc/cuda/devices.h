@@ -16,6 +16,15 @@
 
 namespace pyringar::cuda {
 
+// Whether both devices can read and write each other's memory. Switches access on, once per process
+// and pair, and never off. A pair counts only after a kernel of each has written a pattern into the
+// other's memory, read it back, and the other has found it there: some machines say yes and deliver
+// zeros.
+bool enable_peers(int a, int b);
+
+// Memory that cudaMalloc made; other memory (torch's expandable segments) no peer can see.
+bool is_peer_visible(const void* memory);
+
 using Streams = std::span<const cudaStream_t>;  // one per device, in the order of Devices
 
 struct Device {
@@ -26,14 +35,12 @@ struct Device {
 
 class Devices {
  public:
-  // of_rank[r]: the index of rank r's device, or kHost.
   explicit Devices(std::vector<int> of_rank);
 
   int world_size() const { return static_cast<int>(of_rank_.size()); }
   int of_rank(std::size_t rank) const { return of_rank_[rank]; }
   const std::vector<int>& indices() const { return indices_; }  // each once
   std::size_t position_of(int index) const;                     // in indices()
-  bool has_host_ranks() const { return has_host_ranks_; }
   bool has_peers() const { return has_peers_; }
 
   std::size_t size() const { return devices_.size(); }
@@ -44,13 +51,11 @@ class Devices {
  private:
   const std::vector<int> of_rank_;
   std::vector<int> indices_;
-  bool has_host_ranks_ = false;
   bool has_peers_ = true;
   std::vector<Device> devices_;
   std::map<const void*, std::vector<int>> most_blocks_;  // by kernel
 };
 
-// An event on each device, used again and again; a capture needs its own.
 class Events {
  public:
   explicit Events(std::vector<int> devices);  // each once
@@ -66,7 +71,6 @@ class Events {
   std::vector<Event> events_;
 };
 
-// On the device if the others reach it there, else in the host's memory.
 Memory shared_memory(int device, bool is_reachable, std::size_t bytes);
 
 }  // namespace pyringar::cuda

@@ -28,13 +28,12 @@ FusedLaunches::FusedLaunches(const TensorList& list, std::size_t num_devices) {
   });
 }
 
-void FusedLaunches::launch(std::span<const int> devices, std::span<const cudaStream_t> streams,
-                           int max_blocks) const {
+void FusedLaunches::launch(std::span<const int> devices,
+                           std::span<const cudaStream_t> streams) const {
   for (const Launch& one : launches_) {
     const OnDevice guard(devices[one.device]);
-    const unsigned blocks = std::min(one.num_tiles, static_cast<std::uint32_t>(max_blocks));
     void* arguments[] = {one.table.get()};
-    check(cudaLaunchKernel(one.kernel, dim3(blocks), dim3(kThreads), arguments, 0,
+    check(cudaLaunchKernel(one.kernel, dim3(one.num_tiles), dim3(kThreads), arguments, 0,
                            streams[one.device]),
           "launch of fused", devices[one.device]);
   }
@@ -54,14 +53,45 @@ void Folds::add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DT
   add(as, sources, {to}, bytes / item_bytes(as));
 }
 
-void Folds::launch(int device, cudaStream_t stream, int max_blocks) const {
+void Folds::launch(int device, cudaStream_t stream) const {
   std::vector<Buffers> tensors;
   for (const Item& item : items_) {
     void* const* pointers = pointers_.data() + item.pointers;
     tensors.push_back({pointers, pointers + num_sources_, num_sources_, num_destinations_,
                        item.numel, item.dtype});
   }
-  FusedLaunches({tensors, fold_, "fold"}, 1).launch({&device, 1}, {&stream, 1}, max_blocks);
+  FusedLaunches({tensors, fold_, "fold"}, 1).launch({&device, 1}, {&stream, 1});
+}
+
+Probe probe_of(int seed, std::size_t most_bytes) {
+  constexpr std::size_t kMostWords = 4096;
+  Probe words(std::min(kMostWords, most_bytes / sizeof(std::uint32_t)));
+  const auto own = static_cast<std::uint32_t>(seed + 1) * 0x9e3779b9u;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    words[i] = (own ^ static_cast<std::uint32_t>(i)) * 2654435761u;
+  }
+  return words;
+}
+
+void write_probe(int device, cudaStream_t stream, const Probe& probe, std::byte* to) {
+  const OnDevice guard(device);
+  check(
+      cudaMemcpyAsync(to, probe.data(), probe.size() * sizeof probe[0], cudaMemcpyDefault, stream),
+      "cudaMemcpyAsync", device);
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", device);
+}
+
+Probe read_probe(int device, cudaStream_t stream, const std::byte* from, std::byte* own,
+                 std::size_t num_words) {
+  const OnDevice guard(device);
+  Probe found(num_words);
+  Folds copies = Folds::copies();
+  copies.add_copy(own, from, num_words * sizeof found[0], DType::kInt32);
+  copies.launch(device, stream);
+  check(cudaMemcpyAsync(found.data(), own, num_words * sizeof found[0], cudaMemcpyDefault, stream),
+        "cudaMemcpyAsync", device);
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", device);
+  return found;
 }
 
 }  // namespace pyringar::cuda

@@ -1,6 +1,6 @@
-// peers: see the header.
-
-#include "cuda/peers.h"
+// peers: the probe, and what CUDA says, behind enable_peers() of cuda/devices.h.
+//
+// Tests     tests/cuda (on machines with two devices)
 
 #include <cuda.h>
 
@@ -8,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "cuda/devices.h"
 #include "cuda/flag.cuh"
 #include "cuda/runtime.h"
 
@@ -77,12 +78,10 @@ bool probe(int from, int to) {
          read_word(wrong_there, from, stream_from) == 0;
 }
 
-PeerLink try_link(int from, int to) {
-  PeerLink link{from, to, false, false};
+bool try_link(int from, int to) {
   int says_yes = 0;
   check(cudaDeviceCanAccessPeer(&says_yes, from, to), "cudaDeviceCanAccessPeer", from);
-  link.can_access = says_yes != 0;
-  if (!link.can_access) return link;
+  if (says_yes == 0) return false;
   {
     const OnDevice guard(from);
     const cudaError_t status = cudaDeviceEnablePeerAccess(to, 0);
@@ -92,13 +91,12 @@ PeerLink try_link(int from, int to) {
       check(status, "cudaDeviceEnablePeerAccess", from);
     }
   }
-  link.delivers = probe(from, to);
-  return link;
+  return probe(from, to);
 }
 
-const PeerLink& link_between(int from, int to) {
+bool delivers(int from, int to) {
   static std::mutex mutex;
-  static std::map<std::pair<int, int>, PeerLink> known;
+  static std::map<std::pair<int, int>, bool> known;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known.find({from, to});
   if (found != known.end()) return found->second;
@@ -107,20 +105,7 @@ const PeerLink& link_between(int from, int to) {
 
 }  // namespace
 
-bool enable_peers(int a, int b) {
-  if (a == b) return true;
-  return link_between(a, b).delivers && link_between(b, a).delivers;
-}
-
-std::vector<PeerLink> peer_links(std::span<const int> devices) {
-  std::vector<PeerLink> links;
-  for (const int from : devices) {
-    for (const int to : devices) {
-      if (from != to) links.push_back(link_between(from, to));
-    }
-  }
-  return links;
-}
+bool enable_peers(int a, int b) { return a == b || (delivers(a, b) && delivers(b, a)); }
 
 bool is_peer_visible(const void* memory) {
   static const auto get_attribute =

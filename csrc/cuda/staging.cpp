@@ -3,11 +3,6 @@
 #include "cuda/staging.h"
 
 #include <algorithm>
-#include <cstring>
-#include <utility>
-
-#include "core/error.h"
-#include "cuda/peers.h"
 
 namespace pyringar::cuda {
 
@@ -39,34 +34,30 @@ void for_each_pointer(const Collective& collective, Visit&& visit) {
 
 }  // namespace
 
-Staging::Staging(std::shared_ptr<const Devices> devices)
-    : owned_(std::move(devices)),
-      devices_(*owned_),
-      is_on_host_(devices_.has_host_ranks() || !devices_.has_peers()),
-      buffers_(static_cast<std::size_t>(devices_.world_size())) {}
+Staging::Staging(const Devices& devices)
+    : devices_(devices), buffers_(static_cast<std::size_t>(devices_.world_size())) {}
 
 bool Staging::is_needed(const Collective& collective) const {
-  if (is_on_host_) return true;
+  if (!devices_.has_peers()) return true;
   if (devices_.size() == 1) return false;
   return std::any_of(
       collective.pointers.begin(), collective.pointers.end(),
       [](const void* pointer) { return pointer != nullptr && !is_peer_visible(pointer); });
 }
 
-void Staging::reserve(std::size_t rank, std::size_t bytes, const Events* last_use) {
+void Staging::reserve(std::size_t rank, std::size_t bytes, const Events& last_use) {
   Buffer& buffer = buffers_[rank];
   if (buffer.bytes >= bytes) return;
-  if (last_use != nullptr) last_use->wait_for();  // cudaFreeHost is not said to
+  last_use.wait_for();  // cudaFreeHost is not said to
   // To free and to allocate waits for the device: seldom, then.
   const std::size_t wanted = std::max(bytes, 2 * buffer.bytes);
   const auto lock = lock_launches();
   buffer = {};
-  const int device = devices_.of_rank(rank) == kHost ? devices_[0].index : devices_.of_rank(rank);
-  buffer.memory = shared_memory(device, !is_on_host_, wanted);
+  buffer.memory = shared_memory(devices_.of_rank(rank), devices_.has_peers(), wanted);
   buffer.bytes = wanted;
 }
 
-std::vector<std::size_t> Staging::lay_out(const Collective& collective, const Events* last_use) {
+std::vector<std::size_t> Staging::lay_out(const Collective& collective, const Events& last_use) {
   std::vector<std::size_t> used(buffers_.size());
   std::vector<std::size_t> offsets(collective.pointers.size());
   for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use) {
@@ -80,42 +71,25 @@ std::vector<std::size_t> Staging::lay_out(const Collective& collective, const Ev
   return offsets;
 }
 
-Collective Staging::copy_in(const Collective& collective, Streams streams, const Events* last_use) {
+Collective Staging::copy_in(const Collective& collective, Streams streams, const Events& last_use) {
   const std::vector<std::size_t> offsets = lay_out(collective, last_use);
   Collective staged = collective.copy();
   for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use use) {
     const auto rank = static_cast<std::size_t>(collective.ranks[at]);
-    const int device = devices_.of_rank(rank);
     staged.pointers[at] = as<std::byte>(buffers_[rank].memory, offsets[at]);
     if (!use.is_source || bytes == 0) return;
-    if (device == kHost) {
-      std::memcpy(staged.pointers[at], collective.pointers[at], bytes);
-    } else {
-      copy_later(staged.pointers[at], collective.pointers[at], bytes, device, streams);
-    }
+    copy_later(staged.pointers[at], collective.pointers[at], bytes, devices_.of_rank(rank),
+               streams);
   });
   return staged;
 }
 
 void Staging::copy_out(const Collective& collective, const Collective& staged,
                        Streams streams) const {
-  const auto device_of = [&](std::size_t at) {
-    return devices_.of_rank(static_cast<std::size_t>(collective.ranks[at]));
-  };
   for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use use) {
-    if (!use.is_destination || bytes == 0 || device_of(at) == kHost) return;
-    copy_later(collective.pointers[at], staged.pointers[at], bytes, device_of(at), streams);
-  });
-  if (!devices_.has_host_ranks()) return;
-  // The host's tensors are results now or never: nothing orders their readers after a stream.
-  for (std::size_t d = 0; d < devices_.size(); ++d) {
-    const OnDevice guard(devices_[d].index);
-    const BesideCaptures beside;
-    check(cudaStreamSynchronize(streams[d]), "cudaStreamSynchronize", devices_[d].index);
-  }
-  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use use) {
-    if (!use.is_destination || bytes == 0 || device_of(at) != kHost) return;
-    std::memcpy(collective.pointers[at], staged.pointers[at], bytes);
+    if (!use.is_destination || bytes == 0) return;
+    const int device = devices_.of_rank(static_cast<std::size_t>(collective.ranks[at]));
+    copy_later(collective.pointers[at], staged.pointers[at], bytes, device, streams);
   });
 }
 

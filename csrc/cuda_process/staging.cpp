@@ -2,6 +2,8 @@
 
 #include "cuda_process/staging.h"
 
+#include <cuda.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -13,18 +15,21 @@ namespace pyringar::cuda {
 
 namespace {
 
-constexpr std::size_t kMostProbeWords = 4096;
 constexpr std::uint32_t kProbed = 1;
 // Far less than what turns a comparison, on all ranks alike.
 constexpr std::uint32_t kMostBehind = std::uint32_t{1} << 30;
 
-std::vector<std::uint32_t> pattern_of(int rank, std::size_t num_words) {
-  std::vector<std::uint32_t> words(num_words);
-  const auto seed = static_cast<std::uint32_t>(rank + 1) * 0x9e3779b9u;
-  for (std::size_t i = 0; i < num_words; ++i) {
-    words[i] = (seed ^ static_cast<std::uint32_t>(i)) * 2654435761u;
+using Operation = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+
+Operation operation(const char* name) { return reinterpret_cast<Operation>(driver_function(name)); }
+
+// The runtime's error codes are the driver's.
+void check_operation(CUresult status, const char* name, int device) {
+  if (status == CUDA_ERROR_NOT_SUPPORTED) {
+    fail(ErrorKind::kUnsupported, "cuda:", device, " has no stream memory operations (", name,
+         " is refused): its streams cannot wait for other processes");
   }
-  return words;
+  check(static_cast<cudaError_t>(status), name, device);
 }
 
 bool is_visible(const char* gpu) {
@@ -35,6 +40,54 @@ bool is_visible(const char* gpu) {
 }
 
 }  // namespace
+
+RegisteredMemory::RegisteredMemory(int device, void* memory, std::size_t bytes)
+    : device_(device), memory_(memory) {
+  const OnDevice guard(device);
+  const BesideCaptures beside;
+  const cudaError_t status =
+      cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    fail(ErrorKind::kUnsupported, "cuda:", device, " cannot reach the memory that processes share",
+         " (cudaHostRegister of ", bytes, " bytes: ", cudaGetErrorString(status), ")");
+  }
+  void* there = nullptr;
+  const cudaError_t mapped = cudaHostGetDevicePointer(&there, memory, 0);
+  if (mapped != cudaSuccess) cudaHostUnregister(memory);
+  check(mapped, "cudaHostGetDevicePointer", device);
+  device_memory_ = reinterpret_cast<std::uintptr_t>(there);
+}
+
+RegisteredMemory::~RegisteredMemory() {
+  try {
+    const OnDevice guard(device_);
+    const BesideCaptures beside;
+    cudaHostUnregister(memory_);
+  } catch (const Error&) {  // the device does not answer any more
+  }
+}
+
+std::uintptr_t RegisteredMemory::on_device(const Word& word) const {
+  return device_memory_ +
+         (reinterpret_cast<std::uintptr_t>(&word) - reinterpret_cast<std::uintptr_t>(memory_));
+}
+
+void RegisteredMemory::write_word(const Word& word, std::uint32_t value,
+                                  cudaStream_t stream) const {
+  static const Operation write = operation("cuStreamWriteValue32");
+  const OnDevice guard(device_);  // the null stream is the current device's
+  check_operation(write(stream, on_device(word), value, CU_STREAM_WRITE_VALUE_DEFAULT),
+                  "cuStreamWriteValue32", device_);
+}
+
+void RegisteredMemory::await_word(const Word& word, std::uint32_t value,
+                                  cudaStream_t stream) const {
+  static const Operation wait = operation("cuStreamWaitValue32");
+  const OnDevice guard(device_);
+  check_operation(wait(stream, on_device(word), value, CU_STREAM_WAIT_VALUE_GEQ),
+                  "cuStreamWaitValue32", device_);
+}
 
 StagingHandles place_of(int device) {
   const OnDevice guard(device);
@@ -69,12 +122,10 @@ OwnStaging::OwnStaging(int device_index, const StagingPlan& agreed)
       slots(device_memory(device, kStagingSlots * plan.slot_bytes)) {}
 
 ProcessStaging::ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
-                               const PeerWatch& host, std::span<const StagingHandles> all,
-                               int max_blocks)
+                               const PeerWatch& host, std::span<const StagingHandles> all)
     : own_(own),
       segment_(segment),
       rank_(rank),
-      max_blocks_(max_blocks),
       words_(own.device, &segment.device(0), segment.devices_bytes()),
       last_reduced_(segment.device(rank).reduced.value.load()),
       probe_stream_(own.device),
@@ -94,38 +145,28 @@ ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs
   try {
     return {rank, map_memory(own_.device, theirs.slots)};
   } catch (const Error& error) {
-    const bool is_own_process = segment_.line(rank).process.pid == segment_.line(rank_).process.pid;
     const char* hint =
-        is_own_process ? "; both ranks are in one process, which CUDA does not let open what it "
-                         "shows to others: take pyringar.Communicator for GPUs of one process"
-        : !is_visible(theirs.gpu.data())
-            ? "; that GPU is not visible in this process: let CUDA_VISIBLE_DEVICES name all ranks' "
-              "GPUs in every process, and pass device= to each"
-            : "";
+        is_visible(theirs.gpu.data())
+            ? ""
+            : "; that GPU is not visible in this process: let CUDA_VISIBLE_DEVICES name all ranks' "
+              "GPUs in every process, and pass device= to each";
     fail(error.kind(), "memory of rank ", rank, " on GPU ", theirs.gpu.data(),
          " cannot be mapped: ", error.what(), hint);
   }
 }
 
 // Probes lie in message 0's slot, what was read of each peer's in message 1's, one after the other.
-void ProcessStaging::write_probe() {
-  const OnDevice guard(own_.device);
+void ProcessStaging::make_probe() {
   const BesideCaptures beside;
-  const std::size_t words = std::min(kMostProbeWords, plan().slot_bytes / sizeof(std::uint32_t));
-  const std::vector<std::uint32_t> pattern = pattern_of(rank_, words);
   const cudaStream_t stream = probe_stream_.get();
-  check(cudaMemcpyAsync(slot(rank_, 0), pattern.data(), words * sizeof(std::uint32_t),
-                        cudaMemcpyDefault, stream),
-        "cudaMemcpyAsync", own_.device);
+  write_probe(own_.device, stream, probe_of(rank_, plan().slot_bytes), slot(rank_, 0));
   words_.write_word(line(rank_).probe.value, kProbed, stream);
+  const OnDevice guard(own_.device);
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", own_.device);
 }
 
 std::string ProcessStaging::look_at_probes() {
-  const OnDevice guard(own_.device);
   const BesideCaptures beside;
-  const std::size_t num_words =
-      std::min(kMostProbeWords, plan().slot_bytes / sizeof(std::uint32_t));
   const cudaStream_t stream = probe_stream_.get();
   for (const Peer& peer : peers_) {
     // Its GPU has come to the write: a stream need not wait for what the host does not find.
@@ -134,22 +175,12 @@ std::string ProcessStaging::look_at_probes() {
       return join("the host does not find the word that the GPU of rank ", peer.rank, " wrote");
     }
     words_.await_word(word, kProbed, stream);
-    // A kernel reads, as later; the host looks at what it has read.
-    Folds copies = Folds::copies();
-    copies.add_copy(slot(rank_, 1), slot(peer.rank, 0), num_words * sizeof(std::uint32_t),
-                    DType::kInt32);
-    copies.launch(own_.device, stream, max_blocks_);
-    std::vector<std::uint32_t> found(num_words);
-    check(cudaMemcpyAsync(found.data(), slot(rank_, 1), num_words * sizeof(std::uint32_t),
-                          cudaMemcpyDefault, stream),
-          "cudaMemcpyAsync", own_.device);
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", own_.device);
-    const std::vector<std::uint32_t> wanted = pattern_of(peer.rank, num_words);
-    const auto differs = std::mismatch(found.begin(), found.end(), wanted.begin());
-    if (differs.first != found.end()) {
-      return join("cuda:", own_.device, " finds ", *differs.first, " in word ",
-                  differs.first - found.begin(), " of the memory of rank ", peer.rank,
-                  ", which wrote ", *differs.second);
+    const Probe wanted = probe_of(peer.rank, plan().slot_bytes);
+    const Probe found =
+        read_probe(own_.device, stream, slot(peer.rank, 0), slot(rank_, 1), wanted.size());
+    if (found != wanted) {
+      return join("cuda:", own_.device, " does not find what the GPU of rank ", peer.rank,
+                  " wrote to its memory");
     }
   }
   return {};

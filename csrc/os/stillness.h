@@ -1,6 +1,5 @@
 // stillness: for how long other ranks have stood still, as seen by one that waits for them.
 //
-// Units     nanoseconds.
 // Contract  A rank stands still while its mark, a number that changes with everything it gets done,
 //           stays the same. Time counts only while the waiting rank looks, so that its own stops
 //           are not held against the others. It counts anew whenever the waiting rank has moved,
@@ -20,26 +19,20 @@
 
 namespace pyringar {
 
-// A rank that works on memory for long says so often, in bytes, that it is under way.
-inline constexpr std::size_t kProgressBytes = std::size_t{1} << 20;
-
 class Stillness {
  public:
   Stillness(int world_size, std::chrono::nanoseconds timeout)
       : timeout_(timeout), seen_(static_cast<std::size_t>(world_size)) {}
 
   std::chrono::nanoseconds timeout() const { return timeout_.load(std::memory_order_relaxed); }
-  // From any thread.
   void set_timeout(std::chrono::nanoseconds timeout) {
     timeout_.store(timeout, std::memory_order_relaxed);
   }
-  // How long to sleep between two looks.
   std::chrono::nanoseconds nap() const {
     return std::clamp<std::chrono::nanoseconds>(timeout() / 4, std::chrono::milliseconds(1),
                                                 std::chrono::milliseconds(50));
   }
 
-  // All ranks begin anew at the next look.
   void forget() { has_looked_ = false; }
 
   // mark_of(rank): see above. own: the rank that looks.
@@ -54,7 +47,6 @@ class Stillness {
       Seen& seen = seen_[rank];
       const std::uint64_t mark = mark_of(static_cast<int>(rank));
       const bool moved = has_looked_ && mark != seen.mark;
-      if (moved) seen.moved_at = now;
       if (moved && static_cast<int>(rank) == own) own_moved = true;
       seen.mark = mark;
       seen.still = moved ? std::chrono::nanoseconds(0) : seen.still + looked;
@@ -75,14 +67,11 @@ class Stillness {
     return std::all_of(seen_.begin(), seen_.end(),
                        [this](const Seen& seen) { return seen.still >= timeout(); });
   }
-  // When a look found that the rank had moved; the clock's zero if none has.
-  Clock::time_point moved_at(int rank) const { return at(rank).moved_at; }
 
  private:
   struct Seen {
     std::uint64_t mark = 0;
     std::chrono::nanoseconds still{};
-    Clock::time_point moved_at{};
   };
   const Seen& at(int rank) const { return seen_[static_cast<std::size_t>(rank)]; }
 

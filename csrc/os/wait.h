@@ -1,7 +1,5 @@
 // wait: the one place where a CPU thread sleeps for another, and how long it tries before.
 //
-// Floor     os: std and the operating system. Linux futexes; elsewhere (or with
-//           PYRINGAR_NO_FUTEX) a small table of condition variables, for threads only.
 // Units     Deadline is a point on the steady clock.
 // Contract  Flag: whatever was written before set(n) is visible after wait_for_flag(n) returned
 //           true. One writer per flag; values only grow (modulo 2^32).
@@ -29,7 +27,6 @@ void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Dea
 inline constexpr int kWakeAll = 1 << 30;
 void os_wake(const std::atomic<std::uint32_t>& word, int count, Scope scope = Scope::kThreads);
 
-// A moment for the core's other thread.
 inline void cpu_pause() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -62,7 +59,6 @@ bool try_for_flag(const Flag& flag, std::uint32_t wanted);
 bool yield_for_flag(const Flag& flag, std::uint32_t wanted, int num_yields,
                     int& waits_without_yields);
 
-// The same, then sleeps until it is.
 void wait_for_flag(Flag& flag, std::uint32_t wanted);
 
 // Sleeps until flag >= wanted, `nap` at a time at the longest; false when give_up() wants so, which

@@ -14,9 +14,7 @@ namespace {
 constexpr std::uint32_t kVersion = 8;  // of the layout
 constexpr std::size_t kPage = 4096;
 
-static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
-                  std::atomic<std::int64_t>::is_always_lock_free,
-              "a lock would be one process's own");
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "a lock would be one process's own");
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
@@ -36,13 +34,6 @@ struct Layout {
 };
 
 }  // namespace
-
-bool CallRecord::agrees(const CallRecord& other) const {
-  return sequence == other.sequence && kind == other.kind && op == other.op &&
-         dtype == other.dtype && divisor == other.divisor && order == other.order &&
-         root == other.root && numel == other.numel && num_tensors == other.num_tensors &&
-         shapes == other.shapes && what == other.what;
-}
 
 std::uint64_t CallRecord::digest() const {
   std::uint64_t digest = 0;

@@ -31,12 +31,7 @@ std::string text_of(const std::array<char, kSize>& chars) {
 PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
     : segment_(segment), rank_(rank), stillness_(segment.world_size(), timeout) {}
 
-void PeerWatch::publish_cores() {
-  const CoreSet cores = allowed_cores();
-  for (std::size_t i = 0; i < cores.words.size(); ++i) {
-    segment_.line(rank_).cores[i].store(cores.words[i], std::memory_order_relaxed);
-  }
-}
+void PeerWatch::publish_cores() { segment_.line(rank_).cores = allowed_cores(); }
 
 // Ranks that are bound to a core each have as many cores as ranks that may roam over them.
 void PeerWatch::count_cores() {
@@ -44,25 +39,21 @@ void PeerWatch::count_cores() {
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     const RankLine& line = segment_.line(rank);
     if (line.state.load() == RankState::kAbsent) return;  // not yet
-    for (std::size_t i = 0; i < all.words.size(); ++i) {
-      all.words[i] |= line.cores[i].load(std::memory_order_relaxed);
-    }
+    all |= line.cores;
   }
   has_counted_cores_ = true;
-  const int cores = std::max(1, all.count());
+  const int cores = std::max(1, static_cast<int>(all.count()));
   ranks_per_core_ = (segment_.world_size() + cores - 1) / cores;
   has_core_per_rank_ = ranks_per_core_ == 1;
   num_pauses_ = has_core_per_rank_ ? kPausesWithCore : kPausesCrowded;
 }
 
-void PeerWatch::begin_call(bool is_background, Clock::time_point now) {
+void PeerWatch::begin_call(bool is_background) {
   if (!has_counted_cores_) count_cores();
   is_background_ = is_background;
   peers_have_come_ = false;
   stillness_.forget();
-  RankLine& line = segment_.line(rank_);
-  line.core.store(current_core(), std::memory_order_relaxed);
-  line.heard_ns.store(now.time_since_epoch() / 1ns, std::memory_order_relaxed);
+  segment_.line(rank_).core.store(current_core(), std::memory_order_relaxed);
 }
 
 // Ranks that slept together are woken on one core and stay there: those with high numbers move.
@@ -110,8 +101,6 @@ std::string PeerWatch::awaited() const {
 }
 
 bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const char* what) {
-  segment_.line(rank_).heard_ns.store(Clock::now().time_since_epoch() / 1ns,
-                                      std::memory_order_relaxed);
   if (on_nap_) {
     try {
       on_nap_();
@@ -176,13 +165,11 @@ bool PeerWatch::is_late(int peer, const char* what) {
   }
   if (!stillness_.is_late(culprit)) return false;
   const double seconds = std::chrono::duration<double>(stillness_.timeout()).count();
-  report(ErrorKind::kTimeout,
-         join(waited_for(culprit, culprit == peer ? what : "to catch up"), " for ", seconds, " s; ",
-              last_call_of(culprit), last_heard_of(culprit)));
+  report(ErrorKind::kTimeout, join(waited_for(culprit, culprit == peer ? what : "to catch up"),
+                                   " for ", seconds, " s; ", last_call_of(culprit)));
   return true;
 }
 
-// All that a rank gets done moves one of these.
 std::uint64_t PeerWatch::mark_of(int rank) const {
   const RankLine& line = segment_.line(rank);
   std::uint64_t mark = line.progress.load(std::memory_order_relaxed);
@@ -205,15 +192,6 @@ int PeerWatch::most_behind(int suspect) const {
     if (ahead < 0 || (ahead == 0 && stillness_.still(rank) > stillness_.still(last))) last = rank;
   }
   return last;
-}
-
-std::string PeerWatch::last_heard_of(int rank) const {
-  const Deadline heard{
-      std::chrono::nanoseconds(segment_.line(rank).heard_ns.load(std::memory_order_relaxed))};
-  const Deadline last = std::max(heard, stillness_.moved_at(rank));
-  if (last == Deadline{}) return "";
-  return join(", last heard of ", static_cast<double>((Clock::now() - last) / 100ms) * 0.1,
-              " s ago");
 }
 
 std::string PeerWatch::waited_for(int peer, const char* what) const {

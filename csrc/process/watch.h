@@ -1,6 +1,5 @@
 // watch: waits of a rank for other processes, with deadlines, and which rank a timeout names.
 //
-// Units     nanoseconds.
 // Contract  A wait tries a while (pauses where every rank has a core, then yields), then sleeps. It
 //           ends when the rank that is furthest behind has stood still for the timeout (see
 //           os/stillness.h), when the peer is gone, when some rank has failed and said so, or when
@@ -38,7 +37,7 @@ class PeerWatch {
 
   PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout);
 
-  // Tells the others which cores this thread may use.
+  // Tells the others which cores this thread may use, before they see that it has joined.
   void publish_cores();
 
   // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
@@ -46,13 +45,11 @@ class PeerWatch {
   // Called before what may take longer than kPausesAtOnce.
   void set_on_wait(void (*on_wait)()) { on_wait_ = on_wait; }
   void before_wait() const { on_wait_(); }
-  // Any thread may set it.
   void set_timeout(std::chrono::nanoseconds timeout) { stillness_.set_timeout(timeout); }
 
   // In the background: beside threads of its own process that want the core.
-  void begin_call(bool is_background, Clock::time_point now);
+  void begin_call(bool is_background);
 
-  // Says that this rank is under way, between two counters.
   void progressed() {
     std::atomic<std::uint32_t>& count = segment_.line(rank_).progress;
     count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
@@ -72,16 +69,12 @@ class PeerWatch {
   ErrorKind kind() const { return kind_; }
   // For this rank to refuse calls with, and for the others to find. A forked child is no rank.
   void report(ErrorKind kind, const std::string& text);
-  // Whether some rank has failed before.
   bool adopt_shared_failure();
   [[noreturn]] void raise() const;
-  // What ended the group, from any thread; "" while it goes on.
   std::string shared_failure() const;
   // Throws if the group has failed or one of these ranks is gone; any thread may call.
   void check_peers(const std::vector<int>& peers) const;
-  // Changes while any rank gets something done.
   std::uint64_t progress() const;
-  // "rank 1 (process 4711 on host)"
   std::string name_of(int rank) const;
   std::string last_call_of(int rank) const;
   bool has_left(int rank) const { return segment_.line(rank).state.load() == RankState::kLeft; }
@@ -112,7 +105,6 @@ class PeerWatch {
     return lead_of(segment_.line(rank), segment_.line(other));
   }
   int most_behind(int suspect) const;
-  std::string last_heard_of(int rank) const;
   std::string waited_for(int peer, const char* what) const;
 
   const Segment& segment_;

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +17,11 @@ from pyringar.comm.plain_group import PlainGroup
 from pyringar.comm.topology import Plan, Topology, check_devices, choose
 from pyringar.comm.work import Work
 from pyringar.engine import load
-from pyringar.errors import ArgumentError, CompilerNotFoundError
+from pyringar.errors import ArgumentError, CompilerNotFoundError, UnsupportedError
 
 _BARRIER = "it is not needed, since one process makes the calls of all ranks in order"
-_ABORT = "no rank is on a GPU, and calls on the CPU end by themselves"
+_ABORT = "calls of ranks on the CPU end by themselves"
+_MIXED = "ranks are on CPUs and on GPUs, which takes algorithm 'naive' or 'sharded' of all_reduce"
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +30,14 @@ def make_group(devices: Sequence[torch.device], timeout_s: float) -> Any:
     """Return the engine's group of these ranks; no devices: any number of ranks on the CPU."""
     if all(device.type == "cpu" for device in devices):
         return load.engine().Group(len(devices), timeout_s)
-    indices = [-1 if device.type == "cpu" else device.index for device in devices]
+    if any(device.type == "cpu" for device in devices):
+        return PlainGroup(devices, UnsupportedError(_MIXED))
+    indices = [device.index for device in devices]
     group = load.cuda_engine().Group(indices, timeout_s)
     if not group.has_peers():
         logger.warning(
             "the GPUs %s cannot reach each other's memory: every byte goes through the host's",
-            ", ".join(f"cuda:{index}" for index in sorted(set(indices) - {-1})),
+            ", ".join(f"cuda:{index}" for index in sorted(set(indices))),
         )
     return group
 
@@ -47,8 +48,8 @@ class Communicator(EngineCommunicator):
     Args:
         devices: One device per rank, for example ``["cpu"] * 4``. Ranks may share a device.
         algorithm: ``"auto"``, ``"fused"``, ``"direct"``, ``"ring"``, ``"sharded"`` or ``"naive"``,
-            for calls that name none. ``auto`` takes ``fused`` where all ranks share a memory, else
-            ``direct``; `plan` says which, and why.
+            for calls that name none. ``auto`` takes ``fused`` where all ranks share a memory,
+            ``direct`` between GPUs, and ``naive`` over CPUs and GPUs; `plan` says which, and why.
         order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"tree"`` those of a
             balanced tree, which may be the same on 1, 2, 4 or 8 ranks; ``"exact"`` the correctly
             rounded sum, or the mean made of it, on the CPU. ``"any"`` lets the ring add in its own
@@ -64,13 +65,12 @@ class Communicator(EngineCommunicator):
     On GPUs a call is enqueued on each device's current stream, and the host does not wait.
     ``async_op`` uses streams of the communicator; ``Work.wait()`` orders the current streams after
     it. A ``ring`` that timed out raises in the next call, in `check` or in `close`; a ``cudaFree``
-    in another thread can hold it up until then. Ranks in the host's memory beside GPUs are staged:
-    the host then waits.
+    in another thread can hold it up until then.
 
-    A CUDA graph can capture the collectives if all ranks are on GPUs, except a ``ring`` between
-    GPUs; else they raise `UnsupportedError`. The current streams of all GPUs must be in the
-    capture: let each wait for the captured stream first, and the captured stream for each at the
-    end. A graph may be replayed beside other calls, and after `close`.
+    A CUDA graph can capture the collectives, except a ``ring``, and calls on GPUs that do not reach
+    each other's tensors; these raise `UnsupportedError`. The current streams of all GPUs must be in
+    the capture: let each wait for the captured stream first, and the captured stream for each at
+    the end. A graph may be replayed beside other calls, and after `close`.
 
     Inside ``torch.compile``, `all_reduce` and `all_reduce_coalesced` stay in the graph as an
     operator; other calls break it. `pyringar.ops` returns new tensors instead.
@@ -91,8 +91,11 @@ class Communicator(EngineCommunicator):
         self._world_size = len(self._devices)
         self._topology = Topology.of(self._devices)
         self._has_gpus = any(device.type != "cpu" for device in self._devices)
-        self._refused = {"barrier": _BARRIER} | ({} if self._has_gpus else {"abort": _ABORT})
-        self._auto, self._why = choose(self._topology.place)
+        place = self._topology.place
+        self._auto, self._why = choose(place)
+        self._refused = {"barrier": _BARRIER}
+        if place in ("host", "mixed"):
+            self._refused["abort"] = _ABORT
         self._configure(algorithm, order, timeout)
         try:
             group = make_group(self._devices, self._timeout_s)
@@ -100,7 +103,7 @@ class Communicator(EngineCommunicator):
             if self._algorithm not in PLAIN_ALGORITHMS:
                 raise
             logger.warning("%s runs in plain torch, without the engine: %s", algorithm, error)
-            group = PlainGroup(self._devices, str(error))
+            group = PlainGroup(self._devices, error)
         self._use(group, f"{self._topology}, algorithm={algorithm!r}, order={order!r}")
         self._plain_calls = dict.fromkeys(PLAIN_ALGORITHMS, 0)
 
@@ -142,6 +145,8 @@ class Communicator(EngineCommunicator):
         return self._begun(self._group.run(call, self._in_flight, after), call)
 
     def _order_of(self, algorithm: str, order: str) -> str:
+        if algorithm not in PLAIN_ALGORITHMS and self._topology.place == "mixed":
+            raise UnsupportedError(f"algorithm is {algorithm!r}: {_MIXED}")
         added_in = super()._order_of(algorithm, order)
         if algorithm == "fused" and not self._topology.is_one_memory:
             raise ArgumentError(
@@ -158,11 +163,7 @@ class Communicator(EngineCommunicator):
 
     def _make_plan(self, nbytes: int, dtype: torch.dtype) -> Plan:
         algorithm, order = self._default
-        plan = Plan.of(algorithm, self._reason, self._topology, nbytes, order)
-        if algorithm != "fused" or self._has_gpus:
-            return plan
-        traffic_bytes = min(plan.traffic_bytes, sys.maxsize)
-        return replace(plan, threads=load.engine().describe_workers(traffic_bytes))
+        return Plan.of(algorithm, self._reason, self._topology, nbytes, order)
 
     def _stats(self) -> dict[str, dict[str, float]]:
         stats = super()._stats()

@@ -1,4 +1,4 @@
-"""Check tensors in plain torch: for ``naive`` and ``sharded`` without an engine, and machines."""
+"""Check tensors in plain torch: for ``naive`` and ``sharded``, and machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyringar.choices import kind_of
 from pyringar.comm.arguments import DTYPES, check_lists, check_parts
 from pyringar.comm.arrays import as_tensor, is_array
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
-from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
+from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
 
 class PlainGroup:
@@ -21,12 +21,12 @@ class PlainGroup:
 
     Args:
         devices: One per rank.
-        reason: Why there is no engine.
+        error: Raised for calls that need the engine.
     """
 
-    def __init__(self, devices: Sequence[torch.device], reason: str) -> None:
+    def __init__(self, devices: Sequence[torch.device], error: RingarError) -> None:
         self._devices = devices
-        self._reason = reason
+        self._error = error
         self._is_closed = False
 
     def check_call(self, operation: str, given: Any) -> None:
@@ -84,7 +84,7 @@ class PlainGroup:
         return True
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise CompilerNotFoundError(self._reason)
+        raise type(self._error)(str(self._error))
 
     run = bind = _refuse
 

@@ -109,7 +109,7 @@ def test_plans_of_processes(crew_of, world_size, nbytes, algorithm, plan):
         (["cpu", "cpu"], "host", "fused"),
         (["cuda:0", "cuda:0"], "gpu", "fused"),
         (["cuda:0", "cuda:1"], "gpus", "direct"),
-        (["cpu", "cuda:0"], "mixed", "direct"),
+        (["cpu", "cuda:0"], "mixed", "naive"),
         ([], "processes", "direct"),
     ],
 )

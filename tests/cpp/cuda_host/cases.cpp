@@ -3,9 +3,8 @@
 #include "cases.h"
 
 #include <algorithm>
-#include <cstring>
 
-#include "cuda/peers.h"
+#include "cuda/devices.h"
 
 namespace pyringar::cuda {
 
@@ -20,10 +19,6 @@ void start(Random& random, model::Options options) {
   options.one_in = random.one_in(2) ? 0 : random.between(1, 30);
   options.blocks_per_multiprocessor = random.between(1, 2);
   model::start(random.bits(), options);
-}
-
-cuda::GroupOptions random_options(Random& random) {
-  return {kLong, random.one_in(3) ? random.between(1, 8) : cuda::kAnyBlocks};
 }
 
 Streams make_capturable(const cuda::Group& group) {
@@ -57,8 +52,7 @@ namespace {
 
 cudaStream_t stream_of(const cuda::Group& group, const Streams& streams, int device) {
   const auto found = std::find(group.devices().begin(), group.devices().end(), device);
-  return device == kHost ? nullptr
-                         : streams[static_cast<std::size_t>(found - group.devices().begin())];
+  return streams[static_cast<std::size_t>(found - group.devices().begin())];
 }
 
 }  // namespace
@@ -143,11 +137,6 @@ void Case::fill_rank(std::size_t rank, cudaStream_t stream) {
     for (std::size_t i = 0; bytes > 0 && i < part.tensors.count(); ++i) {
       if (rank_of(i) != rank) continue;
       const void* before = part.tensors.before()[i];
-      if (of_rank_[rank] == kHost) {
-        model::host_writes(part.tensors[i], bytes);
-        std::memcpy(part.tensors[i], before, bytes);
-        continue;
-      }
       const cuda::OnDevice guard(of_rank_[rank]);
       ok(cudaMemcpyAsync(part.tensors[i], before, bytes, cudaMemcpyDefault, stream),
          "cudaMemcpyAsync");
@@ -160,11 +149,6 @@ void Case::read(const cuda::Group& group, const Streams& streams) {
     const std::size_t bytes = part.tensors.bytes();
     for (std::size_t i = 0; bytes > 0 && i < part.tensors.count(); ++i) {
       const int device = of_rank_[rank_of(i)];
-      if (device == kHost) {
-        model::host_reads(part.tensors[i], bytes);
-        std::memcpy(part.after[i].data(), part.tensors[i], bytes);
-        continue;
-      }
       const cuda::OnDevice guard(device);
       ok(cudaMemcpyAsync(part.after[i].data(), part.tensors[i], bytes, cudaMemcpyDefault,
                          stream_of(group, streams, device)),

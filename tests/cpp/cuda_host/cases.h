@@ -26,7 +26,6 @@ using Ranks = std::vector<int>;
 
 // The model, forgetting all that was; where devices do what they like.
 void start(Random& random, model::Options options = {});
-cuda::GroupOptions random_options(Random& random);
 Streams make_capturable(const cuda::Group& group);  // none is the null stream
 cudaStream_t make_stream(int device);  // as frameworks make them: not ordered with the null stream
 // One for each device of a group: the null stream now and then.
@@ -37,7 +36,7 @@ void order(cudaStream_t before, int before_device, cudaStream_t after, int after
 // rank, or broadcast from it.
 class Case {
  public:
-  // of_rank: the ranks' devices, or kHost.
+  // of_rank: the ranks' devices.
   // is_large: one tensor that takes every multiprocessor.
   Case(Random& random, std::vector<int> of_rank, Algorithm algorithm, std::size_t most_parts,
        bool is_large = false);
