@@ -1,5 +1,5 @@
-// team_test: os/torch_team on a stand-in for torch, with two threads of a real OpenMP runtime. Bits,
-// forks and denormals are tested in Python.
+// team_test: os/torch_team on a stand-in for torch, with two threads of a real OpenMP runtime.
+// Tests in Python look at bits, forks and denormals.
 //
 //   team_test PATH         PATH: the stand-in
 //   team_test PATH alone   of a stand-in that lacks something: nobody joins
