@@ -3,7 +3,7 @@
 #include "bindings/torch_functions.h"
 
 #include <dlfcn.h>
-#include <pybind11/cast.h>
+#include <pybind11/pybind11.h>
 
 #include "bindings/tensor.h"
 
