@@ -1,7 +1,7 @@
 // torch_functions: what a call asks torch about its tensors and its thread.
 //
-// Floor     bindings. Nothing is linked and no header of torch is included: C++ functions are looked
-//           up in the loaded libraries by their mangled names, which hold the parameter types.
+// Floor     bindings. Nothing is linked and no header of torch is included: C++ functions are
+//           looked up in the loaded libraries by mangled names, which hold the parameter types.
 // Contract  get() tries the functions on tensors with known answers. If one is missing or wrong,
 //           all questions go through Python, which takes ten times as long.
 //           A C++ function neither throws for a tensor of any kind nor releases the GIL.
