@@ -154,7 +154,7 @@ def lose_peer(rank: int, size: int) -> Any:
 
 
 def test_peer_is_named_by_future():
-    """The table of tests/conformance/faults.py has the other ways to wait."""
+    """The table of tests/conformance/test_faults.py has the other ways to wait."""
     (_, bases, text, seconds), other = run_group(lose_peer, 2)
     assert "PeerLostError" in text
     assert "RuntimeError" in bases

@@ -255,6 +255,15 @@ def test_forward_may_copy_and_transform(cap_mb):
     assert_same(net, plain, 1e-12)
 
 
+def test_write_before_backward_raises():
+    for module in make_pair("mlp", 3)[:2]:
+        out = module(rows(7)[0])
+        with torch.no_grad():
+            [*module.parameters()][2].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
 def test_hooks_run_once_per_rank():
     _, net, batch = make_pair("mlp", 3)
     calls = []

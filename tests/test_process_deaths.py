@@ -1,6 +1,6 @@
 """How a group of processes begins and ends, where the table of faults does not say it.
 
-`tests/conformance/faults.py` holds the table: victim, phase, event, error.
+`tests/conformance/test_faults.py` holds the table: victim, phase, event, error.
 """
 
 from __future__ import annotations

@@ -397,7 +397,7 @@ def test_pause_is_short_beside_the_wait(monkeypatch):
     monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(pr.CollectiveTimeout):
         pr.ProcessCommunicator(dist.HashStore(), 0, 2, name=new_name(), timeout=0.3)
-    assert len(pauses) > 20
+    assert 20 < len(pauses) < 100, len(pauses)  # every millisecond: 300
     assert all(pause_s <= max(0.001, waited_s / 8) for pause_s, waited_s in pauses)
 
 

@@ -28,9 +28,8 @@ import os
 import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,30 +78,17 @@ class Engine:
 
 
 def cache_dir() -> Path:
-    """Return the folder where engines are looked for first; creates nothing."""
-    return next(_caches())
-
-
-def _caches() -> Iterator[Path]:
-    """Yield the folders of engines, the best first: ``PYRINGAR_CACHE_DIR`` alone if it is set.
-
-    Else the platform's cache folder, then one of this user in the folder for temporary files.
-    """
+    """Return the folder of engines: ``PYRINGAR_CACHE_DIR``, else the user's. Creates nothing."""
     if sys.platform == "win32":
         raise BuildError("the engine needs POSIX (Linux, macOS); on Windows use WSL")
-    if chosen := os.environ.get("PYRINGAR_CACHE_DIR"):
-        try:
-            yield Path(chosen).expanduser().resolve()
-        except (OSError, RuntimeError) as error:  # a name that is too long, no such user
-            raise BuildError(f"PYRINGAR_CACHE_DIR is {chosen!r}: {error}. {_MOVE_CACHE}") from error
-        return
     import platformdirs
 
-    usual = Path(platformdirs.user_cache_dir("pyringar", appauthor=False))
-    if usual.is_absolute():  # "~/.cache/pyringar" for a user without a home
-        yield usual.resolve()
-    with suppress(FileNotFoundError):  # a container without a folder for temporary files
-        yield Path(tempfile.gettempdir()).resolve() / f"pyringar-{os.geteuid()}"
+    chosen = os.environ.get("PYRINGAR_CACHE_DIR")
+    try:
+        folder = Path(chosen or platformdirs.user_cache_dir("pyringar", appauthor=False))
+        return folder.expanduser().resolve()
+    except (OSError, RuntimeError) as error:  # a name that is too long, no such user
+        raise BuildError(f"PYRINGAR_CACHE_DIR is {chosen!r}: {error}. {_MOVE_CACHE}") from error
 
 
 def _check_private(path: Path) -> None:
@@ -151,12 +137,8 @@ def _engine_in_cache(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
         # Built elsewhere (a container image, a node without compilers), and still right.
         key = f"{_digest(content, 16)}-*"
     with _explained(f"look for {recipe.kind.title}"):
-        for cache in _caches():
-            for folder in sorted(cache.glob(key)):
-                engine = _private_engine_in(folder, recipe.kind)
-                if engine is not None:
-                    return engine
-    return None
+        found = (_private_engine_in(f, recipe.kind) for f in sorted(cache_dir().glob(key)))
+        return next(filter(None, found), None)
 
 
 def _key(plan: Plan) -> str:
@@ -227,38 +209,21 @@ def build_engine(
     """
     recipe = recipe or Recipe()
     kind, plan = recipe.kind, plan_build(recipe, recipe.content())
-    folder = _make_folder(kind, _key(plan))
-    with _explained(f"build {kind.title} in {folder}"), _locked(folder.parent, kind):
-        engine = None if force else _private_engine_in(folder, kind)
-        if engine is None:
-            for killed in folder.parent.glob(f"tmp-{kind.module}-*"):
-                shutil.rmtree(killed, ignore_errors=True)
-            compile_into(folder, plan, verbose=verbose)
-            engine = _engine_in(folder, "built", kind)
+    folder = cache_dir() / _key(plan)
+    with _explained(f"build {kind.title} in {folder}"):
+        for made in (folder.parent, folder):
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(made)
+        with _locked(folder.parent, kind):
+            engine = None if force else _private_engine_in(folder, kind)
+            if engine is None:
+                for killed in folder.parent.glob(f"tmp-{kind.module}-*"):
+                    shutil.rmtree(killed, ignore_errors=True)
+                compile_into(folder, plan, verbose=verbose)
+                engine = _engine_in(folder, "built", kind)
     if engine is None:
         raise BuildError(f"{kind.title} was built into {folder}, and is there no more")
     return engine
-
-
-def _make_folder(kind: EngineKind, name: str) -> Path:
-    """Make the folder of a build, for this user alone, in the first cache that can be used."""
-    reasons: list[str] = []
-    for cache in _caches():
-        folder = cache / name
-        try:
-            for made in (cache, folder):
-                made.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _check_private(made)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(f"{folder} cannot be written")
-        except OSError as error:
-            reasons.append(str(error))
-            continue
-        if reasons:
-            text = "engines are kept in %s, which may not last: %s. %s"
-            log.warning(text, cache, reasons[0], _MOVE_CACHE)
-        return folder
-    raise BuildError(f"cannot build {kind.title}: {'; '.join(reasons)}. {_MOVE_CACHE}")
 
 
 @contextmanager

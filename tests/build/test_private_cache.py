@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_engine import needs_compiler, refusal, set_value, value_of
+from tiny_engine import needs_compiler, refusal
 
 from pyringar.engine import build
-from pyringar.engine.load import load
+from pyringar.errors import BuildError
 
 NOBODY = 65534
 is_root = os.geteuid() == 0
@@ -94,73 +94,7 @@ def test_impossible_cache_is_named(tmp_path, cache, tiny, monkeypatch, place):
     assert str(tmp_path / place) in told
 
 
-# --- the folder for temporary files ---
-
-
-@pytest.fixture
-def temporary(cache, tmp_path, monkeypatch):
-    """``temporary(home)``: name no cache, set HOME; return the cache that serves instead."""
-    shared = make(tmp_path / "tmp", 0o1777)
-    for name in ("PYRINGAR_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TMPDIR", str(shared))
-    monkeypatch.setattr("tempfile.tempdir", None)
-
-    def move(home: str | Path) -> Path:
-        monkeypatch.setenv("HOME", str(home))
-        return shared / f"pyringar-{os.geteuid()}"
-
-    return move
-
-
-@needs_compiler
-@pytest.mark.parametrize("home", ["/dev/null", "writable", "foreign"])
-def test_temporary_folder_serves(temporary, tiny, tmp_path, caplog, home):
-    if home == "foreign" and not is_root:
-        pytest.skip("only root can give a folder away")
-    told = home
-    if home in ("writable", "foreign"):
-        (tmp_path / "home/.cache").mkdir(parents=True)
-        mode, owner = (0o777, None) if home == "writable" else (0o755, NOBODY)
-        told = str(make(tmp_path / "home/.cache/pyringar", mode, owner))
-        home = str(tmp_path / "home")
-    folder = temporary(home)
-    built = build.ensure_engine(tiny)
-    assert built.path.parent.parent == folder
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert load(built).value() == 42
-    warned = [record.message for record in caplog.records if "may not last" in record.message]
-    assert len(warned) == 1
-    assert [word for word in (str(folder), told) if word not in warned[0]] == []
-    assert build.find_engine(tiny).path == built.path
-
-
-@needs_compiler
-@needs_root
-def test_foreign_temporary_folder_is_refused(temporary, tiny, tmp_path):
-    folder = temporary("/dev/null")
-    make(folder, 0o755, NOBODY)
-    assert f"{folder} belongs to user {NOBODY}" in refusal(tiny)
-    temporary(tmp_path)
-    built = build.ensure_engine(tiny)
-    assert built.path.is_relative_to(tmp_path / ".cache/pyringar")
-    shutil.copytree(built.path.parent, folder / built.path.parent.name)
-    shutil.rmtree(tmp_path / ".cache")
-    assert build.ensure_engine(tiny).origin == "built"
-
-
-@needs_compiler
-def test_read_only_image_uses_its_engine(temporary, tiny, tmp_path, monkeypatch, caplog):
-    """What was built into it serves, a new engine goes to the folder for temporary files."""
-    folder = temporary(tmp_path)
-    built = build.ensure_engine(tiny)
-    access = os.access
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: ".cache" not in str(path) and access(path, mode)
-    )
-    assert build.ensure_engine(tiny).path == built.path
-    set_value(tiny, 43)
-    fresh = build.ensure_engine(tiny)
-    assert fresh.path.parent.parent == folder
-    assert "cannot be written" in caplog.text
-    assert value_of(build.ensure_engine(tiny)) == "43"
+def test_cache_in_unknown_home_is_named(cache, monkeypatch):
+    monkeypatch.setenv("PYRINGAR_CACHE_DIR", "~no-such-user/cache")
+    with pytest.raises(BuildError, match="PYRINGAR_CACHE_DIR is '~no-such-user/cache'"):
+        build.find_engine()

@@ -101,7 +101,6 @@ WRONG_CALLS = [
     (lambda c: c.reduce_scatter([BASE[:50]] * K, [BASE] * K), "shares memory with"),
     (lambda c: c.reduce_scatter(ranks(K, (3,)), ranks(K, (7,))), "has 7 .* has 3 .* 2 times"),
     (lambda c: c.all_gather(ranks(K, (7,)), ranks(K, (3,))), "has 7 .* has 3"),
-    (lambda c: c.all_gather(ranks(K, (5,)), ranks(K, (3,))), "has 5"),
     (lambda c: c.all_gather(ranks(), ranks(K, (3,), torch.float64)), "float64.* float32"),
     (lambda c: c.reduce_scatter(ranks(K, (3,), torch.float64), ranks()), "float64.* float32"),
     (lambda c: c.all_reduce_coalesced([3] * K), "an int.* list"),
@@ -114,12 +113,10 @@ WRONG_CALLS = [
     (lambda c: c.all_reduce(ranks(), "prod", order="exact"), "order is 'exact' and op 'prod'"),
     (lambda c: c.bind(ranks(), "max", order="exact"), "order is 'exact' and op 'max'"),
     (lambda c: c.plan(-1), "nbytes is -1"),
-    (lambda c: c.plan(True), "nbytes is True"),
     (lambda c: c.plan(8, np.float32), "dtype is"),
     (lambda c: c.broadcast(ranks(), -1), "root is -1"),
     (lambda c: c.broadcast(ranks(), K), "root is 2"),
     (lambda c: c.broadcast(ranks(), True), "root is True"),
-    (lambda c: c.broadcast(ranks(), 1.0), "root is 1.0"),
 ]
 
 
