@@ -1,6 +1,6 @@
-// peers: see the header.
-
-#include "cuda/peers.h"
+// peers: the probe, and what CUDA says, behind enable_peers() of cuda/devices.h.
+//
+// Tests     tests/cuda (on machines with two devices)
 
 #include <cuda.h>
 
@@ -8,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "cuda/devices.h"
 #include "cuda/flag.cuh"
 #include "cuda/runtime.h"
 
@@ -77,7 +78,6 @@ bool probe(int from, int to) {
          read_word(wrong_there, from, stream_from) == 0;
 }
 
-// Whether words arrive.
 bool try_link(int from, int to) {
   int says_yes = 0;
   check(cudaDeviceCanAccessPeer(&says_yes, from, to), "cudaDeviceCanAccessPeer", from);

@@ -78,6 +78,7 @@ class EngineKind:
         left_out: Patterns of files that match the two above and do not belong to it.
         joined: Groups of sources by the beginnings of their names. Each group is one translation
             unit, which saves a third of the time; several units keep several cores busy.
+        repeated: A source that is compiled once for each value of PYRINGAR_DTYPE, and the values.
         cuda: Whether nvcc, the CUDA runtime and GPU architectures take part. If not, the engine is
             compiled for this very CPU.
     """
@@ -89,6 +90,7 @@ class EngineKind:
     advice: str
     left_out: tuple[str, ...] = ()
     joined: tuple[tuple[str, ...], ...] = ()
+    repeated: tuple[str, tuple[str, ...]] = ("", ())
     cuda: bool = False
 
     def files(self, root: Path, patterns: Sequence[str]) -> list[Path]:
@@ -98,6 +100,7 @@ class EngineKind:
         return [path for path in found if path not in left_out]
 
 
+DTYPES = ("kFloat64", "kFloat32", "kFloat16", "kBFloat16", "kInt8", "kUInt8", "kInt32", "kInt64")
 _CPU_FLOORS = ("process", "cpu", "os", "bucket", "core")
 CPU = EngineKind(
     module="_engine",
@@ -141,6 +144,7 @@ CUDA = EngineKind(
         *(f"{floor}/**/*.h" for floor in ("bindings", *_CPU_FLOORS)),
     ),
     joined=(("cpu/",), ("process/",), ("os/",)),
+    repeated=("cuda/kernels.cu", DTYPES),
     cuda=True,
     advice="nvcc 12.1 and newer can build it, with a C++ compiler that it supports; try others "
     "(PYRINGAR_NVCC, CXX), then `pyringar build --cuda --verbose`.",
@@ -340,7 +344,13 @@ def _translation_units(work: Path, kind: EngineKind) -> list[str]:
             (root / unit).write_text(text, encoding="utf-8")
             units.append(unit)
             names = [name for name in names if name not in inside]
-    return [*units, *names]
+    source, values = kind.repeated
+    for value in values if source in names else ():
+        unit = f"{source.split('/')[-1].removesuffix('.cu')}_{value}.cu"
+        text = f'#define PYRINGAR_DTYPE {value}\n#include "{source}"\n'
+        (root / unit).write_text(text, encoding="utf-8")
+        units.append(unit)
+    return [*units, *(name for name in names if name != source)]
 
 
 def _ninja_script(

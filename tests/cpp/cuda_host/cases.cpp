@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cuda/peers.h"
+#include "cuda/devices.h"
 
 namespace pyringar::cuda {
 
@@ -20,10 +20,6 @@ void start(Random& random, model::Options options) {
   options.one_in = random.one_in(2) ? 0 : random.between(1, 30);
   options.blocks_per_multiprocessor = random.between(1, 2);
   model::start(random.bits(), options);
-}
-
-cuda::GroupOptions random_options(Random& random) {
-  return {kLong, random.one_in(3) ? random.between(1, 8) : cuda::kAnyBlocks};
 }
 
 Streams make_capturable(const cuda::Group& group) {
