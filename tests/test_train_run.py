@@ -164,6 +164,7 @@ SYNC = {"model": "resnet18", "batchnorm": "sync"}
         ({"bucket_cap_mb": 0}, "bucket_cap_mb is 0, expected a positive number"),
         ({"amp": True, "dtype": "float64"}, "amp is on and dtype 'float64', expected float32"),
         ({**SYNC, "compile": True}, "compile is on and batchnorm 'sync'"),
+        ({"cuda_graph": True, "allreduce": "ring"}, "cuda_graph is on and allreduce 'ring'"),
         ({"ranks": 2, "weights": (1, 2, 3)}, r"weights has 3 entries .* each of 2 ranks"),
         ({"ranks": 2, "weights": (0, 0)}, "expected at least one above 0"),
         ({"ranks": 2, "devices": ("cpu",)}, "ranks is 2, but devices names 1"),
