@@ -49,6 +49,7 @@ TELLS = "#include <omp.h>\nnamespace at { int get_num_threads() { return omp_get
 OPERATES = 'extern "C" void operate() {\n#pragma omp parallel\n  {}\n}'
 STAND_INS = {
     "whole": f"{TELLS}\n{OPERATES}",
+    "two runtimes": f'{TELLS}\n{OPERATES}\nextern "C" void __kmpc_fork_call() {{}}',
     "no runtime": "namespace at { int get_num_threads() { return 3; } }",
     "no number": f"#include <omp.h>\nint number() {{ return omp_get_max_threads(); }}\n{OPERATES}",
 }

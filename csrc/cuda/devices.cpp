@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "cuda/peers.h"
 
 namespace pyringar::cuda {
 

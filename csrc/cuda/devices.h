@@ -16,15 +16,6 @@
 
 namespace pyringar::cuda {
 
-// Whether both devices can read and write each other's memory. Switches access on, once per process
-// and pair, and never off. A pair counts only after a kernel of each has written a pattern into the
-// other's memory, read it back, and the other has found it there: some machines say yes and deliver
-// zeros.
-bool enable_peers(int a, int b);
-
-// Memory that cudaMalloc made; other memory (torch's expandable segments) no peer can see.
-bool is_peer_visible(const void* memory);
-
 using Streams = std::span<const cudaStream_t>;  // one per device, in the order of Devices
 
 struct Device {
@@ -59,6 +50,7 @@ class Devices {
   std::map<const void*, std::vector<int>> most_blocks_;  // by kernel
 };
 
+// An event on each device, used again and again; a capture needs its own.
 class Events {
  public:
   explicit Events(std::vector<int> devices);  // each once

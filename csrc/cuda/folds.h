@@ -17,10 +17,11 @@
 #include <vector>
 
 #include "core/collective.h"
-#include "cuda/table.h"
+#include "cuda/tables.h"
 
 namespace pyringar::cuda {
 
+// The launches of one list of tensors, of each device's slice; for as long as the tensors stay.
 class FusedLaunches {
  public:
   FusedLaunches(const TensorList& list, std::size_t num_devices);

@@ -1,6 +1,6 @@
-// peers: the probe, and what CUDA says, behind enable_peers() of cuda/devices.h.
-//
-// Tests     tests/cuda (on machines with two devices)
+// peers: see the header.
+
+#include "cuda/peers.h"
 
 #include <cuda.h>
 
@@ -8,7 +8,6 @@
 #include <mutex>
 #include <utility>
 
-#include "cuda/devices.h"
 #include "cuda/flag.cuh"
 #include "cuda/runtime.h"
 

@@ -8,6 +8,7 @@
 #include "core/error.h"
 #include "core/schedule.h"
 #include "cuda/kernels.h"
+#include "cuda/peers.h"
 
 namespace pyringar::cuda {
 

@@ -4,6 +4,7 @@
 // Contract  One launch per device and tensor, all blocks on the devices at once; the caller orders
 //           launches. Slots and flags lie on a device if the device at the link's other end reaches
 //           them there, else in the host's memory. A failed wait stays on record.
+// Threads   one at a time.
 // Source    core/ring_program.h, cuda/ring.cuh
 // Tests     tests/cpp/cuda_host
 #pragma once

@@ -62,6 +62,7 @@ class BesideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Gives back on the device; it stays when the device does not answer any more.
 struct Release {
   int device = -1;
   void (*give_back)(void*) = nullptr;
@@ -112,8 +113,8 @@ inline bool is_capturing(cudaStream_t stream, int device) {
   return capture_of(stream, device) != 0;
 }
 
-// Held while launches that wait for each other across devices are enqueued, and while a Group
-// allocates or frees memory, which would deadlock between two launches of a call.
+// Held while launches that wait for each other across devices are enqueued, in one order; and while
+// a Group allocates or frees memory, which would deadlock between two launches of a call.
 std::unique_lock<std::mutex> lock_launches();
 
 // Names what a thread does, for profilers: Nsight Systems shows a bar (NVTX).

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cuda/peers.h"
+
 namespace pyringar::cuda {
 
 namespace {

@@ -8,18 +8,10 @@
 // Tests     tests/cpp/cuda/fused_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <span>
-#include <vector>
 
-#include "core/collective.h"
-#include "core/error.h"
 #include "core/fold.h"
-#include "core/schedule.h"
 
 namespace pyringar::cuda {
 
@@ -67,6 +59,7 @@ PYRINGAR_HD constexpr Range vector_range(const Segment& segment, std::size_t ite
   return {head, head + (segment.numel - head) / (16 / item) * (16 / item)};
 }
 
+// A view of either size of table below.
 struct TableView {
   void* const* pointers;
   const Segment* segments;
@@ -124,6 +117,7 @@ inline std::uint32_t pointers_wanted(const void* const* sources, void* const* de
   return static_cast<std::uint32_t>(num_sources + (in_place ? 0 : num_destinations));
 }
 
+// Tensors of a call that go into one launch: add() says whether there was room.
 template <typename T>
 class TableBuilder {
  public:
@@ -134,6 +128,7 @@ class TableBuilder {
     table_.divisor = Divisor::of(divisor);
   }
 
+  // Of every tensor, numel elements from offset_bytes on.
   bool add(const void* const* sources, void* const* destinations, std::size_t numel,
            std::size_t offset_bytes = 0) {
     const auto num_sources = static_cast<std::uint32_t>(table_.num_sources);
@@ -180,103 +175,5 @@ class TableBuilder {
   T& table_;
   const std::size_t item_;
 };
-
-// -- for the host: a call's tensors as tables, a launch's worth at a time
-// --------------------------
-//
-// As few launches as tables allow, a dtype at a time. All tensors have the same number of sources,
-// and of destinations. Over several devices each gets its slice of every tensor, the same tensors
-// in each table.
-
-struct TensorList {
-  std::span<const Buffers> tensors;
-  Fold fold;
-  const char* operation;  // for messages
-};
-
-// So that vectors stay aligned.
-inline constexpr std::size_t kSliceElems = 64;
-
-inline Range slice_of(std::size_t numel, int num_devices, int d) {
-  const Range blocks = chunk_range((numel + kSliceElems - 1) / kSliceElems, num_devices, d);
-  return {std::min(blocks.begin * kSliceElems, numel), std::min(blocks.end * kSliceElems, numel)};
-}
-
-// False, and nothing added, if the tables are full: they fill up together.
-template <typename T>
-bool add_slices(std::vector<TableBuilder<T>>& builders, const Buffers& tensor) {
-  const auto num_devices = static_cast<int>(builders.size());
-  for (int d = 0; d < num_devices; ++d) {
-    const Range slice = slice_of(tensor.numel, num_devices, d);
-    const std::size_t offset_bytes = slice.begin * item_bytes(tensor.dtype);
-    if (!builders[static_cast<std::size_t>(d)].add(tensor.sources, tensor.destinations,
-                                                   slice.size(), offset_bytes)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-template <typename T>
-bool has_elements(const T& table) {
-  return std::any_of(table.segments, table.segments + table.num_segments,
-                     [](const Segment& segment) { return segment.numel > 0; });
-}
-
-template <typename T, typename Launch>
-void launch_dtype(const TensorList& list, DType dtype, std::size_t num_devices, Launch&& launch) {
-  const Buffers& first = list.tensors.front();
-  auto next = list.tensors.begin();
-  while (true) {
-    const auto tables = std::make_unique_for_overwrite<T[]>(num_devices);
-    std::vector<TableBuilder<T>> builders;
-    for (std::size_t d = 0; d < num_devices; ++d) {
-      builders.emplace_back(tables[d], item_bytes(dtype), first.num_sources, first.num_destinations,
-                            list.fold.divisor);
-    }
-    for (; next != list.tensors.end(); ++next) {
-      if (next->dtype == dtype && !add_slices(builders, *next)) break;
-    }
-    if (tables[0].num_segments == 0) {
-      if (next == list.tensors.end()) return;
-      fail(ErrorKind::kUnsupported, list.operation, ": ", first.num_sources,
-           " ranks are more than one launch can address (", T::kMaxPointers, " pointers)");
-    }
-    launch(dtype, tables.get());
-    if (next == list.tensors.end()) return;
-  }
-}
-
-struct Room {
-  std::size_t segments = 0;
-  std::size_t pointers = 0;
-
-  template <typename T>
-  bool fits() const {
-    return segments <= T::kMaxSegments && pointers <= T::kMaxPointers;
-  }
-};
-
-// launch(dtype, tables), with a table per device, until all tensors are launched.
-template <typename Launch>
-void launch_tables(const TensorList& list, std::size_t num_devices, Launch&& launch) {
-  std::array<Room, kNumDTypes> rooms{};
-  for (const Buffers& tensor : list.tensors) {
-    Room& room = rooms[static_cast<std::size_t>(tensor.dtype)];
-    room.segments += 1;
-    room.pointers += pointers_wanted(tensor.sources, tensor.destinations, tensor.num_sources,
-                                     tensor.num_destinations);
-  }
-  for (int i = 0; i < kNumDTypes; ++i) {
-    const auto dtype = static_cast<DType>(i);
-    const Room& room = rooms[static_cast<std::size_t>(i)];
-    if (room.segments == 0) continue;
-    if (room.fits<SmallTable>()) {
-      launch_dtype<SmallTable>(list, dtype, num_devices, launch);
-    } else {
-      launch_dtype<LargeTable>(list, dtype, num_devices, launch);
-    }
-  }
-}
 
 }  // namespace pyringar::cuda

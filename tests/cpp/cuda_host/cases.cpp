@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cuda/devices.h"
+#include "cuda/peers.h"
 
 namespace pyringar::cuda {
 
