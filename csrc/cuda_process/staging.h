@@ -41,12 +41,12 @@ namespace pyringar::cuda {
 
 using Word = std::atomic<std::uint32_t>;
 
-// 32-bit words in the caller's host memory, which every device sees while this is there. write_word:
-// the word holds the value once all that is on the stream before has run and can be seen from
-// everywhere (the driver's default flag fences). await_word: what comes after on the stream runs
-// once (int32_t)(*addr - value) >= 0; a value that the host writes counts, too, so a wait whose
-// writer is gone can be ended. What a driver refuses is an Error of kind kUnsupported. Any thread.
-// Source: CUDA Driver API, Stream Memory Operations.
+// 32-bit words in the caller's host memory, which every device sees while this is there.
+// write_word: the word holds the value once all that is on the stream before has run and can be
+// seen from everywhere (the driver's default flag fences). await_word: what comes after on the
+// stream runs once (int32_t)(*addr - value) >= 0; a value that the host writes counts, too, so a
+// wait whose writer is gone can be ended. What a driver refuses is an Error of kind kUnsupported.
+// Any thread. Source: CUDA Driver API, Stream Memory Operations.
 class RegisteredMemory {
  public:
   // device: the one whose streams write and wait. memory: whole pages.
