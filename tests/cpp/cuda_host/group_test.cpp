@@ -186,11 +186,13 @@ void check_between_launches(Random& random) {
   own.fill(staged, others);
   const cudaStream_t side = make_stream(1);
   std::thread other;
-  const int what = random.between(0, 2);
+  const int what = random.between(0, 3);
+  if (what == 3) staged.run(own.collective(), others);  // has memory to free then
   model::before_launch(random.between(0, 3), [&] {
     if (what == 0) other = std::thread([] { cuda::Group({0, 1}, kLong).close(); });
     if (what == 1) other = std::thread([&] { staged.run(own.collective(), others); });
     if (what == 2) order(streams[0], 0, side, 1);  // to load a kernel would wait for it
+    if (what == 3) other = std::thread([&] { staged.close(); });
   });
   group.run(call.collective(), streams);
   model::before_launch(0, nullptr);
