@@ -154,8 +154,8 @@ class TrainConfig:
             raise ArgumentError(f"amp is on and dtype {self.dtype!r}, expected float32 with amp")
         if self.cuda_graph and self.allreduce == "ring":
             raise ArgumentError(
-                "cuda_graph is on and allreduce 'ring', which a CUDA graph cannot capture; expected "
-                "another allreduce, such as 'direct', with cuda_graph"
+                "cuda_graph is on and allreduce 'ring', which no CUDA graph captures; expected "
+                "another allreduce with cuda_graph, such as 'direct'"
             )
 
     def _check_model(self) -> None:
