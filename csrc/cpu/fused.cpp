@@ -22,18 +22,31 @@ constexpr std::size_t kBlocksPerThread = 8;
 constexpr std::size_t kAloneBytes = 512 * 1024;
 // The same for one that sleeps: between the steps of a training run all do.
 constexpr std::size_t kAloneWhenColdBytes = 8 * 1024 * 1024;
+constexpr int kMaxRanksOnStack = 16;
 constexpr std::size_t kLineBytes = 64;
 
 void call_kernel(FusedKernel kernel, const Buffers& tensor, int divisor, Range range) {
-  thread_local std::vector<const void*> sources;  // kept for their memory
-  thread_local std::vector<void*> destinations;
   const std::size_t offset = range.begin * item_bytes(tensor.dtype);
-  sources.assign(tensor.sources, tensor.sources + tensor.num_sources);
-  destinations.assign(tensor.destinations, tensor.destinations + tensor.num_destinations);
-  for (const void*& source : sources) source = static_cast<const char*>(source) + offset;
-  for (void*& destination : destinations) destination = static_cast<char*>(destination) + offset;
-  kernel(sources.data(), tensor.num_sources, destinations.data(), tensor.num_destinations,
-         range.size(), divisor);
+  const auto run = [&](const void** sources, void** destinations) {
+    for (int r = 0; r < tensor.num_sources; ++r) {
+      sources[r] = static_cast<const char*>(tensor.sources[r]) + offset;
+    }
+    for (int r = 0; r < tensor.num_destinations; ++r) {
+      destinations[r] = static_cast<char*>(tensor.destinations[r]) + offset;
+    }
+    kernel(sources, tensor.num_sources, destinations, tensor.num_destinations, range.size(),
+           divisor);
+  };
+  const int most = std::max(tensor.num_sources, tensor.num_destinations);
+  if (most <= kMaxRanksOnStack) {
+    const void* sources[kMaxRanksOnStack];
+    void* destinations[kMaxRanksOnStack];
+    run(sources, destinations);
+  } else {
+    std::vector<const void*> sources(static_cast<std::size_t>(tensor.num_sources));
+    std::vector<void*> destinations(static_cast<std::size_t>(tensor.num_destinations));
+    run(sources.data(), destinations.data());
+  }
 }
 
 // All tensors of a call as one line of bytes (of one rank), cut into a part for each thread, and
