@@ -80,8 +80,9 @@ def time_latencies(run: Run, case: Case, comm: pr.Communicator, correct: dict[st
     calls = {name: call_of(name, comm, zeros(case, run.device)) for name in case.candidates}
     ways = {"done": (calls, "done", 1), "enqueue": (calls, "enqueue", 1)}
     if clock.is_cuda:
-        ways["graph"] = replays_of(calls, CALLS_IN_GRAPH), "device", CALLS_IN_GRAPH
-        ways["replay"] = replays_of(calls, 1), "done", 1
+        captured = {name: call for name, call in calls.items() if name != "ring"}
+        ways["graph"] = replays_of(captured, CALLS_IN_GRAPH), "device", CALLS_IN_GRAPH
+        ways["replay"] = replays_of(captured, 1), "done", 1
     for way, (candidates, measured_by, num_calls) in ways.items():
         samplers = {name: clock.sampler(call, measured_by) for name, call in candidates.items()}
         timings = in_turns(samplers, run.effort)

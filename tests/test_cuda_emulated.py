@@ -54,17 +54,16 @@ VARIANTS = {
     "fast-clang": Variant("clang++", ("-O3", "-DPYRINGAR_EMULATED_THREADS=32"), 15),
 }
 
-KERNELS = [CSRC / "cuda/kernels.cpp", *sorted((CSRC / "cuda").glob("kernels_*.cu"))]
 SHARED = [STRESS / f"{name}.cpp" for name in ("check", "oracle", "stress")]
 MODEL = [STRESS / "cuda/cuda_emulator.cpp", *sorted((STRESS / "cuda_model").glob("*.cpp"))]
 BOTH = [CSRC / "cuda/folds.cpp", CSRC / "cuda/runtime.cpp"]
-HOST = "background devices group ready ring_links staging"
-MODELLED = BOTH + KERNELS + SHARED + MODEL
+HOST = "background devices group ring_links staging"
 HOST_SOURCES = [CSRC / f"cuda/{name}.cpp" for name in HOST.split()]
 PROCESS_SOURCES = [*sorted((CSRC / "cuda_process").glob("*.cpp")), *ENGINE_SOURCES]
-PROCESS_SOURCES += [CSRC / "cuda/stream_memory.cpp", STRESS / "process_calls.cpp"]
-PROGRAMS = {
-    "kernels": KERNELS + sorted((STRESS / "cuda").glob("*.cpp")) + SHARED,
+PROCESS_SOURCES += [STRESS / "process_calls.cpp"]
+MODELLED = BOTH + SHARED + MODEL
+PROGRAMS = {  # beside the kernels
+    "kernels": sorted((STRESS / "cuda").glob("*.cpp")) + SHARED,
     "host": HOST_SOURCES + sorted((STRESS / "cuda_host").glob("*.cpp")) + MODELLED,
     "processes": PROCESS_SOURCES + sorted((STRESS / "cuda_processes").glob("*.cpp")) + MODELLED,
 }
@@ -97,17 +96,17 @@ MISTAKES = [
     Mistake("fused-all", "cuda/fused.cuh", "if (at < vectors.end) "),
     Mistake("fused-mean", "cuda/pack.cuh", "fma(rest, divisor.reciprocal, guess)", "guess"),
     Mistake("fused-mean", "cuda/pack.cuh", "x + x != x", "x - x == 0"),
-    Mistake("host", "cuda/group.cpp", "  links_.push_back(links);\n"),
+    Mistake("host", "cuda/group.cpp", "  if (ring_ != nullptr) ring_->abort();\n"),
     Mistake("host", "cuda/group.cpp", "    last_use_->wait_for();\n"),
-    Mistake("host", "cuda/runtime.cpp", "return {kBrokenCapture};", "return {};"),
+    Mistake("host", "cuda/runtime.cpp", "return kBrokenCapture;", "return 0;"),
     Mistake("host", "cuda/runtime.cpp", "if (has_context(before_)) {", "if (device >= 0) {"),
     Mistake("host", "cuda/staging.cpp", "  const auto lock = lock_launches();\n"),
-    Mistake("host", "cuda/staging.cpp", " || !devices_.has_peers()"),
+    Mistake("host", "cuda/staging.cpp", "devices_.has_peers(), wanted", "true, wanted"),
     Mistake("host", "cuda/background.cpp", "    last_->wait_for();\n"),
     Mistake("host", "cuda/background.cpp", "if (bucket.ready != nullptr) {", "if (false) {"),
     Mistake("host", "cuda/devices.cpp", "    events_[d].make_wait(streams[0], devices_[0]);\n"),
-    Mistake("processes", "cuda/stream_memory.cpp", "WAIT_VALUE_GEQ", "WAIT_VALUE_EQ"),
-    Mistake("processes", "cuda_process/engine.cpp", "    staging_.await_reduced(n, stream_);\n"),
+    Mistake("processes", "cuda_process/staging.cpp", "WAIT_VALUE_GEQ", "WAIT_VALUE_EQ"),
+    Mistake("processes", GROUP, "    staging_.await_reduced(n, stream_);\n"),
     Mistake("processes", "cuda_process/staging.cpp", "  staging_.last_call_.record(stream_);\n"),
     Mistake("processes", "cuda_process/staging.h", "message % kStagingSlots", "message % 3"),
     Mistake("processes", WATCH, "  release(culprit);\n"),
@@ -128,6 +127,10 @@ class Builder:
     def __init__(self, new_folder) -> None:
         self.new_folder = new_folder
         self.objects: dict[tuple[Variant, Path], Path] = {}
+        units = new_folder("units")
+        self.kernels = [units / f"kernels_{dtype}.cu" for dtype in engine_compile.DTYPES]
+        for unit, dtype in zip(self.kernels, engine_compile.DTYPES, strict=True):
+            unit.write_text(f'#define PYRINGAR_DTYPE {dtype}\n#include "cuda/kernels.cu"\n')
 
     def build(self, name: str, variant: Variant, mistake: Mistake | None = None) -> Path:
         require(variant.compiler)
@@ -138,7 +141,7 @@ class Builder:
         compiler += [*FLAGS, *variant.flags, "-x", "c++"]
         csrc = planted(folder, mistake) if mistake else CSRC
         objects, commands = [], []
-        for i, source in enumerate(PROGRAMS[name]):
+        for i, source in enumerate([*self.kernels, *PROGRAMS[name]]):
             is_changed = mistake and includes(compiler, source, CSRC / mistake.file)
             made = self.objects.get((variant, source))
             if made is None or is_changed:
@@ -263,8 +266,8 @@ def test_ptx_orders_memory(tmp_path):
     toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     nvcc = [*toolkit.nvcc.command, *engine_compile.NVCC_FLAGS, "-arch=compute_90", "-ptx"]
     made = tmp_path / "kernels.ptx"
-    source = CSRC / "cuda/kernels_int32.cu"
-    done = run([*nvcc, f"-I{CSRC}", source, "-o", made], COMPILE_TIMEOUT_S)
+    nvcc += [f"-I{CSRC}", "-DPYRINGAR_DTYPE=kInt32"]
+    done = run([*nvcc, CSRC / "cuda/kernels.cu", "-o", made], COMPILE_TIMEOUT_S)
     assert done.returncode == 0, done.stdout
     ptx = made.read_text()
     assert has_right_order(ptx)

@@ -103,6 +103,7 @@ def is_last(tensor):
         ({"amp": True}, [GPU, OTHER], (True, False)),
         ({"amp": True}, [CPU], (False, False)),
         ({"amp": True, "compile": True}, [GPU], (True, False)),
+        ({"amp": True, "allreduce": "ring"}, [GPU], (True, False)),
         ({"amp": True, "ranks": 1, "shards": 2}, [GPU], (True, False)),
         ({"amp": True, "cuda_graph": False}, [GPU], (True, False)),
         ({"amp": True, "channels_last": False}, [GPU], (False, True)),

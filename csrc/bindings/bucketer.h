@@ -17,7 +17,6 @@
 
 #include "bindings/convert.h"
 #include "bindings/python_call.h"
-#include "bucket/ready_hook.h"
 #include "bucket/step.h"
 
 namespace pyringar {

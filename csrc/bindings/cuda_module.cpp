@@ -77,9 +77,9 @@ class CudaWork {
 // A group, and its calls in the background.
 class StreamedGroup : public ForkGuard {
  public:
-  StreamedGroup(std::vector<int> devices, cuda::GroupOptions options)
+  StreamedGroup(std::vector<int> devices, std::chrono::nanoseconds timeout)
       : devices_(std::move(devices)),
-        group_(std::make_shared<cuda::Group>(devices_, options)),
+        group_(std::make_shared<cuda::Group>(devices_, timeout)),
         background_(group_) {}
 
   CallCache calls;
@@ -165,13 +165,13 @@ void bind_group(py::module_& m) {
   py::class_<StreamedGroup, Engine::GroupPtr> group(m, "Group");
   def_list_calls<Engine>(group);
   group
-      .def(py::init([](std::vector<int> devices, double timeout_s, int max_blocks) {
-             const cuda::GroupOptions options{to_nanoseconds(timeout_s), max_blocks};
+      .def(py::init([](std::vector<int> devices, double timeout_s) {
              const PythonCall python_call;  // peers are tried
-             return Engine::GroupPtr(new StreamedGroup(std::move(devices), options),
-                                     GroupDeleter<Engine>{});
+             return Engine::GroupPtr(
+                 new StreamedGroup(std::move(devices), to_nanoseconds(timeout_s)),
+                 GroupDeleter<Engine>{});
            }),
-           py::arg("devices"), py::arg("timeout_s"), py::arg("max_blocks") = cuda::kAnyBlocks)
+           py::arg("devices"), py::arg("timeout_s"))
       .def("abort",
            [](StreamedGroup& self) {
              const PythonCall python_call;

@@ -100,9 +100,9 @@ py::dict limits() {
 }
 
 Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
-                            double timeout_s, int device, int max_blocks) {
+                            double timeout_s, int device) {
   const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
-  const CudaProcessOptions options{to_nanoseconds(timeout_s), &look_at_signals, max_blocks};
+  const CudaProcessOptions options{to_nanoseconds(timeout_s), &look_at_signals};
   return Engine::GroupPtr(new CallingGroup(std::move(memory), segment, rank, device, options),
                           GroupDeleter<Engine>{});
 }
@@ -122,8 +122,7 @@ void bind_cuda_process_group(py::module_& m) {
   def_process_calls<Engine>(group);
   group
       .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
-           py::arg("token"), py::arg("timeout_s"), py::arg("device"),
-           py::arg("max_blocks") = cuda::kAnyBlocks)
+           py::arg("token"), py::arg("timeout_s"), py::arg("device"))
       .def("connect",
            [](CallingGroup& group) {
              const PythonCall python_call;

@@ -1,4 +1,4 @@
-// cuda_ready: cuda/ready as the bucketer's hooks call it, and Python.
+// cuda_ready: cuda::Ready as the bucketer's hooks call it, and Python.
 //
 // Threads   with the GIL held.
 // Tests     tests/cuda/test_gpu_streams.py, tests/test_cuda_processes.py
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings/group_binding.h"
-#include "bucket/ready_hook.h"
+#include "bucket/step.h"
 #include "cuda/background.h"
 
 namespace pyringar {

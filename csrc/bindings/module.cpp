@@ -16,7 +16,6 @@
 #include "cpu/group.h"
 #include "cpu/ring.h"
 #include "os/thread.h"
-#include "os/torch_team.h"
 
 namespace pyringar {
 
@@ -77,9 +76,6 @@ py::dict build_info() {
   info["simd"] = "none";
 #endif
   info["cores"] = allowed_cores().count();
-  const torch_team::State team = torch_team::state();
-  info["openmp"] = team.why_not.empty() ? join(team.library, ", torch's: calls join its threads")
-                                        : join("not joined: ", team.why_not);
   return info;
 }
 
@@ -154,7 +150,6 @@ PYBIND11_MODULE(_engine, m) {
   m.def("build_info", &build_info);
   m.def("names", &names);
   m.def("limits", &limits);
-  m.def("describe_workers", &describe_workers);
   m.def("ring_slot_bytes", &ring_slot_bytes);
   m.def("ring_step", [](int rank, int world_size, int step) {
     const RingStep s = ring_step(rank, world_size, step);

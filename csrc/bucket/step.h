@@ -1,6 +1,5 @@
 // step: which parameters share a bucket, what each gradient holds, and which buckets are complete.
 //
-// Floor     bucket: core and the standard library.
 // Units     nanoseconds on the steady clock; 0: not yet.
 // Contract  count() is called for each accumulated gradient. A bucket is complete when all its
 //           parameters are counted on all ranks.
@@ -69,7 +68,6 @@ struct Step {
 
   Held& at(std::size_t rank, std::size_t param) { return held.at(rank * num_params + param); }
 
-  // reduced: the parameters that the last step has reduced.
   void start(const std::vector<Bucket>& plan, const std::vector<std::size_t>& reduced) {
     for (std::size_t rank = 0; rank < world_size; ++rank) {
       const Held after = rank < first_summed ? Held::kKept : Held::kSum;
@@ -87,7 +85,6 @@ struct Step {
     next = 0;
   }
 
-  // Returns whether the gradient is new in this step.
   bool count(std::size_t rank, std::size_t param) {
     if (at(rank, param) == Held::kCounted) return false;
     at(rank, param) = Held::kCounted;
@@ -105,6 +102,16 @@ struct Step {
   static std::int64_t now_ns() {
     return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   }
+};
+
+// How hooks of the CPU engine's module tell the CUDA engine's module of a gradient, with the GIL
+// held. The modules share no code, only this C structure in a capsule. note() returns false if it
+// has set a Python error.
+struct ReadyHook {
+  static constexpr const char* kCapsule = "pyringar.ready";
+  void* self;
+  void (*start_step)(void* self);
+  bool (*note)(void* self, int bucket, int rank, bool is_new);
 };
 
 }  // namespace pyringar

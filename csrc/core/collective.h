@@ -4,7 +4,6 @@
 // Contract  bindings/prepare makes it, the groups of all transports run it. Its pointers are those
 //           of the ranks in this process: all ranks of a group, or one. Pointer tables point into
 //           `pointers`, which therefore never grows again; a Collective may be moved.
-// Threads   none.
 // Tests     tests/cpp/group_test.cpp, tests/cpp/process_test.cpp,
 //           tests/cpp/cuda_host/group_test.cpp
 #pragma once
@@ -52,7 +51,6 @@ constexpr const char* call_name(CallKind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
-// Elements of one tensor, densely packed; memory borrowed.
 struct TensorSpan {
   std::byte* data;
   std::size_t numel;
@@ -99,7 +97,6 @@ struct PackedTensor {
   bool is_output;
 };
 
-// The digest of a sequence, one value after the other.
 inline std::uint64_t mix(std::uint64_t digest, std::uint64_t value) {
   // An odd factor keeps every bit of the value; the rotation lets high bits reach low ones.
   return std::rotl((digest ^ value) * 0x9E3779B97F4A7C15u, 29) + 1;
@@ -144,7 +141,6 @@ struct Collective {
 
   std::vector<PackedTensor> packed;
 
-  // Where in `pointers` a table begins.
   std::size_t index_of(const void* const* table) const {
     return static_cast<std::size_t>(table - static_cast<const void* const*>(pointers.data()));
   }
@@ -176,7 +172,6 @@ struct Collective {
             t.dtype};
   }
 
-  // Copies the call; the pointer tables of the copy point into the copy.
   Collective copy() const {
     Collective copied(*this);
     for (Buffers& tensor : copied.tensors) {
@@ -191,7 +186,6 @@ struct Collective {
  private:
   Collective(const Collective&) = default;  // `tensors` still point into the other's pointers
 
-  // Of a tensor, or of its chunk in the given phases.
   std::size_t elements_of(const Buffers& tensor, RingPhases chunked) const {
     return tensor.phases == chunked ? tensor.numel / static_cast<std::size_t>(world_size)
                                     : tensor.numel;

@@ -1,10 +1,8 @@
 // dtype: the element types and reductions that every engine knows, and what it adds them in.
 //
-// Floor     core: host and device.
 // Units     bytes for sizes.
 // Contract  16-bit floats are accumulated in fp32 and rounded once; fp32, fp64 and integers in
 //           their own type. Integers wrap.
-// Threads   pure functions, any.
 // Tests     tests/conformance/test_bits.py compares every dtype and op with an oracle, bit for bit.
 #pragma once
 
@@ -43,7 +41,6 @@ using ItemOf = std::tuple_element_t<static_cast<int>(kDType),
                                     std::tuple<double, float, Float16, BFloat16, std::int8_t,
                                                std::uint8_t, std::int32_t, std::int64_t>>;
 
-// Returns run<dtype>(): the dtype as a constant.
 template <typename Run>
 constexpr decltype(auto) with_dtype(DType dtype, Run&& run) {
   switch (dtype) {
@@ -74,7 +71,6 @@ constexpr std::size_t item_bytes(DType dtype) {
 
 constexpr bool is_float(DType dtype) { return dtype <= DType::kBFloat16; }
 
-// Bytes of one partial sum while it is being reduced.
 constexpr std::size_t partial_bytes(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 4 : item_bytes(dtype);
 }

@@ -1,6 +1,5 @@
 // error: the one exception type that engines throw, with the kind the caller will see.
 //
-// Floor     core: host only (device code reports through a status word, see the ring program).
 // Contract  the message names the operation, the culprit, the value and what was expected; the
 //           bindings turn each kind into the class of the same name in pyringar.errors.
 // Tests     tests/conformance/test_refused.py
@@ -26,10 +25,6 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-struct Hex {
-  std::uint64_t value;
-};
-
 // Appends text, a character or a number; a fraction in six significant digits, as "%g". Without
 // streams, whose locales break where two copies of libstdc++ mix (static here, shared in torch).
 template <typename Part>
@@ -38,10 +33,6 @@ void append(std::string& text, const Part& part) {
     text += std::string_view(part);
   } else if constexpr (std::is_same_v<Part, char>) {
     text += part;
-  } else if constexpr (std::is_same_v<Part, Hex>) {
-    char digits[16];
-    const char* end = std::to_chars(digits, digits + sizeof digits, part.value, 16).ptr;
-    text += std::string_view(digits, end);
   } else {
     char digits[32];
     std::to_chars_result end;
@@ -66,7 +57,6 @@ template <typename... Parts>
   throw Error(kind, join(parts...));
 }
 
-// Why a communicator refuses calls, in the same words whatever its engine.
 [[noreturn]] inline void fail_closed(const std::string& why = "") {
   fail(ErrorKind::kState, "this communicator is closed", why.empty() ? "" : ": ", why);
 }

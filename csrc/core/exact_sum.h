@@ -1,6 +1,5 @@
 // exact_sum: the sum of floating-point numbers as a real number, then rounded.
 //
-// Floor     core: host.
 // Units     digits of 32 bits; bit 0 of digit 0 is worth 2^-1074, the smallest double.
 // Contract  The result depends on which numbers were added, not on their order. It overflows only
 //           if the sum does. Of -0 alone it is -0; infinities and NaN give what + gives.
@@ -58,7 +57,6 @@ class ExactSum {
     last_ = std::max(last_, first + 2);
   }
 
-  // To the nearest double, ties to even.
   constexpr double rounded() const { return round(false); }
   // A double that rounds to fewer digits as the sum does: where it is not the sum itself, the one
   // of its two neighbours whose last bit is 1.
@@ -101,7 +99,6 @@ class ExactSum {
   // No carry comes further.
   constexpr int sign_digit() const { return last_ + 2; }
 
-  // The bits of the double with that leading bit.
   constexpr std::uint64_t bits_from(int place, bool to_odd) const {
     if (place < kFractionBits) return low_bits(0, place + 1);  // subnormal
     const int last = place - kFractionBits;

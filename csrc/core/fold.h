@@ -1,6 +1,5 @@
 // fold: how the elements of all ranks become one: by which operation, and in which order.
 //
-// Floor     core: host and device.
 // Contract  With x[r] the element of rank r, widened to the type of partial sums (core/dtype.h):
 //             rank    ((x[0] + x[1]) + x[2]) + ...
 //             tree    T(0, k), see core/tree.h
@@ -8,7 +7,6 @@
 //           and then, for a mean, one division, and one rounding to the element's type. An exact
 //           sum is rounded to the element's type at once. Sums of integers wrap, and are the same
 //           in every order.
-// Threads   pure functions, any.
 // Tests     tests/conformance/test_bits.py has each equation once more, in Python
 #pragma once
 
@@ -73,7 +71,6 @@ constexpr const char* order_name(Order order) {
   return kNames[static_cast<int>(order)];
 }
 
-// Sums alone are exact.
 constexpr bool has_order(ReduceOp op, Order order) {
   return order != Order::kExact || op == ReduceOp::kSum || op == ReduceOp::kMean;
 }
@@ -93,7 +90,6 @@ struct Divisor {
   static Divisor of(int value) { return {value, 1.0 / value}; }
 };
 
-// A mean is a sum, divided once.
 struct Fold {
   ReduceOp op = ReduceOp::kSum;
   int divisor = 1;

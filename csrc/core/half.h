@@ -1,9 +1,7 @@
 // half: fp16 and bf16 to fp32 and back, one element at a time, with integer arithmetic only.
 //
-// Floor     core: host and device.
 // Contract  Widening is exact; narrowing rounds to nearest, ties to even, keeps subnormals and
 //           infinities, and gives a quiet NaN for every NaN.
-// Threads   pure functions, any.
 // Source    IEEE 754-2019, sections 3.4 and 4.3.1.
 // Tests     tests/cpp/stress.cpp: all 65,536 halves, and every narrowing class, against these.
 #pragma once

@@ -1,7 +1,5 @@
 // ring_program: what one rank does in a ring collective, written once for every engine.
 //
-// Floor     core: host and device. An engine brings memory, flags and arithmetic; this file brings
-//           the order of events.
 // Units     elements for ranges, messages for counters.
 // Contract  On the link from rank r to rank r+1 there is one writer and one reader, and S slots;
 //           message n lies in slot n % S, n counted from 1 and never reset:
@@ -65,7 +63,6 @@ PYRINGAR_HD constexpr int ring_last_action(RingPhases phases, int world_size) {
   return phases == RingPhases::kReduceScatter ? world_size - 1 : ring_num_steps(world_size);
 }
 
-// Messages that one run puts on every link.
 PYRINGAR_HD constexpr std::uint32_t ring_num_messages(const RingProgram& program) {
   const int actions = ring_last_action(program.phases, program.world_size) -
                       ring_first_action(program.phases, program.world_size);
@@ -119,7 +116,6 @@ PYRINGAR_HD void run_ring_action(Engine& engine, const RingProgram& program, int
   }
 }
 
-// What follows from a program, worked out once.
 struct RingCut {
   Chunks chunks;
   // Of each chunk, that this runner takes. No memory holds 2^32 for every rank.

@@ -1,11 +1,9 @@
 // schedule: which chunk every rank sends, receives and reduces at every step of the ring.
 //
-// Floor     core: host and device, no allocation, no I/O, no state.
 // Units     elements for ranges; ranks, chunks and steps count from 0.
 // Contract  ring_step(next, step).recv_chunk == ring_step(rank, step).send_chunk: what one rank
 //           sends is what the next expects. Chunk c is added in the order of ranks
 //           c+1, c+2, ..., c+k (mod k), and rank r ends the reduction owning chunk r.
-// Threads   pure functions, any.
 // Source    Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms".
 // Tests     tests/test_schedule.py follows every contribution through the ring as lists.
 #pragma once
@@ -31,7 +29,6 @@ struct RingStep {
   bool reduce;  // false: the chunk is already complete and only travels on
 };
 
-// One formula for both phases.
 //   k = 4, chunk sent:  step 0 1 2 | 3 4 5     rank 0: 3 2 1 | 0 3 2     rank 1: 0 3 2 | 1 0 3
 PYRINGAR_HD constexpr RingStep ring_step(int rank, int world_size, int step) {
   const int send = (rank - 1 - step + 2 * world_size) % world_size;

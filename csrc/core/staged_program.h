@@ -1,8 +1,6 @@
 // staged_program: what one rank does where ranks see each other's staging slots only, written once
 // for processes, GPUs, and threads in tests.
 //
-// Floor     core: host. An engine brings memory, flags and arithmetic; this file brings the order
-//           of events.
 // Units     pieces and messages; message n is the n-th piece over the life of the group, counted
 //           from 1 and never reset. Every rank has kStagingSlots slots; its part of message n lies
 //           in slot n % kStagingSlots, and on hosts where staging_slot() says.

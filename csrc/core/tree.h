@@ -1,10 +1,8 @@
 // tree: the order of addition that core/fold.h calls "tree".
 //
-// Floor     core: host and device, no allocation, no state.
 // Contract  T(lo, lo + 1) = x[lo], and else T(lo, hi) = T(lo, mid) + T(mid, hi), where mid - lo is
 //           the largest power of two below hi - lo. Of six: ((0 1) (2 3)) (4 5). So k ranks that
 //           add m numbers each, m a power of two, have the bits of km ranks.
-// Threads   pure functions, any.
 // Source    pairwise summation (Higham 1993), cut at powers of two; the error grows with log2(k).
 // Tests     the static_asserts below, tests/conformance/test_bits.py
 #pragma once
@@ -15,7 +13,6 @@
 
 namespace pyringar {
 
-// Where T(lo, hi) is cut, for two leaves and more.
 PYRINGAR_HD constexpr int tree_split(int lo, int hi) {
   int half = 1;
   while (2 * half < hi - lo) half *= 2;
@@ -50,7 +47,6 @@ PYRINGAR_HD_INLINE constexpr auto with_count(int num, const Visit& visit) {
   return visit.template operator()<kMost>();
 }
 
-// T(lo, lo + num) for up to kTreeGroup leaves, at least one.
 PYRINGAR_ANY_SIDE
 template <typename Leaf, typename Add>
 PYRINGAR_HD_INLINE constexpr auto tree_of_few(int lo, int num, const Leaf& leaf, const Add& add) {

@@ -146,18 +146,6 @@ void fuse_alone(std::span<const Buffers> tensors, Fold fold) {
   for (const Buffers& tensor : tensors) fuse_range(tensor, fold, {0, tensor.numel});
 }
 
-bool fuse_in_team(std::span<const Buffers> tensors, Fold fold, int num_threads) {
-  BlockList blocks(tensors, fold, num_threads);
-  return torch_team::try_run([&](int thread, int) { blocks.take_blocks(thread); });
-}
-
-void fuse_with_helpers(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool,
-                       int num_helpers) {
-  BlockList blocks(tensors, fold, 1 + num_helpers);
-  pool.run([&](int thread) { blocks.take_blocks(thread); },
-           std::min(static_cast<std::size_t>(num_helpers), blocks.num_blocks() - 1));
-}
-
 }  // namespace
 
 void fuse_range(const Buffers& tensor, Fold fold, Range range) {
@@ -169,30 +157,22 @@ void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Be
   const int most = most_threads(traffic_bytes, beside);
   if (most == 1) return fuse_alone(tensors, fold);
   const bool may_join = beside == Beside::kNothing && torch_team::is_ready();
-  if (may_join && fuse_in_team(tensors, fold, most)) return;
+  if (may_join) {
+    BlockList blocks(tensors, fold, most);
+    if (torch_team::try_run([&](int thread, int) { blocks.take_blocks(thread); })) return;
+  }
   const int num_helpers = std::min(pool.look_for_helpers(), most - 1);
   const bool is_small = traffic_bytes < kAloneWhenColdBytes;
   if (num_helpers == 0 || (is_small && pool.is_cold())) return fuse_alone(tensors, fold);
-  fuse_with_helpers(tensors, fold, pool, num_helpers);
+  BlockList blocks(tensors, fold, 1 + num_helpers);
+  pool.run([&](int thread) { blocks.take_blocks(thread); },
+           std::min(static_cast<std::size_t>(num_helpers), blocks.num_blocks() - 1));
 }
 
 bool is_best_done_at_once(std::span<const Buffers> tensors) {
   const std::size_t traffic_bytes = traffic_bytes_of(tensors);
   return traffic_bytes < kAloneBytes ||
          (traffic_bytes < kAloneWhenColdBytes && torch_team::is_ready());
-}
-
-std::string describe_workers(std::size_t traffic_bytes) {
-  const int most = most_threads(traffic_bytes, Beside::kNothing);
-  if (most == 1) return "on the caller's thread";
-  const bool is_small = traffic_bytes < kAloneWhenColdBytes;
-  const char* const helpers = is_small ? "helpers that are awake" : "helpers";
-  const torch_team::State team = torch_team::state();
-  if (!team.why_not.empty()) {
-    return join("on the caller's thread and ", helpers, ": ", team.why_not);
-  }
-  return join("on torch's ", most, " threads of ", team.library,
-              " while they are awake, else on the caller's and ", helpers);
 }
 
 }  // namespace pyringar

@@ -7,19 +7,15 @@
 // Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <span>
-#include <string>
 
 #include "core/collective.h"
-#include "os/stillness.h"
 #include "os/thread_pool.h"
 #include "os/torch_team.h"
 
 namespace pyringar {
 
-// Bytes per rank that a thread takes at a time, at most.
 inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside);
@@ -28,20 +24,6 @@ void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Be
 // and torch's threads are awake and idle.
 bool is_best_done_at_once(std::span<const Buffers> tensors);
 
-// On which threads a call that its caller waits for would run: for people.
-std::string describe_workers(std::size_t traffic_bytes);
-
-// The elements [range) of one tensor, on this thread.
 void fuse_range(const Buffers& tensor, Fold fold, Range range);
-
-// The same in blocks of kProgressBytes; calls progressed() after each.
-template <typename Progressed>
-void fuse_blocks(const Buffers& tensor, Fold fold, Range range, Progressed&& progressed) {
-  const std::size_t block_elems = kProgressBytes / item_bytes(tensor.dtype);
-  for (std::size_t begin = range.begin; begin < range.end; begin += block_elems) {
-    fuse_range(tensor, fold, {begin, std::min(begin + block_elems, range.end)});
-    progressed();
-  }
-}
 
 }  // namespace pyringar

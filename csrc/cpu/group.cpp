@@ -65,7 +65,11 @@ void Group::run_locked(const Collective& collective, Beside beside) {
   for (const PackedTensor& tensor : collective.packed) {
     if (tensor.is_input) pack(tensor.view, tensor.dense.get());
   }
-  dispatch(collective, beside);
+  if (collective.algorithm == Algorithm::kRing) {
+    run_ring(collective, beside);
+  } else {  // in one memory `direct` is the same pass
+    run_fused(collective.tensors, collective.fold, *pool_, beside);
+  }
   for (const PackedTensor& tensor : collective.packed) {
     if (tensor.is_output) unpack(tensor.dense.get(), tensor.view);
   }
@@ -74,37 +78,12 @@ void Group::run_locked(const Collective& collective, Beside beside) {
   stats_.add(collective.algorithm, collective.bytes, busy);
 }
 
-void Group::dispatch(const Collective& collective, Beside beside) {
-  switch (collective.algorithm) {
-    case Algorithm::kFused:
-      return run_fused(collective.tensors, collective.fold, *pool_, beside);
-    case Algorithm::kDirect:
-      return run_direct(collective, beside);
-    case Algorithm::kRing:
-      return run_ring_collective(collective, beside);
-  }
-}
-
-void Group::run_direct(const Collective& collective, Beside beside) {
-  if (!team_) team_ = std::make_unique<RankTeam>(world_size_);
-  if (!barrier_) barrier_ = std::make_unique<Barrier>(world_size_);
-  const std::uint32_t base = barrier_->passed;
-  Watch watch(world_size_, timeout_);
-  const auto program = [&](int rank) {
-    sleep_if_delayed(rank);
-    direct_rank(rank, collective.tensors, collective.fold, *barrier_, base, watch);
-  };
-  team_->run(program, beside);
-  barrier_->passed += kDirectBarriers;
-  finish_team_run(collective, watch);
-}
-
-void Group::run_ring_collective(const Collective& collective, Beside beside) {
+void Group::run_ring(const Collective& collective, Beside beside) {
   if (!team_) team_ = std::make_unique<RankTeam>(world_size_);
   if (!ring_) ring_ = std::make_unique<RingLinks>(world_size_);
   Watch watch(world_size_, timeout_);
   const auto program = [&](int rank) {
-    sleep_if_delayed(rank);
+    if (rank == delayed_rank_) (void)end_delay_.try_acquire_for(delay_);
     std::uint32_t base = ring_->messages;
     for (const Buffers& tensor : collective.tensors) {
       if (!ring_rank(rank, tensor, collective.fold, *ring_, base, watch)) return;
@@ -115,20 +94,12 @@ void Group::run_ring_collective(const Collective& collective, Beside beside) {
   for (const Buffers& tensor : collective.tensors) {
     ring_->messages += ring_num_messages(ring_program(0, tensor, *ring_, ring_->messages));
   }
-  finish_team_run(collective, watch);
-}
-
-void Group::finish_team_run(const Collective& collective, Watch& watch) {
   delayed_rank_ = -1;
   const std::string failure = watch.failure();
   if (failure.empty()) return;
   failure_ = join(collective.operation, ": ", failure);
   failure_kind_ = ErrorKind::kTimeout;
   fail(failure_kind_, failure_);
-}
-
-void Group::sleep_if_delayed(int rank) {
-  if (rank == delayed_rank_) (void)end_delay_.try_acquire_for(delay_);
 }
 
 void Group::delay_rank(int rank, std::chrono::nanoseconds delay) {
@@ -157,7 +128,6 @@ std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
 std::shared_ptr<Work> Group::submit(Collective given) {
   check_usable();
   if (std::shared_ptr<Work> done = run_at_once(given)) return done;
-  // Shared, since a std::function must be copyable.
   const auto collective = std::make_shared<const Collective>(std::move(given));
   return queue_.submit(
       [this, collective] {
@@ -185,7 +155,6 @@ bool Group::close() {
   team_.reset();
   pool_.reset();
   ring_.reset();
-  barrier_.reset();
   return true;
 }
 

@@ -16,7 +16,6 @@
 #include <string>
 
 #include "core/collective.h"
-#include "cpu/direct.h"
 #include "cpu/fused.h"
 #include "cpu/ring.h"
 #include "os/process.h"
@@ -45,14 +44,12 @@ class Group : public ForkGuard {
   // False in a forked child: it is the parent's to close.
   bool close();
   GroupStats stats();
-  // Throws unless the group is open.
   void check_usable() const;
   // And after a failure, unless a collective runs just now: waits for nothing.
   void check();
-  // Whether this is the thread of its work in the background.
   bool has_this_thread() const { return queue_.is_mine(); }
 
-  // For tests: the rank sleeps before its next direct or ring, at most until end_delay().
+  // For tests: the rank sleeps before its next ring, at most until end_delay().
   void delay_rank(int rank, std::chrono::nanoseconds delay);
   void end_delay() { end_delay_.release(); }
 
@@ -61,11 +58,7 @@ class Group : public ForkGuard {
   Turn::Held take_turn();
   std::shared_ptr<Work> run_at_once(const Collective& collective);
   void run_locked(const Collective& collective, Beside beside);
-  void dispatch(const Collective& collective, Beside beside);
-  void run_direct(const Collective& collective, Beside beside);
-  void run_ring_collective(const Collective& collective, Beside beside);
-  void finish_team_run(const Collective& collective, Watch& watch);
-  void sleep_if_delayed(int rank);
+  void run_ring(const Collective& collective, Beside beside);
 
   const int world_size_;
   const std::chrono::nanoseconds timeout_;
@@ -75,7 +68,6 @@ class Group : public ForkGuard {
   std::unique_ptr<ThreadPool> pool_;
   std::unique_ptr<RankTeam> team_;
   std::unique_ptr<RingLinks> ring_;
-  std::unique_ptr<Barrier> barrier_;
   std::string failure_;
   ErrorKind failure_kind_ = ErrorKind::kState;
   int delayed_rank_ = -1;

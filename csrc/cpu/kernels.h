@@ -4,7 +4,6 @@
 //           (partial_bytes(dtype) each). Nothing is owned or kept.
 // Contract  The sum that core/fold.h defines, for every n, alignment and cut of a range. A
 //           destination may be one of the sources, not overlap one halfway.
-// Threads   pure functions of their arguments, any.
 // Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 #pragma once
 

@@ -1,6 +1,5 @@
 // kernels_impl: the loops themselves, as templates over lanes and reduction.
 //
-// Floor     cpu; included by the kernels_*.cpp files only.
 // Contract  see cpu/kernels.h. Full blocks and tails use the same vector instructions.
 // Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
 #pragma once

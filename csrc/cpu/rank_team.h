@@ -34,7 +34,6 @@ class Watch {
   Watch(int world_size, std::chrono::nanoseconds timeout)
       : timeout_(timeout), moves_(static_cast<std::size_t>(world_size)) {}
 
-  // Says that the rank is under way; wait() does so too.
   void progressed(int rank) {
     std::atomic<std::uint64_t>& count = moves_[static_cast<std::size_t>(rank)].count;
     count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
@@ -58,7 +57,6 @@ class Watch {
                 std::chrono::duration<double>(timeout_).count(), " s for rank ", peer, " ", what);
   }
 
-  // Once all ranks have returned.
   std::string failure() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return failure_;

@@ -28,7 +28,6 @@ constexpr std::size_t ring_slot_bytes(int world_size) {
   return std::max<std::size_t>(64, kLinkBytes / ring_num_slots(world_size));
 }
 
-// The link from a rank to its next; see the table in core/ring_program.h.
 struct Link {
   Flag flag;   // messages published, by the writer
   Flag taken;  // messages consumed, by the reader

@@ -9,9 +9,11 @@ namespace pyringar {
 
 namespace {
 
+constexpr std::int64_t kProgressElems = 1 << 17;
+
 // Calls visit(pointer) for every element, in the order of the index; stops when it returns false.
 template <typename Visit>
-void for_each_element(const StridedView& view, Visit&& visit) {
+void for_each_element(const StridedView& view, Visit&& visit, const Progressed& progressed) {
   const std::size_t ndim = view.shape.size();
   if (ndim == 0) {
     visit(view.data);
@@ -25,9 +27,17 @@ void for_each_element(const StridedView& view, Visit&& visit) {
   const std::int64_t inner_stride = view.strides[ndim - 1] * item;
   std::vector<std::int64_t> index(ndim, 0);
   std::byte* row = view.data;
-  while (true) {
-    for (std::int64_t i = 0; i < inner; ++i) {
-      if (!visit(row + i * inner_stride)) return;
+  for (std::int64_t visited = 0;;) {
+    for (std::int64_t i = 0; i < inner;) {
+      const std::int64_t end = std::min(inner, i + kProgressElems);
+      visited += end - i;
+      for (; i < end; ++i) {
+        if (!visit(row + i * inner_stride)) return;
+      }
+      if (visited >= kProgressElems) {
+        progressed();
+        visited = 0;
+      }
     }
     std::size_t dim = ndim - 1;
     while (dim > 0) {
@@ -57,7 +67,6 @@ void with_word(std::size_t item, Run&& run) {
   }
 }
 
-// Calls run(word, change): what to do with an element's bits on their way in or out.
 template <typename Run>
 void with_sign(const StridedView& view, Run&& run) {
   with_word(view.item, [&](auto word) {
@@ -75,7 +84,6 @@ void with_sign(const StridedView& view, Run&& run) {
   });
 }
 
-// Dimensions of more than one element, the smallest stride first.
 std::vector<std::size_t> by_stride(const StridedView& view) {
   std::vector<std::size_t> dims;
   for (std::size_t dim = 0; dim < view.shape.size(); ++dim) {
@@ -115,72 +123,52 @@ bool comes_near(const StridedView& view, const std::vector<std::size_t>& dims, s
 // Marks the bytes of a view inside a window; false as soon as one was marked before.
 bool mark(const StridedView& view, ByteSpan window, std::vector<bool>& marked) {
   bool fresh = true;
-  for_each_element(view, [&](const std::byte* element) {
-    for (std::size_t b = 0; b < view.item; ++b) {
-      const std::byte* byte = element + b;
-      if (byte < window.first || byte >= window.last) continue;
-      auto seen = marked[static_cast<std::size_t>(byte - window.first)];
-      if (seen) fresh = false;
-      seen = true;
-    }
-    return fresh;
-  });
+  for_each_element(
+      view,
+      [&](const std::byte* element) {
+        for (std::size_t b = 0; b < view.item; ++b) {
+          const std::byte* byte = element + b;
+          if (byte < window.first || byte >= window.last) continue;
+          auto seen = marked[static_cast<std::size_t>(byte - window.first)];
+          if (seen) fresh = false;
+          seen = true;
+        }
+        return fresh;
+      },
+      [] {});
   return fresh;
 }
 
 }  // namespace
 
-void pack(const StridedView& from, std::byte* to) {
+void pack(const StridedView& from, std::byte* to, const Progressed& progressed) {
   with_sign(from, [&](auto word, auto change) {
-    for_each_element(from, [&](const std::byte* element) {
-      std::memcpy(&word, element, sizeof word);
-      word = change(word);
-      std::memcpy(to, &word, sizeof word);
-      to += sizeof word;
-      return true;
-    });
+    for_each_element(
+        from,
+        [&](const std::byte* element) {
+          std::memcpy(&word, element, sizeof word);
+          word = change(word);
+          std::memcpy(to, &word, sizeof word);
+          to += sizeof word;
+          return true;
+        },
+        progressed);
   });
 }
 
-void unpack(const std::byte* from, const StridedView& to) {
+void unpack(const std::byte* from, const StridedView& to, const Progressed& progressed) {
   with_sign(to, [&](auto word, auto change) {
-    for_each_element(to, [&](std::byte* element) {
-      std::memcpy(&word, from, sizeof word);
-      word = change(word);
-      std::memcpy(element, &word, sizeof word);
-      from += sizeof word;
-      return true;
-    });
+    for_each_element(
+        to,
+        [&](std::byte* element) {
+          std::memcpy(&word, from, sizeof word);
+          word = change(word);
+          std::memcpy(element, &word, sizeof word);
+          from += sizeof word;
+          return true;
+        },
+        progressed);
   });
-}
-
-std::size_t num_elems(const StridedView& view) {
-  std::size_t count = 1;
-  for (const std::int64_t size : view.shape) count *= static_cast<std::size_t>(size);
-  return count;
-}
-
-void for_each_part(const StridedView& view, std::size_t most_elems,
-                   const std::function<void(const StridedView& part)>& visit) {
-  const std::size_t count = num_elems(view);
-  if (count <= most_elems) return visit(view);
-  // More rows than one, or rows that are themselves cut.
-  const auto row_elems = count / static_cast<std::size_t>(view.shape[0]);
-  const auto most_rows =
-      static_cast<std::int64_t>(std::max<std::size_t>(1, most_elems / row_elems));
-  StridedView part = view;
-  for (std::int64_t row = 0; row < view.shape[0]; row += most_rows) {
-    part.data = view.data + row * view.strides[0] * static_cast<std::int64_t>(view.item);
-    part.shape[0] = std::min(most_rows, view.shape[0] - row);
-    if (row_elems <= most_elems) {
-      visit(part);
-    } else {
-      StridedView inner = part;
-      inner.shape.erase(inner.shape.begin());
-      inner.strides.erase(inner.strides.begin());
-      for_each_part(inner, most_elems, visit);
-    }
-  }
 }
 
 ByteSpan span_of(const StridedView& view) {

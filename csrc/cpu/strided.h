@@ -4,7 +4,6 @@
 // Contract  pack() and unpack() visit elements in the order of their index, so that tensors of
 //           equal shape pack to equal positions; packed elements have their own sign. Gaps between
 //           elements are never touched.
-// Threads   pure functions of their arguments, any.
 // Tests     tests/conformance/test_layouts.py
 #pragma once
 
@@ -15,13 +14,10 @@
 
 namespace pyringar {
 
-void pack(const StridedView& from, std::byte* to);
-void unpack(const std::byte* from, const StridedView& to);
-
-// visit(part) for parts of the view of at most so many elements, in the order of their index.
-void for_each_part(const StridedView& view, std::size_t most_elems,
-                   const std::function<void(const StridedView& part)>& visit);
-std::size_t num_elems(const StridedView& view);
+// progressed: called about every 2^17 elements.
+using Progressed = std::function<void()>;
+void pack(const StridedView& from, std::byte* to, const Progressed& progressed = [] {});
+void unpack(const std::byte* from, const StridedView& to, const Progressed& progressed = [] {});
 
 // Bytes [first, last) that hold the view's elements and the gaps between them.
 struct ByteSpan {

@@ -1,6 +1,5 @@
 // args: what hosts hand to kernels: plain structures, the same on both sides.
 //
-// Floor     cuda: host and device, plain C++; no CUDA header.
 // Units     bytes, elements, nanoseconds. Pointers are of the device that runs the kernel, or of
 //           memory that it can reach.
 // Contract  all are passed by value, and fit the 32,764 bytes that a launch can carry.
@@ -14,8 +13,6 @@
 #include "core/ring_program.h"
 
 namespace pyringar::cuda {
-
-// -- waiting --------------------------------------------------------------------------------------
 
 // A flag has a cache line of its own, kFlagStride words from one to the next in an array.
 inline constexpr int kFlagStride = 32;
@@ -33,15 +30,12 @@ struct Failure {
   std::uint32_t wanted;
 };
 
-// What every kernel that waits is given.
 struct Patience {
   std::uint64_t timeout_ns;  // without progress of who is waited for
   std::uint32_t* gave_up;    // one word on this device: 0, or 1 once a block has failed
   Failure* failure;
   std::int32_t withheld;  // rank that does not take part; -1 for none
 };
-
-// -- ring -----------------------------------------------------------------------------------------
 
 inline constexpr int kRingThreads = 512;
 inline constexpr int kRingBlocksEach = 2;  // of a multiprocessor: one moves data while one waits

@@ -3,17 +3,18 @@
 // Contract  submit() runs a call after what is on the current streams, or, of a bucket, after its
 //           gradients. In a capture the own streams join it, and must be joined again
 //           (Done::make_wait); calls of others are refused meanwhile. What a call reads and writes
-//           must stay until wait_for() has returned, or its Done says so. Of one that fails nothing
-//           runs any more.
+//           must stay until wait_for() has returned, or its Done says so.
 // Threads   one at a time per Background; Done any.
 // Tests     tests/cpp/cuda_host
 #pragma once
 
+#include <cstddef>
+#include <deque>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "cuda/group.h"
-#include "cuda/ready.h"
 
 namespace pyringar::cuda {
 
@@ -27,6 +28,42 @@ class Done : public Events {
   const CaptureId capture_;
 };
 
+// Once a rank's last gradient of a bucket has come, an event is recorded in every stream on which
+// one came, and again in the stream of one that comes once more. The stream that reduces the bucket
+// waits for the events of all ranks, and so for nothing that backward does later. Any thread.
+class Ready {
+ public:
+  // device_of_rank: kHost for ranks that need none. bucket_sizes: how many gradients each has.
+  Ready(std::vector<int> device_of_rank, std::vector<int> bucket_sizes);
+
+  int device_of(int rank) const { return device_of_rank_[static_cast<std::size_t>(rank)]; }
+  // A gradient has come on this stream: is_new, the rank's first or only one for its parameter.
+  void note(int bucket, int rank, bool is_new, cudaStream_t stream);
+  // Streams of the ranks' devices go on after what was recorded; others are left alone.
+  void make_wait(int bucket, int device, cudaStream_t stream) const;
+  void start_step();
+
+ private:
+  struct Stream {
+    cudaStream_t stream;
+    Event* event;
+  };
+  struct Part {  // of a rank in a bucket
+    int missing = 0;
+    std::vector<Stream> streams;
+    std::deque<Event> events;  // used again in every step
+  };
+  Part& part(int bucket, int rank) {
+    return parts_[static_cast<std::size_t>(bucket) * device_of_rank_.size() +
+                  static_cast<std::size_t>(rank)];
+  }
+
+  const std::vector<int> device_of_rank_;
+  const std::vector<int> bucket_sizes_;
+  mutable std::mutex mutex_;  // guards the rest
+  std::vector<Part> parts_;
+};
+
 struct Bucket {
   const Ready* ready = nullptr;  // none: after what is on the current streams
   int index = 0;
@@ -37,7 +74,6 @@ class Background {
   explicit Background(std::shared_ptr<Group> group) : group_(std::move(group)) {}
 
   std::shared_ptr<Done> submit(const Collective& collective, Streams current, Bucket bucket = {});
-  // On the host, for all that runs.
   void wait_for() const;
 
  private:

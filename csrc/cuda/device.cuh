@@ -1,7 +1,5 @@
 // device: what CUDA's dialect calls a thread, a block and a barrier, and the same for host threads.
 //
-// Floor     cuda: device code. Where nvcc does not compile it, cuda_emulator.h of the tests brings
-//           the names: kernels then run on CPU threads, one per CUDA thread.
 // Tests     tests/cpp/cuda/
 #pragma once
 

@@ -3,6 +3,7 @@
 #include "cuda/devices.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "core/error.h"
@@ -92,7 +93,18 @@ bool Events::is_done() const {
                      [](const Event& event) { return event.is_done(); });
 }
 
-void Events::wait_for() const { wait_for_all(events_); }
+// For all of them, also where one's device has failed; raises the first failure.
+void Events::wait_for() const {
+  std::exception_ptr failure;
+  for (const Event& event : events_) {
+    try {
+      event.wait_for();
+    } catch (const Error&) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
 
 Memory shared_memory(int device, bool is_reachable, std::size_t bytes) {
   return is_reachable ? device_memory(device, bytes) : host_memory(device, bytes);

@@ -1,7 +1,5 @@
 // flag: the one file of the CUDA engine that knows memory order, and how long a kernel waits.
 //
-// Floor     cuda: device code. Without nvcc the same lines compile for host threads, which is how
-//           the kernels run under ThreadSanitizer.
 // Units     nanoseconds on the device's global clock.
 // Contract  settle(), then signal(): a block that has seen the counter through wait() reads what
 //           the threads of this block wrote before, and may overwrite what they read. Counters only
@@ -44,8 +42,6 @@ PYRINGAR_DEVICE inline std::uint64_t now_ns() {
 #endif
 }
 
-// -- data -----------------------------------------------------------------------------------------
-
 inline constexpr int kPackBytes = 16;
 
 struct alignas(kPackBytes) Bytes16 {
@@ -53,7 +49,6 @@ struct alignas(kPackBytes) Bytes16 {
 };
 
 #if !defined(__CUDACC__)
-// As a GPU would.
 inline void trap_unless_aligned(const void* pointer) {
   if (reinterpret_cast<std::uintptr_t>(pointer) % kPackBytes != 0) __builtin_trap();
 }
@@ -113,8 +108,6 @@ PYRINGAR_DEVICE T load_element(const T* from) {
   return *from;
 #endif
 }
-
-// -- order ----------------------------------------------------------------------------------------
 
 // Who takes part in an order: blocks of one device, or also other devices and the host.
 enum class Scope { kDevice, kSystem };
@@ -179,7 +172,6 @@ PYRINGAR_DEVICE inline void fence([[maybe_unused]] Scope scope) {
 #endif
 }
 
-// True for the first caller on this device.
 PYRINGAR_DEVICE inline bool claim(std::uint32_t* word) {
 #if defined(__CUDACC__)
   return atomicCAS(word, 0u, 1u) == 0u;
@@ -189,7 +181,7 @@ PYRINGAR_DEVICE inline bool claim(std::uint32_t* word) {
 #endif
 }
 
-// Called by all threads of the block: what they did comes before the flags that follow.
+// By all threads of the block: what they did comes before the flags that follow.
 PYRINGAR_DEVICE inline void settle(Scope scope) {
   block_barrier();
   if (thread_index() == 0) fence(scope);
@@ -199,7 +191,6 @@ PYRINGAR_DEVICE inline void signal(std::uint32_t* flag, std::uint32_t value, Sco
   if (thread_index() == 0) store_flag(flag, value, scope);
 }
 
-// Looks at the clock and at others' failures only every so often.
 inline constexpr unsigned kSpinsPerLook = 64;
 
 // Ranks that began to wait together would give up together, but only one reports. A later step
@@ -239,22 +230,12 @@ PYRINGAR_DEVICE bool spin(const std::uint32_t* flag, Scope scope, std::uint32_t 
   }
 }
 
-// A block's waits: thread 0 looks, all learn.
-class BlockWaits {
- public:
-  PYRINGAR_DEVICE BlockWaits(const Patience& patience, Scope scope)
-      : patience_(patience), scope_(scope) {}
-
-  template <typename Report>
-  PYRINGAR_DEVICE bool wait(const std::uint32_t* flag, std::uint32_t wanted, int step,
-                            Report&& report) const {
-    const bool came = thread_index() == 0 && spin(flag, scope_, wanted, step, patience_, report);
-    return block_told(came);
-  }
-
- private:
-  const Patience& patience_;
-  const Scope scope_;
-};
+// Thread 0 looks, all threads of the block learn.
+template <typename Report>
+PYRINGAR_DEVICE bool block_wait(const std::uint32_t* flag, Scope scope, std::uint32_t wanted,
+                                int step, const Patience& patience, Report&& report) {
+  const bool came = thread_index() == 0 && spin(flag, scope, wanted, step, patience, report);
+  return block_told(came);
+}
 
 }  // namespace pyringar::cuda

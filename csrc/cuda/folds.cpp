@@ -28,13 +28,12 @@ FusedLaunches::FusedLaunches(const TensorList& list, std::size_t num_devices) {
   });
 }
 
-void FusedLaunches::launch(std::span<const int> devices, std::span<const cudaStream_t> streams,
-                           int max_blocks) const {
+void FusedLaunches::launch(std::span<const int> devices,
+                           std::span<const cudaStream_t> streams) const {
   for (const Launch& one : launches_) {
     const OnDevice guard(devices[one.device]);
-    const unsigned blocks = std::min(one.num_tiles, static_cast<std::uint32_t>(max_blocks));
     void* arguments[] = {one.table.get()};
-    check(cudaLaunchKernel(one.kernel, dim3(blocks), dim3(kThreads), arguments, 0,
+    check(cudaLaunchKernel(one.kernel, dim3(one.num_tiles), dim3(kThreads), arguments, 0,
                            streams[one.device]),
           "launch of fused", devices[one.device]);
   }
@@ -54,14 +53,14 @@ void Folds::add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DT
   add(as, sources, {to}, bytes / item_bytes(as));
 }
 
-void Folds::launch(int device, cudaStream_t stream, int max_blocks) const {
+void Folds::launch(int device, cudaStream_t stream) const {
   std::vector<Buffers> tensors;
   for (const Item& item : items_) {
     void* const* pointers = pointers_.data() + item.pointers;
     tensors.push_back({pointers, pointers + num_sources_, num_sources_, num_destinations_,
                        item.numel, item.dtype});
   }
-  FusedLaunches({tensors, fold_, "fold"}, 1).launch({&device, 1}, {&stream, 1}, max_blocks);
+  FusedLaunches({tensors, fold_, "fold"}, 1).launch({&device, 1}, {&stream, 1});
 }
 
 }  // namespace pyringar::cuda

@@ -21,16 +21,12 @@
 
 namespace pyringar::cuda {
 
-inline constexpr int kAnyBlocks = 1 << 30;
-
 // The launches of one list of tensors, of each device's slice; for as long as the tensors stay.
 class FusedLaunches {
  public:
   FusedLaunches(const TensorList& list, std::size_t num_devices);
 
-  // Enqueues on each device's stream, at most max_blocks blocks at once; does not wait.
-  void launch(std::span<const int> devices, std::span<const cudaStream_t> streams,
-              int max_blocks) const;
+  void launch(std::span<const int> devices, std::span<const cudaStream_t> streams) const;
 
  private:
   struct Launch {
@@ -53,7 +49,7 @@ class Folds {
            std::initializer_list<void*> destinations, std::size_t numel);
   // dtype: of what lies there; its bits are kept, also those of a NaN.
   void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType dtype);
-  void launch(int device, cudaStream_t stream, int max_blocks) const;
+  void launch(int device, cudaStream_t stream) const;
 
  private:
   struct Item {

@@ -1,11 +1,9 @@
 // fused: read k inputs, add in registers, write k outputs; one pass, many tensors.
 //
-// Floor     cuda: device code.
 // Contract  fused_kernel adds in rank order, tree_kernel as core/tree.h says, whatever the grid:
 //           one thread folds each element, and reads it from all sources before it writes it, since
-//           a destination may be one of them. A thread holds 16 bytes of every source; beyond 8
-//           sources it goes on in groups of 4 (of 8-byte elements, 2). Tensors that are not aligned
-//           alike are loaded in single elements, in the same groups.
+//           a destination may be one of them. A thread holds 16 bytes of every source, or single
+//           elements of tensors that are not aligned alike; beyond 8 sources it goes on in groups.
 // Threads   any grid of kThreads-wide blocks; blocks do not wait for each other.
 // Tests     tests/cpp/cuda/fused_test.cpp, tests/cuda, tests/build/test_cuda_kernels.py
 #pragma once
@@ -17,7 +15,6 @@
 
 namespace pyringar::cuda {
 
-// The end of a fold. Sum multiplies by the reciprocal of a power of two: the bits of a division.
 template <typename Op, typename T>
 PYRINGAR_DEVICE T finished(T sum, const Divisor& divisor) {
   if constexpr (std::is_same_v<Op, Mean>) return divided(sum, divisor);
@@ -93,7 +90,6 @@ struct ElementsUnit {
   }
 };
 
-// Folds one unit of every source of a segment.
 template <typename E, typename Op, Order order, typename Unit>
 class UnitFold {
  public:

@@ -2,7 +2,6 @@
 
 #include "cuda/group.h"
 
-#include <algorithm>
 #include <cstdlib>
 #include <string_view>
 #include <utility>
@@ -21,14 +20,12 @@ bool launches_block() {
 
 }  // namespace
 
-Group::Group(std::vector<int> device_of_rank, GroupOptions options)
-    : devices_(std::make_shared<Devices>(std::move(device_of_rank))),
-      options_(options),
+Group::Group(std::vector<int> device_of_rank, std::chrono::nanoseconds timeout)
+    : devices_(std::move(device_of_rank)),
+      timeout_(timeout),
       meeting_(std::make_unique<Events>(devices())),
       last_use_(std::make_unique<Events>(devices())),
-      staging_(freed_later<Staging>(devices_)) {
-  free_leftovers();
-}
+      staging_(std::make_unique<Staging>(devices_)) {}
 
 Group::~Group() {
   try {
@@ -45,27 +42,25 @@ void Group::close() {
   } catch (const Error&) {  // a device that does not answer has nothing under way
   }
   const std::string failure = new_failure();
-  ring_.reset();
-  staging_.reset();
-  captured_rings_.clear();
+  {
+    const auto launches = lock_launches();
+    std::unique_lock<std::mutex> abort_lock(abort_mutex_);
+    std::unique_ptr<RingLinks> ring = std::move(ring_);
+    abort_lock.unlock();  // to free memory can take long
+    ring.reset();
+    staging_.reset();
+  }
   meeting_.reset();
   last_use_.reset();
-  free_leftovers();
   if (failure.empty()) return;
   failure_ = failure;
   fail(ErrorKind::kTimeout, failure);
 }
 
 void Group::abort() {
-  std::vector<std::shared_ptr<RingLinks>> links;
-  {
-    const std::lock_guard<std::mutex> lock(abort_mutex_);
-    is_aborted_ = true;
-    for (const auto& one : links_) links.push_back(one.lock());
-  }
-  for (const auto& one : links) {
-    if (one != nullptr) one->abort();
-  }
+  const std::lock_guard<std::mutex> lock(abort_mutex_);
+  is_aborted_ = true;
+  if (ring_ != nullptr) ring_->abort();
 }
 
 void Group::withhold_rank(int rank) {
@@ -105,20 +100,11 @@ void Group::check_usable_locked() {
   if (!failure_.empty()) fail(ErrorKind::kTimeout, failure_);
 }
 
-// "" if there is none, or a call has raised it.
 std::string Group::new_failure() {
-  if (!failure_.empty() || is_aborted()) return "";
-  std::string failure = ring_ == nullptr ? "" : ring_->failure(operation_);
-  for (const CapturedRing& captured : captured_rings_) {
-    const auto links = captured.links.lock();
-    if (failure.empty() && links != nullptr) failure = links->failure("a graph's replay");
-  }
-  return failure;
+  if (!failure_.empty() || is_aborted() || ring_ == nullptr) return "";
+  return ring_->failure(operation_);
 }
 
-// -- one call -------------------------------------------------------------------------------------
-
-// 0: no stream is captured.
 CaptureId Group::check_captures(const Collective& collective, Streams streams) const {
   const CaptureId capture = capture_of(streams[0], devices()[0]);
   for (std::size_t d = 1; d < streams.size(); ++d) {
@@ -138,29 +124,37 @@ CaptureId Group::check_captures(const Collective& collective, Streams streams) c
          ": the capture of the stream of cuda:", devices()[0],
          " in a CUDA graph was invalidated by an earlier call; end it first");
   }
-  if (capture != 0 && has_host_ranks()) {
-    fail(ErrorKind::kUnsupported, collective.operation,
-         ": ranks in the host's memory cannot be captured");
-  }
+  if (capture != 0) check_capturable(collective);
   return capture;
 }
 
-void Group::check_ring(CaptureId capture) const {
+void Group::check_capturable(const Collective& collective) const {
+  if (collective.algorithm == Algorithm::kRing) {
+    fail(ErrorKind::kUnsupported, collective.operation,
+         ": a ring cannot be captured in a CUDA graph; use algorithm 'direct'");
+  }
+  if (has_host_ranks()) {
+    fail(ErrorKind::kUnsupported, collective.operation,
+         ": ranks in the host's memory cannot be captured in a CUDA graph; call it outside of the "
+         "capture");
+  }
+  if (staging_->is_needed(collective)) {
+    fail(
+        ErrorKind::kUnsupported, collective.operation,
+        ": GPUs that do not reach each other's tensors cannot be captured in a CUDA graph; call it "
+        "outside of the capture");
+  }
+}
+
+void Group::check_ring() const {
   if (has_host_ranks()) {
     fail(ErrorKind::kUnsupported, operation_,
          ": ring does not support ranks in the host's memory; use algorithm 'auto'");
   }
-  if (devices_->size() == 1) return;
-  if (capture != 0) {
-    fail(ErrorKind::kUnsupported, operation_,
-         ": a ring between GPUs cannot be captured, since a replay could meet another call that "
-         "waits across devices; use algorithm 'direct'");
-  }
-  if (launches_block()) {
-    fail(ErrorKind::kUnsupported, operation_,
-         ": CUDA_LAUNCH_BLOCKING is set, and a ring between GPUs needs launches on all of them "
-         "before the first one ends; unset it, or use algorithm 'direct'");
-  }
+  if (devices_.size() == 1 || !launches_block()) return;
+  fail(ErrorKind::kUnsupported, operation_,
+       ": CUDA_LAUNCH_BLOCKING is set, and a ring between GPUs needs launches on all of them "
+       "before the first one ends; unset it, or use algorithm 'direct'");
 }
 
 void Group::run(const Collective& collective, Streams streams) {
@@ -168,16 +162,14 @@ void Group::run(const Collective& collective, Streams streams) {
   const std::lock_guard<std::mutex> lock(mutex_);
   check_usable_locked();
   const CaptureId capture = check_captures(collective, streams);
-  if (capture == 0) free_leftovers();
   operation_ = collective.operation;
   const bool is_ring = collective.algorithm == Algorithm::kRing;
-  if (is_ring) check_ring(capture);
+  if (is_ring) check_ring();
   stats_.add(collective.algorithm, collective.bytes, {});
   if (collective.tensors.empty()) return;
-  if (is_ring && capture != 0) return run_captured_ring(collective, streams, capture);
   if (is_ring) return run_ring(collective, streams);
   if (!collective.needs_staging) collective.needs_staging = staging_->is_needed(collective);
-  if (*collective.needs_staging) return run_staged(collective, streams, capture);
+  if (*collective.needs_staging) return run_staged(collective, streams);
   if (capture == 0) return run_tables(collective, streams, *meeting_);
   Events meeting(devices());
   run_tables(collective, streams, meeting);
@@ -189,56 +181,41 @@ void Group::run_tables(const Collective& collective, Streams streams, Events& me
     collective.launches = std::make_shared<FusedLaunches>(list, devices().size());
   }
   const auto& launches = *static_cast<const FusedLaunches*>(collective.launches.get());
-  const auto launch = [&] { launches.launch(devices(), streams, options_.max_blocks); };
+  const auto launch = [&] { launches.launch(devices(), streams); };
   if (devices().size() == 1) return launch();
   meeting.meet(streams);
   run_and_always(launch, [&] { meeting.meet(streams); });
 }
 
-void Group::run_staged(const Collective& collective, Streams streams, CaptureId capture) {
-  if (capture != 0) {
-    const auto staging = freed_later<Staging>(devices_);
-    Events meeting(devices());
-    keep_with_graph(streams[0], devices()[0], staging);
-    const Collective staged = staging->copy_in(collective, streams, nullptr);
-    run_tables(staged, streams, meeting);
-    return staging->copy_out(collective, staged, streams);
-  }
+void Group::run_staged(const Collective& collective, Streams streams) {
   last_use_->make_wait(streams);
   if (has_host_ranks()) last_use_->wait_for();  // the host writes there, too
   run_and_always(
       [&] {
-        const Collective staged = staging_->copy_in(collective, streams, last_use_.get());
+        const Collective staged = staging_->copy_in(collective, streams, *last_use_);
         run_tables(staged, streams, *meeting_);
         staging_->copy_out(collective, staged, streams);
       },
       [&] { last_use_->record(streams); });
 }
 
-std::shared_ptr<RingLinks> Group::make_links() {
-  std::shared_ptr<RingLinks> links;
-  {
-    const auto launches = lock_launches();
-    links = freed_later<RingLinks>(devices_, options_.timeout, options_.max_blocks, operation_);
-  }
+void Group::make_links() {
+  const auto launches = lock_launches();
+  auto links = std::make_unique<RingLinks>(devices_, timeout_, operation_);
   const std::lock_guard<std::mutex> lock(abort_mutex_);
-  std::erase_if(links_, [](const auto& one) { return one.expired(); });
-  links_.push_back(links);
-  if (is_aborted_) links->abort();
-  return links;
-}
-
-void Group::launch_ring(RingLinks& links, const Collective& collective, Streams streams) const {
-  for (const Buffers& tensor : collective.tensors) {
-    links.launch(tensor, collective.fold, streams, withheld_rank_);
-  }
+  ring_ = std::move(links);
+  if (is_aborted_) ring_->abort();
 }
 
 void Group::run_ring(const Collective& collective, Streams streams) {
-  if (ring_ == nullptr) ring_ = make_links();
+  if (ring_ == nullptr) make_links();
   last_use_->make_wait(streams);
-  const auto launch = [&] { launch_ring(*ring_, collective, streams); };
-  if (devices().size() == 1) {
+  const auto launch = [&] {
+    for (const Buffers& tensor : collective.tensors) {
+      ring_->launch(tensor, collective.fold, streams, withheld_rank_);
+    }
+  };
+  if (devices_.size() == 1) {
     return run_and_always(launch, [&] { last_use_->record(streams); });
   }
   // Of all groups of the process, in one order on all devices.
@@ -254,25 +231,6 @@ void Group::run_ring(const Collective& collective, Streams streams) {
     }
     last_use_->record(streams);
   });
-}
-
-// Links of the capture's own, one call after the other also where its streams fork.
-void Group::run_captured_ring(const Collective& collective, Streams streams, CaptureId capture) {
-  std::erase_if(captured_rings_, [](const CapturedRing& ring) { return ring.links.expired(); });
-  auto found = std::find_if(captured_rings_.begin(), captured_rings_.end(),
-                            [&](const CapturedRing& ring) { return ring.capture == capture; });
-  std::shared_ptr<RingLinks> links;
-  if (found == captured_rings_.end()) {
-    links = make_links();
-    keep_with_graph(streams[0], devices()[0], links);
-    captured_rings_.push_back({links, capture, std::make_unique<Events>(devices())});
-    found = captured_rings_.end() - 1;
-  } else {
-    links = found->links.lock();
-    found->last->make_wait(streams);
-  }
-  launch_ring(*links, collective, streams);
-  found->last->record(streams);
 }
 
 }  // namespace pyringar::cuda

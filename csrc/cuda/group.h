@@ -8,11 +8,11 @@
 //           folds its slice of every tensor, and the streams meet again; no kernel waits. `ring` is
 //           one launch per device and tensor, whose blocks wait for each other; rings between
 //           devices run one at a time in a process.
-//           Captures: all streams are in one capture, or none. A captured call has memory of its
-//           own that lives as long as the graph, which may be replayed beside calls, and after
-//           close(). A ring between devices cannot be captured.
-//           A kernel's failed wait is raised by the next call, check_usable() or close(). The group
-//           then refuses everything with that reason, as after abort(). The devices stay usable.
+//           Captures: all streams are in one capture, or none. A captured call needs its tensors
+//           alone: the graph may be replayed beside calls, and after close(). Rings, and calls that
+//           need buffers (cuda/staging.h), cannot be captured.
+//           A kernel's failed wait is raised by the next call, check_usable() or close(); the group
+//           then refuses everything with that reason.
 // Threads   any; calls of one group run one at a time. abort() waits for none of them.
 // Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once
@@ -31,20 +31,15 @@
 
 namespace pyringar::cuda {
 
-struct GroupOptions {
-  std::chrono::nanoseconds timeout{};
-  int max_blocks = kAnyBlocks;  // of one call on each device; a ring takes one a rank at least
-};
-
 class Group {
  public:
   // device_of_rank[r]: its index, or kHost.
-  Group(std::vector<int> device_of_rank, GroupOptions options);
+  Group(std::vector<int> device_of_rank, std::chrono::nanoseconds timeout);
   ~Group();
 
-  const std::vector<int>& devices() const { return devices_->indices(); }  // each once
-  bool has_host_ranks() const { return devices_->has_host_ranks(); }
-  bool has_peers() const { return devices_->has_peers(); }
+  const std::vector<int>& devices() const { return devices_.indices(); }  // each once
+  bool has_host_ranks() const { return devices_.has_host_ranks(); }
+  bool has_peers() const { return devices_.has_peers(); }
 
   // streams[i] belongs to devices()[i]. Tensors with gaps have been packed before.
   void run(const Collective& collective, Streams streams);
@@ -61,32 +56,23 @@ class Group {
   void withhold_rank(int rank);  // for tests: the rank's blocks leave at once; -1 for none
 
  private:
-  struct CapturedRing {
-    std::weak_ptr<RingLinks> links;
-    CaptureId capture = 0;
-    std::unique_ptr<Events> last;
-  };
-
   void check_usable_locked();
   std::string new_failure();
-  void check_ring(CaptureId capture) const;
+  void check_capturable(const Collective& collective) const;
+  void check_ring() const;
   void run_ring(const Collective& collective, Streams streams);
-  void run_captured_ring(const Collective& collective, Streams streams, CaptureId capture);
-  void run_staged(const Collective& collective, Streams streams, CaptureId capture);
+  void run_staged(const Collective& collective, Streams streams);
   void run_tables(const Collective& collective, Streams streams, Events& meeting) const;
-  void launch_ring(RingLinks& links, const Collective& collective, Streams streams) const;
-  std::shared_ptr<RingLinks> make_links();
+  void make_links();
   bool is_aborted();
 
-  const std::shared_ptr<Devices> devices_;
-  const GroupOptions options_;
+  Devices devices_;
+  const std::chrono::nanoseconds timeout_;
 
   std::mutex mutex_;  // held while a call is enqueued; guards all below
   std::unique_ptr<Events> meeting_;
   std::unique_ptr<Events> last_use_;  // of the memory of the next two
-  std::shared_ptr<Staging> staging_;
-  std::shared_ptr<RingLinks> ring_;
-  std::vector<CapturedRing> captured_rings_;
+  std::unique_ptr<Staging> staging_;
   bool is_closed_ = false;
   std::string failure_;
   ErrorKind failure_kind_ = ErrorKind::kTimeout;
@@ -94,9 +80,9 @@ class Group {
   int withheld_rank_ = -1;
   GroupStats stats_;
 
-  std::mutex abort_mutex_;  // never held for long; guards the next two
+  std::mutex abort_mutex_;  // never held for long; guards the next two, with the other for ring_
   bool is_aborted_ = false;
-  std::vector<std::weak_ptr<RingLinks>> links_;  // all that live, those of graphs, too
+  std::unique_ptr<RingLinks> ring_;  // made when it is needed
 };
 
 }  // namespace pyringar::cuda

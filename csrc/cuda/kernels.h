@@ -1,7 +1,6 @@
 // kernels: which kernel runs a dtype and a reduction, for hosts that launch it.
 //
 // Contract  the argument of each kind: fused a table of cuda/table.h, ring RingArgs.
-// Threads   pure functions, any.
 // Tests     tests/build/test_cuda_kernels.py reads registers and SASS, tests/cuda runs them
 #pragma once
 
@@ -13,17 +12,17 @@ namespace pyringar::cuda {
 enum class KernelKind { kFusedSmall, kFusedLarge, kRing };
 inline constexpr int kNumKernelKinds = 3;
 
-// The kind that takes a table of this type.
 template <typename T>
 inline constexpr KernelKind kFusedWith = KernelKind::kFusedLarge;
 template <>
 inline constexpr KernelKind kFusedWith<SmallTable> = KernelKind::kFusedSmall;
 
-// For cudaLaunchKernel. A ring ignores the order of the fold. Callers refuse exact sums.
-const void* kernel_function(DType dtype, const Fold& fold, KernelKind kind);
-
-// In a file per dtype: nvcc compiles them side by side.
 template <DType dtype>
 const void* kernel_of(const Fold& fold, KernelKind kind);
+
+// For cudaLaunchKernel. A ring ignores the order of the fold. Callers refuse exact sums.
+inline const void* kernel_function(DType dtype, const Fold& fold, KernelKind kind) {
+  return with_dtype(dtype, [&]<DType kDType>() { return kernel_of<kDType>(fold, kind); });
+}
 
 }  // namespace pyringar::cuda

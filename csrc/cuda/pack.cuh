@@ -1,10 +1,8 @@
 // pack: sixteen bytes of elements: load, widen, reduce, narrow, store.
 //
-// Floor     cuda: device code.
 // Contract  the arithmetic of the CPU engine, bit for bit, for everything that is not a NaN: 16-bit
 //           floats in fp32 and rounded once, integers wrap, no contraction, no flushing (see the
 //           compiler flags in pyringar/engine/compile.py).
-// Threads   pure functions, any.
 // Tests     tests/cpp/cuda/, tests/cuda compares CPU bits with GPU bits
 #pragma once
 
@@ -145,7 +143,6 @@ struct Pack {
   static constexpr int kSize = kBytes / kItem;
   Partial lane[kSize];
 
-  // i: which of the packs in sixteen bytes.
   static PYRINGAR_DEVICE Pack from_elements(const Bytes16& bytes, int i) {
     typename E::Element elements[kSize];
     __builtin_memcpy(elements, bytes.word + i * kBytes / 4, kBytes);

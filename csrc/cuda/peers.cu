@@ -77,7 +77,6 @@ bool probe(int from, int to) {
          read_word(wrong_there, from, stream_from) == 0;
 }
 
-// Whether words arrive.
 bool try_link(int from, int to) {
   int says_yes = 0;
   check(cudaDeviceCanAccessPeer(&says_yes, from, to), "cudaDeviceCanAccessPeer", from);

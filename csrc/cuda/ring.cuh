@@ -1,11 +1,9 @@
 // ring: the ring program of core/ring_program.h on thread blocks, slots in the next rank's memory.
 //
-// Floor     cuda: device code.
 // Contract  One block per (local rank, channel), all co-resident (a cooperative launch). Channel c
 //           takes pieces c, c + C, ... of every chunk, with slots and flags of its own, so the
 //           order of addition is the one of the CPU's ring. The reader's memory holds slots and
-//           flag, which prev writes; the writer's `taken`, which next writes. `base`, the messages
-//           carried, lies in device memory, so that a replayed graph goes on from there.
+//           flag, which prev writes; the writer's `taken`, which next writes.
 //           Ranks of one device read each other's inputs and results in place; only partial sums go
 //           through slots (cpu/ring.cpp says why both stay unchanged meanwhile). Between devices
 //           all data goes through slots. In a slot, element i of a piece lies at index shift + i:
@@ -139,7 +137,6 @@ class RingMove {
   static PYRINGAR_DEVICE Element* output(const Tensor& tensor, Range range) {
     return static_cast<Element*>(tensor.output) + (range.begin - tensor.first_output);
   }
-  // Bytes from the channel's first slot to where a range's data begins.
   template <typename T>
   PYRINGAR_DEVICE std::size_t slot_offset(std::uint32_t n, Range range) const {
     return std::size_t{n % args_.num_slots} * args_.slot_bytes +
@@ -177,15 +174,16 @@ class BlockRing {
   using Partial = typename E::Partial;
 
   PYRINGAR_DEVICE BlockRing(const RingArgs& args, const RingShared& shared)
-      : args_(args), shared_(shared), waits_(args.patience, shared.scope) {}
+      : args_(args), shared_(shared) {}
 
   PYRINGAR_DEVICE bool wait_message(std::uint32_t n, int action) const {
-    return waits_.wait(shared_.ports.in_flag, n, action - 1, [&](Failure& failure) {
-      failure.rank = shared_.program.rank;
-      failure.peer = prev_of(shared_.program);
-      failure.step = action - 1;
-      failure.what = Awaited::kMessage;
-    });
+    return block_wait(shared_.ports.in_flag, shared_.scope, n, action - 1, args_.patience,
+                      [&](Failure& failure) {
+                        failure.rank = shared_.program.rank;
+                        failure.peer = prev_of(shared_.program);
+                        failure.step = action - 1;
+                        failure.what = Awaited::kMessage;
+                      });
   }
   // Times out after any wait for a message, so that a missing message is reported first.
   PYRINGAR_DEVICE bool wait_slot(std::uint32_t n, int action) const {
@@ -193,12 +191,13 @@ class BlockRing {
     if (shared_.sees_next() && !is_partial) return true;  // it stays where it is
     const std::uint32_t wanted = n - args_.num_slots;
     const int step = 2 * args_.world_size + action;
-    return waits_.wait(shared_.ports.out_taken, wanted, step, [&](Failure& failure) {
-      failure.rank = shared_.program.rank;
-      failure.peer = (shared_.program.rank + 1) % args_.world_size;
-      failure.step = action;
-      failure.what = Awaited::kSlot;
-    });
+    return block_wait(shared_.ports.out_taken, shared_.scope, wanted, step, args_.patience,
+                      [&](Failure& failure) {
+                        failure.rank = shared_.program.rank;
+                        failure.peer = (shared_.program.rank + 1) % args_.world_size;
+                        failure.step = action;
+                        failure.what = Awaited::kSlot;
+                      });
   }
   PYRINGAR_DEVICE void publish(std::uint32_t n) { tell(shared_.ports.out_flag, n); }
   PYRINGAR_DEVICE void free_message(std::uint32_t n) { tell(shared_.ports.in_taken, n); }
@@ -256,7 +255,6 @@ class BlockRing {
 
   const RingArgs& args_;
   const RingShared& shared_;
-  const BlockWaits waits_;
   bool is_settled_ = true;  // nothing was moved since the last fence
 };
 

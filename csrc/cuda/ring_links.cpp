@@ -23,22 +23,18 @@ constexpr int kMaxChannels = 256;
 // Blocks that wait for other devices: what a link of 450 GB/s has in flight in 2 us, 0.9 MB, 32 KB
 // a block. More would take multiprocessors from work that other devices wait for.
 constexpr int kMaxWaitingBlocks = 32;
-// Slots and pieces are multiples of these.
 constexpr std::size_t kSlotStepBytes = 256;
 constexpr std::size_t kPieceStepElems = 256;
 
 }  // namespace
 
-RingLinks::RingLinks(std::shared_ptr<Devices> devices, std::chrono::nanoseconds timeout,
-                     int max_blocks, const char* operation)
-    : owned_(std::move(devices)),
-      devices_(*owned_),
+RingLinks::RingLinks(Devices& devices, std::chrono::nanoseconds timeout, const char* operation)
+    : devices_(devices),
       timeout_(timeout),
       num_ranks_(static_cast<std::size_t>(devices_.world_size())),
       num_slots_(ring_num_slots(devices_.world_size())),
       num_channels_(kMaxChannels) {
-  choose_channels(devices_.size() > 1 ? std::min(max_blocks, kMaxWaitingBlocks) : max_blocks,
-                  operation);
+  choose_channels(operation);
   const std::size_t all_slots = num_ranks_ * static_cast<std::size_t>(num_channels_) * num_slots_;
   slot_bytes_ =
       static_cast<std::uint32_t>(std::clamp(kSlotsBytes / all_slots, kMinSlotBytes, kMaxSlotBytes) /
@@ -98,7 +94,7 @@ std::string RingLinks::describe(const Failure& failure, const char* operation) c
 }
 
 // As many as all ranks of every device can have resident at once, for every dtype.
-void RingLinks::choose_channels(int max_blocks, const char* operation) {
+void RingLinks::choose_channels(const char* operation) {
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const int index = devices_[d].index;
     const auto local = static_cast<int>(devices_[d].ranks.size());
@@ -106,7 +102,9 @@ void RingLinks::choose_channels(int max_blocks, const char* operation) {
       fail(ErrorKind::kUnsupported, operation, ": ", local, " ranks on cuda:", index,
            "; ring supports ", kMaxLocalRanks, ", fused and direct more");
     }
-    num_channels_ = std::min(num_channels_, std::max(1, max_blocks / local));
+    if (devices_.size() > 1) {
+      num_channels_ = std::min(num_channels_, std::max(1, kMaxWaitingBlocks / local));
+    }
     for (int dtype = 0; dtype < kNumDTypes; ++dtype) {
       const void* kernel = kernel_function(static_cast<DType>(dtype), Fold{}, KernelKind::kRing);
       num_channels_ =

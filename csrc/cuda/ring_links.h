@@ -1,10 +1,9 @@
 // ring_links: the memory through which ranks on GPUs send messages around the ring, and the ring's
 // launches.
 //
-// Contract  One launch per device and tensor, all blocks on the devices at once. A link's slots and
-//           flags lie on a device if the one at its other end reaches them there, else in the
-//           host's memory. Launches must follow each other, which the caller ensures. A failed wait
-//           stays on record.
+// Contract  One launch per device and tensor, all blocks on the devices at once; the caller orders
+//           launches. Slots and flags lie on a device if the device at the link's other end reaches
+//           them there, else in the host's memory. A failed wait stays on record.
 // Threads   one at a time.
 // Source    core/ring_program.h, cuda/ring.cuh
 // Tests     tests/cpp/cuda_host
@@ -13,7 +12,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -25,14 +23,11 @@ namespace pyringar::cuda {
 
 class RingLinks {
  public:
-  // All ranks are on devices. max_blocks: on each of them. operation: for messages.
-  RingLinks(std::shared_ptr<Devices> devices, std::chrono::nanoseconds timeout, int max_blocks,
-            const char* operation);
+  RingLinks(Devices& devices, std::chrono::nanoseconds timeout, const char* operation);
   void launch(const Buffers& tensor, Fold fold, Streams streams, int withheld_rank);
 
   // Blocks that wait leave; those of later launches, too.
   void abort() const;
-  // What is wrong, of a call that waited for too long; "": nothing.
   std::string failure(const char* operation) const;
 
  private:
@@ -41,7 +36,6 @@ class RingLinks {
     Memory gave_up;  // one word
     Memory failure;  // in the host's memory
   };
-  // What a rank owns, per channel.
   struct End {
     Memory slots;  // it reads
     Memory flag;   // it reads
@@ -53,7 +47,7 @@ class RingLinks {
     int num_channels;  // 0: there is nothing to send
   };
 
-  void choose_channels(int max_blocks, const char* operation);
+  void choose_channels(const char* operation);
   Patience patience(std::size_t d, int withheld_rank) const;
   std::string describe(const Failure& failure, const char* operation) const;
   End make_end(std::size_t rank) const;
@@ -63,7 +57,6 @@ class RingLinks {
   std::size_t next_of(std::size_t rank) const { return (rank + 1) % num_ranks_; }
   std::size_t prev_of(std::size_t rank) const { return (rank + num_ranks_ - 1) % num_ranks_; }
 
-  const std::shared_ptr<Devices> owned_;
   Devices& devices_;
   const std::chrono::nanoseconds timeout_;
   const std::size_t num_ranks_;

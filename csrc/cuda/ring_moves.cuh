@@ -1,6 +1,5 @@
 // ring_moves: what a block of the ring does to the elements of a piece.
 //
-// Floor     cuda: device code.
 // Units     elements, counted from the first of the range. Pointers are to that element.
 // Contract  A job loads and stores units, of sixteen bytes of elements or of one; a thread loads a
 //           batch of them before it uses the first. Where one of a job's tensors is not aligned as
@@ -15,7 +14,6 @@
 
 namespace pyringar::cuda {
 
-// What becomes of a sum: partials for the next rank, or a result, divided or as it is.
 enum class Outcome { kPartial, kResult, kMean };
 
 // Units that a thread loads before it uses the first: what 64 registers hold without spilling.
@@ -25,8 +23,7 @@ constexpr int ring_batch(std::size_t item, bool divides) {
   return item == 2 ? 2 : 4;
 }
 
-// Theirs + own: partials to the next rank's slot, or a result to the output and, where its next
-// cannot see that, to the slot. Theirs: partials of a slot, or elements of prev's input.
+// Theirs, partials of a slot or elements of prev's input, + own: to the next slot or the output.
 template <typename E, typename Op, typename Theirs, Outcome kOutcome>
 struct Reduction {
   static constexpr bool kFinishes = kOutcome != Outcome::kPartial;

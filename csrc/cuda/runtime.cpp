@@ -37,7 +37,6 @@ bool is_sticky(cudaError_t status) {
   }
 }
 
-// For functions of the driver.
 void check_driver(CUresult status, const char* call, int device) {
   if (status == CUDA_SUCCESS) return;
   fail(ErrorKind::kCuda, call, " on cuda:", device, ": error ", static_cast<int>(status));
@@ -208,18 +207,6 @@ void Event::wait_for() const {
   check(cudaEventSynchronize(event_.get()), "cudaEventSynchronize", device_);
 }
 
-void wait_for_all(std::span<const Event> events) {
-  std::exception_ptr failure;
-  for (const Event& event : events) {
-    try {
-      event.wait_for();
-    } catch (const Error&) {
-      if (!failure) failure = std::current_exception();
-    }
-  }
-  if (failure) std::rethrow_exception(failure);
-}
-
 Stream::Stream(int device) {
   const OnDevice guard(device);
   int lowest = 0;
@@ -242,77 +229,13 @@ int num_devices() {
   return count;
 }
 
-// -- captures -------------------------------------------------------------------------------------
-
-namespace {
-
-struct Captured {
-  CaptureId id = 0;
-  cudaGraph_t graph = nullptr;
-};
-
-Captured captured(cudaStream_t stream, int device) {
+CaptureId capture_of(cudaStream_t stream, int device) {
   const OnDevice guard(device);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  Captured found;
-#if CUDART_VERSION >= 13000
-  check(cudaStreamGetCaptureInfo(stream, &status, &found.id, &found.graph),
-#else
-  check(cudaStreamGetCaptureInfo_v2(stream, &status, &found.id, &found.graph),
-#endif
-        "cudaStreamGetCaptureInfo", device);
-  if (status == cudaStreamCaptureStatusActive) return found;
-  if (status == cudaStreamCaptureStatusNone) return {};
-  return {kBrokenCapture};  // what else was given means nothing then
-}
-
-struct Leftovers {
-  std::mutex mutex;
-  std::vector<std::unique_ptr<void, void (*)(void*)>> entries;
-  std::atomic<bool> are_there{false};
-
-  static Leftovers& get() {
-    static auto* leftovers = new Leftovers;  // never destroyed: graphs may end after it
-    return *leftovers;
-  }
-};
-
-// CUDA calls it, where it allows no call of CUDA.
-void CUDART_CB drop(void* kept) { delete static_cast<std::shared_ptr<void>*>(kept); }
-
-}  // namespace
-
-CaptureId capture_of(cudaStream_t stream, int device) { return captured(stream, device).id; }
-
-void keep_with_graph(cudaStream_t stream, int device, std::shared_ptr<void> what) {
-  const OnDevice guard(device);
-  const cudaGraph_t graph = captured(stream, device).graph;
-  cudaUserObject_t object = nullptr;
-  auto* kept = new std::shared_ptr<void>(std::move(what));
-  const cudaError_t status =
-      cudaUserObjectCreate(&object, kept, &drop, 1, cudaUserObjectNoDestructorSync);
-  if (status != cudaSuccess) delete kept;
-  check(status, "cudaUserObjectCreate", device);
-  const cudaError_t retained = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
-  if (retained != cudaSuccess) cudaUserObjectRelease(object, 1);
-  check(retained, "cudaGraphRetainUserObject", device);
-}
-
-void free_later(std::unique_ptr<void, void (*)(void*)> what) {
-  Leftovers& leftovers = Leftovers::get();
-  const std::lock_guard<std::mutex> lock(leftovers.mutex);
-  leftovers.entries.push_back(std::move(what));
-  leftovers.are_there = true;
-}
-
-void free_leftovers() {
-  Leftovers& leftovers = Leftovers::get();
-  if (!leftovers.are_there) return;
-  const auto launches = lock_launches();  // until all of them are freed
-  std::vector<std::unique_ptr<void, void (*)(void*)>> entries;
-  const std::lock_guard<std::mutex> lock(leftovers.mutex);
-  entries.swap(leftovers.entries);
-  leftovers.are_there = false;
+  CaptureId id = 0;
+  check(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo", device);
+  if (status == cudaStreamCaptureStatusInvalidated) return kBrokenCapture;
+  return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
 std::unique_lock<std::mutex> lock_launches() {

@@ -62,7 +62,7 @@ class BesideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Gives back what was made on a device, there; it stays when the device does not answer any more.
+// Gives back on the device; it stays when the device does not answer any more.
 struct Release {
   int device = -1;
   void (*give_back)(void*) = nullptr;
@@ -95,9 +95,6 @@ class Event {
   std::unique_ptr<CUevent_st, Release> event_;
 };
 
-// On the host, for all of them, also where one's device has failed; raises the first failure.
-void wait_for_all(std::span<const Event> events);
-
 class Stream {
  public:
   explicit Stream(int device);  // of the highest priority, not ordered with the default stream
@@ -109,7 +106,6 @@ class Stream {
 
 int num_devices();  // 0 without a driver
 
-// The capture that a stream is in; 0: none.
 using CaptureId = unsigned long long;
 inline constexpr CaptureId kBrokenCapture = ~CaptureId{0};  // a call that it forbids has ended it
 CaptureId capture_of(cudaStream_t stream, int device);
@@ -120,19 +116,6 @@ inline bool is_capturing(cudaStream_t stream, int device) {
 // Held while launches that wait for each other across devices are enqueued, in one order; and while
 // a Group allocates or frees memory, which would deadlock between two launches of a call.
 std::unique_lock<std::mutex> lock_launches();
-
-// For owners of memory in which kernels wait. The last reference may go where CUDA may not be
-// called; the next free_leftovers() frees the memory, not beside launches.
-void free_later(std::unique_ptr<void, void (*)(void*)> what);
-void free_leftovers();
-template <typename T, typename... Arguments>
-std::shared_ptr<T> freed_later(Arguments&&... arguments) {
-  return {new T(std::forward<Arguments>(arguments)...),
-          [](T* what) { free_later({what, [](void* it) { delete static_cast<T*>(it); }}); }};
-}
-
-// Keeps `what` alive as long as the graph that captures the stream, and its executables.
-void keep_with_graph(cudaStream_t stream, int device, std::shared_ptr<void> what);
 
 // Names what a thread does, for profilers: Nsight Systems shows a bar (NVTX).
 class ProfiledRange {

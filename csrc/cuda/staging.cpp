@@ -4,9 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
-#include "core/error.h"
 #include "cuda/peers.h"
 
 namespace pyringar::cuda {
@@ -39,9 +37,8 @@ void for_each_pointer(const Collective& collective, Visit&& visit) {
 
 }  // namespace
 
-Staging::Staging(std::shared_ptr<const Devices> devices)
-    : owned_(std::move(devices)),
-      devices_(*owned_),
+Staging::Staging(const Devices& devices)
+    : devices_(devices),
       is_on_host_(devices_.has_host_ranks() || !devices_.has_peers()),
       buffers_(static_cast<std::size_t>(devices_.world_size())) {}
 
@@ -53,10 +50,10 @@ bool Staging::is_needed(const Collective& collective) const {
       [](const void* pointer) { return pointer != nullptr && !is_peer_visible(pointer); });
 }
 
-void Staging::reserve(std::size_t rank, std::size_t bytes, const Events* last_use) {
+void Staging::reserve(std::size_t rank, std::size_t bytes, const Events& last_use) {
   Buffer& buffer = buffers_[rank];
   if (buffer.bytes >= bytes) return;
-  if (last_use != nullptr) last_use->wait_for();  // cudaFreeHost is not said to
+  last_use.wait_for();  // cudaFreeHost is not said to
   // To free and to allocate waits for the device: seldom, then.
   const std::size_t wanted = std::max(bytes, 2 * buffer.bytes);
   const auto lock = lock_launches();
@@ -66,7 +63,7 @@ void Staging::reserve(std::size_t rank, std::size_t bytes, const Events* last_us
   buffer.bytes = wanted;
 }
 
-std::vector<std::size_t> Staging::lay_out(const Collective& collective, const Events* last_use) {
+std::vector<std::size_t> Staging::lay_out(const Collective& collective, const Events& last_use) {
   std::vector<std::size_t> used(buffers_.size());
   std::vector<std::size_t> offsets(collective.pointers.size());
   for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use) {
@@ -80,7 +77,7 @@ std::vector<std::size_t> Staging::lay_out(const Collective& collective, const Ev
   return offsets;
 }
 
-Collective Staging::copy_in(const Collective& collective, Streams streams, const Events* last_use) {
+Collective Staging::copy_in(const Collective& collective, Streams streams, const Events& last_use) {
   const std::vector<std::size_t> offsets = lay_out(collective, last_use);
   Collective staged = collective.copy();
   for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use use) {

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
 #include <vector>
 
 #include "core/collective.h"
@@ -18,12 +17,12 @@ namespace pyringar::cuda {
 
 class Staging {
  public:
-  explicit Staging(std::shared_ptr<const Devices> devices);
+  explicit Staging(const Devices& devices);
 
   bool is_needed(const Collective& collective) const;
   // The same call on buffers, inputs copied there. A pointer that is source and destination is one
-  // buffer. last_use: of the buffers, by calls before; null if there was none.
-  Collective copy_in(const Collective& collective, Streams streams, const Events* last_use);
+  // buffer. last_use: of the buffers, by calls before.
+  Collective copy_in(const Collective& collective, Streams streams, const Events& last_use);
   void copy_out(const Collective& collective, const Collective& staged, Streams streams) const;
 
  private:
@@ -33,11 +32,10 @@ class Staging {
   };
 
   // Where each pointer's copy begins in its rank's buffer; the buffers are large enough afterwards.
-  std::vector<std::size_t> lay_out(const Collective& collective, const Events* last_use);
-  void reserve(std::size_t rank, std::size_t bytes, const Events* last_use);
+  std::vector<std::size_t> lay_out(const Collective& collective, const Events& last_use);
+  void reserve(std::size_t rank, std::size_t bytes, const Events& last_use);
   void copy_later(void* to, const void* from, std::size_t bytes, int device, Streams streams) const;
 
-  const std::shared_ptr<const Devices> owned_;
   const Devices& devices_;
   const bool is_on_host_;
   std::vector<Buffer> buffers_;  // by rank

@@ -1,7 +1,6 @@
 // table: the tensors of one launch as tiles. Passed to kernels by value: a launch allocates no
 // memory, and a CUDA graph can capture it.
 //
-// Floor     cuda: host and device, plain C++; no CUDA header.
 // Units     elements for ranges, bytes where it says so.
 // Contract  Every element of every segment lies in exactly one of: head, vectors, tail. Vectors are
 //           16-byte aligned for every pointer of the segment. The first tile of a segment also

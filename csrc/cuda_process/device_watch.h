@@ -5,17 +5,15 @@
 // Contract  The words of a rank's DeviceLine only grow (modulo 2^32). The rank's streams write
 //           them; other ranks' streams wait for the first two, hosts for the third:
 //
-//             announced   its part of message n lies in its slot
-//             reduced     its slice of message n is finished there
-//             finished    it is done with n, the last message of a call
+//             announced, reduced   as core/staged_program.h says
+//             finished             it is done with n, the last message of a call
 //
 //           While calls of this rank are on its GPU, a thread looks at the words 20 times a second.
 //           A rank is lost if its process has ended while this rank's streams wait for it. It is
 //           late if it is furthest behind and has not moved for the timeout while this rank's GPU
 //           was further. Then all ranks are told, and each survivor raises the words of that rank
 //           to what its own streams wait for, repeatedly. `released` keeps what the rank had
-//           finished by then: calls that end with a later message are void on every rank. No other
-//           failure raises words: everything its streams wait for is enqueued.
+//           finished by then: calls that end with a later message are void on every rank.
 //           The thread makes no CUDA calls: another thread may hold CUDA's locks while a stream
 //           waits, or capture.
 // Threads   begin() and expect_*() one at a time; all else any.
@@ -44,15 +42,11 @@ class DeviceWatch {
 
   // A call of this rank, before its stream is asked to wait, or to write `finished`.
   void begin(std::uint32_t last);
-  // Of every other rank, before the stream is asked to wait for it.
   void expect_announced(std::uint32_t n) { announced_.store(n, std::memory_order_release); }
   void expect_reduced(std::uint32_t n) { reduced_.store(n, std::memory_order_release); }
 
-  // Whether all calls of this rank have ended on its GPU.
   bool is_idle() const;
-  // The last message of the last call.
   std::uint32_t last() const { return last_.load(std::memory_order_acquire); }
-  // Changes with everything that any rank's GPU gets done.
   std::uint64_t progress() const;
   // Releases the streams at once, for all ranks that they wait for.
   void abort();

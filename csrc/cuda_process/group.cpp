@@ -8,8 +8,107 @@
 #include <utility>
 
 #include "core/error.h"
+#include "cuda/folds.h"
+#include "process/staged_engines.h"
 
 namespace pyringar {
+
+namespace cuda {
+
+namespace {
+
+constexpr std::size_t kSliceBytes = 256;
+
+// Slots on GPUs. Writes go to the stream first, then to the host; waits the other way round.
+class StreamMemory : public StagedCounters {
+ public:
+  static constexpr std::size_t kPartAlignment = 16;
+
+  StreamMemory(const Fold& fold, ProcessRank& self, const ProcessStaging& staging,
+               cudaStream_t stream)
+      : StagedCounters(self),
+        fold_(fold),
+        staging_(staging),
+        base_(self.messages),
+        stream_(stream),
+        rank_(self.rank) {}
+
+  void announce(std::uint32_t n) {
+    staging_.write_announced(n, stream_);
+    StagedCounters::announce(n);
+  }
+  bool wait_announced(std::uint32_t n) {
+    if (!StagedCounters::wait_announced(n)) return false;
+    staging_.await_announced(n, stream_);
+    return true;
+  }
+  void publish_reduced(std::uint32_t n) {
+    if (n != base_) staging_.write_reduced(n, stream_);  // else the host brings its own up
+    StagedCounters::publish_reduced(n);
+  }
+  bool wait_reduced(std::uint32_t n) {
+    if (!StagedCounters::wait_reduced(n)) return false;
+    staging_.await_reduced(n, stream_);
+    return true;
+  }
+
+ protected:
+  std::byte* slot(int rank, std::uint32_t n) const { return staging_.slot(rank, n); }
+  std::byte* own_slot(std::uint32_t n) const { return slot(rank_, n); }
+  Range slice_of(Range piece, int owner) const {
+    const auto [first, last] = piece;
+    // Ranks that share a GPU take turns there: one of them reduces all.
+    if (staging_.plan().shares_gpu) return {first, owner == 0 ? last : first};
+    return slice_in_units(piece, world_size_, owner, kSliceBytes);
+  }
+  Folds to_slot() const { return Folds::copies(); }
+  Folds from_slot() const { return Folds::copies(); }
+  Folds folds(int num_destinations, std::size_t) const {
+    return {fold_, world_size_, num_destinations};
+  }
+  void launch(const Folds& folds) const { folds.launch(staging_.device(), stream_); }
+
+ private:
+  const Fold& fold_;
+  const ProcessStaging& staging_;
+  const std::uint32_t base_;
+  const cudaStream_t stream_;
+  const int rank_;
+};
+
+// Enqueues a call. The host waits until the others have enqueued theirs, and for no device. False:
+// the watch knows why; what has been enqueued by then still runs. Of ranks that share a GPU, one
+// reduces for all: k processes take 2k - 1 turns there for a piece, not 3k.
+bool run_staged(const Collective& call, bool is_direct, ProcessRank& self,
+                const ProcessStaging& staging, cudaStream_t stream) {
+  const StreamMemory memory(call.fold, self, staging, stream);
+  const std::size_t slot_bytes = staging.plan().slot_bytes;
+  const auto run = [&](auto engine, std::size_t num_pieces) {
+    const StagedProgram program{self.messages, num_pieces};
+    self.messages += static_cast<std::uint32_t>(num_pieces);
+    StagedCall staged(staging, self.messages, stream);
+    bool is_done = false;
+    if constexpr (requires { engine.reduce(0, 0); }) {
+      is_done =
+          is_direct ? run_staged_direct(engine, program) : run_staged_exchange(engine, program);
+    } else {
+      is_done = run_staged_exchange(engine, program);
+    }
+    staged.end();
+    return is_done;
+  };
+  if (call.kind == CallKind::kBarrier) return run(EmptyEngine(memory), 1);
+  if (call.kind != CallKind::kAllReduce) {
+    const ShareEngine shares(memory, call, slot_bytes);
+    return run(shares, shares.num_pieces());
+  }
+  self.line.view(call);
+  return run(ReduceEngine(memory, is_direct, slot_bytes), pieces_of(self.line.bytes(), slot_bytes));
+}
+
+}  // namespace
+
+}  // namespace cuda
 
 namespace {
 
@@ -79,7 +178,6 @@ struct CudaProcessGroup::Outcome {
   ErrorKind kind = ErrorKind::kState;
   std::array<char, 500> error{};  // empty: all is well
 
-  // Runs a step; what it throws goes to all ranks.
   template <typename Step>
   void attempt(Step&& step) {
     if (error[0] != '\0') return;
@@ -158,11 +256,10 @@ void CudaProcessGroup::connect() {
   });
   on_all_ranks([&] {
     staging_ = std::make_unique<cuda::ProcessStaging>(*own_, host_->segment(), host_->rank(),
-                                                      host_->watch(), handles_of(all),
-                                                      options_.max_blocks);
+                                                      host_->watch(), handles_of(all));
     const std::lock_guard<std::mutex> lock(abort_mutex_);
     abortable_ = staging_.get();
-    staging_->write_probe();
+    staging_->make_probe();
   });
   on_all_ranks([&] {
     const std::string wrong = staging_->look_at_probes();
@@ -184,8 +281,6 @@ void CudaProcessGroup::check_not_captured(const Collective& call, cudaStream_t s
       "capture; call it outside of the graph, or drive all GPUs from one process "
       "(pyringar.Communicator)");
 }
-
-// -- one call -------------------------------------------------------------------------------------
 
 ProcessPlan CudaProcessGroup::plan(std::size_t bytes) const {
   // Two ranks with a GPU each would read as much from each other either way.
@@ -297,8 +392,6 @@ ProcessStats CudaProcessGroup::stats() {
   const std::lock_guard<std::mutex> lock(stats_mutex_);
   return stats_;
 }
-
-// -- the end --------------------------------------------------------------------------------------
 
 // False: the device does not get on, with other work perhaps. A rank that it waits for ends that
 // wait sooner (cuda_process/device_watch).

@@ -1,15 +1,14 @@
-// group: one rank of a group of processes, its tensors on a GPU: cuda_process/engine moves the
-// data, process/group meets the other ranks.
+// group: one rank of a group of processes, its tensors on a GPU: it moves the data, and
+// process/group meets the other ranks.
 //
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
 // Contract  That of process/group. A call returns once it is enqueued, after the work on its
 //           stream. Streams under capture are refused. All enqueued work ends
 //           (cuda_process/device_watch). If it ended without the data of a lost rank, the next
 //           call, the call's work or close() raises, once.
-//           close() waits for this rank's GPU while any rank makes progress within the timeout. It
-//           frees its memory, except slots that other ranks may still read: these are freed when
-//           this process makes or closes another group. If on_nap throws, the next close() does the
-//           rest.
+//           close() waits for this rank's GPU while any rank makes progress within the timeout.
+//           Slots that other ranks may still read are freed when this process makes or closes
+//           another group.
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once
@@ -19,19 +18,20 @@
 #include <memory>
 #include <mutex>
 
-#include "cuda/folds.h"
-#include "cuda_process/engine.h"
+#include "cuda_process/staging.h"
 #include "process/group.h"
 
 namespace pyringar {
 
+// Sizes that were not measured yet.
 struct CudaProcessOptions {
   std::chrono::nanoseconds timeout{};
   OnNap on_nap = &ignore_naps;
-  int max_blocks = cuda::kAnyBlocks;  // of this rank's calls
-  std::size_t slot_bytes = cuda::kProcessSlotBytes;
-  std::size_t most_shared_slot_bytes = cuda::kSharedSlotBytes;  // where all ranks share a GPU
-  std::size_t exchange_bytes = cuda::kExchangeBytes;
+  // Large enough that a piece takes longer than the dozen calls which enqueue it.
+  std::size_t slot_bytes = std::size_t{16} << 20;
+  // Of ranks that share a GPU: there a piece costs turns of all their processes.
+  std::size_t most_shared_slot_bytes = std::size_t{64} << 20;
+  std::size_t exchange_bytes = 256 * 1024;  // up to this, every rank reduces everything
 };
 
 class CudaProcessGroup {
@@ -69,7 +69,6 @@ class CudaProcessGroup {
   // Throws, once, that a call which had returned ended without its data.
   void raise_untold();
   // As ProcessGroup's; false, too, as long as the GPU is not done: tensors of calls must stay.
-  // Where it throws, the next one says whether they must.
   bool close(Leaving leaving = Leaving::kAfterCalls);
 
  private:

@@ -2,6 +2,8 @@
 
 #include "cuda_process/staging.h"
 
+#include <cuda.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -27,6 +29,19 @@ std::vector<std::uint32_t> pattern_of(int rank, std::size_t num_words) {
   return words;
 }
 
+using Operation = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+
+Operation operation(const char* name) { return reinterpret_cast<Operation>(driver_function(name)); }
+
+// The runtime's error codes are the driver's.
+void check_operation(CUresult status, const char* name, int device) {
+  if (status == CUDA_ERROR_NOT_SUPPORTED) {
+    fail(ErrorKind::kUnsupported, "cuda:", device, " has no stream memory operations (", name,
+         " is refused): its streams cannot wait for other processes");
+  }
+  check(static_cast<cudaError_t>(status), name, device);
+}
+
 bool is_visible(const char* gpu) {
   int device = 0;
   const bool is_here = cudaDeviceGetByPCIBusId(&device, gpu) == cudaSuccess;
@@ -35,6 +50,54 @@ bool is_visible(const char* gpu) {
 }
 
 }  // namespace
+
+RegisteredMemory::RegisteredMemory(int device, void* memory, std::size_t bytes)
+    : device_(device), memory_(memory) {
+  const OnDevice guard(device);
+  const BesideCaptures beside;
+  const cudaError_t status =
+      cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    fail(ErrorKind::kUnsupported, "cuda:", device, " cannot reach the memory that processes share",
+         " (cudaHostRegister of ", bytes, " bytes: ", cudaGetErrorString(status), ")");
+  }
+  void* there = nullptr;
+  const cudaError_t mapped = cudaHostGetDevicePointer(&there, memory, 0);
+  if (mapped != cudaSuccess) cudaHostUnregister(memory);
+  check(mapped, "cudaHostGetDevicePointer", device);
+  device_memory_ = reinterpret_cast<std::uintptr_t>(there);
+}
+
+RegisteredMemory::~RegisteredMemory() {
+  try {
+    const OnDevice guard(device_);
+    const BesideCaptures beside;
+    cudaHostUnregister(memory_);
+  } catch (const Error&) {  // the device does not answer any more
+  }
+}
+
+std::uintptr_t RegisteredMemory::on_device(const Word& word) const {
+  return device_memory_ +
+         (reinterpret_cast<std::uintptr_t>(&word) - reinterpret_cast<std::uintptr_t>(memory_));
+}
+
+void RegisteredMemory::write_word(const Word& word, std::uint32_t value,
+                                  cudaStream_t stream) const {
+  static const Operation write = operation("cuStreamWriteValue32");
+  const OnDevice guard(device_);  // the null stream is the current device's
+  check_operation(write(stream, on_device(word), value, CU_STREAM_WRITE_VALUE_DEFAULT),
+                  "cuStreamWriteValue32", device_);
+}
+
+void RegisteredMemory::await_word(const Word& word, std::uint32_t value,
+                                  cudaStream_t stream) const {
+  static const Operation wait = operation("cuStreamWaitValue32");
+  const OnDevice guard(device_);
+  check_operation(wait(stream, on_device(word), value, CU_STREAM_WAIT_VALUE_GEQ),
+                  "cuStreamWaitValue32", device_);
+}
 
 StagingHandles place_of(int device) {
   const OnDevice guard(device);
@@ -69,12 +132,10 @@ OwnStaging::OwnStaging(int device_index, const StagingPlan& agreed)
       slots(device_memory(device, kStagingSlots * plan.slot_bytes)) {}
 
 ProcessStaging::ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
-                               const PeerWatch& host, std::span<const StagingHandles> all,
-                               int max_blocks)
+                               const PeerWatch& host, std::span<const StagingHandles> all)
     : own_(own),
       segment_(segment),
       rank_(rank),
-      max_blocks_(max_blocks),
       words_(own.device, &segment.device(0), segment.devices_bytes()),
       last_reduced_(segment.device(rank).reduced.value.load()),
       probe_stream_(own.device),
@@ -108,7 +169,7 @@ ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs
 }
 
 // Probes lie in message 0's slot, what was read of each peer's in message 1's, one after the other.
-void ProcessStaging::write_probe() {
+void ProcessStaging::make_probe() {
   const OnDevice guard(own_.device);
   const BesideCaptures beside;
   const std::size_t words = std::min(kMostProbeWords, plan().slot_bytes / sizeof(std::uint32_t));
@@ -138,7 +199,7 @@ std::string ProcessStaging::look_at_probes() {
     Folds copies = Folds::copies();
     copies.add_copy(slot(rank_, 1), slot(peer.rank, 0), num_words * sizeof(std::uint32_t),
                     DType::kInt32);
-    copies.launch(own_.device, stream, max_blocks_);
+    copies.launch(own_.device, stream);
     std::vector<std::uint32_t> found(num_words);
     check(cudaMemcpyAsync(found.data(), slot(rank_, 1), num_words * sizeof(std::uint32_t),
                           cudaMemcpyDefault, stream),

@@ -5,20 +5,18 @@
 // Contract  Every rank owns kStagingSlots slots, which torch's allocator could not export, and the
 //           words of its DeviceLine in the group's shared memory (cuda_process/device_watch.h). Its
 //           streams write these words, and all other ranks' streams wait for them. Ranks only read
-//           from each other's slots, so that no wait has to flush remote writes.
+//           from each other's slots.
 //
 //           No deadlock: a rank enqueues the write of a word, then sets its own counter in shared
 //           memory. The other hosts wait for that counter before they enqueue a stream's wait for
 //           the word. So each write is enqueued before all waits for it, in any process, and the
 //           oldest entry that has not run can always run: for any number of groups and threads,
-//           with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), and where processes share a
-//           GPU. It needs the counters for every message, not only for the first of a call.
+//           with one hardware queue, and where processes share a GPU.
 //
 //           No slot is reused too early: copy_in(n) follows this stream's waits for the words n - 2
 //           of all ranks, which are `reduced` in a direct call and `announced` in an exchange. The
 //           owner writes the first after all its reads of n - 3, the second after those of n - 4.
-//           This needs each rank's calls in stream order (StagedCall). After a rank is lost, hosts
-//           raise its words, and the results are void.
+//           This needs each rank's calls in stream order (StagedCall).
 //
 //           The owner frees its slots after the other ranks have unmapped them.
 // Threads   one at a time; is_idle(), progress(), abort(), last() any.
@@ -27,6 +25,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -36,15 +35,38 @@
 
 #include "core/staged_program.h"
 #include "cuda/runtime.h"
-#include "cuda/stream_memory.h"
 #include "cuda_process/device_watch.h"
 
 namespace pyringar::cuda {
 
-// Large enough that a piece takes longer than the dozen calls which enqueue it. Not measured yet.
-inline constexpr std::size_t kProcessSlotBytes = std::size_t{16} << 20;
-// Of ranks that share a GPU: there a piece costs turns of all their processes. Not measured yet.
-inline constexpr std::size_t kSharedSlotBytes = std::size_t{64} << 20;
+using Word = std::atomic<std::uint32_t>;
+
+// 32-bit words in the caller's host memory, which every device sees while this is there.
+// write_word: the word holds the value once all that is on the stream before has run and can be
+// seen from everywhere (the driver's default flag fences). await_word: what comes after on the
+// stream runs once (int32_t)(*addr - value) >= 0; a value that the host writes counts, too, so a
+// wait whose writer is gone can be ended. What a driver refuses is an Error of kind kUnsupported.
+// Any thread. Source: CUDA Driver API, Stream Memory Operations.
+class RegisteredMemory {
+ public:
+  // device: the one whose streams write and wait. memory: whole pages.
+  RegisteredMemory(int device, void* memory, std::size_t bytes);
+  ~RegisteredMemory();
+  RegisteredMemory(const RegisteredMemory&) = delete;
+  RegisteredMemory& operator=(const RegisteredMemory&) = delete;
+
+  // word: lies in the memory.
+  void write_word(const Word& word, std::uint32_t value, cudaStream_t stream) const;
+  void await_word(const Word& word, std::uint32_t value, cudaStream_t stream) const;
+
+ private:
+  std::uintptr_t on_device(const Word& word) const;
+
+  const int device_;
+  void* const memory_;
+  std::uintptr_t device_memory_ = 0;  // as the device sees it
+};
+
 // All of their slots together take no more of the GPU's free memory than this part.
 inline constexpr std::size_t kPartOfFree = 16;
 
@@ -55,10 +77,8 @@ struct StagingHandles {
   cudaIpcMemHandle_t slots;
 };
 
-// Of this rank's GPU; no slots yet.
 StagingHandles place_of(int device);
 
-// Alike on all ranks.
 struct StagingPlan {
   bool shares_gpu;  // all ranks have the same one
   std::size_t slot_bytes;
@@ -66,7 +86,6 @@ struct StagingPlan {
 StagingPlan plan_staging(std::span<const StagingHandles> all, std::size_t slot_bytes,
                          std::size_t most_shared_bytes);
 
-// What others look into, hence what outlives the use of it here.
 struct OwnStaging {
   OwnStaging(int device, const StagingPlan& plan);
 
@@ -79,15 +98,14 @@ class ProcessStaging {
  public:
   // own, segment, host: outlive this. all[r]: of rank r; own ones are not opened.
   ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
-                 const PeerWatch& host, std::span<const StagingHandles> all, int max_blocks);
+                 const PeerWatch& host, std::span<const StagingHandles> all);
 
   // Every rank writes, all meet, every rank looks. Returns what does not arrive, or nothing.
-  void write_probe();
+  void make_probe();
   std::string look_at_probes();
 
   int device() const { return own_.device; }
   const StagingPlan& plan() const { return own_.plan; }
-  int max_blocks() const { return max_blocks_; }  // of a launch
   std::byte* slot(int rank, std::uint32_t message) const {
     return bases_[static_cast<std::size_t>(rank)] + message % kStagingSlots * own_.plan.slot_bytes;
   }
@@ -112,7 +130,6 @@ class ProcessStaging {
     }
   }
 
-  // Whether all calls have ended on the device.
   bool is_idle() const { return watch_->is_idle(); }
   // Whether nothing runs there any more because it has failed.
   bool has_failed() const;
@@ -134,7 +151,6 @@ class ProcessStaging {
   const OwnStaging& own_;
   const pyringar::Segment& segment_;
   const int rank_;
-  const int max_blocks_;
   const RegisteredMemory words_;
   std::vector<Peer> peers_;
   std::vector<std::byte*> bases_;  // by rank
@@ -147,7 +163,6 @@ class ProcessStaging {
 // Around a call of this rank: after the one before. The stream says when it has ended.
 class StagedCall {
  public:
-  // last: its last message.
   StagedCall(const ProcessStaging& staging, std::uint32_t last, cudaStream_t stream);
   ~StagedCall();
   StagedCall(const StagedCall&) = delete;

@@ -1,6 +1,5 @@
 // float_mode: nearest rounding, denormals kept, whatever the calling thread has set.
 //
-// Floor     os: two processors' control registers; others have no torch.set_flush_denormal().
 // Contract  While a DefaultFloatMode lives, its thread computes by IEEE's defaults, and so do the
 //           threads that it starts. torch.set_flush_denormal() and fesetround() change the calling
 //           thread alone: without this, bits would depend on which thread took which block.

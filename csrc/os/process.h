@@ -1,10 +1,7 @@
 // process: which process this is, and whether another one still lives.
 //
-// Floor     os: std and the operating system. Linux reads /proc; elsewhere a process that the
-//           system still knows counts as alive.
 // Contract  a process id names another process once the first is gone; with the time at which it
 //           started it does not. One that has ended and was not waited for yet (a zombie) is gone.
-// Threads   any.
 // Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py
 #pragma once
 
@@ -42,7 +39,6 @@ class ForkGuard {
 // Whether this process was forked, also before this library was loaded, with no exec since.
 bool is_forked_process();
 
-// The core this thread runs on, or -1.
 int current_core();
 
 // Has this thread run on another core than this one, if it may.

@@ -31,22 +31,6 @@ void SharedMemory::close_fd() {
 
 namespace {
 
-// A descriptor that is closed unless it is released.
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
-
 // "MemAvailable: N kB" of /proc/meminfo, in bytes; without it, no limit.
 std::size_t available_bytes() {
   std::size_t kib = std::numeric_limits<std::size_t>::max() / 1024;
@@ -97,28 +81,30 @@ constexpr const char* kWhoMayOpen =
 }  // namespace
 
 SharedMemory SharedMemory::create(std::size_t bytes, const char* purpose) {
-  Descriptor fd(memfd_create("pyringar", MFD_CLOEXEC));
-  if (fd.get() < 0) fail_with(errno, purpose, bytes, "create");
-  const int error = find_pages(fd.get(), bytes);
+  SharedMemory memory(nullptr, bytes, memfd_create("pyringar", MFD_CLOEXEC));
+  if (memory.fd_ < 0) fail_with(errno, purpose, bytes, "create");
+  const int error = find_pages(memory.fd_, bytes);
   if (error != 0) fail_with(error, purpose, bytes, "allocate");
-  std::byte* data = map(fd.get(), bytes, purpose);
-  return {data, bytes, fd.release()};
+  memory.data_ = map(memory.fd_, bytes, purpose);
+  return memory;
 }
 
 SharedMemory SharedMemory::open(std::int32_t pid, int fd, std::size_t bytes, const char* purpose) {
   const std::string path = join("/proc/", pid, "/fd/", fd);
-  const Descriptor own(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (own.get() < 0) {
+  SharedMemory memory(nullptr, bytes, ::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (memory.fd_ < 0) {
     fail(ErrorKind::kState, "cannot open ", path, ", the ", bytes, " bytes of shared memory for ",
          purpose, ": ", std::strerror(errno), kWhoMayOpen);
   }
   struct stat status;
-  if (fstat(own.get(), &status) != 0) fail_with(errno, purpose, bytes, "look at");
+  if (fstat(memory.fd_, &status) != 0) fail_with(errno, purpose, bytes, "look at");
   if (static_cast<std::size_t>(status.st_size) != bytes) {
     fail(ErrorKind::kState, path, " is not the shared memory for ", purpose, ": expected ", bytes,
          " bytes, found ", status.st_size);
   }
-  return {map(own.get(), bytes, purpose), bytes, -1};
+  memory.data_ = map(memory.fd_, bytes, purpose);
+  memory.close_fd();
+  return memory;
 }
 
 #else

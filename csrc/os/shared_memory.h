@@ -1,7 +1,5 @@
 // shared_memory: memory that several processes map and that no file system knows.
 //
-// Floor     os: std and the operating system (Linux's memfd; elsewhere UnsupportedError).
-// Units     bytes.
 // Contract  The pages are there when create() returns: what does not fit is an error then, not a
 //           crash later. The kernel frees them with the last mapping. Only processes of the same
 //           user that may look into the creator can open it, by its process id and descriptor.
@@ -17,7 +15,6 @@ namespace pyringar {
 
 class SharedMemory {
  public:
-  // purpose: for messages.
   static SharedMemory create(std::size_t bytes, const char* purpose);
   // Maps what process `pid` holds as descriptor `fd`: memory of `bytes`.
   static SharedMemory open(std::int32_t pid, int fd, std::size_t bytes, const char* purpose);

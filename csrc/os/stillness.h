@@ -20,9 +20,6 @@
 
 namespace pyringar {
 
-// A rank that works on memory for long says so often, in bytes, that it is under way.
-inline constexpr std::size_t kProgressBytes = std::size_t{1} << 20;
-
 class Stillness {
  public:
   Stillness(int world_size, std::chrono::nanoseconds timeout)

@@ -3,7 +3,6 @@
 #include "os/thread.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
@@ -16,12 +15,6 @@
 
 namespace pyringar {
 
-int CoreSet::count() const {
-  int count = 0;
-  for (const std::uint64_t word : words) count += std::popcount(word);
-  return count;
-}
-
 #if defined(__linux__)
 
 namespace {
@@ -33,12 +26,12 @@ void run_on(std::thread& thread, const cpu_set_t& cores) {
 
 // 0: of the caller. Empty if there is no such thread, or more cores than a CoreSet holds.
 CoreSet cores_of_thread(int id) {
-  static_assert(CPU_SETSIZE == CoreSet::kMaxCores && sizeof(cpu_set_t) == sizeof(CoreSet));
+  static_assert(sizeof(cpu_set_t) == sizeof(CoreSet));
   CoreSet cores;
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
   if (sched_getaffinity(id, sizeof allowed, &allowed) == 0) {
-    std::memcpy(cores.words.data(), &allowed, sizeof allowed);
+    std::memcpy(static_cast<void*>(&cores), &allowed, sizeof allowed);
   }
   return cores;
 }
@@ -60,7 +53,7 @@ CoreSet cores_of_process() {
   DIR* tasks = opendir("/proc/self/task");
   if (tasks == nullptr) return cores;
   while (const dirent* task = readdir(tasks)) {  // of "." and "..", 0: the caller's cores
-    cores.add(cores_of_thread(std::atoi(task->d_name)));
+    cores |= cores_of_thread(std::atoi(task->d_name));
   }
   closedir(tasks);
   return cores;
@@ -68,8 +61,8 @@ CoreSet cores_of_process() {
 
 CoreSet usable_cores(CoreSet own) {
   static const bool is_bound = is_bound_by_openmp();
-  if (is_bound) own.add(cores_of_process());
-  if (own.count() == 0) own.words[0] = 1;
+  if (is_bound) own |= cores_of_process();
+  if (own.none()) own.set(0);
   return own;
 }
 
@@ -84,9 +77,8 @@ int Affinity::look() {
     caller_core_ = -1;
     cores_.clear();
     const CoreSet usable = usable_cores(own);
-    for (int core = 0; core < CoreSet::kMaxCores; ++core) {
-      const auto i = static_cast<std::size_t>(core);
-      if ((usable.words[i / 64] >> i % 64 & 1) != 0) cores_.push_back(core);
+    for (std::size_t core = 0; core < usable.size(); ++core) {
+      if (usable[core]) cores_.push_back(static_cast<int>(core));
     }
   }
   return static_cast<int>(cores_.size());
@@ -133,14 +125,12 @@ void Affinity::spread_from_caller(std::span<std::thread> ranks) {
 CoreSet allowed_cores() {
   CoreSet cores;
   const unsigned count = std::clamp(std::thread::hardware_concurrency(), 1u, 1024u);
-  for (unsigned core = 0; core < count; ++core) {
-    cores.words[core / 64] |= std::uint64_t{1} << core % 64;
-  }
+  for (unsigned core = 0; core < count; ++core) cores.set(core);
   return cores;
 }
 
 int Affinity::look() {
-  static const int count = allowed_cores().count();
+  static const int count = static_cast<int>(allowed_cores().count());
   return count;
 }
 void Affinity::keep_off_caller(std::span<std::thread>) {}

@@ -1,6 +1,5 @@
 // thread: which cores there are, and on which of them a group's threads run.
 //
-// Floor     os: std and the operating system (Linux; elsewhere threads run where they like).
 // Contract  A thread that is woken is often put on the waker's own core, behind the thread that
 //           waits for it. Affinity keeps helpers off the core of the calling thread, and spreads
 //           ranks over cores, when the caller has moved or may use other cores than before. It
@@ -10,26 +9,15 @@
 // Tests     tests/cpp/stress.cpp
 #pragma once
 
-#include <array>
+#include <bitset>
 #include <cstddef>
-#include <cstdint>
 #include <span>
 #include <thread>
 #include <vector>
 
 namespace pyringar {
 
-// Cores by number, a bit for each.
-struct CoreSet {
-  static constexpr int kMaxCores = 1024;
-  std::array<std::uint64_t, kMaxCores / 64> words{};
-
-  void add(const CoreSet& others) {
-    for (std::size_t i = 0; i < words.size(); ++i) words[i] |= others.words[i];
-  }
-  int count() const;
-  bool operator==(const CoreSet&) const = default;
-};
+using CoreSet = std::bitset<1024>;  // by number
 
 // Cores that this thread, and those it starts, may use now; 1 at least. Where OpenMP has been told
 // to bind its threads, which binds the one that uses it, too: those of all threads of the process.

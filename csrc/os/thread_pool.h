@@ -31,7 +31,6 @@ class ThreadPool {
       : follows_cores_(num_helpers == kByCores), num_helpers_(follows_cores_ ? 0 : num_helpers) {}
   ~ThreadPool();
 
-  // Looks how many there may be now. Called once for each job.
   int look_for_helpers();
   // Whether helpers sleep, and jobs are rare: then waking them pays for large jobs only.
   bool is_cold();

@@ -23,6 +23,7 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <string>
 
 #include "os/float_mode.h"
 #include "os/process.h"
@@ -31,7 +32,6 @@ namespace pyringar::torch_team {
 
 namespace {
 
-// What is asked of torch and of its OpenMP runtime. Null: it is not there.
 struct Runtime {
   int (*torch_threads)() = nullptr;
   void (*parallel)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags) = nullptr;
@@ -40,7 +40,6 @@ struct Runtime {
   int (*max_threads)() = nullptr;
   int (*thread_limit)() = nullptr;
   int (*in_parallel)() = nullptr;
-  State state;
 };
 
 template <typename Function>
@@ -56,42 +55,35 @@ std::string library_of(void* symbol) {
   return is_known && info.dli_fname != nullptr ? info.dli_fname : "";
 }
 
-std::string name_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
-
-// Where torch's own calls go: what is visible to all comes first, as the dynamic linker has it
-// (LD_PRELOAD), then what torch depends on. LLVM's and Intel's runtimes have GNU's names, too.
-State find_openmp(void* torch, Runtime* found) {
+// The library to which torch's own calls go: what is visible to all comes first, as the dynamic
+// linker has it (LD_PRELOAD), then what torch depends on. LLVM's and Intel's runtimes have GNU's
+// names, too. Null if there is none, or two.
+void* find_openmp(void* torch) {
   void* parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
   if (parallel == nullptr) parallel = dlsym(torch, "GOMP_parallel");
   const std::string path = library_of(parallel);
-  if (path.empty()) return {"", "torch has loaded no OpenMP runtime"};
   const std::string llvm = library_of(dlsym(torch, "__kmpc_fork_call"));
-  if (!llvm.empty() && llvm != path) {
-    return {name_of(path), "torch has another OpenMP runtime, too, " + name_of(llvm)};
-  }
-  void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
-  if (library == nullptr || !find(library, "omp_get_thread_num", &found->thread_num) ||
-      !find(library, "omp_get_num_threads", &found->team_size) ||
-      !find(library, "omp_get_max_threads", &found->max_threads) ||
-      !find(library, "omp_get_thread_limit", &found->thread_limit) ||
-      !find(library, "omp_in_parallel", &found->in_parallel) ||
-      !find(library, "GOMP_parallel", &found->parallel)) {
-    return {name_of(path), "it lacks functions of OpenMP"};
-  }
-  return {name_of(path), ""};
+  if (path.empty() || (!llvm.empty() && llvm != path)) return nullptr;
+  return dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
 }
 
 Runtime look_for_runtime(void* torch) {
   Runtime found;
-  const bool tells = find(torch, "_ZN2at15get_num_threadsEv", &found.torch_threads);
-  found.state = tells ? find_openmp(torch, &found)
-                      : State{"", "this torch does not tell its number of threads"};
+  if (!find(torch, "_ZN2at15get_num_threadsEv", &found.torch_threads)) return found;
+  void* library = find_openmp(torch);
+  const bool is_whole = library != nullptr &&
+                        find(library, "omp_get_thread_num", &found.thread_num) &&
+                        find(library, "omp_get_num_threads", &found.team_size) &&
+                        find(library, "omp_get_max_threads", &found.max_threads) &&
+                        find(library, "omp_get_thread_limit", &found.thread_limit) &&
+                        find(library, "omp_in_parallel", &found.in_parallel);
+  if (is_whole) find(library, "GOMP_parallel", &found.parallel);
   return found;
 }
 
 // Kept from when torch is there: nobody calls with tensors before.
 const Runtime& runtime() {
-  static const Runtime no_torch{.state = {"", "torch is not loaded"}};
+  static const Runtime no_torch;
   static std::atomic<void*> torch{nullptr};
   if (torch.load(std::memory_order_acquire) == nullptr) {
     void* loaded = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -180,14 +172,6 @@ bool try_run(const std::function<void(int thread, int num_threads)>& work) {
   return true;
 }
 
-State state() {
-  State now = runtime().state;
-  if (now.why_not.empty() && is_forked()) {
-    now.why_not = "this process was forked, and its threads stayed behind";
-  }
-  return now;
-}
-
 }  // namespace pyringar::torch_team
 
 #else
@@ -197,7 +181,6 @@ namespace pyringar::torch_team {
 int num_threads() { return 0; }
 bool is_ready() { return false; }
 bool try_run(const std::function<void(int, int)>&) { return false; }
-State state() { return {"", "this build of the engine joins no threads of torch's"}; }
 
 }  // namespace pyringar::torch_team
 

@@ -1,8 +1,5 @@
 // torch_team: the OpenMP threads with which torch computes, joined for one loop.
 //
-// Floor     os: std and the operating system. Nothing is linked: the runtime is looked for among
-//           the libraries that are loaded, where torch's own references to it lead (libgomp,
-//           libomp, libiomp5). Linux only, and not under ThreadSanitizer.
 // Contract  After an operation torch's threads spin for milliseconds, each on a core: a helper of
 //           ours would have to share one, while these are there at once. try_run(work) calls
 //           work(thread, how many) on all of them, the caller being thread 0, and returns when all
@@ -16,7 +13,6 @@
 #pragma once
 
 #include <functional>
-#include <string>
 
 namespace pyringar {
 
@@ -37,12 +33,5 @@ bool is_ready();
 
 // False, and nothing done, where another thread has its team at work. Only where is_ready().
 bool try_run(const std::function<void(int thread, int num_threads)>& work);
-
-// For people: the file of the runtime that torch computes with, or why nobody can join its threads.
-struct State {
-  std::string library;
-  std::string why_not;  // empty: try_run() joins them
-};
-State state();
 
 }  // namespace pyringar::torch_team

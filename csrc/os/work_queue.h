@@ -34,9 +34,7 @@ class Work {
       : describe_(std::move(describe)), interrupt_(std::move(interrupt)) {}
 
   bool is_completed() const;
-  // False when the timeout passed first. Rethrows what the job threw.
   bool wait(std::chrono::nanoseconds timeout);
-  // Of a job that is not done; "" once it is.
   std::string describe();
   // A signal has ended a wait for it: ends the job's group too, if the job is not done.
   void interrupt();
@@ -60,7 +58,6 @@ class Work {
 
 class WorkQueue {
  public:
-  // turn: that under which the jobs run.
   explicit WorkQueue(const Turn& turn) : turn_(turn) {}
   ~WorkQueue() { close(&ignore_naps); }
 
@@ -70,7 +67,6 @@ class WorkQueue {
   // Whether the caller is a job, or what goes with one: it must not wait for the queue's end.
   bool is_mine() const { return worker_.load() == std::this_thread::get_id(); }
   bool has_work() const { return num_waiting_.load(std::memory_order_acquire) > 0; }
-  // Returns when nothing is queued or running, unless on_nap throws.
   void wait_until_idle(const OnNap& on_nap);
   // Where on_nap throws nothing new is accepted, and what was submitted goes on.
   void close(const OnNap& on_nap);

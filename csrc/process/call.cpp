@@ -7,13 +7,39 @@
 #include <span>
 #include <thread>
 
-#include "cpu/copy.h"
 #include "cpu/kernels.h"
 #include "process/staged_engines.h"
+
+// Sanitizers do not see what assembly does.
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
+#define PYRINGAR_SANITIZED 1
+#endif
+#elif defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#define PYRINGAR_SANITIZED 1
+#endif
 
 namespace pyringar {
 
 namespace {
+
+void copy_from_slot(void* to, const void* from, std::size_t bytes) {
+  kernels(DType::kUInt8, ReduceOp::kSum).fused(&from, 1, &to, 1, bytes, 1);
+}
+
+// `rep movsb`, which announces whole lines, stores to lines that another core has read at 90 GB/s
+// in place of 35 (two cores of an AMD EPYC, Zen 5); reading lines that another core has written is
+// the other way round.
+void copy_to_slot(void* to, const void* from, std::size_t bytes) {
+#if defined(__x86_64__) && !defined(PYRINGAR_SANITIZED)
+  constexpr std::size_t kWorthStarting = 16 * 1024;
+  if (bytes >= kWorthStarting) {
+    __asm__ __volatile__("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes) : : "memory");
+    return;
+  }
+#endif
+  copy_from_slot(to, from, bytes);
+}
 
 constexpr std::size_t kAheadStepBytes = 1024;
 
@@ -43,7 +69,6 @@ struct HostFolds {
   const Fold& fold;
   std::size_t ahead;
 
-  // Uses up the sources.
   void add(DType dtype, std::span<const void*> sources, std::initializer_list<void*> destinations,
            std::size_t numel) const {
     const FusedKernel kernel = fused_kernel(dtype, fold);
@@ -107,7 +132,6 @@ bool direct(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
   return self.count_messages(program, run_staged_direct(engine, program));
 }
 
-// Pieces of one size.
 std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
   const std::size_t most = segment.world_size() == 2       ? kPieceBytesOfTwo
                            : bytes <= segment.slot_bytes() ? segment.slot_bytes()
@@ -146,18 +170,6 @@ bool move_data(const Collective& call, ProcessRank& self) {
   if (call.kind != CallKind::kBarrier) return run_shares(call, self);
   EmptyEngine engine(HostMemory(self, call.fold, 0));
   return exchange(engine, self, 1);
-}
-
-// visit(part, where it lies in the dense copy)
-template <typename Visit>
-void for_each_dense_part(const PackedTensor& tensor, ProcessRank& self, Visit&& visit) {
-  const std::size_t item = tensor.view.item;
-  std::byte* dense = tensor.dense.get();
-  for_each_part(tensor.view, kProgressBytes / item, [&](const StridedView& part) {
-    visit(part, dense);
-    dense += num_elems(part) * item;
-    self.watch.progressed();
-  });
 }
 
 }  // namespace
@@ -220,29 +232,25 @@ CallRecord record_of(const Collective& call) {
   return record;
 }
 
-void begin_call(const Collective& call, ProcessRank& self, bool is_background,
-                Clock::time_point now) {
+void begin_call(const Collective& call, ProcessRank& self, bool is_background) {
   self.sequence += 1;
   CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
   record = record_of(call);
   record.sequence = self.sequence;
   self.call_digest = record.digest();
   self.lies_otherwise = false;
-  self.watch.begin_call(is_background, now);
+  self.watch.begin_call(is_background);
 }
 
-bool run_process_call(const Collective& call, ProcessRank& self, bool is_background,
-                      Clock::time_point now) {
+bool run_process_call(const Collective& call, ProcessRank& self, bool is_background) {
+  const auto progressed = [&] { self.watch.progressed(); };
   for (const PackedTensor& tensor : call.packed) {
-    if (tensor.is_input) for_each_dense_part(tensor, self, &pack);
+    if (tensor.is_input) pack(tensor.view, tensor.dense.get(), progressed);
   }
-  begin_call(call, self, is_background, now);
+  begin_call(call, self, is_background);
   if (!move_data(call, self)) return false;
-  const auto unpack_part = [](const StridedView& part, const std::byte* dense) {
-    unpack(dense, part);
-  };
   for (const PackedTensor& tensor : call.packed) {
-    if (tensor.is_output) for_each_dense_part(tensor, self, unpack_part);
+    if (tensor.is_output) unpack(tensor.dense.get(), tensor.view, progressed);
   }
   return true;
 }

@@ -8,13 +8,14 @@
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <string>
 #include <vector>
 
 #include "core/collective.h"
 #include "cpu/strided.h"
-#include "process/flat_view.h"
 #include "process/segment.h"
 #include "process/watch.h"
 
@@ -24,7 +25,6 @@ enum class ProcessAlgorithm : std::uint8_t { kExchange, kDirect };
 inline constexpr int kNumProcessAlgorithms = 2;
 const char* process_algorithm_name(ProcessAlgorithm algorithm);
 
-// Without a sequence.
 CallRecord record_of(const Collective& call);
 
 // A moment at which a test may stop a rank, to kill it there.
@@ -35,6 +35,54 @@ const char* phase_name(Phase phase);
 struct PhaseDelay {
   Phase phase = Phase::kIdle;
   std::chrono::nanoseconds delay{};
+};
+
+// One rank's tensors as a single line of bytes (no copy), which is cut into pieces that fit a slot.
+// Each begins at a multiple of kAlignment, so that cuts at multiples of it fall between elements
+// and loads of 16 bytes stay aligned. Equal lists have equal lines: what lies at a position is the
+// same element on all ranks.
+class FlatView {
+ public:
+  static constexpr std::size_t kAlignment = 16;
+
+  // The destinations of another call, in the memory that this view has.
+  void view(const Collective& call) {
+    tensors_.clear();
+    bytes_ = 0;
+    for (std::size_t i = 0; i < call.tensors.size(); ++i) {
+      const TensorSpan tensor = call.local_destination(i);
+      if (tensor.numel == 0) continue;
+      const std::size_t begin = (bytes_ + kAlignment - 1) / kAlignment * kAlignment;
+      bytes_ = begin + tensor.bytes();
+      tensors_.push_back({tensor, begin, bytes_});
+    }
+  }
+
+  std::size_t bytes() const { return bytes_; }
+
+  // visit(dtype, memory, offset in [begin, end), bytes) for what of each tensor lies there.
+  template <typename Visit>
+  void for_each(std::size_t begin, std::size_t end, Visit&& visit) const {
+    const auto first = std::upper_bound(
+        tensors_.begin(), tensors_.end(), begin,
+        [](std::size_t position, const Placed& placed) { return position < placed.end; });
+    for (auto placed = first; placed != tensors_.end() && placed->begin < end; ++placed) {
+      const std::size_t from = std::max(begin, placed->begin);
+      const std::size_t to = std::min(end, placed->end);
+      visit(placed->tensor.dtype, placed->tensor.data + (from - placed->begin), from - begin,
+            to - from);
+    }
+  }
+
+ private:
+  struct Placed {
+    TensorSpan tensor;
+    std::size_t begin;
+    std::size_t end;
+  };
+
+  std::vector<Placed> tensors_;  // without the empty ones
+  std::size_t bytes_ = 0;
 };
 
 // What a rank keeps from call to call.
@@ -71,10 +119,8 @@ inline constexpr std::size_t kPieceBytes = 128 * 1024;
 // begin to read a piece while they combine the one before.
 inline constexpr std::size_t kReadsAheadBytes = 2 * 1024 * 1024;
 
-// Which algorithm a call takes, alike on all ranks that agree on the call.
 ProcessAlgorithm algorithm_of(const Collective& call, const Segment& segment);
 
-// What an all_reduce of so many bytes would do.
 struct ProcessPlan {
   ProcessAlgorithm algorithm;
   std::size_t num_pieces;  // each of them takes the algorithm's rounds
@@ -82,14 +128,12 @@ struct ProcessPlan {
 ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 
 // What every call begins with: its record, for the others to compare.
-void begin_call(const Collective& call, ProcessRank& self, bool is_background,
-                Clock::time_point now = Clock::now());
+void begin_call(const Collective& call, ProcessRank& self, bool is_background);
 
 // Packs tensors with gaps, announces, compares, moves the data, unpacks. False: a wait failed, or
 // the ranks do not agree, and the watch says why; or self.lies_otherwise, on all ranks, and nothing
 // was written.
-bool run_process_call(const Collective& call, ProcessRank& self, bool is_background,
-                      Clock::time_point now = Clock::now());
+bool run_process_call(const Collective& call, ProcessRank& self, bool is_background);
 
 // The same call for ranks whose tensors lie otherwise: in the order of their index, through slots.
 Collective in_index_order(const Collective& call);

@@ -87,7 +87,6 @@ std::shared_ptr<Work> ProcessGroup::submit(Collective call) {
   return submit_program([this, shared](ProcessRank&) { return run_call(*shared, true); }, shared);
 }
 
-// Of a call in the background.
 std::string ProcessGroup::describe(const Collective& call, bool has_begun) const {
   const std::string awaited = watch_.awaited();
   const std::string what = join(record_of(call).text(), " of rank ", rank_, " of ", world_size());
@@ -152,7 +151,7 @@ bool ProcessGroup::run_call(const Collective& call, bool is_background) {
 
 bool ProcessGroup::attempt(const Collective& call, bool is_background) {
   const auto start = Clock::now();
-  if (!run_process_call(call, self_, is_background, start)) return false;
+  if (!run_process_call(call, self_, is_background)) return false;
   const auto busy = Clock::now() - start;
   const std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_.add(algorithm_of(call, segment_), call.bytes, busy);

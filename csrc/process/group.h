@@ -51,12 +51,10 @@ class ProcessGroup : public ForkGuard {
   int world_size() const { return segment_.world_size(); }
   const Segment& segment() const { return segment_; }
 
-  // Ranks that have not joined yet. After seal() no other process can open the memory.
   std::vector<int> absent_ranks() const;
   void seal() { memory_.close_fd(); }
 
   const PeerWatch& watch() const { return watch_; }  // for what any thread may ask
-  // Returns when what was submitted before is done.
   void wait_until_idle(const OnNap& on_nap) { queue_.wait_until_idle(on_nap); }
   void run(const Collective& call);
   std::shared_ptr<Work> submit(Collective call);
@@ -64,7 +62,6 @@ class ProcessGroup : public ForkGuard {
   // throws ends the group, and the others are told.
   using Program = std::function<bool(ProcessRank& self)>;
   void run_program(const Program& program);
-  // call: for messages.
   std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const Collective> call);
   // A step on this rank alone, after all that was submitted before and before what comes later.
   std::shared_ptr<Work> submit_step(std::function<void()> step);
@@ -86,7 +83,6 @@ class ProcessGroup : public ForkGuard {
   // Tells the others that this rank `how`, such as "has aborted the group", unless it has left
   // before; fails the call that runs, and refuses those that have not begun. From any thread.
   void leave_at_once(const std::string& how);
-  // Whether this is the thread of its work in the background.
   bool has_this_thread() const { return queue_.is_mine(); }
 
   // For tests: stops before the given phase of the next call.

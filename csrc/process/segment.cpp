@@ -37,13 +37,6 @@ struct Layout {
 
 }  // namespace
 
-bool CallRecord::agrees(const CallRecord& other) const {
-  return sequence == other.sequence && kind == other.kind && op == other.op &&
-         dtype == other.dtype && divisor == other.divisor && order == other.order &&
-         root == other.root && numel == other.numel && num_tensors == other.num_tensors &&
-         shapes == other.shapes && what == other.what;
-}
-
 std::uint64_t CallRecord::digest() const {
   std::uint64_t digest = 0;
   for (const std::uint64_t word :

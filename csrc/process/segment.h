@@ -1,6 +1,5 @@
 // segment: the layout of the memory that the processes of one group share.
 //
-// Units     bytes.
 // Contract  One writer per word: rank r writes line r and its slots, which two ranks swap as
 //           core/staged_program.h says; only `failure` is written by the first rank that fails.
 //
@@ -47,8 +46,12 @@ struct alignas(64) CallRecord {
   Order order = Order::kRank;
   std::array<char, 80> what{};  // the call that it stands for, in words; empty: it is that call
 
+  bool operator==(const CallRecord&) const = default;
   // Whether it is the same call. How each rank's own tensors lie is another question.
-  bool agrees(const CallRecord& other) const;
+  bool agrees(CallRecord other) const {
+    other.strides = strides;
+    return *this == other;
+  }
   bool lies_like(const CallRecord& other) const { return strides == other.strides; }
   std::uint64_t digest() const;  // equal digests: the same call, and tensors that lie alike
   std::string text() const;
@@ -57,7 +60,6 @@ static_assert(sizeof(CallRecord) == 128, "two cache lines");
 
 enum class RankState : std::uint32_t { kAbsent, kJoined, kLeft };
 
-// One rank's own line.
 struct alignas(64) RankLine {
   Flag announced;  // see core/staged_program.h
   Flag reduced;
@@ -66,8 +68,7 @@ struct alignas(64) RankLine {
   std::atomic<std::int32_t> core{-1};      // where it ran when it last looked
   std::atomic<std::int64_t> heard_ns{0};   // on the monotonic clock; 0: never
   std::atomic<std::uint32_t> progress{0};  // grows within long work on a piece, or on none
-  std::array<std::atomic<std::uint64_t>, CoreSet::kMaxCores / 64>
-      cores{};  // it may use, a bit each
+  CoreSet cores;                           // it may use
   ProcessId process;
   std::array<char, 64> host{};
 };
@@ -107,7 +108,6 @@ std::int32_t lead_of(const Line& a, const Line& b) {
   return announced != 0 ? announced : ahead(a.reduced, b.reduced);
 }
 
-// The first failure of any rank: the others then stop waiting for it.
 struct SharedFailure {
   enum State : std::uint32_t { kNone, kWriting, kThere };
   std::atomic<std::uint32_t> state{kNone};
@@ -127,7 +127,6 @@ struct SegmentHeader {
   SharedFailure failure;
 };
 
-// A view of mapped memory; owns nothing.
 class Segment {
  public:
   static std::size_t bytes_for(int world_size);

@@ -1,7 +1,6 @@
 // staged_engines: what a rank copies in, reduces and copies out in a staged program, written once
-// for the memory of the host (process/call) and of a GPU (cuda_process/engine).
+// for the memory of the host (process/call) and of a GPU (cuda_process/group).
 //
-// Units     bytes.
 // Contract  Rank order, for every size and cut into pieces. A rank reads its part in its tensors,
 //           and the parts of other ranks in their slots. Memory is StagedCounters and brings
 //             slot(rank, n), own_slot(n)     where message n of a rank lies
@@ -11,7 +10,6 @@
 //                                            ahead: where the elements lie that follow; 0: nowhere
 //             launch(batch)                  runs what was added, or enqueues it
 //             kPartAlignment                 of a rank's part of a slot
-// Threads   one call at a time.
 // Source    core/staged_program.h
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp, tests/cpp/cuda_processes
 #pragma once
@@ -268,7 +266,6 @@ class ShareEngine : public Memory {
   const std::size_t part_bytes_;  // of one rank's share in a piece
 };
 
-// Moves no data: for barriers.
 template <class Memory>
 class EmptyEngine : public Memory {
  public:

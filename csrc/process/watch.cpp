@@ -31,12 +31,7 @@ std::string text_of(const std::array<char, kSize>& chars) {
 PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
     : segment_(segment), rank_(rank), stillness_(segment.world_size(), timeout) {}
 
-void PeerWatch::publish_cores() {
-  const CoreSet cores = allowed_cores();
-  for (std::size_t i = 0; i < cores.words.size(); ++i) {
-    segment_.line(rank_).cores[i].store(cores.words[i], std::memory_order_relaxed);
-  }
-}
+void PeerWatch::publish_cores() { segment_.line(rank_).cores = allowed_cores(); }
 
 // Ranks that are bound to a core each have as many cores as ranks that may roam over them.
 void PeerWatch::count_cores() {
@@ -44,25 +39,23 @@ void PeerWatch::count_cores() {
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     const RankLine& line = segment_.line(rank);
     if (line.state.load() == RankState::kAbsent) return;  // not yet
-    for (std::size_t i = 0; i < all.words.size(); ++i) {
-      all.words[i] |= line.cores[i].load(std::memory_order_relaxed);
-    }
+    all |= line.cores;
   }
   has_counted_cores_ = true;
-  const int cores = std::max(1, all.count());
+  const int cores = std::max(1, static_cast<int>(all.count()));
   ranks_per_core_ = (segment_.world_size() + cores - 1) / cores;
   has_core_per_rank_ = ranks_per_core_ == 1;
   num_pauses_ = has_core_per_rank_ ? kPausesWithCore : kPausesCrowded;
 }
 
-void PeerWatch::begin_call(bool is_background, Clock::time_point now) {
+void PeerWatch::begin_call(bool is_background) {
   if (!has_counted_cores_) count_cores();
   is_background_ = is_background;
   peers_have_come_ = false;
   stillness_.forget();
   RankLine& line = segment_.line(rank_);
   line.core.store(current_core(), std::memory_order_relaxed);
-  line.heard_ns.store(now.time_since_epoch() / 1ns, std::memory_order_relaxed);
+  line.heard_ns.store(Clock::now().time_since_epoch() / 1ns, std::memory_order_relaxed);
 }
 
 // Ranks that slept together are woken on one core and stay there: those with high numbers move.

@@ -38,7 +38,7 @@ class PeerWatch {
 
   PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout);
 
-  // Tells the others which cores this thread may use.
+  // Tells the others which cores this thread may use, before they see that it has joined.
   void publish_cores();
 
   // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
@@ -50,7 +50,7 @@ class PeerWatch {
   void set_timeout(std::chrono::nanoseconds timeout) { stillness_.set_timeout(timeout); }
 
   // In the background: beside threads of its own process that want the core.
-  void begin_call(bool is_background, Clock::time_point now);
+  void begin_call(bool is_background);
 
   // Says that this rank is under way, between two counters.
   void progressed() {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,10 +65,10 @@ class Communicator(EngineCommunicator):
     in another thread can hold it up until then. Ranks in the host's memory beside GPUs are staged:
     the host then waits.
 
-    A CUDA graph can capture the collectives if all ranks are on GPUs, except a ``ring`` between
-    GPUs; else they raise `UnsupportedError`. The current streams of all GPUs must be in the
-    capture: let each wait for the captured stream first, and the captured stream for each at the
-    end. A graph may be replayed beside other calls, and after `close`.
+    A CUDA graph can capture the collectives if all ranks are on GPUs that reach each other's
+    tensors, except a ``ring``; else they raise `UnsupportedError`. The current streams of all GPUs
+    must be in the capture: let each wait for the captured stream first, and the captured stream for
+    each at the end. A graph may be replayed beside other calls, and after `close`.
 
     Inside ``torch.compile``, `all_reduce` and `all_reduce_coalesced` stay in the graph as an
     operator; other calls break it. `pyringar.ops` returns new tensors instead.
@@ -158,11 +156,7 @@ class Communicator(EngineCommunicator):
 
     def _make_plan(self, nbytes: int, dtype: torch.dtype) -> Plan:
         algorithm, order = self._default
-        plan = Plan.of(algorithm, self._reason, self._topology, nbytes, order)
-        if algorithm != "fused" or self._has_gpus:
-            return plan
-        traffic_bytes = min(plan.traffic_bytes, sys.maxsize)
-        return replace(plan, threads=load.engine().describe_workers(traffic_bytes))
+        return Plan.of(algorithm, self._reason, self._topology, nbytes, order)
 
     def _stats(self) -> dict[str, dict[str, float]]:
         stats = super()._stats()

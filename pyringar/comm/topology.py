@@ -83,8 +83,6 @@ class Plan:
         traffic_bytes: Reads and writes of all ranks in the whole call: of memory, or of the caches
             for what fits there.
         reason: Why this algorithm.
-        threads: On which threads a call that is waited for would run, where one pass in the
-            host's memory reduces; else "".
     """
 
     algorithm: str
@@ -92,7 +90,6 @@ class Plan:
     steps: int
     traffic_bytes: int
     reason: str
-    threads: str = ""
 
     @classmethod
     def of(
@@ -100,11 +97,11 @@ class Plan:
     ) -> Plan:
         """Return what an algorithm does for ``nbytes`` on each rank of one process."""
         k = len(topology.devices)
-        steps = {"fused": 0, "direct": 2}.get(algorithm, 2 * (k - 1))
+        steps = 2 * (k - 1)
         if k == 1:
             return cls(algorithm, order, 0, 0, reason)
         if algorithm in ("fused", "direct"):
-            passes = 2 * k
+            steps, passes = 0 if topology.is_one_memory else 2, 2 * k
         elif algorithm == "ring":
             order = "ring"
             # CPU ranks read each other's tensors, only partial sums go through slots; GPUs send
@@ -130,10 +127,9 @@ class Plan:
 
     def __str__(self) -> str:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        threads = f", {self.threads}" if self.threads else ""
         return (
             f"{self.algorithm}: {steps}, {self.traffic_bytes:,} bytes of memory traffic, "
-            f"{self.order} order{threads} ({self.reason})"
+            f"{self.order} order ({self.reason})"
         )
 
 

@@ -71,8 +71,9 @@ class EngineKind:
 
     ``compiled``, ``included`` and ``left_out`` are patterns of files below the source root, the
     slow ones first. ``joined`` are groups of sources by the beginnings of their names: each group
-    is one translation unit, which saves a third of the time. With ``cuda`` nvcc, the CUDA runtime
-    and GPU architectures take part. Else the engine is compiled for this very CPU.
+    is one translation unit, which saves a third of the time. ``repeated`` is a source that is
+    compiled once for each value of PYRINGAR_DTYPE, and the values. With ``cuda`` nvcc, the CUDA
+    runtime and GPU architectures take part. Else the engine is compiled for this very CPU.
     """
 
     module: str
@@ -82,6 +83,7 @@ class EngineKind:
     advice: str
     left_out: tuple[str, ...] = ()
     joined: tuple[tuple[str, ...], ...] = ()
+    repeated: tuple[str, tuple[str, ...]] = ("", ())
     cuda: bool = False
 
     def files(self, root: Path, patterns: Sequence[str]) -> list[Path]:
@@ -90,6 +92,7 @@ class EngineKind:
         return [path for path in found if path not in left_out]
 
 
+DTYPES = ("kFloat64", "kFloat32", "kFloat16", "kBFloat16", "kInt8", "kUInt8", "kInt32", "kInt64")
 _CPU_FLOORS = ("process", "cpu", "os", "bucket", "core")
 CPU = EngineKind(
     module="_engine",
@@ -133,6 +136,7 @@ CUDA = EngineKind(
         *(f"{floor}/**/*.h" for floor in ("bindings", *_CPU_FLOORS)),
     ),
     joined=(("cpu/",), ("process/",), ("os/",)),
+    repeated=("cuda/kernels.cu", DTYPES),
     cuda=True,
     advice="nvcc 12.1 and newer can build it, with a C++ compiler that it supports; try others "
     "(PYRINGAR_NVCC, CXX), then `pyringar build --cuda --verbose`.",
@@ -324,7 +328,13 @@ def _translation_units(work: Path, kind: EngineKind) -> list[str]:
             (root / unit).write_text(text, encoding="utf-8")
             units.append(unit)
             names = [name for name in names if name not in inside]
-    return [*units, *names]
+    source, values = kind.repeated
+    for value in values if source in names else ():
+        unit = f"{source.split('/')[-1].removesuffix('.cu')}_{value}.cu"
+        text = f'#define PYRINGAR_DTYPE {value}\n#include "{source}"\n'
+        (root / unit).write_text(text, encoding="utf-8")
+        units.append(unit)
+    return [*units, *(name for name in names if name != source)]
 
 
 def _ninja_script(

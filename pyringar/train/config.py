@@ -49,6 +49,10 @@ _RULES: dict[str, tuple[dict[str, tuple[Any, ...]], str]] = {
     ),
     "compile": ({"batchnorm": ("local",)}, "where no layer can wait for other ranks"),
     "amp": ({"dtype": ("float32",)}, "which computes in bfloat16"),
+    "cuda_graph": (
+        {"allreduce": tuple(name for name in ALGORITHMS if name != "ring")},
+        "which captures no ring",
+    ),
 }
 
 
@@ -94,8 +98,9 @@ class TrainConfig:
         compile: Compile the model with torch, which takes a minute. Its backward returns all
             gradients at its end, so nothing overlaps.
         cuda_graph: Capture the whole step in a CUDA graph and replay it for every batch: the host
-            has little to do, and ranks compute at the same time. All ranks must share one GPU.
-            Changes no bit. None: on with ``amp`` where it is possible, without ``compile``.
+            has little to do, and ranks compute at the same time. All ranks must share one GPU, and
+            ``allreduce`` must not be ``"ring"``. Changes no bit. None: on with ``amp`` where it is
+            possible, without ``compile``.
         momentum: Share of the last step that each step adds, 0 to below 1. With a constant
             learning rate this is the momentum of ``torch.optim.SGD``.
         shards: Cut every batch into this many shards and compute each alone with one torch thread:
@@ -167,6 +172,7 @@ class TrainConfig:
             "shards": self.shards is not None,
             "compile": self.compile,
             "amp": self.amp,
+            "cuda_graph": bool(self.cuda_graph),
         }
         for rule, (allowed, why) in _RULES.items():
             for name, only in allowed.items() if is_made[rule] else ():
@@ -185,7 +191,8 @@ class TrainConfig:
             is_traced: Whether steps are traced, which rules out a graph.
         """
         is_amp = self.amp and all(device.type == "cuda" for device in devices)
-        can_capture = len(set(devices)) == 1 and not (is_traced or self.compile or self.shards)
+        is_plain = self.allreduce != "ring" and not (self.compile or self.shards)
+        can_capture = is_plain and len(set(devices)) == 1 and not is_traced
         choices: dict[str, Any] = {
             "channels_last": is_amp and self.model == "resnet18",
             "cuda_graph": is_amp and can_capture,

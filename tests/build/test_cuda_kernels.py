@@ -14,7 +14,7 @@ from tiny_engine import REPO, needs_compiler
 from tiny_engine import run as run_without_settings
 
 from pyringar.engine import build, toolchain
-from pyringar.engine.compile import NVCC_FLAGS
+from pyringar.engine.compile import DTYPES, NVCC_FLAGS
 
 # For each, the number of blocks that one multiprocessor must hold at once; they are 256 threads.
 BLOCKS = {
@@ -94,8 +94,9 @@ def test_no_kernel_spills_on_any_arch(cache, monkeypatch):
 def test_kernels_fit_registers(tmp_path, dtype):
     toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     command = [*toolkit.nvcc.command, *NVCC_FLAGS, "-arch=sm_90", f"-I{CSRC}", "-cubin"]
-    source = CSRC / f"cuda/kernels_{dtype}.cu"
-    done = run([*command, source, "-o", tmp_path / "kernels.cubin"], COMPILE_TIMEOUT_S)
+    named = dict(zip(BLOCKS, DTYPES, strict=True))[dtype]
+    command += [f"-DPYRINGAR_DTYPE={named}", str(CSRC / "cuda/kernels.cu")]
+    done = run([*command, "-o", tmp_path / "kernels.cubin"], COMPILE_TIMEOUT_S)
     assert done.returncode == 0, done.stdout
     kernels = kernels_in(done.stdout)
     assert Counter(kernel.kind for kernel in kernels) == expected_kernels([dtype])

@@ -2,6 +2,7 @@
 // through core/half.h and through the vectors of cpu/lanes.h.
 
 #include <cmath>
+#include <cstdio>
 #include <limits>
 
 #include "core/half.h"
@@ -62,7 +63,12 @@ void floats_of(const typename L::Vector& v, float* to) {
   }
 }
 
-std::string show(float x) { return join(x, " (bits ", Hex{float_to_bits(x)}, ")"); }
+std::string show_hex(std::uint32_t bits) {
+  char text[16];
+  std::snprintf(text, sizeof text, "%x", bits);
+  return text;
+}
+std::string show(float x) { return join(x, " (bits ", show_hex(float_to_bits(x)), ")"); }
 
 template <typename H>
 void check_narrowed(float x, H got, H expected, const char* by) {
@@ -70,10 +76,10 @@ void check_narrowed(float x, H got, H expected, const char* by) {
     const std::uint16_t sign = std::signbit(x) ? 0x8000 : 0;
     const std::uint16_t quiet = Traits<H>::kInfinity | Traits<H>::kQuiet;
     CHECK((got.bits & (quiet | 0x8000)) == (quiet | sign), by, " narrows ", show(x), " to ",
-          Hex{got.bits}, ", expected a quiet NaN of the same sign");
+          show_hex(got.bits), ", expected a quiet NaN of the same sign");
   } else {
-    CHECK(got.bits == expected.bits, by, " narrows ", show(x), " to ", Hex{got.bits}, ", expected ",
-          Hex{expected.bits});
+    CHECK(got.bits == expected.bits, by, " narrows ", show(x), " to ", show_hex(got.bits),
+          ", expected ", show_hex(expected.bits));
   }
 }
 
@@ -98,10 +104,10 @@ template <typename H>
 void check_widened(H half, float got, const char* by) {
   const double expected = value_of(half);
   if (std::isnan(expected)) {
-    CHECK(std::isnan(got), by, " widens NaN ", Hex{half.bits}, " to ", show(got));
+    CHECK(std::isnan(got), by, " widens NaN ", show_hex(half.bits), " to ", show(got));
   } else {
     CHECK(got == expected && std::signbit(got) == std::signbit(expected), by, " widens ",
-          Hex{half.bits}, " to ", show(got), ", expected ", expected);
+          show_hex(half.bits), " to ", show(got), ", expected ", expected);
   }
 }
 

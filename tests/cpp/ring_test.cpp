@@ -1,12 +1,11 @@
-// ring_test: ring_rank() and direct_rank() on threads of the test's own, which come and go when
-// they like; counters that wrap; a rank that does not come.
+// ring_test: ring_rank() on threads of the test's own, which come and go when they like; counters
+// that wrap; a rank that does not come.
 
 #include "cpu/ring.h"
 
 #include <atomic>
 #include <deque>
 
-#include "cpu/direct.h"
 #include "oracle.h"
 #include "stress.h"
 
@@ -102,31 +101,6 @@ void ring_round(Random& random) {
   for (const RingCall& call : calls) call.tensors.check();
 }
 
-void direct_round(Random& random) {
-  const int world_size = random_world_size(random);
-  Barrier barrier(world_size);
-  barrier.passed = random_base(random);
-  for (Flag& arrived : barrier.arrived) arrived.value = barrier.passed;
-  const Fold fold = random_fold(random, world_size);
-  std::deque<Tensors> tensors;
-  for (int i = random.between(1, 6); i > 0; --i) {
-    tensors.emplace_back(random, random_dtype(random), static_cast<std::size_t>(world_size),
-                         random_numel(random, 20'000));
-  }
-  std::vector<Random> randoms = random.forks(world_size);
-  Watch watch(world_size, kLong);
-  on_all_ranks(world_size, [&](int rank) {
-    std::uint32_t base = barrier.passed;
-    for (const Tensors& t : tensors) {
-      dawdle(randoms[static_cast<std::size_t>(rank)]);
-      const Buffers buffers = t.buffers();
-      CHECK(direct_rank(rank, {&buffers, 1}, fold, barrier, base, watch), watch.failure());
-      base += kDirectBarriers;
-    }
-  });
-  for (const Tensors& t : tensors) t.check_all_reduced(fold, false, "direct");
-}
-
 void withheld_round(Random& random) {
   const int world_size = random.between(2, 6);
   const int absent = random.between(0, world_size - 1);
@@ -141,16 +115,9 @@ void withheld_round(Random& random) {
       return ring_rank(rank, buffers, Fold{}, ring, ring.messages, watch);
     });
   });
-  check_one_of_three([&] {
-    Barrier barrier(world_size);
-    return withhold(world_size, absent, "direct", [&](int rank, Watch& watch) {
-      return direct_rank(rank, {&buffers, 1}, Fold{}, barrier, 0, watch);
-    });
-  });
 }
 
 const Part kRing("ring", &ring_round);
-const Part kDirect("direct", &direct_round);
 const Part kWithheld("withheld", &withheld_round, 10);
 
 }  // namespace

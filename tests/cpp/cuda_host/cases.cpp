@@ -22,10 +22,6 @@ void start(Random& random, model::Options options) {
   model::start(random.bits(), options);
 }
 
-cuda::GroupOptions random_options(Random& random) {
-  return {kLong, random.one_in(3) ? random.between(1, 8) : cuda::kAnyBlocks};
-}
-
 Streams make_capturable(const cuda::Group& group) {
   Streams streams;
   for (const int device : group.devices()) streams.push_back(make_stream(device));

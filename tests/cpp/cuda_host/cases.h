@@ -26,7 +26,6 @@ using Ranks = std::vector<int>;
 
 // The model, forgetting all that was; where devices do what they like.
 void start(Random& random, model::Options options = {});
-cuda::GroupOptions random_options(Random& random);
 Streams make_capturable(const cuda::Group& group);  // none is the null stream
 cudaStream_t make_stream(int device);  // as frameworks make them: not ordered with the null stream
 // One for each device of a group: the null stream now and then.

@@ -31,8 +31,7 @@ void check_bits(Random& random) {
   const Ranks ranks = random_ranks(random);
   peers = {!random.one_in(3), !random.one_in(3)};
   std::deque<Case> calls;
-  const cuda::GroupOptions options = random_options(random);
-  cuda::Group group(ranks, options);
+  cuda::Group group(ranks, kLong);
   for (int i = 0; i < 4; ++i) {
     const Streams streams = make_streams(random, group);
     Case& call = calls.emplace_back(random, ranks, random_algorithm(random, group, ranks), 12);
@@ -42,8 +41,6 @@ void check_bits(Random& random) {
   model::run_to_end();
   if (random.one_in(2)) group.close();
   for (const Case& call : calls) call.check();
-  const int most = std::max(options.max_blocks, static_cast<int>(ranks.size()));  // of a ring
-  CHECK(model::most_blocks() <= most, model::most_blocks(), " blocks, at most ", most);
 }
 
 // Staging in the host's memory grows while a call before still uses it.
@@ -51,7 +48,7 @@ void check_growth(Random& random) {
   start(random);
   const Ranks ranks = {0, 1};
   peers = {false, true};
-  cuda::Group group(ranks, {kLong});
+  cuda::Group group(ranks, kLong);
   Case small(random, ranks, Algorithm::kDirect, 1);
   Case large(random, ranks, Algorithm::kDirect, 1, true);
   for (Case* call : {&small, &large}) {
@@ -65,7 +62,7 @@ void check_growth(Random& random) {
 
 void check_closed(Random& random) {
   start(random);
-  cuda::Group group({0, 1}, {kLong});
+  cuda::Group group({0, 1}, kLong);
   group.close();
   group.close();
   Case call(random, {0, 1}, Algorithm::kDirect, 3);
@@ -80,7 +77,7 @@ void check_background(Random& random) {
   start(random);
   const Ranks ranks = random_ranks(random);
   peers = {!random.one_in(3), !random.one_in(3)};
-  const auto group = std::make_shared<cuda::Group>(ranks, random_options(random));
+  const auto group = std::make_shared<cuda::Group>(ranks, kLong);
   cuda::Background background(group);
   std::deque<Case> cases;
   for (int i = 0; i < 3; ++i) {
@@ -113,7 +110,7 @@ void check_background(Random& random) {
 void check_gradients(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{1, 0, 1};
-  const auto group = std::make_shared<cuda::Group>(ranks, cuda::GroupOptions{kLong});
+  const auto group = std::make_shared<cuda::Group>(ranks, kLong);
   cuda::Background background(group);
   cuda::Ready ready(ranks, {1, 3});
   std::deque<Case> cases;
@@ -157,7 +154,7 @@ void check_gradients(Random& random) {
 // Another thread frees memory between two calls of this one into the runtime, whichever.
 void check_frees(Random& random) {
   start(random);
-  cuda::Group group({0, 1}, {kLong});
+  cuda::Group group({0, 1}, kLong);
   Case call(random, {0, 1}, Algorithm::kDirect, 3);
   const Streams streams = make_capturable(group);
   call.fill(group, streams);
@@ -178,21 +175,24 @@ void check_frees(Random& random) {
 // allocations and frees wait for their turn.
 void check_between_launches(Random& random) {
   start(random);
-  cuda::Group group({0, 1}, {kLong});
+  cuda::Group group({0, 1}, kLong);
   Case call(random, {0, 1}, Algorithm::kRing, 3);
   const Streams streams = make_capturable(group);
   call.fill(group, streams);
-  cuda::Group staged({0, -1}, {kLong});
-  Case own(random, {0, -1}, Algorithm::kDirect, 3);
+  peers.tensors_are_visible = false;
+  cuda::Group staged({0, 1}, kLong);
+  Case own(random, {0, 1}, Algorithm::kDirect, 3);
   const Streams others = make_capturable(staged);
   own.fill(staged, others);
   const cudaStream_t side = make_stream(1);
   std::thread other;
-  const int what = random.between(0, 2);
+  const int what = random.between(0, 3);
+  if (what == 3) staged.run(own.collective(), others);  // has memory to free then
   model::before_launch(random.between(0, 3), [&] {
-    if (what == 0) other = std::thread([] { cuda::Group({0, 1}, {kLong}).close(); });
+    if (what == 0) other = std::thread([] { cuda::Group({0, 1}, kLong).close(); });
     if (what == 1) other = std::thread([&] { staged.run(own.collective(), others); });
     if (what == 2) order(streams[0], 0, side, 1);  // to load a kernel would wait for it
+    if (what == 3) other = std::thread([&] { staged.close(); });
   });
   group.run(call.collective(), streams);
   model::before_launch(0, nullptr);
@@ -208,7 +208,7 @@ void check_launch_blocking(Random& random) {
   options.launch_blocking = true;
   start(random, options);
   setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
-  cuda::Group group({0, 1}, {kLong});
+  cuda::Group group({0, 1}, kLong);
   Case direct(random, {0, 1}, Algorithm::kDirect, 3);
   const Streams streams = make_streams(random, group);
   direct.call(group, streams);
@@ -224,7 +224,7 @@ void check_launch_blocking(Random& random) {
 // depends.
 void check_late_device(Random& random) {
   start(random);
-  cuda::Group group({0, 1}, {kLong});
+  cuda::Group group({0, 1}, kLong);
   Case call(random, {0, 1}, Algorithm::kDirect, 1, true);
   Case own(random, {0}, Algorithm::kFused, 1, true);
   const Streams streams = make_capturable(group);
@@ -232,7 +232,7 @@ void check_late_device(Random& random) {
   group.run(call.collective(), streams);  // kernels are loaded then
   call.fill(group, streams);
   const cuda::Event event(0);
-  cuda::Group alone({0}, {kLong});
+  cuda::Group alone({0}, kLong);
   alone.run(own.collective(), Streams{side});
   model::run_to_end();
   own.fill(alone, {side});
@@ -252,7 +252,7 @@ void check_withheld(Random& random) {
   options.lets_time_pass = true;
   start(random, options);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 1, 0, 1} : Ranks{0, 0, 0};
-  cuda::Group group(ranks, {std::chrono::milliseconds(100)});
+  cuda::Group group(ranks, std::chrono::milliseconds(100));
   group.withhold_rank(1);
   Case call(random, ranks, Algorithm::kRing, 1);
   if (call.collective().tensors[0].numel == 0) return;
@@ -273,9 +273,11 @@ void check_withheld(Random& random) {
 // A launch in the middle of a call fails. Calls after it are in order with what was enqueued.
 void check_refused_launch(Random& random) {
   start(random);
-  const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{0, -1};
+  const std::vector<Ranks> all = {{0, 0}, {0, 1}, {0, -1}};
+  const Ranks ranks = all[random.below(all.size())];
   const bool is_ring = ranks[1] == 0;
-  cuda::Group group(ranks, {kLong, is_ring ? 2 : cuda::kAnyBlocks});
+  peers = {false, false};
+  cuda::Group group(ranks, kLong);
   const auto algorithm = is_ring ? Algorithm::kRing : Algorithm::kDirect;
   Case refused(random, ranks, algorithm, 6);
   Case next(random, ranks, algorithm, 6);
@@ -301,7 +303,7 @@ void check_refused_launch(Random& random) {
 void check_refused_background(Random& random) {
   start(random);
   const Ranks ranks = {0, 1};
-  const auto group = std::make_shared<cuda::Group>(ranks, cuda::GroupOptions{kLong});
+  const auto group = std::make_shared<cuda::Group>(ranks, kLong);
   cuda::Background background(group);
   Case call(random, ranks, Algorithm::kDirect, 6);
   const Streams streams = make_capturable(*group);
@@ -321,7 +323,7 @@ void check_refused_background(Random& random) {
 void check_abort(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 1, 0, 1} : Ranks{0, 0, 0};
-  cuda::Group group(ranks, {kLong});
+  cuda::Group group(ranks, kLong);
   group.withhold_rank(1);
   Case call(random, ranks, Algorithm::kRing, 1);
   const Streams streams = make_capturable(group);
@@ -355,7 +357,7 @@ void check_contexts(Random& random) {
       ok(cudaGetDevice(&current), "cudaGetDevice");
       CHECK(current == before, "the current device is ", current, ", not ", before);
     };
-    cuda::Group group({3, 1}, {kLong});
+    cuda::Group group({3, 1}, kLong);
     const auto algorithm = random.one_in(2) ? Algorithm::kDirect : Algorithm::kRing;
     Case call(random, {3, 1}, algorithm, 2);
     const Streams streams = make_capturable(group);
@@ -382,7 +384,7 @@ void check_contexts(Random& random) {
 
 void check_sticky(Random& random) {
   start(random);
-  cuda::Group group({0, 0}, {kLong});
+  cuda::Group group({0, 0}, kLong);
   Case call(random, {0, 0}, Algorithm::kDirect, 2);
   const Streams streams = make_capturable(group);
   model::fault(0, cudaErrorIllegalAddress);

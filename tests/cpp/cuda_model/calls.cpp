@@ -102,7 +102,6 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** argumen
   if (!what) return error(cudaErrorInvalidDeviceFunction);
   int& launches_left = call.process().launches_left;
   if (launches_left >= 0 && launches_left-- == 0) return error(cudaErrorLaunchOutOfResources);
-  call.process().most_blocks = std::max(call.process().most_blocks, static_cast<int>(blocks.x));
   StreamState* state = machine.state_of(stream);
   if (state->device != current_device()) return error(cudaErrorInvalidResourceHandle);
   const auto most =

@@ -8,30 +8,8 @@
 
 namespace pyringar::model {
 
-thread_local bool is_in_destructor = false;
-
-// With the lock held.
-void destroy(const UserObject& object) {
-  is_in_destructor = true;
-  try {
-    object.destroy(object.value);
-  } catch (const Broken& broken) {  // nobody expects a graph's end to throw
-    Machine::get().pending = broken;
-  }
-  is_in_destructor = false;
-}
-
 // What another thread does comes before the call.
-Call::Between::Between() {
-  if (is_in_destructor) throw Broken("replay", "a user object's destructor calls CUDA");
-  host().in_between.run_if_due();
-}
-
-Graph::~Graph() {
-  for (const auto& object : objects) {
-    if (--object->references == 0) destroy(*object);
-  }
-}
+Call::Between::Between() { host().in_between.run_if_due(); }
 
 cudaError_t Machine::add_node(StreamState* stream, Work work) {
   Capture& capture = *stream->capture;
@@ -178,39 +156,6 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
   return cudaGraphDestroy(reinterpret_cast<cudaGraph_t>(exec));
-}
-
-cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* value, cudaHostFn_t destroy,
-                                 unsigned references, unsigned) {
-  Call call;
-  if (call.fault() != cudaSuccess) return call.fault();
-  *object = reinterpret_cast<cudaUserObject_t>(
-      new std::shared_ptr<UserObject>(new UserObject{value, destroy, int(references)}));
-  return cudaSuccess;
-}
-
-cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned count) {
-  Call call;
-  auto* held = reinterpret_cast<std::shared_ptr<UserObject>*>(object);
-  UserObject& own = **held;
-  if ((own.references -= static_cast<int>(count)) == 0) destroy(own);
-  delete held;
-  return call.fault();
-}
-
-// References of the caller's move to the graph.
-cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned,
-                                      unsigned flags) {
-  Call call;
-  if (call.fault() != cudaSuccess) return call.fault();
-  auto* held = reinterpret_cast<std::shared_ptr<UserObject>*>(object);
-  graph_of(graph)->objects.push_back(*held);
-  if (flags == cudaGraphUserObjectMove) {
-    delete held;
-  } else {
-    (*held)->references += 1;
-  }
-  return cudaSuccess;
 }
 
 }  // extern "C"

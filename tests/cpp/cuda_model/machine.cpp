@@ -490,15 +490,6 @@ long num_events() {
   return all;
 }
 
-int most_blocks() {
-  const std::lock_guard lock(Machine::get().mutex);
-  int most = 0;
-  for (const auto& entry : Machine::get().processes) {
-    most = std::max(most, entry.second.most_blocks);
-  }
-  return most;
-}
-
 void set_opening(int process, Opening opening) {
   const std::lock_guard lock(Machine::get().mutex);
   Machine::get().openings[process] = opening;

@@ -80,16 +80,8 @@ struct Node {
   std::set<std::size_t> after;
 };
 
-struct UserObject {
-  void* value;
-  cudaHostFn_t destroy;
-  int references;
-};
-
 struct Graph {
   std::vector<Node> nodes;
-  std::vector<std::shared_ptr<UserObject>> objects;
-  ~Graph();
 };
 
 struct Capture {
@@ -140,7 +132,6 @@ struct ProcessState {
   std::set<std::pair<int, int>> reached;  // by kernels of one device, memory of another
   Refused refused = Refused::kNothing;
   int launches_left = -1;   // until one is refused
-  int most_blocks = 0;      // of a launch
   int visible_device = -1;  // all
   long num_events = 0;
 };

@@ -94,7 +94,6 @@ void fault(int device, cudaError_t error);  // sticky, for the calling thread's 
 std::set<int> contexts();                   // devices with one, of this process
 long num_allocations();                     // of the engine, mapped memory included
 long num_events();
-int most_blocks();  // of any launch
 
 // What kernels of one device reach of another's memory.
 struct Peers {

@@ -66,8 +66,6 @@ void Crew::run_groups(int num_groups,
   }).join();
   CHECK(num_allocations() == 0 && num_events() == 0, num_allocations(), " allocations and ",
         num_events(), " events are left");
-  CHECK(most_blocks() <= options_.max_blocks, most_blocks(), " blocks, at most ",
-        options_.max_blocks);
 }
 
 std::vector<SharedMemory> Crew::make_memory(int num_groups) const {
@@ -122,7 +120,6 @@ CudaProcessOptions random_options(Random& random) {
   options.slot_bytes = kSlotBytes[random.below(3)];
   options.most_shared_slot_bytes = options.slot_bytes * (std::size_t{1} << random.below(3));
   options.exchange_bytes = random.one_in(2) ? 0 : 2 * options.slot_bytes;
-  if (random.one_in(3)) options.max_blocks = random.between(1, 8);
   return options;
 }
 

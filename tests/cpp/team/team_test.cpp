@@ -1,5 +1,8 @@
-// team_test: os/torch_team on a stand-in for torch (its path is the argument), with two threads of
-// a real OpenMP runtime. Bits, forks and denormals are tested in Python.
+// team_test: os/torch_team on a stand-in for torch, with two threads of a real OpenMP runtime.
+// Tests in Python look at bits, forks and denormals.
+//
+//   team_test PATH         PATH: the stand-in
+//   team_test PATH alone   of a stand-in that lacks something: nobody joins
 //
 // Build     tests/test_torch_team.py
 // Output    the first failed check ends it with status 1.
@@ -107,9 +110,13 @@ void nobody_joins_twice(const Torch& torch) {
 
 }  // namespace pyringar
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
   using namespace pyringar;
   void* library = load(argv[1]);
+  if (argc > 2) {
+    CHECK(!torch_team::is_ready());
+    return 0;
+  }
   const Torch torch = {library, reinterpret_cast<void (*)()>(dlsym(library, "operate"))};
   CHECK(torch.operate != nullptr);
   every_thread_works_once(torch);

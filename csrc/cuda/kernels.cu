@@ -1,14 +1,13 @@
-// kernels_impl: the kernels of one dtype, for the kernels_*.cu files.
-//
-// Floor     cuda: host side of device code.
-// Tests     see cuda/kernels.h
-#pragma once
+// kernels: those of the dtype PYRINGAR_DTYPE; nvcc compiles this file once for each, side by side.
+
+#include "cuda/kernels.h"
 
 #include "cuda/fused.cuh"
-#include "cuda/kernels.h"
 #include "cuda/ring.cuh"
 
 namespace pyringar::cuda {
+
+namespace {
 
 template <typename E, typename Op, typename T>
 const void* fused_for(Order order) {
@@ -43,6 +42,8 @@ bool divides(const Fold& fold) {
   return fold.divisor != 1 && !(std::is_floating_point_v<typename E::Partial> && is_power_of_two);
 }
 
+}  // namespace
+
 template <DType dtype>
 const void* kernel_of(const Fold& fold, KernelKind kind) {
   using E = ElementOf<dtype>;
@@ -61,5 +62,7 @@ const void* kernel_of(const Fold& fold, KernelKind kind) {
   }
   return nullptr;
 }
+
+template const void* kernel_of<DType::PYRINGAR_DTYPE>(const Fold& fold, KernelKind kind);
 
 }  // namespace pyringar::cuda
