@@ -39,7 +39,7 @@ RESTRICTED = {
     # Streams and locales break where a static libstdc++ mixes with torch's shared one.
     r".*stream|pybind11/iostream\.h|filesystem|format|iomanip|ios|locale|print|regex": r"(?!)",
     r"pybind11/.*|Python\.h": r"bindings/",
-    r"cuda.*\.h|cooperative_groups.*": r"cuda|bindings/cuda_",
+    r"cuda.*\.h|nvtx3/.*|cooperative_groups.*": r"cuda|bindings/cuda_",
     r"linux/.*|sys/syscall\.h": r"os/wait\.cpp",
     r"thread|mutex|shared_mutex|condition_variable|future|semaphore|barrier|latch|stop_token": (
         r"(?!core/)"

@@ -58,7 +58,7 @@ STAND_INS = {
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 @pytest.mark.parametrize("name", STAND_INS)
-def test_team_runs_one_job_at_a_time_or_is_not_there(tmp_path, name):
+def test_team_runs_one_job_or_is_absent(tmp_path, name):
     csrc, test = ROOT / "csrc", ROOT / "tests/cpp/team/team_test.cpp"
     library, program = tmp_path / "libtorch_cpu.so", tmp_path / "team_test"
     (tmp_path / "torch.cpp").write_text(STAND_INS[name])
