@@ -56,14 +56,15 @@ VARIANTS = {
 
 SHARED = [STRESS / f"{name}.cpp" for name in ("check", "oracle", "stress")]
 MODEL = [STRESS / "cuda/cuda_emulator.cpp", *sorted((STRESS / "cuda_model").glob("*.cpp"))]
+KERNELS = [CSRC / "cuda/kernels.cpp"]  # beside the units of each dtype
 BOTH = [CSRC / "cuda/folds.cpp", CSRC / "cuda/runtime.cpp"]
 HOST = "background devices group ring_links staging"
 HOST_SOURCES = [CSRC / f"cuda/{name}.cpp" for name in HOST.split()]
 PROCESS_SOURCES = [*sorted((CSRC / "cuda_process").glob("*.cpp")), *ENGINE_SOURCES]
 PROCESS_SOURCES += [STRESS / "process_calls.cpp"]
-MODELLED = BOTH + SHARED + MODEL
-PROGRAMS = {  # beside the kernels
-    "kernels": sorted((STRESS / "cuda").glob("*.cpp")) + SHARED,
+MODELLED = KERNELS + BOTH + SHARED + MODEL
+PROGRAMS = {
+    "kernels": KERNELS + sorted((STRESS / "cuda").glob("*.cpp")) + SHARED,
     "host": HOST_SOURCES + sorted((STRESS / "cuda_host").glob("*.cpp")) + MODELLED,
     "processes": PROCESS_SOURCES + sorted((STRESS / "cuda_processes").glob("*.cpp")) + MODELLED,
 }

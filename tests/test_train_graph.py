@@ -151,7 +151,7 @@ RUNS = [
 MORE_RUNS = [
     {"ranks": 2},
     {"ranks": 2, "amp": True},
-    {"ranks": 4, "allreduce": "sharded", "dtype": "float64"},
+    {"ranks": 4, "allreduce": "direct", "dtype": "float64"},
     {"ranks": 2, "lr_schedule": "constant", "overlap": False},
     {"ranks": 2, "batch_size": 25},  # no batch is smaller
     {"ranks": 5, **RESNET, "epochs": 2, "batch_size": 3, "init": "book"},

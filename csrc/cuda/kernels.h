@@ -21,8 +21,6 @@ template <DType dtype>
 const void* kernel_of(const Fold& fold, KernelKind kind);
 
 // For cudaLaunchKernel. A ring ignores the order of the fold. Callers refuse exact sums.
-inline const void* kernel_function(DType dtype, const Fold& fold, KernelKind kind) {
-  return with_dtype(dtype, [&]<DType kDType>() { return kernel_of<kDType>(fold, kind); });
-}
+const void* kernel_function(DType dtype, const Fold& fold, KernelKind kind);
 
 }  // namespace pyringar::cuda
