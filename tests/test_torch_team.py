@@ -143,7 +143,7 @@ def test_ranks_run_on_torchs_threads(torch_threads):
 
 
 @pytest.mark.parametrize("k", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_late_rank_is_named_and_torch_goes_on(torch_threads, k):
+def test_late_rank_is_named(torch_threads, k):
     torch_threads(2)
     with pr.Communicator(["cpu"] * k, timeout=0.3) as comm:
         comm._group.delay_rank(1, 1.5)
@@ -284,7 +284,7 @@ with pr.Communicator(["cpu"] * 2) as comm:
         ("OMP_DYNAMIC", "true"),
     ],
 )
-def test_openmp_gives_fewer_threads_than_torch_asks_for(variable, value):
+def test_openmp_gives_fewer_threads(variable, value):
     done = run_fresh(
         """
 import torch, pyringar as pr

@@ -267,8 +267,7 @@ struct BoundCall {
     }
     PreparedCall prepared(options, tensors,
                           std::make_shared<const Collective>(std::move(made.call)));
-    static PyMethodDef method = {"bound_all_reduce", &BoundCall::run, METH_NOARGS,
-                                 "Run the bound call."};
+    static PyMethodDef method = {"bound_call", &BoundCall::run, METH_NOARGS, "Run the bound call."};
     return function_over(method, std::unique_ptr<BoundCall>(new BoundCall{group, std::move(tensors),
                                                                           std::move(prepared)}));
   }

@@ -45,7 +45,7 @@ _RULES: dict[str, tuple[dict[str, tuple[Any, ...]], str]] = {
             "compile": (False,),
             "cuda_graph": (None, False),
         },
-        "whose bits must not depend on the ranks",
+        "since their bits must not depend on the ranks",
     ),
     "compile": ({"batchnorm": ("local",)}, "where no layer can wait for other ranks"),
     "amp": ({"dtype": ("float32",)}, "which computes in bfloat16"),

@@ -115,7 +115,7 @@ def test_each_rank_has_a_generator(device):
 
 
 def test_processes_share_a_gpu(device, tmp_path):
-    """In a process of its own: this one has initialised CUDA, and its forks cannot use it."""
+    """Run in a new process: the forks of this one cannot use CUDA, which it has initialised."""
     script = tmp_path / "program.py"
     script.write_text(
         "import sys, torch, pyringar as pr\n"

@@ -2,7 +2,7 @@
 // Tests in Python look at bits, forks and denormals.
 //
 //   team_test PATH         PATH: the stand-in
-//   team_test PATH alone   of a stand-in that lacks something: nobody joins
+//   team_test PATH alone   an incomplete stand-in: the team must stay unused
 //
 // Build     tests/test_torch_team.py
 // Output    the first failed check ends it with status 1.
