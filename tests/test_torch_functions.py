@@ -59,6 +59,8 @@ def test_refused_tensor_after_dense(comm: pr.Communicator, kind: str) -> None:
     for _ in range(3):
         with pytest.raises(pr.UnsupportedError, match=r"tensors\[1\]"):
             comm.all_reduce([dense[0], refused])
+        with pytest.raises(pr.UnsupportedError, match=r"tensors\[0\]"):
+            comm.all_reduce([refused, refused.clone()])
     assert reduced(comm, dense, times=1) == [16, 16]
 
 

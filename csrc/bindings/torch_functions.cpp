@@ -102,9 +102,7 @@ bool TorchFunctions::find_offset(const py::object& tensor) {
   const auto impl = reinterpret_cast<const void*>(py::cast<std::uintptr_t>(tensor.attr("_cdata")));
   const auto size = py::cast<std::size_t>(torch_.attr("Tensor").attr("__basicsize__"));
   for (offset_ = sizeof(PyObject); offset_ + sizeof(Tensor) <= size; offset_ += sizeof(Tensor)) {
-    if (*tensor_in(tensor.ptr()) != impl) continue;
-    dense_vtable_ = vtable_of(tensor.ptr());
-    return true;
+    if (*tensor_in(tensor.ptr()) == impl) return true;
   }
   return false;
 }
@@ -171,7 +169,7 @@ bool TorchFunctions::read(PyObject* object, TensorView* view) const {
 }
 
 bool TorchFunctions::read_direct(PyObject* object, TensorView* view) const {
-  if (Py_TYPE(object) != tensor_type_ || vtable_of(object) != dense_vtable_) return false;
+  if (Py_TYPE(object) != tensor_type_) return false;
   const Tensor* const tensor = tensor_in(object);
   std::int32_t type = 0;
   std::int32_t device = 0;

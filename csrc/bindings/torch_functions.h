@@ -60,11 +60,6 @@ class TorchFunctions {
     return reinterpret_cast<const Tensor*>(reinterpret_cast<const std::byte*>(object) + offset_);
   }
 
-  // Of the TensorImpl, which has virtual functions.
-  const void* vtable_of(PyObject* object) const {
-    return *static_cast<const void* const*>(*tensor_in(object));
-  }
-
   static TorchFunctions* functions_;
 
   py::object torch_;
@@ -72,8 +67,7 @@ class TorchFunctions {
   bool are_found_ = false;
   bool are_direct_ = false;
   PyTypeObject* tensor_type_ = nullptr;
-  std::size_t offset_ = 0;              // of the at::Tensor in a Python tensor
-  const void* dense_vtable_ = nullptr;  // of the TensorImpl of dense tensors
+  std::size_t offset_ = 0;  // of the at::Tensor in a Python tensor
   std::array<std::int32_t, kNumDTypes> dtype_codes_{};
   std::int32_t cpu_code_ = 0;
   std::int32_t cuda_code_ = 0;

@@ -155,6 +155,15 @@ def test_orders_that_an_algorithm_cannot_keep(order):
             assert torch.equal(tensors[0], ranks()[0])
 
 
+@pytest.mark.parametrize("op", ["prod", "max", "min"])
+@pytest.mark.parametrize("transport", ["threads", "processes"])
+def test_exact_order_of_other_ops(transport, op):
+    with make_pair(transport, order="exact") as pair:
+        tensors = ranks()
+        refuse(lambda: pair.all_reduce(tensors, op), f"order is 'exact' and op '{op}'")
+        assert torch.equal(tensors[0], ranks()[0])
+
+
 def test_exact_sums_on_gpus():
     assert engine_order("direct", "tree", has_gpus=True) == "tree"
     exact = partial(engine_order, "direct", "exact", has_gpus=True)
