@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from pyringar.audit.probes import (
     DTYPES,
     Target,
     TargetError,
-    bits_of,
     dtype_name,
     find_order,
     partial_type,
@@ -24,6 +23,7 @@ from pyringar.audit.probes import (
 )
 from pyringar.audit.report import Finding, Report, Section
 from pyringar.audit.trees import EXACT, Region, describe, same_trees
+from pyringar.parallel.shards import bits_of
 
 SIZES = (1, 8, 1000, 16_384, 262_144, 1_048_576)
 _FEW = 4096  # elements that are enough for most questions
@@ -35,13 +35,12 @@ _MAX_STEPS = 64  # to find the sizes at which orders change
 _MAX_REGIONS = 64  # of a message, in a document
 
 
-class _Draw(NamedTuple):  # random messages, a row each, and their results, by rank
-    inputs: list[Tensor]
-    results: list[Tensor]
+# Random messages, a row each, and their results, by rank.
+_Draw: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
 
 
 class _Differ(Exception):  # noqa: N818
-    """Two results that should have the same bits do not; says where."""
+    """Two results that should have the same bits differ."""
 
     def __init__(self, detail: str, case: dict[str, Any]) -> None:
         super().__init__(detail)
@@ -49,10 +48,10 @@ class _Differ(Exception):  # noqa: N818
 
 
 def audit(target: Target, sizes: Sequence[int] = SIZES) -> Report:
-    """Find out what an allreduce computes, and which bits can be relied on.
+    """Find out what an allreduce computes, and which bits are reliable.
 
     A call that raises is a finding. Cost: ``k (k - 1) / 2`` calls for each size, and some thousand
-    calls with short messages, whose results are too few values otherwise.
+    calls with short messages, which have few values.
     """
     return _Audit(target, sorted(set(sizes))).report()
 
@@ -67,8 +66,8 @@ def order_of(
 ) -> tuple[list[Region], Finding]:
     """Return the order of addition on rank 0, confirmed by the bits of random values.
 
-    The finding's case has the type of ``partial_sums``. ``draw``: random values and their results,
-    if there are any already. TargetError if a call failed.
+    The finding's case has the dtype of ``partial_sums``. ``draw``: random values and their results.
+    TargetError if a call failed.
     """
     inputs, result = draw or _drawn(target, k, numel, dtype, way)
     regions, *others = find_order(target, k, numel, dtype, way)
@@ -96,11 +95,11 @@ def order_of(
 
 def _drawn(target: Target, k: int, numel: int, dtype: torch.dtype, way: str) -> _Draw:
     inputs = _values(k, numel, dtype)
-    return _Draw(inputs, _reduce(target, inputs, way))
+    return inputs, _reduce(target, inputs, way)
 
 
 def _values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return random messages of every rank, a row each, of a thousand values or more."""
+    """Return random messages of every rank, a row each, with a thousand values or more."""
     num_messages = -(-_MIN_VALUES // numel) | 1  # odd: every other call of a run is another one
     return [x.view(-1, numel) for x in wide_values(k, num_messages * numel, dtype)]
 
@@ -160,7 +159,7 @@ class _Audit:
         return Finding(name, "yes", found)
 
     def _sum(self) -> str:
-        """Small whole numbers, other ones at every rank and place: every order is exact."""
+        """Add small whole numbers, unlike at every rank and place: every order is exact."""
         for numel in self.sizes:
             places = torch.arange(-(-_MIN_VALUES // numel) * numel).view(-1, numel)
             inputs = [(places % 17 + r).float() for r in range(self.k)]
@@ -220,7 +219,7 @@ class _Audit:
         return found
 
     def _drawn(self, numel: int, dtype: torch.dtype = torch.float32) -> _Draw:
-        """Return random messages and their results, of short messages always the same ones."""
+        """Return random messages and their results, always the same ones if they are short."""
         if (dtype, numel) in self._draws:
             return self._draws[dtype, numel]
         draw = _drawn(self.target, self.k, numel, dtype, "in place")
@@ -279,7 +278,7 @@ class _Audit:
 
     def _every_rank(self) -> str:
         for dtype, numel in self._messages():
-            first, *others = self._drawn(numel, dtype).results
+            first, *others = self._drawn(numel, dtype)[1]
             for rank, other in enumerate(others, 1):
                 _compare(first, other, "on rank 0", f"on rank {rank}")
         return f"float32 of {_span(self.sizes)}, other types of {self.few}"
@@ -334,7 +333,7 @@ class _Audit:
         return f"{what}, {_span(self.sizes)}"
 
     def _compare_ways(self, numel: int, way: str, cuts: Sequence[int] = ()) -> None:
-        """Compare the bits of a way with those in place, of a message that is cut if ``cuts``."""
+        """Compare the bits of a way with those in place, for messages cut at ``cuts``."""
         inputs, plain = self._drawn(numel)
         if cuts:
             one = [x[0] for x in inputs]
@@ -435,7 +434,7 @@ def _hex(value: Tensor) -> str:
 
 
 def _cuts(numel: int) -> list[int]:
-    """Return where a message is cut into a short piece and three longer ones, if it has so many."""
+    """Cut a message into a short piece and three longer ones, if it is long enough."""
     return sorted({min(8, numel // 4), numel // 3, numel - numel // 5} - {0, numel})
 
 
@@ -462,6 +461,6 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _form(row: Finding) -> tuple[str, str]:
-    """Return what messages have in common that are added alike, whatever their chunks' sizes."""
+    """Return the part of a finding that does not depend on the chunks' sizes."""
     is_of_parts = row.detail.startswith("elements")
     return row.verdict, "" if is_of_parts else re.split("; | from rank", row.detail)[0]

@@ -1,4 +1,4 @@
-"""Start the ranks of a library, a process each, and have them reduce what they are given."""
+"""Start the ranks of a library, a process each, and have them reduce tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _START_S = 120.0  # most time until all ranks have met: an engine may have to be
 
 
 class Ranks:
-    """The ranks of a library as a `Target`, started when they are needed and after a failure."""
+    """The ranks of a library as a `Target`, started at the first call and after a failure."""
 
     ways: tuple[str, ...] = ("in place", "unaligned", "async")
 
@@ -78,10 +78,7 @@ class Ranks:
         return [torch.frombuffer(bytearray(mine), dtype=dtype) for mine in results[:k]]
 
     def _ask(self, what: str, requests: Sequence[Any], seconds: float) -> list[Any]:
-        """Send each rank its request, if there are any; return the answers, by rank.
-
-        TargetError if a rank failed, ended, or did not answer in time.
-        """
+        """Send each rank its request; return the answers by rank, or raise TargetError."""
         answers: dict[int, tuple[str, Any]] = {}
         late: list[int] = []
 
@@ -193,7 +190,7 @@ class Rank:
 
 
 def serve(channel: Connection, options: Options) -> None:
-    """Join the other ranks, then answer requests until the auditor hangs up.
+    """Join the other ranks, then answer requests until the auditor closes the channel.
 
     A request is a dtype, a number of ranks, a way, edges of pieces, and this rank's bytes. Answers
     begin with ``"done"`` or ``"failed"``.
@@ -237,7 +234,7 @@ def _words(error: Exception) -> str:
 
 
 def _end_with_auditor() -> None:
-    """End this process when the auditor is gone, even in a call that never returns."""
+    """End this process when the auditor ends, even in a call that never returns."""
     auditor = parent_process()
     assert auditor is not None
     wait([auditor.sentinel])

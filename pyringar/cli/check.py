@@ -155,7 +155,7 @@ def shower(prog: str) -> Callable[[bytes], None]:
 def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
     """Return the targets, and whether they are a class.
 
-    Files are read now: a solution may write into the next one's.
+    Files are read now: a solution may write into the file of the next one.
     """
     targets: list[Target] = []
     is_class = len(args.targets) > 1

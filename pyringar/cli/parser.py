@@ -33,11 +33,7 @@ def _number(text: str) -> float:
 
 
 class Parser(argparse.ArgumentParser):
-    """Read a command's arguments.
-
-    Unlike in argparse, options cannot be abbreviated, and an error is one line that suggests the
-    nearest option or choice.
-    """
+    """Reports an error in one line with the nearest option or choice; allows no abbreviations."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
@@ -76,10 +72,7 @@ class Parser(argparse.ArgumentParser):
         }
 
     def with_flag(self, message: str) -> str:
-        """Replace the argument's name at the beginning of an error message by its option.
-
-        The name in advice such as ``with resume='run'`` is replaced too.
-        """
+        """Replace an argument's name, at the start or in ``with NAME=``, by its option."""
         negated = {action.dest for action in self._actions if action.const is False}
         flags = {dest: flag for dest, flag in self.flags().items() if dest not in negated}
         return re.sub(
@@ -101,10 +94,7 @@ def add_json_option(parser: Any) -> None:
 
 
 def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Path:
-    """Check that a file with a suffix can be written, and return its path with ``~`` expanded.
-
-    An old file stays as it is. For ``".png"`` matplotlib must be installed.
-    """
+    """Check that a file with a suffix can be written; return its path with ``~`` expanded."""
     if not str(path):
         raise ArgumentError(f"{option} is '', expected a file name")
     path = Path(os.path.expanduser(path))

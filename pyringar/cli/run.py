@@ -65,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program on all ranks; print what a rank raised as Python would."""
+    """Run the program on all ranks; print the error of a rank as Python would."""
     from pyringar.cli.script import as_program
     from pyringar.cluster.launch import launch
     from pyringar.cluster.report import of_program
@@ -91,6 +91,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_of_ranks(error: BaseException) -> bool:
-    """Return whether an error is about what ranks did, and not about an option."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__") in _OF_RANKS for frame in frames)

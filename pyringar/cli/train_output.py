@@ -166,7 +166,7 @@ def _append_row(path: str, result: EpochResult) -> None:
 
 
 def as_json(result: TrainResult) -> dict[str, Any]:
-    """Return the configuration and the results; a loss that is no number is None."""
+    """Return the configuration and the results; a loss that is not finite is None."""
     epochs = [asdict(epoch) for epoch in result.epochs]
     return {
         "config": vars(result.config),

@@ -1,11 +1,9 @@
-"""Compile a native engine with ninja.
+"""Compile a native engine with ninja, into any folder.
 
-There are two engines, `CPU` and `CUDA`, each a Python module of its own. A `Recipe` names its
-sources, a `Plan` its compilers; `compile_into` makes it in any folder. `pyringar.engine.build` has
-the cache and the lock.
-
-The engines include no torch header, so one build serves every torch version. They share sources,
-but a digest covers only what its engine may include: an edit of csrc/cuda leaves the CPU's alone.
+There are two engines, `CPU` and `CUDA`, each a Python module. A `Recipe` names the sources, a
+`Plan` the compilers. No engine includes torch headers, so one build serves every torch version.
+They share sources, but a digest covers only what its engine may include: an edit of csrc/cuda
+leaves the CPU engine alone.
 """
 
 from __future__ import annotations
@@ -70,10 +68,10 @@ class EngineKind:
     """One of the native modules: its sources, and how they are compiled.
 
     ``compiled``, ``included`` and ``left_out`` are patterns of files below the source root, the
-    slow ones first. ``joined`` are groups of sources by the beginnings of their names: each group
-    is one translation unit, which saves a third of the time. ``repeated`` is a source that is
-    compiled once for each value of PYRINGAR_DTYPE, and the values. With ``cuda`` nvcc, the CUDA
-    runtime and GPU architectures take part. Else the engine is compiled for this very CPU.
+    slow ones first. ``joined``: groups of sources by the beginnings of their names; each group is
+    one translation unit, which saves a third of the time. ``repeated``: a source that is compiled
+    once for each value of PYRINGAR_DTYPE, and the values. ``cuda``: compile with nvcc, the CUDA
+    runtime and GPU architectures, else for this very CPU.
     """
 
     module: str
@@ -234,9 +232,9 @@ def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> Plan:
 
 
 def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
-    """Compile, and put the engine and its record into ``folder``, the record first.
+    """Compile into ``folder``: first the record, then the engine. The caller holds the lock.
 
-    The caller holds the lock. BuildError, with the compiler's output, if it cannot be compiled.
+    BuildError, with the compiler's output, if it cannot be compiled.
     """
     started, kind = time.monotonic(), plan.recipe.kind
     version, ninja = toolchain.compiler_version(plan.compiler), toolchain.find_ninja()
@@ -278,7 +276,7 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
 
 
 def _publish(finished: Path, folder: Path) -> None:
-    """Move a file into ``folder``: whoever finds it there finds all of it."""
+    """Move a file into ``folder`` atomically."""
     with open(finished, "rb") as file:
         os.fchmod(file.fileno(), 0o755)  # the owner alone writes it
         os.fsync(file.fileno())

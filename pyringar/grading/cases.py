@@ -19,7 +19,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in a larger one: the shape of the larger one, and the view of it."""
+    """A layout: the shape of a base tensor, and the view of the base."""
 
     base_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
     view: Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -50,9 +50,8 @@ _MIXES = {
 class Case:
     """One call.
 
-    ``positional`` values are small integers; ``random`` values need all digits; ``special`` values
-    are positional, with NaN, infinities and the largest number among them; ``crafted`` values are
-    given to the call.
+    Values: ``positional``, small integers; ``random``, with all digits; ``special``, positional
+    with NaN, infinities and the largest number; ``crafted``, given to the call.
     """
 
     k: int
@@ -83,7 +82,7 @@ class Case:
 
 
 class Failure(Exception):  # noqa: N818
-    """A property does not hold: in words, and the case that shows it as a dict."""
+    """A property does not hold: a text, and the case that shows it as a dict."""
 
     def __init__(self, case: Case, detail: str, **more: Any) -> None:
         super().__init__(f"{case}: {detail}")
@@ -97,13 +96,13 @@ class Failure(Exception):  # noqa: N818
 
 
 class Other(NamedTuple):
-    """Something that is not a tensor of the case's shape and dtype, in words."""
+    """Describes a result that is not a tensor of the case's shape and dtype."""
 
     words: str
 
     @classmethod
     def of(cls, found: Any, case: Case) -> Other | None:
-        """Return None if ``found`` has the shape and dtype of ``case``, else words for it."""
+        """Return None if ``found`` has the shape and dtype of ``case``, else its description."""
         if isinstance(found, Other):
             return found
         if not isinstance(found, Tensor):
@@ -123,10 +122,7 @@ def layouts_of(case: Case) -> list[Layout]:
 
 
 def _values(case: Case, rank: int) -> Tensor:
-    """Return the flat input of a rank, on the CPU: different at every position and rank.
-
-    Random integers use all bits that a sum of ``k`` of them leaves room for.
-    """
+    """Return the flat input of a rank, on the CPU: different at every position and rank."""
     if case.values != "random":
         values = (torch.arange(case.numel) % 17 + rank).to(case.dtype)
         if case.values == "special":
@@ -169,11 +165,11 @@ def is_exact(case: Case) -> bool:
 
 
 class Call:
-    """One call of the function, and everything needed to judge it afterwards.
+    """One call of the function, with everything needed to judge it.
 
-    ``bases`` is the memory of every rank, and ``given`` the tensors in it, which the function may
-    point elsewhere. ``data`` is the list that was handed in, maybe with other items. ``inputs`` are
-    the flat values, and ``returned`` is the type of the function's result, None for nothing.
+    ``bases``: the memory of every rank. ``given``: the tensors in it, which the function may point
+    elsewhere. ``data``: the list that the function got. ``inputs``: the flat values. ``returned``:
+    the type of the function's result, or None.
     """
 
     def __init__(
@@ -200,7 +196,7 @@ class Call:
 
     @functools.cached_property
     def expected(self) -> tuple[Tensor, Tensor | float]:
-        """Return the sum, flat, and how far a result may be from it."""
+        """Return the flat sum, and the largest allowed error."""
         dtype = self.case.dtype
         if not dtype.is_floating_point:
             return torch.stack(self.inputs).sum(0, dtype=torch.int64), 0.0
@@ -217,15 +213,12 @@ class Call:
         return self.data[rank] if len(self.data) == self.case.k else self.given[rank]
 
     def own_memory(self, rank: int) -> Tensor:
-        """Return the memory that the caller handed in, whatever the tensor object points to now."""
+        """Return the caller's memory, even if the tensor object points elsewhere now."""
         return self.layouts[rank].view(self.bases[rank], self.case.shape)
 
 
 class Lists:
-    """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.Target`.
-
-    ``run`` calls it with the tensors of a case, of up to ``ranks`` ranks.
-    """
+    """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.Target`."""
 
     ways: tuple[str, ...] = ("in place", "unaligned")
 

@@ -1,7 +1,6 @@
 """Define the grader's cases, and the properties that it checks.
 
-A property goes from small cases to large ones and raises the first `Failure`, which is the
-smallest one. Nothing here knows about deadlines or verdicts: ``pyringar.grading.grader``.
+A property goes from small cases to large ones and raises the first `Failure`, the smallest one.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pyringar.audit.probes import TargetError
 from pyringar.audit.questions import order_of
 from pyringar.grading.cases import FLOATS, INTEGERS, Call, Case, Failure, Lists, Other
 from pyringar.grading.solution import call_words
+from pyringar.parallel.shards import has_bits
 
 # How many ranks are tried beyond the devices there are: some then have several.
 _MANY_RANKS = (17, 33)
@@ -28,7 +28,7 @@ class Raised(Failure):
 
 
 class Subject:
-    """The function under test, called in this thread; remembers what it was last called with."""
+    """The function under test, called in this thread."""
 
     def __init__(
         self, fn: Callable[[list[Tensor]], Any], devices: tuple[torch.device, ...]
@@ -38,7 +38,7 @@ class Subject:
         self.last_case: Case | None = None
 
     def rested(self) -> Subject:
-        """Return it with all of its time before it again, where that is limited."""
+        """Restart the time limit, if there is one."""
         self.last_case = None
         return self
 
@@ -56,7 +56,7 @@ class Subject:
         return None if returned is None else type(returned).__name__
 
     def few(self, *wanted: int) -> list[int]:
-        """Those of ``wanted`` that there are ranks for, at least one, in ascending order."""
+        """Return the numbers of ranks in ``wanted``, limited to ``most``, in ascending order."""
         return sorted({min(k, self.most) for k in wanted})
 
     @property
@@ -69,7 +69,7 @@ class Subject:
 
 
 def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
-    """Say how ``found``, the result of ``rank``, differs from the sum; None if it does not."""
+    """Describe how ``found``, the result of ``rank``, differs from the sum; None if equal."""
     case = call.case
     if other := Other.of(found, case):
         return Failure(case, f"rank {rank} holds {other.words}", rank=rank)
@@ -126,13 +126,8 @@ def _guess(call: Call, rank: int, got: Tensor, right: Tensor) -> str:
 
 
 def _same_bits(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return False
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes_of(a), _bytes_of(b))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return are_tensors and a.dtype == b.dtype and has_bits(a.cpu(), b.cpu())
 
 
 # -- properties ------------------------------------------------------------------------------------
@@ -319,7 +314,7 @@ def _order(subject: Subject) -> str:
 
 
 class Check(NamedTuple):
-    """A property: its name, what a pass covers, and the function that looks for a failure.
+    """A property: its name, the description of a pass, and the function that looks for a failure.
 
     ``{ranks}`` in ``covers`` stands for the numbers of ranks that were tried.
     """

@@ -1,8 +1,7 @@
-"""A verdict per property for anybody's ``allreduce(data)``: does it do what the book asks for?
+"""Grade any ``allreduce(data)``, property by property.
 
 A function that passes the book's own example can still be wrong: the printed version rebinds list
-items, so every replica but the first keeps its own gradient while the list looks right. Here every
-property is tried by itself, and a failure names the smallest case that shows it.
+items, so every replica but the first keeps its own gradient while the list looks right.
 """
 
 from __future__ import annotations
@@ -162,8 +161,8 @@ def judge_all(
 ) -> tuple[Property, ...]:
     """Return a verdict per property.
 
-    ``look`` raises `Failure`, or TimeoutError after ``timeout_s``. ``subject`` returns the function
-    under test anew for each property: a hung property may still call the last one.
+    ``look`` raises `Failure`, or TimeoutError after ``timeout_s``. ``subject`` returns a new
+    subject for each property, since a hung property may still call the last one.
     """
     verdicts: list[Property] = []
     hangs = 0
@@ -193,7 +192,7 @@ def judge_all(
 
 
 def _within(timeout_s: float, work: Callable[[], str | None]) -> str | None:
-    """Run ``work`` in a thread of its own; TimeoutError when it is late, and it stays behind."""
+    """Run ``work`` in its own thread; TimeoutError if it is late, and the thread stays behind."""
     answers: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
 
     def target() -> None:

@@ -1,9 +1,9 @@
-"""Grade a function that runs in a process of its own: it is called there, and judged here.
+"""Call a function in its own process, and judge the results in this one.
 
-The process is forked from this one, which has imported torch: it is ready within milliseconds. Its
-prints go into a pipe, its results into shared memory, which is copied and then judged. So a
-solution cannot print, patch or exit its way to a verdict. Its process is believed only which
-tensors stand in the list (``list``), and what the function returned (``returns``).
+The process is forked from this one, which has imported torch: it is ready within milliseconds. It
+prints into a pipe, and writes results into shared memory, which is copied before it is judged. So a
+solution cannot print, patch or exit its way to a verdict. Its process is trusted only for the order
+of tensors in the list (``list``), and the type of the result (``returns``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_WORDS = 1000
 
 
 class EndedError(Exception):
-    """The process is gone before it answered; says why."""
+    """The process ended before it answered."""
 
 
 def grade(
@@ -47,10 +47,10 @@ def grade(
     timeout_s: float,
     show: Callable[[bytes], object] = lambda text: None,
 ) -> Report:
-    """Return the verdicts on a solution, and give ``show`` what it prints.
+    """Return the verdicts on a solution; ``show`` gets its output.
 
     ``timeout_s`` is for its import, and for all calls of one property. ArgumentError if a device is
-    not there, CannotLoadError if the import fails or does not end, or there is no such function.
+    missing, CannotLoadError if the import fails or hangs, or there is no such function.
     """
     with graded(target, devices, timeout_s, show) as remote:
         verdicts = judge_all(lambda check, _: check.look(remote), remote.rested, timeout_s)
@@ -96,10 +96,7 @@ class Remote(Subject):
         self._process.end()
 
     def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
-        """Call the function in its process, and return the call as if it had been made here.
-
-        Failure if it raised or the process ended; TimeoutError if no time is left.
-        """
+        """Call the function in its process. Failure if it raised or ended; TimeoutError if late."""
         self.last_case = case
         call = Call(case, self.devices, inputs)
         try:
@@ -159,8 +156,6 @@ def _clean(words: Any) -> str:
 
 
 class _Process:
-    """The process that a solution runs in."""
-
     def __init__(
         self,
         target: Target,
@@ -269,7 +264,7 @@ class _Process:
         self._buffer += some
 
     def _drain(self) -> None:
-        """Take what was printed, a part at a time: who prints for ever has a deadline, too."""
+        """Show a part of the output: an endless output must not delay the deadline."""
         with contextlib.suppress(BlockingIOError):
             text = os.read(self._output, 1 << 20)
             if text:
@@ -279,7 +274,7 @@ class _Process:
 
 
 def _exit_words(status: int | None) -> str:
-    """Return how a process ended, from the status of ``os.waitpid``; None: it did not end."""
+    """Describe the end of a process; None: it still runs."""
     if status is None:
         return "the process closed the grader's files"
     code = os.waitstatus_to_exitcode(status)

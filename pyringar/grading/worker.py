@@ -1,7 +1,4 @@
-"""The graded process: it calls the function on request, and describes the list afterwards.
-
-Nothing is judged here. The grader knows the inputs, and reads the results from shared memory.
-"""
+"""The graded process: it calls the function on request, and describes the list afterwards."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ _exit = os._exit  # a solution may put something else there
 
 
 class Arena:
-    """A block of memory, shared with processes that fork from this one.
-
-    Untouched pages cost nothing. Most properties have ``num_ranks`` ranks.
-    """
+    """A block of memory, shared with forked processes. Untouched pages cost nothing."""
 
     def __init__(self, num_ranks: int) -> None:
         self._memory = mmap.mmap(-1, _BYTES + num_ranks * _BYTES_PER_RANK)
@@ -59,9 +53,9 @@ class Arena:
 
     @staticmethod
     def places(case: Case, turn: int) -> list[int]:
-        """Return where the memory of every rank begins, and after the last one where all end.
+        """Return where the memory of every rank begins, and where the last one ends.
 
-        Every other turn has the ranks in descending order, so that addresses tell the function
+        Ranks lie in descending order in every other call, so that addresses tell the function
         nothing.
         """
         ranks = range(case.k) if turn % 2 else reversed(range(case.k))
@@ -81,10 +75,10 @@ def after(offset: int, shape: Sequence[int], dtype: torch.dtype) -> int:
 def serve(
     target: Target, devices: list[str], channel: socket.socket, output: int, arena: Arena
 ) -> NoReturn:
-    """Load the function, then answer one call after the other until the grader hangs up.
+    """Load the function, then answer calls until the grader closes the channel.
 
-    ``channel`` takes a line of JSON for each call, and one back. The descriptor ``output`` takes
-    the solution's prints.
+    ``channel`` takes a line of JSON for each call, and returns one. ``output``: the descriptor that
+    takes the solution's output.
     """
     try:
         _settle_in(channel, output)
@@ -96,7 +90,7 @@ def serve(
 
 
 def _settle_in(channel: socket.socket, output: int) -> None:
-    """Become a process that cannot disturb the grader's terminal, files or disk."""
+    """Isolate this process from the grader's terminal, files and disk."""
     os.setsid()  # Ctrl-C is the grader's
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -192,7 +186,7 @@ def _hand_out(
 
 
 class _Things:
-    """The things that a function left in the list, described or copied for the grader."""
+    """The items that a function left in the list, described or copied for the grader."""
 
     def __init__(self, case: Case, arena: Arena, start: int) -> None:
         self.case = case
@@ -205,7 +199,7 @@ class _Things:
         return {"rank": same[0]} if same else self.add(found)
 
     def add(self, found: Any) -> dict[str, Any]:
-        """Copy a tensor; return where it is, or words for what could be no result."""
+        """Copy a tensor and return its offset; describe other objects."""
         if id(found) in self._places:
             return self._places[id(found)]
         try:

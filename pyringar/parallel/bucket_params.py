@@ -17,7 +17,7 @@ Replica = nn.Module | Sequence[Tensor]
 
 
 def check_replicas(replicas: Any) -> list[Replica]:
-    """Return one module, or one list of parameters, per rank; raise `ArgumentError` else."""
+    """Return one module or list of parameters per rank; raise ArgumentError if not possible."""
     check_each(replicas, "a module or a list of parameters", _has_params)
     checked: list[Replica] = [one if isinstance(one, nn.Module) else list(one) for one in replicas]
     for rank, replica in enumerate(checked):
@@ -27,12 +27,11 @@ def check_replicas(replicas: Any) -> list[Replica]:
 
 
 def _has_params(replica: Any) -> bool:
-    is_list = isinstance(replica, Iterable) and not isinstance(replica, Tensor)
-    return isinstance(replica, nn.Module) or is_list
+    return isinstance(replica, (nn.Module, Iterable)) and not isinstance(replica, Tensor)
 
 
 def cap_bytes(bucket_cap_mb: Any) -> int:
-    """Return the cap of a bucket in bytes; raise `ArgumentError` if it is no positive number."""
+    """Return the cap of a bucket in bytes; ArgumentError if it is not a positive number."""
     check_positive("bucket_cap_mb", bucket_cap_mb, "number of megabytes")
     return max(1, int(min(bucket_cap_mb, 1e12) * 1e6))
 
@@ -87,10 +86,7 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 
 
 def is_accumulating(param: Tensor) -> bool:
-    """Return whether the running backward pass adds to ``param.grad``.
-
-    ``torch.autograd.grad`` calls hooks of a parameter too, and leaves its ``grad`` alone.
-    """
+    """Return whether the running backward adds to ``param.grad``: autograd.grad does not."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -111,9 +107,9 @@ _ALONE = 2  # the tensor, and the temporary storage object of the call
 def give_own_memory(param: Tensor) -> None:
     """Copy the gradient of a parameter if other tensors use its memory.
 
-    Backward of ``p.view(...)`` returns a view of the gradient of the result. torch stores that view
-    as ``p.grad``, even if another ``grad`` uses the memory, and a reduction in place would corrupt
-    both. A gradient with ``_is_view()`` is part of a buffer of the user, and stays there.
+    Backward of ``p.view(...)`` returns a view, which torch stores as ``p.grad`` even if another
+    ``grad`` uses the memory: a reduction in place would corrupt both. A gradient with
+    ``_is_view()`` lies in a buffer of the user, and stays there.
     """
     grad = param.grad
     if grad is None or grad.layout is not torch.strided or grad._is_view():

@@ -1,7 +1,7 @@
 """The communicator of a bucketer: its ranks are in this process, or each in its own.
 
-A rank does not see the gradients of ranks in other processes before the reduction. So each bucket
-carries one small tensor more, with one flag per parameter: does this rank have a gradient?
+Between processes each bucket carries one more tensor, with a flag per parameter: does this rank
+have a gradient?
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ def first_rank(comm: Any, num_replicas: int) -> int:
 
 
 def check_agreed(comm: Comm, settings: Sequence[str], device: torch.device) -> None:
-    """Raise on all ranks if a process has another setting than rank 0.
-
-    The texts of the settings are sent through memory of ``device``.
-    """
+    """Raise on all ranks if a setting differs from rank 0; texts are sent through ``device``."""
     if isinstance(comm, Communicator):
         return
     text = "\n".join(settings).encode()
@@ -67,7 +64,7 @@ def check_agreed(comm: Comm, settings: Sequence[str], device: torch.device) -> N
 def launch(comm: Comm, op: str, bucket: Launched, ready: Any, index: int) -> Work | None:
     """Begin the reduction of a bucket; return None if there is nothing to reduce.
 
-    ``ready``: the GPU events of its gradients. None: the current streams have the gradients.
+    ``ready``: the GPU events of the gradients. None: they are on the current streams.
     """
     lists = [[g.detach() if g.requires_grad else g for g in grads] for grads in bucket.lists]
     if isinstance(comm, Communicator):

@@ -322,7 +322,7 @@ class GradientBucketer:
             self._ready = group.make_ready([len(bucket) for bucket in self._buckets])
 
     def _pack(self, bucket: int) -> Launched:
-        """Collect the gradients of a bucket, with copies or zeros for the unused ones."""
+        """Collect the gradients of a bucket; copies or zeros replace the unused ones."""
         wanted, by_rank = self._buckets[bucket], self._by_rank
         held = [self._native.held(rank, wanted) for rank in range(len(by_rank))]
         grads: list[Any] = [[params[i].grad for i in wanted] for params in by_rank]
@@ -372,8 +372,7 @@ class GradientBucketer:
         self._check_open()  # a signal handler may have closed it
         reduced = [i for bucket in launched.values() for i in bucket.finish()]
         if native.begin_ns():
-            nbytes = [sum(self._items[i][0] for i in bucket) for bucket in self._buckets]
-            self._stats = _measure(native, self._buckets, nbytes, works, began_ns)
+            self._stats = self._measure(works, began_ns)
         if reduced and not self._is_planned:
             order = list(dict.fromkeys([*native.order(), *self._order]))
             self._order = agree_on_order(self._comm, order, self._by_rank[0][0].device)
@@ -382,12 +381,36 @@ class GradientBucketer:
         self._launched = {}
         native.start_step(self._buckets, reduced, self._ready)
 
-    def _check_unchanged(self) -> None:
-        """Raise if a gradient was changed or replaced since its launch.
+    def _measure(self, works: Sequence[Work | None], began_ns: int) -> StepStats:
+        """Return the statistics of a reduced step. ``began_ns``: when ``wait()`` was called."""
+        ended_ns, native = time.perf_counter_ns(), self._native
+        first_ns = native.begin_ns()
 
-        Views of one storage share a version counter, which backward advances when it adds to one
-        of them. So the counter of a view is ignored.
-        """
+        def since(time_ns: int) -> float | None:
+            return (time_ns - first_ns) * 1e-9 if time_ns else None
+
+        times = zip(self._buckets, native.ready_ns(), native.launched_ns(), works, strict=True)
+        buckets = tuple(
+            BucketStats(
+                params=tuple(indices),
+                nbytes=sum(self._items[i][0] for i in indices),
+                ready_s=since(ready_ns),
+                launched_s=since(launched_ns if work else 0),
+                done_s=since(work.finished_ns() if work else 0),
+            )
+            for indices, ready_ns, launched_ns, work in times
+        )
+        spent = [b.done_s - b.launched_s for b in buckets if b.done_s and b.launched_s is not None]
+        return StepStats(
+            begin_ns=first_ns,
+            buckets=buckets,
+            backward_s=(began_ns - first_ns) * 1e-9,
+            communication_s=sum(spent),
+            exposed_s=(ended_ns - began_ns) * 1e-9,
+        )
+
+    def _check_unchanged(self) -> None:
+        """Raise if a gradient was changed or replaced since its launch."""
         for launched in self._launched.values():
             for rank, params in enumerate(self._by_rank):
                 grads, versions = launched.lists[rank], launched.versions[rank]
@@ -395,6 +418,7 @@ class GradientBucketer:
                     is_same = params[i].grad is grad
                     if is_same and grad._version == version:
                         continue
+                    # All views of a storage share one version counter.
                     is_view = grad.untyped_storage().nbytes() != grad.nbytes
                     if not (is_same and is_view):
                         raise self._changed(rank, i)
@@ -441,33 +465,3 @@ def _stand_in(param: Tensor, state: int) -> Tensor:
     if param.grad is None:
         return torch.zeros_like(param, dtype=grad_dtype(param))
     return torch.zeros_like(param.grad) if state == _SUM else param.grad.detach().clone()
-
-
-def _measure(
-    native: Any, params: Sequence[Sequence[int]], nbytes: Sequence[int], works: Any, began_ns: int
-) -> StepStats:
-    """Return the statistics of a reduced step. ``began_ns``: when ``wait()`` was called."""
-    ended_ns, first_ns = time.perf_counter_ns(), native.begin_ns()
-
-    def since(time_ns: int) -> float | None:
-        return (time_ns - first_ns) * 1e-9 if time_ns else None
-
-    times = zip(params, nbytes, native.ready_ns(), native.launched_ns(), works, strict=True)
-    buckets = tuple(
-        BucketStats(
-            params=tuple(indices),
-            nbytes=size,
-            ready_s=since(ready_ns),
-            launched_s=since(launched_ns if work else 0),
-            done_s=since(work.finished_ns() if work else 0),
-        )
-        for indices, size, ready_ns, launched_ns, work in times
-    )
-    spent = [b.done_s - b.launched_s for b in buckets if b.done_s and b.launched_s is not None]
-    return StepStats(
-        begin_ns=first_ns,
-        buckets=buckets,
-        backward_s=(began_ns - first_ns) * 1e-9,
-        communication_s=sum(spent),
-        exposed_s=(ended_ns - began_ns) * 1e-9,
-    )

@@ -113,11 +113,9 @@ class DataParallel(nn.Module):
                     "batchnorm is 'sync', but the module has a DataParallel inside, whose ranks "
                     "would see a part of the batch"
                 )
-        self._bucket_bytes: int | None = None
-        if bucket_cap_mb is not None or len(set(self.devices)) > 1:
-            self._bucket_bytes = cap_bytes(
-                _DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-            )
+        if bucket_cap_mb is None and len(set(self.devices)) > 1:
+            bucket_cap_mb = _DEFAULT_CAP_MB
+        self._bucket_bytes = None if bucket_cap_mb is None else cap_bytes(bucket_cap_mb)
         self.module = module
         self._copies: tuple[int, RankCopies] | None = None  # with the process that made it
 
@@ -189,7 +187,9 @@ class DataParallel(nn.Module):
 
     def _run(self, calls: _Calls) -> dict[int, Any]:
         home = next((rank for rank in calls if self.devices[rank] == self.devices[0]), 0)
-        replicas = Replicas(self.module, self._rank_copies(), home, self._bucket_bytes)
+        if self._copies is None or self._copies[0] != os.getpid():
+            self._copies = os.getpid(), RankCopies(self.devices, self._order)
+        replicas = Replicas(self.module, self._copies[1], home, self._bucket_bytes)
         if self._is_synced:
             check_batchnorm(self.module)
             if replicas.is_compiled:
@@ -201,13 +201,9 @@ class DataParallel(nn.Module):
                 )
         if replicas.is_compiled:
             # Compiled code is bound to the module itself, which gets each rank's tensors in turn.
+            call = partial(torch.func.functional_call, self.module, tie_weights=False)
             tensors = {rank: replicas.named_tensors(rank) for rank in calls}
-            return {
-                rank: torch.func.functional_call(
-                    self.module, tensors[rank], args, kwargs, tie_weights=False
-                )
-                for rank, (args, kwargs) in calls.items()
-            }
+            return {rank: call(tensors[rank], *arguments) for rank, arguments in calls.items()}
         modules = {rank: replicas.make(rank) for rank in calls}
         functions = {
             rank: partial(modules[rank], *args, **kwargs) for rank, (args, kwargs) in calls.items()
@@ -215,11 +211,6 @@ class DataParallel(nn.Module):
         if self._is_synced and synchronise_batchnorm([*modules.values()]):
             return run_in_lockstep(functions, self.devices)
         return run_ranks(functions, self.devices)
-
-    def _rank_copies(self) -> RankCopies:
-        if self._copies is None or self._copies[0] != os.getpid():
-            self._copies = os.getpid(), RankCopies(self.devices, self._order)
-        return self._copies[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_copies": None}
@@ -236,12 +227,11 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
     return [tied for tied in names.values() if len(tied) > 1]
 
 
-def _with_prefix(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _with_prefix(state_dict: Mapping[str, Any]) -> Any:
     found: Any = OrderedDict((f"module.{name}", value) for name, value in state_dict.items())
     versions = getattr(state_dict, "_metadata", {})  # by module, "" for the outermost
     found._metadata = {f"module.{name}".rstrip("."): entry for name, entry in versions.items()}
-    renamed: dict[str, Any] = found
-    return renamed
+    return found
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -251,7 +241,6 @@ def _run_eagerly(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _check_transforms() -> None:
-    """Raise UnsupportedError under forward-mode gradients and vmap, which stay with one rank."""
     functorch: Any = torch._C._functorch
     top = functorch.peek_interpreter_stack()
     is_vmap = top is not None and top.key() == functorch.TransformType.Vmap

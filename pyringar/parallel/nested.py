@@ -25,10 +25,7 @@ _PACKED = "PackedSequence: pass padded tensors and their lengths, and pack them 
 
 
 def num_samples(arguments: Named, dim: int) -> int:
-    """Return the length along ``dim`` that all tensors of the arguments share.
-
-    ArgumentError, with the tensors' names, if lengths differ or there is no dense tensor to split.
-    """
+    """Return the length along ``dim`` that all tensors share; ArgumentError names the others."""
     tensors: list[tuple[_Path, Tensor]] = []
     objects: list[tuple[_Path, Any]] = []
     for name, value in arguments:
@@ -100,10 +97,7 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def gather(outputs: Mapping[int, Any], device: torch.device, dim: int) -> Any:
-    """Concatenate the ranks' outputs along ``dim`` on ``device``; stack tensors of no dimension.
-
-    ArgumentError, with rank and place, for structures or shapes that differ or cannot be gathered.
-    """
+    """Concatenate the ranks' outputs along ``dim`` on ``device``; stack tensors of no dimension."""
     return _gather((None, None, "output"), outputs, device, dim)
 
 
@@ -171,10 +165,7 @@ _ITEMS = (dict, UserDict, list, tuple, deque, UserList)
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return the items of a container by key, or None for other objects.
-
-    ArgumentError for a PackedSequence, whose tensors are not one row per sample.
-    """
+    """Return the items of a container by key, or None for other objects."""
     if isinstance(value, PackedSequence):
         raise ArgumentError(f"the ranks cannot split or gather a {_PACKED}")
     if isinstance(value, (dict, UserDict)):
@@ -259,9 +250,9 @@ _MAX_OBJECTS = 1_000  # so that a call takes no time for a vocabulary
 
 
 def _hides_batch(value: Any, length: int, dim: int) -> bool:
-    """Return whether an object refers to a tensor of ``length`` samples, but for its items.
+    """Return whether an object, beyond its items, refers to a tensor of ``length`` samples.
 
-    Looks at the nearest `_MAX_OBJECTS` objects, through attributes and items of any class.
+    Searches the nearest `_MAX_OBJECTS` objects, through attributes and items of any class.
     """
     skipped = {id(part) for part in (_parts(value) or {}).values()}
     limit = len(skipped) + _MAX_OBJECTS

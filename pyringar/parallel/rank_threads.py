@@ -21,17 +21,17 @@ Function = Callable[[], Any]
 def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]) -> dict[int, Any]:
     """Call ``functions[rank]()`` for every rank, and return the results by rank.
 
-    Ranks on several GPUs run in one thread per GPU, at the same time. All other ranks run in the
-    caller's thread, in rank order, and so do all ranks under modes that only this thread has.
-    Raises the error of the first rank that failed, with a note that names the rank (Python 3.11).
+    Ranks on several GPUs run at the same time, in one thread per GPU. All other ranks run in the
+    caller's thread, in rank order, as do all ranks under modes of this thread. Raises the error of
+    the first rank that failed, with a note that names the rank (Python 3.11).
     """
     named = {rank: partial(_named, rank, devices, function) for rank, function in functions.items()}
     by_device: dict[torch.device, dict[int, Function]] = {}
     for rank, function in named.items():
         by_device.setdefault(devices[rank], {})[rank] = function
     if len(by_device) == 1 or has_modes():
-        return _run_in_order(named)
-    groups = [partial(_run_in_order, mine) for mine in by_device.values()]
+        return run_in_order(named)
+    groups = [partial(run_in_order, mine) for mine in by_device.values()]
     results: dict[int, Any] = {}
     for found in _run_in_threads(groups, [*by_device]):
         results |= found
@@ -47,7 +47,7 @@ def _named(rank: int, devices: Sequence[torch.device], function: Function) -> An
         raise
 
 
-def _run_in_order(functions: Mapping[int, Function]) -> dict[int, Any]:
+def run_in_order(functions: Mapping[int, Function]) -> dict[int, Any]:
     return {rank: function() for rank, function in functions.items()}
 
 
@@ -65,9 +65,8 @@ def _run_in_threads(
 ) -> list[Any]:
     """Call the functions at the same time, each in a new thread with the caller's torch settings.
 
-    ``devices`` are the current devices of the threads. ``abandon`` is called when the caller is
-    interrupted, and makes the functions end soon. Raises the error of the first function that
-    failed, once all have ended.
+    ``devices``: the threads' current devices. An interrupt calls ``abandon``, which makes the
+    functions end soon. When all have ended, raises the error of the first function that failed.
     """
     settings = _TorchSettings(devices)
     results: list[Any] = [None] * len(functions)
@@ -155,9 +154,9 @@ def run_in_lockstep(
 ) -> dict[int, Any]:
     """Call ``functions[rank]()`` for every rank, each of which may `meet` the other ranks.
 
-    One rank runs at a time: rank 0 until it meets, then rank 1, and so on. So random numbers are
-    drawn in the same order in every run. GPUs work at the same time: a rank only enqueues.
-    Raises the error of the rank that failed; the other ranks end where they are.
+    One rank runs at a time: rank 0 until it meets, then rank 1, and so on, so random numbers are
+    drawn in the same order in every run. GPUs work at the same time: a rank only enqueues. Raises
+    the error of the rank that failed; the other ranks end at their next meeting.
     """
     run = _Run(len(functions))
     parts = [
@@ -205,7 +204,7 @@ class _Run:
         self._answers: Sequence[Any] = ()
 
     def abandon(self) -> None:
-        """End all ranks where they meet next."""
+        """End all ranks at their next meeting."""
         with self._condition:
             self._is_abandoned = True
             self._condition.notify_all()

@@ -1,7 +1,7 @@
 """Replicas of a module for one forward pass, whose gradients reach the module's own parameters.
 
-The parameters of a replica are outputs of one autograd node per bucket. The node's backward is the
-reduction of the ranks' gradients in rank order.
+The parameters of a replica are outputs of one autograd node per bucket, whose backward reduces the
+ranks' gradients in rank order.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _DTYPES = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}  # of th
 class RankCopies:
     """Copies of a module's tensors for the other ranks, which stay allocated between calls.
 
-    Every call writes them anew, because an assignment through ``.data`` changes a parameter without
-    a trace. A copy that a pending backward pass has saved is left to it, and another one allocated.
-    ``order`` is that of the reduction; see `Communicator`.
+    Every call writes all of them, because an assignment through ``.data`` changes a parameter
+    unnoticed. A copy that a pending backward pass has saved is replaced by a new one. ``order``: of
+    the reduction.
     """
 
     def __init__(self, devices: Sequence[torch.device], order: str) -> None:
@@ -39,7 +39,7 @@ class RankCopies:
 
     @torch.no_grad()
     def refresh(self, sources: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return ``copies[n][i]`` for ranks 1, 2, ..., which hold what ``sources[i]`` holds now."""
+        """Copy ``sources``; return ``copies[n][i]`` for ranks 1, 2, ..."""
         if torch._C._len_torch_dispatch_stack() or _has_transforms():
             return [[t.detach().to(d, copy=True) for t in sources] for d in self.devices[1:]]
         with self.lock, torch.inference_mode(False):
@@ -54,10 +54,7 @@ class RankCopies:
 
     @torch.no_grad()
     def reduce(self, lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
-        """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device.
-
-        None stands for a gradient of zeros, but not on all ranks.
-        """
+        """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device; None is zeros."""
         columns = [list(column) for column in zip(*lists, strict=True)]
         fused = [
             i
@@ -90,10 +87,7 @@ class RankCopies:
 
 
 class _Entry:
-    """The copies of one tensor, one per rank.
-
-    ``is_fused``: the engine can write them. Other tensors are copied for every call.
-    """
+    """The copies of one tensor, one per rank; not ``is_fused``: copied anew for every call."""
 
     def __init__(self, source: Tensor, devices: Sequence[torch.device]) -> None:
         self.is_fused = _is_fusable(source) and _without_overlap(source) is source
@@ -205,7 +199,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Bucket:
-    """Tensors of the module that are replicated by one autograd node, when first used."""
+    """Tensors of the module that one autograd node replicates at their first use."""
 
     def __init__(self, owner: RankCopies, home: int) -> None:
         self._owner, self._home = owner, home
@@ -243,8 +237,8 @@ class _Bucket:
 class Replicas:
     """The replicas of a module for one forward pass.
 
-    A replica is a shallow copy, as ``nn.DataParallel`` makes it: it shares everything with the
-    module but parameters, buffers and children. One rank on rank 0's device, ``home``, uses the
+    A replica is a shallow copy, as in ``nn.DataParallel``: it shares everything with the module
+    except parameters, buffers and children. The rank ``home``, on rank 0's device, uses the
     module's own memory and buffers. An autograd node has tensors of ``bucket_bytes``; None: all.
     ArgumentError names a tensor on another device or without values, UnsupportedError a scripted
     module.
@@ -357,7 +351,7 @@ def _outside_of_transforms() -> AbstractContextManager[Any]:
 
 
 class _WhenUsed(dict[str, Any]):
-    """A replica's tensors by name, replicated when they are first read."""
+    """A replica's tensors by name, replicated at the first read."""
 
     def __init__(self, replicas: Replicas, own: Mapping[str, Any], rank: int) -> None:
         super().__init__(own)

@@ -198,7 +198,9 @@ class ShardedStep:
                     for i, rank in enumerate(ranks)
                 ]
             with watch("wait", *range(len(sums))):
-                self._reduce(sums)
+                if self._comm is not None:
+                    mine: Any = sums if isinstance(self._comm, Communicator) else sums[0]
+                    self._comm.all_reduce_coalesced(mine, order="tree")
         except BaseException:
             for rank in ranks:
                 rank.restore()
@@ -266,12 +268,6 @@ class ShardedStep:
             with watch("backward", index):
                 loss.backward()  # type: ignore[no-untyped-call]
         return [*rank.take(), total.copy_(loss.detach().reshape(()))]
-
-    def _reduce(self, sums: list[list[Tensor]]) -> None:
-        if isinstance(self._comm, Communicator):
-            self._comm.all_reduce_coalesced(sums, order="tree")
-        elif self._comm is not None:
-            self._comm.all_reduce_coalesced(sums[0], order="tree")
 
     def _check_equal(self) -> None:
         everything = [

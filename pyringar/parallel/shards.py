@@ -58,10 +58,10 @@ def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
 
 
 def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
-    """Return the number of samples of each rank. The numbers add up to ``n``.
+    """Return the number of samples of each rank, which add up to ``n``.
 
-    Without weights the sizes are those of ``torch.tensor_split``. With weights each share is
-    rounded down. The largest remainders get the rest, the lower rank first among equals.
+    Without weights the sizes are those of ``torch.tensor_split``. With weights shares are rounded
+    down, and the largest remainders get the rest, the lower rank first among equals.
     """
     check_count("n", n, 0)
     check_count("num_shards", num_shards, 1)
@@ -141,8 +141,8 @@ def cut(
 ) -> list[Tensor]:
     """Split a tensor along ``dim`` into one shard per rank, each on its rank's device.
 
-    Shards on the tensor's device are views, which a module may write. Shards of a tensor that
-    requires a gradient are copies.
+    Shards on the tensor's device are views, which a module may write; copies if the tensor requires
+    a gradient.
     """
     parts = torch.split(tensor, list(sizes), dim)
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -193,8 +193,8 @@ def count_correct(
 ) -> tuple[int, int]:
     """Return the numbers of correctly classified samples and of all samples.
 
-    ``replicas`` may be the ranks of this process only, if ``split_f`` returns only their shards.
-    Other arguments and errors are those of `evaluate_accuracy_gpus`.
+    ``replicas`` may be of this process only, if ``split_f`` returns only their shards. See
+    `evaluate_accuracy_gpus` for the other arguments and errors.
     """
     ranks = _check_replicas(replicas)
     if not callable(split_f):
@@ -296,15 +296,15 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     """Return a digest of all bits of some tensors: 14 hexadecimal digits, which fit an int64."""
     digest = hashlib.blake2b(digest_size=7)
     for tensor in tensors:
-        digest.update(_bits(tensor).reshape(-1).cpu().numpy().data)
+        digest.update(bits_of(tensor).reshape(-1).cpu().numpy().data)
     return digest.hexdigest()
 
 
 def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Compare every rank's tensors with rank 0's without waiting for the devices.
+    """Return, for each rank after the first, a 0-dimensional bool: its bits differ from rank 0's.
 
-    Returns, for each rank after the first, a 0-dimensional bool tensor on its device: True if bits
-    differ. Cost on a GPU: one copy and one comparison. See `check_replicas_equal` for errors.
+    Each flag is on its rank's device, and the host does not wait. Cost on a GPU: one copy and one
+    comparison. See `check_replicas_equal` for errors.
     """
     check_each(replicas, "a list of tensors, such as list(module.parameters()),", is_list)
     for rank, tensors in enumerate(replicas):
@@ -313,11 +313,8 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     check_alike(replicas, "tensor")
     first, *others = replicas
     if _are_on_cpu(replicas):
-        pairs = [zip(tensors, first, strict=True) for tensors in others]
-        return [
-            torch.tensor(not all(torch.equal(_bits(a), _bits(b)) for a, b in mine))
-            for mine in pairs
-        ]
+        equal = (all(map(has_bits, tensors, first)) for tensors in others)
+        return [torch.tensor(not is_equal) for is_equal in equal]
     wanted = _pack(first)
     packed = (_pack(tensors) for tensors in others)  # one rank at a time, for its memory
     return [(mine != wanted.to(mine.device)).any() for mine in packed]
@@ -328,14 +325,18 @@ def _are_on_cpu(replicas: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_bits(t).contiguous().view(-1).view(torch.uint8) for t in tensors])
+    return torch.cat([bits_of(t).contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """View the memory as integers, which compare bit by bit."""
+def bits_of(tensor: Tensor) -> Tensor:
+    """View the memory as integers, to compare it bit by bit."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     reals = _reals(tensor)
     return reals.view(integers[reals.element_size()])
+
+
+def has_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(bits_of(a), bits_of(b))
 
 
 def _reals(tensor: Tensor) -> Tensor:
@@ -373,9 +374,8 @@ def _describe_mismatch(replicas: Sequence[Sequence[Tensor]]) -> str:
         for rank in range(1, len(replicas)):
             ours = _reals(replicas[rank][i])
             theirs = _reals(reference).to(ours.device)
-            different = _bits(ours) != _bits(theirs)
-            count = int(different.sum())
-            if count:
+            different = bits_of(ours) != bits_of(theirs)
+            if count := int(different.sum()):
                 here, there = ours[different][0].item(), theirs[different][0].item()
                 return (
                     f"the replicas have diverged: parameter {i}, shape {tuple(ours.shape)}, on "

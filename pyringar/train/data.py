@@ -151,10 +151,7 @@ def _folder(data_dir: str | Path) -> Path:
 
 
 def _fashion_mnist(root: Path) -> ImageData:
-    """Read the four files, or download them first.
-
-    ArgumentError if a file is broken; RingarError if the files cannot be downloaded.
-    """
+    """Read the files, or download them first; ArgumentError if broken, RingarError if missing."""
     files = _find_files(root)
     if not files:
         try:
@@ -190,7 +187,7 @@ def _find_files(root: Path) -> dict[str, Path]:
 
 
 def _download(root: Path) -> None:
-    """Download Fashion-MNIST into torchvision's layout below ``root``, all files at once."""
+    """Download Fashion-MNIST into torchvision's layout below ``root``."""
     try:
         from torchvision.datasets import FashionMNIST
     except (ImportError, RuntimeError, OSError) as error:  # one for another torch: RuntimeError

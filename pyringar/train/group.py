@@ -49,8 +49,8 @@ class TrainGroup:
     """The ranks of a run, all in this process.
 
     ``devices`` has one device per rank of this process, ``all_devices`` one per rank of the run.
-    ``is_main``: has rank 0, which alone prints, draws and downloads. ``digest`` is that of the
-    parameters at the last check of all processes.
+    ``is_main``: this process has rank 0, which alone prints, draws and downloads. ``digest`` is
+    that of the parameters at the last check of all processes.
     """
 
     is_main = True

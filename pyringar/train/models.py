@@ -38,7 +38,7 @@ def threads_per_rank(config: TrainConfig) -> int:
 
 
 class RankedModel:
-    """A model with one replica per rank of this process, all of which hold the same bits.
+    """One replica of a model per rank of this process, all with the same bits.
 
     ``params[rank][i]`` are the parameters, and ``bucketer`` reduces their gradients.
     """
@@ -72,10 +72,6 @@ class RankedModel:
         self.bucketer = self._make_bucketer(config)
 
     def _make_bucketer(self, config: TrainConfig) -> GradientBucketer | None:
-        """Return a bucketer with hooks, or None if none is needed, or there is no engine.
-
-        A sharded step reduces by itself, and one rank has nothing to reduce.
-        """
         comm = self._comm
         try:
             if config.shards is None and comm.world_size > 1:
@@ -98,7 +94,7 @@ class RankedModel:
             reduce_gradients(self.params, self._devices, self._comm)
 
     def score(self, rank: int, X: Tensor) -> Tensor:
-        """Score one rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)``."""
+        """Score one rank's images for training: ``(n, 1, 28, 28)`` to ``(n, 10)``."""
         if not len(X):
             return X.new_empty(0, _NUM_CLASSES)
         replica = self.replicas[rank]
@@ -107,8 +103,7 @@ class RankedModel:
                 scores: Tensor = replica(X)
                 return scores
             weights = {name: param for name, param in replica.named_parameters() if param.dim() > 1}
-            casted: Sequence[Tensor] = _Cast.apply(*weights.values())
-            casts = dict(zip(weights, casted, strict=True))
+            casts = dict(zip(weights, _Cast.apply(*weights.values()), strict=True))
             scores = torch.func.functional_call(replica, casts, (X,))
             return scores
 
@@ -118,12 +113,8 @@ class RankedModel:
             for rank, shard in enumerate(shards)
             if len(shard)
         }
-        run = run_in_lockstep if self._is_synced else run_ranks
-        scores = run(calls, self._devices) if calls else {}
-        return [
-            scores[rank] if rank in scores else shard.new_empty(0, _NUM_CLASSES)
-            for rank, shard in enumerate(shards)
-        ]
+        found = (run_in_lockstep if self._is_synced else run_ranks)(calls, self._devices)
+        return [found[r] if r in found else self.score(r, X) for r, X in enumerate(shards)]
 
     def buffers(self) -> list[list[Tensor]]:
         return [list(replica.buffers()) for replica in self.replicas]
@@ -143,7 +134,7 @@ def _make_net(config: TrainConfig) -> nn.Module:
 
 
 class _Cast(torch.autograd.Function):
-    """Cast weights to bfloat16 and their gradients back, all in one launch; autocast's bits."""
+    """Casts weights to bfloat16 and their gradients back in one launch, with autocast's bits."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,7 @@
-"""Draw ten kinds of garment by formula: a stand-in where Fashion-MNIST cannot be had.
+"""Draw ten kinds of garment by formula: a stand-in where Fashion-MNIST is not available.
 
-The images have the size, the range and the class names of Fashion-MNIST, nearly its brightness, and
-its habit that shirts, pullovers and coats resemble each other. They are not Fashion-MNIST:
-accuracies on the two have nothing to do with each other.
+The images have the size, range, class names and nearly the brightness of Fashion-MNIST; shirts,
+pullovers and coats resemble each other. Accuracies on the two sets cannot be compared.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ CLASS_NAMES = tuple(_GARMENTS)
 
 
 def synthetic_images(n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw ``n`` images, shuffled, with as equal numbers of every class as ``n`` allows.
+    """Draw ``n`` images in random order, with as equal numbers of every class as ``n`` allows.
 
-    Returns float32 images ``(n, 1, 28, 28)`` from 0 to 1 in steps of 1/255, and int64 indices
-    ``(n,)`` into `CLASS_NAMES`. Cost: about 0.05 ms an image on one core.
+    Returns float32 images ``(n, 1, 28, 28)``, 0 to 1 in steps of 1/255, and int64 indices ``(n,)``
+    into `CLASS_NAMES`. Cost: 0.05 ms an image on one core.
     """
     check_count("n", n, 1)
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +56,7 @@ def synthetic_images(n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _draw(boxes: Sequence[_Box], is_shoe: bool, n: int, generator: torch.Generator) -> Tensor:
-    """Draw a garment ``n`` times: no two are cut, turned, lit or woven alike."""
+    """Draw a garment ``n`` times, each with its own cut, angle, light and pattern."""
 
     def number(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(n, 1, 1, generator=generator)

@@ -243,7 +243,8 @@ class Trainer:
         self.replicas = self.model.params
         self._run_step = self._make_step()
         self.step = 0
-        self._unchecked: deque[_QueuedStep] = deque()
+        # Enqueued steps: number, mismatch flags, and events at the end of the step.
+        self._unchecked: deque[tuple[int, list[Tensor], list[torch.cuda.Event]]] = deque()
         self._has_run = False
         self._done: list[EpochResult] = []  # from the checkpoint
         self.stretched_from: int | None = None
@@ -390,21 +391,26 @@ class Trainer:
             if self.model.bucketer is not None:
                 trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
             trace.step += 1
-        self._unchecked.append(_QueuedStep(self.step, flags, self.devices))
+        # Copied before the next step is enqueued: reading on the GPU would wait for that step too.
+        copies = [flag.to("cpu", non_blocking=True) for flag in flags]
+        events = [_record_event(d) for d in set(self.devices) if d.type == "cuda"]
+        self._unchecked.append((self.step, copies, events))
         self.step += 1
-        self._check_steps(_MOST_STEPS_AHEAD if self._unchecked[0].events else 0)
+        self._check_steps(_MOST_STEPS_AHEAD if events else 0)
 
     def _check_steps(self, most_unchecked: int) -> None:
         """Wait for the oldest steps, and raise if a step left replicas with different bits."""
         while len(self._unchecked) > most_unchecked:
-            step = self._unchecked.popleft()
-            if not step.has_mismatch():
+            number, flags, events = self._unchecked.popleft()
+            for event in events:
+                event.synchronize()
+            if not any(flags):
                 continue
             try:
                 check_replicas_equal(self.replicas)
             except RingarError as error:
-                raise RingarError(f"after step {step.number}: {error}") from None
-            raise RingarError(f"after step {step.number}: the replicas had diverged")
+                raise RingarError(f"after step {number}: {error}") from None
+            raise RingarError(f"after step {number}: the replicas had diverged")
 
     def _warn_of_plateau(self) -> None:
         has_plateau = self.config.model == "lenet" and self.config.init == "book"
@@ -474,7 +480,7 @@ class Trainer:
             checkpoint.write(self._folder)
 
     def _tensors(self) -> list[list[Tensor]]:
-        kinds = (self.replicas, self.model.buffers(), self._run_step.momentum.velocities)
+        kinds = (self.replicas, self.model.buffers(), self._run_step.velocities)
         return [[*itertools.chain(*of_rank)] for of_rank in zip(*kinds, strict=True)]
 
     def _resume_from(self, checkpoint: Checkpoint, source: Path) -> None:
@@ -494,7 +500,7 @@ class Trainer:
         self.step = len(self._done) * self.steps_per_epoch
 
     def _check_tensors(self, checkpoint: Checkpoint, source: Path) -> None:
-        """Restore the order of images, and compare the tensors with those of the run."""
+        """Restore the order of images; compare the shapes and dtypes of the tensors."""
         try:
             self._shuffle.set_state(checkpoint.shuffle)
         except RuntimeError as error:
@@ -510,23 +516,6 @@ class Trainer:
                 raise ArgumentError(
                     f"{named_in(source)} has tensors whose entry {i} is {one}, expected {other}"
                 )
-
-
-class _QueuedStep:
-    """A step that the host has enqueued, and whose mismatch flags are not read yet."""
-
-    def __init__(
-        self, number: int, flags: Sequence[Tensor], devices: Sequence[torch.device]
-    ) -> None:
-        self.number = number
-        # Copied before the next step is enqueued: reading on the GPU would wait for that step too.
-        self._flags = [flag.to("cpu", non_blocking=True) for flag in flags]
-        self.events = [_record_event(d) for d in set(devices) if d.type == "cuda"]
-
-    def has_mismatch(self) -> bool:
-        for event in self.events:
-            event.synchronize()
-        return any(bool(flag) for flag in self._flags)
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event:
