@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pyringar.audit.trees import EXACT, Region, Tree, fold, rebuild
+from pyringar.audit.trees import EXACT, Pair, Region, Tree, fold, rebuild
 from pyringar.errors import RingarError
 from pyringar.parallel.shards import has_bits
 
@@ -132,9 +132,7 @@ def find_order(
     return [first if same[r] else _regions(pairs, groups[r], k) for r in range(k)]
 
 
-def _probes(
-    k: int, pair: tuple[int, int], numel: int, dtype: torch.dtype
-) -> Iterator[list[Tensor]]:
+def _probes(k: int, pair: Pair, numel: int, dtype: torch.dtype) -> Iterator[list[Tensor]]:
     """Yield inputs in which two ranks have M and -M, and as many others as fit have units."""
     probe = _FORMATS[dtype]
     others = [r for r in range(k) if r not in pair]
@@ -145,9 +143,7 @@ def _probes(
         yield [torch.full((numel,), value, dtype=dtype) for value in values]
 
 
-def _groups(
-    results: Sequence[Sequence[Tensor]], pair: tuple[int, int], dtype: torch.dtype
-) -> list[Tensor]:
+def _groups(results: Sequence[Sequence[Tensor]], pair: Pair, dtype: torch.dtype) -> list[Tensor]:
     """Return, for every rank and element, the ranks in the smallest sum that holds both of a pair.
 
     Ranks are bits; -1: the result is not a sum of units. Ranks with equal results share a tensor.
@@ -163,9 +159,7 @@ def _groups(
     return groups
 
 
-def _lost(
-    results: Sequence[Tensor], pair: tuple[int, int], others: Sequence[int], probe: _Format
-) -> Tensor:
+def _lost(results: Sequence[Tensor], pair: Pair, others: Sequence[int], probe: _Format) -> Tensor:
     """Return a pair's ranks and those whose units were lost, as bits; -1: not a sum of units."""
     lost = torch.full_like(results[0], 1 << pair[0] | 1 << pair[1], dtype=torch.int32)
     for number, result in enumerate(results):
@@ -179,7 +173,7 @@ def _lost(
     return lost
 
 
-def _regions(pairs: Sequence[tuple[int, int]], groups: Sequence[Tensor], k: int) -> list[Region]:
+def _regions(pairs: Sequence[Pair], groups: Sequence[Tensor], k: int) -> list[Region]:
     """Return runs of elements for which all pairs have the same groups, with their trees."""
     changes = torch.zeros(len(groups[0]) - 1, dtype=torch.bool)
     for group in groups:

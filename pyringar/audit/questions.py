@@ -37,6 +37,8 @@ _MAX_REGIONS = 64  # of a message, in a document
 
 # Random messages, a row each, and their results, by rank.
 _Draw: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
+_Order: TypeAlias = "tuple[list[Region], Finding]"
+_Row: TypeAlias = "tuple[int, Finding]"  # by size
 
 
 class _Differ(Exception):  # noqa: N818
@@ -63,7 +65,7 @@ def order_of(
     dtype: torch.dtype = torch.float32,
     way: str = "in place",
     draw: _Draw | None = None,
-) -> tuple[list[Region], Finding]:
+) -> _Order:
     """Return the order of addition on rank 0, confirmed by the bits of random values.
 
     The finding's case has the dtype of ``partial_sums``. ``draw``: random values and their results.
@@ -122,7 +124,7 @@ class _Audit:
         self.dtypes: list[torch.dtype] = []  # that the target takes
         self._failures = self._steps = 0
         self._draws: dict[tuple[torch.dtype, int], _Draw] = {}  # of short messages
-        self._found: dict[int, tuple[list[Region], Finding]] = {}  # in float32, by size
+        self._found: dict[int, _Order] = {}  # in float32, by size
 
     def report(self) -> Report:
         *short, few = self._two_sizes()
@@ -190,12 +192,10 @@ class _Audit:
             detail = last.detail if len(alike) == 1 else _form(last)[1] or f"last: {last.detail}"
             yield Finding(_span([numel for numel, _ in alike]), last.verdict, detail, cases)
 
-    def _row(self, numel: int) -> tuple[int, Finding]:
+    def _row(self, numel: int) -> _Row:
         return numel, self._ask("", partial(self._order, self.k, numel))
 
-    def _between(
-        self, low: tuple[int, Finding], high: tuple[int, Finding]
-    ) -> list[tuple[int, Finding]]:
+    def _between(self, low: _Row, high: _Row) -> list[_Row]:
         has_order = not {low[1].verdict, high[1].verdict} & {"failed", "changes"}
         is_found = _form(low[1]) == _form(high[1]) or high[0] - low[0] == 1
         if not has_order or is_found or self._steps == _MAX_STEPS:
@@ -208,9 +208,7 @@ class _Audit:
         _, found = self._own_order(numel) if k == self.k else order_of(self.target, k, numel)
         return Finding("", found.verdict, found.detail, {_elements(numel): found.case})
 
-    def _own_order(
-        self, numel: int, dtype: torch.dtype = torch.float32
-    ) -> tuple[list[Region], Finding]:
+    def _own_order(self, numel: int, dtype: torch.dtype = torch.float32) -> _Order:
         if dtype == torch.float32 and numel in self._found:
             return self._found[numel]
         found = order_of(self.target, self.k, numel, dtype, draw=self._drawn(numel, dtype))

@@ -39,8 +39,7 @@ class Ranks:
     def __init__(
         self, library: str, ranks: int, timeout_s: float = 30.0, *, order: str = "any"
     ) -> None:
-        self.ranks, self.name, self._library = ranks, library, library
-        self._timeout_s = timeout_s
+        self.ranks, self.name, self._timeout_s = ranks, library, timeout_s
         self._options = {"library": library, "ranks": ranks, "order": order, "timeout_s": timeout_s}
         self._channels: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -112,8 +111,9 @@ class Ranks:
         return [answers[rank][1] for rank in range(self.ranks)]
 
     def _start(self) -> None:
-        # A fork has torch already, but could not use CUDA.
-        context: Any = multiprocessing.get_context("spawn" if self._library == "nccl" else "fork")
+        library = self._options["library"]
+        # A fork has torch already, but cannot use CUDA.
+        context: Any = multiprocessing.get_context("spawn" if library == "nccl" else "fork")
         self._store = _distributed_c10d.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
@@ -128,8 +128,7 @@ class Ranks:
             theirs.close()
             self._channels.append(channel)
             self._processes.append(process)
-        version = self._ask(f"the start of {self._options['library']}", [], _START_S)[0]
-        self.name = f"{self._options['library']} {version}"
+        self.name = f"{library} {self._ask(f'the start of {library}', [], _START_S)[0]}"
 
 
 class Rank:

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,18 +18,14 @@ _COLUMNS = 80
 _LABEL = 11  # columns
 
 
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"is {text!r}, expected a whole number") from None
+def _reader(kind: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"is {text!r}, expected {expected}") from None
 
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"is {text!r}, expected a number") from None
+    return read
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,8 +33,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
-        self.register("type", int, _whole_number)
-        self.register("type", float, _number)
+        self.register("type", int, _reader(int, "a whole number"))
+        self.register("type", float, _reader(float, "a number"))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = [str(choice) for choice in action.choices or ()]

@@ -148,7 +148,7 @@ def _private_engine_in(folder: Path, kind: EngineKind) -> Engine | None:
 
 
 def _engine_in(folder: Path, origin: str, kind: EngineKind) -> Engine | None:
-    path = folder / f"{kind.module}{toolchain.extension_suffix()}"
+    path = folder / kind.file
     if not path.is_file():
         return None
     return Engine(path, origin, json.loads((folder / "build.json").read_bytes()))

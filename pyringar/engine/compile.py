@@ -84,6 +84,10 @@ class EngineKind:
     repeated: tuple[str, tuple[str, ...]] = ("", ())
     cuda: bool = False
 
+    @property
+    def file(self) -> str:
+        return f"{self.module}{toolchain.extension_suffix()}"
+
     def files(self, root: Path, patterns: Sequence[str]) -> list[Path]:
         left_out = {path for pattern in self.left_out for path in root.glob(pattern)}
         found = (path for pattern in patterns for path in sorted(root.glob(pattern)))
@@ -183,11 +187,9 @@ class Recipe:
         if self.kind.cuda:
             content["flags"] += [*NVCC_FLAGS, *CUDART_NEEDS]
             content["archs"] = list(toolchain.cuda_archs_wanted())
-        elif self.baseline:
-            content["cpu"] = {"flags": list(toolchain.baseline_flags())}
         else:
-            flags = list(toolchain.tuning_flags())
-            content["cpu"] = {**asdict(toolchain.read_cpu()), "flags": flags}
+            cpu = {} if self.baseline else asdict(toolchain.read_cpu())
+            content["cpu"] = {**cpu, "flags": toolchain.cpu_flags(self.baseline)}
         return content
 
     def _digest_of_sources(self) -> str:
@@ -240,7 +242,6 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
     version, ninja = toolchain.compiler_version(plan.compiler), toolchain.find_ninja()
     toolkit = toolchain.read_cuda_toolkit(plan.nvcc, plan.compiler) if plan.nvcc else None
     archs = toolchain.cuda_archs_built(plan.content["archs"], toolkit) if toolkit else ()
-    name = f"{kind.module}{toolchain.extension_suffix()}"
     # A warning is shown even if nobody configured logging.
     log.warning(
         "compiling %s for %s with %s, once; it is kept in %s",
@@ -255,7 +256,7 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         work = Path(temporary)
         _copy_sources(plan, work / "csrc")
         flags = _accepted_flags(plan, work)
-        script = _ninja_script(work, plan, toolkit, archs, flags, name)
+        script = _ninja_script(work, plan, toolkit, archs, flags)
         (work / "build.ninja").write_text(script, encoding="utf-8")
         (work / toolchain.EXPORTS_FILE).write_text(toolchain.EXPORTS, encoding="utf-8")
         _run_ninja(ninja, work, folder / "build.log", plan, verbose=verbose)
@@ -270,17 +271,12 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         if toolkit is not None:
             record |= {"nvcc": str(toolkit), "archs": list(archs)}
         (work / "build.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        for finished in ("build.json", name):
-            _publish(work / finished, folder)
-    log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / name)
-
-
-def _publish(finished: Path, folder: Path) -> None:
-    """Move a file into ``folder`` atomically."""
-    with open(finished, "rb") as file:
-        os.fchmod(file.fileno(), 0o755)  # the owner alone writes it
-        os.fsync(file.fileno())
-    os.replace(finished, folder / finished.name)
+        for finished in ("build.json", kind.file):  # moved atomically
+            with open(work / finished, "rb") as file:
+                os.fchmod(file.fileno(), 0o755)  # only the owner can write it
+                os.fsync(file.fileno())
+            os.replace(work / finished, folder / finished)
+    log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / kind.file)
 
 
 def _copy_sources(plan: Plan, root: Path) -> None:
@@ -336,14 +332,10 @@ def _translation_units(work: Path, kind: EngineKind) -> list[str]:
 
 
 def _ninja_script(
-    work: Path,
-    plan: Plan,
-    toolkit: CudaToolkit | None,
-    archs: Sequence[str],
-    flags: Sequence[str],
-    output: str,
+    work: Path, plan: Plan, toolkit: CudaToolkit | None, archs: Sequence[str], flags: Sequence[str]
 ) -> str:
-    inputs = _translation_units(work, plan.recipe.kind)
+    kind = plan.recipe.kind
+    inputs = _translation_units(work, kind)
 
     def command(*words: str) -> str:
         return shlex.join(words).replace("$", "$$")
@@ -372,7 +364,7 @@ def _ninja_script(
         lines.append(f"build {obj}: {rule} csrc/{name}")
         if name.startswith("bindings/"):
             lines.append(f"  floor_flags = {BINDINGS_FLAG}")
-    lines += [f"build {output}: link {' '.join(objects)}", f"default {output}"]
+    lines += [f"build {kind.file}: link {' '.join(objects)}", f"default {kind.file}"]
     return "\n".join(lines) + "\n"
 
 

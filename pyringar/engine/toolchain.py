@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from pyringar.errors import BuildError, CompilerNotFoundError
 
@@ -115,15 +114,12 @@ def extension_suffix() -> str:
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
-def tuning_flags() -> tuple[str, ...]:
-    on_arm = platform.machine().lower() in ("aarch64", "arm64")
-    return ("-mcpu=native",) if on_arm else ("-march=native",)
-
-
-def baseline_flags() -> tuple[str, ...]:
-    """Return the flag for any CPU of this architecture, if compilers have one."""
-    baseline = _BASELINES.get(platform.machine())
-    return () if baseline is None else (baseline,)
+def cpu_flags(baseline: bool) -> list[str]:
+    """Return the flag for this very CPU, or for any CPU of this architecture if there is one."""
+    machine = platform.machine()
+    if baseline:
+        return [_BASELINES[machine]] if machine in _BASELINES else []
+    return ["-mcpu=native" if machine.lower() in ("aarch64", "arm64") else "-march=native"]
 
 
 def link_flags() -> tuple[str, ...]:
@@ -402,9 +398,7 @@ def gencode_flags(archs: Sequence[str]) -> list[str]:
 # -- running tools ---------------------------------------------------------------------------------
 
 
-def run_tool(
-    command: Sequence[str], complaint: str, *, hint: str = _INSTALL_COMPILER, **options: Any
-) -> str:
+def run_tool(command: Sequence[str], complaint: str, *, hint: str = _INSTALL_COMPILER) -> str:
     try:
         done = subprocess.run(
             command,
@@ -414,7 +408,6 @@ def run_tool(
             check=False,
             text=True,
             errors="replace",
-            **options,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{complaint}: {error}\n  {hint}") from error

@@ -222,9 +222,7 @@ class Lists:
 
     ways: tuple[str, ...] = ("in place", "unaligned")
 
-    def __init__(
-        self, run: Callable[[Case, Sequence[Tensor]], Call], name: str, ranks: int
-    ) -> None:
+    def __init__(self, run: Callable[[Case, list[Tensor]], Call], name: str, ranks: int) -> None:
         self.name, self.ranks, self._run = name, ranks, run
 
     def reduce(

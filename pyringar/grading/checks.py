@@ -6,6 +6,7 @@ A property goes from small cases to large ones and raises the first `Failure`, t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,20 +28,13 @@ class Raised(Failure):
     """The function raised an exception; ``detail`` says which, and in which line."""
 
 
+@dataclass
 class Subject:
     """The function under test, called in this thread."""
 
-    def __init__(
-        self, fn: Callable[[list[Tensor]], Any], devices: tuple[torch.device, ...]
-    ) -> None:
-        self.fn = fn
-        self.devices = devices
-        self.last_case: Case | None = None
-
-    def rested(self) -> Subject:
-        """Restart the time limit, if there is one."""
-        self.last_case = None
-        return self
+    fn: Callable[[list[Tensor]], Any]
+    devices: tuple[torch.device, ...]
+    last_case: Case | None = None
 
     def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
         self.last_case = case
@@ -248,9 +242,8 @@ def _dtypes(subject: Subject) -> None:
 
 
 def _special_values(subject: Subject) -> None:
-    for dtype in FLOATS:
-        cases = (Case(k, dtype=dtype, values="special") for k in subject.few(1, 2, 3))
-        _check_ranks(subject, cases)
+    ks = subject.few(1, 2, 3)
+    _check_ranks(subject, (Case(k, dtype=d, values="special") for d in FLOATS for k in ks))
 
 
 def _strided_cases(subject: Subject) -> Iterator[Case]:
@@ -264,18 +257,11 @@ def _strided_cases(subject: Subject) -> Iterator[Case]:
         yield Case(k, (3, 4, 14, 14), torch.float16, layout="channels_last")
 
 
-def _strides(subject: Subject) -> None:
-    _check_ranks(subject, _strided_cases(subject))
-
-
-def _mixed_strides(subject: Subject) -> None:
+def _mixed_cases(subject: Subject) -> Iterator[Case]:
     for k in subject.few(2, 3):
-        cases = (
-            Case(k, (5, 7), layout="contiguous beside transposed"),
-            Case(k, (5, 7), layout="inner columns beside contiguous"),
-            Case(k, (3, 4, 14, 14), torch.float16, "contiguous beside channels_last"),
-        )
-        _check_ranks(subject, cases)
+        yield Case(k, (5, 7), layout="contiguous beside transposed")
+        yield Case(k, (5, 7), layout="inner columns beside contiguous")
+        yield Case(k, (3, 4, 14, 14), torch.float16, "contiguous beside channels_last")
 
 
 def _outside(subject: Subject) -> None:
@@ -343,8 +329,16 @@ CHECKS = (
     Check("sizes", "0, 1, k-1, k, k+1, primes, up to 2,097,169 elements", _sizes),
     Check("dtypes", "float32, float64, float16, bfloat16, int32, int64", _dtypes),
     Check("nan and inf", "NaN, infinities and overflow end as in a plain sum", _special_values),
-    Check("strides", "slices, every other, columns, transposed, channels_last", _strides),
-    Check("mixed strides", "contiguous beside transposed, channels_last, columns", _mixed_strides),
+    Check(
+        "strides",
+        "slices, every other, columns, transposed, channels_last",
+        lambda subject: _check_ranks(subject, _strided_cases(subject)),
+    ),
+    Check(
+        "mixed strides",
+        "contiguous beside transposed, channels_last, columns",
+        lambda subject: _check_ranks(subject, _mixed_cases(subject)),
+    ),
     Check("outside", "memory between and around strided views is left alone", _outside),
     Check("same bits", "all ranks hold identical bits", _equal_bits),
     Check("repeatable", "five runs give identical bits", _repeatable),

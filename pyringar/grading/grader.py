@@ -6,9 +6,7 @@ items, so every replica but the first keeps its own gradient while the list look
 
 from __future__ import annotations
 
-import queue
 import textwrap
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyringar.choices import check_positive
-from pyringar.comm.threads import start_thread
+from pyringar.comm.jobs import Jobs
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
 from pyringar.grading.cases import Failure
@@ -35,11 +33,11 @@ class Property:
     """One verdict.
 
     Attributes:
-        name: What was tried, such as ``"in place"``.
-        verdict: ``"pass"``, ``"fail"``, ``"timeout"``, or ``"reported"`` for what is not required.
-        detail: What was covered, or what went wrong, in words.
-        case: For a failure the smallest case that shows it: ``k``, ``shape``, ``numel``, ``dtype``,
-            ``layout``, ``values``, and where known ``rank``, ``index``, ``expected`` and ``got``.
+        name: Of the property, such as ``"in place"``.
+        verdict: ``"pass"``, ``"fail"``, ``"timeout"``, or ``"reported"`` if it is not required.
+        detail: The description of the pass or the failure.
+        case: The smallest case that shows a failure: ``k``, ``shape``, ``numel``, ``dtype``,
+            ``layout``, ``values``, and if known ``rank``, ``index``, ``expected`` and ``got``.
     """
 
     name: str
@@ -119,30 +117,30 @@ def check_allreduce(
     *,
     timeout_s: float = 60.0,
 ) -> Report:
-    """Try a list-of-tensors allreduce, such as the book's ``allreduce(data)``.
+    """Grade a list-of-tensors allreduce, such as the book's ``allreduce(data)``.
 
-    Sums of floats are compared with a float64 reference and the bound ``k * eps * sum(|x|)``,
-    which any order of addition keeps, also one that rounds to 16 bits after every term. Integers,
-    and floats that hold small integers, must be exact.
+    Sums of floats are compared with a float64 reference and the bound ``k * eps * sum(|x|)``, which
+    any order of addition keeps, even if it rounds to 16 bits after every term. Integers, and floats
+    that hold small integers, must be exact.
 
     Args:
         fn: Called as ``fn(data)`` with a list of equal-shaped tensors, one per rank. To pass, it
             leaves the sum of all in every one of them.
-        devices: One per rank; every number of ranks up to theirs is tried, and 17 and 33 ranks,
+        devices: One per rank. Every number of ranks up to theirs is tried, and 17 and 33 ranks,
             several to a device. None: 8 CPU ranks.
-        timeout_s: Seconds for each property. A call that takes longer is left behind in a daemon
-            thread and fails; after three of those the rest fails without being run.
+        timeout_s: Seconds for each property. A call that takes longer stays behind in a daemon
+            thread and fails; after three late properties the rest fails without being run.
 
     Returns:
         A `Report`. An exception raised by ``fn`` is a failed verdict, never an exception.
 
     Raises:
-        ArgumentError: ``fn`` cannot be called, ``devices`` names one that is not there, or
-            ``timeout_s`` is no positive number.
+        ArgumentError: ``fn`` cannot be called, a device is missing, or ``timeout_s`` is not a
+            positive number.
 
     Cost: about 200 calls, the largest with two million elements per rank, 17 MB for two: half a
-    second on a CPU. ``fn`` runs in this process: what exits it, or fills its memory, ends the
-    grading. ``pyringar check`` runs it in a process of its own.
+    second on a CPU. ``fn`` runs in this process, and can end it or fill its memory. ``pyringar
+    check`` runs it in a process of its own.
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {fn!r}, expected a function of a list of tensors")
@@ -193,19 +191,10 @@ def judge_all(
 
 def _within(timeout_s: float, work: Callable[[], str | None]) -> str | None:
     """Run ``work`` in its own thread; TimeoutError if it is late, and the thread stays behind."""
-    answers: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
-
-    def target() -> None:
-        try:
-            answers.put(work())
-        except BaseException as error:  # raised again in the caller's thread, below
-            answers.put(error)
-
-    start_thread("grader", target)
-    try:
-        answer = answers.get(timeout=min(timeout_s, threading.TIMEOUT_MAX))
-    except queue.Empty:
-        raise TimeoutError from None
-    if isinstance(answer, BaseException):
-        raise answer
+    jobs = Jobs("grader")
+    job = jobs.submit(work, "grading")
+    jobs.end()
+    if not job.wait(timeout_s):
+        raise TimeoutError
+    answer: str | None = job.result
     return answer

@@ -35,6 +35,7 @@ from pyringar.parallel.sharded_step import torch_threads
 _TICK_S = 0.05  # how often a silent process is looked at
 _LAST_WORDS_S = 1.0
 _MAX_WORDS = 1000
+Show = Callable[[bytes], object]  # gets the output of a solution
 
 
 class EndedError(Exception):
@@ -42,10 +43,7 @@ class EndedError(Exception):
 
 
 def grade(
-    target: Target,
-    devices: list[str],
-    timeout_s: float,
-    show: Callable[[bytes], object] = lambda text: None,
+    target: Target, devices: list[str], timeout_s: float, show: Show = lambda text: None
 ) -> Report:
     """Return the verdicts on a solution; ``show`` gets its output.
 
@@ -59,9 +57,7 @@ def grade(
 
 
 @contextlib.contextmanager
-def graded(
-    target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
-) -> Iterator[Remote]:
+def graded(target: Target, devices: list[str], timeout_s: float, show: Show) -> Iterator[Remote]:
     remote = Remote(target, devices, timeout_s, show)
     # A forked process has torch's pool, but not its threads.
     with contextlib.closing(remote), torch_threads(1):
@@ -71,9 +67,7 @@ def graded(
 class Remote(Subject):
     """A function in another process, which is started again after it ended."""
 
-    def __init__(
-        self, target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
-    ) -> None:
+    def __init__(self, target: Target, devices: list[str], timeout_s: float, show: Show) -> None:
         super().__init__(lambda data: None, (torch.device("cpu"),) * len(devices))
         arena = self._arena = worker.Arena(len(devices))
         self._start = partial(_Process, target, devices, arena, timeout_s, show)
@@ -157,12 +151,7 @@ def _clean(words: Any) -> str:
 
 class _Process:
     def __init__(
-        self,
-        target: Target,
-        devices: list[str],
-        arena: worker.Arena,
-        timeout_s: float,
-        show: Callable[[bytes], object],
+        self, target: Target, devices: list[str], arena: worker.Arena, timeout_s: float, show: Show
     ) -> None:
         self._timeout_s = timeout_s
         self._show = show
@@ -171,10 +160,9 @@ class _Process:
         self._channel, theirs = socket.socketpair()
         self._output, their_output = os.pipe()
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or the child would have it, too
+            stream.flush()  # or the child would print it again
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads at a fork. Those here are pools of torch and NumPy,
-            # idle, and the child uses none of them.
+            # Python 3.12 warns of threads at a fork: idle pools, which the child does not use.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -242,7 +230,12 @@ class _Process:
             if self._output in ready:
                 self._drain()
             if self._channel in ready:
-                self._read()
+                received = b""
+                with contextlib.suppress(ConnectionResetError):
+                    received = self._channel.recv(1 << 16)
+                if not received:
+                    raise EndedError(_exit_words(self._wait(_LAST_WORDS_S)))
+                self._buffer += received
             elif not ready and self._wait(0) is not None:  # its children may hold the channel
                 raise EndedError(_exit_words(self._status))
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -253,15 +246,6 @@ class _Process:
         if not isinstance(message, dict):
             raise EndedError("the process answered what makes no sense")
         return message
-
-    def _read(self) -> None:
-        try:
-            some = self._channel.recv(1 << 16)
-        except ConnectionResetError:
-            some = b""
-        if not some:
-            raise EndedError(_exit_words(self._wait(_LAST_WORDS_S)))
-        self._buffer += some
 
     def _drain(self) -> None:
         """Show a part of the output: an endless output must not delay the deadline."""

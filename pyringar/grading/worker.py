@@ -143,7 +143,13 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
 
 
 def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict[str, Any]:
-    bases, given = _hand_out(subject, case, places, arena)
+    layouts = layouts_of(case)
+    shared = [
+        arena.tensor(places[rank], layout.base_shape(case.shape), case.dtype)
+        for rank, layout in enumerate(layouts)
+    ]
+    bases = [base.to(subject.devices[rank % subject.most]) for rank, base in enumerate(shared)]
+    given = [layout.view(base, case.shape) for layout, base in zip(layouts, bases, strict=True)]
     before = [(t.data_ptr(), t.stride()) for t in given]
     data = list(given)
     pid = os.getpid()
@@ -156,33 +162,14 @@ def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict
             _exit(0)
     things = _Things(case, arena, places[-1])
     moved = [
-        Other.of(t, case) is not None or (t.data_ptr(), t.stride()) != was
+        None if Other.of(t, case) is None and (t.data_ptr(), t.stride()) == was else things.add(t)
         for t, was in zip(given, before, strict=True)
     ]
-    reply = {
-        "returned": returned,
-        "given": [
-            things.add(t) if is_moved else None for t, is_moved in zip(given, moved, strict=True)
-        ],
-        "data": [things.name(found, given) for found in data[: 2 * case.k]],
-    }
-    for shared, base in bases:
-        if base is not shared:
-            shared.copy_(base)
-    return reply
-
-
-def _hand_out(
-    subject: Subject, case: Case, places: list[int], arena: Arena
-) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    bases: list[tuple[Tensor, Tensor]] = []
-    given: list[Tensor] = []
-    for rank, layout in enumerate(layouts_of(case)):
-        shared = arena.tensor(places[rank], layout.base_shape(case.shape), case.dtype)
-        base = shared.to(subject.devices[rank % subject.most])  # itself on the CPU
-        bases.append((shared, base))
-        given.append(layout.view(base, case.shape))
-    return bases, given
+    named = [things.name(found, given) for found in data[: 2 * case.k]]
+    for target, base in zip(shared, bases, strict=True):
+        if base is not target:  # on a GPU
+            target.copy_(base)
+    return {"returned": returned, "given": moved, "data": named}
 
 
 class _Things:

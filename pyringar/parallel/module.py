@@ -32,7 +32,7 @@ class DataParallel(nn.Module):
     A call splits its tensors along ``dim``, runs one replica per rank, and gathers the outputs. The
     module's own parameters stay the only leaves: replicas get them from an autograd node whose
     backward sums the ranks' gradients in rank order. So optimizers, hooks, ``grad``, ``state_dict``
-    and everything else of PyTorch work on ``net`` or ``net.module`` as on the plain module:
+    and everything else of PyTorch work as on the plain module:
 
         net = pr.DataParallel(module, ["cuda:0", "cuda:1"])
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -42,39 +42,38 @@ class DataParallel(nn.Module):
             optimizer.step()
 
     Args:
-        module: The module to train, on the device of rank 0. It stays as it is, under
-            ``net.module``; names in ``state_dict`` begin with ``module.``.
+        module: The module to train, on the device of rank 0. It becomes ``net.module``, unchanged;
+            names in ``state_dict`` begin with ``module.``.
         devices: One device per rank, such as ``["cpu"] * 4`` or ``[0, 1]``; ranks may share one.
-            All GPUs if not given, or one CPU rank where there are none.
-        output_device: Where outputs are gathered; the device of rank 0 if not given.
+            Default: all GPUs, or one CPU rank.
+        output_device: Where outputs are gathered. Default: the device of rank 0.
         dim: The dimension of tensors along which samples lie.
         device_ids: Another name for ``devices``.
         weights: Shares of the ranks in every batch; see `split_batch`.
-        batchnorm: ``"local"``: every rank normalises with the statistics of its own samples, and
-            the running statistics are those of rank 0, as with ``nn.DataParallel``. ``"sync"``: the
-            statistics of the whole batch, as in the plain module.
+        batchnorm: ``"local"``: every rank normalises by its own samples, and the running statistics
+            are those of rank 0, as with ``nn.DataParallel``. ``"sync"``: by the statistics of the
+            whole batch, as in the plain module.
         order: In which the ranks' gradients are added: see `Communicator`.
         bucket_cap_mb: The parameters of one autograd node, in megabytes (10**6 bytes). The
             reduction of a bucket starts while backward computes the buckets before it. None: one
             bucket for ranks on one device, else 10.
 
     Raises:
-        ArgumentError: A device that is not there, weights that are no shares, an unknown
-            ``batchnorm`` or ``order``.
-        UnsupportedError: With ``batchnorm="sync"``, a batch norm with a forward pass of its own, or
-            a `DataParallel` inside the module.
+        ArgumentError: A missing device, wrong weights, an unknown ``batchnorm`` or ``order``.
+        UnsupportedError: With ``batchnorm="sync"``, a batch norm with its own forward pass, or a
+            `DataParallel` inside the module.
 
-    As with ``nn.DataParallel``, replicas are shallow copies made anew for every call: attributes
-    that a forward pass sets on a module are lost, buffers that rank 0 changes are kept. Hooks on
-    modules run once per rank. A rank without samples does not run, and the first rank with samples
-    takes the place of rank 0. With one rank the module itself runs.
+    As with ``nn.DataParallel``, replicas are shallow copies made for every call: attributes that a
+    forward pass sets on a module are lost, buffers that rank 0 changes are kept. Hooks on modules
+    run once per rank. A rank without samples does not run, and the first rank with samples replaces
+    rank 0. With one rank the module itself runs.
 
-    Ranks on one device run one after the other, ranks on several GPUs in one thread per GPU.
-    Copies and pickles of ``net`` have communicators of their own.
+    Ranks on one device run one after the other, ranks on several GPUs in one thread per GPU. Copies
+    and pickles of ``net`` have their own communicators.
 
     Cost: a call copies the parameters to ranks 1, 2, ..., in one pass per bucket, and keeps that
-    memory; backward reads one gradient per rank and writes their sum. No link between GPUs carries
-    more than about twice the bytes of the parameters. For training on several GPUs,
+    memory; backward reads one gradient per rank and writes their sum. A link between GPUs carries
+    at most about twice the bytes of the parameters. For training on several GPUs,
     `GradientBucketer` with explicit replicas moves less.
     """
 
@@ -130,12 +129,12 @@ class DataParallel(nn.Module):
 
         Returns:
             The outputs, concatenated along ``dim``; tensors of no dimension are stacked. With one
-            rank what the module returns.
+            rank the output of the module.
 
         Raises:
-            ArgumentError: No tensor to split, different lengths, a container that cannot be
-                split, a module on another device than rank 0, or outputs whose structure differs
-                between ranks; names the argument, or the rank and the key.
+            ArgumentError: No tensor to split, different lengths, a container that cannot be split,
+                a module on another device than rank 0, or outputs whose structure differs between
+                ranks; names the argument, or the rank and the key.
             UnsupportedError: A scripted module; forward-mode gradients or ``vmap``; compiled parts
                 or modes of torch with ``batchnorm="sync"``.
         """

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
-from pyringar.parallel.shards import cut
+from pyringar.parallel.shards import Devices, cut
 
 Named = Sequence[tuple[str, Any]]  # values with their names in messages, such as "args[0]"
 
@@ -26,8 +26,8 @@ _PACKED = "PackedSequence: pass padded tensors and their lengths, and pack them 
 
 def num_samples(arguments: Named, dim: int) -> int:
     """Return the length along ``dim`` that all tensors share; ArgumentError names the others."""
-    tensors: list[tuple[_Path, Tensor]] = []
-    objects: list[tuple[_Path, Any]] = []
+    tensors: _Found = []
+    objects: _Found = []
     for name, value in arguments:
         _collect((None, value, name), value, tensors, objects)
     for path, tensor in tensors:
@@ -56,9 +56,7 @@ def num_samples(arguments: Named, dim: int) -> int:
     return length
 
 
-def scatter(
-    arguments: Named, sizes: Sequence[int], devices: Sequence[torch.device], dim: int
-) -> list[list[Any]]:
+def scatter(arguments: Named, sizes: Sequence[int], devices: Devices, dim: int) -> list[list[Any]]:
     """Return the arguments of each rank: its shard of every tensor, on its device.
 
     Containers are copied. Tensors without dimension ``dim``, and other objects, go to all ranks.
@@ -67,9 +65,7 @@ def scatter(
     return [[column[rank] for column in columns] for rank in range(len(sizes))]
 
 
-def _split(
-    value: Any, sizes: Sequence[int], devices: Sequence[torch.device], dim: int
-) -> list[Any]:
+def _split(value: Any, sizes: Sequence[int], devices: Devices, dim: int) -> list[Any]:
     if isinstance(value, Tensor):
         if _has_dim(value, dim):
             return cut(value, sizes, devices, dim)
@@ -108,7 +104,7 @@ def _gather(path: _Path, outputs: Mapping[int, Any], device: torch.device, dim: 
         if not are_tensors and type(output) is not type(first):
             _refuse(path, first_rank, kind_of(first), rank, kind_of(output))
     if isinstance(first, Tensor):
-        return _concatenate(path, outputs, device, dim)
+        return _concat(path, outputs, device, dim)
     if first is None:
         return None
     parts = {rank: _parts(output) or {} for rank, output in outputs.items()}
@@ -128,9 +124,7 @@ def _gather(path: _Path, outputs: Mapping[int, Any], device: torch.device, dim: 
     return _rebuild(first, columns)
 
 
-def _concatenate(
-    path: _Path, outputs: Mapping[int, Tensor], device: torch.device, dim: int
-) -> Tensor:
+def _concat(path: _Path, outputs: Mapping[int, Tensor], device: torch.device, dim: int) -> Tensor:
     first_rank, first = next(iter(outputs.items()))
     if first.ndim and not _has_dim(first, dim):
         raise ArgumentError(
@@ -211,6 +205,7 @@ def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
 
 # Where a value is: the place of its container, the container, and its key in there.
 _Path: TypeAlias = "tuple[_Path | None, Any, Any]"
+_Found: TypeAlias = "list[tuple[_Path, Any]]"
 
 
 def _name(path: _Path) -> str:
@@ -225,9 +220,7 @@ def _name(path: _Path) -> str:
     return f"{_name(outer)}.{key}"
 
 
-def _collect(
-    path: _Path, value: Any, tensors: list[tuple[_Path, Tensor]], objects: list[tuple[_Path, Any]]
-) -> None:
+def _collect(path: _Path, value: Any, tensors: _Found, objects: _Found) -> None:
     if isinstance(value, Tensor):
         tensors.append((path, value))
         return

@@ -14,11 +14,13 @@ import torch
 from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.threads import starting_thread
 from pyringar.errors import RingarError
+from pyringar.parallel.shards import Devices
 
 Function = Callable[[], Any]
+Combine = Callable[[list[Any]], Sequence[Any]]  # the offers of all ranks to their answers
 
 
-def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]) -> dict[int, Any]:
+def run_ranks(functions: Mapping[int, Function], devices: Devices) -> dict[int, Any]:
     """Call ``functions[rank]()`` for every rank, and return the results by rank.
 
     Ranks on several GPUs run at the same time, in one thread per GPU. All other ranks run in the
@@ -38,7 +40,7 @@ def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]
     return {rank: results[rank] for rank in functions}
 
 
-def _named(rank: int, devices: Sequence[torch.device], function: Function) -> Any:
+def _named(rank: int, devices: Devices, function: Function) -> Any:
     try:
         return function()
     except Exception as error:
@@ -61,7 +63,7 @@ def has_modes() -> bool:
 
 
 def _run_in_threads(
-    functions: Sequence[Function], devices: Sequence[torch.device], abandon: Function = lambda: None
+    functions: Sequence[Function], devices: Devices, abandon: Function = lambda: None
 ) -> list[Any]:
     """Call the functions at the same time, each in a new thread with the caller's torch settings.
 
@@ -115,7 +117,7 @@ def _run_in_threads(
 class _TorchSettings:
     """The calling thread's gradient modes, autocast and CUDA streams, for other threads."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Devices) -> None:
         gpus = {device for device in devices if device.type == "cuda"}
         self._streams = {device: torch.cuda.current_stream(device) for device in gpus}
         self._has_grad = torch.is_grad_enabled()
@@ -149,9 +151,7 @@ class _TorchSettings:
             return function()
 
 
-def run_in_lockstep(
-    functions: Mapping[int, Function], devices: Sequence[torch.device]
-) -> dict[int, Any]:
+def run_in_lockstep(functions: Mapping[int, Function], devices: Devices) -> dict[int, Any]:
     """Call ``functions[rank]()`` for every rank, each of which may `meet` the other ranks.
 
     One rank runs at a time: rank 0 until it meets, then rank 1, and so on, so random numbers are
@@ -167,7 +167,7 @@ def run_in_lockstep(
     return dict(zip(functions, results, strict=True))
 
 
-def meet(place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+def meet(place: str, offer: Any, combine: Combine) -> Any:
     """Wait until all ranks of the run are here, and return this rank's answer.
 
     ``combine`` is called once, with all offers in rank order, and returns one answer per offer.
@@ -224,9 +224,7 @@ class _Run:
             self._pass_on(position)
         return result
 
-    def meet(
-        self, position: int, place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]
-    ) -> Any:
+    def meet(self, position: int, place: str, offer: Any, combine: Combine) -> Any:
         if self._is_abandoned:
             raise _AbandonedError("another rank failed")
         if self._offers and place != self._place:

@@ -19,17 +19,15 @@ from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, RingarError
 
 Device = str | torch.device
+Devices = Sequence[torch.device]  # one per rank
 Shards = tuple[Tensor, ...]
-SplitFunction = Callable[
-    [Tensor, Tensor, Sequence[torch.device]], tuple[Sequence[Tensor], Sequence[Tensor]]
-]
+Split = tuple[Shards, Shards]  # of samples and labels
+SplitFunction = Callable[[Tensor, Tensor, Devices], tuple[Sequence[Tensor], Sequence[Tensor]]]
 Replica = Callable[[Tensor], Tensor]  # a module, too
 
 
 def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
-    """Copy parameters to a device, as leaves that collect gradients.
-
-    Copies also on the same device: replicas that share tensors would share gradients.
+    """Copy parameters to a device, as leaves that collect gradients, also on the same device.
 
     Args:
         params: Floating point or complex tensors, any shapes. Not changed.
@@ -104,7 +102,7 @@ def _check_weights(weights: Sequence[float], num_shards: int) -> list[Fraction]:
 
 def split_batch(
     X: Tensor, y: Tensor, devices: Sequence[Device], weights: Sequence[float] | None = None
-) -> tuple[Shards, Shards]:
+) -> Split:
     """Cut a batch into exactly one shard per rank, each on its rank's device.
 
     With fewer samples than ranks the last shards are empty. Their gradients are zeros.
@@ -121,8 +119,7 @@ def split_batch(
         on the device of the batch is a view.
 
     Raises:
-        ArgumentError: ``X`` and ``y`` differ in length, a device does not exist, or a weight is
-            out of range.
+        ArgumentError: ``X`` and ``y`` differ in length, or a device or weight is wrong.
     """
     check_tensor("X", X)
     check_tensor("y", y)
@@ -136,9 +133,7 @@ def split_batch(
     return tuple(cut(X, sizes, checked)), tuple(cut(y, sizes, checked))
 
 
-def cut(
-    tensor: Tensor, sizes: Sequence[int], devices: Sequence[torch.device], dim: int = 0
-) -> list[Tensor]:
+def cut(tensor: Tensor, sizes: Sequence[int], devices: Devices, dim: int = 0) -> list[Tensor]:
     """Split a tensor along ``dim`` into one shard per rank, each on its rank's device.
 
     Shards on the tensor's device are views, which a module may write; copies if the tensor requires
@@ -165,11 +160,11 @@ def evaluate_accuracy_gpus(
 
     Hits are counted and divided once, so the result is the same for any number of ranks. Modules
     run in eval mode, and then return to their modes. Batch norm uses the running statistics of the
-    replica that sees the sample, so replicas with unlike statistics may change the result.
+    replica that sees the sample.
 
     Args:
-        replicas: One module or function per rank: samples ``(n, ...)`` to scores
-            ``(n, classes)``. Or a single module, also a `pyringar.DataParallel`.
+        replicas: One module or function per rank: samples ``(n, ...)`` to scores ``(n, classes)``.
+            Or a single module, also a `pyringar.DataParallel`.
         data_iter: Batches ``(X, y)`` with class indices ``y`` of shape ``(n,)``.
         split_f: Cuts a batch for the ranks, called as ``split_f(X, y, devices)``.
         devices: One device per rank. Default: the device of a module's first parameter or buffer,
@@ -199,7 +194,7 @@ def count_correct(
     ranks = _check_replicas(replicas)
     if not callable(split_f):
         raise ArgumentError(f"split_f is {kind_of(split_f)}, expected a function of X, y, devices")
-    targets = _replica_devices(ranks, devices)
+    targets = _devices_of(ranks, devices)
     modules = [replica for replica in ranks if isinstance(replica, nn.Module)]
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
@@ -222,9 +217,7 @@ def _check_replicas(given: Any) -> list[Replica]:
     return list(given)
 
 
-def _replica_devices(
-    replicas: Sequence[Replica], devices: Sequence[Device] | None
-) -> tuple[torch.device, ...]:
+def _devices_of(replicas: Sequence[Replica], devices: Sequence[Device] | None) -> Devices:
     if devices is not None:
         checked = check_devices(devices)
         if len(checked) != len(replicas):
@@ -241,10 +234,7 @@ def _replica_devices(
 
 
 def _count_hits(
-    replicas: Sequence[Replica],
-    data_iter: Any,
-    split_f: SplitFunction,
-    devices: Sequence[torch.device],
+    replicas: Sequence[Replica], data_iter: Any, split_f: SplitFunction, devices: Devices
 ) -> tuple[int, int]:
     if not isinstance(data_iter, Iterable):
         raise ArgumentError(f"data_iter is {kind_of(data_iter)}, expected batches (X, y)")

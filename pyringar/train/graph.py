@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.train.devices import describe_devices
-from pyringar.train.step import EagerStep
+from pyringar.train.step import EagerStep, Score
 from pyringar.train.trace import Trace
 
 # The first step plans the buckets and the second uses that plan. Handles, streams and workspaces,
@@ -44,9 +44,7 @@ class Branches:
     each other's memory only between a join and the next fork, so ``record_stream`` is not needed.
     """
 
-    def __init__(
-        self, device: torch.device, num_ranks: int, score: Callable[[int, Tensor], Tensor]
-    ) -> None:
+    def __init__(self, device: torch.device, num_ranks: int, score: Score) -> None:
         self._device = device
         self._streams = [torch.cuda.Stream(device) for _ in range(1, num_ranks)]  # type: ignore[no-untyped-call]
         self.score = score

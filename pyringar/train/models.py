@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from pyringar.comm.communicator import Communicator
-from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.errors import CompilerNotFoundError
 from pyringar.parallel.batchnorm import synchronise_batchnorm
+from pyringar.parallel.bucket_params import Comm
 from pyringar.parallel.bucketer import GradientBucketer
 from pyringar.parallel.rank_threads import run_in_lockstep, run_ranks
 from pyringar.parallel.replicate import replicate
+from pyringar.parallel.shards import Devices
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import LeNet
 from pyringar.train.model_resnet18 import fit_tensor_cores, resnet18
@@ -25,7 +26,7 @@ from pyringar.train.step import reduce_gradients
 _NUM_CLASSES = 10
 
 
-def autocast(config: TrainConfig, devices: Sequence[torch.device]) -> ExitStack:
+def autocast(config: TrainConfig, devices: Devices) -> ExitStack:
     stack = ExitStack()
     if config.amp:
         for kind in {device.type for device in devices}:
@@ -43,12 +44,7 @@ class RankedModel:
     ``params[rank][i]`` are the parameters, and ``bucketer`` reduces their gradients.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        devices: Sequence[torch.device],
-        comm: Communicator | RankCommunicator,
-    ) -> None:
+    def __init__(self, config: TrainConfig, devices: Devices, comm: Comm) -> None:
         self._autocast = functools.partial(autocast, config, devices)
         self._devices, self._comm = devices, comm
         self.title = MODEL_TITLES[config.model]

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from pyringar.comm.communicator import Communicator
-from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.errors import ArgumentError
+from pyringar.parallel.bucket_params import Comm
 from pyringar.parallel.rank_threads import run_in_order
 from pyringar.parallel.sharded_step import ShardedStep
-from pyringar.parallel.shards import Device, Shards, mismatch_flags, shard_sizes, split_batch
+from pyringar.parallel.shards import Device, Split, mismatch_flags, shard_sizes, split_batch
 from pyringar.train.config import TrainConfig
 from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from pyringar.train.models import RankedModel
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
+Score = Callable[[int, Tensor], Tensor]  # a rank and its shard to scores
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # shards to scores, one per rank
+StepSize = float | Tensor  # the learning rate over the batch size
 
 
 def train_batch(
@@ -103,7 +105,7 @@ def reduce_gradients(device_params: Replicas, devices: Sequence[Device], comm: A
 
 def sgd(
     params: Sequence[Tensor],
-    step_size: float | Tensor,
+    step_size: StepSize,
     velocities: Sequence[Tensor] = (),
     momentum: float = 0.0,
 ) -> None:
@@ -142,7 +144,7 @@ class Step:
             torch.zeros((), dtype=torch.float64, device=params[0].device) for params in replicas
         ]
 
-    def update(self, rank: int, step_size: float | Tensor) -> None:
+    def update(self, rank: int, step_size: StepSize) -> None:
         sgd(self._replicas[rank], step_size, self.velocities[rank], self._momentum)
 
     def take_loss(self) -> float:
@@ -165,7 +167,7 @@ class EagerStep(Step):
         replicas: Replicas,
         scores: Scores,
         reduce: Callable[[], None],
-        split: Callable[[Tensor, Tensor], tuple[Shards, Shards]],
+        split: Callable[[Tensor, Tensor], Split],
         branches: Branches | None = None,
         momentum: float = 0.0,
     ) -> None:
@@ -174,7 +176,7 @@ class EagerStep(Step):
         self._branches = branches
 
     def __call__(
-        self, X: Tensor, y: Tensor, step_size: float | Tensor, trace: Trace | None = None
+        self, X: Tensor, y: Tensor, step_size: StepSize, trace: Trace | None = None
     ) -> list[Tensor]:
         """Train on a batch; return `mismatch_flags`. Step size: learning rate over batch size."""
         losses = self.train(self._split(X, y), step_size, trace)
@@ -182,9 +184,7 @@ class EagerStep(Step):
             total += loss
         return mismatch_flags(self._replicas)
 
-    def train(
-        self, shards: tuple[Shards, Shards], step_size: float | Tensor, trace: Trace | None = None
-    ) -> list[Tensor]:
+    def train(self, shards: Split, step_size: StepSize, trace: Trace | None = None) -> list[Tensor]:
         """Train on one shard of samples and labels per rank; return every rank's summed loss."""
         k = len(self._replicas)
         for param in itertools.chain(*self._replicas):
@@ -204,7 +204,7 @@ class EagerStep(Step):
             (run_in_order if self._branches is None else self._branches.run)(updates)
         return losses
 
-    def _compute_together(self, shards: tuple[Shards, Shards], trace: Trace | None) -> list[Tensor]:
+    def _compute_together(self, shards: Split, trace: Trace | None) -> list[Tensor]:
         with span(trace, "forward", len(shards[0])):
             scores = self._scores(shards[0])
             losses = [sum_loss(*pair) for pair in zip(scores, shards[1], strict=True)]
@@ -215,9 +215,7 @@ class EagerStep(Step):
         return [loss.detach() for loss in losses]
 
 
-def _compute_rank(
-    score: Callable[[int, Tensor], Tensor], rank: int, X: Tensor, y: Tensor
-) -> Tensor:
+def _compute_rank(score: Score, rank: int, X: Tensor, y: Tensor) -> Tensor:
     loss = sum_loss(score(rank, X), y)
     if loss.requires_grad:  # a rank without samples may have computed nothing
         loss.backward()  # type: ignore[no-untyped-call]
@@ -227,9 +225,7 @@ def _compute_rank(
 class ShardStep(Step):
     """One training step of all ranks in shards; ``sums[rank]`` is the loss of all ranks."""
 
-    def __init__(
-        self, model: RankedModel, comm: Communicator | RankCommunicator, config: TrainConfig
-    ) -> None:
+    def __init__(self, model: RankedModel, comm: Comm, config: TrainConfig) -> None:
         super().__init__(model.params, config.momentum)
         self._model, self._num_shards = model, config.shards or 1
         step = self._step = ShardedStep(model.replicas, self._num_shards, comm=comm)
@@ -267,7 +263,7 @@ class ShardStep(Step):
         """Return a batch size and a split function with equal pieces on any number of ranks."""
         piece = math.ceil(size / self._num_shards)
 
-        def split(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> tuple[Shards, Shards]:
+        def split(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> Split:
             begins = [(self._first + i) * piece for i in range(len(devices))]
             images, labels = (
                 tuple(t[b : b + piece].to(d) for b, d in zip(begins, devices, strict=True))
