@@ -121,9 +121,8 @@ class Lines:
             size = 5 if name in self.curves else max(4, 9 - 3 * i)
             x, y = zip(*pairs, strict=True)
             axes.plot(x, y, "o", ms=size, color=color[name], alpha=0.6, label=label)
-        for style, (name, level) in zip(
-            itertools.cycle(_STYLES), self.levels.items(), strict=False
-        ):
+        levels = zip(itertools.cycle(_STYLES), self.levels.items(), strict=False)
+        for style, (name, level) in levels:
             axes.axhline(level, color="#444444", ls=style, lw=1.2, label=name)
         for name in self.log:
             _scale_by_powers(axes, name)

@@ -176,8 +176,6 @@ class _Audit:
                 _compare(want, got, "in the sum", where)
         return f"whole numbers, {_span(self.sizes)}"
 
-    # -- order and rounding ------------------------------------------------------------------------
-
     def _orders(self) -> Iterator[Finding]:
         # Libraries choose by powers of two: there is a size between any two of them.
         between = [3 << n for n in range(24) if self.sizes[0] < 3 << n < self.sizes[-1]]
@@ -261,8 +259,6 @@ class _Audit:
         if name == dtype_name(dtype):
             return Finding("", "each add", f"to {name}{said}", order.case)
         return Finding("", "once", f"in the end; partial sums are {name}{said}", order.case)
-
-    # -- the same bits -----------------------------------------------------------------------------
 
     def _same_bits(self) -> Iterator[Finding]:
         yield self._ask("on every rank", self._every_rank)
@@ -355,8 +351,6 @@ class _Audit:
             _compare(plain, got, "as they are", f"if ranks have the values of {_listed(order)}")
         return f"{2 * self.k - 1} permutations of the inputs"
 
-    # -- special values ----------------------------------------------------------------------------
-
     def _special(self, columns: Callable[[torch.finfo, int], list[_Column]]) -> str:
         for dtype, numel in self._messages():
             for column, total in columns(torch.finfo(dtype), self.k):
@@ -392,9 +386,6 @@ _SPECIALS: dict[str, Callable[[torch.finfo, int], list[_Column]]] = {
         (_column(0, k, 1.5 * info.tiny, -info.tiny), info.tiny / 2),
     ],
 }
-
-
-# -- comparing -------------------------------------------------------------------------------------
 
 
 def _difference(want: Tensor, got: Tensor) -> Tensor | None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import TCPStore
 
 from pyringar.audit.probes import TargetError, dtype_name
 
@@ -114,9 +114,7 @@ class Ranks:
         library = self._options["library"]
         # A fork has torch already, but cannot use CUDA.
         context: Any = multiprocessing.get_context("spawn" if library == "nccl" else "fork")
-        self._store = _distributed_c10d.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.ranks):
             channel, theirs = context.Pipe()
             options = {**self._options, "rank": rank, "port": self._store.port}
@@ -140,7 +138,7 @@ class Rank:
         self._is_ringar = options["library"] == "ringar"
         self._groups: dict[int, Any] = {}
         self._device = torch.device("cpu")
-        self._store = _distributed_c10d.TCPStore("127.0.0.1", options["port"])
+        self._store = TCPStore("127.0.0.1", options["port"])
         self.version = f"torch {torch.__version__}"
         if self._is_ringar:
             version = importlib.metadata.version("pyringar")

@@ -154,7 +154,9 @@ def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
     for step in (1, -1):
         starts = [_starts(k, step).get(tree, -1) for tree in trees]
         if min(starts) >= 0:
-            return "ring", f"{_ring(starts, k, step)}; {_sizes(regions)}"
+            sizes = sorted(region.stop - region.start for region in regions)
+            size = str(sizes[0]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+            return "ring", f"{_ring(starts, k, step)}; {len(sizes)} chunks of {size}"
     shown = [f"elements {r.start} to {r.stop - 1}: {formula(r.tree)}" for r in regions[:_MAX_SHOWN]]
     more = f"; {len(regions) - _MAX_SHOWN} more" if len(regions) > _MAX_SHOWN else ""
     names = {_names(tree, k)[0] for tree in set(trees)}
@@ -176,9 +178,3 @@ def _ring(starts: Sequence[int], k: int, step: int) -> str:
         return f"chunk c adds ranks {first}, {second}, ... (mod {k})"
     listed = ", ".join(map(str, starts[: 2 * k])) + ", ..." * (len(starts) > 2 * k)
     return f"{'up' if step > 0 else 'down'} from rank {listed}"
-
-
-def _sizes(regions: Sequence[Region]) -> str:
-    sizes = [region.stop - region.start for region in regions]
-    low, high = min(sizes), max(sizes)
-    return f"{len(sizes)} chunks of {low if low == high else f'{low} to {high}'}"

@@ -71,9 +71,7 @@ class Parser(argparse.ArgumentParser):
         """Replace an argument's name, at the start or in ``with NAME=``, by its option."""
         negated = {action.dest for action in self._actions if action.const is False}
         flags = {dest: flag for dest, flag in self.flags().items() if dest not in negated}
-        return re.sub(
-            r"^\w+|(?<=\bwith )\w+(?==)", lambda name: flags.get(name[0], name[0]), message
-        )
+        return re.sub(r"^\w+|(?<=\bwith )\w+(?==)", lambda m: flags.get(m[0], m[0]), message)
 
 
 def add_options(parser: Any, options: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
@@ -84,9 +82,7 @@ def add_options(parser: Any, options: Mapping[str, tuple[str, dict[str, Any]]]) 
 
 
 def add_json_option(parser: Any) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document instead, on stdout"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
 
 
 def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Path:

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -32,9 +32,7 @@ class _MainOfRank(ModuleType):
 
 
 @contextlib.contextmanager
-def as_program(
-    target: str, argv: Sequence[str], *, is_module: bool
-) -> Iterator[Callable[[], None]]:
+def as_program(target: str, argv: list[str], *, is_module: bool) -> Iterator[Callable[[], None]]:
     """Return a function that runs a script as ``__main__`` of the rank that calls it.
 
     ``target`` is a file, or the name of a module. Inside, ``sys.argv`` and ``sys.path`` are as the

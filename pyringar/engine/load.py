@@ -44,11 +44,9 @@ def loaded_cuda_engine() -> ModuleType | None:
 
 def _load_once(name: str, kind: EngineKind) -> ModuleType:
     with _locks[name]:
-        module = sys.modules.get(name)
-        if module is None:
-            module = load(build.ensure_engine(Recipe(kind=kind)))
-            sys.modules[name] = module
-        return module
+        if name not in sys.modules:
+            sys.modules[name] = load(build.ensure_engine(Recipe(kind=kind)))
+        return sys.modules[name]
 
 
 def load(built: build.Engine) -> ModuleType:

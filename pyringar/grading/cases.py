@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 
 _LAYOUTS = {
-    # A view here too: the base must stay what it is when the tensor is made to point elsewhere.
+    # A view here too: the base must not change when the tensor is made to point elsewhere.
     "contiguous": Layout(lambda s: s, lambda base, s: base.view(s)),
     "slice of a buffer": Layout(
         lambda s: (math.prod(s) + 12,), lambda base, s: base[7 : 7 + math.prod(s)].view(s)
@@ -87,7 +87,7 @@ class Failure(Exception):  # noqa: N818
     def __init__(self, case: Case, detail: str, **more: Any) -> None:
         super().__init__(f"{case}: {detail}")
         self.detail = detail
-        # JSON has no word for what is no number.
+        # JSON has no infinities and no NaN.
         clear = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in more.items()
@@ -181,7 +181,7 @@ class Call:
         self.bases: list[Tensor] = []
         self.given: list[Any] = []
         for rank, values in enumerate(self.inputs):
-            # What lies around a view differs by rank too: copying it from another rank shows.
+            # The memory around a view differs by rank too, so copying it from a rank shows.
             layout = self.layouts[rank]
             shape = layout.base_shape(case.shape)
             device = devices[rank % len(devices)]

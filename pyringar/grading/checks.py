@@ -18,10 +18,8 @@ from pyringar.grading.cases import FLOATS, INTEGERS, Call, Case, Failure, Lists,
 from pyringar.grading.solution import call_words
 from pyringar.parallel.shards import has_bits
 
-# How many ranks are tried beyond the devices there are: some then have several.
-_MANY_RANKS = (17, 33)
-# More than two million elements, and odd.
-_MANY_ELEMENTS = 2**21 + 17
+_MANY_RANKS = (17, 33)  # also tried on fewer devices
+_MANY_ELEMENTS = 2**21 + 17  # odd
 
 
 class Raised(Failure):
@@ -57,9 +55,6 @@ class Subject:
     def most(self) -> int:
         """The number of devices: of ranks, in all properties but ``ranks``."""
         return len(self.devices)
-
-
-# -- comparing -------------------------------------------------------------------------------------
 
 
 def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
@@ -122,12 +117,6 @@ def _guess(call: Call, rank: int, got: Tensor, right: Tensor) -> str:
 def _same_bits(a: Any, b: Any) -> bool:
     are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
     return are_tensors and a.dtype == b.dtype and has_bits(a.cpu(), b.cpu())
-
-
-# -- properties ------------------------------------------------------------------------------------
-#
-# Each goes from small cases to large ones and raises the first failure; what is only reported
-# returns a sentence.
 
 
 def _check_value(call: Call, rank: int) -> None:
@@ -302,7 +291,8 @@ def _order(subject: Subject) -> str:
 class Check(NamedTuple):
     """A property: its name, the description of a pass, and the function that looks for a failure.
 
-    ``{ranks}`` in ``covers`` stands for the numbers of ranks that were tried.
+    ``{ranks}`` in ``covers`` stands for the numbers of ranks that were tried. ``look`` raises the
+    first failure, or returns a sentence if the property is only reported.
     """
 
     name: str
@@ -318,8 +308,7 @@ class Check(NamedTuple):
         return self.covers.format(ranks=ranks)
 
 
-# What explains most stands first: where the sum is wrong, little else can be right. So the first
-# failure is the one to look at first.
+# The first failure explains most of the others: if the sum is wrong, little else can be right.
 CHECKS = (
     Check("sum", "rank 0 ends with the sum: exact integers, random floats", _sum),
     Check("every rank", "all other ranks end with it too", _every_rank),

@@ -23,8 +23,7 @@ from pyringar.grading.checks import CHECKS, Check, Subject
 from pyringar.grading.solution import function_name
 
 _DEFAULT_RANKS = 8
-# After this many properties that ran into their deadline the rest are not worth the wait.
-_MAX_HANGS = 3
+_MAX_HANGS = 3  # late properties, after which the rest is not run
 _WIDTH = 80  # of a terminal
 
 

@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +106,7 @@ class Launched:
         return [i for i, flag in zip(self.params, flags, strict=True) if flag > 0]
 
 
-class GradientBucketer:
+class GradientBucketer(AbstractContextManager["GradientBucketer"]):
     """Reduces the gradients of replicas over all ranks, bucket by bucket.
 
     A hook on every parameter counts gradients. When all ranks have all gradients of a bucket, the
@@ -285,17 +285,12 @@ class GradientBucketer:
             f"{len(self._items)}, buckets: {len(self._buckets)}, {state})"
         )
 
-    def __enter__(self) -> GradientBucketer:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_native"):
             self.close()
-
-    # -- one step ----------------------------------------------------------------------------------
 
     def _check_agreed(self) -> None:
         params, cap_mb = self._by_rank[0], self._cap_bytes / 1e6
@@ -449,8 +444,6 @@ class GradientBucketer:
             "zero_grad, clipping, unscaling or an optimizer step, register hooks that change "
             "gradients before the bucketer is made, and let no hook set a gradient to None"
         )
-
-    # -- the end -----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:

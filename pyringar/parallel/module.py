@@ -169,15 +169,11 @@ class DataParallel(nn.Module):
             args, kwargs = nested.move((args, kwargs), self.devices[0])
             return self.module(*args, **kwargs)
         _check_transforms()
-        named: list[tuple[str, Any]] = [(f"args[{i}]", arg) for i, arg in enumerate(args)]
-        named += kwargs.items()
-        sizes = shard_sizes(nested.num_samples(named, self.dim), len(self.devices), self._weights)
+        num_samples = nested.num_samples(args, kwargs, self.dim)
+        sizes = shard_sizes(num_samples, len(self.devices), self._weights)
         ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
-        shards = nested.scatter(named, sizes, self.devices, self.dim)
-        calls: _Calls = {}
-        for rank in ranks:
-            mine, n = shards[rank], len(args)
-            calls[rank] = tuple(mine[:n]), dict(zip(kwargs, mine[n:], strict=True))
+        shards = nested.scatter((args, kwargs), sizes, self.devices, self.dim)
+        calls: _Calls = {rank: shards[rank] for rank in ranks}
         if len(ranks) == 1 and self.devices[ranks[0]] == self.devices[0]:
             outputs = {rank: self.module(*args, **kwargs) for rank, (args, kwargs) in calls.items()}
         else:
@@ -203,11 +199,9 @@ class DataParallel(nn.Module):
             call = partial(torch.func.functional_call, self.module, tie_weights=False)
             tensors = {rank: replicas.named_tensors(rank) for rank in calls}
             return {rank: call(tensors[rank], *arguments) for rank, arguments in calls.items()}
-        modules = {rank: replicas.make(rank) for rank in calls}
-        functions = {
-            rank: partial(modules[rank], *args, **kwargs) for rank, (args, kwargs) in calls.items()
-        }
-        if self._is_synced and synchronise_batchnorm([*modules.values()]):
+        made = {rank: replicas.make(rank) for rank in calls}
+        functions = {r: partial(made[r], *args, **kwargs) for r, (args, kwargs) in calls.items()}
+        if self._is_synced and synchronise_batchnorm([*made.values()]):
             return run_in_lockstep(functions, self.devices)
         return run_ranks(functions, self.devices)
 

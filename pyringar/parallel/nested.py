@@ -19,16 +19,14 @@ from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
 from pyringar.parallel.shards import Devices, cut
 
-Named = Sequence[tuple[str, Any]]  # values with their names in messages, such as "args[0]"
-
 _PACKED = "PackedSequence: pass padded tensors and their lengths, and pack them inside the module"
 
 
-def num_samples(arguments: Named, dim: int) -> int:
+def num_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> int:
     """Return the length along ``dim`` that all tensors share; ArgumentError names the others."""
     tensors: _Found = []
     objects: _Found = []
-    for name, value in arguments:
+    for name, value in [("args", args), *kwargs.items()]:
         _collect((None, value, name), value, tensors, objects)
     for path, tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_nested:
@@ -56,16 +54,11 @@ def num_samples(arguments: Named, dim: int) -> int:
     return length
 
 
-def scatter(arguments: Named, sizes: Sequence[int], devices: Devices, dim: int) -> list[list[Any]]:
-    """Return the arguments of each rank: its shard of every tensor, on its device.
+def scatter(value: Any, sizes: Sequence[int], devices: Devices, dim: int) -> list[Any]:
+    """Return the value of each rank: its shard of every tensor, on its device.
 
     Containers are copied. Tensors without dimension ``dim``, and other objects, go to all ranks.
     """
-    columns = [_split(value, sizes, devices, dim) for _, value in arguments]
-    return [[column[rank] for column in columns] for rank in range(len(sizes))]
-
-
-def _split(value: Any, sizes: Sequence[int], devices: Devices, dim: int) -> list[Any]:
     if isinstance(value, Tensor):
         if _has_dim(value, dim):
             return cut(value, sizes, devices, dim)
@@ -73,7 +66,7 @@ def _split(value: Any, sizes: Sequence[int], devices: Devices, dim: int) -> list
     parts = _parts(value)
     if parts is None:
         return [value] * len(sizes)
-    columns = {key: _split(part, sizes, devices, dim) for key, part in parts.items()}
+    columns = {key: scatter(part, sizes, devices, dim) for key, part in parts.items()}
     return [
         _rebuild(value, {key: column[rank] for key, column in columns.items()})
         for rank in range(len(sizes))

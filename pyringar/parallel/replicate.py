@@ -46,9 +46,7 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
                 "call the module once on a sample, so that all replicas start from the same numbers"
             )
         if tensor.is_meta:
-            raise ArgumentError(
-                f"module has '{name}' on the meta device, expected one with values to copy"
-            )
+            raise ArgumentError(f"module has '{name}' on the meta device, expected values to copy")
     return [_copy(module, device) for device in targets]
 
 

@@ -73,7 +73,7 @@ def torch_threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class ShardedStep:
+class ShardedStep(AbstractContextManager["ShardedStep"]):
     """Computes gradients over a fixed number of shards; no bit depends on the number of ranks.
 
     Every rank computes its consecutive shards in order and adds their results along one tree over
@@ -215,9 +215,6 @@ class ShardedStep:
         """Close the communicator, unless it was given. May be called again."""
         if self._owned is not None:
             self._owned.close()
-
-    def __enter__(self) -> ShardedStep:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

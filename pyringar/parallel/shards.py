@@ -175,16 +175,12 @@ def evaluate_accuracy_gpus(
 
     Cost: one pass over the data. GPUs work at the same time, and the host waits once, at the end.
     """
-    correct, total = count_correct(replicas, data_iter, split_f, devices=devices)
+    correct, total = count_correct(replicas, data_iter, split_f, devices)
     return correct / total
 
 
 def count_correct(
-    replicas: Replica | Sequence[Replica],
-    data_iter: Iterable[tuple[Tensor, Tensor]],
-    split_f: SplitFunction = split_batch,
-    *,
-    devices: Sequence[Device] | None = None,
+    replicas: Any, data_iter: Any, split_f: SplitFunction, devices: Sequence[Device] | None
 ) -> tuple[int, int]:
     """Return the numbers of correctly classified samples and of all samples.
 

@@ -78,9 +78,7 @@ class Checkpoint:
         rest = content[len(_FIRST_LINE) :]
         payload = rest[_DIGEST_BYTES:]
         if rest[:_DIGEST_BYTES] != _digest(payload):
-            raise ArgumentError(
-                f"{named} is damaged: it was cut short or changed after it was written"
-            )
+            raise ArgumentError(f"{named} is damaged: cut short or changed after it was written")
         try:
             state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises errors of many kinds

@@ -29,7 +29,7 @@ from pyringar.train.synthetic import synthetic_images
 
 logger = logging.getLogger(__name__)
 
-# So many that the book's own recipe, 10 epochs with batches of 256, learns.
+# Enough for the book's own recipe, 10 epochs with batches of 256, to learn.
 _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 12_000, 1_000
 # Where the files of a data_dir may be; the first is torchvision's layout.
 _PLACES = (Path("FashionMNIST", "raw"), Path("raw"), Path())
@@ -84,9 +84,8 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut images into batches, shuffled if there is a CPU generator; the last may be smaller."""
     if generator is None:
-        yield from zip(
-            torch.split(images, batch_size), torch.split(labels, batch_size), strict=True
-        )
+        both = (torch.split(part, batch_size) for part in (images, labels))
+        yield from zip(*both, strict=True)
         return
     shuffled = torch.randperm(len(labels), generator=generator).to(images.device)
     for chosen in torch.split(shuffled, batch_size):

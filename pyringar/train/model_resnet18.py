@@ -83,9 +83,8 @@ def resnet18(
     check_count("in_channels", in_channels, 1)
     check_count("width", width, 1)
     with torch.random.fork_rng(devices=[]):  # modules draw weights as they are made
-        net = nn.Sequential(
-            NormedConv(in_channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
-        )
+        first = NormedConv(in_channels, width, 3, padding=1)
+        net = nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU())
         channels = width
         for stage, factor in enumerate(_STAGES, 1):
             before, channels = channels, factor * width

@@ -47,11 +47,14 @@ class RankedModel:
     def __init__(self, config: TrainConfig, devices: Devices, comm: Comm) -> None:
         self._autocast = functools.partial(autocast, config, devices)
         self._devices, self._comm = devices, comm
-        self.title = MODEL_TITLES[config.model]
-        is_resnet = config.model == "resnet18"
-        if is_resnet:
+        self.title, dtype = MODEL_TITLES[config.model], config.torch_dtype
+        net: nn.Module
+        if config.model == "lenet":
+            generator = torch.Generator().manual_seed(config.seed)
+            net = LeNet(config.init, generator=generator, dtype=dtype)
+        else:
             self.title += f" of width {config.width}, {config.batchnorm} batch norm"
-        net = _make_net(config)
+            net = resnet18(width=config.width, init=config.init, seed=config.seed, dtype=dtype)
         if config.channels_last:
             fit_tensor_cores(net)
         self.replicas = replicate(net, devices)
@@ -59,7 +62,7 @@ class RankedModel:
         if self._is_synced:
             synchronise_batchnorm(self.replicas)
         # All gradients then come at the end of backward, where a graph's reduction begins anyway.
-        is_captured = is_resnet and config.amp and config.cuda_graph
+        is_captured = config.model == "resnet18" and config.amp and config.cuda_graph
         self._casts_at_once = is_captured and not (config.compile or self._is_synced)
         if config.compile:
             for replica in self.replicas:
@@ -118,15 +121,6 @@ class RankedModel:
     def close(self) -> None:
         if self.bucketer is not None:
             self.bucketer.close()
-
-
-def _make_net(config: TrainConfig) -> nn.Module:
-    if config.model == "lenet":
-        generator = torch.Generator().manual_seed(config.seed)
-        return LeNet(config.init, generator=generator, dtype=config.torch_dtype)
-    return resnet18(
-        width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype
-    )
 
 
 class _Cast(torch.autograd.Function):

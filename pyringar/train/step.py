@@ -140,9 +140,8 @@ class Step:
         self._replicas, self._momentum = replicas, momentum
         used = replicas if momentum else [[] for _ in replicas]
         self.velocities = [[torch.zeros_like(param) for param in params] for params in used]
-        self.sums = [
-            torch.zeros((), dtype=torch.float64, device=params[0].device) for params in replicas
-        ]
+        devices = [params[0].device for params in replicas]
+        self.sums = [torch.zeros((), dtype=torch.float64, device=device) for device in devices]
 
     def update(self, rank: int, step_size: StepSize) -> None:
         sgd(self._replicas[rank], step_size, self.velocities[rank], self._momentum)

@@ -17,7 +17,7 @@ _SIDE = 28
 _Box = tuple[float, float, float, float, float]
 
 # Boxes: centre x and y, half width, half height (an image spans -1 to 1, y down), turn in radians.
-# What is worn on the body is the same on the left, where x is negative; shoes are drawn as listed.
+# Clothes are symmetric: the left, where x is negative, mirrors the right. Shoes are as listed.
 _GARMENTS: dict[str, tuple[_Box, ...]] = {
     "t-shirt": ((0, 0.05, 0.45, 0.7, 0), (0.58, -0.42, 0.26, 0.15, -0.5)),
     "trouser": ((0, -0.65, 0.32, 0.17, 0), (0.2, 0.1, 0.13, 0.78, 0.05)),

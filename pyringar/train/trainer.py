@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) ->
     return train(num_gpus, batch_size, lr, **{"model": "resnet18", **options})
 
 
-class Trainer:
+class Trainer(AbstractContextManager["Trainer"]):
     """A training run whose devices, data and plan can be inspected before it starts.
 
     Args:
@@ -227,10 +228,9 @@ class Trainer:
         self._folder = None if save is None else folder_of("save", save)
         self._source = None if resume is None else folder_of("resume", resume)
         checkpoint = self._open_checkpoints()
-        load = functools.partial(load_data, config.dataset, config.data_dir)
-        loaded = data or self.group.load(load)
+        loaded = data or self.group.load(lambda: load_data(config.dataset, config.data_dir))
         self.description = str(loaded)
-        # Batches are cut on the first GPU, if there is one: a step copies nothing from the host.
+        # Batches are cut on the first GPU, if there is one, so a step copies nothing from the host.
         home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
         self._data = loaded.to(home, config.torch_dtype)
         self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.batch_size)
@@ -324,11 +324,9 @@ class Trainer:
         if isinstance(self._run_step, ShardStep):
             size, split = self._run_step.evaluation(size, self.config.world_size)
         test = batches(self._data.test_images, self._data.test_labels, size)
-        threads = torch_threads(threads_per_rank(self.config))
-        with autocast(self.config, self.devices), threads:
-            correct, total = count_correct(models, test, split, devices=self.devices)
-        accuracy: float = self.group.total(correct) / total
-        return accuracy
+        with autocast(self.config, self.devices), torch_threads(threads_per_rank(self.config)):
+            correct, total = count_correct(models, test, split, self.devices)
+        return float(self.group.total(correct) / total)
 
     def close(self) -> None:
         """Close the model's hooks and the communicator."""
@@ -337,13 +335,8 @@ class Trainer:
         self.model.close()
         self.group.close()
 
-    def __enter__(self) -> Trainer:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # -- steps -------------------------------------------------------------------------------------
 
     def _make_step(self) -> EagerStep | GraphStep | ShardStep:
         config = self.config
@@ -378,8 +371,7 @@ class Trainer:
         self._check_steps(0)
         synchronize(self.devices)
         seconds = time.perf_counter() - begin_s
-        loss: float = self.group.total(self._run_step.take_loss()) / len(labels)
-        return loss, seconds
+        return float(self.group.total(self._run_step.take_loss()) / len(labels)), seconds
 
     def _train_batch(self, images: Tensor, labels: Tensor) -> None:
         trace = self._trace
@@ -421,8 +413,6 @@ class Trainer:
                 BOOK_PLATEAU_STEPS,
                 self._num_steps,
             )
-
-    # -- checkpoints -------------------------------------------------------------------------------
 
     def _open_checkpoints(self) -> Checkpoint | None:
         name, source = ("resume" if self._folder is None else "save"), self._source
