@@ -90,9 +90,8 @@ def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
                     seen.setdefault(name.strip(), set()).add(value.strip())
     except OSError:
         return Cpu(machine, platform.processor(), ())
-    model = "; ".join(
-        f"{name} {' + '.join(sorted(seen[name]))}" for name in _CPUINFO_FIELDS if name in seen
-    )
+    known = [name for name in _CPUINFO_FIELDS if name in seen]
+    model = "; ".join(f"{name} {' + '.join(sorted(seen[name]))}" for name in known)
     # Cores of different kinds (Arm): only what all of them have may be used.
     entries = [set(entry.split()) for entry in seen.get("flags") or seen.get("Features") or ()]
     features_everywhere = set.intersection(*entries) if entries else set()

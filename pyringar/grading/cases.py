@@ -71,10 +71,8 @@ class Case:
 
     def __str__(self) -> str:
         layout = "" if self.layout == "contiguous" else f", {self.layout} {list(self.shape)}"
-        return (
-            f"k={self.k}, numel={self.numel}, {dtype_name(self.dtype)}{layout}, "
-            f"{self.values} values"
-        )
+        dtype = dtype_name(self.dtype)
+        return f"k={self.k}, numel={self.numel}, {dtype}{layout}, {self.values} values"
 
     def as_dict(self) -> dict[str, Any]:
         words = {"shape": list(self.shape), "dtype": dtype_name(self.dtype), "numel": self.numel}

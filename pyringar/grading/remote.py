@@ -61,6 +61,7 @@ def graded(target: Target, devices: list[str], timeout_s: float, show: Show) -> 
     remote = Remote(target, devices, timeout_s, show)
     # A forked process has torch's pool, but not its threads.
     with contextlib.closing(remote), torch_threads(1):
+        remote.load()
         yield remote
 
 
@@ -75,11 +76,10 @@ class Remote(Subject):
         self._turn = 0
         self._left_s = timeout_s
         self._process = self._start()
-        try:
-            self.device_names = self._process.load()
-        except BaseException:
-            self._process.end()
-            raise
+        self.device_names: tuple[str, ...] = ()
+
+    def load(self) -> None:
+        self.device_names = self._process.load()
 
     def rested(self) -> Remote:
         self.last_case = None
@@ -111,7 +111,7 @@ class Remote(Subject):
     def _ask(self, call: Call) -> dict[str, Any]:
         if self._process.is_ended:
             self._process = self._start()
-            self._process.load()
+            self.load()
         self._turn += 1
         places = self._arena.places(call.case, self._turn)
         for rank, base in enumerate(call.bases):
@@ -131,8 +131,7 @@ class Remote(Subject):
             if "rank" in words:
                 return given[words["rank"]]
             if "at" in words:
-                place = self._arena.tensor(words["at"], call.case.shape, call.case.dtype)
-                return place.clone()
+                return self._arena.tensor(words["at"], call.case.shape, call.case.dtype).clone()
             return Other(_clean(words["other"]))
 
         given = call.given

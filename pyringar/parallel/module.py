@@ -94,10 +94,8 @@ class DataParallel(nn.Module):
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module is {kind_of(module)}, expected a torch.nn.Module")
         self.devices = _check_devices(devices, device_ids)
-        first = self.devices[0]
-        self.output_device = (
-            first if output_device is None else check_device(output_device, "output_device")
-        )
+        output_device = self.devices[0] if output_device is None else output_device
+        self.output_device = check_device(output_device, "output_device")
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise ArgumentError(f"dim is {dim!r}, expected a whole number")
         self.dim = dim

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pyringar.comm.arguments import DTYPES
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError, UnsupportedError
-
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_DTYPES = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}  # of the engine
 
 
 class RankCopies:
@@ -67,10 +65,8 @@ class RankCopies:
             outputs = [torch.empty_like(column[0]) for column in full]
             self._comm.reduce_coalesced(outputs, [list(mine) for mine in zip(*full, strict=True)])
             sums = dict(zip(fused, outputs, strict=True))
-        return [
-            sums[i] if i in sums else _sum(column, self.devices[0])
-            for i, column in enumerate(columns)
-        ]
+        home = self.devices[0]
+        return [sums[i] if i in sums else _sum(column, home) for i, column in enumerate(columns)]
 
     def _without_none(self, column: Sequence[Tensor | None]) -> list[Tensor]:
         some = next(grad for grad in column if grad is not None)
@@ -114,7 +110,7 @@ def _is_fusable(tensor: Tensor) -> bool:
     return (
         type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
         and tensor.layout == torch.strided
-        and tensor.dtype in _DTYPES
+        and tensor.dtype in DTYPES
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # of is_grads_batched=True
     )
@@ -209,7 +205,7 @@ class _Bucket:
 
     def add(self, tensor: Tensor) -> None:
         self.tensors.append(tensor)
-        self.nbytes += tensor.numel() * tensor.element_size()
+        self.nbytes += tensor.nbytes
 
     def tensor(self, rank: int, i: int) -> Tensor:
         with self._owner.lock:

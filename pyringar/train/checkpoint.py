@@ -90,9 +90,8 @@ class Checkpoint:
             raise ArgumentError(f"{named} holds {found}, expected the fields {names}")
         for name, (is_right, expected) in _FIELDS.items():
             if not is_right(state[name]):
-                raise ArgumentError(
-                    f"{named} has {name} {_shown(state[name])}, expected {expected}"
-                )
+                shown = _shown(state[name])
+                raise ArgumentError(f"{named} has {name} {shown}, expected {expected}")
         if len(state["epochs"]) > state["num_epochs"]:
             raise ArgumentError(
                 f"{named} has {len(state['epochs'])} epochs, expected at most num_epochs, which is "

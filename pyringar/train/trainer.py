@@ -113,10 +113,8 @@ class TrainResult:
     def __str__(self) -> str:
         """Return the last line that the book prints, with the devices of the ranks."""
         mean_s = sum(self.seconds) / len(self.seconds)
-        return (
-            f"test acc: {self.curve[-1]:.2f}, {mean_s:.1f} sec/epoch "
-            f"on {describe_devices(self.devices)}"
-        )
+        where = describe_devices(self.devices)
+        return f"test acc: {self.curve[-1]:.2f}, {mean_s:.1f} sec/epoch on {where}"
 
 
 def train(
@@ -262,9 +260,8 @@ class Trainer(AbstractContextManager["Trainer"]):
     @property
     def plan(self) -> Plan:
         """How the gradients of a step are reduced."""
-        nbytes = sum(param.numel() * param.element_size() for param in self.replicas[0])
-        plan: Plan = self.group.comm.plan(nbytes, self.config.torch_dtype)
-        return plan
+        nbytes = sum(param.nbytes for param in self.replicas[0])
+        return self.group.comm.plan(nbytes, self.config.torch_dtype)
 
     def run(
         self,
