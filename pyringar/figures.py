@@ -71,9 +71,6 @@ class Picture:
         return file.getvalue()
 
 
-# -- panels ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Lines:
     """Curves over common positions, with points and lines.
@@ -261,9 +258,6 @@ def draw(
     return Picture(figure)
 
 
-# -- pictures of their own -------------------------------------------------------------------------
-
-
 def images(tensors: Any) -> Picture:
     """Show images in a row.
 
@@ -348,9 +342,6 @@ def _draw_message(axes: Any, move: Any) -> None:
     axes.annotate("", end, begin, arrowprops={"arrowstyle": "-|>", "color": "black"})
     where = (0.7 * (x0 + x1), 0.66 * (y0 + y1))
     axes.annotate(f"chunk {move.chunk}", where, ha="center", va="center", fontsize=8)
-
-
-# -- matplotlib ------------------------------------------------------------------------------------
 
 
 def _figure(width: float, height: float) -> Any:

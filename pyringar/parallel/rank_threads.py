@@ -70,7 +70,7 @@ def _run_in_threads(
     ``devices``: the threads' current devices. An interrupt calls ``abandon``, which makes the
     functions end soon. When all have ended, raises the error of the first function that failed.
     """
-    settings = _TorchSettings(devices)
+    call = _with_settings(devices)
     results: list[Any] = [None] * len(functions)
     errors: dict[int, BaseException] = {}
     running: set[int] = set()
@@ -83,7 +83,7 @@ def _run_in_threads(
                 return
             running.add(i)
         try:
-            results[i] = settings.call(devices[i], functions[i])
+            results[i] = call(devices[i], functions[i])
         except BaseException as error:
             errors[i] = error
         with changed:
@@ -114,41 +114,36 @@ def _run_in_threads(
     return results
 
 
-class _TorchSettings:
-    """The calling thread's gradient modes, autocast and CUDA streams, for other threads."""
+def _with_settings(devices: Devices) -> Callable[[torch.device, Function], Any]:
+    """Return a caller with this thread's gradient modes, autocast and CUDA streams."""
+    gpus = {device for device in devices if device.type == "cuda"}
+    streams = {device: torch.cuda.current_stream(device) for device in gpus}
+    has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+    caches_casts = torch.is_autocast_cache_enabled()
+    # The hooks on tensors that autograd saves.
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    torch.autocast_increment_nesting()
+    is_in_autocast = torch.autocast_decrement_nesting() > 0
 
-    def __init__(self, devices: Devices) -> None:
-        gpus = {device for device in devices if device.type == "cuda"}
-        self._streams = {device: torch.cuda.current_stream(device) for device in gpus}
-        self._has_grad = torch.is_grad_enabled()
-        self._is_inference = torch.is_inference_mode_enabled()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        ]
-        self._caches_casts = torch.is_autocast_cache_enabled()
-        # The hooks on tensors that autograd saves.
-        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        torch.autocast_increment_nesting()
-        self._is_in_autocast = torch.autocast_decrement_nesting() > 0
-
-    def call(self, device: torch.device, function: Function) -> Any:
+    def call(device: torch.device, function: Function) -> Any:
         with ExitStack() as stack:
             # The thread's own device comes last and stays current.
-            for gpu in sorted(self._streams, key=lambda gpu: gpu == device):
-                stack.enter_context(torch.cuda.stream(self._streams[gpu]))
-            stack.enter_context(torch.inference_mode(self._is_inference))
-            stack.enter_context(torch.set_grad_enabled(self._has_grad))
-            if self._is_in_autocast:
+            for gpu in sorted(streams, key=lambda gpu: gpu == device):
+                stack.enter_context(torch.cuda.stream(streams[gpu]))
+            stack.enter_context(torch.inference_mode(is_inference))
+            stack.enter_context(torch.set_grad_enabled(has_grad))
+            if is_in_autocast:
                 # torch clears the casts of all threads when one leaves its outermost autocast.
                 torch.autocast_increment_nesting()
-            for kind, dtype in self._autocast:
-                cast = torch.autocast(kind, dtype, cache_enabled=self._caches_casts)
-                stack.enter_context(cast)
-            if self._saving is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
+            for kind, dtype in dtypes.items():
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches_casts))
+            if saving is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*saving))
             return function()
+
+    return call
 
 
 def run_in_lockstep(functions: Mapping[int, Function], devices: Devices) -> dict[int, Any]:

@@ -286,8 +286,7 @@ class Replicas:
 
     def named_tensors(self, rank: int) -> dict[str, Tensor]:
         """Return a rank's tensors by their names in the module, without buffers for ``home``."""
-        named: list[tuple[str, Tensor]]
-        named = [*self._module.named_parameters(remove_duplicate=False)]
+        named: list[tuple[str, Tensor]] = [*self._module.named_parameters(remove_duplicate=False)]
         if rank != self._home:
             named += self._module.named_buffers(remove_duplicate=False)
         return {name: self.tensor(tensor, rank) for name, tensor in named}

@@ -112,7 +112,8 @@ class RankedModel:
             for rank, shard in enumerate(shards)
             if len(shard)
         }
-        found = (run_in_lockstep if self._is_synced else run_ranks)(calls, self._devices)
+        run = run_in_lockstep if self._is_synced else run_ranks
+        found = run(calls, self._devices)
         return [found[r] if r in found else self.score(r, X) for r, X in enumerate(shards)]
 
     def buffers(self) -> list[list[Tensor]]:

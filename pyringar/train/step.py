@@ -199,8 +199,9 @@ class EagerStep(Step):
         with span(trace, "wait", k):
             self._reduce()
         updates = {rank: functools.partial(self.update, rank, step_size) for rank in range(k)}
+        run = run_in_order if self._branches is None else self._branches.run
         with span(trace, "optimizer", k):
-            (run_in_order if self._branches is None else self._branches.run)(updates)
+            run(updates)
         return losses
 
     def _compute_together(self, shards: Split, trace: Trace | None) -> list[Tensor]:
