@@ -205,7 +205,7 @@ class _Bucket:
 
     def add(self, tensor: Tensor) -> None:
         self.tensors.append(tensor)
-        self.nbytes += tensor.nbytes
+        self.nbytes += tensor.numel() * tensor.element_size()
 
     def tensor(self, rank: int, i: int) -> Tensor:
         with self._owner.lock:
