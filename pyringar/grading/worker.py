@@ -138,8 +138,7 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
     answer({"loaded": [str(device) for device in ranks]})
     for line in requests:
         request = json.loads(line)
-        reply = _call(subject, Case.from_dict(request["case"]), request["places"], arena)
-        answer(reply)
+        answer(_call(subject, Case.from_dict(request["case"]), request["places"], arena))
 
 
 def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Launched:
     lists: list[list[Tensor]]  # the tensors to reduce, by rank of this process
     params: list[int] = field(default_factory=list)  # indices of their parameters
     used: list[bool] = field(default_factory=list)  # has a rank of this process added to them?
-    # Tensors that are no gradients: index in `params`, parameter, tensor.
+    # Tensors that are not gradients: index in `params`, parameter, tensor.
     copies: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)  # of `lists` at a launch in backward
     flags: Tensor | None = None  # between processes: `used`, reduced over the ranks
@@ -295,8 +295,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
     def _check_agreed(self) -> None:
         params, cap_mb = self._by_rank[0], self._cap_bytes / 1e6
         settings = [f"{len(params)} parameters", f"bucket_cap_mb {cap_mb:g}", f"op {self._op}"]
-        for i, param in enumerate(params):
-            settings.append(f"parameter {i} of {tuple(param.shape)} {param.dtype}")
+        settings += [f"parameter {i} of {tuple(p.shape)} {p.dtype}" for i, p in enumerate(params)]
         device = params[0].device if params else torch.device("cpu")
         check_agreed(self._comm, settings, device)
 

@@ -187,7 +187,9 @@ def count_correct(
     ``replicas`` may be of this process only, if ``split_f`` returns only their shards. See
     `evaluate_accuracy_gpus` for the other arguments and errors.
     """
-    ranks = _check_replicas(replicas)
+    is_single = callable(replicas) and not isinstance(replicas, nn.ModuleList)
+    ranks: Sequence[Replica] = [replicas] if is_single else replicas
+    check_each(ranks, "a module or a function", callable)
     if not callable(split_f):
         raise ArgumentError(f"split_f is {kind_of(split_f)}, expected a function of X, y, devices")
     targets = _devices_of(ranks, devices)
@@ -204,13 +206,6 @@ def count_correct(
     if total == 0:
         raise ArgumentError("data_iter has no samples, so there is no accuracy")
     return correct, total
-
-
-def _check_replicas(given: Any) -> list[Replica]:
-    if callable(given) and not isinstance(given, nn.ModuleList):
-        return [given]
-    check_each(given, "a module or a function", callable)
-    return list(given)
 
 
 def _devices_of(replicas: Sequence[Replica], devices: Sequence[Device] | None) -> Devices:

@@ -162,12 +162,6 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def folder_of(name: str, path: str | Path) -> Path:
-    if not str(path):
-        raise ArgumentError(f"{name} is '', expected the path of a folder")
-    return Path(os.path.expanduser(path))
-
-
 def has_checkpoint(folder: Path) -> bool:
     return os.path.lexists(folder / _FILE)
 

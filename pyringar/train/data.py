@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
-from pyringar.train.config import CHOICES
+from pyringar.train.config import CHOICES, folder_of
 from pyringar.train.synthetic import synthetic_images
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> Imag
     if data_dir is None:
         root, asked = default_data_dir(), f"dataset is {dataset!r}"
     else:
-        root, asked = _folder(data_dir), f"data_dir is {str(data_dir)!r}"
+        root, asked = folder_of("data_dir", data_dir), f"data_dir is {str(data_dir)!r}"
     try:
         return _fashion_mnist(root)
     except RingarError as error:
@@ -141,12 +141,6 @@ def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> Imag
 def _synthetic() -> ImageData:
     train, test = synthetic_images(_SYNTHETIC_TRAIN, 20), synthetic_images(_SYNTHETIC_TEST, 21)
     return ImageData("synthetic garments", *train, *test)
-
-
-def _folder(data_dir: str | Path) -> Path:
-    if not isinstance(data_dir, (str, Path)) or not str(data_dir) or "\0" in str(data_dir):
-        raise ArgumentError(f"data_dir is {data_dir!r}, expected the path of a folder")
-    return Path(os.path.expanduser(data_dir))
 
 
 def _fashion_mnist(root: Path) -> ImageData:

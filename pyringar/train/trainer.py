@@ -25,7 +25,6 @@ from pyringar.parallel.shards import check_replicas_equal, count_correct, digest
 from pyringar.train.checkpoint import (
     SETTING,
     Checkpoint,
-    folder_of,
     has_checkpoint,
     named_in,
     prepare_folder,
@@ -33,7 +32,7 @@ from pyringar.train.checkpoint import (
     recipe_of,
     to_file,
 )
-from pyringar.train.config import TrainConfig
+from pyringar.train.config import TrainConfig, folder_of
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import describe_devices, synchronize
 from pyringar.train.graph import Branches, GraphStep, check_ranks
