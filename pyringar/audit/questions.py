@@ -161,7 +161,7 @@ class _Audit:
         return Finding(name, "yes", found)
 
     def _sum(self) -> str:
-        """Add small whole numbers, unlike at every rank and place: every order is exact."""
+        """Add small whole numbers, which differ by rank and place: every order is exact."""
         for numel in self.sizes:
             places = torch.arange(-(-_MIN_VALUES // numel) * numel).view(-1, numel)
             inputs = [(places % 17 + r).float() for r in range(self.k)]

@@ -80,10 +80,7 @@ class Report:
         return self.failed[0] if self.failed else None
 
     def __getitem__(self, name: str) -> Property:
-        for found in self.properties:
-            if found.name == name:
-                return found
-        raise KeyError(name)
+        return {found.name: found for found in self.properties}[name]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as values for JSON."""
@@ -165,16 +162,16 @@ def judge_all(
     hangs = 0
     for check in CHECKS:
         verdict, case = check.verdict_on_failure, None
+        detail: str | None
         if hangs == _MAX_HANGS:
             detail = f"not run: {hangs} other properties did not finish"
             verdicts.append(Property(check.name, verdict, detail))
             continue
         tested = subject()
         try:
-            found = look(check, tested)
-            if found is None:
-                verdict, found = "pass", check.covered(tested)
-            detail = found
+            detail = look(check, tested)
+            if detail is None:
+                verdict, detail = "pass", check.covered(tested)
         except Failure as failure:
             detail, case = str(failure), failure.case
         except TimeoutError:

@@ -115,7 +115,7 @@ def _run_in_threads(
 
 
 def _with_settings(devices: Devices) -> Callable[[torch.device, Function], Any]:
-    """Return a caller with this thread's gradient modes, autocast and CUDA streams."""
+    """Return a function that calls another with this thread's modes, autocast and streams."""
     gpus = {device for device in devices if device.type == "cuda"}
     streams = {device: torch.cuda.current_stream(device) for device in gpus}
     has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

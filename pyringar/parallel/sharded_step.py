@@ -191,7 +191,7 @@ class ShardedStep(AbstractContextManager["ShardedStep"]):
             self._check_equal()
         try:
             with self._isolate_draws(), torch_threads(self._num_threads):
-                sums = [
+                sums: list[list[Tensor]] = [
                     _sum_tree(partial(self._run_shard, rank, i, loss_of, watch), self.shards[i])
                     for i, rank in enumerate(ranks)
                 ]
@@ -208,8 +208,7 @@ class ShardedStep(AbstractContextManager["ShardedStep"]):
             rank.finish(total)
         self._is_first = False
         self.num_steps += 1
-        loss: Tensor = sums[0][-1]
-        return loss
+        return sums[0][-1]
 
     def close(self) -> None:
         """Close the communicator, unless it was given. May be called again."""
