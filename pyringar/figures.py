@@ -71,9 +71,6 @@ class Picture:
         return file.getvalue()
 
 
-# -- panels ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Lines:
     """Curves over common positions, with points and lines.
@@ -121,9 +118,8 @@ class Lines:
             size = 5 if name in self.curves else max(4, 9 - 3 * i)
             x, y = zip(*pairs, strict=True)
             axes.plot(x, y, "o", ms=size, color=color[name], alpha=0.6, label=label)
-        for style, (name, level) in zip(
-            itertools.cycle(_STYLES), self.levels.items(), strict=False
-        ):
+        levels = zip(itertools.cycle(_STYLES), self.levels.items(), strict=False)
+        for style, (name, level) in levels:
             axes.axhline(level, color="#444444", ls=style, lw=1.2, label=name)
         for name in self.log:
             _scale_by_powers(axes, name)
@@ -262,9 +258,6 @@ def draw(
     return Picture(figure)
 
 
-# -- pictures of their own -------------------------------------------------------------------------
-
-
 def images(tensors: Any) -> Picture:
     """Show images in a row.
 
@@ -349,9 +342,6 @@ def _draw_message(axes: Any, move: Any) -> None:
     axes.annotate("", end, begin, arrowprops={"arrowstyle": "-|>", "color": "black"})
     where = (0.7 * (x0 + x1), 0.66 * (y0 + y1))
     axes.annotate(f"chunk {move.chunk}", where, ha="center", va="center", fontsize=8)
-
-
-# -- matplotlib ------------------------------------------------------------------------------------
 
 
 def _figure(width: float, height: float) -> Any:

@@ -21,7 +21,7 @@ TRAIN, TEST = 66, 130
 def digest(trainer: Trainer, rank: int = 0) -> str:
     found = hashlib.blake2b(digest_size=6)
     step = trainer._run_step
-    kinds = (trainer.model.params, trainer.model.buffers(), step.momentum.velocities)
+    kinds = (trainer.model.params, trainer.model.buffers(), step.velocities)
     for tensor in [*itertools.chain(*(kind[rank] for kind in kinds)), step.sums[rank]]:
         found.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pyringar.audit.probes import (
     DTYPES,
-    bits_of,
     evaluate,
     exact_sum,
     find_order,
@@ -34,6 +33,7 @@ from pyringar.audit.trees import (
 )
 from pyringar.grading.cases import Lists
 from pyringar.grading.checks import Subject
+from pyringar.parallel.shards import bits_of
 
 SIZES = (8, 300)
 Sum = Callable[[list[Tensor]], Tensor]

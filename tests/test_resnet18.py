@@ -130,7 +130,7 @@ def test_layout_is_kept_everywhere(images, options):
             if isinstance(layer, torch.nn.Conv2d):
                 layer.register_forward_hook(lambda *args: found.extend((*args[1], args[2])))
         trainer.run()
-        tensors = [*trainer.replicas, *trainer._run_step.momentum.velocities]
+        tensors = [*trainer.replicas, *trainer._run_step.velocities]
         for param in (tensor for mine in tensors for tensor in mine if tensor.dim() == 4):
             assert is_last(param)
             assert param.grad is None or param.grad.stride() == param.stride()

@@ -342,7 +342,7 @@ MALFORMED = [
     (b"{}", "otherData"),
     (TRACE % b"", "it holds no step"),
     (TRACE % b"{}", "KeyError: 'ph'"),
-    (TRACE % (SPAN % b"1").replace(b"wait", b"lunch"), "category 'lunch', expected one of"),
+    (TRACE % (SPAN % b"1").replace(b"wait", b"lunch"), "category is 'lunch', expected one of"),
     (TRACE % (SPAN % b"-1"), "-1 microseconds"),
     (TRACE % (SPAN % b"NaN"), "nan microseconds"),
     (TRACE % (SPAN % b'"%s"' % (b"x" * 10**6)), "could not convert"),

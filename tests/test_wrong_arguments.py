@@ -13,7 +13,6 @@ from torch import nn
 import pyringar as pr
 from pyringar.parallel.shards import (
     check_replicas_equal,
-    count_correct,
     mismatch_flags,
     shard_sizes,
 )
@@ -45,8 +44,8 @@ def ones(k: int = 2, n: int = 3) -> list[torch.Tensor]:
     return [torch.ones(n) for _ in range(k)]
 
 
-def accuracy(*args: Any) -> float:
-    return pr.evaluate_accuracy_gpus(*args)
+def accuracy(*args: Any, **options: Any) -> float:
+    return pr.evaluate_accuracy_gpus(*args, **options)
 
 
 def bucketer(**options: Any) -> None:
@@ -127,9 +126,9 @@ CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (shard_sizes, "n", {"int"}, lambda v: shard_sizes(v, 2)),
     (shard_sizes, "num_shards", {"int"}, lambda v: shard_sizes(2, v)),
     (pr.evaluate_accuracy_gpus, "replicas", set(), lambda v: accuracy(v, [(X, Y)])),
-    (count_correct, "data_iter", set(), lambda v: count_correct([NET], v)),
-    (count_correct, "split_f", set(), lambda v: count_correct([NET], [(X, Y)], v)),
-    (count_correct, "devices", NOTHING, lambda v: count_correct([NET], [(X, Y)], devices=v)),
+    (pr.evaluate_accuracy_gpus, "data_iter", set(), lambda v: accuracy([NET], v)),
+    (pr.evaluate_accuracy_gpus, "split_f", set(), lambda v: accuracy([NET], [(X, Y)], v)),
+    (pr.evaluate_accuracy_gpus, "devices", NOTHING, lambda v: accuracy([NET], [(X, Y)], devices=v)),
     (check_replicas_equal, "replicas", set(), lambda v: check_replicas_equal(v)),
     (mismatch_flags, "replicas", set(), lambda v: mismatch_flags(v)),
     (pr.check_allreduce, "fn", set(), lambda v: pr.check_allreduce(v)),

@@ -15,12 +15,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pyringar.audit.trees import EXACT, Region, Tree, fold, rebuild
+from pyringar.audit.trees import EXACT, Pair, Region, Tree, fold, rebuild
 from pyringar.errors import RingarError
+from pyringar.parallel.shards import has_bits
 
 
 class TargetError(RingarError):
-    """A call of the allreduce that is audited failed."""
+    """A call of the audited allreduce failed."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
@@ -41,21 +42,20 @@ class Target(Protocol):
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
     ) -> list[Tensor]:
-        """Return every rank's result of an allreduce, and leave the inputs as they are.
+        """Return every rank's result of an allreduce, and leave the inputs unchanged.
 
-        ``inputs`` are flat tensors, one per rank. ``way`` is one of ``ways``; ``"async"`` begins
-        all calls before it waits for one. ``cuts`` are places where the tensors are cut, to be
-        reduced by several calls. TargetError if a call failed, did not end in time, or left
-        something else.
+        ``inputs``: a flat tensor per rank. ``way``: one of ``ways``; ``"async"`` begins all calls
+        before it waits. ``cuts``: where the tensors are cut, for several calls. TargetError if a
+        call failed, did not end in time, or left something else.
         """
 
 
 class _Format(NamedTuple):
-    """The numbers of a dtype: exponents, digits, and how many units fit into one sum.
+    """The numbers of a dtype: exponents, digits, and the number of units in one sum.
 
-    Next to 2^big all units together are nothing, in float32 for 16 bits, in any format of a
-    processor for the others; without it their sum is exact. Random values lie between 2^-reach and
-    2^reach, so that every order of addition shows, and 2^-tail below the half of a last digit.
+    Beside 2^big all units together are nothing, in float32 for 16 bits, in any format of a
+    processor for the others; without 2^big their sum is exact. Random values lie between 2^-reach
+    and 2^reach, so that every order of addition shows, and 2^-tail below the half of a last digit.
     """
 
     big: int
@@ -74,7 +74,6 @@ _FORMATS = {
     torch.bfloat16: _Format(120, 0, 8, 14, -133, 8),
 }
 DTYPES = tuple(_FORMATS)
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_TRIED = 1 << 12  # elements of exact sums that are compared
 
 
@@ -82,16 +81,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    return tensor.view(_BITS[tensor.element_size()])
-
-
 def wide_values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
     """Return a flat tensor of random values per rank, which show orders and partial sums.
 
-    Half of the elements have values of many magnitudes. In a quarter of the elements one rank has
-    the negative of another rank's value: the sum then is the rounding of partial sums. In a quarter
-    the sum lies beside the middle of two neighbouring numbers, at a distance that few types hold.
+    Half of the elements have values of many magnitudes. In a quarter one rank has the negative of
+    another rank's value: the sum is the rounding of partial sums. In a quarter the sum lies beside
+    the middle of two neighbouring numbers, at a distance that few types hold.
     """
     generator = torch.Generator().manual_seed(31)
     form, shape = _FORMATS[dtype], (k, numel)
@@ -137,10 +132,8 @@ def find_order(
     return [first if same[r] else _regions(pairs, groups[r], k) for r in range(k)]
 
 
-def _probes(
-    k: int, pair: tuple[int, int], numel: int, dtype: torch.dtype
-) -> Iterator[list[Tensor]]:
-    """Yield inputs in which two ranks have M and -M, and others units, as many as fit."""
+def _probes(k: int, pair: Pair, numel: int, dtype: torch.dtype) -> Iterator[list[Tensor]]:
+    """Yield inputs in which two ranks have M and -M, and as many others as fit have units."""
     probe = _FORMATS[dtype]
     others = [r for r in range(k) if r not in pair]
     for first in range(0, max(1, len(others)), probe.units):
@@ -150,12 +143,10 @@ def _probes(
         yield [torch.full((numel,), value, dtype=dtype) for value in values]
 
 
-def _groups(
-    results: Sequence[Sequence[Tensor]], pair: tuple[int, int], dtype: torch.dtype
-) -> list[Tensor]:
+def _groups(results: Sequence[Sequence[Tensor]], pair: Pair, dtype: torch.dtype) -> list[Tensor]:
     """Return, for every rank and element, the ranks in the smallest sum that holds both of a pair.
 
-    Ranks are bits; -1: the result was no sum of units. Ranks with one result share a tensor.
+    Ranks are bits; -1: the result is not a sum of units. Ranks with equal results share a tensor.
     Results are ``results[probe][rank]``.
     """
     groups: list[Tensor] = []
@@ -168,10 +159,8 @@ def _groups(
     return groups
 
 
-def _lost(
-    results: Sequence[Tensor], pair: tuple[int, int], others: Sequence[int], probe: _Format
-) -> Tensor:
-    """Return a pair's ranks and those whose units did not survive, as bits; -1: no sum of units."""
+def _lost(results: Sequence[Tensor], pair: Pair, others: Sequence[int], probe: _Format) -> Tensor:
+    """Return a pair's ranks and those whose units were lost, as bits; -1: not a sum of units."""
     lost = torch.full_like(results[0], 1 << pair[0] | 1 << pair[1], dtype=torch.int32)
     for number, result in enumerate(results):
         units = others[number * probe.units : (number + 1) * probe.units]
@@ -184,11 +173,7 @@ def _lost(
     return lost
 
 
-def has_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(bits_of(a), bits_of(b))
-
-
-def _regions(pairs: Sequence[tuple[int, int]], groups: Sequence[Tensor], k: int) -> list[Region]:
+def _regions(pairs: Sequence[Pair], groups: Sequence[Tensor], k: int) -> list[Region]:
     """Return runs of elements for which all pairs have the same groups, with their trees."""
     changes = torch.zeros(len(groups[0]) - 1, dtype=torch.bool)
     for group in groups:
@@ -211,8 +196,8 @@ def evaluate(
 ) -> Tensor:
     """Return the sum that regions describe, bit for bit.
 
-    The last dimension of inputs is the message. ``partial`` is the type of partial sums, which are
-    rounded once at the end; by default that of the inputs.
+    The last dimension of inputs is the message. ``partial``: the dtype of partial sums, which are
+    rounded once at the end; by default the dtype of the inputs.
     """
     dtype = inputs[0].dtype
     terms = [x.to(partial or dtype) for x in inputs]
@@ -242,9 +227,9 @@ def _partial(tree: Tree, terms: Sequence[Tensor]) -> Tensor:
 def partial_type(
     regions: Sequence[Region], inputs: Sequence[Tensor], result: Tensor
 ) -> torch.dtype | None:
-    """Return the type of partial sums with which regions give a result; None if there is none.
+    """Return the dtype of partial sums with which regions give a result; None if there is none.
 
-    Of exact sums, which are slow, no more than the first 4096 elements are compared.
+    Compares the first 4096 elements of exact sums, which are slow.
     """
     if any(region.tree is None for region in regions):
         return None

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from pyringar.audit.probes import (
     DTYPES,
     Target,
     TargetError,
-    bits_of,
     dtype_name,
     find_order,
     partial_type,
@@ -24,6 +23,7 @@ from pyringar.audit.probes import (
 )
 from pyringar.audit.report import Finding, Report, Section
 from pyringar.audit.trees import EXACT, Region, describe, same_trees
+from pyringar.parallel.shards import bits_of
 
 SIZES = (1, 8, 1000, 16_384, 262_144, 1_048_576)
 _FEW = 4096  # elements that are enough for most questions
@@ -35,13 +35,14 @@ _MAX_STEPS = 64  # to find the sizes at which orders change
 _MAX_REGIONS = 64  # of a message, in a document
 
 
-class _Draw(NamedTuple):  # random messages, a row each, and their results, by rank
-    inputs: list[Tensor]
-    results: list[Tensor]
+# Random messages, a row each, and their results, by rank.
+_Draw: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
+_Order: TypeAlias = "tuple[list[Region], Finding]"
+_Row: TypeAlias = "tuple[int, Finding]"  # by size
 
 
 class _Differ(Exception):  # noqa: N818
-    """Two results that should have the same bits do not; says where."""
+    """Two results that should have the same bits differ."""
 
     def __init__(self, detail: str, case: dict[str, Any]) -> None:
         super().__init__(detail)
@@ -49,10 +50,10 @@ class _Differ(Exception):  # noqa: N818
 
 
 def audit(target: Target, sizes: Sequence[int] = SIZES) -> Report:
-    """Find out what an allreduce computes, and which bits can be relied on.
+    """Find out what an allreduce computes, and which bits are reliable.
 
     A call that raises is a finding. Cost: ``k (k - 1) / 2`` calls for each size, and some thousand
-    calls with short messages, whose results are too few values otherwise.
+    calls with short messages, which have few values.
     """
     return _Audit(target, sorted(set(sizes))).report()
 
@@ -64,11 +65,11 @@ def order_of(
     dtype: torch.dtype = torch.float32,
     way: str = "in place",
     draw: _Draw | None = None,
-) -> tuple[list[Region], Finding]:
+) -> _Order:
     """Return the order of addition on rank 0, confirmed by the bits of random values.
 
-    The finding's case has the type of ``partial_sums``. ``draw``: random values and their results,
-    if there are any already. TargetError if a call failed.
+    The finding's case has the dtype of ``partial_sums``. ``draw``: random values and their results.
+    TargetError if a call failed.
     """
     inputs, result = draw or _drawn(target, k, numel, dtype, way)
     regions, *others = find_order(target, k, numel, dtype, way)
@@ -96,11 +97,11 @@ def order_of(
 
 def _drawn(target: Target, k: int, numel: int, dtype: torch.dtype, way: str) -> _Draw:
     inputs = _values(k, numel, dtype)
-    return _Draw(inputs, _reduce(target, inputs, way))
+    return inputs, _reduce(target, inputs, way)
 
 
 def _values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return random messages of every rank, a row each, of a thousand values or more."""
+    """Return random messages of every rank, a row each, with a thousand values or more."""
     num_messages = -(-_MIN_VALUES // numel) | 1  # odd: every other call of a run is another one
     return [x.view(-1, numel) for x in wide_values(k, num_messages * numel, dtype)]
 
@@ -123,7 +124,7 @@ class _Audit:
         self.dtypes: list[torch.dtype] = []  # that the target takes
         self._failures = self._steps = 0
         self._draws: dict[tuple[torch.dtype, int], _Draw] = {}  # of short messages
-        self._found: dict[int, tuple[list[Region], Finding]] = {}  # in float32, by size
+        self._found: dict[int, _Order] = {}  # in float32, by size
 
     def report(self) -> Report:
         *short, few = self._two_sizes()
@@ -160,7 +161,7 @@ class _Audit:
         return Finding(name, "yes", found)
 
     def _sum(self) -> str:
-        """Small whole numbers, other ones at every rank and place: every order is exact."""
+        """Add small whole numbers, which differ by rank and place: every order is exact."""
         for numel in self.sizes:
             places = torch.arange(-(-_MIN_VALUES // numel) * numel).view(-1, numel)
             inputs = [(places % 17 + r).float() for r in range(self.k)]
@@ -174,8 +175,6 @@ class _Audit:
                     )
                 _compare(want, got, "in the sum", where)
         return f"whole numbers, {_span(self.sizes)}"
-
-    # -- order and rounding ------------------------------------------------------------------------
 
     def _orders(self) -> Iterator[Finding]:
         # Libraries choose by powers of two: there is a size between any two of them.
@@ -191,12 +190,10 @@ class _Audit:
             detail = last.detail if len(alike) == 1 else _form(last)[1] or f"last: {last.detail}"
             yield Finding(_span([numel for numel, _ in alike]), last.verdict, detail, cases)
 
-    def _row(self, numel: int) -> tuple[int, Finding]:
+    def _row(self, numel: int) -> _Row:
         return numel, self._ask("", partial(self._order, self.k, numel))
 
-    def _between(
-        self, low: tuple[int, Finding], high: tuple[int, Finding]
-    ) -> list[tuple[int, Finding]]:
+    def _between(self, low: _Row, high: _Row) -> list[_Row]:
         has_order = not {low[1].verdict, high[1].verdict} & {"failed", "changes"}
         is_found = _form(low[1]) == _form(high[1]) or high[0] - low[0] == 1
         if not has_order or is_found or self._steps == _MAX_STEPS:
@@ -209,9 +206,7 @@ class _Audit:
         _, found = self._own_order(numel) if k == self.k else order_of(self.target, k, numel)
         return Finding("", found.verdict, found.detail, {_elements(numel): found.case})
 
-    def _own_order(
-        self, numel: int, dtype: torch.dtype = torch.float32
-    ) -> tuple[list[Region], Finding]:
+    def _own_order(self, numel: int, dtype: torch.dtype = torch.float32) -> _Order:
         if dtype == torch.float32 and numel in self._found:
             return self._found[numel]
         found = order_of(self.target, self.k, numel, dtype, draw=self._drawn(numel, dtype))
@@ -220,7 +215,7 @@ class _Audit:
         return found
 
     def _drawn(self, numel: int, dtype: torch.dtype = torch.float32) -> _Draw:
-        """Return random messages and their results, of short messages always the same ones."""
+        """Return random messages and their results, always the same ones if they are short."""
         if (dtype, numel) in self._draws:
             return self._draws[dtype, numel]
         draw = _drawn(self.target, self.k, numel, dtype, "in place")
@@ -265,8 +260,6 @@ class _Audit:
             return Finding("", "each add", f"to {name}{said}", order.case)
         return Finding("", "once", f"in the end; partial sums are {name}{said}", order.case)
 
-    # -- the same bits -----------------------------------------------------------------------------
-
     def _same_bits(self) -> Iterator[Finding]:
         yield self._ask("on every rank", self._every_rank)
         yield self._ask("in every run", self._every_run)
@@ -279,7 +272,7 @@ class _Audit:
 
     def _every_rank(self) -> str:
         for dtype, numel in self._messages():
-            first, *others = self._drawn(numel, dtype).results
+            first, *others = self._drawn(numel, dtype)[1]
             for rank, other in enumerate(others, 1):
                 _compare(first, other, "on rank 0", f"on rank {rank}")
         return f"float32 of {_span(self.sizes)}, other types of {self.few}"
@@ -334,7 +327,7 @@ class _Audit:
         return f"{what}, {_span(self.sizes)}"
 
     def _compare_ways(self, numel: int, way: str, cuts: Sequence[int] = ()) -> None:
-        """Compare the bits of a way with those in place, of a message that is cut if ``cuts``."""
+        """Compare the bits of a way with those in place, for messages cut at ``cuts``."""
         inputs, plain = self._drawn(numel)
         if cuts:
             one = [x[0] for x in inputs]
@@ -357,8 +350,6 @@ class _Audit:
             got = _reduce(self.target, [inputs[r] for r in order])[0]
             _compare(plain, got, "as they are", f"if ranks have the values of {_listed(order)}")
         return f"{2 * self.k - 1} permutations of the inputs"
-
-    # -- special values ----------------------------------------------------------------------------
 
     def _special(self, columns: Callable[[torch.finfo, int], list[_Column]]) -> str:
         for dtype, numel in self._messages():
@@ -397,9 +388,6 @@ _SPECIALS: dict[str, Callable[[torch.finfo, int], list[_Column]]] = {
 }
 
 
-# -- comparing -------------------------------------------------------------------------------------
-
-
 def _difference(want: Tensor, got: Tensor) -> Tensor | None:
     """Return where bits differ, or None if they are equal. All NaNs are equal."""
     differ = (bits_of(want) != bits_of(got)) & ~(want.isnan() & got.isnan())
@@ -435,7 +423,7 @@ def _hex(value: Tensor) -> str:
 
 
 def _cuts(numel: int) -> list[int]:
-    """Return where a message is cut into a short piece and three longer ones, if it has so many."""
+    """Cut a message into a short piece and three longer ones, if it is long enough."""
     return sorted({min(8, numel // 4), numel // 3, numel - numel // 5} - {0, numel})
 
 
@@ -462,6 +450,6 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _form(row: Finding) -> tuple[str, str]:
-    """Return what messages have in common that are added alike, whatever their chunks' sizes."""
+    """Return the part of a finding that does not depend on the chunks' sizes."""
     is_of_parts = row.detail.startswith("elements")
     return row.verdict, "" if is_of_parts else re.split("; | from rank", row.detail)[0]

@@ -1,4 +1,4 @@
-"""Start the ranks of a library, a process each, and have them reduce what they are given."""
+"""Start the ranks of a library, a process each, and have them reduce tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import TCPStore
 
 from pyringar.audit.probes import TargetError, dtype_name
 
@@ -32,15 +32,14 @@ _START_S = 120.0  # most time until all ranks have met: an engine may have to be
 
 
 class Ranks:
-    """The ranks of a library as a `Target`, started when they are needed and after a failure."""
+    """The ranks of a library as a `Target`, started at the first call and after a failure."""
 
     ways: tuple[str, ...] = ("in place", "unaligned", "async")
 
     def __init__(
         self, library: str, ranks: int, timeout_s: float = 30.0, *, order: str = "any"
     ) -> None:
-        self.ranks, self.name, self._library = ranks, library, library
-        self._timeout_s = timeout_s
+        self.ranks, self.name, self._timeout_s = ranks, library, timeout_s
         self._options = {"library": library, "ranks": ranks, "order": order, "timeout_s": timeout_s}
         self._channels: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -78,10 +77,7 @@ class Ranks:
         return [torch.frombuffer(bytearray(mine), dtype=dtype) for mine in results[:k]]
 
     def _ask(self, what: str, requests: Sequence[Any], seconds: float) -> list[Any]:
-        """Send each rank its request, if there are any; return the answers, by rank.
-
-        TargetError if a rank failed, ended, or did not answer in time.
-        """
+        """Send each rank its request; return the answers by rank, or raise TargetError."""
         answers: dict[int, tuple[str, Any]] = {}
         late: list[int] = []
 
@@ -115,11 +111,10 @@ class Ranks:
         return [answers[rank][1] for rank in range(self.ranks)]
 
     def _start(self) -> None:
-        # A fork has torch already, but could not use CUDA.
-        context: Any = multiprocessing.get_context("spawn" if self._library == "nccl" else "fork")
-        self._store = _distributed_c10d.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
+        library = self._options["library"]
+        # A fork has torch already, but cannot use CUDA.
+        context: Any = multiprocessing.get_context("spawn" if library == "nccl" else "fork")
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.ranks):
             channel, theirs = context.Pipe()
             options = {**self._options, "rank": rank, "port": self._store.port}
@@ -131,8 +126,7 @@ class Ranks:
             theirs.close()
             self._channels.append(channel)
             self._processes.append(process)
-        version = self._ask(f"the start of {self._options['library']}", [], _START_S)[0]
-        self.name = f"{self._options['library']} {version}"
+        self.name = f"{library} {self._ask(f'the start of {library}', [], _START_S)[0]}"
 
 
 class Rank:
@@ -144,7 +138,7 @@ class Rank:
         self._is_ringar = options["library"] == "ringar"
         self._groups: dict[int, Any] = {}
         self._device = torch.device("cpu")
-        self._store = _distributed_c10d.TCPStore("127.0.0.1", options["port"])
+        self._store = TCPStore("127.0.0.1", options["port"])
         self.version = f"torch {torch.__version__}"
         if self._is_ringar:
             version = importlib.metadata.version("pyringar")
@@ -193,7 +187,7 @@ class Rank:
 
 
 def serve(channel: Connection, options: Options) -> None:
-    """Join the other ranks, then answer requests until the auditor hangs up.
+    """Join the other ranks, then answer requests until the auditor closes the channel.
 
     A request is a dtype, a number of ranks, a way, edges of pieces, and this rank's bytes. Answers
     begin with ``"done"`` or ``"failed"``.
@@ -237,7 +231,7 @@ def _words(error: Exception) -> str:
 
 
 def _end_with_auditor() -> None:
-    """End this process when the auditor is gone, even in a call that never returns."""
+    """End this process when the auditor ends, even in a call that never returns."""
     auditor = parent_process()
     assert auditor is not None
     wait([auditor.sentinel])

@@ -13,9 +13,9 @@ _WIDTH = 80  # of a terminal
 class Finding:
     """One answer.
 
-    ``verdict`` is ``"yes"``, ``"no"`` or the name of an order or a way to round; ``"-"`` if there
-    was nothing to ask, ``"failed"`` if there was no answer. ``detail`` says it in words, for a
-    ``"no"`` with the first element that shows it, and ``case`` in numbers.
+    ``verdict``: ``"yes"``, ``"no"``, the name of an order or a rounding, ``"-"`` if the question
+    does not apply, or ``"failed"``. ``detail``: the same in words, for ``"no"`` with the first
+    wrong element. ``case``: in numbers.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Describe in which order ranks are added, and recognise the orders that have names.
+"""Describe the order in which ranks are added, and recognise the orders that have names.
 
-A `Tree` is a rank, or a pair of trees whose sums are added. Addition commutes, so a pair has no
-order: the tree with the lower ranks stands first. The sum of a message is a list of `Region`, each
-a run of elements that are added in the same order.
+A `Tree` is a rank, or a pair of trees whose sums are added. Addition commutes, so the tree with the
+lower ranks stands first. The sum of a message is a list of `Region`, runs of elements that are
+added in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_SHOWN = 4  # regions of a message that are told one by one
 
 @dataclass(frozen=True)
 class Region:
-    """Elements ``start`` to ``stop - 1``, with their tree, `EXACT`, or None for what is neither."""
+    """Elements ``start`` to ``stop - 1``, with their tree, `EXACT`, or None if unknown."""
 
     start: int
     stop: int
@@ -64,7 +64,7 @@ def _halving(terms: Sequence[Tree]) -> Tree:
 
 
 def formula(tree: Tree | str | None) -> str:
-    """Return ``"((0+1)+2)+3"``, the numbers being those of the ranks."""
+    """Return such as ``"((0+1)+2)+3"``: the numbers are ranks."""
     if tree is None or isinstance(tree, str):
         return tree or "unknown"
     if isinstance(tree, int):
@@ -88,7 +88,7 @@ def groups_of(tree: Tree) -> dict[Pair, int]:
 def rebuild(groups: Mapping[Pair, int], k: int) -> Tree | str | None:
     """Return the only tree of ``k`` ranks that has these groups, sets of ranks as bits.
 
-    `EXACT` if no pair has taken another rank with it; None if no tree has these groups.
+    `EXACT` if no pair has lost another rank; None if no tree has these groups.
     """
     if k > 2 and all(group == 1 << i | 1 << j for (i, j), group in groups.items()):
         return EXACT
@@ -138,7 +138,7 @@ def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
     """Return the name of a message's order, and the order in full.
 
     Such as ``("ring", "chunk c adds ranks c+1, c+2, ... (mod 4); chunks of 250")``. The name is
-    ``"unknown"`` where some element has no tree, ``"no name"`` where trees have none.
+    ``"unknown"`` if an element has no tree, ``"no name"`` if trees have none.
     """
     trees = [region.tree for region in regions]
     if None in trees:
@@ -154,7 +154,9 @@ def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
     for step in (1, -1):
         starts = [_starts(k, step).get(tree, -1) for tree in trees]
         if min(starts) >= 0:
-            return "ring", f"{_ring(starts, k, step)}; {_sizes(regions)}"
+            sizes = sorted(region.stop - region.start for region in regions)
+            size = str(sizes[0]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+            return "ring", f"{_ring(starts, k, step)}; {len(sizes)} chunks of {size}"
     shown = [f"elements {r.start} to {r.stop - 1}: {formula(r.tree)}" for r in regions[:_MAX_SHOWN]]
     more = f"; {len(regions) - _MAX_SHOWN} more" if len(regions) > _MAX_SHOWN else ""
     names = {_names(tree, k)[0] for tree in set(trees)}
@@ -176,9 +178,3 @@ def _ring(starts: Sequence[int], k: int, step: int) -> str:
         return f"chunk c adds ranks {first}, {second}, ... (mod {k})"
     listed = ", ".join(map(str, starts[: 2 * k])) + ", ..." * (len(starts) > 2 * k)
     return f"{'up' if step > 0 else 'down'} from rank {listed}"
-
-
-def _sizes(regions: Sequence[Region]) -> str:
-    sizes = [region.stop - region.start for region in regions]
-    low, high = min(sizes), max(sizes)
-    return f"{len(sizes)} chunks of {low if low == high else f'{low} to {high}'}"

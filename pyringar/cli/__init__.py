@@ -1,9 +1,8 @@
 """The ``pyringar`` command: one module per subcommand, each with ``add_parser`` and ``run``.
 
-A module imports torch, and what imports torch, inside the functions that need it: ``--help`` and
-wrong arguments are answered at once. ``run`` returns the exit status; what it raises is reported
-here. An `ArgumentError` of the library that begins with an option's name is told with the
-flag.
+Modules import torch inside functions, so ``--help`` and wrong arguments are answered at once.
+``run`` returns the exit status. An `ArgumentError` that begins with an option's name is reported
+with the flag.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; ``argv`` defaults to the arguments of the process.
 
-    Returns:
-        The exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted, 141 the reader of
-        stdout closed it. After ``--help``, ``--version`` and a parsing error: SystemExit.
+    Returns the exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted, 141 the
+    reader of stdout closed it. SystemExit after ``--help``, ``--version`` and a parsing error.
     """
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv and argv[0] in _COMMANDS else ""

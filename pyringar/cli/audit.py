@@ -68,7 +68,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    _check(args)
+    if not 2 <= args.ranks <= _MAX_RANKS:
+        raise ArgumentError(f"ranks is {args.ranks}, expected 2 to {_MAX_RANKS}")
+    if not (args.timeout > 0 and math.isfinite(args.timeout)):
+        raise ArgumentError(f"timeout is {args.timeout:g}, expected a positive number of seconds")
+    if args.order is not None and args.target != "ringar":
+        raise ArgumentError(f"order is {args.order!r}, but only the target ringar takes one")
     sizes = _sizes(args.sizes)
     with _target(args) as target:
         from pyringar.audit.questions import SIZES, audit
@@ -90,15 +95,6 @@ def _sizes(text: str | None) -> list[int]:
             f"sizes is {text!r}, expected numbers from 1 to {_MAX_ELEMENTS} with commas between"
         )
     return sizes
-
-
-def _check(args: argparse.Namespace) -> None:
-    if not 2 <= args.ranks <= _MAX_RANKS:
-        raise ArgumentError(f"ranks is {args.ranks}, expected 2 to {_MAX_RANKS}")
-    if not (args.timeout > 0 and math.isfinite(args.timeout)):
-        raise ArgumentError(f"timeout is {args.timeout:g}, expected a positive number of seconds")
-    if args.order is not None and args.target != "ringar":
-        raise ArgumentError(f"order is {args.order!r}, but only the target ringar takes one")
 
 
 def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:

@@ -81,9 +81,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     if not (args.timeout > 0 and math.isfinite(args.timeout)):
         raise ArgumentError(f"--timeout is {args.timeout:g}, expected a positive number")
-    targets, is_class = _targets(args)
+    targets = _targets(args)
     path = check_output_path("--csv", args.csv, ".csv") if args.csv else None
-    if is_class or path:
+    if path or len(args.targets) > 1 or os.path.isdir(args.targets[0]):
         return _grade_class(targets, path, args)
     return _grade_one(targets[0], args)
 
@@ -152,23 +152,18 @@ def shower(prog: str) -> Callable[[bytes], None]:
     return show
 
 
-def _targets(args: argparse.Namespace) -> tuple[list[Target], bool]:
-    """Return the targets, and whether they are a class.
-
-    Files are read now: a solution may write into the next one's.
-    """
+def _targets(args: argparse.Namespace) -> list[Target]:
+    """Read all files now: a solution may write into the file of the next one."""
     targets: list[Target] = []
-    is_class = len(args.targets) > 1
     for text in args.targets:
         if os.path.isdir(text):
-            is_class = True
             files = sorted(_python_files(text))
             if not files:
                 raise ArgumentError(f"there is no *.py in the folder '{text}'")
             targets += [_file_target(file, args.function) for file in files]
         else:
             targets.append(target_of(text, args.function))
-    return targets, is_class
+    return targets
 
 
 def _python_files(folder: str) -> Iterator[str]:

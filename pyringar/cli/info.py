@@ -60,7 +60,7 @@ def gather() -> dict[str, dict[str, Any]]:
 
 
 def _told(fact: Callable[[], Any]) -> Any:
-    """Return ``fact()``, or its pyringar error as text, so that a failure ends no report."""
+    """Return ``fact()``, or its pyringar error as text."""
     try:
         return fact()
     except RingarError as error:

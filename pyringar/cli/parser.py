@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,31 +18,23 @@ _COLUMNS = 80
 _LABEL = 11  # columns
 
 
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"is {text!r}, expected a whole number") from None
+def _reader(kind: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"is {text!r}, expected {expected}") from None
 
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"is {text!r}, expected a number") from None
+    return read
 
 
 class Parser(argparse.ArgumentParser):
-    """Read a command's arguments.
-
-    Unlike in argparse, options cannot be abbreviated, and an error is one line that suggests the
-    nearest option or choice.
-    """
+    """Reports an error in one line with the nearest option or choice; allows no abbreviations."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
-        self.register("type", int, _whole_number)
-        self.register("type", float, _number)
+        self.register("type", int, _reader(int, "a whole number"))
+        self.register("type", float, _reader(float, "a number"))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = [str(choice) for choice in action.choices or ()]
@@ -76,15 +68,10 @@ class Parser(argparse.ArgumentParser):
         }
 
     def with_flag(self, message: str) -> str:
-        """Replace the argument's name at the beginning of an error message by its option.
-
-        The name in advice such as ``with resume='run'`` is replaced too.
-        """
+        """Replace an argument's name, at the start or in ``with NAME=``, by its option."""
         negated = {action.dest for action in self._actions if action.const is False}
         flags = {dest: flag for dest, flag in self.flags().items() if dest not in negated}
-        return re.sub(
-            r"^\w+|(?<=\bwith )\w+(?==)", lambda name: flags.get(name[0], name[0]), message
-        )
+        return re.sub(r"^\w+|(?<=\bwith )\w+(?==)", lambda m: flags.get(m[0], m[0]), message)
 
 
 def add_options(parser: Any, options: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
@@ -95,16 +82,11 @@ def add_options(parser: Any, options: Mapping[str, tuple[str, dict[str, Any]]]) 
 
 
 def add_json_option(parser: Any) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document instead, on stdout"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
 
 
 def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Path:
-    """Check that a file with a suffix can be written, and return its path with ``~`` expanded.
-
-    An old file stays as it is. For ``".png"`` matplotlib must be installed.
-    """
+    """Check that a file with a suffix can be written; return its path with ``~`` expanded."""
     if not str(path):
         raise ArgumentError(f"{option} is '', expected a file name")
     path = Path(os.path.expanduser(path))

@@ -17,7 +17,7 @@ lost ranks are told at once, with a table of the calls of all ranks. Ranks share
 the modules, and all other state that a process has once: for programs that keep
 such state per rank (accelerate, Lightning), and for programs that call
 torch.distributed in several threads, take --processes."""
-# The modules that raise what ranks did.
+# The modules that raise the errors of ranks.
 _OF_RANKS = ("pyringar.cluster.cluster", "pyringar.cluster.processes")
 _EPILOG = """\
 Exit status: 0 all ranks ended well; what sys.exit() was given on a rank; 1 a
@@ -31,7 +31,10 @@ examples:
 
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "ranks": ("how many", {"metavar": "K", "type": int, "default": 4}),
-    "devices": ("one per rank, such as cuda:0,cuda:0 (default: cpu)", {"metavar": "D,D,..."}),
+    "devices": (
+        "one per rank, such as cuda:0,cuda:0 (default: cpu)",
+        {"metavar": "D,D,...", "type": lambda text: text.split(",")},
+    ),
     "seed": (
         "decides which rank goes next; the same seed, the same run",
         {"metavar": "N", "type": int, "default": 0},
@@ -65,32 +68,27 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program on all ranks; print what a rank raised as Python would."""
+    """Run the program on all ranks; print the error of a rank as Python would."""
     from pyringar.cli.script import as_program
     from pyringar.cluster.launch import launch
     from pyringar.cluster.report import of_program
 
-    devices = args.devices.split(",") if args.devices is not None else None
     try:
         with as_program(args.script, args.arguments, is_module=args.is_module) as program:
             launch(
                 program,
                 args.ranks,
-                devices=devices,
+                devices=args.devices,
                 seed=args.seed,
                 timeout=args.timeout,
                 processes=args.processes,
             )
     except Exception as error:
-        if not isinstance(error, RingarError) or _is_of_ranks(error):
-            own = of_program(error.__traceback__)  # without the frames of this library
-            traceback.print_exception(type(error), error, own, file=sys.stderr)
-            return 1
-        raise
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        is_of_ranks = any(frame.f_globals.get("__name__") in _OF_RANKS for frame in frames)
+        if isinstance(error, RingarError) and not is_of_ranks:  # an option is wrong
+            raise
+        own = of_program(error.__traceback__)  # without the frames of this library
+        traceback.print_exception(type(error), error, own, file=sys.stderr)
+        return 1
     return 0
-
-
-def _is_of_ranks(error: BaseException) -> bool:
-    """Return whether an error is about what ranks did, and not about an option."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_globals.get("__name__") in _OF_RANKS for frame in frames)

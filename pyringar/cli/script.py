@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from pyringar.errors import ArgumentError
 
 
 class _MainOfRank(ModuleType):
-    """Be each rank's ``__main__`` to its threads, and the process's, ``outside``, to others."""
+    """Gives each rank's threads their ``__main__``, and other threads that of the process."""
 
     def __init__(self, outside: ModuleType) -> None:
         object.__setattr__(self, "_of_rank", lambda: getattr(current(), "main", None) or outside)
@@ -32,13 +32,11 @@ class _MainOfRank(ModuleType):
 
 
 @contextlib.contextmanager
-def as_program(
-    target: str, argv: Sequence[str], *, is_module: bool
-) -> Iterator[Callable[[], None]]:
-    """Give a function that runs a script as ``__main__`` of the rank that calls it.
+def as_program(target: str, argv: list[str], *, is_module: bool) -> Iterator[Callable[[], None]]:
+    """Return a function that runs a script as ``__main__`` of the rank that calls it.
 
     ``target`` is a file, or the name of a module. Inside, ``sys.argv`` and ``sys.path`` are as the
-    script expects them. ArgumentError if it does not exist, SyntaxError if it is no Python.
+    script expects them. ArgumentError if it does not exist, SyntaxError if it is not Python.
     """
     spec = _spec_of(target) if is_module else None
     path = os.path.abspath(target) if spec is None else str(spec.origin)

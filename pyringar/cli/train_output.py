@@ -25,12 +25,6 @@ _PROGRESS_EVERY_S = 10.0
 
 
 def print_header(trainer: Trainer) -> None:
-    for label, text in _facts(trainer).items():
-        print(paragraph(text, label))
-    print(f"\n{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}", flush=True)
-
-
-def _facts(trainer: Trainer) -> dict[str, str]:
     from pyringar.train.devices import describe_devices
     from pyringar.train.models import threads_per_rank
 
@@ -81,7 +75,9 @@ def _facts(trainer: Trainer) -> dict[str, str]:
             "falls to 0 over all of them, so the bits are not those of a run that was never "
             "stopped; with --lr-schedule constant they are"
         )
-    return facts
+    for label, text in facts.items():
+        print(paragraph(text, label))
+    print(f"\n{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}", flush=True)
 
 
 class Progress:
@@ -166,7 +162,7 @@ def _append_row(path: str, result: EpochResult) -> None:
 
 
 def as_json(result: TrainResult) -> dict[str, Any]:
-    """Return the configuration and the results; a loss that is no number is None."""
+    """Return the configuration and the results; a loss that is not finite is None."""
     epochs = [asdict(epoch) for epoch in result.epochs]
     return {
         "config": vars(result.config),

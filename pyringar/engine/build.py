@@ -1,7 +1,6 @@
 """Find the native engines, or build them on first use: keys, cache, lock.
 
-Importing this module compiles nothing; `pyringar.engine.compile` knows how. Two digests tell builds
-apart:
+Two digests tell builds apart:
 
 * *content*: the sources, the flags, the Python ABI, the C library; the CPU or the GPU
   architectures. An engine with another content digest is wrong for this machine or version.
@@ -9,9 +8,7 @@ apart:
   engine of the same content serves.
 
 A wheel may bring an engine for any CPU of its architecture. It serves until `build_engine` has
-built one for this very CPU.
-
-The layout of the cache::
+built one for this very CPU. The layout of the cache:
 
     <cache>/<module>.lock                             held by a build; freed if its process dies
     <cache>/tmp-<module>-XXXX/                        a build at work; the next one deletes it
@@ -105,15 +102,14 @@ def _explained(doing: str) -> Iterator[None]:
 def find_engine(recipe: Recipe) -> Engine | None:
     """Find the engine that was built for this very CPU, else the one in the wheel.
 
-    Needs no compiler. An engine in the cache that other users could have written is passed over,
-    with a warning.
+    Needs no compiler. Skips an engine that other users could have written, with a warning.
     """
     content = recipe.content()
     return _engine_in_cache(recipe, content) or _engine_in_wheel(recipe, content)
 
 
 def ensure_engine(recipe: Recipe | None = None) -> Engine:
-    """Find the engine or build it: milliseconds, or seconds once. Raises what either raises."""
+    """Find the engine or build it: milliseconds, or seconds once."""
     recipe = recipe or Recipe()
     return find_engine(recipe) or build_engine(recipe)
 
@@ -152,18 +148,16 @@ def _private_engine_in(folder: Path, kind: EngineKind) -> Engine | None:
 
 
 def _engine_in(folder: Path, origin: str, kind: EngineKind) -> Engine | None:
-    path = folder / f"{kind.module}{toolchain.extension_suffix()}"
+    path = folder / kind.file
     if not path.is_file():
         return None
     return Engine(path, origin, json.loads((folder / "build.json").read_bytes()))
 
 
 def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | None:
-    """Return the engine in the wheel if it is of these sources, and for these GPUs.
-
-    Its file is not checked: a user who can write it can write pyringar's Python files, too.
-    """
+    """Return the engine in the wheel if it is of these sources, and for these GPUs."""
     kind = recipe.kind
+    # The file is not checked: a user who can write it can write pyringar's Python files, too.
     engine = _engine_in(recipe.root().parent / _IN_WHEEL / kind.module, "wheel", kind)
     if engine is None:
         return None
@@ -181,9 +175,9 @@ def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
 def build_engine(recipe: Recipe, *, force: bool = False, verbose: bool = False) -> Engine:
     """Build the engine into the cache, unless another process just did.
 
-    Any number of processes may call this at once: one builds, the others wait for it. ``force``
-    builds even if it is there, ``verbose`` logs the compiler's commands and output. BuildError if
-    that fails, the cache cannot be used, or its lock is not free in time.
+    If several processes call this, one builds and the others wait. ``force`` builds even if it is
+    there, ``verbose`` logs the compiler's commands and output. BuildError if that fails, the cache
+    cannot be used, or its lock is not free in time.
     """
     kind, plan = recipe.kind, plan_build(recipe, recipe.content())
     folder = cache_dir() / _key(plan)
@@ -205,7 +199,7 @@ def build_engine(recipe: Recipe, *, force: bool = False, verbose: bool = False) 
 
 @contextmanager
 def _locked(cache: Path, kind: EngineKind) -> Iterator[None]:
-    """Hold the lock of all builds of this kind; one whose owner died is free."""
+    """Hold the lock of all builds of this kind; it is free if its owner died."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(str(cache / f"{kind.module}.lock"), mode=0o600)
@@ -231,7 +225,7 @@ def prebuild(package: Path) -> None:
     """Compile engines into the folder ``package``, without cache and lock: for making a wheel.
 
     The CPU engine is for any CPU of this architecture. The CUDA engine is compiled only if
-    ``PYRINGAR_CUDA_ARCHS`` names GPUs: those that will use the wheel are unknown here.
+    ``PYRINGAR_CUDA_ARCHS`` names the GPUs that will use the wheel.
     """
     for kind in (CPU, CUDA) if os.environ.get("PYRINGAR_CUDA_ARCHS") else (CPU,):
         recipe = Recipe(kind=kind, baseline=True)

@@ -1,11 +1,9 @@
-"""Compile a native engine with ninja.
+"""Compile a native engine with ninja, into any folder.
 
-There are two engines, `CPU` and `CUDA`, each a Python module of its own. A `Recipe` names its
-sources, a `Plan` its compilers; `compile_into` makes it in any folder. `pyringar.engine.build` has
-the cache and the lock.
-
-The engines include no torch header, so one build serves every torch version. They share sources,
-but a digest covers only what its engine may include: an edit of csrc/cuda leaves the CPU's alone.
+There are two engines, `CPU` and `CUDA`, each a Python module. A `Recipe` names the sources, a
+`Plan` the compilers. No engine includes torch headers, so one build serves every torch version.
+They share sources, but a digest covers only what its engine may include: an edit of csrc/cuda
+leaves the CPU engine alone.
 """
 
 from __future__ import annotations
@@ -70,10 +68,10 @@ class EngineKind:
     """One of the native modules: its sources, and how they are compiled.
 
     ``compiled``, ``included`` and ``left_out`` are patterns of files below the source root, the
-    slow ones first. ``joined`` are groups of sources by the beginnings of their names: each group
-    is one translation unit, which saves a third of the time. ``repeated`` is a source that is
-    compiled once for each value of PYRINGAR_DTYPE, and the values. With ``cuda`` nvcc, the CUDA
-    runtime and GPU architectures take part. Else the engine is compiled for this very CPU.
+    slow ones first. ``joined``: groups of sources by the beginnings of their names; each group is
+    one translation unit, which saves a third of the time. ``repeated``: a source that is compiled
+    once for each value of PYRINGAR_DTYPE, and the values. ``cuda``: compile with nvcc, the CUDA
+    runtime and GPU architectures, else for this very CPU.
     """
 
     module: str
@@ -85,6 +83,10 @@ class EngineKind:
     joined: tuple[tuple[str, ...], ...] = ()
     repeated: tuple[str, tuple[str, ...]] = ("", ())
     cuda: bool = False
+
+    @property
+    def file(self) -> str:
+        return f"{self.module}{toolchain.extension_suffix()}"
 
     def files(self, root: Path, patterns: Sequence[str]) -> list[Path]:
         left_out = {path for pattern in self.left_out for path in root.glob(pattern)}
@@ -185,11 +187,9 @@ class Recipe:
         if self.kind.cuda:
             content["flags"] += [*NVCC_FLAGS, *CUDART_NEEDS]
             content["archs"] = list(toolchain.cuda_archs_wanted())
-        elif self.baseline:
-            content["cpu"] = {"flags": list(toolchain.baseline_flags())}
         else:
-            flags = list(toolchain.tuning_flags())
-            content["cpu"] = {**asdict(toolchain.read_cpu()), "flags": flags}
+            cpu = {} if self.baseline else asdict(toolchain.read_cpu())
+            content["cpu"] = {**cpu, "flags": toolchain.cpu_flags(self.baseline)}
         return content
 
     def _digest_of_sources(self) -> str:
@@ -234,15 +234,14 @@ def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> Plan:
 
 
 def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
-    """Compile, and put the engine and its record into ``folder``, the record first.
+    """Compile into ``folder``: first the record, then the engine. The caller holds the lock.
 
-    The caller holds the lock. BuildError, with the compiler's output, if it cannot be compiled.
+    BuildError, with the compiler's output, if it cannot be compiled.
     """
     started, kind = time.monotonic(), plan.recipe.kind
     version, ninja = toolchain.compiler_version(plan.compiler), toolchain.find_ninja()
     toolkit = toolchain.read_cuda_toolkit(plan.nvcc, plan.compiler) if plan.nvcc else None
     archs = toolchain.cuda_archs_built(plan.content["archs"], toolkit) if toolkit else ()
-    name = f"{kind.module}{toolchain.extension_suffix()}"
     # A warning is shown even if nobody configured logging.
     log.warning(
         "compiling %s for %s with %s, once; it is kept in %s",
@@ -257,7 +256,7 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         work = Path(temporary)
         _copy_sources(plan, work / "csrc")
         flags = _accepted_flags(plan, work)
-        script = _ninja_script(work, plan, toolkit, archs, flags, name)
+        script = _ninja_script(work, plan, toolkit, archs, flags)
         (work / "build.ninja").write_text(script, encoding="utf-8")
         (work / toolchain.EXPORTS_FILE).write_text(toolchain.EXPORTS, encoding="utf-8")
         _run_ninja(ninja, work, folder / "build.log", plan, verbose=verbose)
@@ -272,17 +271,12 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
         if toolkit is not None:
             record |= {"nvcc": str(toolkit), "archs": list(archs)}
         (work / "build.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        for finished in ("build.json", name):
-            _publish(work / finished, folder)
-    log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / name)
-
-
-def _publish(finished: Path, folder: Path) -> None:
-    """Move a file into ``folder``: whoever finds it there finds all of it."""
-    with open(finished, "rb") as file:
-        os.fchmod(file.fileno(), 0o755)  # the owner alone writes it
-        os.fsync(file.fileno())
-    os.replace(finished, folder / finished.name)
+        for finished in ("build.json", kind.file):  # moved atomically
+            with open(work / finished, "rb") as file:
+                os.fchmod(file.fileno(), 0o755)  # only the owner can write it
+                os.fsync(file.fileno())
+            os.replace(work / finished, folder / finished)
+    log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / kind.file)
 
 
 def _copy_sources(plan: Plan, root: Path) -> None:
@@ -338,14 +332,10 @@ def _translation_units(work: Path, kind: EngineKind) -> list[str]:
 
 
 def _ninja_script(
-    work: Path,
-    plan: Plan,
-    toolkit: CudaToolkit | None,
-    archs: Sequence[str],
-    flags: Sequence[str],
-    output: str,
+    work: Path, plan: Plan, toolkit: CudaToolkit | None, archs: Sequence[str], flags: Sequence[str]
 ) -> str:
-    inputs = _translation_units(work, plan.recipe.kind)
+    kind = plan.recipe.kind
+    inputs = _translation_units(work, kind)
 
     def command(*words: str) -> str:
         return shlex.join(words).replace("$", "$$")
@@ -374,7 +364,7 @@ def _ninja_script(
         lines.append(f"build {obj}: {rule} csrc/{name}")
         if name.startswith("bindings/"):
             lines.append(f"  floor_flags = {BINDINGS_FLAG}")
-    lines += [f"build {output}: link {' '.join(objects)}", f"default {output}"]
+    lines += [f"build {kind.file}: link {' '.join(objects)}", f"default {kind.file}"]
     return "\n".join(lines) + "\n"
 
 

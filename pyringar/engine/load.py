@@ -20,13 +20,11 @@ _locks = {_NAME: threading.RLock(), _CUDA_NAME: threading.RLock()}
 
 
 def engine() -> ModuleType:
-    """Return the CPU engine's module; the first call of a process finds or builds it, and loads it.
+    """Return the CPU engine's module, which the first call of a process finds or builds, and loads.
 
-    Threads may call it at once. Costs a dictionary look-up from the second call on.
-
-    Raises:
-        CompilerNotFoundError: It must be built and there is no compiler.
-        BuildError: It cannot be built or loaded; says what was tried and what to do.
+    Threads may call it at once. Cost: a dictionary look-up from the second call on.
+    CompilerNotFoundError if it must be built without a compiler; BuildError says what failed and
+    what to do.
     """
     return sys.modules.get(_NAME) or _load_once(_NAME, CPU)
 
@@ -46,11 +44,9 @@ def loaded_cuda_engine() -> ModuleType | None:
 
 def _load_once(name: str, kind: EngineKind) -> ModuleType:
     with _locks[name]:
-        module = sys.modules.get(name)
-        if module is None:
-            module = load(build.ensure_engine(Recipe(kind=kind)))
-            sys.modules[name] = module
-        return module
+        if name not in sys.modules:
+            sys.modules[name] = load(build.ensure_engine(Recipe(kind=kind)))
+        return sys.modules[name]
 
 
 def load(built: build.Engine) -> ModuleType:

@@ -1,7 +1,4 @@
-"""Find what building the engines needs: processor, compilers, CUDA toolkit, ninja, headers.
-
-Reads files and runs programs; writes nothing.
-"""
+"""Find what building the engines needs: processor, compilers, CUDA toolkit, ninja, headers."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from pyringar.errors import BuildError, CompilerNotFoundError
 
@@ -64,7 +60,7 @@ _OLDEST_ARCH = (7, 5)
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU, by what decides which machine code it can run."""
+    """A CPU, by the facts that decide which machine code it can run."""
 
     machine: str
     model: str
@@ -72,13 +68,13 @@ class Cpu:
 
     @property
     def name(self) -> str:
-        """The model's common name, where the system tells it."""
+        """The model's common name, if the system knows it."""
         _, found, name = self.model.partition("model name ")
         return name.partition(";")[0] if found else self.model
 
 
 def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
-    """Read the model and the instruction set of this CPU from Linux's ``cpuinfo``.
+    """Read the model and the instruction set of this CPU from ``cpuinfo``.
 
     On x86 from the first entry alone: all are alike, and the file grows with the cores.
     """
@@ -94,9 +90,8 @@ def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
                     seen.setdefault(name.strip(), set()).add(value.strip())
     except OSError:
         return Cpu(machine, platform.processor(), ())
-    model = "; ".join(
-        f"{name} {' + '.join(sorted(seen[name]))}" for name in _CPUINFO_FIELDS if name in seen
-    )
+    known = [name for name in _CPUINFO_FIELDS if name in seen]
+    model = "; ".join(f"{name} {' + '.join(sorted(seen[name]))}" for name in known)
     # Cores of different kinds (Arm): only what all of them have may be used.
     entries = [set(entry.split()) for entry in seen.get("flags") or seen.get("Features") or ()]
     features_everywhere = set.intersection(*entries) if entries else set()
@@ -118,23 +113,20 @@ def extension_suffix() -> str:
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
-def tuning_flags() -> tuple[str, ...]:
-    on_arm = platform.machine().lower() in ("aarch64", "arm64")
-    return ("-mcpu=native",) if on_arm else ("-march=native",)
-
-
-def baseline_flags() -> tuple[str, ...]:
-    """Return the flag for any CPU of this architecture; none where compilers have no such flag."""
-    baseline = _BASELINES.get(platform.machine())
-    return () if baseline is None else (baseline,)
+def cpu_flags(baseline: bool) -> list[str]:
+    """Return the flag for this very CPU, or for any CPU of this architecture if there is one."""
+    machine = platform.machine()
+    if baseline:
+        return [_BASELINES[machine]] if machine in _BASELINES else []
+    return ["-mcpu=native" if machine.lower() in ("aarch64", "arm64") else "-march=native"]
 
 
 def link_flags() -> tuple[str, ...]:
     """Return the flags that link objects into an extension module.
 
-    The module exports its init function alone, by the version script `EXPORTS` in the current
-    folder. Exported symbols of a static libstdc++ would mix with those of the shared one that torch
-    loads: then streams and locales crash.
+    The module exports only its init function, by the version script `EXPORTS` in the current
+    folder: the symbols of a static libstdc++ would mix with torch's shared one, and crash streams
+    and locales.
     """
     if sys.platform == "darwin":
         return ("-bundle", "-undefined", "dynamic_lookup", f"-Wl,-exported_symbol,_{_INIT}")
@@ -186,10 +178,7 @@ def _pybind11() -> ModuleType:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler: the command as words, and path, size and time of each executable in it.
-
-    A stat takes microseconds, ``--version`` tens of milliseconds.
-    """
+    """A compiler: the command as words, and path, size and time of each executable in it."""
 
     command: tuple[str, ...]
     identity: tuple[str, ...]
@@ -255,8 +244,8 @@ def compiler_version(compiler: Compiler) -> str:
 class CudaToolkit:
     """A CUDA toolkit, as its nvcc describes it.
 
-    ``nvcc`` may be a wrapper script. ``includes`` are the folders of headers, ``cudart`` is the
-    path of libcudart_static.a, ``archs`` are compute capabilities ("9.0").
+    ``nvcc`` may be a wrapper script. ``includes``: folders of headers. ``cudart``: the path of
+    libcudart_static.a. ``archs``: compute capabilities ("9.0").
     """
 
     nvcc: Compiler
@@ -273,7 +262,7 @@ class CudaToolkit:
 def find_nvcc() -> Compiler:
     """Find nvcc: ``PYRINGAR_NVCC``, ``CUDA_HOME``, ``PATH``, /usr/local/cuda, pip's packages.
 
-    Starts no process. A wrong ``PYRINGAR_NVCC`` is not passed over.
+    Starts no process. A wrong ``PYRINGAR_NVCC`` is an error.
     """
     wanted = os.environ.get("PYRINGAR_NVCC", "").strip()
     if wanted and shutil.which(wanted) is None:
@@ -352,8 +341,8 @@ def _first_with(file: str, folders: Sequence[Path], nvcc: Compiler) -> Path:
 def cuda_archs_wanted() -> tuple[str, ...]:
     """Return the architectures that the CUDA engine must run on: ("8.0", "9.0+PTX"), or ("all",).
 
-    From ``PYRINGAR_CUDA_ARCHS``; else the GPUs here, if torch is imported and sees some (otherwise
-    CUDA is not touched); else all that nvcc knows.
+    From ``PYRINGAR_CUDA_ARCHS``; else the GPUs here, if torch is imported and sees some; else all
+    that nvcc knows.
     """
     chosen = os.environ.get("PYRINGAR_CUDA_ARCHS", "")
     archs = set(filter(None, re.split(r"[;,\s]+", chosen))) or _archs_of_gpus() or {_ALL_ARCHS}
@@ -376,7 +365,7 @@ def _archs_of_gpus() -> set[str]:
 
 
 def cuda_archs_built(wanted: Sequence[str], toolkit: CudaToolkit) -> tuple[str, ...]:
-    """Return ``wanted``, with "all" spelled out; BuildError if nvcc does not know one of them."""
+    """Return ``wanted`` with "all" expanded; BuildError if nvcc does not know one of them."""
     if tuple(wanted) == (_ALL_ARCHS,):
         return (*toolkit.archs[:-1], f"{toolkit.archs[-1]}+PTX")
     unknown = [arch for arch in wanted if arch.removesuffix("+PTX") not in toolkit.archs]
@@ -408,9 +397,7 @@ def gencode_flags(archs: Sequence[str]) -> list[str]:
 # -- running tools ---------------------------------------------------------------------------------
 
 
-def run_tool(
-    command: Sequence[str], complaint: str, *, hint: str = _INSTALL_COMPILER, **options: Any
-) -> str:
+def run_tool(command: Sequence[str], complaint: str, *, hint: str = _INSTALL_COMPILER) -> str:
     try:
         done = subprocess.run(
             command,
@@ -420,7 +407,6 @@ def run_tool(
             check=False,
             text=True,
             errors="replace",
-            **options,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{complaint}: {error}\n  {hint}") from error

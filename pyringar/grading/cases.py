@@ -19,14 +19,14 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in a larger one: the shape of the larger one, and the view of it."""
+    """A layout: the shape of a base tensor, and the view of the base."""
 
     base_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
     view: Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 _LAYOUTS = {
-    # A view here too: the base must stay what it is when the tensor is made to point elsewhere.
+    # A view here too: the base must not change when the tensor is made to point elsewhere.
     "contiguous": Layout(lambda s: s, lambda base, s: base.view(s)),
     "slice of a buffer": Layout(
         lambda s: (math.prod(s) + 12,), lambda base, s: base[7 : 7 + math.prod(s)].view(s)
@@ -50,9 +50,8 @@ _MIXES = {
 class Case:
     """One call.
 
-    ``positional`` values are small integers; ``random`` values need all digits; ``special`` values
-    are positional, with NaN, infinities and the largest number among them; ``crafted`` values are
-    given to the call.
+    Values: ``positional``, small integers; ``random``, with all digits; ``special``, positional
+    with NaN, infinities and the largest number; ``crafted``, given to the call.
     """
 
     k: int
@@ -72,10 +71,8 @@ class Case:
 
     def __str__(self) -> str:
         layout = "" if self.layout == "contiguous" else f", {self.layout} {list(self.shape)}"
-        return (
-            f"k={self.k}, numel={self.numel}, {dtype_name(self.dtype)}{layout}, "
-            f"{self.values} values"
-        )
+        dtype = dtype_name(self.dtype)
+        return f"k={self.k}, numel={self.numel}, {dtype}{layout}, {self.values} values"
 
     def as_dict(self) -> dict[str, Any]:
         words = {"shape": list(self.shape), "dtype": dtype_name(self.dtype), "numel": self.numel}
@@ -83,12 +80,12 @@ class Case:
 
 
 class Failure(Exception):  # noqa: N818
-    """A property does not hold: in words, and the case that shows it as a dict."""
+    """A property does not hold: a text, and the case that shows it as a dict."""
 
     def __init__(self, case: Case, detail: str, **more: Any) -> None:
         super().__init__(f"{case}: {detail}")
         self.detail = detail
-        # JSON has no word for what is no number.
+        # JSON has no infinities and no NaN.
         clear = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in more.items()
@@ -97,13 +94,13 @@ class Failure(Exception):  # noqa: N818
 
 
 class Other(NamedTuple):
-    """Something that is not a tensor of the case's shape and dtype, in words."""
+    """Describes a result that is not a tensor of the case's shape and dtype."""
 
     words: str
 
     @classmethod
     def of(cls, found: Any, case: Case) -> Other | None:
-        """Return None if ``found`` has the shape and dtype of ``case``, else words for it."""
+        """Return None if ``found`` has the shape and dtype of ``case``, else its description."""
         if isinstance(found, Other):
             return found
         if not isinstance(found, Tensor):
@@ -123,10 +120,7 @@ def layouts_of(case: Case) -> list[Layout]:
 
 
 def _values(case: Case, rank: int) -> Tensor:
-    """Return the flat input of a rank, on the CPU: different at every position and rank.
-
-    Random integers use all bits that a sum of ``k`` of them leaves room for.
-    """
+    """Return the flat input of a rank, on the CPU: different at every position and rank."""
     if case.values != "random":
         values = (torch.arange(case.numel) % 17 + rank).to(case.dtype)
         if case.values == "special":
@@ -169,11 +163,11 @@ def is_exact(case: Case) -> bool:
 
 
 class Call:
-    """One call of the function, and everything needed to judge it afterwards.
+    """One call of the function, with everything needed to judge it.
 
-    ``bases`` is the memory of every rank, and ``given`` the tensors in it, which the function may
-    point elsewhere. ``data`` is the list that was handed in, maybe with other items. ``inputs`` are
-    the flat values, and ``returned`` is the type of the function's result, None for nothing.
+    ``bases``: the memory of every rank. ``given``: the tensors in it, which the function may point
+    elsewhere. ``data``: the list that the function got. ``inputs``: the flat values. ``returned``:
+    the type of the function's result, or None.
     """
 
     def __init__(
@@ -185,7 +179,7 @@ class Call:
         self.bases: list[Tensor] = []
         self.given: list[Any] = []
         for rank, values in enumerate(self.inputs):
-            # What lies around a view differs by rank too: copying it from another rank shows.
+            # The memory around a view differs by rank too, so copying it from a rank shows.
             layout = self.layouts[rank]
             shape = layout.base_shape(case.shape)
             device = devices[rank % len(devices)]
@@ -200,7 +194,7 @@ class Call:
 
     @functools.cached_property
     def expected(self) -> tuple[Tensor, Tensor | float]:
-        """Return the sum, flat, and how far a result may be from it."""
+        """Return the flat sum, and the largest allowed error."""
         dtype = self.case.dtype
         if not dtype.is_floating_point:
             return torch.stack(self.inputs).sum(0, dtype=torch.int64), 0.0
@@ -217,21 +211,16 @@ class Call:
         return self.data[rank] if len(self.data) == self.case.k else self.given[rank]
 
     def own_memory(self, rank: int) -> Tensor:
-        """Return the memory that the caller handed in, whatever the tensor object points to now."""
+        """Return the caller's memory, even if the tensor object points elsewhere now."""
         return self.layouts[rank].view(self.bases[rank], self.case.shape)
 
 
 class Lists:
-    """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.Target`.
-
-    ``run`` calls it with the tensors of a case, of up to ``ranks`` ranks.
-    """
+    """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.Target`."""
 
     ways: tuple[str, ...] = ("in place", "unaligned")
 
-    def __init__(
-        self, run: Callable[[Case, Sequence[Tensor]], Call], name: str, ranks: int
-    ) -> None:
+    def __init__(self, run: Callable[[Case, list[Tensor]], Call], name: str, ranks: int) -> None:
         self.name, self.ranks, self._run = name, ranks, run
 
     def reduce(

@@ -1,12 +1,12 @@
 """Define the grader's cases, and the properties that it checks.
 
-A property goes from small cases to large ones and raises the first `Failure`, which is the
-smallest one. Nothing here knows about deadlines or verdicts: ``pyringar.grading.grader``.
+A property goes from small cases to large ones and raises the first `Failure`, the smallest one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,31 +16,23 @@ from pyringar.audit.probes import TargetError
 from pyringar.audit.questions import order_of
 from pyringar.grading.cases import FLOATS, INTEGERS, Call, Case, Failure, Lists, Other
 from pyringar.grading.solution import call_words
+from pyringar.parallel.shards import has_bits
 
-# How many ranks are tried beyond the devices there are: some then have several.
-_MANY_RANKS = (17, 33)
-# More than two million elements, and odd.
-_MANY_ELEMENTS = 2**21 + 17
+_MANY_RANKS = (17, 33)  # also tried on fewer devices
+_MANY_ELEMENTS = 2**21 + 17  # odd
 
 
 class Raised(Failure):
     """The function raised an exception; ``detail`` says which, and in which line."""
 
 
+@dataclass
 class Subject:
-    """The function under test, called in this thread; remembers what it was last called with."""
+    """The function under test, called in this thread."""
 
-    def __init__(
-        self, fn: Callable[[list[Tensor]], Any], devices: tuple[torch.device, ...]
-    ) -> None:
-        self.fn = fn
-        self.devices = devices
-        self.last_case: Case | None = None
-
-    def rested(self) -> Subject:
-        """Return it with all of its time before it again, where that is limited."""
-        self.last_case = None
-        return self
+    fn: Callable[[list[Tensor]], Any]
+    devices: tuple[torch.device, ...]
+    last_case: Case | None = None
 
     def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
         self.last_case = case
@@ -56,7 +48,7 @@ class Subject:
         return None if returned is None else type(returned).__name__
 
     def few(self, *wanted: int) -> list[int]:
-        """Those of ``wanted`` that there are ranks for, at least one, in ascending order."""
+        """Return the numbers of ranks in ``wanted``, limited to ``most``, in ascending order."""
         return sorted({min(k, self.most) for k in wanted})
 
     @property
@@ -65,11 +57,8 @@ class Subject:
         return len(self.devices)
 
 
-# -- comparing -------------------------------------------------------------------------------------
-
-
 def _wrong_value(call: Call, rank: int, found: Any) -> Failure | None:
-    """Say how ``found``, the result of ``rank``, differs from the sum; None if it does not."""
+    """Describe how ``found``, the result of ``rank``, differs from the sum; None if equal."""
     case = call.case
     if other := Other.of(found, case):
         return Failure(case, f"rank {rank} holds {other.words}", rank=rank)
@@ -126,19 +115,8 @@ def _guess(call: Call, rank: int, got: Tensor, right: Tensor) -> str:
 
 
 def _same_bits(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return False
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes_of(a), _bytes_of(b))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-
-
-# -- properties ------------------------------------------------------------------------------------
-#
-# Each goes from small cases to large ones and raises the first failure; what is only reported
-# returns a sentence.
+    are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return are_tensors and a.dtype == b.dtype and has_bits(a.cpu(), b.cpu())
 
 
 def _check_value(call: Call, rank: int) -> None:
@@ -253,9 +231,8 @@ def _dtypes(subject: Subject) -> None:
 
 
 def _special_values(subject: Subject) -> None:
-    for dtype in FLOATS:
-        cases = (Case(k, dtype=dtype, values="special") for k in subject.few(1, 2, 3))
-        _check_ranks(subject, cases)
+    ks = subject.few(1, 2, 3)
+    _check_ranks(subject, (Case(k, dtype=d, values="special") for d in FLOATS for k in ks))
 
 
 def _strided_cases(subject: Subject) -> Iterator[Case]:
@@ -269,18 +246,11 @@ def _strided_cases(subject: Subject) -> Iterator[Case]:
         yield Case(k, (3, 4, 14, 14), torch.float16, layout="channels_last")
 
 
-def _strides(subject: Subject) -> None:
-    _check_ranks(subject, _strided_cases(subject))
-
-
-def _mixed_strides(subject: Subject) -> None:
+def _mixed_cases(subject: Subject) -> Iterator[Case]:
     for k in subject.few(2, 3):
-        cases = (
-            Case(k, (5, 7), layout="contiguous beside transposed"),
-            Case(k, (5, 7), layout="inner columns beside contiguous"),
-            Case(k, (3, 4, 14, 14), torch.float16, "contiguous beside channels_last"),
-        )
-        _check_ranks(subject, cases)
+        yield Case(k, (5, 7), layout="contiguous beside transposed")
+        yield Case(k, (5, 7), layout="inner columns beside contiguous")
+        yield Case(k, (3, 4, 14, 14), torch.float16, "contiguous beside channels_last")
 
 
 def _outside(subject: Subject) -> None:
@@ -319,9 +289,10 @@ def _order(subject: Subject) -> str:
 
 
 class Check(NamedTuple):
-    """A property: its name, what a pass covers, and the function that looks for a failure.
+    """A property: its name, the description of a pass, and the function that looks for a failure.
 
-    ``{ranks}`` in ``covers`` stands for the numbers of ranks that were tried.
+    ``{ranks}`` in ``covers`` stands for the numbers of ranks that were tried. ``look`` raises the
+    first failure, or returns a sentence if the property is only reported.
     """
 
     name: str
@@ -337,8 +308,7 @@ class Check(NamedTuple):
         return self.covers.format(ranks=ranks)
 
 
-# What explains most stands first: where the sum is wrong, little else can be right. So the first
-# failure is the one to look at first.
+# The first failure explains most of the others: if the sum is wrong, little else can be right.
 CHECKS = (
     Check("sum", "rank 0 ends with the sum: exact integers, random floats", _sum),
     Check("every rank", "all other ranks end with it too", _every_rank),
@@ -348,8 +318,16 @@ CHECKS = (
     Check("sizes", "0, 1, k-1, k, k+1, primes, up to 2,097,169 elements", _sizes),
     Check("dtypes", "float32, float64, float16, bfloat16, int32, int64", _dtypes),
     Check("nan and inf", "NaN, infinities and overflow end as in a plain sum", _special_values),
-    Check("strides", "slices, every other, columns, transposed, channels_last", _strides),
-    Check("mixed strides", "contiguous beside transposed, channels_last, columns", _mixed_strides),
+    Check(
+        "strides",
+        "slices, every other, columns, transposed, channels_last",
+        lambda subject: _check_ranks(subject, _strided_cases(subject)),
+    ),
+    Check(
+        "mixed strides",
+        "contiguous beside transposed, channels_last, columns",
+        lambda subject: _check_ranks(subject, _mixed_cases(subject)),
+    ),
     Check("outside", "memory between and around strided views is left alone", _outside),
     Check("same bits", "all ranks hold identical bits", _equal_bits),
     Check("repeatable", "five runs give identical bits", _repeatable),

@@ -1,15 +1,12 @@
-"""A verdict per property for anybody's ``allreduce(data)``: does it do what the book asks for?
+"""Grade any ``allreduce(data)``, property by property.
 
 A function that passes the book's own example can still be wrong: the printed version rebinds list
-items, so every replica but the first keeps its own gradient while the list looks right. Here every
-property is tried by itself, and a failure names the smallest case that shows it.
+items, so every replica but the first keeps its own gradient while the list looks right.
 """
 
 from __future__ import annotations
 
-import queue
 import textwrap
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyringar.choices import check_positive
-from pyringar.comm.threads import start_thread
+from pyringar.comm.jobs import Jobs
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
 from pyringar.grading.cases import Failure
@@ -26,8 +23,7 @@ from pyringar.grading.checks import CHECKS, Check, Subject
 from pyringar.grading.solution import function_name
 
 _DEFAULT_RANKS = 8
-# After this many properties that ran into their deadline the rest are not worth the wait.
-_MAX_HANGS = 3
+_MAX_HANGS = 3  # late properties, after which the rest is not run
 _WIDTH = 80  # of a terminal
 
 
@@ -36,11 +32,11 @@ class Property:
     """One verdict.
 
     Attributes:
-        name: What was tried, such as ``"in place"``.
-        verdict: ``"pass"``, ``"fail"``, ``"timeout"``, or ``"reported"`` for what is not required.
-        detail: What was covered, or what went wrong, in words.
-        case: For a failure the smallest case that shows it: ``k``, ``shape``, ``numel``, ``dtype``,
-            ``layout``, ``values``, and where known ``rank``, ``index``, ``expected`` and ``got``.
+        name: Of the property, such as ``"in place"``.
+        verdict: ``"pass"``, ``"fail"``, ``"timeout"``, or ``"reported"`` if it is not required.
+        detail: The description of the pass or the failure.
+        case: The smallest case that shows a failure: ``k``, ``shape``, ``numel``, ``dtype``,
+            ``layout``, ``values``, and if known ``rank``, ``index``, ``expected`` and ``got``.
     """
 
     name: str
@@ -84,10 +80,7 @@ class Report:
         return self.failed[0] if self.failed else None
 
     def __getitem__(self, name: str) -> Property:
-        for found in self.properties:
-            if found.name == name:
-                return found
-        raise KeyError(name)
+        return {found.name: found for found in self.properties}[name]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as values for JSON."""
@@ -120,30 +113,30 @@ def check_allreduce(
     *,
     timeout_s: float = 60.0,
 ) -> Report:
-    """Try a list-of-tensors allreduce, such as the book's ``allreduce(data)``.
+    """Grade a list-of-tensors allreduce, such as the book's ``allreduce(data)``.
 
-    Sums of floats are compared with a float64 reference and the bound ``k * eps * sum(|x|)``,
-    which any order of addition keeps, also one that rounds to 16 bits after every term. Integers,
-    and floats that hold small integers, must be exact.
+    Sums of floats are compared with a float64 reference and the bound ``k * eps * sum(|x|)``, which
+    any order of addition keeps, even if it rounds to 16 bits after every term. Integers, and floats
+    that hold small integers, must be exact.
 
     Args:
         fn: Called as ``fn(data)`` with a list of equal-shaped tensors, one per rank. To pass, it
             leaves the sum of all in every one of them.
-        devices: One per rank; every number of ranks up to theirs is tried, and 17 and 33 ranks,
+        devices: One per rank. Every number of ranks up to theirs is tried, and 17 and 33 ranks,
             several to a device. None: 8 CPU ranks.
-        timeout_s: Seconds for each property. A call that takes longer is left behind in a daemon
-            thread and fails; after three of those the rest fails without being run.
+        timeout_s: Seconds for each property. A call that takes longer stays behind in a daemon
+            thread and fails; after three late properties the rest fails without being run.
 
     Returns:
         A `Report`. An exception raised by ``fn`` is a failed verdict, never an exception.
 
     Raises:
-        ArgumentError: ``fn`` cannot be called, ``devices`` names one that is not there, or
-            ``timeout_s`` is no positive number.
+        ArgumentError: ``fn`` cannot be called, a device is missing, or ``timeout_s`` is not a
+            positive number.
 
     Cost: about 200 calls, the largest with two million elements per rank, 17 MB for two: half a
-    second on a CPU. ``fn`` runs in this process: what exits it, or fills its memory, ends the
-    grading. ``pyringar check`` runs it in a process of its own.
+    second on a CPU. ``fn`` runs in this process, and can end it or fill its memory. ``pyringar
+    check`` runs it in a process of its own.
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {fn!r}, expected a function of a list of tensors")
@@ -162,23 +155,23 @@ def judge_all(
 ) -> tuple[Property, ...]:
     """Return a verdict per property.
 
-    ``look`` raises `Failure`, or TimeoutError after ``timeout_s``. ``subject`` returns the function
-    under test anew for each property: a hung property may still call the last one.
+    ``look`` raises `Failure`, or TimeoutError after ``timeout_s``. ``subject`` returns a new
+    subject for each property, since a hung property may still call the last one.
     """
     verdicts: list[Property] = []
     hangs = 0
     for check in CHECKS:
         verdict, case = check.verdict_on_failure, None
+        detail: str | None
         if hangs == _MAX_HANGS:
             detail = f"not run: {hangs} other properties did not finish"
             verdicts.append(Property(check.name, verdict, detail))
             continue
         tested = subject()
         try:
-            found = look(check, tested)
-            if found is None:
-                verdict, found = "pass", check.covered(tested)
-            detail = found
+            detail = look(check, tested)
+            if detail is None:
+                verdict, detail = "pass", check.covered(tested)
         except Failure as failure:
             detail, case = str(failure), failure.case
         except TimeoutError:
@@ -193,20 +186,11 @@ def judge_all(
 
 
 def _within(timeout_s: float, work: Callable[[], str | None]) -> str | None:
-    """Run ``work`` in a thread of its own; TimeoutError when it is late, and it stays behind."""
-    answers: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
-
-    def target() -> None:
-        try:
-            answers.put(work())
-        except BaseException as error:  # raised again in the caller's thread, below
-            answers.put(error)
-
-    start_thread("grader", target)
-    try:
-        answer = answers.get(timeout=min(timeout_s, threading.TIMEOUT_MAX))
-    except queue.Empty:
-        raise TimeoutError from None
-    if isinstance(answer, BaseException):
-        raise answer
+    """Run ``work`` in its own thread; TimeoutError if it is late, and the thread stays behind."""
+    jobs = Jobs("grader")
+    job = jobs.submit(work, "grading")
+    jobs.end()
+    if not job.wait(timeout_s):
+        raise TimeoutError
+    answer: str | None = job.result
     return answer

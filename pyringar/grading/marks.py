@@ -21,7 +21,7 @@ _MAX_MESSAGE = 500
 
 @dataclass(frozen=True)
 class Marked:
-    """A solution and its report, None with the reason in ``trouble`` if it could not be loaded."""
+    """A solution and its report, or the reason why it could not be loaded."""
 
     target: Target
     report: Report | None
@@ -37,7 +37,7 @@ class Marked:
 
     @property
     def first_look_at(self) -> tuple[str, str]:
-        """The property to look at first, and what is wrong with it; empty if all pass."""
+        """The property to look at first, and its failure; empty if all pass."""
         if self.report is None:
             return "loading", self.trouble
         first = self.report.first_look_at
@@ -85,5 +85,5 @@ def write_csv(path: Path, solutions: Iterable[Marked]) -> None:
 
 
 def _cell(text: str) -> str:
-    """Return a text that a spreadsheet takes for no formula."""
+    """Return a text that a spreadsheet does not read as a formula."""
     return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text

@@ -1,9 +1,9 @@
-"""Grade a function that runs in a process of its own: it is called there, and judged here.
+"""Call a function in its own process, and judge the results in this one.
 
-The process is forked from this one, which has imported torch: it is ready within milliseconds. Its
-prints go into a pipe, its results into shared memory, which is copied and then judged. So a
-solution cannot print, patch or exit its way to a verdict. Its process is believed only which
-tensors stand in the list (``list``), and what the function returned (``returns``).
+The process is forked from this one, which has imported torch: it is ready within milliseconds. It
+prints into a pipe, and writes results into shared memory, which is copied before it is judged. So a
+solution cannot print, patch or exit its way to a verdict. Its process is trusted only for the order
+of tensors in the list (``list``), and the type of the result (``returns``).
 """
 
 from __future__ import annotations
@@ -35,22 +35,20 @@ from pyringar.parallel.sharded_step import torch_threads
 _TICK_S = 0.05  # how often a silent process is looked at
 _LAST_WORDS_S = 1.0
 _MAX_WORDS = 1000
+Show = Callable[[bytes], object]  # gets the output of a solution
 
 
 class EndedError(Exception):
-    """The process is gone before it answered; says why."""
+    """The process ended before it answered."""
 
 
 def grade(
-    target: Target,
-    devices: list[str],
-    timeout_s: float,
-    show: Callable[[bytes], object] = lambda text: None,
+    target: Target, devices: list[str], timeout_s: float, show: Show = lambda text: None
 ) -> Report:
-    """Return the verdicts on a solution, and give ``show`` what it prints.
+    """Return the verdicts on a solution; ``show`` gets its output.
 
     ``timeout_s`` is for its import, and for all calls of one property. ArgumentError if a device is
-    not there, CannotLoadError if the import fails or does not end, or there is no such function.
+    missing, CannotLoadError if the import fails or hangs, or there is no such function.
     """
     with graded(target, devices, timeout_s, show) as remote:
         verdicts = judge_all(lambda check, _: check.look(remote), remote.rested, timeout_s)
@@ -59,21 +57,18 @@ def grade(
 
 
 @contextlib.contextmanager
-def graded(
-    target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
-) -> Iterator[Remote]:
+def graded(target: Target, devices: list[str], timeout_s: float, show: Show) -> Iterator[Remote]:
     remote = Remote(target, devices, timeout_s, show)
     # A forked process has torch's pool, but not its threads.
     with contextlib.closing(remote), torch_threads(1):
+        remote.load()
         yield remote
 
 
 class Remote(Subject):
     """A function in another process, which is started again after it ended."""
 
-    def __init__(
-        self, target: Target, devices: list[str], timeout_s: float, show: Callable[[bytes], object]
-    ) -> None:
+    def __init__(self, target: Target, devices: list[str], timeout_s: float, show: Show) -> None:
         super().__init__(lambda data: None, (torch.device("cpu"),) * len(devices))
         arena = self._arena = worker.Arena(len(devices))
         self._start = partial(_Process, target, devices, arena, timeout_s, show)
@@ -81,11 +76,10 @@ class Remote(Subject):
         self._turn = 0
         self._left_s = timeout_s
         self._process = self._start()
-        try:
-            self.device_names = self._process.load()
-        except BaseException:
-            self._process.end()
-            raise
+        self.device_names: tuple[str, ...] = ()
+
+    def load(self) -> None:
+        self.device_names = self._process.load()
 
     def rested(self) -> Remote:
         self.last_case = None
@@ -96,10 +90,7 @@ class Remote(Subject):
         self._process.end()
 
     def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
-        """Call the function in its process, and return the call as if it had been made here.
-
-        Failure if it raised or the process ended; TimeoutError if no time is left.
-        """
+        """Call the function in its process. Failure if it raised or ended; TimeoutError if late."""
         self.last_case = case
         call = Call(case, self.devices, inputs)
         try:
@@ -120,7 +111,7 @@ class Remote(Subject):
     def _ask(self, call: Call) -> dict[str, Any]:
         if self._process.is_ended:
             self._process = self._start()
-            self._process.load()
+            self.load()
         self._turn += 1
         places = self._arena.places(call.case, self._turn)
         for rank, base in enumerate(call.bases):
@@ -140,8 +131,7 @@ class Remote(Subject):
             if "rank" in words:
                 return given[words["rank"]]
             if "at" in words:
-                place = self._arena.tensor(words["at"], call.case.shape, call.case.dtype)
-                return place.clone()
+                return self._arena.tensor(words["at"], call.case.shape, call.case.dtype).clone()
             return Other(_clean(words["other"]))
 
         given = call.given
@@ -159,15 +149,8 @@ def _clean(words: Any) -> str:
 
 
 class _Process:
-    """The process that a solution runs in."""
-
     def __init__(
-        self,
-        target: Target,
-        devices: list[str],
-        arena: worker.Arena,
-        timeout_s: float,
-        show: Callable[[bytes], object],
+        self, target: Target, devices: list[str], arena: worker.Arena, timeout_s: float, show: Show
     ) -> None:
         self._timeout_s = timeout_s
         self._show = show
@@ -176,10 +159,9 @@ class _Process:
         self._channel, theirs = socket.socketpair()
         self._output, their_output = os.pipe()
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or the child would have it, too
+            stream.flush()  # or the child would print it again
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads at a fork. Those here are pools of torch and NumPy,
-            # idle, and the child uses none of them.
+            # Python 3.12 warns of threads at a fork: idle pools, which the child does not use.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -247,7 +229,12 @@ class _Process:
             if self._output in ready:
                 self._drain()
             if self._channel in ready:
-                self._read()
+                received = b""
+                with contextlib.suppress(ConnectionResetError):
+                    received = self._channel.recv(1 << 16)
+                if not received:
+                    raise EndedError(_exit_words(self._wait(_LAST_WORDS_S)))
+                self._buffer += received
             elif not ready and self._wait(0) is not None:  # its children may hold the channel
                 raise EndedError(_exit_words(self._status))
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -259,17 +246,8 @@ class _Process:
             raise EndedError("the process answered what makes no sense")
         return message
 
-    def _read(self) -> None:
-        try:
-            some = self._channel.recv(1 << 16)
-        except ConnectionResetError:
-            some = b""
-        if not some:
-            raise EndedError(_exit_words(self._wait(_LAST_WORDS_S)))
-        self._buffer += some
-
     def _drain(self) -> None:
-        """Take what was printed, a part at a time: who prints for ever has a deadline, too."""
+        """Show a part of the output: an endless output must not delay the deadline."""
         with contextlib.suppress(BlockingIOError):
             text = os.read(self._output, 1 << 20)
             if text:
@@ -279,7 +257,7 @@ class _Process:
 
 
 def _exit_words(status: int | None) -> str:
-    """Return how a process ended, from the status of ``os.waitpid``; None: it did not end."""
+    """Describe the end of a process; None: it still runs."""
     if status is None:
         return "the process closed the grader's files"
     code = os.waitstatus_to_exitcode(status)

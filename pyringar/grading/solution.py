@@ -1,4 +1,4 @@
-"""Load the function to be graded, and name the line of its author's file where an error arose."""
+"""Load the function to be graded, and name the line of its file where an error arose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_WORDS = 500  # of an exception's message
 
 
 class CannotLoadError(Exception):
-    """The target names no function that can be called; says why."""
+    """The target names no callable function."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Target:
     """A function to grade.
 
     ``where`` is a file that ends in ``.py``, or a module's name. ``function`` is the name in there,
-    such as ``Ring.run``. ``source`` is the file's content before the first solution ran, None for a
-    module. ``trouble`` says why the file could not be read.
+    such as ``Ring.run``. ``source``: the file's content before the first solution ran. ``trouble``:
+    why the file could not be read.
     """
 
     where: str
@@ -112,7 +112,7 @@ def _import_file(target: Target) -> ModuleType:
 
 
 def error_words(error: BaseException, own_file: str | None) -> str:
-    """Return ``KIND: MESSAGE at FILE:LINE``; the line is in ``own_file`` if one is known there."""
+    """Return ``KIND: MESSAGE at FILE:LINE``, with the line in ``own_file`` if it is known."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
     own = [f for f in frames if f.filename == own_file]
     # The grader's own frames and the importer's say nothing.
@@ -125,7 +125,7 @@ def error_words(error: BaseException, own_file: str | None) -> str:
 
 
 def call_words(error: BaseException, fn: Callable[..., Any]) -> str:
-    """Return `error_words` for a call; an error before its first line is the signature's."""
+    """Return `error_words` of a call; the signature's line for an error before the body."""
     code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     if not isinstance(code, CodeType):
         return error_words(error, None)

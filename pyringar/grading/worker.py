@@ -1,7 +1,4 @@
-"""The graded process: it calls the function on request, and describes the list afterwards.
-
-Nothing is judged here. The grader knows the inputs, and reads the results from shared memory.
-"""
+"""The graded process: it calls the function on request, and describes the list afterwards."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ _exit = os._exit  # a solution may put something else there
 
 
 class Arena:
-    """A block of memory, shared with processes that fork from this one.
-
-    Untouched pages cost nothing. Most properties have ``num_ranks`` ranks.
-    """
+    """A block of memory, shared with forked processes. Untouched pages cost nothing."""
 
     def __init__(self, num_ranks: int) -> None:
         self._memory = mmap.mmap(-1, _BYTES + num_ranks * _BYTES_PER_RANK)
@@ -59,9 +53,9 @@ class Arena:
 
     @staticmethod
     def places(case: Case, turn: int) -> list[int]:
-        """Return where the memory of every rank begins, and after the last one where all end.
+        """Return where the memory of every rank begins, and where the last one ends.
 
-        Every other turn has the ranks in descending order, so that addresses tell the function
+        Ranks lie in descending order in every other call, so that addresses tell the function
         nothing.
         """
         ranks = range(case.k) if turn % 2 else reversed(range(case.k))
@@ -81,10 +75,10 @@ def after(offset: int, shape: Sequence[int], dtype: torch.dtype) -> int:
 def serve(
     target: Target, devices: list[str], channel: socket.socket, output: int, arena: Arena
 ) -> NoReturn:
-    """Load the function, then answer one call after the other until the grader hangs up.
+    """Load the function, then answer calls until the grader closes the channel.
 
-    ``channel`` takes a line of JSON for each call, and one back. The descriptor ``output`` takes
-    the solution's prints.
+    ``channel`` takes a line of JSON for each call, and returns one. ``output``: the descriptor that
+    takes the solution's output.
     """
     try:
         _settle_in(channel, output)
@@ -96,7 +90,7 @@ def serve(
 
 
 def _settle_in(channel: socket.socket, output: int) -> None:
-    """Become a process that cannot disturb the grader's terminal, files or disk."""
+    """Isolate this process from the grader's terminal, files and disk."""
     os.setsid()  # Ctrl-C is the grader's
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -144,12 +138,17 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
     answer({"loaded": [str(device) for device in ranks]})
     for line in requests:
         request = json.loads(line)
-        reply = _call(subject, Case.from_dict(request["case"]), request["places"], arena)
-        answer(reply)
+        answer(_call(subject, Case.from_dict(request["case"]), request["places"], arena))
 
 
 def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict[str, Any]:
-    bases, given = _hand_out(subject, case, places, arena)
+    layouts = layouts_of(case)
+    shared = [
+        arena.tensor(places[rank], layout.base_shape(case.shape), case.dtype)
+        for rank, layout in enumerate(layouts)
+    ]
+    bases = [base.to(subject.devices[rank % subject.most]) for rank, base in enumerate(shared)]
+    given = [layout.view(base, case.shape) for layout, base in zip(layouts, bases, strict=True)]
     before = [(t.data_ptr(), t.stride()) for t in given]
     data = list(given)
     pid = os.getpid()
@@ -162,37 +161,18 @@ def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict
             _exit(0)
     things = _Things(case, arena, places[-1])
     moved = [
-        Other.of(t, case) is not None or (t.data_ptr(), t.stride()) != was
+        None if Other.of(t, case) is None and (t.data_ptr(), t.stride()) == was else things.add(t)
         for t, was in zip(given, before, strict=True)
     ]
-    reply = {
-        "returned": returned,
-        "given": [
-            things.add(t) if is_moved else None for t, is_moved in zip(given, moved, strict=True)
-        ],
-        "data": [things.name(found, given) for found in data[: 2 * case.k]],
-    }
-    for shared, base in bases:
-        if base is not shared:
-            shared.copy_(base)
-    return reply
-
-
-def _hand_out(
-    subject: Subject, case: Case, places: list[int], arena: Arena
-) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    bases: list[tuple[Tensor, Tensor]] = []
-    given: list[Tensor] = []
-    for rank, layout in enumerate(layouts_of(case)):
-        shared = arena.tensor(places[rank], layout.base_shape(case.shape), case.dtype)
-        base = shared.to(subject.devices[rank % subject.most])  # itself on the CPU
-        bases.append((shared, base))
-        given.append(layout.view(base, case.shape))
-    return bases, given
+    named = [things.name(found, given) for found in data[: 2 * case.k]]
+    for target, base in zip(shared, bases, strict=True):
+        if base is not target:  # on a GPU
+            target.copy_(base)
+    return {"returned": returned, "given": moved, "data": named}
 
 
 class _Things:
-    """The things that a function left in the list, described or copied for the grader."""
+    """The items that a function left in the list, described or copied for the grader."""
 
     def __init__(self, case: Case, arena: Arena, start: int) -> None:
         self.case = case
@@ -205,7 +185,7 @@ class _Things:
         return {"rank": same[0]} if same else self.add(found)
 
     def add(self, found: Any) -> dict[str, Any]:
-        """Copy a tensor; return where it is, or words for what could be no result."""
+        """Copy a tensor and return its offset; describe other objects."""
         if id(found) in self._places:
             return self._places[id(found)]
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -19,11 +20,10 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
     """Make the batch norms of replicas use the statistics of all ranks' samples together.
 
-    In training mode a layer then gives what one module would give on the whole batch, up to
-    rounding, and forward passes must run in `run_in_lockstep`. Layers keep their class and their
-    names in ``state_dict``; only their ``forward`` is replaced. Returns the number of layers. Cost:
-    per layer one pass over the input, two numbers per channel moved between devices in each
-    direction, and one meeting of all ranks.
+    Returns the number of layers. Training then gives the results of one module on the whole batch,
+    up to rounding. Forward passes must run in `run_in_lockstep`. Only the ``forward`` of a layer is
+    replaced. Cost per layer: one pass over the input, two numbers per channel moved between devices
+    in each direction, and one meeting of all ranks.
     """
     layers = [dict(_batchnorms(replica)) for replica in replicas]
     for name in layers[0]:
@@ -48,7 +48,7 @@ def _batchnorms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 class _Forward:
-    """Stands in for the ``forward`` of one rank's batch norm; a copy has its own again."""
+    """Replaces the ``forward`` of one rank's batch norm; a copy or pickle has the original."""
 
     def __init__(self, layer: _Layer, rank: int) -> None:
         self._layer, self._rank = layer, rank
@@ -92,10 +92,9 @@ class _Layer:
         return Y.to(X.dtype)
 
     def _statistics(self, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return mean and 1 / standard deviation of all inputs together, on the device of each.
+        """Return mean and 1 / standard deviation of all inputs together, on each input's device.
 
-        Differentiable. Each rank's own mean and variance are combined as in Chan, Golub and LeVeque
-        1979.
+        Differentiable. Combines the ranks' means and variances as in Chan, Golub, LeVeque 1979.
         """
         home = inputs[0].device
         counts = [X.numel() // X.shape[1] for X in inputs]
@@ -106,10 +105,10 @@ class _Layer:
                 "one value per channel in training mode"
             )
         parts = [_moments(X, home) for X in inputs]
-        mean = _sum([m * (n / total) for (m, _), n in zip(parts, counts, strict=True)])
+        mean = reduce(add, [m * (n / total) for (m, _), n in zip(parts, counts, strict=True)])
         means = _fan_out(mean, 2 * len(parts))
         centred = zip(parts, counts, means[: len(parts)], strict=True)
-        var = _sum([(v + (m - own).square()) * (n / total) for (m, v), n, own in centred])
+        var = reduce(add, [(v + (m - own).square()) * (n / total) for (m, v), n, own in centred])
         for batchnorm in self.siblings():
             _update_running(batchnorm, mean, var, total)
         inverse_stds = _fan_out(torch.rsqrt(var + self.siblings()[0].eps), len(parts))
@@ -120,10 +119,10 @@ class _Layer:
 
 
 class _FanOut(torch.autograd.Function):
-    """Copies of a tensor whose gradients are added in their order.
+    """Copies of a tensor, whose gradients are added in the order of the copies.
 
-    autograd adds the gradients of several uses as they come, which here depends on threads: three
-    and more would have other bits in every run.
+    autograd adds the gradients of several uses in the order of their arrival, which differs from
+    run to run.
     """
 
     @staticmethod
@@ -132,21 +131,14 @@ class _FanOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum(grads), None
+        return reduce(add, grads), None
 
 
 _fan_out: Any = _FanOut.apply  # Any: torch 2.13 does not type it, torch 2.15 does
 
 
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
-
-
 def _moments(X: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:
-    """Return mean and variance (over n) per channel, in float32 or better, on ``home``."""
+    """Return mean and variance (over n) per channel, at least float32, on ``home``."""
     dims = [dim for dim in range(X.ndim) if dim != 1]
     wide = X if X.dtype == torch.float64 else X.float()
     var, mean = torch.var_mean(wide, dims, correction=0)
@@ -159,7 +151,6 @@ def _as_channels(vector: Tensor, X: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _update_running(batchnorm: _BatchNorm, mean: Tensor, var: Tensor, n: int) -> None:
-    """``n``: values per channel."""
     var = var * (n / (n - 1))
     share = batchnorm.momentum  # of the new value; None: torch's cumulative average
     if batchnorm.num_batches_tracked is not None:

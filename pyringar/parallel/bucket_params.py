@@ -1,4 +1,4 @@
-"""The parameters that a bucketer reduces, their gradients, and checks of its arguments."""
+"""The parameters and the communicator of a bucketer, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyringar.choices import check_positive
+from pyringar.choices import check_positive, kind_of
+from pyringar.comm.communicator import Communicator
+from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.errors import ArgumentError
 from pyringar.parallel.shards import check_alike, check_each, check_tensor
 
 Replica = nn.Module | Sequence[Tensor]
+Comm = Communicator | RankCommunicator
 
 
 def check_replicas(replicas: Any) -> list[Replica]:
-    """Return one module, or one list of parameters, per rank; raise `ArgumentError` else."""
+    """Return one module or list of parameters per rank; raise ArgumentError if not possible."""
     check_each(replicas, "a module or a list of parameters", _has_params)
     checked: list[Replica] = [one if isinstance(one, nn.Module) else list(one) for one in replicas]
     for rank, replica in enumerate(checked):
@@ -27,14 +30,49 @@ def check_replicas(replicas: Any) -> list[Replica]:
 
 
 def _has_params(replica: Any) -> bool:
-    is_list = isinstance(replica, Iterable) and not isinstance(replica, Tensor)
-    return isinstance(replica, nn.Module) or is_list
+    return isinstance(replica, (nn.Module, Iterable)) and not isinstance(replica, Tensor)
 
 
 def cap_bytes(bucket_cap_mb: Any) -> int:
-    """Return the cap of a bucket in bytes; raise `ArgumentError` if it is no positive number."""
+    """Return the cap of a bucket in bytes; ArgumentError if it is not a positive number."""
     check_positive("bucket_cap_mb", bucket_cap_mb, "number of megabytes")
     return max(1, int(min(bucket_cap_mb, 1e12) * 1e6))
+
+
+def first_rank(comm: Any, num_replicas: int) -> int:
+    """Return the first rank of this process; raise unless the communicator fits the replicas."""
+    if not isinstance(comm, (Communicator, RankCommunicator)):
+        raise ArgumentError(
+            f"comm is {kind_of(comm)}, expected a Communicator, or a ProcessCommunicator"
+        )
+    rank, here = (comm.rank, 1) if isinstance(comm, RankCommunicator) else (0, comm.world_size)
+    if num_replicas != here:
+        raise ArgumentError(
+            f"replicas has {num_replicas} entries, but comm has {here} of its {comm.world_size} "
+            "ranks in this process: expected one replica for each"
+        )
+    return rank
+
+
+def check_agreed(comm: Comm, settings: Sequence[str], device: torch.device) -> None:
+    """Raise on all ranks if a setting differs from rank 0; texts are sent through ``device``."""
+    if isinstance(comm, Communicator):
+        return
+    text = "\n".join(settings).encode()
+    lengths = torch.zeros(comm.world_size, dtype=torch.int64, device=device)
+    lengths[comm.rank] = len(text)
+    comm.all_reduce_coalesced([lengths])
+    rows = torch.zeros(comm.world_size, int(lengths.max()), dtype=torch.uint8, device=device)
+    rows[comm.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=device)
+    comm.all_reduce_coalesced([rows])
+    lines = [bytes(row).rstrip(b"\0").decode().splitlines() for row in rows.tolist()]
+    for rank, mine in enumerate(lines):
+        for first, other in zip(lines[0], mine, strict=False):
+            if other != first:
+                raise ArgumentError(
+                    f"rank {rank} has {other}, but rank 0 has {first}: expected the same on all "
+                    "ranks"
+                )
 
 
 class HookedParams:
@@ -87,10 +125,7 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 
 
 def is_accumulating(param: Tensor) -> bool:
-    """Return whether the running backward pass adds to ``param.grad``.
-
-    ``torch.autograd.grad`` calls hooks of a parameter too, and leaves its ``grad`` alone.
-    """
+    """Return whether the running backward adds to ``param.grad``: autograd.grad does not."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -111,9 +146,9 @@ _ALONE = 2  # the tensor, and the temporary storage object of the call
 def give_own_memory(param: Tensor) -> None:
     """Copy the gradient of a parameter if other tensors use its memory.
 
-    Backward of ``p.view(...)`` returns a view of the gradient of the result. torch stores that view
-    as ``p.grad``, even if another ``grad`` uses the memory, and a reduction in place would corrupt
-    both. A gradient with ``_is_view()`` is part of a buffer of the user, and stays there.
+    Backward of ``p.view(...)`` returns a view, which torch stores as ``p.grad`` even if another
+    ``grad`` uses the memory: a reduction in place would corrupt both. A gradient with
+    ``_is_view()`` lies in a buffer of the user, and stays there.
     """
     grad = param.grad
     if grad is None or grad.layout is not torch.strided or grad._is_view():

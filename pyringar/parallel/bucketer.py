@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,21 +21,16 @@ from pyringar.comm.work import Work
 from pyringar.engine import load
 from pyringar.errors import RingarError, UnsupportedError
 from pyringar.parallel.bucket_params import (
+    Comm,
     HookedParams,
     Replica,
     cap_bytes,
+    check_agreed,
     check_replicas,
+    first_rank,
     give_own_memory,
     grad_dtype,
     is_accumulating,
-)
-from pyringar.parallel.bucket_ranks import (
-    Comm,
-    abort,
-    agree_on_order,
-    check_agreed,
-    first_rank,
-    launch,
 )
 
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
@@ -89,7 +85,7 @@ class Launched:
     lists: list[list[Tensor]]  # the tensors to reduce, by rank of this process
     params: list[int] = field(default_factory=list)  # indices of their parameters
     used: list[bool] = field(default_factory=list)  # has a rank of this process added to them?
-    # Tensors that are no gradients: index in `params`, parameter, tensor.
+    # Tensors that are not gradients: index in `params`, parameter, tensor.
     copies: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)  # of `lists` at a launch in backward
     flags: Tensor | None = None  # between processes: `used`, reduced over the ranks
@@ -110,7 +106,7 @@ class Launched:
         return [i for i, flag in zip(self.params, flags, strict=True) if flag > 0]
 
 
-class GradientBucketer:
+class GradientBucketer(AbstractContextManager["GradientBucketer"]):
     """Reduces the gradients of replicas over all ranks, bucket by bucket.
 
     A hook on every parameter counts gradients. When all ranks have all gradients of a bucket, the
@@ -122,18 +118,18 @@ class GradientBucketer:
             Parameters that do not require grad are left alone.
         comm: None: make one in rank order over the devices of the replicas, and close it with the
             bucketer. Over a `ProcessCommunicator`, ``replicas`` has the replica of this process.
-        bucket_cap_mb: A bucket is full when it holds this many megabytes (10**6 bytes) of the
-            gradients of one rank, and the first bucket already at 1 MB. Parameters are never split.
+        bucket_cap_mb: A bucket is full when it holds this many megabytes (10**6 bytes) of one
+            rank's gradients, the first bucket already at 1 MB. Parameters are never split.
         op: ``"sum"`` or ``"mean"`` over ranks, or the ReduceOp of torch.distributed.
         overlap: Launch buckets during backward, else in `wait`, with the same bits. None: True on
-            GPUs and over processes. False for ranks on the CPU in one process, where overlap gains
+            GPUs and over processes, False for CPU ranks of one process, where overlap gains
             nothing.
 
     Attributes:
         overlap: Whether buckets are launched during backward.
 
     Raises:
-        ArgumentError: Replicas differ, also between processes; or the cap is no positive number.
+        ArgumentError: Replicas differ, also between processes; or the cap is not a positive number.
         UnsupportedError: Another reduction.
 
     For example:
@@ -151,20 +147,20 @@ class GradientBucketer:
 
     **Rules.** Put all backward passes of a step but the last into `no_sync`, or pass
     ``overlap=False``; then call `wait` once. Do not change a gradient in between: `wait` raises if
-    a gradient was changed after its launch, but of views of one buffer it notices only a replaced
-    ``grad``. The hook moves a gradient into memory of its own if other tensors use the memory. A
-    gradient that is a view of your buffer stays there.
+    a gradient was changed after its launch, except for views of one buffer, where it notices only a
+    replaced ``grad``. The hook copies a gradient whose memory other tensors use, except a view of
+    your buffer.
 
     **Errors.** An exception or signal in `wait`, or in a backward pass with overlap, closes the
-    bucketer: launched reductions end first, so nothing writes to gradients afterwards. Every later
-    use raises `RingarError` with the reason. Clear the gradients, and make a new bucketer. Over
-    processes the communicator is aborted, and the other ranks get a `PeerLostError`. A backward
-    pass that fails without overlap, under `no_sync`, under compiled autograd or before its first
-    gradient is not noticed: clear the gradients.
+    bucketer once the launched reductions have ended. Every later use raises `RingarError` with the
+    reason: clear the gradients, and make a new bucketer. Over processes the communicator is
+    aborted, and the other ranks get a `PeerLostError`. A backward pass that fails without overlap,
+    under `no_sync`, under compiled autograd or before its first gradient is not noticed: clear the
+    gradients.
 
     **Processes.** Every rank calls `wait` once a step, also a rank without samples. Gradients have
-    the bits that one process with all replicas would compute. All ranks launch buckets in the same
-    order, the last one in `wait`, so no rank ends a step that fails on another rank.
+    the bits of one process with all replicas. All ranks launch buckets in the same order, the last
+    one in `wait`, so no rank ends a step that fails on another rank.
 
     **Cost.** A hook of about four microseconds per parameter and rank, and two more on ranks above
     0 for ``op="sum"``; one collective per bucket. With ``torch.compile`` there is no overlap.
@@ -234,8 +230,8 @@ class GradientBucketer:
         On GPUs the current streams are ordered after the reductions, and the host does not wait.
 
         Raises:
-            RingarError: A backward pass or another `wait` still runs; this does not close the
-                bucketer. Or it is closed, or a gradient was changed after its launch.
+            RingarError: A backward pass or another `wait` still runs (the bucketer stays open), it
+                is closed, or a gradient was changed after its launch.
             ArgumentError, UnsupportedError, CollectiveTimeout, PeerLostError: See
                 ``all_reduce_coalesced`` of the communicator. Also parameters that were replaced.
         """
@@ -289,9 +285,6 @@ class GradientBucketer:
             f"{len(self._items)}, buckets: {len(self._buckets)}, {state})"
         )
 
-    def __enter__(self) -> GradientBucketer:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -299,13 +292,10 @@ class GradientBucketer:
         if hasattr(self, "_native"):
             self.close()
 
-    # -- one step ----------------------------------------------------------------------------------
-
     def _check_agreed(self) -> None:
         params, cap_mb = self._by_rank[0], self._cap_bytes / 1e6
         settings = [f"{len(params)} parameters", f"bucket_cap_mb {cap_mb:g}", f"op {self._op}"]
-        for i, param in enumerate(params):
-            settings.append(f"parameter {i} of {tuple(param.shape)} {param.dtype}")
+        settings += [f"parameter {i} of {tuple(p.shape)} {p.dtype}" for i, p in enumerate(params)]
         device = params[0].device if params else torch.device("cpu")
         check_agreed(self._comm, settings, device)
 
@@ -322,7 +312,7 @@ class GradientBucketer:
             self._ready = group.make_ready([len(bucket) for bucket in self._buckets])
 
     def _pack(self, bucket: int) -> Launched:
-        """Collect the gradients of a bucket, with copies or zeros for the unused ones."""
+        """Collect the gradients of a bucket; copies or zeros replace the unused ones."""
         wanted, by_rank = self._buckets[bucket], self._by_rank
         held = [self._native.held(rank, wanted) for rank in range(len(by_rank))]
         grads: list[Any] = [[params[i].grad for i in wanted] for params in by_rank]
@@ -351,12 +341,32 @@ class GradientBucketer:
         launched = self._pack(bucket)
         self._native.set_launched(bucket)
         self._launched[bucket] = launched
-        ready = self._ready if in_backward else None
-        launched.work = launch(self._comm, self._op, launched, ready, bucket)
+        launched.work = self._begin(launched, self._ready if in_backward else None, bucket)
         if in_backward:
             launched.versions = [[grad._version for grad in grads] for grads in launched.lists]
         if self._closed:  # by another thread, meanwhile
-            abort(self._comm)
+            self._abort()
+
+    def _begin(self, launched: Launched, ready: Any, index: int) -> Work | None:
+        """Begin the reduction of a bucket; return None if there is nothing to reduce.
+
+        ``ready``: the GPU events of the gradients. None: they are on the current streams.
+        """
+        lists = [[g.detach() if g.requires_grad else g for g in grads] for grads in launched.lists]
+        comm, op = self._comm, self._op
+        if isinstance(comm, Communicator):
+            if not launched.params:
+                return None
+            if ready is not None:
+                return comm._begin_bucket(lists, op, (ready, index))
+            return comm.all_reduce_coalesced(lists, op, async_op=True)
+        if ready is not None:
+            ready.make_wait(index, 0)
+        # No rank sees the gradients of other processes before the reduction: one flag per
+        # parameter, also reduced by `op`, is > 0 if a rank has a gradient.
+        first = lists[0][0]
+        launched.flags = torch.tensor(launched.used, dtype=first.dtype, device=first.device)
+        return comm.all_reduce_coalesced([*lists[0], launched.flags], op, async_op=True)
 
     def _wait(self) -> None:
         began_ns = time.perf_counter_ns()
@@ -372,22 +382,48 @@ class GradientBucketer:
         self._check_open()  # a signal handler may have closed it
         reduced = [i for bucket in launched.values() for i in bucket.finish()]
         if native.begin_ns():
-            nbytes = [sum(self._items[i][0] for i in bucket) for bucket in self._buckets]
-            self._stats = _measure(native, self._buckets, nbytes, works, began_ns)
+            self._stats = self._measure(works, began_ns)
         if reduced and not self._is_planned:
-            order = list(dict.fromkeys([*native.order(), *self._order]))
-            self._order = agree_on_order(self._comm, order, self._by_rank[0][0].device)
+            self._order = list(dict.fromkeys([*native.order(), *self._order]))
+            if self._is_remote:
+                agreed = torch.tensor(self._order, device=self._by_rank[0][0].device)
+                self._comm.broadcast(agreed, 0)
+                self._order = agreed.tolist()
             self._plan()
             self._is_planned = True
         self._launched = {}
         native.start_step(self._buckets, reduced, self._ready)
 
-    def _check_unchanged(self) -> None:
-        """Raise if a gradient was changed or replaced since its launch.
+    def _measure(self, works: Sequence[Work | None], began_ns: int) -> StepStats:
+        """Return the statistics of a reduced step. ``began_ns``: when ``wait()`` was called."""
+        ended_ns, native = time.perf_counter_ns(), self._native
+        first_ns = native.begin_ns()
 
-        Views of one storage share a version counter, which backward advances when it adds to one
-        of them. So the counter of a view is ignored.
-        """
+        def since(time_ns: int) -> float | None:
+            return (time_ns - first_ns) * 1e-9 if time_ns else None
+
+        times = zip(self._buckets, native.ready_ns(), native.launched_ns(), works, strict=True)
+        buckets = tuple(
+            BucketStats(
+                params=tuple(indices),
+                nbytes=sum(self._items[i][0] for i in indices),
+                ready_s=since(ready_ns),
+                launched_s=since(launched_ns if work else 0),
+                done_s=since(work.finished_ns() if work else 0),
+            )
+            for indices, ready_ns, launched_ns, work in times
+        )
+        spent = [b.done_s - b.launched_s for b in buckets if b.done_s and b.launched_s is not None]
+        return StepStats(
+            begin_ns=first_ns,
+            buckets=buckets,
+            backward_s=(began_ns - first_ns) * 1e-9,
+            communication_s=sum(spent),
+            exposed_s=(ended_ns - began_ns) * 1e-9,
+        )
+
+    def _check_unchanged(self) -> None:
+        """Raise if a gradient was changed or replaced since its launch."""
         for launched in self._launched.values():
             for rank, params in enumerate(self._by_rank):
                 grads, versions = launched.lists[rank], launched.versions[rank]
@@ -395,6 +431,7 @@ class GradientBucketer:
                     is_same = params[i].grad is grad
                     if is_same and grad._version == version:
                         continue
+                    # All views of a storage share one version counter.
                     is_view = grad.untyped_storage().nbytes() != grad.nbytes
                     if not (is_same and is_view):
                         raise self._changed(rank, i)
@@ -406,8 +443,6 @@ class GradientBucketer:
             "zero_grad, clipping, unscaling or an optimizer step, register hooks that change "
             "gradients before the bucketer is made, and let no hook set a gradient to None"
         )
-
-    # -- the end -----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
@@ -428,7 +463,7 @@ class GradientBucketer:
             self._params.remove_hooks()
             if is_failure:
                 empty_backward_at_exit()
-                abort(self._comm)
+                self._abort()
             if self._owned is not None:
                 self._owned.close()
         except BaseException as error:
@@ -436,38 +471,23 @@ class GradientBucketer:
                 self._end(reason, is_failure=is_failure)
             raise
 
+    def _abort(self) -> None:
+        """Return when no reduction writes to a gradient. Over processes, abort the group."""
+        comm = self._comm
+        if not isinstance(comm, Communicator):
+            with suppress(RingarError):
+                comm.abort()
+            return
+        for work in list(comm._in_flight):
+            with suppress(RingarError):
+                work.wait(math.inf)
+        # The current streams are those of another thread.
+        for device in {device for device in comm.devices if device.type == "cuda"}:
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize(device)
+
 
 def _stand_in(param: Tensor, state: int) -> Tensor:
     if param.grad is None:
         return torch.zeros_like(param, dtype=grad_dtype(param))
     return torch.zeros_like(param.grad) if state == _SUM else param.grad.detach().clone()
-
-
-def _measure(
-    native: Any, params: Sequence[Sequence[int]], nbytes: Sequence[int], works: Any, began_ns: int
-) -> StepStats:
-    """Return the statistics of a reduced step. ``began_ns``: when ``wait()`` was called."""
-    ended_ns, first_ns = time.perf_counter_ns(), native.begin_ns()
-
-    def since(time_ns: int) -> float | None:
-        return (time_ns - first_ns) * 1e-9 if time_ns else None
-
-    times = zip(params, nbytes, native.ready_ns(), native.launched_ns(), works, strict=True)
-    buckets = tuple(
-        BucketStats(
-            params=tuple(indices),
-            nbytes=size,
-            ready_s=since(ready_ns),
-            launched_s=since(launched_ns if work else 0),
-            done_s=since(work.finished_ns() if work else 0),
-        )
-        for indices, size, ready_ns, launched_ns, work in times
-    )
-    spent = [b.done_s - b.launched_s for b in buckets if b.done_s and b.launched_s is not None]
-    return StepStats(
-        begin_ns=first_ns,
-        buckets=buckets,
-        backward_s=(began_ns - first_ns) * 1e-9,
-        communication_s=sum(spent),
-        exposed_s=(ended_ns - began_ns) * 1e-9,
-    )

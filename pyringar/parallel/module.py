@@ -32,7 +32,7 @@ class DataParallel(nn.Module):
     A call splits its tensors along ``dim``, runs one replica per rank, and gathers the outputs. The
     module's own parameters stay the only leaves: replicas get them from an autograd node whose
     backward sums the ranks' gradients in rank order. So optimizers, hooks, ``grad``, ``state_dict``
-    and everything else of PyTorch work on ``net`` or ``net.module`` as on the plain module:
+    and everything else of PyTorch work as on the plain module:
 
         net = pr.DataParallel(module, ["cuda:0", "cuda:1"])
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -42,39 +42,38 @@ class DataParallel(nn.Module):
             optimizer.step()
 
     Args:
-        module: The module to train, on the device of rank 0. It stays as it is, under
-            ``net.module``; names in ``state_dict`` begin with ``module.``.
+        module: The module to train, on the device of rank 0. It becomes ``net.module``, unchanged;
+            names in ``state_dict`` begin with ``module.``.
         devices: One device per rank, such as ``["cpu"] * 4`` or ``[0, 1]``; ranks may share one.
-            All GPUs if not given, or one CPU rank where there are none.
-        output_device: Where outputs are gathered; the device of rank 0 if not given.
+            Default: all GPUs, or one CPU rank.
+        output_device: Where outputs are gathered. Default: the device of rank 0.
         dim: The dimension of tensors along which samples lie.
         device_ids: Another name for ``devices``.
         weights: Shares of the ranks in every batch; see `split_batch`.
-        batchnorm: ``"local"``: every rank normalises with the statistics of its own samples, and
-            the running statistics are those of rank 0, as with ``nn.DataParallel``. ``"sync"``: the
-            statistics of the whole batch, as in the plain module.
+        batchnorm: ``"local"``: every rank normalises by its own samples, and the running statistics
+            are those of rank 0, as with ``nn.DataParallel``. ``"sync"``: by the statistics of the
+            whole batch, as in the plain module.
         order: In which the ranks' gradients are added: see `Communicator`.
         bucket_cap_mb: The parameters of one autograd node, in megabytes (10**6 bytes). The
             reduction of a bucket starts while backward computes the buckets before it. None: one
             bucket for ranks on one device, else 10.
 
     Raises:
-        ArgumentError: A device that is not there, weights that are no shares, an unknown
-            ``batchnorm`` or ``order``.
-        UnsupportedError: With ``batchnorm="sync"``, a batch norm with a forward pass of its own, or
-            a `DataParallel` inside the module.
+        ArgumentError: A missing device, wrong weights, an unknown ``batchnorm`` or ``order``.
+        UnsupportedError: With ``batchnorm="sync"``, a batch norm with its own forward pass, or a
+            `DataParallel` inside the module.
 
-    As with ``nn.DataParallel``, replicas are shallow copies made anew for every call: attributes
-    that a forward pass sets on a module are lost, buffers that rank 0 changes are kept. Hooks on
-    modules run once per rank. A rank without samples does not run, and the first rank with samples
-    takes the place of rank 0. With one rank the module itself runs.
+    As with ``nn.DataParallel``, replicas are shallow copies made for every call: attributes that a
+    forward pass sets on a module are lost, buffers that rank 0 changes are kept. Hooks on modules
+    run once per rank. A rank without samples does not run, and the first rank with samples replaces
+    rank 0. With one rank the module itself runs.
 
-    Ranks on one device run one after the other, ranks on several GPUs in one thread per GPU.
-    Copies and pickles of ``net`` have communicators of their own.
+    Ranks on one device run one after the other, ranks on several GPUs in one thread per GPU. Copies
+    and pickles of ``net`` have their own communicators.
 
     Cost: a call copies the parameters to ranks 1, 2, ..., in one pass per bucket, and keeps that
-    memory; backward reads one gradient per rank and writes their sum. No link between GPUs carries
-    more than about twice the bytes of the parameters. For training on several GPUs,
+    memory; backward reads one gradient per rank and writes their sum. A link between GPUs carries
+    at most about twice the bytes of the parameters. For training on several GPUs,
     `GradientBucketer` with explicit replicas moves less.
     """
 
@@ -95,10 +94,8 @@ class DataParallel(nn.Module):
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module is {kind_of(module)}, expected a torch.nn.Module")
         self.devices = _check_devices(devices, device_ids)
-        first = self.devices[0]
-        self.output_device = (
-            first if output_device is None else check_device(output_device, "output_device")
-        )
+        output_device = self.devices[0] if output_device is None else output_device
+        self.output_device = check_device(output_device, "output_device")
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise ArgumentError(f"dim is {dim!r}, expected a whole number")
         self.dim = dim
@@ -113,11 +110,9 @@ class DataParallel(nn.Module):
                     "batchnorm is 'sync', but the module has a DataParallel inside, whose ranks "
                     "would see a part of the batch"
                 )
-        self._bucket_bytes: int | None = None
-        if bucket_cap_mb is not None or len(set(self.devices)) > 1:
-            self._bucket_bytes = cap_bytes(
-                _DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-            )
+        if bucket_cap_mb is None and len(set(self.devices)) > 1:
+            bucket_cap_mb = _DEFAULT_CAP_MB
+        self._bucket_bytes = None if bucket_cap_mb is None else cap_bytes(bucket_cap_mb)
         self.module = module
         self._copies: tuple[int, RankCopies] | None = None  # with the process that made it
 
@@ -132,12 +127,12 @@ class DataParallel(nn.Module):
 
         Returns:
             The outputs, concatenated along ``dim``; tensors of no dimension are stacked. With one
-            rank what the module returns.
+            rank the output of the module.
 
         Raises:
-            ArgumentError: No tensor to split, different lengths, a container that cannot be
-                split, a module on another device than rank 0, or outputs whose structure differs
-                between ranks; names the argument, or the rank and the key.
+            ArgumentError: No tensor to split, different lengths, a container that cannot be split,
+                a module on another device than rank 0, or outputs whose structure differs between
+                ranks; names the argument, or the rank and the key.
             UnsupportedError: A scripted module; forward-mode gradients or ``vmap``; compiled parts
                 or modes of torch with ``batchnorm="sync"``.
         """
@@ -172,15 +167,11 @@ class DataParallel(nn.Module):
             args, kwargs = nested.move((args, kwargs), self.devices[0])
             return self.module(*args, **kwargs)
         _check_transforms()
-        named: list[tuple[str, Any]] = [(f"args[{i}]", arg) for i, arg in enumerate(args)]
-        named += kwargs.items()
-        sizes = shard_sizes(nested.num_samples(named, self.dim), len(self.devices), self._weights)
+        num_samples = nested.num_samples(args, kwargs, self.dim)
+        sizes = shard_sizes(num_samples, len(self.devices), self._weights)
         ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
-        shards = nested.scatter(named, sizes, self.devices, self.dim)
-        calls: _Calls = {}
-        for rank in ranks:
-            mine, n = shards[rank], len(args)
-            calls[rank] = tuple(mine[:n]), dict(zip(kwargs, mine[n:], strict=True))
+        shards = nested.scatter((args, kwargs), sizes, self.devices, self.dim)
+        calls: _Calls = {rank: shards[rank] for rank in ranks}
         if len(ranks) == 1 and self.devices[ranks[0]] == self.devices[0]:
             outputs = {rank: self.module(*args, **kwargs) for rank, (args, kwargs) in calls.items()}
         else:
@@ -189,7 +180,9 @@ class DataParallel(nn.Module):
 
     def _run(self, calls: _Calls) -> dict[int, Any]:
         home = next((rank for rank in calls if self.devices[rank] == self.devices[0]), 0)
-        replicas = Replicas(self.module, self._rank_copies(), home, self._bucket_bytes)
+        if self._copies is None or self._copies[0] != os.getpid():
+            self._copies = os.getpid(), RankCopies(self.devices, self._order)
+        replicas = Replicas(self.module, self._copies[1], home, self._bucket_bytes)
         if self._is_synced:
             check_batchnorm(self.module)
             if replicas.is_compiled:
@@ -201,25 +194,14 @@ class DataParallel(nn.Module):
                 )
         if replicas.is_compiled:
             # Compiled code is bound to the module itself, which gets each rank's tensors in turn.
+            call = partial(torch.func.functional_call, self.module, tie_weights=False)
             tensors = {rank: replicas.named_tensors(rank) for rank in calls}
-            return {
-                rank: torch.func.functional_call(
-                    self.module, tensors[rank], args, kwargs, tie_weights=False
-                )
-                for rank, (args, kwargs) in calls.items()
-            }
-        modules = {rank: replicas.make(rank) for rank in calls}
-        functions = {
-            rank: partial(modules[rank], *args, **kwargs) for rank, (args, kwargs) in calls.items()
-        }
-        if self._is_synced and synchronise_batchnorm([*modules.values()]):
+            return {rank: call(tensors[rank], *arguments) for rank, arguments in calls.items()}
+        made = {rank: replicas.make(rank) for rank in calls}
+        functions = {r: partial(made[r], *args, **kwargs) for r, (args, kwargs) in calls.items()}
+        if self._is_synced and synchronise_batchnorm([*made.values()]):
             return run_in_lockstep(functions, self.devices)
         return run_ranks(functions, self.devices)
-
-    def _rank_copies(self) -> RankCopies:
-        if self._copies is None or self._copies[0] != os.getpid():
-            self._copies = os.getpid(), RankCopies(self.devices, self._order)
-        return self._copies[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_copies": None}
@@ -236,12 +218,11 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
     return [tied for tied in names.values() if len(tied) > 1]
 
 
-def _with_prefix(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _with_prefix(state_dict: Mapping[str, Any]) -> Any:
     found: Any = OrderedDict((f"module.{name}", value) for name, value in state_dict.items())
     versions = getattr(state_dict, "_metadata", {})  # by module, "" for the outermost
     found._metadata = {f"module.{name}".rstrip("."): entry for name, entry in versions.items()}
-    renamed: dict[str, Any] = found
-    return renamed
+    return found
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -251,7 +232,6 @@ def _run_eagerly(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _check_transforms() -> None:
-    """Raise UnsupportedError under forward-mode gradients and vmap, which stay with one rank."""
     functorch: Any = torch._C._functorch
     top = functorch.peek_interpreter_stack()
     is_vmap = top is not None and top.key() == functorch.TransformType.Vmap

@@ -17,21 +17,16 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
-from pyringar.parallel.shards import cut
-
-Named = Sequence[tuple[str, Any]]  # values with their names in messages, such as "args[0]"
+from pyringar.parallel.shards import Devices, cut
 
 _PACKED = "PackedSequence: pass padded tensors and their lengths, and pack them inside the module"
 
 
-def num_samples(arguments: Named, dim: int) -> int:
-    """Return the length along ``dim`` that all tensors of the arguments share.
-
-    ArgumentError, with the tensors' names, if lengths differ or there is no dense tensor to split.
-    """
-    tensors: list[tuple[_Path, Tensor]] = []
-    objects: list[tuple[_Path, Any]] = []
-    for name, value in arguments:
+def num_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> int:
+    """Return the length along ``dim`` that all tensors share; ArgumentError names the others."""
+    tensors: _Found = []
+    objects: _Found = []
+    for name, value in [("args", args), *kwargs.items()]:
         _collect((None, value, name), value, tensors, objects)
     for path, tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_nested:
@@ -59,20 +54,11 @@ def num_samples(arguments: Named, dim: int) -> int:
     return length
 
 
-def scatter(
-    arguments: Named, sizes: Sequence[int], devices: Sequence[torch.device], dim: int
-) -> list[list[Any]]:
-    """Return the arguments of each rank: its shard of every tensor, on its device.
+def scatter(value: Any, sizes: Sequence[int], devices: Devices, dim: int) -> list[Any]:
+    """Return the value of each rank: its shard of every tensor, on its device.
 
     Containers are copied. Tensors without dimension ``dim``, and other objects, go to all ranks.
     """
-    columns = [_split(value, sizes, devices, dim) for _, value in arguments]
-    return [[column[rank] for column in columns] for rank in range(len(sizes))]
-
-
-def _split(
-    value: Any, sizes: Sequence[int], devices: Sequence[torch.device], dim: int
-) -> list[Any]:
     if isinstance(value, Tensor):
         if _has_dim(value, dim):
             return cut(value, sizes, devices, dim)
@@ -80,7 +66,7 @@ def _split(
     parts = _parts(value)
     if parts is None:
         return [value] * len(sizes)
-    columns = {key: _split(part, sizes, devices, dim) for key, part in parts.items()}
+    columns = {key: scatter(part, sizes, devices, dim) for key, part in parts.items()}
     return [
         _rebuild(value, {key: column[rank] for key, column in columns.items()})
         for rank in range(len(sizes))
@@ -100,10 +86,7 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def gather(outputs: Mapping[int, Any], device: torch.device, dim: int) -> Any:
-    """Concatenate the ranks' outputs along ``dim`` on ``device``; stack tensors of no dimension.
-
-    ArgumentError, with rank and place, for structures or shapes that differ or cannot be gathered.
-    """
+    """Concatenate the ranks' outputs along ``dim`` on ``device``; stack tensors of no dimension."""
     return _gather((None, None, "output"), outputs, device, dim)
 
 
@@ -114,7 +97,7 @@ def _gather(path: _Path, outputs: Mapping[int, Any], device: torch.device, dim: 
         if not are_tensors and type(output) is not type(first):
             _refuse(path, first_rank, kind_of(first), rank, kind_of(output))
     if isinstance(first, Tensor):
-        return _concatenate(path, outputs, device, dim)
+        return _concat(path, outputs, device, dim)
     if first is None:
         return None
     parts = {rank: _parts(output) or {} for rank, output in outputs.items()}
@@ -134,9 +117,7 @@ def _gather(path: _Path, outputs: Mapping[int, Any], device: torch.device, dim: 
     return _rebuild(first, columns)
 
 
-def _concatenate(
-    path: _Path, outputs: Mapping[int, Tensor], device: torch.device, dim: int
-) -> Tensor:
+def _concat(path: _Path, outputs: Mapping[int, Tensor], device: torch.device, dim: int) -> Tensor:
     first_rank, first = next(iter(outputs.items()))
     if first.ndim and not _has_dim(first, dim):
         raise ArgumentError(
@@ -171,10 +152,7 @@ _ITEMS = (dict, UserDict, list, tuple, deque, UserList)
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return the items of a container by key, or None for other objects.
-
-    ArgumentError for a PackedSequence, whose tensors are not one row per sample.
-    """
+    """Return the items of a container by key, or None for other objects."""
     if isinstance(value, PackedSequence):
         raise ArgumentError(f"the ranks cannot split or gather a {_PACKED}")
     if isinstance(value, (dict, UserDict)):
@@ -220,6 +198,7 @@ def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
 
 # Where a value is: the place of its container, the container, and its key in there.
 _Path: TypeAlias = "tuple[_Path | None, Any, Any]"
+_Found: TypeAlias = "list[tuple[_Path, Any]]"
 
 
 def _name(path: _Path) -> str:
@@ -234,9 +213,7 @@ def _name(path: _Path) -> str:
     return f"{_name(outer)}.{key}"
 
 
-def _collect(
-    path: _Path, value: Any, tensors: list[tuple[_Path, Tensor]], objects: list[tuple[_Path, Any]]
-) -> None:
+def _collect(path: _Path, value: Any, tensors: _Found, objects: _Found) -> None:
     if isinstance(value, Tensor):
         tensors.append((path, value))
         return
@@ -259,9 +236,9 @@ _MAX_OBJECTS = 1_000  # so that a call takes no time for a vocabulary
 
 
 def _hides_batch(value: Any, length: int, dim: int) -> bool:
-    """Return whether an object refers to a tensor of ``length`` samples, but for its items.
+    """Return whether an object, beyond its items, refers to a tensor of ``length`` samples.
 
-    Looks at the nearest `_MAX_OBJECTS` objects, through attributes and items of any class.
+    Searches the nearest `_MAX_OBJECTS` objects, through attributes and items of any class.
     """
     skipped = {id(part) for part in (_parts(value) or {}).values()}
     limit = len(skipped) + _MAX_OBJECTS

@@ -14,31 +14,33 @@ import torch
 from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.threads import starting_thread
 from pyringar.errors import RingarError
+from pyringar.parallel.shards import Devices
 
 Function = Callable[[], Any]
+Combine = Callable[[list[Any]], Sequence[Any]]  # the offers of all ranks to their answers
 
 
-def run_ranks(functions: Mapping[int, Function], devices: Sequence[torch.device]) -> dict[int, Any]:
+def run_ranks(functions: Mapping[int, Function], devices: Devices) -> dict[int, Any]:
     """Call ``functions[rank]()`` for every rank, and return the results by rank.
 
-    Ranks on several GPUs run in one thread per GPU, at the same time. All other ranks run in the
-    caller's thread, in rank order, and so do all ranks under modes that only this thread has.
-    Raises the error of the first rank that failed, with a note that names the rank (Python 3.11).
+    Ranks on several GPUs run at the same time, in one thread per GPU. All other ranks run in the
+    caller's thread, in rank order, as do all ranks under modes of this thread. Raises the error of
+    the first rank that failed, with a note that names the rank (Python 3.11).
     """
     named = {rank: partial(_named, rank, devices, function) for rank, function in functions.items()}
     by_device: dict[torch.device, dict[int, Function]] = {}
     for rank, function in named.items():
         by_device.setdefault(devices[rank], {})[rank] = function
     if len(by_device) == 1 or has_modes():
-        return _run_in_order(named)
-    groups = [partial(_run_in_order, mine) for mine in by_device.values()]
+        return run_in_order(named)
+    groups = [partial(run_in_order, mine) for mine in by_device.values()]
     results: dict[int, Any] = {}
     for found in _run_in_threads(groups, [*by_device]):
         results |= found
     return {rank: results[rank] for rank in functions}
 
 
-def _named(rank: int, devices: Sequence[torch.device], function: Function) -> Any:
+def _named(rank: int, devices: Devices, function: Function) -> Any:
     try:
         return function()
     except Exception as error:
@@ -47,7 +49,7 @@ def _named(rank: int, devices: Sequence[torch.device], function: Function) -> An
         raise
 
 
-def _run_in_order(functions: Mapping[int, Function]) -> dict[int, Any]:
+def run_in_order(functions: Mapping[int, Function]) -> dict[int, Any]:
     return {rank: function() for rank, function in functions.items()}
 
 
@@ -61,15 +63,14 @@ def has_modes() -> bool:
 
 
 def _run_in_threads(
-    functions: Sequence[Function], devices: Sequence[torch.device], abandon: Function = lambda: None
+    functions: Sequence[Function], devices: Devices, abandon: Function = lambda: None
 ) -> list[Any]:
     """Call the functions at the same time, each in a new thread with the caller's torch settings.
 
-    ``devices`` are the current devices of the threads. ``abandon`` is called when the caller is
-    interrupted, and makes the functions end soon. Raises the error of the first function that
-    failed, once all have ended.
+    ``devices``: the threads' current devices. An interrupt calls ``abandon``, which makes the
+    functions end soon. When all have ended, raises the error of the first function that failed.
     """
-    settings = _TorchSettings(devices)
+    call = _with_settings(devices)
     results: list[Any] = [None] * len(functions)
     errors: dict[int, BaseException] = {}
     running: set[int] = set()
@@ -82,7 +83,7 @@ def _run_in_threads(
                 return
             running.add(i)
         try:
-            results[i] = settings.call(devices[i], functions[i])
+            results[i] = call(devices[i], functions[i])
         except BaseException as error:
             errors[i] = error
         with changed:
@@ -113,51 +114,44 @@ def _run_in_threads(
     return results
 
 
-class _TorchSettings:
-    """The calling thread's gradient modes, autocast and CUDA streams, for other threads."""
+def _with_settings(devices: Devices) -> Callable[[torch.device, Function], Any]:
+    """Return a function that calls another with this thread's modes, autocast and streams."""
+    gpus = {device for device in devices if device.type == "cuda"}
+    streams = {device: torch.cuda.current_stream(device) for device in gpus}
+    has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+    caches_casts = torch.is_autocast_cache_enabled()
+    # The hooks on tensors that autograd saves.
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    torch.autocast_increment_nesting()
+    is_in_autocast = torch.autocast_decrement_nesting() > 0
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        gpus = {device for device in devices if device.type == "cuda"}
-        self._streams = {device: torch.cuda.current_stream(device) for device in gpus}
-        self._has_grad = torch.is_grad_enabled()
-        self._is_inference = torch.is_inference_mode_enabled()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        ]
-        self._caches_casts = torch.is_autocast_cache_enabled()
-        # The hooks on tensors that autograd saves.
-        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        torch.autocast_increment_nesting()
-        self._is_in_autocast = torch.autocast_decrement_nesting() > 0
-
-    def call(self, device: torch.device, function: Function) -> Any:
+    def call(device: torch.device, function: Function) -> Any:
         with ExitStack() as stack:
             # The thread's own device comes last and stays current.
-            for gpu in sorted(self._streams, key=lambda gpu: gpu == device):
-                stack.enter_context(torch.cuda.stream(self._streams[gpu]))
-            stack.enter_context(torch.inference_mode(self._is_inference))
-            stack.enter_context(torch.set_grad_enabled(self._has_grad))
-            if self._is_in_autocast:
+            for gpu in sorted(streams, key=lambda gpu: gpu == device):
+                stack.enter_context(torch.cuda.stream(streams[gpu]))
+            stack.enter_context(torch.inference_mode(is_inference))
+            stack.enter_context(torch.set_grad_enabled(has_grad))
+            if is_in_autocast:
                 # torch clears the casts of all threads when one leaves its outermost autocast.
                 torch.autocast_increment_nesting()
-            for kind, dtype in self._autocast:
-                cast = torch.autocast(kind, dtype, cache_enabled=self._caches_casts)
-                stack.enter_context(cast)
-            if self._saving is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
+            for kind, dtype in dtypes.items():
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches_casts))
+            if saving is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*saving))
             return function()
 
+    return call
 
-def run_in_lockstep(
-    functions: Mapping[int, Function], devices: Sequence[torch.device]
-) -> dict[int, Any]:
+
+def run_in_lockstep(functions: Mapping[int, Function], devices: Devices) -> dict[int, Any]:
     """Call ``functions[rank]()`` for every rank, each of which may `meet` the other ranks.
 
-    One rank runs at a time: rank 0 until it meets, then rank 1, and so on. So random numbers are
-    drawn in the same order in every run. GPUs work at the same time: a rank only enqueues.
-    Raises the error of the rank that failed; the other ranks end where they are.
+    One rank runs at a time: rank 0 until it meets, then rank 1, and so on, so random numbers are
+    drawn in the same order in every run. GPUs work at the same time: a rank only enqueues. Raises
+    the error of the rank that failed; the other ranks end at their next meeting.
     """
     run = _Run(len(functions))
     parts = [
@@ -168,7 +162,7 @@ def run_in_lockstep(
     return dict(zip(functions, results, strict=True))
 
 
-def meet(place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+def meet(place: str, offer: Any, combine: Combine) -> Any:
     """Wait until all ranks of the run are here, and return this rank's answer.
 
     ``combine`` is called once, with all offers in rank order, and returns one answer per offer.
@@ -205,7 +199,7 @@ class _Run:
         self._answers: Sequence[Any] = ()
 
     def abandon(self) -> None:
-        """End all ranks where they meet next."""
+        """End all ranks at their next meeting."""
         with self._condition:
             self._is_abandoned = True
             self._condition.notify_all()
@@ -225,9 +219,7 @@ class _Run:
             self._pass_on(position)
         return result
 
-    def meet(
-        self, position: int, place: str, offer: Any, combine: Callable[[list[Any]], Sequence[Any]]
-    ) -> Any:
+    def meet(self, position: int, place: str, offer: Any, combine: Combine) -> Any:
         if self._is_abandoned:
             raise _AbandonedError("another rank failed")
         if self._offers and place != self._place:

@@ -17,15 +17,13 @@ from pyringar.parallel.shards import Device
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
-    """Copy a module to every rank; the copies hold the same bits and share no memory.
-
-    Rank 0 gets a copy too, so ``module`` stays as it is.
+    """Copy a module to every rank, also to rank 0; copies hold equal bits and share no memory.
 
     Args:
-        module: Parameters and buffers may be on any device. Tied weights are tied in every copy.
-            The copies keep ``requires_grad``, training mode, memory formats, hooks of modules, and
-            of parameters the class, the attributes and ``grad_dtype``. They do not keep gradients
-            and hooks of parameters.
+        module: Stays unchanged. Parameters and buffers may be on any device. The copies keep tied
+            weights, ``requires_grad``, training mode, memory formats, hooks of modules, and of
+            parameters the class, the attributes and ``grad_dtype``; not gradients and hooks of
+            parameters.
         devices: One device per rank; ranks may share one.
 
     Returns:
@@ -33,8 +31,8 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
         copied, but stay on their device, as with ``module.to()``.
 
     Raises:
-        ArgumentError: A lazy parameter without a shape, a tensor on the meta device, no module, or
-            a device that is not there.
+        ArgumentError: A lazy parameter without a shape, a tensor on the meta device, an object that
+            is not a module, or a missing device.
         UnsupportedError: ``copy.deepcopy`` fails, or its result does not have the same parameters
             as leaves with their own memory, as for scripted modules.
     """
@@ -48,9 +46,7 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
                 "call the module once on a sample, so that all replicas start from the same numbers"
             )
         if tensor.is_meta:
-            raise ArgumentError(
-                f"module has '{name}' on the meta device, expected one with values to copy"
-            )
+            raise ArgumentError(f"module has '{name}' on the meta device, expected values to copy")
     return [_copy(module, device) for device in targets]
 
 

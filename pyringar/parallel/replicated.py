@@ -1,7 +1,7 @@
 """Replicas of a module for one forward pass, whose gradients reach the module's own parameters.
 
-The parameters of a replica are outputs of one autograd node per bucket. The node's backward is the
-reduction of the ranks' gradients in rank order.
+The parameters of a replica are outputs of one autograd node per bucket, whose backward reduces the
+ranks' gradients in rank order.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pyringar.comm.arguments import DTYPES
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError, UnsupportedError
-
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_DTYPES = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}  # of the engine
 
 
 class RankCopies:
     """Copies of a module's tensors for the other ranks, which stay allocated between calls.
 
-    Every call writes them anew, because an assignment through ``.data`` changes a parameter without
-    a trace. A copy that a pending backward pass has saved is left to it, and another one allocated.
-    ``order`` is that of the reduction; see `Communicator`.
+    Every call writes all of them, because an assignment through ``.data`` changes a parameter
+    unnoticed. A copy that a pending backward pass has saved is replaced by a new one. ``order``: of
+    the reduction.
     """
 
     def __init__(self, devices: Sequence[torch.device], order: str) -> None:
@@ -39,7 +37,7 @@ class RankCopies:
 
     @torch.no_grad()
     def refresh(self, sources: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return ``copies[n][i]`` for ranks 1, 2, ..., which hold what ``sources[i]`` holds now."""
+        """Copy ``sources``; return ``copies[n][i]`` for ranks 1, 2, ..."""
         if torch._C._len_torch_dispatch_stack() or _has_transforms():
             return [[t.detach().to(d, copy=True) for t in sources] for d in self.devices[1:]]
         with self.lock, torch.inference_mode(False):
@@ -54,10 +52,7 @@ class RankCopies:
 
     @torch.no_grad()
     def reduce(self, lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
-        """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device.
-
-        None stands for a gradient of zeros, but not on all ranks.
-        """
+        """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device; None is zeros."""
         columns = [list(column) for column in zip(*lists, strict=True)]
         fused = [
             i
@@ -70,10 +65,8 @@ class RankCopies:
             outputs = [torch.empty_like(column[0]) for column in full]
             self._comm.reduce_coalesced(outputs, [list(mine) for mine in zip(*full, strict=True)])
             sums = dict(zip(fused, outputs, strict=True))
-        return [
-            sums[i] if i in sums else _sum(column, self.devices[0])
-            for i, column in enumerate(columns)
-        ]
+        home = self.devices[0]
+        return [sums[i] if i in sums else _sum(column, home) for i, column in enumerate(columns)]
 
     def _without_none(self, column: Sequence[Tensor | None]) -> list[Tensor]:
         some = next(grad for grad in column if grad is not None)
@@ -90,10 +83,7 @@ class RankCopies:
 
 
 class _Entry:
-    """The copies of one tensor, one per rank.
-
-    ``is_fused``: the engine can write them. Other tensors are copied for every call.
-    """
+    """The copies of one tensor, one per rank; not ``is_fused``: copied anew for every call."""
 
     def __init__(self, source: Tensor, devices: Sequence[torch.device]) -> None:
         self.is_fused = _is_fusable(source) and _without_overlap(source) is source
@@ -120,7 +110,7 @@ def _is_fusable(tensor: Tensor) -> bool:
     return (
         type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
         and tensor.layout == torch.strided
-        and tensor.dtype in _DTYPES
+        and tensor.dtype in DTYPES
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # of is_grads_batched=True
     )
@@ -205,7 +195,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Bucket:
-    """Tensors of the module that are replicated by one autograd node, when first used."""
+    """Tensors of the module that one autograd node replicates at their first use."""
 
     def __init__(self, owner: RankCopies, home: int) -> None:
         self._owner, self._home = owner, home
@@ -243,8 +233,8 @@ class _Bucket:
 class Replicas:
     """The replicas of a module for one forward pass.
 
-    A replica is a shallow copy, as ``nn.DataParallel`` makes it: it shares everything with the
-    module but parameters, buffers and children. One rank on rank 0's device, ``home``, uses the
+    A replica is a shallow copy, as in ``nn.DataParallel``: it shares everything with the module
+    except parameters, buffers and children. The rank ``home``, on rank 0's device, uses the
     module's own memory and buffers. An autograd node has tensors of ``bucket_bytes``; None: all.
     ArgumentError names a tensor on another device or without values, UnsupportedError a scripted
     module.
@@ -296,8 +286,7 @@ class Replicas:
 
     def named_tensors(self, rank: int) -> dict[str, Tensor]:
         """Return a rank's tensors by their names in the module, without buffers for ``home``."""
-        named: list[tuple[str, Tensor]]
-        named = [*self._module.named_parameters(remove_duplicate=False)]
+        named: list[tuple[str, Tensor]] = [*self._module.named_parameters(remove_duplicate=False)]
         if rank != self._home:
             named += self._module.named_buffers(remove_duplicate=False)
         return {name: self.tensor(tensor, rank) for name, tensor in named}
@@ -357,7 +346,7 @@ def _outside_of_transforms() -> AbstractContextManager[Any]:
 
 
 class _WhenUsed(dict[str, Any]):
-    """A replica's tensors by name, replicated when they are first read."""
+    """A replica's tensors by name, replicated at the first read."""
 
     def __init__(self, replicas: Replicas, own: Mapping[str, Any], rank: int) -> None:
         super().__init__(own)

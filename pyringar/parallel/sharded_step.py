@@ -29,18 +29,21 @@ from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.engine.toolchain import read_cpu
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel.bucket_params import (
+    Comm,
     HookedParams,
     Replica,
+    check_agreed,
     check_replicas,
+    first_rank,
     give_own_memory,
     grad_dtype,
 )
-from pyringar.parallel.bucket_ranks import Comm, check_agreed, first_rank
 from pyringar.parallel.shards import check_replicas_equal, digest_of
 
 logger = logging.getLogger(__name__)
 
 LossOf = Callable[[Any, int], Tensor | None]
+Watch = Callable[..., AbstractContextManager[None]]
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32}
 _WHOLE |= {torch.int32, torch.int64}  # dtypes of numbers that an int64 holds
 
@@ -70,13 +73,13 @@ def torch_threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class ShardedStep:
+class ShardedStep(AbstractContextManager["ShardedStep"]):
     """Computes gradients over a fixed number of shards; no bit depends on the number of ranks.
 
     Every rank computes its consecutive shards in order and adds their results along one tree over
     all shards. One all_reduce with ``order="tree"`` completes the tree. Then gradients, buffers and
     loss have on all ranks the bits of one rank with all shards. Ranks may be in one process or
-    many, on one machine or several. Every machine has equally many ranks, a power of two.
+    many, on one machine or several with equally many ranks, a power of two.
 
     For example:
 
@@ -92,12 +95,12 @@ class ShardedStep:
         comm: Communicator over the ranks. Default: a `Communicator` over the replicas' devices,
             closed with this. For one rank per process: a `ProcessCommunicator` or
             `pyringar.distributed.HierarchicalCommunicator`; all ranks make their step together.
-        num_threads: Torch threads of every CPU rank, which decide bits. The caller's setting does
-            not count. More ranks gain more speed than more threads.
+        num_threads: Torch threads of every CPU rank, which decide bits. Overrides the caller's
+            setting. More ranks gain more speed than more threads.
         seed: Seeds the global generators of torch, NumPy and Python for each shard of each step,
             for example for dropout. Without it the first step refuses a function that draws random
-            numbers. Draws of a ``Generator`` object of torch or NumPy, or of a ``random.Random``,
-            are not seen: make such an object from the shard's number.
+            numbers. Draws of a ``Generator`` or ``random.Random`` object are not seen: make such an
+            object from the shard's number.
 
     Attributes:
         shards: The shards of every replica.
@@ -154,17 +157,12 @@ class ShardedStep:
         self.num_steps = 0
         self._is_first = self._is_unchecked = True
 
-    def __call__(
-        self,
-        loss_of: LossOf,
-        *,
-        watch: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext(),
-    ) -> Tensor:
+    def __call__(self, loss_of: LossOf, *, watch: Watch = lambda *_: nullcontext()) -> Tensor:
         """Set every parameter's ``grad`` to the gradient of the sum of all shards' losses.
 
         Args:
             loss_of: Called with a replica and a shard number, 0 to ``num_shards - 1``. Returns the
-                shard's loss, of one element, or None for a shard without samples. Its result may
+                shard's loss, of one element, or None for a shard without samples. Its result must
                 depend on nothing else.
             watch: Called with ``"forward"``, ``"backward"`` or ``"wait"`` and the indices of
                 replicas. Returns a context manager for that phase.
@@ -174,15 +172,15 @@ class ShardedStep:
             does not wait for it.
 
         Raises:
-            ArgumentError: ``loss_of`` is not callable, a loss is not a tensor of one element, or
-                a process begins with other parameters or buffers than rank 0.
+            ArgumentError: ``loss_of`` is not callable, a loss is not a tensor of one element, or a
+                process begins with other parameters or buffers than rank 0.
             RingarError: A replica begins with other parameters or buffers than rank 0.
             UnsupportedError: Random numbers are drawn without a seed, or a buffer has a dtype
                 without sums.
 
         Earlier ``grad`` is dropped. A parameter that a shard does not use counts as zeros there.
         After an error in a shard buffers are unchanged, gradients are None, and other processes
-        wait until this one calls again, ends or is late.
+        wait until this process calls again, ends or is late.
         """
         if not callable(loss_of):
             raise ArgumentError(
@@ -193,12 +191,14 @@ class ShardedStep:
             self._check_equal()
         try:
             with self._isolate_draws(), torch_threads(self._num_threads):
-                sums = [
+                sums: list[list[Tensor]] = [
                     _sum_tree(partial(self._run_shard, rank, i, loss_of, watch), self.shards[i])
                     for i, rank in enumerate(ranks)
                 ]
             with watch("wait", *range(len(sums))):
-                self._reduce(sums)
+                if self._comm is not None:
+                    mine: Any = sums if isinstance(self._comm, Communicator) else sums[0]
+                    self._comm.all_reduce_coalesced(mine, order="tree")
         except BaseException:
             for rank in ranks:
                 rank.restore()
@@ -208,16 +208,12 @@ class ShardedStep:
             rank.finish(total)
         self._is_first = False
         self.num_steps += 1
-        loss: Tensor = sums[0][-1]
-        return loss
+        return sums[0][-1]
 
     def close(self) -> None:
         """Close the communicator, unless it was given. May be called again."""
         if self._owned is not None:
             self._owned.close()
-
-    def __enter__(self) -> ShardedStep:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -266,12 +262,6 @@ class ShardedStep:
             with watch("backward", index):
                 loss.backward()  # type: ignore[no-untyped-call]
         return [*rank.take(), total.copy_(loss.detach().reshape(()))]
-
-    def _reduce(self, sums: list[list[Tensor]]) -> None:
-        if isinstance(self._comm, Communicator):
-            self._comm.all_reduce_coalesced(sums, order="tree")
-        elif self._comm is not None:
-            self._comm.all_reduce_coalesced(sums[0], order="tree")
 
     def _check_equal(self) -> None:
         everything = [

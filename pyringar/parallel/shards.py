@@ -19,17 +19,15 @@ from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, RingarError
 
 Device = str | torch.device
+Devices = Sequence[torch.device]  # one per rank
 Shards = tuple[Tensor, ...]
-SplitFunction = Callable[
-    [Tensor, Tensor, Sequence[torch.device]], tuple[Sequence[Tensor], Sequence[Tensor]]
-]
+Split = tuple[Shards, Shards]  # of samples and labels
+SplitFunction = Callable[[Tensor, Tensor, Devices], tuple[Sequence[Tensor], Sequence[Tensor]]]
 Replica = Callable[[Tensor], Tensor]  # a module, too
 
 
 def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
-    """Copy parameters to a device, as leaves that collect gradients.
-
-    Copies also on the same device: replicas that share tensors would share gradients.
+    """Copy parameters to a device, as leaves that collect gradients, also on the same device.
 
     Args:
         params: Floating point or complex tensors, any shapes. Not changed.
@@ -58,10 +56,10 @@ def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
 
 
 def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
-    """Return the number of samples of each rank. The numbers add up to ``n``.
+    """Return the number of samples of each rank, which add up to ``n``.
 
-    Without weights the sizes are those of ``torch.tensor_split``. With weights each share is
-    rounded down. The largest remainders get the rest, the lower rank first among equals.
+    Without weights the sizes are those of ``torch.tensor_split``. With weights shares are rounded
+    down, and the largest remainders get the rest, the lower rank first among equals.
     """
     check_count("n", n, 0)
     check_count("num_shards", num_shards, 1)
@@ -104,7 +102,7 @@ def _check_weights(weights: Sequence[float], num_shards: int) -> list[Fraction]:
 
 def split_batch(
     X: Tensor, y: Tensor, devices: Sequence[Device], weights: Sequence[float] | None = None
-) -> tuple[Shards, Shards]:
+) -> Split:
     """Cut a batch into exactly one shard per rank, each on its rank's device.
 
     With fewer samples than ranks the last shards are empty. Their gradients are zeros.
@@ -121,8 +119,7 @@ def split_batch(
         on the device of the batch is a view.
 
     Raises:
-        ArgumentError: ``X`` and ``y`` differ in length, a device does not exist, or a weight is
-            out of range.
+        ArgumentError: ``X`` and ``y`` differ in length, or a device or weight is wrong.
     """
     check_tensor("X", X)
     check_tensor("y", y)
@@ -136,13 +133,11 @@ def split_batch(
     return tuple(cut(X, sizes, checked)), tuple(cut(y, sizes, checked))
 
 
-def cut(
-    tensor: Tensor, sizes: Sequence[int], devices: Sequence[torch.device], dim: int = 0
-) -> list[Tensor]:
+def cut(tensor: Tensor, sizes: Sequence[int], devices: Devices, dim: int = 0) -> list[Tensor]:
     """Split a tensor along ``dim`` into one shard per rank, each on its rank's device.
 
-    Shards on the tensor's device are views, which a module may write. Shards of a tensor that
-    requires a gradient are copies.
+    Shards on the tensor's device are views, which a module may write; copies if the tensor requires
+    a gradient.
     """
     parts = torch.split(tensor, list(sizes), dim)
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -165,11 +160,11 @@ def evaluate_accuracy_gpus(
 
     Hits are counted and divided once, so the result is the same for any number of ranks. Modules
     run in eval mode, and then return to their modes. Batch norm uses the running statistics of the
-    replica that sees the sample, so replicas with unlike statistics may change the result.
+    replica that sees the sample.
 
     Args:
-        replicas: One module or function per rank: samples ``(n, ...)`` to scores
-            ``(n, classes)``. Or a single module, also a `pyringar.DataParallel`.
+        replicas: One module or function per rank: samples ``(n, ...)`` to scores ``(n, classes)``.
+            Or a single module, also a `pyringar.DataParallel`.
         data_iter: Batches ``(X, y)`` with class indices ``y`` of shape ``(n,)``.
         split_f: Cuts a batch for the ranks, called as ``split_f(X, y, devices)``.
         devices: One device per rank. Default: the device of a module's first parameter or buffer,
@@ -180,26 +175,24 @@ def evaluate_accuracy_gpus(
 
     Cost: one pass over the data. GPUs work at the same time, and the host waits once, at the end.
     """
-    correct, total = count_correct(replicas, data_iter, split_f, devices=devices)
+    correct, total = count_correct(replicas, data_iter, split_f, devices)
     return correct / total
 
 
 def count_correct(
-    replicas: Replica | Sequence[Replica],
-    data_iter: Iterable[tuple[Tensor, Tensor]],
-    split_f: SplitFunction = split_batch,
-    *,
-    devices: Sequence[Device] | None = None,
+    replicas: Any, data_iter: Any, split_f: SplitFunction, devices: Sequence[Device] | None
 ) -> tuple[int, int]:
     """Return the numbers of correctly classified samples and of all samples.
 
-    ``replicas`` may be the ranks of this process only, if ``split_f`` returns only their shards.
-    Other arguments and errors are those of `evaluate_accuracy_gpus`.
+    ``replicas`` may be of this process only, if ``split_f`` returns only their shards. See
+    `evaluate_accuracy_gpus` for the other arguments and errors.
     """
-    ranks = _check_replicas(replicas)
+    is_single = callable(replicas) and not isinstance(replicas, nn.ModuleList)
+    ranks: Sequence[Replica] = [replicas] if is_single else replicas
+    check_each(ranks, "a module or a function", callable)
     if not callable(split_f):
         raise ArgumentError(f"split_f is {kind_of(split_f)}, expected a function of X, y, devices")
-    targets = _replica_devices(ranks, devices)
+    targets = _devices_of(ranks, devices)
     modules = [replica for replica in ranks if isinstance(replica, nn.Module)]
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
@@ -215,16 +208,7 @@ def count_correct(
     return correct, total
 
 
-def _check_replicas(given: Any) -> list[Replica]:
-    if callable(given) and not isinstance(given, nn.ModuleList):
-        return [given]
-    check_each(given, "a module or a function", callable)
-    return list(given)
-
-
-def _replica_devices(
-    replicas: Sequence[Replica], devices: Sequence[Device] | None
-) -> tuple[torch.device, ...]:
+def _devices_of(replicas: Sequence[Replica], devices: Sequence[Device] | None) -> Devices:
     if devices is not None:
         checked = check_devices(devices)
         if len(checked) != len(replicas):
@@ -241,10 +225,7 @@ def _replica_devices(
 
 
 def _count_hits(
-    replicas: Sequence[Replica],
-    data_iter: Any,
-    split_f: SplitFunction,
-    devices: Sequence[torch.device],
+    replicas: Sequence[Replica], data_iter: Any, split_f: SplitFunction, devices: Devices
 ) -> tuple[int, int]:
     if not isinstance(data_iter, Iterable):
         raise ArgumentError(f"data_iter is {kind_of(data_iter)}, expected batches (X, y)")
@@ -296,15 +277,15 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     """Return a digest of all bits of some tensors: 14 hexadecimal digits, which fit an int64."""
     digest = hashlib.blake2b(digest_size=7)
     for tensor in tensors:
-        digest.update(_bits(tensor).reshape(-1).cpu().numpy().data)
+        digest.update(bits_of(tensor).reshape(-1).cpu().numpy().data)
     return digest.hexdigest()
 
 
 def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Compare every rank's tensors with rank 0's without waiting for the devices.
+    """Return, for each rank after the first, a 0-dimensional bool: its bits differ from rank 0's.
 
-    Returns, for each rank after the first, a 0-dimensional bool tensor on its device: True if bits
-    differ. Cost on a GPU: one copy and one comparison. See `check_replicas_equal` for errors.
+    Each flag is on its rank's device, and the host does not wait. Cost on a GPU: one copy and one
+    comparison. See `check_replicas_equal` for errors.
     """
     check_each(replicas, "a list of tensors, such as list(module.parameters()),", is_list)
     for rank, tensors in enumerate(replicas):
@@ -313,11 +294,8 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     check_alike(replicas, "tensor")
     first, *others = replicas
     if _are_on_cpu(replicas):
-        pairs = [zip(tensors, first, strict=True) for tensors in others]
-        return [
-            torch.tensor(not all(torch.equal(_bits(a), _bits(b)) for a, b in mine))
-            for mine in pairs
-        ]
+        equal = (all(map(has_bits, tensors, first)) for tensors in others)
+        return [torch.tensor(not is_equal) for is_equal in equal]
     wanted = _pack(first)
     packed = (_pack(tensors) for tensors in others)  # one rank at a time, for its memory
     return [(mine != wanted.to(mine.device)).any() for mine in packed]
@@ -328,14 +306,18 @@ def _are_on_cpu(replicas: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_bits(t).contiguous().view(-1).view(torch.uint8) for t in tensors])
+    return torch.cat([bits_of(t).contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """View the memory as integers, which compare bit by bit."""
+def bits_of(tensor: Tensor) -> Tensor:
+    """View the memory as integers, to compare it bit by bit."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     reals = _reals(tensor)
     return reals.view(integers[reals.element_size()])
+
+
+def has_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(bits_of(a), bits_of(b))
 
 
 def _reals(tensor: Tensor) -> Tensor:
@@ -373,9 +355,8 @@ def _describe_mismatch(replicas: Sequence[Sequence[Tensor]]) -> str:
         for rank in range(1, len(replicas)):
             ours = _reals(replicas[rank][i])
             theirs = _reals(reference).to(ours.device)
-            different = _bits(ours) != _bits(theirs)
-            count = int(different.sum())
-            if count:
+            different = bits_of(ours) != bits_of(theirs)
+            if count := int(different.sum()):
                 here, there = ours[different][0].item(), theirs[different][0].item()
                 return (
                     f"the replicas have diverged: parameter {i}, shape {tuple(ours.shape)}, on "

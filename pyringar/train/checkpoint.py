@@ -1,7 +1,7 @@
 """Checkpoints of a training run, from which it resumes bit for bit.
 
 A folder holds the checkpoint of the last whole epoch in one file: a first line, a digest, and the
-bytes of ``torch.save``. The next one replaces the file atomically.
+bytes of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ class Checkpoint:
     """The state of a run after one of its epochs."""
 
     recipe: dict[str, Any]  # options that decide the bits of the run
-    setting: dict[str, Any]  # version and number of threads of torch, which decide them too
+    setting: dict[str, Any]  # version and number of threads of torch, which decide bits too
     num_epochs: int  # of the whole run
     epochs: list[list[float]]  # number, loss, accuracy and seconds of each finished epoch
     shuffle: Tensor  # state of the generator of the images' order
-    # Parameters, buffers and momentum buffers. After the test of an epoch all ranks have the same.
-    tensors: list[Tensor]
+    tensors: list[Tensor]  # parameters, buffers and momentum buffers, equal on all ranks
 
     def check(self, recipe: Mapping[str, Any], folder: Path) -> None:
         for name, value in recipe.items():
@@ -58,7 +57,7 @@ class Checkpoint:
                 )
 
     def write(self, folder: Path) -> None:
-        """Replace the checkpoint of a folder. After a RingarError the last one is still there."""
+        """Replace the checkpoint of a folder atomically; RingarError if that fails."""
         buffer = io.BytesIO()
         torch.save(vars(self), buffer)
         payload = buffer.getvalue()
@@ -72,34 +71,27 @@ class Checkpoint:
 
     @classmethod
     def decode(cls, content: bytes, folder: Path) -> Checkpoint:
-        """Read the content of a file.
-
-        ArgumentError if the file is damaged or of another version, or a field, which it names, has
-        no value that `write` would write.
-        """
+        """Read the content of a file; ArgumentError names the damage, or the wrong field."""
         named = named_in(folder)
         if not content.startswith(_FIRST_LINE):
             raise ArgumentError(f"{named} is no checkpoint of this version of pyringar")
         rest = content[len(_FIRST_LINE) :]
         payload = rest[_DIGEST_BYTES:]
         if rest[:_DIGEST_BYTES] != _digest(payload):
-            raise ArgumentError(
-                f"{named} is damaged: it was cut short or changed after it was written"
-            )
+            raise ArgumentError(f"{named} is damaged: cut short or changed after it was written")
         try:
             state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises errors of many kinds
             words = (str(error).splitlines() or [type(error).__name__])[0]
             raise ArgumentError(f"{named} cannot be read by torch.load: {words}") from error
         names = [field.name for field in fields(cls)]
-        if not isinstance(state, dict) or sorted(map(str, state)) != sorted(names):
-            found = sorted(map(str, state)) if isinstance(state, dict) else kind_of(state)
+        found = sorted(map(str, state)) if isinstance(state, dict) else kind_of(state)
+        if found != sorted(names):
             raise ArgumentError(f"{named} holds {found}, expected the fields {names}")
         for name, (is_right, expected) in _FIELDS.items():
             if not is_right(state[name]):
-                raise ArgumentError(
-                    f"{named} has {name} {_shown(state[name])}, expected {expected}"
-                )
+                shown = _shown(state[name])
+                raise ArgumentError(f"{named} has {name} {shown}, expected {expected}")
         if len(state["epochs"]) > state["num_epochs"]:
             raise ArgumentError(
                 f"{named} has {len(state['epochs'])} epochs, expected at most num_epochs, which is "
@@ -127,11 +119,11 @@ def _are_epochs(value: Any) -> bool:
 
 
 def _is_epoch(row: Any, number: int) -> bool:
-    if not isinstance(row, list) or [type(entry) for entry in row[:2]] != [int, float]:
+    kinds = (int,), (float,), (int, float), (int, float)
+    if not isinstance(row, list) or len(row) != 4:
         return False
-    if len(row) != 4 or any(type(entry) not in (int, float) for entry in row[2:]):
-        return False
-    return bool(row[0] == number and 0 <= row[2] <= 1 and 0 <= row[3] <= _MAX_SECONDS)
+    is_typed = all(type(entry) in kind for entry, kind in zip(row, kinds, strict=True))
+    return is_typed and row[0] == number and 0 <= row[2] <= 1 and 0 <= row[3] <= _MAX_SECONDS
 
 
 def _are_tensors(value: Any) -> bool:
@@ -146,12 +138,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-# Of every field: whether a value is possible, and a description of the possible values.
+# By field: the check of a value, and a description of the possible values.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "recipe": (
-        lambda value: _are_options(value, _NAMES),
-        f"a dict with {', '.join(_NAMES)}",
-    ),
+    "recipe": (lambda value: _are_options(value, _NAMES), f"a dict with {', '.join(_NAMES)}"),
     "setting": (
         lambda value: _are_options(value, SETTING),
         f"a dict with {' and '.join(map(repr, SETTING))}",
@@ -171,12 +160,6 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "tensors": (_are_tensors, "a list of dense tensors"),
 }
-
-
-def folder_of(name: str, path: str | Path) -> Path:
-    if not str(path):
-        raise ArgumentError(f"{name} is '', expected the path of a folder")
-    return Path(os.path.expanduser(path))
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -247,7 +230,6 @@ def to_file(tensor: Tensor) -> Tensor:
 
 
 def save_state(state: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write parameters for ``load_state_dict(torch.load(path, weights_only=True))``."""
     buffer = io.BytesIO()
     torch.save({name: to_file(tensor) for name, tensor in state.items()}, buffer)
     write_file(Path(path), buffer.getvalue())

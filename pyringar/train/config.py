@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "batchnorm": BATCHNORMS,
     "init": tuple(dict.fromkeys(init for inits in INITS.values() for init in inits)),
 }
-# Choices that leave other options few values: these values, and why.
+# Choices that restrict other options: the values left, and why.
 _RULES: dict[str, tuple[dict[str, tuple[Any, ...]], str]] = {
     "model lenet": (
         {"width": (_FULL_WIDTH,), "batchnorm": ("local",), "channels_last": (None, False)},
@@ -167,15 +168,9 @@ class TrainConfig:
         self._check_rules()
 
     def _check_rules(self) -> None:
-        is_made = {
-            "model lenet": self.model == "lenet",
-            "shards": self.shards is not None,
-            "compile": self.compile,
-            "amp": self.amp,
-            "cuda_graph": bool(self.cuda_graph),
-        }
         for rule, (allowed, why) in _RULES.items():
-            for name, only in allowed.items() if is_made[rule] else ():
+            is_chosen = self.model == "lenet" if rule == "model lenet" else getattr(self, rule)
+            for name, only in allowed.items() if is_chosen else ():
                 value = getattr(self, name)
                 if value not in only:
                     raise ArgumentError(
@@ -231,6 +226,12 @@ class TrainConfig:
         if self.shards is not None:
             return "tree"
         return "any" if self.allreduce in ("ring", "auto") else "rank"
+
+
+def folder_of(name: str, path: str | Path) -> Path:
+    if not isinstance(path, (str, Path)) or not str(path) or "\0" in str(path):
+        raise ArgumentError(f"{name} is {path!r}, expected the path of a folder")
+    return Path(os.path.expanduser(path))
 
 
 def _check_number(name: str, value: Any, fits: Callable[[float], bool], expected: str) -> None:

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
-from pyringar.train.config import CHOICES
+from pyringar.train.config import CHOICES, folder_of
 from pyringar.train.synthetic import synthetic_images
 
 logger = logging.getLogger(__name__)
 
-# So many that the book's own recipe, 10 epochs with batches of 256, learns.
+# Enough for the book's own recipe, 10 epochs with batches of 256, to learn.
 _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 12_000, 1_000
 # Where the files of a data_dir may be; the first is torchvision's layout.
 _PLACES = (Path("FashionMNIST", "raw"), Path("raw"), Path())
@@ -84,9 +84,8 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut images into batches, shuffled if there is a CPU generator; the last may be smaller."""
     if generator is None:
-        yield from zip(
-            torch.split(images, batch_size), torch.split(labels, batch_size), strict=True
-        )
+        both = (torch.split(part, batch_size) for part in (images, labels))
+        yield from zip(*both, strict=True)
         return
     shuffled = torch.randperm(len(labels), generator=generator).to(images.device)
     for chosen in torch.split(shuffled, batch_size):
@@ -126,7 +125,7 @@ def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> Imag
     if data_dir is None:
         root, asked = default_data_dir(), f"dataset is {dataset!r}"
     else:
-        root, asked = _folder(data_dir), f"data_dir is {str(data_dir)!r}"
+        root, asked = folder_of("data_dir", data_dir), f"data_dir is {str(data_dir)!r}"
     try:
         return _fashion_mnist(root)
     except RingarError as error:
@@ -144,17 +143,8 @@ def _synthetic() -> ImageData:
     return ImageData("synthetic garments", *train, *test)
 
 
-def _folder(data_dir: str | Path) -> Path:
-    if not isinstance(data_dir, (str, Path)) or not str(data_dir) or "\0" in str(data_dir):
-        raise ArgumentError(f"data_dir is {data_dir!r}, expected the path of a folder")
-    return Path(os.path.expanduser(data_dir))
-
-
 def _fashion_mnist(root: Path) -> ImageData:
-    """Read the four files, or download them first.
-
-    ArgumentError if a file is broken; RingarError if the files cannot be downloaded.
-    """
+    """Read the files, or download them first; ArgumentError if broken, RingarError if missing."""
     files = _find_files(root)
     if not files:
         try:
@@ -190,7 +180,7 @@ def _find_files(root: Path) -> dict[str, Path]:
 
 
 def _download(root: Path) -> None:
-    """Download Fashion-MNIST into torchvision's layout below ``root``, all files at once."""
+    """Download Fashion-MNIST into torchvision's layout below ``root``."""
     try:
         from torchvision.datasets import FashionMNIST
     except (ImportError, RuntimeError, OSError) as error:  # one for another torch: RuntimeError

@@ -20,8 +20,8 @@ def choose_devices(
 ) -> tuple[torch.device, ...]:
     """Return a device for every rank: ``devices``, or the GPUs of this machine, or the CPU.
 
-    Neighbouring ranks share a GPU if there are fewer GPUs than ranks. If the CUDA engine cannot be
-    used, a warning is logged and all ranks run on the CPU.
+    Neighbouring ranks share a GPU if there are fewer GPUs than ranks. Without a usable CUDA engine
+    all ranks run on the CPU, with a logged warning.
     """
     if devices is not None:
         found = check_devices(devices)

@@ -1,8 +1,7 @@
 """A training step that is captured in a CUDA graph and replayed for every batch.
 
-A replay is one call, where launching the kernels of a step of LeNet takes the host many times as
-long as the GPU needs to run them. Images, labels and the learning rate over the batch size change
-from step to step; each has its own tensor. Tests without a GPU replay it on the CPU.
+Launching the kernels of a LeNet step takes the host many times as long as the GPU needs to run
+them; a replay is one call. Images, labels and the step size have their own tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.train.devices import describe_devices
-from pyringar.train.step import EagerStep
+from pyringar.train.step import EagerStep, Score
 from pyringar.train.trace import Trace
 
 # The first step plans the buckets and the second uses that plan. Handles, streams and workspaces,
@@ -39,15 +38,13 @@ def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
 
 
 class Branches:
-    """Run ranks that share a GPU on one stream each: parallel branches of a graph.
+    """Runs ranks that share a GPU on one stream each: parallel branches of a graph.
 
     Rank 0 uses the current stream. Autograd runs backward on the streams of forward. Streams use
     each other's memory only between a join and the next fork, so ``record_stream`` is not needed.
     """
 
-    def __init__(
-        self, device: torch.device, num_ranks: int, score: Callable[[int, Tensor], Tensor]
-    ) -> None:
+    def __init__(self, device: torch.device, num_ranks: int, score: Score) -> None:
         self._device = device
         self._streams = [torch.cuda.Stream(device) for _ in range(1, num_ranks)]  # type: ignore[no-untyped-call]
         self.score = score
@@ -74,7 +71,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, function: Callable[[], None]) -> None:
-        """Call a function several times on the capture stream, after the current stream's work."""
+        """Call a function several times on the capture stream, ordered after the current stream."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -83,10 +80,7 @@ class CudaCapture:
         here.wait_stream(self._stream)
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Capture a function and return the replay, which uses the same tensors on every call.
-
-        CudaError if an operation in it cannot be captured.
-        """
+        """Capture a function, and return its replay; CudaError if that is not possible."""
         gc.collect()  # no CUDA memory of a dead cycle may be freed during the capture
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(self._device)
@@ -112,18 +106,18 @@ class CudaCapture:
 class GraphStep:
     """Replays an `EagerStep`, captured once for each batch size, with the same bits.
 
-    The constructor runs warm-up steps, undoes them, and captures; CudaError if that fails.
-    ``batches`` has one batch of each size on the ranks' device, and ``state`` every tensor that a
-    step changes, except those of ``eager``.
+    The constructor warms up, restores ``state``, and captures; CudaError if that fails. ``batches``
+    has a batch of each size, and ``state`` every tensor that a step changes, except those of
+    ``eager``.
     """
 
     def __init__(
         self, eager: EagerStep, batches: Sequence[tuple[Tensor, Tensor]], state: Sequence[Tensor]
     ) -> None:
         self._eager = eager
-        self.momentum, self.sums, self.take_loss = eager.momentum, eager.sums, eager.take_loss
+        self.velocities, self.take_loss = eager.velocities, eager.take_loss
         self._step_size = torch.zeros((), dtype=state[0].dtype, device=state[0].device)
-        self._changed = [*state, *eager.sums, *itertools.chain(*eager.momentum.velocities)]
+        self._changed = [*state, *eager.sums, *itertools.chain(*eager.velocities)]
         self._replays = {len(X): self._capture(X.clone(), y.clone()) for X, y in batches}
 
     def __call__(
@@ -140,7 +134,7 @@ class GraphStep:
             flags[:] = self._eager(X, y, self._step_size)
 
         def replay_with(images: Tensor, labels: Tensor) -> Sequence[Tensor]:
-            # Enqueued on the stream of the replays: after the last replay and before the next one.
+            # Enqueued on the stream of the replays, between the last replay and the next.
             X.copy_(images)
             y.copy_(labels)
             replay()

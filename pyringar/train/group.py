@@ -21,7 +21,8 @@ from pyringar.comm.process_communicator import ALGORITHMS
 from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.stores import checked_store
 from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
-from pyringar.parallel.shards import Shards, digest_of, split_batch
+from pyringar.parallel.bucket_params import Comm
+from pyringar.parallel.shards import Devices, Split, digest_of, split_batch
 from pyringar.train.config import TrainConfig
 from pyringar.train.data import ImageData
 from pyringar.train.devices import choose_devices
@@ -49,8 +50,8 @@ class TrainGroup:
     """The ranks of a run, all in this process.
 
     ``devices`` has one device per rank of this process, ``all_devices`` one per rank of the run.
-    ``is_main``: has rank 0, which alone prints, draws and downloads. ``digest`` is that of the
-    parameters at the last check of all processes.
+    ``is_main``: this process has rank 0, which alone prints, draws and downloads. ``digest`` is
+    that of the parameters at the last check of all processes.
     """
 
     is_main = True
@@ -61,7 +62,7 @@ class TrainGroup:
         self._config = config
 
     @functools.cached_property
-    def comm(self) -> Communicator | RankCommunicator:
+    def comm(self) -> Comm:
         """The communicator, made at first use: the CUDA engine may have to be compiled."""
         config = self._config
         return Communicator(self.devices, algorithm=config.allreduce, order=config.order)
@@ -70,7 +71,7 @@ class TrainGroup:
         """Call ``load`` in every process, first on rank 0."""
         return load()
 
-    def split(self, X: Tensor, y: Tensor, *options: Any, **more: Any) -> tuple[Shards, Shards]:
+    def split(self, X: Tensor, y: Tensor, *options: Any, **more: Any) -> Split:
         """Return the shards of this process's ranks; see `split_batch` for the arguments."""
         return split_batch(X, y, *options, **more)
 
@@ -150,12 +151,8 @@ class Processes(TrainGroup):
         return data
 
     def split(
-        self,
-        X: Tensor,
-        y: Tensor,
-        devices: Sequence[torch.device],
-        weights: Sequence[float] | None = None,
-    ) -> tuple[Shards, Shards]:
+        self, X: Tensor, y: Tensor, devices: Devices, weights: Sequence[float] | None = None
+    ) -> Split:
         rank = self.comm.rank
         images, labels = split_batch(X, y, self.all_devices, weights)
         return (images[rank],), (labels[rank],)

@@ -21,25 +21,17 @@ _STAGES = (1, 2, 4, 8)  # channels of each, in units of the width
 
 
 class NormedConv(nn.Conv2d):
-    """A convolution before a batch norm, which subtracts the bias again.
-
-    Attributes:
-        skips_bias: Leave the bias out in training; see `fit_tensor_cores`.
-    """
+    """A convolution before a batch norm; ``skips_bias`` leaves its bias out in training."""
 
     skips_bias = False
 
     def forward(self, X: Tensor) -> Tensor:
-        """See ``torch.nn.Conv2d``."""
         bias = None if self.skips_bias and self.training else self.bias
         return F.conv2d(X, self.weight, bias, self.stride, self.padding)
 
 
 class Residual(nn.Module):
-    """Two convolutions whose result is added to their input.
-
-    A third convolution, of 1 x 1, fits the input to the result where the two differ.
-    """
+    """Two convolutions whose result is added to the input, resized by a third if necessary."""
 
     def __init__(self, in_channels: int, out_channels: int, strides: int = 1) -> None:
         super().__init__()
@@ -91,9 +83,8 @@ def resnet18(
     check_count("in_channels", in_channels, 1)
     check_count("width", width, 1)
     with torch.random.fork_rng(devices=[]):  # modules draw weights as they are made
-        net = nn.Sequential(
-            NormedConv(in_channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
-        )
+        first = NormedConv(in_channels, width, 3, padding=1)
+        net = nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU())
         channels = width
         for stage, factor in enumerate(_STAGES, 1):
             before, channels = channels, factor * width
@@ -107,11 +98,10 @@ def resnet18(
 
 
 def fit_tensor_cores(net: nn.Module) -> None:
-    """Give a ResNet-18 for grey images the layout and the work that tensor cores are best at.
+    """Prepare a ResNet-18 for grey images for tensor cores, in place.
 
     Weights and activations get their channels last. Training leaves out the biases that batch norms
-    subtract again, which take a fifth of a step. Results are those of the plain module, up to
-    rounding. ``net`` is changed in place.
+    subtract again, which take a fifth of a step. Changes results by rounding.
     """
     net.to(memory_format=torch.channels_last)
     for conv in _normed_convs(net):

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from pyringar.comm.communicator import Communicator
-from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.errors import CompilerNotFoundError
 from pyringar.parallel.batchnorm import synchronise_batchnorm
+from pyringar.parallel.bucket_params import Comm
 from pyringar.parallel.bucketer import GradientBucketer
 from pyringar.parallel.rank_threads import run_in_lockstep, run_ranks
 from pyringar.parallel.replicate import replicate
+from pyringar.parallel.shards import Devices
 from pyringar.train.config import MODEL_TITLES, TrainConfig
 from pyringar.train.model_lenet import LeNet
 from pyringar.train.model_resnet18 import fit_tensor_cores, resnet18
@@ -25,7 +26,7 @@ from pyringar.train.step import reduce_gradients
 _NUM_CLASSES = 10
 
 
-def autocast(config: TrainConfig, devices: Sequence[torch.device]) -> ExitStack:
+def autocast(config: TrainConfig, devices: Devices) -> ExitStack:
     stack = ExitStack()
     if config.amp:
         for kind in {device.type for device in devices}:
@@ -38,24 +39,22 @@ def threads_per_rank(config: TrainConfig) -> int:
 
 
 class RankedModel:
-    """A model with one replica per rank of this process, all of which hold the same bits.
+    """One replica of a model per rank of this process, all with the same bits.
 
     ``params[rank][i]`` are the parameters, and ``bucketer`` reduces their gradients.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        devices: Sequence[torch.device],
-        comm: Communicator | RankCommunicator,
-    ) -> None:
+    def __init__(self, config: TrainConfig, devices: Devices, comm: Comm) -> None:
         self._autocast = functools.partial(autocast, config, devices)
         self._devices, self._comm = devices, comm
-        self.title = MODEL_TITLES[config.model]
-        is_resnet = config.model == "resnet18"
-        if is_resnet:
+        self.title, dtype = MODEL_TITLES[config.model], config.torch_dtype
+        net: nn.Module
+        if config.model == "lenet":
+            generator = torch.Generator().manual_seed(config.seed)
+            net = LeNet(config.init, generator=generator, dtype=dtype)
+        else:
             self.title += f" of width {config.width}, {config.batchnorm} batch norm"
-        net = _make_net(config)
+            net = resnet18(width=config.width, init=config.init, seed=config.seed, dtype=dtype)
         if config.channels_last:
             fit_tensor_cores(net)
         self.replicas = replicate(net, devices)
@@ -63,7 +62,7 @@ class RankedModel:
         if self._is_synced:
             synchronise_batchnorm(self.replicas)
         # All gradients then come at the end of backward, where a graph's reduction begins anyway.
-        is_captured = is_resnet and config.amp and config.cuda_graph
+        is_captured = config.model == "resnet18" and config.amp and config.cuda_graph
         self._casts_at_once = is_captured and not (config.compile or self._is_synced)
         if config.compile:
             for replica in self.replicas:
@@ -72,10 +71,6 @@ class RankedModel:
         self.bucketer = self._make_bucketer(config)
 
     def _make_bucketer(self, config: TrainConfig) -> GradientBucketer | None:
-        """Return a bucketer with hooks, or None if none is needed, or there is no engine.
-
-        A sharded step reduces by itself, and one rank has nothing to reduce.
-        """
         comm = self._comm
         try:
             if config.shards is None and comm.world_size > 1:
@@ -98,7 +93,7 @@ class RankedModel:
             reduce_gradients(self.params, self._devices, self._comm)
 
     def score(self, rank: int, X: Tensor) -> Tensor:
-        """Score one rank's images, for training: ``(n, 1, 28, 28)`` to ``(n, 10)``."""
+        """Score one rank's images for training: ``(n, 1, 28, 28)`` to ``(n, 10)``."""
         if not len(X):
             return X.new_empty(0, _NUM_CLASSES)
         replica = self.replicas[rank]
@@ -107,8 +102,7 @@ class RankedModel:
                 scores: Tensor = replica(X)
                 return scores
             weights = {name: param for name, param in replica.named_parameters() if param.dim() > 1}
-            casted: Sequence[Tensor] = _Cast.apply(*weights.values())
-            casts = dict(zip(weights, casted, strict=True))
+            casts = dict(zip(weights, _Cast.apply(*weights.values()), strict=True))
             scores = torch.func.functional_call(replica, casts, (X,))
             return scores
 
@@ -119,11 +113,8 @@ class RankedModel:
             if len(shard)
         }
         run = run_in_lockstep if self._is_synced else run_ranks
-        scores = run(calls, self._devices) if calls else {}
-        return [
-            scores[rank] if rank in scores else shard.new_empty(0, _NUM_CLASSES)
-            for rank, shard in enumerate(shards)
-        ]
+        found = run(calls, self._devices)
+        return [found[r] if r in found else self.score(r, X) for r, X in enumerate(shards)]
 
     def buffers(self) -> list[list[Tensor]]:
         return [list(replica.buffers()) for replica in self.replicas]
@@ -133,17 +124,8 @@ class RankedModel:
             self.bucketer.close()
 
 
-def _make_net(config: TrainConfig) -> nn.Module:
-    if config.model == "lenet":
-        generator = torch.Generator().manual_seed(config.seed)
-        return LeNet(config.init, generator=generator, dtype=config.torch_dtype)
-    return resnet18(
-        width=config.width, init=config.init, seed=config.seed, dtype=config.torch_dtype
-    )
-
-
 class _Cast(torch.autograd.Function):
-    """Cast weights to bfloat16 and their gradients back, all in one launch; autocast's bits."""
+    """Casts weights to bfloat16 and their gradients back in one launch, with autocast's bits."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,7 +19,7 @@ from pyringar.train.trainer import EpochResult, TrainResult
 _BAR_COLUMNS = 40
 
 
-class LivePlot:
+class LivePlot(AbstractContextManager["LivePlot"]):
     """Test accuracy over the epochs: a picture that grows in a notebook, else a bar per epoch.
 
         with LivePlot(num_epochs=8) as plot, Trainer(config) as trainer:
@@ -63,9 +64,6 @@ class LivePlot:
         """
         self.curves.pop(label, None)
         return lambda result: self._add(label, result)
-
-    def __enter__(self) -> LivePlot:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         pass

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from pyringar.comm.communicator import Communicator
-from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.errors import ArgumentError
+from pyringar.parallel.bucket_params import Comm
+from pyringar.parallel.rank_threads import run_in_order
 from pyringar.parallel.sharded_step import ShardedStep
-from pyringar.parallel.shards import Device, Shards, mismatch_flags, shard_sizes, split_batch
+from pyringar.parallel.shards import Device, Split, mismatch_flags, shard_sizes, split_batch
 from pyringar.train.config import TrainConfig
 from pyringar.train.model_lenet import lenet
 from pyringar.train.trace import Trace
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from pyringar.train.models import RankedModel
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
+Score = Callable[[int, Tensor], Tensor]  # a rank and its shard to scores
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # shards to scores, one per rank
+StepSize = float | Tensor  # the learning rate over the batch size
 
 
 def train_batch(
@@ -79,56 +82,38 @@ def train_batch(
     return step.train(shards, lr / X.shape[0])
 
 
-class Momentum:
-    """The momentum buffers of SGD, by rank and parameter; no buffers if ``share`` is 0."""
-
-    def __init__(self, share: float, replicas: Replicas) -> None:
-        self._share = share  # of the last step that each step adds
-        used = replicas if share else [[] for _ in replicas]
-        self.velocities = [[torch.zeros_like(param) for param in params] for params in used]
-
-    def update(self, rank: int, params: Sequence[Tensor], step_size: float | Tensor) -> None:
-        sgd(params, step_size, self.velocities[rank], self._share)
-
-
 def span(trace: Trace | None, category: str, num_ranks: int) -> AbstractContextManager[None]:
     return nullcontext() if trace is None else trace.span(category, *range(num_ranks))
 
 
 def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy summed over the samples; 16-bit scores are converted first."""
+    """Return the cross-entropy summed over the samples; at least float32."""
     if scores.dtype in (torch.float16, torch.bfloat16):
         scores = scores.float()
     return F.cross_entropy(scores, labels, reduction="sum")
 
 
 def reduce_gradients(device_params: Replicas, devices: Sequence[Device], comm: Any) -> None:
-    """Sum the gradients of all replicas into all of them, in one call.
-
-    A parameter without a gradient, on a rank that had no sample or did not use it, gets zeros.
-    """
-    lists = [[_gradient(param) for param in params] for params in device_params]
+    """Sum the gradients of all replicas into all of them; a missing gradient counts as zeros."""
+    for param in itertools.chain(*device_params):
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    lists: list[Any] = [[param.grad for param in params] for params in device_params]
     with nullcontext(comm) if comm is not None else Communicator(devices, order="rank") as used:
         used.all_reduce_coalesced(lists)
 
 
-def _gradient(param: Tensor) -> Tensor:
-    if param.grad is None:
-        param.grad = torch.zeros_like(param)
-    return param.grad
-
-
 def sgd(
     params: Sequence[Tensor],
-    step_size: float | Tensor,
+    step_size: StepSize,
     velocities: Sequence[Tensor] = (),
     momentum: float = 0.0,
 ) -> None:
     """Subtract ``step_size`` times the gradient from every parameter that has one.
 
     With momentum ``v = momentum * v + step_size * grad`` is subtracted; ``velocities`` holds ``v``,
-    updated in place. Every product is rounded before it is used, since only some devices have a
-    fused multiply-add. A CUDA graph reads ``step_size`` from a 0-dimensional tensor.
+    updated in place. Every product is rounded before its use, since only some devices have a fused
+    multiply-add. A CUDA graph reads ``step_size`` from a 0-dimensional tensor.
     """
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     if not pairs:
@@ -144,13 +129,36 @@ def sgd(
         torch._foreach_sub_([param for param, _ in pairs], steps)
 
 
-class EagerStep:
+class Step:
+    """The state of training steps over ``replicas[rank][i]``.
+
+    ``velocities[rank]`` are the momentum buffers, none if ``momentum`` is 0. ``sums`` holds every
+    rank's loss so far, float64, on its device: reading it synchronizes.
+    """
+
+    def __init__(self, replicas: Replicas, momentum: float) -> None:
+        self._replicas, self._momentum = replicas, momentum
+        used = replicas if momentum else [[] for _ in replicas]
+        self.velocities = [[torch.zeros_like(param) for param in params] for params in used]
+        devices = [params[0].device for params in replicas]
+        self.sums = [torch.zeros((), dtype=torch.float64, device=device) for device in devices]
+
+    def update(self, rank: int, step_size: StepSize) -> None:
+        sgd(self._replicas[rank], step_size, self.velocities[rank], self._momentum)
+
+    def take_loss(self) -> float:
+        """Return the summed loss of all samples since the last call. Waits for the devices."""
+        loss = sum(total.item() for total in self.sums)
+        for total in self.sums:
+            total.zero_()
+        return loss
+
+
+class EagerStep(Step):
     """One training step of all ranks of this process, called for every batch.
 
-    ``replicas[rank][i]`` are the parameters. ``split`` cuts a batch into one shard per rank.
-    ``scores`` returns the scores ``(n, classes)`` of one shard per rank; ``branches`` runs the
-    ranks instead. ``reduce`` returns when every ``grad`` is the sum over all ranks. ``sums`` holds
-    every rank's loss so far, float64, on its device: reading it synchronizes.
+    ``split`` cuts a batch into one shard per rank. ``scores`` maps the shards to scores ``(n,
+    classes)``; ``branches`` runs the ranks instead. ``reduce`` sums every ``grad`` over all ranks.
     """
 
     def __init__(
@@ -158,35 +166,24 @@ class EagerStep:
         replicas: Replicas,
         scores: Scores,
         reduce: Callable[[], None],
-        split: Callable[[Tensor, Tensor], tuple[Shards, Shards]],
+        split: Callable[[Tensor, Tensor], Split],
         branches: Branches | None = None,
         momentum: float = 0.0,
     ) -> None:
-        self._replicas = replicas
-        self.momentum = Momentum(momentum, replicas)
-        self._scores = scores
-        self._reduce = reduce
-        self._split = split
+        super().__init__(replicas, momentum)
+        self._scores, self._reduce, self._split = scores, reduce, split
         self._branches = branches
-        self.sums = [
-            torch.zeros((), dtype=torch.float64, device=params[0].device) for params in replicas
-        ]
 
     def __call__(
-        self, X: Tensor, y: Tensor, step_size: float | Tensor, trace: Trace | None = None
+        self, X: Tensor, y: Tensor, step_size: StepSize, trace: Trace | None = None
     ) -> list[Tensor]:
-        """Train on a batch; ``step_size`` is the learning rate over its size.
-
-        Returns flags: whether each rank but the first differs from it now; see `mismatch_flags`.
-        """
+        """Train on a batch; return `mismatch_flags`. Step size: learning rate over batch size."""
         losses = self.train(self._split(X, y), step_size, trace)
         for total, loss in zip(self.sums, losses, strict=True):
             total += loss
         return mismatch_flags(self._replicas)
 
-    def train(
-        self, shards: tuple[Shards, Shards], step_size: float | Tensor, trace: Trace | None = None
-    ) -> list[Tensor]:
+    def train(self, shards: Split, step_size: StepSize, trace: Trace | None = None) -> list[Tensor]:
         """Train on one shard of samples and labels per rank; return every rank's summed loss."""
         k = len(self._replicas)
         for param in itertools.chain(*self._replicas):
@@ -201,19 +198,13 @@ class EagerStep:
             losses = self._compute_together(shards, trace)
         with span(trace, "wait", k):
             self._reduce()
-        updates = {
-            rank: functools.partial(self.momentum.update, rank, params, step_size)
-            for rank, params in enumerate(self._replicas)
-        }
+        updates = {rank: functools.partial(self.update, rank, step_size) for rank in range(k)}
+        run = run_in_order if self._branches is None else self._branches.run
         with span(trace, "optimizer", k):
-            if self._branches is not None:
-                self._branches.run(updates)
-            else:
-                for update in updates.values():
-                    update()
+            run(updates)
         return losses
 
-    def _compute_together(self, shards: tuple[Shards, Shards], trace: Trace | None) -> list[Tensor]:
+    def _compute_together(self, shards: Split, trace: Trace | None) -> list[Tensor]:
         with span(trace, "forward", len(shards[0])):
             scores = self._scores(shards[0])
             losses = [sum_loss(*pair) for pair in zip(scores, shards[1], strict=True)]
@@ -223,38 +214,21 @@ class EagerStep:
                 torch.autograd.backward(found_losses)
         return [loss.detach() for loss in losses]
 
-    def take_loss(self) -> float:
-        """Return the summed loss of all samples since the last call. Waits for the devices."""
-        loss = sum(total.item() for total in self.sums)
-        for total in self.sums:
-            total.zero_()
-        return loss
 
-
-def _compute_rank(
-    score: Callable[[int, Tensor], Tensor], rank: int, X: Tensor, y: Tensor
-) -> Tensor:
+def _compute_rank(score: Score, rank: int, X: Tensor, y: Tensor) -> Tensor:
     loss = sum_loss(score(rank, X), y)
     if loss.requires_grad:  # a rank without samples may have computed nothing
         loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
-class ShardStep:
-    """One training step of all ranks in shards; called as an `EagerStep` is.
+class ShardStep(Step):
+    """One training step of all ranks in shards; ``sums[rank]`` is the loss of all ranks."""
 
-    ``sums`` holds the loss of all ranks so far, float64, on every rank of this process.
-    """
-
-    def __init__(
-        self, model: RankedModel, comm: Communicator | RankCommunicator, config: TrainConfig
-    ) -> None:
+    def __init__(self, model: RankedModel, comm: Comm, config: TrainConfig) -> None:
+        super().__init__(model.params, config.momentum)
         self._model, self._num_shards = model, config.shards or 1
         step = self._step = ShardedStep(model.replicas, self._num_shards, comm=comm)
-        self.momentum = Momentum(config.momentum, model.params)
-        self.sums = [
-            torch.zeros((), dtype=torch.float64, device=params[0].device) for params in model.params
-        ]
         self._each = len(step.shards[0])
         self._first = step.shards[0].start // self._each  # the first rank of this process
 
@@ -272,25 +246,24 @@ class ShardStep:
             return sum_loss(self._model.score(rank, images), labels)
 
         loss = self._step(loss_of, **({} if trace is None else {"watch": trace.span}))
-        with span(trace, "optimizer", len(self._model.params)):
-            for rank, params in enumerate(self._model.params):
-                self.momentum.update(rank, params, step_size)
+        with span(trace, "optimizer", len(self._replicas)):
+            for rank in range(len(self._replicas)):
+                self.update(rank, step_size)
         for total in self.sums:
             total += loss.to(total.device)
-        return mismatch_flags(self._model.params)
+        return mismatch_flags(self._replicas)
 
     def take_loss(self) -> float:
         """Return the loss of all samples since the last call in rank 0's process, else 0."""
-        loss = self.sums[0].item() if self._first == 0 else 0.0
-        for total in self.sums:
-            total.zero_()
-        return loss
+        loss = self.sums[0].item()
+        super().take_loss()
+        return loss if self._first == 0 else 0.0
 
     def evaluation(self, size: int, world_size: int) -> tuple[int, Any]:
         """Return a batch size and a split function with equal pieces on any number of ranks."""
         piece = math.ceil(size / self._num_shards)
 
-        def split(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> tuple[Shards, Shards]:
+        def split(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> Split:
             begins = [(self._first + i) * piece for i in range(len(devices))]
             images, labels = (
                 tuple(t[b : b + piece].to(d) for b, d in zip(begins, devices, strict=True))

@@ -1,8 +1,7 @@
-"""Draw ten kinds of garment by formula: a stand-in where Fashion-MNIST cannot be had.
+"""Draw ten kinds of garment by formula: a stand-in where Fashion-MNIST is not available.
 
-The images have the size, the range and the class names of Fashion-MNIST, nearly its brightness, and
-its habit that shirts, pullovers and coats resemble each other. They are not Fashion-MNIST:
-accuracies on the two have nothing to do with each other.
+The images have the size, range, class names and nearly the brightness of Fashion-MNIST; shirts,
+pullovers and coats resemble each other. Accuracies on the two sets cannot be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _SIDE = 28
 _Box = tuple[float, float, float, float, float]
 
 # Boxes: centre x and y, half width, half height (an image spans -1 to 1, y down), turn in radians.
-# What is worn on the body is the same on the left, where x is negative; shoes are drawn as listed.
+# Clothes are symmetric: the left, where x is negative, mirrors the right. Shoes are as listed.
 _GARMENTS: dict[str, tuple[_Box, ...]] = {
     "t-shirt": ((0, 0.05, 0.45, 0.7, 0), (0.58, -0.42, 0.26, 0.15, -0.5)),
     "trouser": ((0, -0.65, 0.32, 0.17, 0), (0.2, 0.1, 0.13, 0.78, 0.05)),
@@ -40,10 +39,10 @@ CLASS_NAMES = tuple(_GARMENTS)
 
 
 def synthetic_images(n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw ``n`` images, shuffled, with as equal numbers of every class as ``n`` allows.
+    """Draw ``n`` images in random order, with as equal numbers of every class as ``n`` allows.
 
-    Returns float32 images ``(n, 1, 28, 28)`` from 0 to 1 in steps of 1/255, and int64 indices
-    ``(n,)`` into `CLASS_NAMES`. Cost: about 0.05 ms an image on one core.
+    Returns float32 images ``(n, 1, 28, 28)``, 0 to 1 in steps of 1/255, and int64 indices ``(n,)``
+    into `CLASS_NAMES`. Cost: 0.05 ms an image on one core.
     """
     check_count("n", n, 1)
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +56,7 @@ def synthetic_images(n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _draw(boxes: Sequence[_Box], is_shoe: bool, n: int, generator: torch.Generator) -> Tensor:
-    """Draw a garment ``n`` times: no two are cut, turned, lit or woven alike."""
+    """Draw a garment ``n`` times, each with its own cut, angle, light and pattern."""
 
     def number(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(n, 1, 1, generator=generator)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError
 from pyringar.parallel.bucketer import StepStats
 
@@ -32,7 +33,7 @@ class Span:
     """A span of time of one rank, in seconds since the trace began.
 
     ``name`` is for people: "backward", "bucket 2". ``nbytes`` are those of one rank's gradients in
-    a bucket; 0 for other categories.
+    a bucket; 0 for other categories. ArgumentError for an unknown category.
     """
 
     name: str
@@ -42,6 +43,9 @@ class Span:
     begin_s: float
     end_s: float
     nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("category", self.category, CATEGORIES)
 
     @property
     def seconds(self) -> float:
@@ -90,10 +94,6 @@ class Trace:
 
         ArgumentError for an unknown ``category``.
         """
-        if category not in CATEGORIES:
-            raise ArgumentError(
-                f"category is {category!r}, expected one of {', '.join(CATEGORIES)}"
-            )
         begin_s, end_s = ((t - self._begin_ns) * 1e-9 for t in (begin_ns, end_ns))
         self.spans.append(Span(name, category, rank, self.step, begin_s, end_s, nbytes))
 
@@ -111,13 +111,14 @@ class Trace:
         """Write the Chrome format. An existing file is replaced."""
         events: list[dict[str, Any]] = []
         for rank in sorted({span.rank for span in self.spans}):
-            for what, row, name in (
-                ("process_name", 0, f"rank {rank}"),
-                ("thread_name", 0, "computation"),
-                ("thread_name", 1, "buckets"),
-            ):
-                about = {"name": what, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
-                events.append(about)
+            events += [
+                {"name": kind, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
+                for kind, row, name in (
+                    ("process_name", 0, f"rank {rank}"),
+                    ("thread_name", 0, "computation"),
+                    ("thread_name", 1, "buckets"),
+                )
+            ]
         events += [
             {
                 "name": span.name,
@@ -131,11 +132,8 @@ class Trace:
             }
             for span in self.spans
         ]
-        content = {
-            "traceEvents": events,
-            "displayTimeUnit": "ms",
-            "otherData": {"title": self.title},
-        }
+        facts = {"title": self.title}
+        content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
         Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     @classmethod
@@ -186,7 +184,7 @@ class Trace:
 
 
 def _step_times(spans: Sequence[Span]) -> dict[str, float]:
-    """Return milliseconds of a step: in all, by category, and the exposed time of its buckets."""
+    """Return the milliseconds of a step: total, by category, and the buckets' exposed time."""
     of = {kind: [span for span in spans if span.category == kind] for kind in CATEGORIES}
     seconds = {"total": max(span.end_s for span in spans) - min(span.begin_s for span in spans)}
     seconds |= {kind: covered_s(found) for kind, found in of.items()}
@@ -205,8 +203,6 @@ def covered_s(spans: Iterable[Span]) -> float:
 
 def _span_of(event: Any) -> Span:
     name, kind, args = str(event["name"]), event["cat"], event["args"]
-    if kind not in CATEGORIES:
-        raise ValueError(f"category {kind!r}, expected one of {', '.join(CATEGORIES)}")
     rank, step, nbytes = (int(number) for number in (event["pid"], args["step"], args["bytes"]))
     begin_s, seconds = float(event["ts"]) * 1e-6, float(event["dur"]) * 1e-6
     if not (math.isfinite(begin_s) and 0 <= seconds < math.inf):

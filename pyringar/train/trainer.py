@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from pyringar.parallel.shards import check_replicas_equal, count_correct, digest
 from pyringar.train.checkpoint import (
     SETTING,
     Checkpoint,
-    folder_of,
     has_checkpoint,
     named_in,
     prepare_folder,
@@ -32,7 +32,7 @@ from pyringar.train.checkpoint import (
     recipe_of,
     to_file,
 )
-from pyringar.train.config import TrainConfig
+from pyringar.train.config import TrainConfig, folder_of
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import describe_devices, synchronize
 from pyringar.train.graph import Branches, GraphStep, check_ranks
@@ -112,10 +112,8 @@ class TrainResult:
     def __str__(self) -> str:
         """Return the last line that the book prints, with the devices of the ranks."""
         mean_s = sum(self.seconds) / len(self.seconds)
-        return (
-            f"test acc: {self.curve[-1]:.2f}, {mean_s:.1f} sec/epoch "
-            f"on {describe_devices(self.devices)}"
-        )
+        where = describe_devices(self.devices)
+        return f"test acc: {self.curve[-1]:.2f}, {mean_s:.1f} sec/epoch on {where}"
 
 
 def train(
@@ -165,7 +163,7 @@ def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) ->
     return train(num_gpus, batch_size, lr, **{"model": "resnet18", **options})
 
 
-class Trainer:
+class Trainer(AbstractContextManager["Trainer"]):
     """A training run whose devices, data and plan can be inspected before it starts.
 
     Args:
@@ -227,10 +225,9 @@ class Trainer:
         self._folder = None if save is None else folder_of("save", save)
         self._source = None if resume is None else folder_of("resume", resume)
         checkpoint = self._open_checkpoints()
-        load = functools.partial(load_data, config.dataset, config.data_dir)
-        loaded = data or self.group.load(load)
+        loaded = data or self.group.load(lambda: load_data(config.dataset, config.data_dir))
         self.description = str(loaded)
-        # Batches are cut on the first GPU, if there is one: a step copies nothing from the host.
+        # Batches are cut on the first GPU, if there is one, so a step copies nothing from the host.
         home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
         self._data = loaded.to(home, config.torch_dtype)
         self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.batch_size)
@@ -243,7 +240,8 @@ class Trainer:
         self.replicas = self.model.params
         self._run_step = self._make_step()
         self.step = 0
-        self._unchecked: deque[_QueuedStep] = deque()
+        # Enqueued steps: number, mismatch flags, and events at the end of the step.
+        self._unchecked: deque[tuple[int, list[Tensor], list[torch.cuda.Event]]] = deque()
         self._has_run = False
         self._done: list[EpochResult] = []  # from the checkpoint
         self.stretched_from: int | None = None
@@ -261,9 +259,8 @@ class Trainer:
     @property
     def plan(self) -> Plan:
         """How the gradients of a step are reduced."""
-        nbytes = sum(param.numel() * param.element_size() for param in self.replicas[0])
-        plan: Plan = self.group.comm.plan(nbytes, self.config.torch_dtype)
-        return plan
+        nbytes = sum(param.nbytes for param in self.replicas[0])
+        return self.group.comm.plan(nbytes, self.config.torch_dtype)
 
     def run(
         self,
@@ -323,11 +320,9 @@ class Trainer:
         if isinstance(self._run_step, ShardStep):
             size, split = self._run_step.evaluation(size, self.config.world_size)
         test = batches(self._data.test_images, self._data.test_labels, size)
-        threads = torch_threads(threads_per_rank(self.config))
-        with autocast(self.config, self.devices), threads:
-            correct, total = count_correct(models, test, split, devices=self.devices)
-        accuracy: float = self.group.total(correct) / total
-        return accuracy
+        with autocast(self.config, self.devices), torch_threads(threads_per_rank(self.config)):
+            correct, total = count_correct(models, test, split, self.devices)
+        return float(self.group.total(correct) / total)
 
     def close(self) -> None:
         """Close the model's hooks and the communicator."""
@@ -336,13 +331,8 @@ class Trainer:
         self.model.close()
         self.group.close()
 
-    def __enter__(self) -> Trainer:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # -- steps -------------------------------------------------------------------------------------
 
     def _make_step(self) -> EagerStep | GraphStep | ShardStep:
         config = self.config
@@ -377,8 +367,7 @@ class Trainer:
         self._check_steps(0)
         synchronize(self.devices)
         seconds = time.perf_counter() - begin_s
-        loss: float = self.group.total(self._run_step.take_loss()) / len(labels)
-        return loss, seconds
+        return float(self.group.total(self._run_step.take_loss()) / len(labels)), seconds
 
     def _train_batch(self, images: Tensor, labels: Tensor) -> None:
         trace = self._trace
@@ -390,21 +379,26 @@ class Trainer:
             if self.model.bucketer is not None:
                 trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
             trace.step += 1
-        self._unchecked.append(_QueuedStep(self.step, flags, self.devices))
+        # Copied before the next step is enqueued: reading on the GPU would wait for that step too.
+        copies = [flag.to("cpu", non_blocking=True) for flag in flags]
+        events = [_record_event(d) for d in set(self.devices) if d.type == "cuda"]
+        self._unchecked.append((self.step, copies, events))
         self.step += 1
-        self._check_steps(_MOST_STEPS_AHEAD if self._unchecked[0].events else 0)
+        self._check_steps(_MOST_STEPS_AHEAD if events else 0)
 
     def _check_steps(self, most_unchecked: int) -> None:
         """Wait for the oldest steps, and raise if a step left replicas with different bits."""
         while len(self._unchecked) > most_unchecked:
-            step = self._unchecked.popleft()
-            if not step.has_mismatch():
+            number, flags, events = self._unchecked.popleft()
+            for event in events:
+                event.synchronize()
+            if not any(flags):
                 continue
             try:
                 check_replicas_equal(self.replicas)
             except RingarError as error:
-                raise RingarError(f"after step {step.number}: {error}") from None
-            raise RingarError(f"after step {step.number}: the replicas had diverged")
+                raise RingarError(f"after step {number}: {error}") from None
+            raise RingarError(f"after step {number}: the replicas had diverged")
 
     def _warn_of_plateau(self) -> None:
         has_plateau = self.config.model == "lenet" and self.config.init == "book"
@@ -415,8 +409,6 @@ class Trainer:
                 BOOK_PLATEAU_STEPS,
                 self._num_steps,
             )
-
-    # -- checkpoints -------------------------------------------------------------------------------
 
     def _open_checkpoints(self) -> Checkpoint | None:
         name, source = ("resume" if self._folder is None else "save"), self._source
@@ -474,7 +466,7 @@ class Trainer:
             checkpoint.write(self._folder)
 
     def _tensors(self) -> list[list[Tensor]]:
-        kinds = (self.replicas, self.model.buffers(), self._run_step.momentum.velocities)
+        kinds = (self.replicas, self.model.buffers(), self._run_step.velocities)
         return [[*itertools.chain(*of_rank)] for of_rank in zip(*kinds, strict=True)]
 
     def _resume_from(self, checkpoint: Checkpoint, source: Path) -> None:
@@ -494,7 +486,7 @@ class Trainer:
         self.step = len(self._done) * self.steps_per_epoch
 
     def _check_tensors(self, checkpoint: Checkpoint, source: Path) -> None:
-        """Restore the order of images, and compare the tensors with those of the run."""
+        """Restore the order of images; compare the shapes and dtypes of the tensors."""
         try:
             self._shuffle.set_state(checkpoint.shuffle)
         except RuntimeError as error:
@@ -510,23 +502,6 @@ class Trainer:
                 raise ArgumentError(
                     f"{named_in(source)} has tensors whose entry {i} is {one}, expected {other}"
                 )
-
-
-class _QueuedStep:
-    """A step that the host has enqueued, and whose mismatch flags are not read yet."""
-
-    def __init__(
-        self, number: int, flags: Sequence[Tensor], devices: Sequence[torch.device]
-    ) -> None:
-        self.number = number
-        # Copied before the next step is enqueued: reading on the GPU would wait for that step too.
-        self._flags = [flag.to("cpu", non_blocking=True) for flag in flags]
-        self.events = [_record_event(d) for d in set(devices) if d.type == "cuda"]
-
-    def has_mismatch(self) -> bool:
-        for event in self.events:
-            event.synchronize()
-        return any(bool(flag) for flag in self._flags)
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event:
