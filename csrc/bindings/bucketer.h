@@ -161,7 +161,8 @@ inline void count(Hook& hook, py::handle param) {
   const bool is_new = step.count(hook.rank, hook.index);
   if (const ReadyHook* ready = bucketer.ready_hook) {
     const int rank = static_cast<int>(hook.rank);
-    if (!ready->note(ready->self, static_cast<int>(bucket), rank, is_new)) throw_python_error();
+    if (!ready->note(ready->self, static_cast<int>(bucket), rank, is_new))
+      throw py::error_already_set();
   }
   if (is_new && may_launch && step.missing[bucket] == 0) launch_complete(bucketer, bucket);
 }

@@ -27,16 +27,14 @@ struct PreparedCall {
   PreparedCall(const CallOptions& options, const GivenTensors& tensors,
                std::shared_ptr<const Collective> checked);
 
-  bool is_of(const CallOptions& options) const {
-    return operation == options.operation && reduction == options.reduction &&
-           algorithm == options.algorithm;
+  bool is_of(const CallOptions& other) const {
+    return options.operation == other.operation && options.reduction == other.reduction &&
+           options.algorithm == other.algorithm;
   }
   // Throws for the first tensor that has other memory, or another layout.
   void check_unchanged(const GivenTensors& tensors) const;
 
-  Operation operation;
-  Reduction reduction;
-  Algorithm algorithm;
+  CallOptions options;
   std::vector<Place> places;
   std::shared_ptr<const Collective> call;
 };

@@ -149,7 +149,6 @@ struct Engine {
 
   static Group& host(Group& group) { return group; }
   static LocalRanks ranks(const Group& group) { return group.ranks(); }
-  static CallCache& calls(Group& group) { return group.calls; }
   static void run(Group& group, const Collective& collective, PyObject* written) {
     mark_written(written);
     group.run(collective);

@@ -67,7 +67,6 @@ struct Engine {
   using GroupPtr = std::shared_ptr<Group>;
 
   static ProcessGroup& host(Group& group) { return group.host(); }
-  static CallCache& calls(Group& group) { return group.calls; }
   static LocalRanks ranks(Group& group) {
     return {group.host().world_size(), group.host().rank(), true, true, &group.devices};
   }
@@ -91,12 +90,11 @@ struct Engine {
 };
 
 py::dict limits() {
+  using namespace py::literals;
   const CudaProcessOptions options;
-  py::dict bytes;
-  bytes["process_slot"] = options.slot_bytes;
-  bytes["process_shared_slot"] = options.most_shared_slot_bytes;
-  bytes["process_exchange"] = options.exchange_bytes;
-  return bytes;
+  return py::dict("process_slot"_a = options.slot_bytes,
+                  "process_shared_slot"_a = options.most_shared_slot_bytes,
+                  "process_exchange"_a = options.exchange_bytes);
 }
 
 Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,

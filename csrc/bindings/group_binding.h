@@ -2,10 +2,10 @@
 // alike: calls, bound calls, works, statistics, and how a group ends.
 //
 // Contract  An engine's file brings a struct Engine with
-//             Group, GroupPtr       the class that Python sees, held by a shared_ptr
+//             Group, GroupPtr       the class that Python sees, with a CallCache `calls`; held by
+//                                   a shared_ptr
 //             host(group)           answers forked(), has_this_thread(), check_usable(), check()
 //             ranks(group)          LocalRanks
-//             calls(group)          the CallCache
 //             run(group, call, written)    marks the tensors `written` and runs the call now; on
 //                                   GPUs the work is enqueued when this returns
 //             submit(group, call, after)   in the background; returns the work as a Python object.
@@ -127,12 +127,6 @@ py::object run_or_submit(const typename Engine::GroupPtr& group, PreparedCollect
   return keep_until_done(in_flight, std::move(work), std::move(storages));
 }
 
-inline GivenTensors given_tensors(py::handle given, const CallOptions& options,
-                                  const LocalRanks& ranks) {
-  const bool are_lists = is_coalesced(options.operation);
-  return {given, options.name(), are_lists ? "lists" : "tensors", ranks, are_lists};
-}
-
 // Whether all are tensors on the devices of their ranks: not, for example, arrays.
 inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
   const Reading reading;
@@ -150,10 +144,9 @@ inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
 template <typename Engine>
 bool all_reduce(const typename Engine::GroupPtr& group, const CallOptions& options,
                 py::handle given, bool may_decline) {
-  CallCache& calls = Engine::calls(*group);
   const LocalRanks ranks = Engine::ranks(*group);
   GivenTensors tensors = given_tensors(given, options, ranks);
-  if (const auto call = calls.find(options, tensors)) {
+  if (const auto call = group->calls.find(options, tensors)) {
     Engine::host(*group).check_usable();
     Engine::run(*group, *call, tensors.all().ptr());
     return true;
@@ -162,7 +155,9 @@ bool all_reduce(const typename Engine::GroupPtr& group, const CallOptions& optio
   PreparedCollective prepared = prepare_all_reduce(tensors, options, ranks);
   Engine::host(*group).check_usable();
   const auto call = std::make_shared<const Collective>(std::move(prepared.call));
-  if (py::len(prepared.copies) == 0 && call->packed.empty()) calls.keep(options, tensors, call);
+  if (py::len(prepared.copies) == 0 && call->packed.empty()) {
+    group->calls.keep(options, tensors, call);
+  }
   Engine::run(*group, *call, prepared.written.ptr());
   copy_back(prepared.copies);
   return true;

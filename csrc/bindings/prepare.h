@@ -68,7 +68,6 @@ class GivenTensors {
     return PyTuple_GET_ITEM(all_.ptr(), static_cast<Py_ssize_t>(i));
   }
   ArgName name(std::size_t i) const { return names_[i]; }
-  const ListNames& names() const { return names_; }
 
   // Tensors that share the memory of arrays of other libraries. Before it the tuple holds what the
   // caller passed.
@@ -95,8 +94,16 @@ struct CallOptions {
   const char* name() const;
 };
 
-using PreparedCollective = Prepared<Collective>;
+// A checked call, and the objects that must live until it is done.
+struct PreparedCollective {
+  Collective call;
+  py::object written;  // the tensors that it writes; like `read` a list or tuple of its own
+  py::object read;     // those it only reads; None: there are none
+  py::list copies;     // on GPUs: (tensor, dense copy), to be copied back; (None, copy) of an input
+};
 
+// The tensors, or lists of tensors, of an all_reduce.
+GivenTensors given_tensors(py::handle given, const CallOptions& options, const LocalRanks& ranks);
 // tensors: adopts arrays of other libraries.
 PreparedCollective prepare_all_reduce(GivenTensors& tensors, const CallOptions& options,
                                       const LocalRanks& ranks);

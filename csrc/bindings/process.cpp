@@ -21,7 +21,6 @@ struct Engine {
   using GroupPtr = std::shared_ptr<Group>;
 
   static Group& host(Group& group) { return group; }
-  static CallCache& calls(Group& group) { return group.calls; }
   static LocalRanks ranks(const Group& group) {
     return {group.world_size(), group.rank(), true, group.compares_shapes()};
   }
@@ -49,7 +48,9 @@ Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, cons
                           GroupDeleter<Engine>{});
 }
 
-void bind_shared_memory(py::module_& m) {
+}  // namespace
+
+void bind_process_group(py::module_& m) {
   def_shared_segment(m);
   m.def("process_id", [] {
     const ProcessId self = this_process();
@@ -57,12 +58,6 @@ void bind_shared_memory(py::module_& m) {
   });
   m.def("is_alive",
         [](std::int32_t pid, std::uint64_t start_ticks) { return is_alive({pid, start_ticks}); });
-}
-
-}  // namespace
-
-void bind_process_group(py::module_& m) {
-  bind_shared_memory(m);
   py::class_<Engine::Group, Engine::GroupPtr> group(m, "ProcessGroup");
   def_process_calls<Engine>(group);
   group

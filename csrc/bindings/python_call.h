@@ -75,8 +75,7 @@ inline void mark_announced() {
   if (call == nullptr || call->unmarked_ == nullptr) return;
   try {
     mark_written(std::exchange(call->unmarked_, nullptr));
-  } catch (const PythonErrorPending&) {
-    PyErr_Clear();
+  } catch (const py::error_already_set&) {
     fail(ErrorKind::kState, "torch could not count a change of the tensor: no memory?");
   }
 }

@@ -50,7 +50,6 @@ class TorchFunctions {
   using Getter = std::int32_t (*)(const Tensor*, Value*);  // 0: no error
 
   bool look_up();
-  bool look_up_shim();
   bool find_offset(const py::object& tensor);
   bool have_right_answers(const py::object& tensor) const;
   bool reads(const py::object& tensor) const;
