@@ -91,7 +91,6 @@ class RankTeam {
   explicit RankTeam(int world_size) : world_size_(world_size) {}
   ~RankTeam();
 
-  int world_size() const { return world_size_; }
   void run(const std::function<void(int rank)>& program, Beside beside);
 
  private:

@@ -17,7 +17,7 @@ namespace pyringar {
 // progressed: called about every 2^17 elements.
 using Progressed = std::function<void()>;
 void pack(const StridedView& from, std::byte* to, const Progressed& progressed = [] {});
-void unpack(const std::byte* from, const StridedView& to, const Progressed& progressed = [] {});
+void unpack(std::byte* from, const StridedView& to, const Progressed& progressed = [] {});
 
 // Bytes [first, last) that hold the view's elements and the gaps between them.
 struct ByteSpan {

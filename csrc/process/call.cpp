@@ -52,15 +52,12 @@ void read_ahead(const std::byte* from, std::size_t bytes) {
   }
 }
 
-struct CopiesToSlot {
-  void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType) const {
-    copy_to_slot(to, from, bytes);
-  }
-};
+// Runs each copy at once.
+struct HostCopies {
+  void (*copy)(void* to, const void* from, std::size_t bytes);
 
-struct CopiesFromSlot {
   void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType) const {
-    copy_from_slot(to, from, bytes);
+    copy(to, from, bytes);
   }
 };
 
@@ -109,8 +106,8 @@ class HostMemory : public StagedCounters {
   Range slice_of(Range piece, int owner) const {
     return slice_in_units(piece, world_size_, owner, 64);
   }
-  CopiesToSlot to_slot() const { return {}; }
-  CopiesFromSlot from_slot() const { return {}; }
+  HostCopies to_slot() const { return {&copy_to_slot}; }
+  HostCopies from_slot() const { return {&copy_from_slot}; }
   HostFolds folds(int, std::size_t ahead) const { return {fold_, ahead}; }
   template <typename Batch>
   void launch(const Batch&) const {}
@@ -126,12 +123,6 @@ bool exchange(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
   return self.count_messages(program, run_staged_exchange(engine, program));
 }
 
-template <class Engine>
-bool direct(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
-  const StagedProgram program{self.messages, num_pieces};
-  return self.count_messages(program, run_staged_direct(engine, program));
-}
-
 std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
   const std::size_t most = segment.world_size() == 2       ? kPieceBytesOfTwo
                            : bytes <= segment.slot_bytes() ? segment.slot_bytes()
@@ -141,18 +132,20 @@ std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
 }
 
 ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
-  const bool is_exchange = segment.world_size() == 2 || bytes <= kExchangeBytes;
+  const bool is_exchange = segment.world_size() <= 2 || bytes <= kExchangeBytes;
   return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
 }
 
-bool run_all_reduce(const Collective& call, ProcessRank& self, ProcessAlgorithm algorithm) {
+bool run_all_reduce(const Collective& call, ProcessRank& self) {
   self.line.view(call);
   const std::size_t bytes = self.line.bytes();
   const std::size_t piece_bytes = piece_bytes_for(bytes, self.segment);
   const std::size_t num_pieces = pieces_of(bytes, piece_bytes);
-  const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
+  const bool is_direct = algorithm_of(call, self.segment) == ProcessAlgorithm::kDirect;
   ReduceEngine engine(HostMemory(self, call.fold, bytes), is_direct, piece_bytes);
-  return is_direct ? direct(engine, self, num_pieces) : exchange(engine, self, num_pieces);
+  if (!is_direct) return exchange(engine, self, num_pieces);
+  const StagedProgram program{self.messages, num_pieces};
+  return self.count_messages(program, run_staged_direct(engine, program));
 }
 
 bool run_shares(const Collective& call, ProcessRank& self) {
@@ -164,9 +157,7 @@ bool run_shares(const Collective& call, ProcessRank& self) {
 }
 
 bool move_data(const Collective& call, ProcessRank& self) {
-  if (call.kind == CallKind::kAllReduce) {
-    return run_all_reduce(call, self, algorithm_of(call, self.segment));
-  }
+  if (call.kind == CallKind::kAllReduce) return run_all_reduce(call, self);
   if (call.kind != CallKind::kBarrier) return run_shares(call, self);
   EmptyEngine engine(HostMemory(self, call.fold, 0));
   return exchange(engine, self, 1);
@@ -199,16 +190,12 @@ bool ProcessRank::count_messages(const StagedProgram& program, bool is_done) {
 }
 
 ProcessAlgorithm algorithm_of(const Collective& call, const Segment& segment) {
-  if (call.kind != CallKind::kAllReduce || segment.world_size() == 1) {
-    return ProcessAlgorithm::kExchange;
-  }
-  return staged_algorithm(call.bytes, segment);
+  return call.kind == CallKind::kAllReduce ? staged_algorithm(call.bytes, segment)
+                                           : ProcessAlgorithm::kExchange;
 }
 
 ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment) {
-  const bool is_alone = segment.world_size() == 1;
-  return {is_alone ? ProcessAlgorithm::kExchange : staged_algorithm(bytes, segment),
-          pieces_of(bytes, piece_bytes_for(bytes, segment))};
+  return {staged_algorithm(bytes, segment), pieces_of(bytes, piece_bytes_for(bytes, segment))};
 }
 
 CallRecord record_of(const Collective& call) {

@@ -31,7 +31,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   std::memcpy(line.host.data(), host.data(), std::min(host.size(), line.host.size() - 1));
   // All ranks' counters begin alike, wherever that is.
   self_.messages = line.announced.value.load(std::memory_order_relaxed);
-  watch_.publish_cores();
+  line.cores = allowed_cores();
   line.state.store(RankState::kJoined, std::memory_order_release);
   watch_.set_on_nap(on_nap_);
   watch_.set_on_wait(options.on_wait);

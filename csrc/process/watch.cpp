@@ -31,8 +31,6 @@ std::string text_of(const std::array<char, kSize>& chars) {
 PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
     : segment_(segment), rank_(rank), stillness_(segment.world_size(), timeout) {}
 
-void PeerWatch::publish_cores() { segment_.line(rank_).cores = allowed_cores(); }
-
 // Ranks that are bound to a core each have as many cores as ranks that may roam over them.
 void PeerWatch::count_cores() {
   CoreSet all;
@@ -210,10 +208,8 @@ std::string PeerWatch::last_heard_of(int rank) const {
 }
 
 std::string PeerWatch::waited_for(int peer, const char* what) const {
-  const std::uint64_t now =
-      std::max(segment_.line(rank_).calls[0].sequence, segment_.line(rank_).calls[1].sequence);
-  return join(segment_.line(rank_).calls[now % 2].text(), " over ", segment_.world_size(),
-              " ranks: rank ", rank_, " waited for ", name_of(peer), " ", what);
+  return join(last_call(rank_).text(), " over ", segment_.world_size(), " ranks: rank ", rank_,
+              " waited for ", name_of(peer), " ", what);
 }
 
 std::string PeerWatch::name_of(int rank) const {
@@ -222,10 +218,7 @@ std::string PeerWatch::name_of(int rank) const {
 }
 
 std::string PeerWatch::last_call_of(int rank) const {
-  const RankLine& line = segment_.line(rank);
-  const CallRecord& a = line.calls[0];
-  const CallRecord& b = line.calls[1];
-  const CallRecord& last = a.sequence > b.sequence ? a : b;
+  const CallRecord& last = last_call(rank);
   if (last.sequence == 0) return "it has called nothing yet";
   return join("its last was ", last.text());
 }

@@ -38,9 +38,6 @@ class PeerWatch {
 
   PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout);
 
-  // Tells the others which cores this thread may use, before they see that it has joined.
-  void publish_cores();
-
   // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
   void set_on_nap(std::function<void()> on_nap) { on_nap_ = std::move(on_nap); }
   // Called before what may take longer than kPausesAtOnce.
@@ -114,6 +111,10 @@ class PeerWatch {
   int most_behind(int suspect) const;
   std::string last_heard_of(int rank) const;
   std::string waited_for(int peer, const char* what) const;
+  const CallRecord& last_call(int rank) const {
+    const auto& [even, odd] = segment_.line(rank).calls;
+    return even.sequence > odd.sequence ? even : odd;
+  }
 
   const Segment& segment_;
   const int rank_;
