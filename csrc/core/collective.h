@@ -42,11 +42,10 @@ enum class CallKind : std::uint8_t {
   kReduce,
   kBarrier,
 };
-inline constexpr int kNumCallKinds = 6;
 
 constexpr const char* call_name(CallKind kind) {
-  constexpr const char* kNames[kNumCallKinds] = {"all_reduce", "reduce_scatter", "all_gather",
-                                                 "broadcast",  "reduce",         "barrier"};
+  constexpr const char* kNames[] = {"all_reduce", "reduce_scatter", "all_gather",
+                                    "broadcast",  "reduce",         "barrier"};
   return kNames[static_cast<int>(kind)];
 }
 

@@ -24,6 +24,4 @@ void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Be
 // and torch's threads are awake and idle.
 bool is_best_done_at_once(std::span<const Buffers> tensors);
 
-void fuse_range(const Buffers& tensor, Fold fold, Range range);
-
 }  // namespace pyringar

@@ -64,20 +64,15 @@ std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe desc
   auto work = std::make_shared<Work>(std::move(describe), std::move(interrupt));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_closing_) fail_closed();
-  start_thread();
+  try {
+    if (!thread_) thread_ = std::make_unique<std::thread>([this] { work_off(); });
+  } catch (const std::system_error& error) {
+    fail(ErrorKind::kState, "cannot start a thread for work in the background: ", error.what());
+  }
   jobs_.push_back({std::move(job), work});
   num_waiting_.fetch_add(1, std::memory_order_release);
   changed_.notify_all();
   return work;
-}
-
-void WorkQueue::start_thread() {
-  if (thread_) return;
-  try {
-    thread_ = std::make_unique<std::thread>([this] { work_off(); });
-  } catch (const std::system_error& error) {
-    fail(ErrorKind::kState, "cannot start a thread for work in the background: ", error.what());
-  }
 }
 
 void WorkQueue::work_off() {

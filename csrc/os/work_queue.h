@@ -77,7 +77,6 @@ class WorkQueue {
     std::shared_ptr<Work> work;
   };
 
-  void start_thread();
   void work_off();
 
   const Turn& turn_;

@@ -124,10 +124,10 @@ bool exchange(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
 }
 
 std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
-  const std::size_t most = segment.world_size() == 2       ? kPieceBytesOfTwo
-                           : bytes <= segment.slot_bytes() ? segment.slot_bytes()
-                                                           : kPieceBytes;
-  const std::size_t num_pieces = pieces_of(bytes, std::min(most, segment.slot_bytes()));
+  const std::size_t most = segment.world_size() == 2 ? kPieceBytesOfTwo
+                           : bytes <= kSlotBytes     ? kSlotBytes
+                                                     : kPieceBytes;
+  const std::size_t num_pieces = pieces_of(bytes, most);
   return std::max<std::size_t>(64, (bytes + 64 * num_pieces - 1) / (64 * num_pieces) * 64);
 }
 
@@ -149,10 +149,9 @@ bool run_all_reduce(const Collective& call, ProcessRank& self) {
 }
 
 bool run_shares(const Collective& call, ProcessRank& self) {
-  const std::size_t slot_bytes = self.segment.slot_bytes();
   const bool is_scatter = call.kind == CallKind::kReduceScatter;
-  const std::size_t most_bytes = is_scatter ? slot_bytes : call.local_source(0).bytes();
-  ShareEngine engine(HostMemory(self, call.fold, most_bytes), call, slot_bytes);
+  const std::size_t most_bytes = is_scatter ? kSlotBytes : call.local_source(0).bytes();
+  ShareEngine engine(HostMemory(self, call.fold, most_bytes), call, kSlotBytes);
   return exchange(engine, self, engine.num_pieces());
 }
 

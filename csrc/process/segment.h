@@ -135,7 +135,6 @@ class Segment {
   static Segment attach(std::byte* memory, int world_size, const SegmentToken& token);
 
   int world_size() const { return world_size_; }
-  std::size_t slot_bytes() const { return kSlotBytes; }
 
   RankLine& line(int rank) const { return lines_[rank]; }
   DeviceLine& device(int rank) const { return devices_[rank]; }

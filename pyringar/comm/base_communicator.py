@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,8 +41,12 @@ LATE_ERRORS = (CollectiveTimeout, PeerLostError)
 PLAIN_ALGORITHMS = ("naive", "sharded")  # in plain torch
 _ROOTED_SUMS = {"reduce", "reduce_coalesced"}
 _OTHERS = {"reduce_scatter", "all_gather", "bind", "bind_coalesced", *_ROOTED_SUMS}
-# The operations that an algorithm does not know.
-_MISSING = {"ring": _ROOTED_SUMS, **dict.fromkeys(PLAIN_ALGORITHMS, _OTHERS)}
+_PLAIN_ONLY = "knows all_reduce and all_reduce_coalesced only; take auto, fused, direct or ring"
+# The operations that an algorithm does not know, and the rest of their error.
+_MISSING = {
+    "ring": (_ROOTED_SUMS, "has no root; take auto or direct"),
+    **dict.fromkeys(PLAIN_ALGORITHMS, (_OTHERS, _PLAIN_ONLY)),
+}
 
 
 def decline(*_call: object) -> bool:
@@ -394,12 +397,7 @@ class BaseCommunicator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # The error of the block matters more than a call that was late because of it.
         with nullcontext() if error is None else suppress(*LATE_ERRORS):
             self.close()
@@ -409,13 +407,10 @@ class BaseCommunicator:
     def _run(
         self, call: CollectiveCall, *, async_op: bool = False, what: object = ""
     ) -> Work | None:
-        """Run a call now and return None; or run it in the background and return its work.
+        """Run a call, whose tensors are not checked yet, and return None, or in the background.
 
-        Args:
-            call: The call; its tensors are not checked yet.
-            async_op: Run it in the background.
-            what: Description of the call that this one stands for. Ranks compare it, and messages
-                show it. Empty: the call stands for itself.
+        ``what`` describes the call that this one stands for, if any. Ranks compare it, and messages
+        show it.
         """
         raise NotImplementedError
 
@@ -490,8 +485,9 @@ class BaseCommunicator:
         chosen, added_in = self._default
         if algorithm is not None or order is not None:
             chosen, added_in = self._resolve(algorithm, order)
-        if operation in _MISSING.get(chosen, ()):
-            _refuse_algorithm(operation, chosen)
+        missing, why = _MISSING.get(chosen, ((), ""))
+        if operation in missing:
+            raise UnsupportedError(f"{operation}: algorithm {chosen!r} {why}")
         return CollectiveCall(operation, outputs, inputs, op_name(op), chosen, added_in, root)
 
     def _of_lists(self, operation: str, lists: Any) -> str:
@@ -520,12 +516,3 @@ class BaseCommunicator:
                 return None
         call = self._checked(operation, given, None, op, algorithm, order)
         return self._run(call, async_op=async_op)
-
-
-def _refuse_algorithm(operation: str, algorithm: str) -> NoReturn:
-    if algorithm in PLAIN_ALGORITHMS:
-        raise UnsupportedError(
-            f"{operation}: algorithm {algorithm!r} knows all_reduce and all_reduce_coalesced only; "
-            "take auto, fused, direct or ring"
-        )
-    raise UnsupportedError(f"{operation}: algorithm {algorithm!r} has no root; take auto or direct")

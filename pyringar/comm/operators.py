@@ -48,7 +48,10 @@ def reduce(
                 f"all_reduce: tensors[{i}] is {kind_of(tensor)}, expected a tensor: graphs hold no "
                 "others"
             )
-    if forward_ad._current_level >= 0 and any(map(_is_dual, given)):
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+        for tensor in given
+    ):
         raise UnsupportedError("all_reduce: pyringar knows no derivatives in forward mode")
     arguments = num_lists, op_name(op), algorithm, order, handle
     if in_place:
@@ -56,10 +59,6 @@ def reduce(
         return given
     results: list[Tensor] = torch.ops.pyringar.all_reduce(given, *arguments)
     return results
-
-
-def _is_dual(tensor: Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 # -- in new tensors --------------------------------------------------------------------------------

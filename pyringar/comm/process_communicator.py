@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pyringar.choices import ALGORITHMS as ALL_ALGORITHMS
+from pyringar import choices
 from pyringar.comm.engine_communicator import EngineCommunicator
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.member import Member, check_agreed, check_one_node
@@ -19,14 +19,7 @@ from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, CollectiveTimeout
 
 ALGORITHMS = ("auto", "direct")
-_REFUSED = {
-    **RankCommunicator._refused,
-    **{
-        f"algorithm is {name!r}": "take 'auto' or 'direct'"
-        for name in ALL_ALGORITHMS
-        if name not in ALGORITHMS
-    },
-}
+_OTHER_ALGORITHMS = [name for name in choices.ALGORITHMS if name not in ALGORITHMS]
 
 
 class ProcessCommunicator(EngineCommunicator, RankCommunicator):
@@ -71,7 +64,10 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
     process does.
     """
 
-    _refused = _REFUSED
+    _refused: Mapping[str, str] = {
+        **RankCommunicator._refused,
+        **{f"algorithm is {name!r}": "take 'auto' or 'direct'" for name in _OTHER_ALGORITHMS},
+    }
     _auto, _why = choose("processes")
 
     def __init__(
@@ -109,21 +105,14 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         self._members = members
         check_one_node(members)
         check_agreed(members)
-        options: dict[str, Any] = {}
-        if self._has_gpus:
-            options["device"] = self._device.index
-        elif not compares_shapes:
-            options["compares_shapes"] = False
-        memory = meeting.share_memory()
-        group = meeting.engine.ProcessGroup(
-            memory=memory,
-            rank=self._rank,
-            world_size=self._world_size,
-            token=meeting.token,
-            timeout_s=self._timeout_s,
-            **options,
+        meeting.group = group = meeting.engine.ProcessGroup(
+            meeting.share_memory(),
+            self._rank,
+            self._world_size,
+            meeting.token,
+            self._timeout_s,
+            self._device.index if self._has_gpus else compares_shapes,
         )
-        meeting.group = group
         meeting.wait_until_mapped(group.absent_ranks)
         self._store = meeting.store
         group.seal()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -34,13 +34,6 @@ from pyringar.errors import (
     RingarError,
     UnsupportedError,
 )
-
-_REFUSED = {
-    **RankCommunicator._refused,
-    "bind": "take all_reduce",
-    "bind_coalesced": "take all_reduce_coalesced",
-    **{f"algorithm is {name!r}": "take 'auto'" for name in ALGORITHMS if name != "auto"},
-}
 
 # Ranks wait longer inside a machine, so that a rank that waits for another machine fails first.
 _INSIDE_GRACE_S = 1.0
@@ -118,7 +111,12 @@ class HierarchicalCommunicator(RankCommunicator):
     tensor of 32 bits or more are packed.
     """
 
-    _refused = _REFUSED
+    _refused: Mapping[str, str] = {
+        **RankCommunicator._refused,
+        "bind": "take all_reduce",
+        "bind_coalesced": "take all_reduce_coalesced",
+        **{f"algorithm is {name!r}": "take 'auto'" for name in ALGORITHMS if name != "auto"},
+    }
 
     def __init__(
         self,
