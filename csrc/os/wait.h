@@ -53,8 +53,8 @@ struct alignas(64) Flag {
 
 inline constexpr Deadline kNoDeadline = Deadline::max();
 
-// A few pauses (the other rank runs on another core), then yields (it may want this one). Never
-// spins blindly: ranks may outnumber cores. Whether flag >= wanted by then.
+// A few pauses (the other rank runs on another core), then yields (it may want this one). Returns
+// whether flag >= wanted by then.
 bool try_for_flag(const Flag& flag, std::uint32_t wanted);
 
 // Yields the core so often at most. Beside a thread that computes, a yield gives away a whole time

@@ -71,7 +71,7 @@ void ProcessGroup::run(const Collective& call) {
   run_program([&](ProcessRank&) { return run_call(call, false); });
 }
 
-// A job under the turn; an interrupt in a wait for it ends the group.
+// Runs a job under the lock; an interrupt of a wait for it ends the group.
 std::shared_ptr<Work> ProcessGroup::enqueue(std::function<void()> job, Describe describe) {
   check_usable();
   return queue_.submit(
@@ -131,10 +131,7 @@ void ProcessGroup::run_program_locked(const Program& program) {
                   join(watch_.name_of(rank_), ": ", error.what()));
     throw;
   }
-  if (!is_done) raise_failure();
-}
-
-void ProcessGroup::raise_failure() const {
+  if (is_done) return;
   if (closed_.load(std::memory_order_acquire)) {
     fail(ErrorKind::kState, "this communicator was closed while a call waited: ", watch_.failure());
   }

@@ -2,12 +2,11 @@
 // or in the background.
 //
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until it has run.
-// Contract  All ranks make the same calls in the same order; what differs is found before data
-//           moves, and raised on all ranks. After a failure the group refuses everything with that
-//           reason. close() tells the others that this rank has left. In a forked child it refuses.
-//           Waits call on_nap. What it throws ends the wait and the group, and the other ranks are
-//           told; in the destructor it must not throw. While it runs in a call's wait, calls and
-//           close() of that thread are refused (os/turn).
+// Contract  All ranks make the same calls in the same order. A difference is found before data
+//           moves, and raised on all ranks. A group that failed, and a forked child's, refuses all
+//           calls. Waits call on_nap. An exception from it ends the wait and the group, and the
+//           other ranks are told; in the destructor it must not throw. While on_nap runs in a wait,
+//           calls and close() of that thread are refused (os/turn).
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
 // Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py,
 //           tests/cpp/process_test.cpp
@@ -95,7 +94,6 @@ class ProcessGroup : public ForkGuard {
   bool attempt(const Collective& call, bool is_background);
   void run_program_locked(const Program& program);
   Turn::Held take_turn();
-  [[noreturn]] void raise_failure() const;
 
   SharedMemory memory_;
   const Segment segment_;

@@ -2,10 +2,10 @@
 //
 // Units     nanoseconds.
 // Contract  A wait tries a while (pauses where every rank has a core, then yields), then sleeps. It
-//           ends when the rank that is furthest behind has stood still for the timeout (see
-//           os/stillness.h), when the peer is gone, when some rank has failed and said so, or when
-//           on_nap() throws. failed() is set then, and all ranks read one failure, which names the
-//           rank, its process, its host and its last call.
+//           fails when the rank that is furthest behind has stood still for the timeout (see
+//           os/stillness.h), the peer is gone, some rank has reported a failure, or on_nap()
+//           throws. All ranks read one failure, which names the rank, its process, host and last
+//           call.
 // Threads   one thread at a time.
 // Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once

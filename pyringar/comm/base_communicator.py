@@ -61,10 +61,9 @@ class BaseCommunicator:
     order. A group with one local rank takes that rank's tensor bare: all ranks make the same calls
     in the same order.
 
-    A transport is a subclass. It sets ``_world_size`` and implements ``_run``. It implements
-    ``_bind_call``, ``_make_plan``, ``_check``, ``_abort`` and ``_close``, or keeps the defaults.
-    ``_refused`` maps each feature that the transport lacks to the alternative for the caller. A
-    feature is the name of a method, or text such as ``"algorithm is 'ring'"``.
+    A transport is a subclass. It sets ``_world_size`` and implements ``_run``, and ``_bind_call``,
+    ``_make_plan``, ``_check``, ``_abort`` and ``_close`` if it has them. ``_refused`` maps features
+    that it lacks, methods or text such as ``"algorithm is 'ring'"``, to the caller's alternatives.
     """
 
     _world_size: int
@@ -113,8 +112,7 @@ class BaseCommunicator:
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"`` or a
                 ``torch.distributed.ReduceOp``. Means divide once, after the sum; those of integers
                 towards zero.
-            algorithm: Overrides the communicator's.
-            order: Overrides the communicator's.
+            algorithm, order: Override the communicator's.
             async_op: Return a `Work` and reduce in the background. ``naive``, ``sharded`` and a
                 short ``fused`` call reduce before they return.
 
@@ -126,7 +124,7 @@ class BaseCommunicator:
             CollectiveTimeout, PeerLostError: A rank was late, or its process is gone: names it and
                 the rank that waited. Tensors may be half reduced.
 
-        After an error that other ranks know of, the communicator refuses further calls.
+        After an error that other ranks know of, the communicator refuses all calls.
 
         Cost for k ranks with N bytes each: ``fused`` reads and writes every byte once, ``2 k N``.
         ``ring`` takes ``2 (k - 1)`` steps; each rank sends ``2 (k - 1) / k`` of its bytes.
@@ -301,11 +299,11 @@ class BaseCommunicator:
 
         Returns:
             A callable without arguments that reduces ``tensors`` in place; all ranks must call
-            theirs. It raises ArgumentError and reduces nothing if a tensor has other memory, or
-            another shape, stride or dtype than when it was bound: after ``resize_``,
-            ``share_memory_``, ``set_``, a new ``.data`` or ``torch.multiprocessing``. Bind again
-            then. It does not notice a new ``requires_grad``. Nor does it, or torch, notice a
-            storage that shrank where it lies, or memory that ``numpy.ndarray.resize`` freed.
+            theirs. It raises ArgumentError and reduces nothing if a tensor has another address,
+            shape, stride or dtype than when it was bound, as after ``resize_``, ``share_memory_``,
+            ``set_``, a new ``.data`` or ``torch.multiprocessing``. Bind again then. It does not
+            notice a new ``requires_grad``, a storage that shrank in place, or memory that
+            ``numpy.ndarray.resize`` freed.
 
         See `all_reduce` for the other arguments and errors. Cost: 0.1 microseconds per tensor.
         """
@@ -339,8 +337,8 @@ class BaseCommunicator:
         It checks nothing while another thread is in a call of a list group.
 
         Raises:
-            CollectiveTimeout, PeerLostError: A rank was late, or is gone; also in a call that had
-                returned, and has ended on a GPU since.
+            CollectiveTimeout, PeerLostError: A rank was late or lost, also in a call on a GPU that
+                had returned before.
             RingarError: The communicator is closed, or was aborted.
         """
         self._check()

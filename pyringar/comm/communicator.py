@@ -121,11 +121,7 @@ class Communicator(EngineCommunicator):
         return Work(None, {}, *call.words()) if async_op else None
 
     def _begin_bucket(self, lists: list[list[Tensor]], op: str, after: Any) -> Work | None:
-        """Begin an `all_reduce_coalesced`.
-
-        Args:
-            after: The GPU events of the gradients, and the index of the bucket.
-        """
+        """Begin an `all_reduce_coalesced`; ``after``: the GPU events of gradients, and a bucket."""
         algorithm, order = self._default
         # torch packs, and the plain algorithms reduce, on the current streams.
         is_read_by_torch = algorithm in PLAIN_ALGORITHMS or any(

@@ -38,8 +38,7 @@ def reduce(
 ) -> list[Tensor]:
     """Reduce by an operator, in place or into new tensors; return the tensors with the results.
 
-    ``tensors`` go to one ``all_reduce`` of the communicator with this handle, or are ``num_lists``
-    lists, end to end.
+    ``tensors`` are those of an ``all_reduce``, or ``num_lists`` lists end to end.
     """
     given = list(tensors)
     for i, tensor in enumerate(given):
@@ -65,9 +64,7 @@ def reduce(
 
 
 @torch.library.custom_op(
-    "pyringar::all_reduce",
-    mutates_args=(),
-    schema=f"(Tensor[] tensors, {_ARGUMENTS}) -> Tensor[]",
+    "pyringar::all_reduce", mutates_args=(), schema=f"(Tensor[] tensors, {_ARGUMENTS}) -> Tensor[]"
 )
 def _reduced(
     tensors: list[Tensor],

@@ -17,8 +17,8 @@ everything else    the group (`Rendezvous.store`)     also below ``A``: gloo, su
 ================== ================================== =============================================
 
 Values of earlier attempts do not count: rank 0 reads answers below its new name only, and rank R
-accepts only ``members`` that repeat its own attempt. Rank R ignores the ``call`` of a dead process,
-and answers anew when ``call`` changes. Dead processes are recognised on the same machine only.
+accepts only ``members`` that repeat its own attempt. Rank R ignores the ``call`` of a dead process
+on its machine, and answers anew when ``call`` changes.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Rendezvous:
         return f"{self._members[0].attempt}/{name}"
 
     def _poll(self, look: Callable[[], T | None], absent: Callable[[], list[int]], what: str) -> T:
-        """Poll until ``look`` returns something, ever more seldom: for an eighth of the wait."""
+        """Poll until ``look`` returns a value; pause for an eighth of the time that has passed."""
         longest_s = _LONGEST_POLL_S + min(_POLL_S_PER_RANK * self.world_size, 0.2)
         began_s = time.monotonic()
         while (found := look()) is None:

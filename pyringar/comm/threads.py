@@ -13,10 +13,10 @@ from pyringar.errors import RingarError
 
 
 class Latch:
-    """Opens once. Any number of threads wait, and signal handlers that interrupt these waits.
+    """Opens once. Threads wait, and signal handlers that interrupt these waits.
 
-    A `threading.Event` has a lock that its waiters hold for a moment: a handler that runs
-    then, and waits for what the event's setter does next, would never end.
+    Waiters of a `threading.Event` hold its lock for a moment. A handler that runs then, and waits
+    for the event's setter, would never end.
     """
 
     def __init__(self) -> None:

@@ -14,14 +14,10 @@ from pyringar.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Topology:
-    """Say which ranks share a memory.
+    """Say which ranks share a memory."""
 
-    ``devices`` has the device of every rank; ``memories`` the ranks in every memory, "host" or a
-    GPU.
-    """
-
-    devices: tuple[str, ...]
-    memories: dict[str, tuple[int, ...]]
+    devices: tuple[str, ...]  # of every rank
+    memories: dict[str, tuple[int, ...]]  # the ranks in every memory: "host", or a GPU
 
     @classmethod
     def of(cls, devices: Sequence[torch.device]) -> Topology:

@@ -23,7 +23,7 @@ class HookState:
 
     Args:
         comm: The communicator, or None: made with the first gradients, of all processes of the
-            default process group. For a DistributedDataParallel of another group, make one.
+            default process group. Make one for a DistributedDataParallel of another group.
         op: ``"mean"``, as DistributedDataParallel without a hook, or ``"sum"``.
         timeout: Seconds that the communicator made here waits for a rank which makes no progress.
 

@@ -217,10 +217,9 @@ class HierarchicalCommunicator(RankCommunicator):
         kinds = repr([(tuple(t.shape) if is_by_shape else t.numel(), t.dtype) for t in tensors])
         digest = hashlib.blake2b(kinds.encode(), digest_size=4).hexdigest()
         dtype = f" {tensors[0].dtype}" if tensors else ""
-        shapes = "shapes" if is_by_shape else "sizes"
         order = "" if self._order == "any" else f" in {self._order} order"
         size = f"{numel}{dtype} elements in {len(tensors)} tensors"
-        return f"{call} of {size} ({shapes} {digest}){order}"
+        return f"{call} of {size} ({'shapes' if is_by_shape else 'sizes'} {digest}){order}"
 
     def _order_of(self, algorithm: str, order: str) -> str:
         if order != self._order:
@@ -280,10 +279,9 @@ class HierarchicalCommunicator(RankCommunicator):
             group.close()
 
     def _abort(self, why: str) -> None:
-        if is_inherited(self):
-            return
-        self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
-        self.close()
+        if not is_inherited(self):
+            self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
+            self.close()
 
     def _progress(self) -> tuple[int, int] | None:
         num = self._jobs.num_under_way()
