@@ -2,11 +2,10 @@
 //
 // Floor     bindings; included by module.cpp alone, after pybind11.
 // Contract  the hook after accumulation counts the gradient, and launches its bucket when that is
-//           complete. The hook before accumulation sets a gradient to zero that holds the sum of
-//           an earlier step: see Held.
+//           complete. The hook before accumulation zeroes a gradient that holds an earlier step's
+//           sum: see Held.
 // Threads   with the GIL held.
-// Tests     tests/test_bucketing.py, tests/test_bucketing_failures.py,
-//           tests/test_bucketing_sums.py
+// Tests     tests/test_bucketing.py, tests/test_bucketing_sums.py
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -127,8 +126,7 @@ inline void launch_complete(BoundBucketer& bucketer, std::size_t bucket) {
   bucketer.is_launching = false;
 }
 
-// torch calls the hook also if a pass has no gradient for the parameter. If there are other hooks,
-// a hook may have removed the gradient, which is an error.
+// torch also calls the hook without a gradient. If another hook removed it, that is an error.
 inline bool has_no_gradient(py::handle param) {
   return param.attr("grad").is_none() && py::len(param.attr("_post_accumulate_grad_hooks")) == 1;
 }

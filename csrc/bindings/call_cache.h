@@ -1,9 +1,8 @@
 // call_cache: prepared all-reduces of a group, to run again on tensors at the same addresses.
 //
-// Contract  find() returns a call only where a check of the same arguments would make it again: as
-//           many ranks and tensors, each with the memory, layout, dtype and device that the tensor
-//           had, and no tensor that autograd watches. It keeps no tensor and no memory alive.
-//           Otherwise null: the checks of a call then refuse or prepare it.
+// Contract  find() returns a call only if a check of the same arguments would make it again: as
+//           many ranks and tensors, with the same memory, layouts, dtypes and devices, and no
+//           tensor that autograd watches. Else null. It keeps no tensor and no memory alive.
 // Threads   with the GIL held. A call that is found may run without it.
 // Tests     tests/conformance/test_prepared.py
 #pragma once

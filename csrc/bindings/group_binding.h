@@ -1,21 +1,17 @@
-// group_binding: what the four groups (CPU and CUDA, ranks as threads and as processes) show Python
-// alike: calls, bound calls, works, statistics, and how a group ends.
+// group_binding: the part of the four groups (CPU and CUDA, ranks as threads and as processes) that
+// Python sees: calls, bound calls, works, statistics, and how a group ends.
 //
-// Contract  An engine's file brings a struct Engine with
-//             Group, GroupPtr       the class that Python sees, with a CallCache `calls`; held by
-//                                   a shared_ptr
-//             host(group)           answers forked(), has_this_thread(), check_usable(), check()
-//             ranks(group)          LocalRanks
-//             run(group, call, written)    marks the tensors `written` and runs the call now; on
-//                                   GPUs the work is enqueued when this returns
+// Contract  An engine's file has a struct Engine with
+//             Group, GroupPtr     Python's class, with a CallCache `calls`, and its shared_ptr
+//             host(group)         answers forked(), has_this_thread(), check_usable(), check()
+//             ranks(group)        LocalRanks
+//             run(group, call, written)    marks the tensors `written`, then runs the call, or
+//                                 enqueues it on GPUs
 //             submit(group, call, after)   in the background; returns the work as a Python object.
-//                                   after: None, or an event that GPUs wait for in place of the
-//                                   work on the current streams
-//             enqueued(group)       GPUs only: the work of all calls on the current streams
-//             wait_until_free(group)       if algorithms in Python run, too: until calls before
-//                                   have run
-//           Tensors are marked as written before the first write: a call that fails half-way has
-//           written too.
+//                                 after: None, or an event that GPUs wait for, not for the streams
+//             enqueued(group)     GPUs only: the work of all calls on the current streams
+//             wait_until_free(group)       for algorithms in Python: waits for earlier calls
+//           Tensors are marked before the first write: a call that fails half-way has written too.
 // Threads   with the GIL held; an engine releases it while it waits or moves data.
 // Tests     tests/test_communicator.py, tests/conformance/test_bits.py, tests/cuda
 #pragma once
@@ -139,8 +135,7 @@ inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
   return true;
 }
 
-// An all-reduce, prepared once: it runs again while its tensors lie at the same addresses. False,
-// with may_decline: nothing was done, since the tensors are elsewhere.
+// An all_reduce, prepared once per address. may_decline: return false if tensors are elsewhere.
 template <typename Engine>
 bool all_reduce(const typename Engine::GroupPtr& group, const CallOptions& options,
                 py::handle given, bool may_decline) {

@@ -78,8 +78,8 @@ bool is_plain_tensor(PyObject* object);
 // its memory; anything else as it is, for read_tensor() to refuse. Errors name operation and name.
 py::object as_tensor(PyObject* object, const char* operation, const std::string& name);
 
-// Whether two tensors of one shape have the same elements at the same offsets. The strides of
-// dimensions of one element mean nothing, nor do any where there is one element or none.
+// Whether tensors of one shape have equal elements at equal offsets; strides of size 1 do not
+// count.
 bool lie_alike(const TensorView& view, const TensorView& first);
 
 // Whether elements lie side by side in the order of their index.

@@ -35,9 +35,8 @@ namespace pyringar {
 
 inline constexpr std::uint32_t kStagingSlots = 4;
 
-// The owner's slots, or the peer's: two ranks swap them every kStagingSlots messages. Each then
-// writes where it has read last, so that a line crosses between the cores once a message, not
-// twice.
+// The owner's slots, or the peer's: two ranks swap them every kStagingSlots messages. Each writes
+// where it has read last, so that a line crosses between the cores once a message, not twice.
 struct StagingSlot {
   int owner;
   std::uint32_t index;

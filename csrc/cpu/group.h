@@ -1,5 +1,4 @@
-// group: the CPU ranks of one communicator: their threads, links and counters, and how a collective
-// runs on them, now or later.
+// group: the CPU ranks of one communicator, and how a collective runs on them, now or later.
 //
 // Units     bytes, nanoseconds. A Collective borrows the tensors' memory until its Work is done.
 // Contract  Collectives of one group run one at a time, in the order in which they were asked for.

@@ -55,9 +55,8 @@ std::string library_of(void* symbol) {
   return is_known && info.dli_fname != nullptr ? info.dli_fname : "";
 }
 
-// The library to which torch's own calls go, as the dynamic linker decides: global symbols first
-// (LD_PRELOAD), then torch's dependencies. LLVM's and Intel's runtimes have GNU's names, too. Null
-// if there is none, or two.
+// The library of torch's own calls: global symbols come first (LD_PRELOAD), then its dependencies.
+// LLVM's and Intel's runtimes have GNU's names, too. Null if there is none, or two.
 void* find_openmp(void* torch) {
   void* parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
   if (parallel == nullptr) parallel = dlsym(torch, "GOMP_parallel");

@@ -53,8 +53,7 @@ struct alignas(64) Flag {
 
 inline constexpr Deadline kNoDeadline = Deadline::max();
 
-// A few pauses (the other rank runs on another core), then yields (it may want this one). Returns
-// whether flag >= wanted by then.
+// A few pauses, then yields: the other rank may need this core. Whether flag >= wanted by then.
 bool try_for_flag(const Flag& flag, std::uint32_t wanted);
 
 // Yields the core so often at most. Beside a thread that computes, a yield gives away a whole time

@@ -27,9 +27,8 @@ void copy_from_slot(void* to, const void* from, std::size_t bytes) {
   kernels(DType::kUInt8, ReduceOp::kSum).fused(&from, 1, &to, 1, bytes, 1);
 }
 
-// `rep movsb`, which announces whole lines, stores to lines that another core has read at 90 GB/s
-// in place of 35 (two cores of an AMD EPYC, Zen 5); reading lines that another core has written is
-// the other way round.
+// `rep movsb` announces whole lines: it stores to lines that another core has read at 90 GB/s, not
+// 35 (AMD EPYC, Zen 5). For reading lines that another core has written it is the other way round.
 void copy_to_slot(void* to, const void* from, std::size_t bytes) {
 #if defined(__x86_64__) && !defined(PYRINGAR_SANITIZED)
   constexpr std::size_t kWorthStarting = 16 * 1024;

@@ -1,8 +1,7 @@
 // call: one collective of one rank among processes, and the engines that run it.
 //
 // Units     elements for spans, bytes for pieces.
-// Contract  rank order, whatever the size and however it is cut. Nothing of the caller's is written
-//           before all ranks agree on what they call.
+// Contract  rank order for every size and cut. No tensor is written before all ranks' calls agree.
 // Threads   a group runs one call at a time.
 // Source    core/staged_program.h
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
@@ -36,10 +35,9 @@ struct PhaseDelay {
   std::chrono::nanoseconds delay{};
 };
 
-// One rank's tensors as a single line of bytes (no copy), which is cut into pieces that fit a slot.
-// Each begins at a multiple of kAlignment, so that cuts at multiples of it fall between elements
-// and loads of 16 bytes stay aligned. Equal lists have equal lines: what lies at a position is the
-// same element on all ranks.
+// One rank's tensors as a line of bytes (no copy), cut into pieces that fit a slot. Each begins at
+// a multiple of kAlignment: cuts there fall between elements, and loads of 16 bytes stay aligned.
+// Equal lists have equal lines: a position is the same element on all ranks.
 class FlatView {
  public:
   static constexpr std::size_t kAlignment = 16;
@@ -129,9 +127,8 @@ ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 // What every call begins with: its record, for the others to compare.
 void begin_call(const Collective& call, ProcessRank& self, bool is_background);
 
-// Packs tensors with gaps, announces, compares, moves the data, unpacks. False: a wait failed, or
-// the ranks do not agree, and the watch says why; or self.lies_otherwise, on all ranks, and nothing
-// was written.
+// Packs tensors with gaps, announces, compares, moves the data, unpacks. False: the watch says why,
+// or self.lies_otherwise on all ranks, and nothing was written.
 bool run_process_call(const Collective& call, ProcessRank& self, bool is_background);
 
 // The same call for ranks whose tensors lie otherwise: in the order of their index, through slots.

@@ -1,5 +1,4 @@
-// group: one rank of a group of processes: its segment, its calls one after the other, now
-// or in the background.
+// group: one rank of a group of processes, and its calls, now or in the background.
 //
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until it has run.
 // Contract  All ranks make the same calls in the same order. A difference is found before data
@@ -8,8 +7,7 @@
 //           other ranks are told; in the destructor it must not throw. While on_nap runs in a wait,
 //           calls and close() of that thread are refused (os/turn).
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
-// Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py,
-//           tests/cpp/process_test.cpp
+// Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
 
 #include <atomic>

@@ -17,8 +17,7 @@ using namespace std::chrono_literals;
 constexpr int kPausesWithCore = 1000;
 constexpr int kYieldsWithCore = 200;
 constexpr int kYieldsCrowded = 500;
-// Where that was in vain, beside a busy process, say, so many waits sleep at once: ranks that yield
-// to each other keep a core that a rank behind the busy one could have.
+// After vain yields so many waits sleep at once: ranks that yield to each other block other ranks.
 constexpr int kWaitsAfterVainYields = 16;
 
 template <std::size_t kSize>

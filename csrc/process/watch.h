@@ -4,8 +4,7 @@
 // Contract  A wait tries a while (pauses where every rank has a core, then yields), then sleeps. It
 //           fails when the rank that is furthest behind has stood still for the timeout (see
 //           os/stillness.h), the peer is gone, some rank has reported a failure, or on_nap()
-//           throws. All ranks read one failure, which names the rank, its process, host and last
-//           call.
+//           throws. All ranks read one failure: it names a rank, its process, host and last call.
 // Threads   one thread at a time.
 // Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
