@@ -165,12 +165,9 @@ void bind_group(py::module_& m) {
   def_list_calls<Engine>(group);
   group
       .def(py::init([](std::vector<int> devices, double timeout_s) {
-             const PythonCall python_call;  // peers are tried
-             return Engine::GroupPtr(
-                 new StreamedGroup(std::move(devices), to_nanoseconds(timeout_s)),
-                 GroupDeleter<Engine>{});
-           }),
-           py::arg("devices"), py::arg("timeout_s"))
+        const PythonCall python_call;  // peers are tried
+        return new_group<Engine>(std::move(devices), to_nanoseconds(timeout_s));
+      }))
       .def("abort",
            [](StreamedGroup& self) {
              const PythonCall python_call;

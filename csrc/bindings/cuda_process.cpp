@@ -101,8 +101,7 @@ Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, cons
                             double timeout_s, int device) {
   const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
   const CudaProcessOptions options{to_nanoseconds(timeout_s), &look_at_signals};
-  return Engine::GroupPtr(new CallingGroup(std::move(memory), segment, rank, device, options),
-                          GroupDeleter<Engine>{});
+  return new_group<Engine>(std::move(memory), segment, rank, device, options);
 }
 
 }  // namespace
@@ -118,9 +117,7 @@ void bind_cuda_process_group(py::module_& m) {
       .def("describe", &CudaProcessWork::describe);
   py::class_<CallingGroup, Engine::GroupPtr> group(m, "ProcessGroup");
   def_process_calls<Engine>(group);
-  group
-      .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
-           py::arg("token"), py::arg("timeout_s"), py::arg("device"))
+  group.def(py::init(&make_group))
       .def("connect",
            [](CallingGroup& group) {
              const PythonCall python_call;

@@ -40,13 +40,14 @@ void bind_process_group(py::module_& m);
 void bind_cuda_process_group(py::module_& m);
 
 // A group made before fork() is leaked in the child: its locks and threads cannot be used there.
-template <typename Engine>
-struct GroupDeleter {
-  void operator()(typename Engine::Group* group) const {
+template <typename Engine, typename... Args>
+typename Engine::GroupPtr new_group(Args&&... args) {
+  const auto destroy = [](typename Engine::Group* group) {
     auto& host = Engine::host(*group);
     if (!host.forked()) delete_group(group, host.has_this_thread());
-  }
-};
+  };
+  return {new typename Engine::Group(std::forward<Args>(args)...), destroy};
+}
 
 // -- works ----------------------------------------------------------------------------------------
 

@@ -107,11 +107,8 @@ void bind_group(py::module_& m) {
   def_list_calls<Engine>(group);
   group
       .def(py::init([](int world_size, double timeout_s) {
-             return Engine::GroupPtr(
-                 new Engine::Group(world_size, to_nanoseconds(timeout_s), &look_at_signals),
-                 GroupDeleter<Engine>{});
-           }),
-           py::arg("world_size"), py::arg("timeout_s"))
+        return new_group<Engine>(world_size, to_nanoseconds(timeout_s), &look_at_signals);
+      }))
       .def("close", &Group::close, py::call_guard<PythonCall>())
       .def("stats", [](Engine::Group& group) { return stats_dict(group.stats(), &algorithm_name); })
       .def(

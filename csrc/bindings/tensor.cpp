@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <numeric>
+#include <ranges>
 #include <string_view>
 
 #include "core/error.h"
@@ -125,12 +126,9 @@ void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
   view->count();
 }
 
-bool is_dense(const TensorView& view) {
-  if (has_index_order(view)) return true;
-  std::vector<int> dims(static_cast<std::size_t>(view.ndim));
-  std::iota(dims.begin(), dims.end(), 0);
-  std::sort(dims.begin(), dims.end(),
-            [&](int a, int b) { return view.strides[a] < view.strides[b]; });
+// dims: from the innermost one on.
+template <typename Dims>
+bool has_no_gaps(const TensorView& view, const Dims& dims) {
   std::int64_t expected = 1;
   for (const int dim : dims) {
     if (view.shape[dim] == 1) continue;
@@ -138,6 +136,15 @@ bool is_dense(const TensorView& view) {
     expected *= view.shape[dim];
   }
   return true;
+}
+
+bool is_dense(const TensorView& view) {
+  if (has_index_order(view)) return true;
+  std::vector<int> dims(static_cast<std::size_t>(view.ndim));
+  std::iota(dims.begin(), dims.end(), 0);
+  std::sort(dims.begin(), dims.end(),
+            [&](int a, int b) { return view.strides[a] < view.strides[b]; });
+  return has_no_gaps(view, dims);
 }
 
 // What torch refused to show, in the words of the promise: sparse, meta, quantized, nested...
@@ -263,14 +270,7 @@ bool lie_alike(const TensorView& view, const TensorView& first) {
 }
 
 bool has_index_order(const TensorView& view) {
-  if (view.numel <= 1) return true;
-  std::int64_t expected = 1;
-  for (int dim = view.ndim - 1; dim >= 0; --dim) {
-    if (view.shape[dim] == 1) continue;
-    if (view.strides[dim] != expected) return false;
-    expected *= view.shape[dim];
-  }
-  return true;
+  return view.numel <= 1 || has_no_gaps(view, std::views::iota(0, view.ndim) | std::views::reverse);
 }
 
 Reading::Reading() {

@@ -162,10 +162,6 @@ bool TorchFunctions::requires_grad(PyObject* tensor) const {
                      : is_true(py::handle(tensor).attr("requires_grad"));
 }
 
-bool TorchFunctions::read(PyObject* object, TensorView* view) const {
-  return are_direct_ && read_direct(object, view);
-}
-
 bool TorchFunctions::read_direct(PyObject* object, TensorView* view) const {
   if (Py_TYPE(object) != tensor_type_ || vtable_of(object) != dense_vtable_) return false;
   const Tensor* const tensor = tensor_in(object);

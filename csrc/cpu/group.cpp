@@ -14,15 +14,9 @@ Group::Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap)
       on_nap_(std::move(on_nap)),
       pool_(std::make_unique<ThreadPool>()) {}
 
-Group::~Group() { close(); }
-
 void Group::check_usable() const {
   check_not_forked();
   if (closed_.load(std::memory_order_acquire)) fail_closed();
-}
-
-void Group::check_not_failed() const {
-  if (!failure_.empty()) fail_after(failure_kind_, failure_);
 }
 
 void Group::check() {
@@ -41,11 +35,6 @@ void Group::wait_for_turn() {
   const Turn::Held turn = take_turn();
   check_usable();
   check_not_failed();
-}
-
-void Group::run(const Collective& collective) {
-  const Turn::Held turn = take_turn();
-  run_locked(collective, Beside::kNothing);
 }
 
 bool Group::try_run(const Collective& collective) {

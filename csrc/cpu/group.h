@@ -28,10 +28,13 @@ class Group : public ForkGuard {
  public:
   // world_size 0: any number of ranks per call, fused only.
   Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap = &ignore_naps);
-  ~Group();
+  ~Group() { close(); }
 
   int world_size() const { return world_size_; }
-  void run(const Collective& collective);
+  void run(const Collective& collective) {
+    const Turn::Held turn = take_turn();
+    run_locked(collective, Beside::kNothing);
+  }
   // Returns when all that was asked for before has run; throws where run() would refuse.
   void wait_for_turn();
   // False, and nothing done, when another collective is running or waiting to.
@@ -53,7 +56,9 @@ class Group : public ForkGuard {
   void end_delay() { end_delay_.release(); }
 
  private:
-  void check_not_failed() const;
+  void check_not_failed() const {
+    if (!failure_.empty()) fail_after(failure_kind_, failure_);
+  }
   Turn::Held take_turn();
   std::shared_ptr<Work> run_at_once(const Collective& collective);
   void run_locked(const Collective& collective, Beside beside);

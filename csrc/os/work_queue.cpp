@@ -34,18 +34,6 @@ std::string Work::describe() {
   return describe_ ? describe_(has_begun_) : "";
 }
 
-void Work::interrupt() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (interrupt_) interrupt_();
-}
-
-void Work::begin() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  has_begun_ = true;
-}
-
-std::exception_ptr Work::exception() const { return is_completed() ? error_ : nullptr; }
-
 void Work::complete(std::exception_ptr error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   finished_ns_ = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
@@ -55,8 +43,6 @@ void Work::complete(std::exception_ptr error) {
   done_.store(true, std::memory_order_release);
   changed_.notify_all();
 }
-
-std::int64_t Work::finished_ns() const { return is_completed() ? finished_ns_ : 0; }
 
 std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe describe,
                                         std::function<void()> interrupt) {

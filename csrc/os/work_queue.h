@@ -37,10 +37,17 @@ class Work {
   bool wait(std::chrono::nanoseconds timeout);
   std::string describe();
   // A signal has ended a wait for it: ends the job's group too, if the job is not done.
-  void interrupt();
-  void begin();
-  std::exception_ptr exception() const;
-  std::int64_t finished_ns() const;  // on the steady clock; 0 while it runs
+  void interrupt() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (interrupt_) interrupt_();
+  }
+  void begin() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    has_begun_ = true;
+  }
+  std::exception_ptr exception() const { return is_completed() ? error_ : nullptr; }
+  // On the steady clock; 0 while it runs.
+  std::int64_t finished_ns() const { return is_completed() ? finished_ns_ : 0; }
   void complete(std::exception_ptr error);
 
  private:

@@ -57,17 +57,23 @@ class FlatView {
 
   std::size_t bytes() const { return bytes_; }
 
-  // visit(dtype, memory, offset in [begin, end), bytes) for what of each tensor lies there.
+  // The part of a tensor that lies in a range.
+  struct Part {
+    DType dtype;
+    std::byte* data;
+    std::size_t offset;  // from the range's begin
+    std::size_t bytes;
+  };
   template <typename Visit>
-  void for_each(std::size_t begin, std::size_t end, Visit&& visit) const {
+  void for_each_part(Range range, Visit&& visit) const {
     const auto first = std::upper_bound(
-        tensors_.begin(), tensors_.end(), begin,
+        tensors_.begin(), tensors_.end(), range.begin,
         [](std::size_t position, const Placed& placed) { return position < placed.end; });
-    for (auto placed = first; placed != tensors_.end() && placed->begin < end; ++placed) {
-      const std::size_t from = std::max(begin, placed->begin);
-      const std::size_t to = std::min(end, placed->end);
-      visit(placed->tensor.dtype, placed->tensor.data + (from - placed->begin), from - begin,
-            to - from);
+    for (auto placed = first; placed != tensors_.end() && placed->begin < range.end; ++placed) {
+      const std::size_t from = std::max(range.begin, placed->begin);
+      const std::size_t to = std::min(range.end, placed->end);
+      visit(Part{placed->tensor.dtype, placed->tensor.data + (from - placed->begin),
+                 from - range.begin, to - from});
     }
   }
 

@@ -38,8 +38,6 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   self_.on_announce = options.on_announce;
 }
 
-ProcessGroup::~ProcessGroup() { close(); }
-
 std::vector<int> ProcessGroup::absent_ranks() const {
   std::vector<int> absent;
   for (int rank = 0; rank < world_size(); ++rank) {
@@ -67,10 +65,6 @@ Turn::Held ProcessGroup::take_turn() {
   }
 }
 
-void ProcessGroup::run(const Collective& call) {
-  run_program([&](ProcessRank&) { return run_call(call, false); });
-}
-
 // Runs a job under the lock; an interrupt of a wait for it ends the group.
 std::shared_ptr<Work> ProcessGroup::enqueue(std::function<void()> job, Describe describe) {
   check_usable();
@@ -94,11 +88,6 @@ std::string ProcessGroup::describe(const Collective& call, bool has_begun) const
     return join(what, awaited.empty() ? ", which runs" : ", which waits for ", awaited);
   return join(what, ", which waits for the calls before it",
               awaited.empty() ? "" : " and they for ", awaited);
-}
-
-void ProcessGroup::run_program(const Program& program) {
-  const Turn::Held turn = take_turn();
-  run_program_locked(program);
 }
 
 std::shared_ptr<Work> ProcessGroup::submit_program(Program program,
@@ -188,19 +177,9 @@ void ProcessGroup::leave_at_once(const std::string& how) {
                join(watch_.name_of(rank_), " ", how, "; ", watch_.last_call_of(rank_)));
 }
 
-void ProcessGroup::check_peers(const std::vector<int>& peers) const {
-  check_usable();
-  watch_.check_peers(peers);
-}
-
 void ProcessGroup::tell(ErrorKind kind, const std::string& text) const {
   check_not_forked();
   if (!closed_.load(std::memory_order_acquire)) tell_failure(segment_, kind, text);
-}
-
-std::uint64_t ProcessGroup::progress() const {
-  check_not_forked();
-  return watch_.progress();
 }
 
 ProcessStats ProcessGroup::stats() {

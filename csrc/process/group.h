@@ -42,7 +42,7 @@ class ProcessGroup : public ForkGuard {
  public:
   // memory: laid out or attached by its caller, for world_size ranks.
   ProcessGroup(SharedMemory memory, Segment segment, int rank, ProcessGroupOptions options);
-  ~ProcessGroup();
+  ~ProcessGroup() { close(); }
 
   int rank() const { return rank_; }
   int world_size() const { return segment_.world_size(); }
@@ -53,12 +53,17 @@ class ProcessGroup : public ForkGuard {
 
   const PeerWatch& watch() const { return watch_; }  // for what any thread may ask
   void wait_until_idle(const OnNap& on_nap) { queue_.wait_until_idle(on_nap); }
-  void run(const Collective& call);
+  void run(const Collective& call) {
+    run_program([&](ProcessRank&) { return run_call(call, false); });
+  }
   std::shared_ptr<Work> submit(Collective call);
   // The same for a program that moves the data by other means. False: the watch says why. What it
   // throws ends the group, and the others are told.
   using Program = std::function<bool(ProcessRank& self)>;
-  void run_program(const Program& program);
+  void run_program(const Program& program) {
+    const Turn::Held turn = take_turn();
+    run_program_locked(program);
+  }
   std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const Collective> call);
   // A step on this rank alone, after all that was submitted before and before what comes later.
   std::shared_ptr<Work> submit_step(std::function<void()> step);
@@ -68,10 +73,16 @@ class ProcessGroup : public ForkGuard {
   // The same, then leaves the group. Unless it was false: then the next close() does.
   bool close(Leaving leaving = Leaving::kAfterCalls);
   // Throws if the group has failed, or one of these ranks is gone or has left. Does not wait.
-  void check_peers(const std::vector<int>& peers) const;
+  void check_peers(const std::vector<int>& peers) const {
+    check_usable();
+    watch_.check_peers(peers);
+  }
   // What this rank found by other means: the others hear it before they find this one gone.
   void tell(ErrorKind kind, const std::string& text) const;
-  std::uint64_t progress() const;
+  std::uint64_t progress() const {
+    check_not_forked();
+    return watch_.progress();
+  }
   void set_timeout(std::chrono::nanoseconds timeout) { watch_.set_timeout(timeout); }
   bool compares_shapes() const { return compares_shapes_; }
   ProcessStats stats();

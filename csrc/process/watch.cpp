@@ -254,6 +254,4 @@ bool PeerWatch::adopt_shared_failure() {
   return true;
 }
 
-void PeerWatch::raise() const { throw Error(kind_, failure_); }
-
 }  // namespace pyringar

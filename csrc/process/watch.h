@@ -70,7 +70,7 @@ class PeerWatch {
   void report(ErrorKind kind, const std::string& text);
   // Whether some rank has failed before.
   bool adopt_shared_failure();
-  [[noreturn]] void raise() const;
+  [[noreturn]] void raise() const { throw Error(kind_, failure_); }
   // What ended the group, from any thread; "" while it goes on.
   std::string shared_failure() const;
   // Throws if the group has failed or one of these ranks is gone; any thread may call.
