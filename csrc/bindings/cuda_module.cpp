@@ -136,13 +136,6 @@ class StreamedGroup : public ForkGuard {
   const std::shared_ptr<cuda::CaptureId> latest_capture_ = std::make_shared<cuda::CaptureId>(0);
 };
 
-// (ready, bucket), or None for what is on the current streams.
-cuda::Bucket parse_after(py::handle after) {
-  if (after.is_none()) return {};
-  const auto pair = py::reinterpret_borrow<py::tuple>(after);
-  return pair[0].cast<const BoundReady&>().bucket(pair[1].cast<int>());
-}
-
 struct Engine {
   using Group = StreamedGroup;
   using GroupPtr = std::shared_ptr<Group>;
@@ -154,7 +147,9 @@ struct Engine {
     group.run(collective);
   }
   static py::object submit(const GroupPtr& group, const Collective& collective, py::handle after) {
-    return group->submit(collective, parse_after(after));
+    if (after.is_none()) return group->submit(collective, {});
+    const auto pair = py::reinterpret_borrow<py::tuple>(after);  // ready, bucket
+    return group->submit(collective, pair[0].cast<const BoundReady&>().bucket(pair[1].cast<int>()));
   }
   static py::object enqueued(const GroupPtr& group) { return group->enqueued(); }
   static void wait_until_free(Group&) {}

@@ -36,7 +36,11 @@ class Group : public ForkGuard {
     run_locked(collective, Beside::kNothing);
   }
   // Returns when all that was asked for before has run; throws where run() would refuse.
-  void wait_for_turn();
+  void wait_for_turn() {
+    const Turn::Held turn = take_turn();
+    check_usable();
+    check_not_failed();
+  }
   // False, and nothing done, when another collective is running or waiting to.
   bool try_run(const Collective& collective);
   // Later, or at once where that is best (cpu/fused.h) and nothing else runs or waits.
@@ -46,7 +50,10 @@ class Group : public ForkGuard {
   // False in a forked child: it is the parent's to close.
   bool close();
   GroupStats stats();
-  void check_usable() const;
+  void check_usable() const {
+    check_not_forked();
+    if (closed_.load(std::memory_order_acquire)) fail_closed();
+  }
   // And after a failure, unless a collective runs just now: waits for nothing.
   void check();
   bool has_this_thread() const { return queue_.is_mine(); }

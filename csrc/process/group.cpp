@@ -46,11 +46,6 @@ std::vector<int> ProcessGroup::absent_ranks() const {
   return absent;
 }
 
-void ProcessGroup::check_usable() const {
-  check_not_forked();
-  if (closed_.load(std::memory_order_acquire)) fail_closed(watch_.shared_failure());
-}
-
 Turn::Held ProcessGroup::take_turn() {
   check_usable();
   turn_.check_not_mine();
@@ -175,11 +170,6 @@ void ProcessGroup::leave_at_once(const std::string& how) {
   if (forked() || closed_.exchange(true)) return;
   tell_failure(segment_, ErrorKind::kPeerLost,
                join(watch_.name_of(rank_), " ", how, "; ", watch_.last_call_of(rank_)));
-}
-
-void ProcessGroup::tell(ErrorKind kind, const std::string& text) const {
-  check_not_forked();
-  if (!closed_.load(std::memory_order_acquire)) tell_failure(segment_, kind, text);
 }
 
 ProcessStats ProcessGroup::stats() {

@@ -78,7 +78,10 @@ class ProcessGroup : public ForkGuard {
     watch_.check_peers(peers);
   }
   // What this rank found by other means: the others hear it before they find this one gone.
-  void tell(ErrorKind kind, const std::string& text) const;
+  void tell(ErrorKind kind, const std::string& text) const {
+    check_not_forked();
+    if (!closed_.load(std::memory_order_acquire)) tell_failure(segment_, kind, text);
+  }
   std::uint64_t progress() const {
     check_not_forked();
     return watch_.progress();
@@ -87,7 +90,10 @@ class ProcessGroup : public ForkGuard {
   bool compares_shapes() const { return compares_shapes_; }
   ProcessStats stats();
   ProcessPlan plan(std::size_t bytes) const { return plan_all_reduce(bytes, segment_); }
-  void check_usable() const;
+  void check_usable() const {
+    check_not_forked();
+    if (closed_.load(std::memory_order_acquire)) fail_closed(watch_.shared_failure());
+  }
   // Tells the others that this rank `how`, such as "has aborted the group", unless it has left
   // before; fails the call that runs, and refuses those that have not begun. From any thread.
   void leave_at_once(const std::string& how);

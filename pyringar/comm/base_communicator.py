@@ -133,11 +133,8 @@ class BaseCommunicator:
         GPUs pack tensors with gaps, and tensors in another order than their index unless they lie
         alike on all ranks.
         """
-        if (
-            not async_op
-            and not is_dynamo_compiling()
-            and self._run_prepared(tensors, op, algorithm, order)
-        ):
+        is_eager = not async_op and not is_dynamo_compiling()
+        if is_eager and self._run_prepared(tensors, op, algorithm, order):
             return None
         return self._all_reduce("all_reduce", tensors, op, algorithm, order, async_op)
 
@@ -160,11 +157,8 @@ class BaseCommunicator:
         """
         operation = self._of_lists("all_reduce_coalesced", lists)
         are_lists = operation == "all_reduce_coalesced"
-        if (
-            not async_op
-            and not is_dynamo_compiling()
-            and self._run_prepared(lists, op, algorithm, order, are_lists)
-        ):
+        is_eager = not async_op and not is_dynamo_compiling()
+        if is_eager and self._run_prepared(lists, op, algorithm, order, are_lists):
             return None
         return self._all_reduce(operation, lists, op, algorithm, order, async_op)
 

@@ -50,23 +50,20 @@ class Communicator(EngineCommunicator):
         order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"tree"`` those of a
             balanced tree, which may be the same on 1, 2, 4 or 8 ranks; ``"exact"`` the correctly
             rounded sum, or the mean made of it, on the CPU. ``"any"`` lets the ring add in its own
-            order. `Guarantee` says what each keeps. NaNs stay NaNs; their payload and sign are not
-            promised. Bits are always equal on all ranks and in every run.
+            order. `Guarantee` says what each keeps; bits are equal on all ranks in every run.
         timeout: Seconds that a call waits for a rank which makes no progress.
 
     Raises:
         ArgumentError: An argument is wrong, such as a device that is not there.
-        BuildError: The engine cannot be built. Without a compiler, ``naive`` and ``sharded`` run,
-            and warn.
+        BuildError: The engine cannot be built; ``naive`` and ``sharded`` run without it, and warn.
 
     On GPUs a call is enqueued on each device's current stream, and the host does not wait.
     ``async_op`` uses streams of the communicator; ``Work.wait()`` orders the current streams after
     it. A ``ring`` that timed out raises in the next call, in `check` or in `close`; a ``cudaFree``
-    in another thread can hold it up until then. Ranks in the host's memory beside GPUs are staged:
-    the host then waits.
+    in another thread can delay it. The host waits if ranks in its memory are beside GPUs.
 
-    A CUDA graph can capture the collectives if all ranks are on GPUs that reach each other's
-    tensors, except a ``ring``; else they raise `UnsupportedError`. The current streams of all GPUs
+    A CUDA graph can capture the collectives, but not a ``ring``, if all ranks are on GPUs that
+    reach each other's tensors; else they raise `UnsupportedError`. The current streams of all GPUs
     must be in the capture: let each wait for the captured stream first, and the captured stream for
     each at the end. A graph may be replayed beside other calls, and after `close`.
 

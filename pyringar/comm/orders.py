@@ -41,8 +41,8 @@ class Guarantee:
         run_to_run: The same call again, on the same ranks.
         across_sizes: Other sizes, splits and buckets; also another algorithm or engine, and ranks
             that are threads, processes or GPUs.
-        across_rank_counts: ``k`` ranks that add ``m`` terms each as the tree does, ``m`` a power of
-            two, in place of ``k * m`` ranks, and machines of equally many ranks in place of one.
+        across_rank_counts: ``k`` ranks that each add ``m`` terms as a tree, ``m`` a power of two,
+            in place of ``k * m`` ranks; machines of equally many ranks in place of one.
         across_orders: The same terms given by other ranks.
     """
 
@@ -90,12 +90,7 @@ def engine_order(algorithm: str, order: str, *, has_gpus: bool) -> str:
 
 
 def tree(terms: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Return ``T(0, k)`` of ``k`` terms, at least one.
-
-    Args:
-        terms: Anything that can be added.
-        add: Returns the sum of two, the one of smaller indices first.
-    """
+    """Return ``T(0, k)`` of ``k`` terms, at least one; ``add`` takes the smaller indices first."""
     if len(terms) == 1:
         return terms[0]
     half = 1 << (len(terms) - 1).bit_length() - 1

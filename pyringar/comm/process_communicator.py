@@ -46,7 +46,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         ArgumentError: An argument is wrong; no store; ranks on several machines (names them).
         CudaError: CUDA refuses to share memory with other processes.
         CollectiveTimeout: Ranks did not come in time (names them).
-        PeerLostError: A rank died, or the store is gone.
+        PeerLostError: A rank died, or the store's process ended.
         RingarError: A rank could not make or map the shared memory (names it, on all ranks).
         UnsupportedError: This is not Linux; GPUs that cannot read each other's memory (every pair
             is tried with real data); another algorithm.
@@ -59,9 +59,8 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
     communicator on all ranks. A handler must not call the communicator itself.
 
     Cost: a megabyte of anonymous shared memory per rank, which even SIGKILL does not leak. On a GPU
-    64 MiB of its memory beside that, up to 256 MiB where all ranks share it. `close` frees it if
-    the other ranks close within 0.2 s; else the next communicator on GPUs, or the end of the
-    process does.
+    also 64 MiB of its memory, up to 256 MiB where all ranks share it. `close` frees it if the other
+    ranks close within 0.2 s, else the next communicator on GPUs or the end of the process does.
     """
 
     _refused: Mapping[str, str] = {
