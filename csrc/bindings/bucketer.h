@@ -2,8 +2,7 @@
 //
 // Floor     bindings; included by module.cpp alone, after pybind11.
 // Contract  the hook after accumulation counts the gradient, and launches its bucket when that is
-//           complete. The hook before accumulation zeroes a gradient that holds an earlier step's
-//           sum: see Held.
+//           complete. The hook before accumulation zeroes a gradient that holds a sum: see Held.
 // Threads   with the GIL held.
 // Tests     tests/test_bucketing.py, tests/test_bucketing_sums.py
 #pragma once
@@ -126,18 +125,16 @@ inline void launch_complete(BoundBucketer& bucketer, std::size_t bucket) {
   bucketer.is_launching = false;
 }
 
-// torch also calls the hook without a gradient. If another hook removed it, that is an error.
-inline bool has_no_gradient(py::handle param) {
-  return param.attr("grad").is_none() && py::len(param.attr("_post_accumulate_grad_hooks")) == 1;
-}
-
 inline py::object weak_grad(py::handle param) {
   const py::object grad = param.attr("grad");
   return grad.is_none() ? grad : py::weakref(grad);
 }
 
 inline void count(Hook& hook, py::handle param) {
-  if (has_no_gradient(param)) return;
+  // torch also calls the hook without a gradient. If another hook removed it, that is an error.
+  if (param.attr("grad").is_none() && py::len(param.attr("_post_accumulate_grad_hooks")) == 1) {
+    return;
+  }
   BoundBucketer& bucketer = *hook.bucketer;
   Step& step = bucketer.step;
   const std::size_t bucket = step.bucket_of[hook.index];

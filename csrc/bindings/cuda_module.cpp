@@ -1,9 +1,7 @@
-// cuda_module: the CUDA engine as Python sees it: Group, Work, devices and peers; cuda_process adds
-// ranks in processes.
+// cuda_module: the CUDA engine as Python sees it; cuda_process adds ranks in processes.
 //
-// Contract  the calls of Group are those of the CPU engine's Group, so that the communicator
-//           treats both alike. Importing it needs no GPU and no driver. The GIL is released while
-//           kernels are launched.
+// Contract  Group has the calls of the CPU engine's Group. Importing needs no GPU and no driver.
+//           Kernels are launched without the GIL.
 // Tests     tests/cuda, tests/build/test_cuda_build.py
 
 #include <pybind11/pybind11.h>

@@ -1,7 +1,6 @@
 // cuda_process: the class ProcessGroup of ranks whose tensors are on GPUs.
 //
-// Contract  its calls are those of the CPU engine's ProcessGroup, so that the communicator treats
-//           both alike.
+// Contract  it has the calls of the CPU engine's ProcessGroup.
 // Tests     tests/test_cuda_processes.py
 
 #include <memory>

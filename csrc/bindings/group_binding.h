@@ -393,11 +393,8 @@ void def_process_calls(Class& cls) {
            })
       .def("plan",
            [](Ptr group, std::size_t nbytes) {
-             const ProcessPlan plan = group->plan(nbytes);
-             py::dict dict;
-             dict["algorithm"] = process_algorithm_name(plan.algorithm);
-             dict["num_pieces"] = plan.num_pieces;
-             return dict;
+             const auto [algorithm, num_pieces] = group->plan(nbytes);
+             return py::make_tuple(process_algorithm_name(algorithm), num_pieces);
            })
       .def("stats", [](Ptr group) { return stats_dict(group->stats(), &process_algorithm_name); })
       .def("progress", [](Ptr group) { return Engine::host(*group).progress(); })

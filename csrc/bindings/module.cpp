@@ -1,5 +1,4 @@
-// module: the engine as Python sees it: Group, Work, and the schedule, names and sizes, for
-//         teaching and tests.
+// module: the engine as Python sees it: Group, Work, names and sizes, and the ring's schedule.
 //
 // Contract  pyringar.engine.load loads it; pyringar.comm alone uses it, but for the schedule.
 //           Errors arrive as the classes of pyringar.errors. The GIL is released while data moves,

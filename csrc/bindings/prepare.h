@@ -1,9 +1,8 @@
 // prepare: from the tensors of a call in Python to a Collective, every check on the way.
 //
 // Units     One tuple has all tensors of a call, rank after rank, each rank's in its list's order.
-// Contract  Either a Collective that can run, or an Error: nothing was changed, and no other
-// process
-//           was told. Ranks in other processes compare a digest of sizes, and one of the strides of
+// Contract  Either a Collective that can run, or an Error: nothing was changed, and no rank was
+//           told. Ranks in other processes compare a digest of sizes, and one of the strides of
 //           dense tensors that are not in the order of their index.
 // Threads   with the GIL held.
 // Tests     tests/conformance/test_refused.py, tests/conformance/test_bits.py

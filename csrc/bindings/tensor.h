@@ -78,8 +78,7 @@ bool is_plain_tensor(PyObject* object);
 // its memory; anything else as it is, for read_tensor() to refuse. Errors name operation and name.
 py::object as_tensor(PyObject* object, const char* operation, const std::string& name);
 
-// Whether tensors of one shape have equal elements at equal offsets; strides of size 1 do not
-// count.
+// Whether tensors of one shape have equal layouts; strides of dimensions of size 1 do not count.
 bool lie_alike(const TensorView& view, const TensorView& first);
 
 // Whether elements lie side by side in the order of their index.

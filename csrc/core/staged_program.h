@@ -53,8 +53,7 @@ struct StagedProgram {
 };
 
 // Calls finish(piece, n) for every piece, once all ranks have announced it. A piece ahead is copied
-// in before a rank waits, so that ranks which share a core, or are not in step, find work to do.
-// Engine provides:
+// in before a rank waits, so that ranks that share a core find work to do. Engine provides:
 //   void copy_in(piece, n)      own tensor -> own slot       bool wait_announced(n)   of all ranks
 //   void announce(n)                                         bool agree(n)            first message
 template <class Engine, typename Finish>
@@ -74,8 +73,7 @@ bool run_staged(Engine& engine, const StagedProgram& program, const Finish& fini
   return true;
 }
 
-// Each rank reduces its slice of every piece in its own slot, and copies the others' slices from
-// theirs. Engine also provides:
+// Each rank reduces its slice of every piece in its slot, and copies the others'. Engine also has:
 //   void reduce(piece, n)       all slots -> own slot        bool wait_reduced(n)     of all ranks
 //   void publish_reduced(n)                                  void copy_out(piece, n)  -> own tensor
 template <class Engine>

@@ -5,8 +5,7 @@
 //           the threads are torch's, which would otherwise spin on the ranks' cores. Programs wait
 //           only through Watch, whose waits end when no rank has moved for the timeout. A program
 //           that throws ends the process: other ranks do not know how far the links have come.
-// Threads   one run() at a time per team (its owner holds a lock). Threads start at first use and
-//           are joined by the destructor.
+// Threads   one run() at a time per team. They start at first use; the destructor joins them.
 // Tests     tests/cpp/stress.cpp, tests/conformance/test_bits.py
 #pragma once
 

@@ -2,8 +2,7 @@
 //
 // Units     shape and strides in elements; data borrowed.
 // Contract  pack() and unpack() visit elements in the order of their index, so that tensors of
-//           equal shape pack to equal positions; packed elements have their own sign. Gaps between
-//           elements are never touched.
+//           equal shape pack to equal positions, with their own sign. Gaps are never touched.
 // Tests     tests/conformance/test_layouts.py
 #pragma once
 

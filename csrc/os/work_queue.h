@@ -1,8 +1,7 @@
 // work_queue: one thread that runs what it is given, in the order in which it was given.
 //
-// Contract  A job's Work is complete once the job has returned or thrown. The thread starts with
-// the
-//           first job. close() runs all jobs, then joins it. Waits call on_nap as os/turn does.
+// Contract  A job's Work is complete once the job has returned or thrown. The first job starts the
+//           thread. close() runs all jobs, then joins it. Waits call on_nap as os/turn does.
 // Threads   any thread may call. A job must not submit, nor close.
 // Tests     tests/test_communicator.py, tests/cpp/group_test.cpp
 #pragma once

@@ -82,8 +82,7 @@ struct alignas(64) MessageHead {
 };
 static_assert(sizeof(MessageHead) == 64, "one cache line");
 
-// How far a rank's GPU is (cuda_process/device_watch.h). A line per word: a GPU writes, others
-// look.
+// How far a rank's GPU is (cuda_process/device_watch.h). The GPU writes one word per cache line.
 struct DeviceLine {
   struct alignas(64) Word {
     std::atomic<std::uint32_t> value{0};

@@ -97,7 +97,7 @@ class Communicator(EngineCommunicator):
             logger.warning("%s runs in plain torch, without the engine: %s", algorithm, error)
             group = PlainGroup(self._devices, str(error))
         self._use(group, f"{self._topology}, algorithm={algorithm!r}, order={order!r}")
-        self._plain_calls = dict.fromkeys(PLAIN_ALGORITHMS, 0)
+        self._plain_calls: dict[str, float] = dict.fromkeys(PLAIN_ALGORITHMS, 0)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -152,11 +152,8 @@ class Communicator(EngineCommunicator):
         return Plan.of(algorithm, self._reason, self._topology, nbytes, order)
 
     def _stats(self) -> dict[str, dict[str, float]]:
-        stats = super()._stats()
-        for name, calls in self._plain_calls.items():
-            if calls:
-                stats[name] = {"calls": calls}
-        return stats
+        plain = {name: {"calls": calls} for name, calls in self._plain_calls.items() if calls}
+        return super()._stats() | plain
 
     def __repr__(self) -> str:
         closed = "closed, " if self._is_closed else ""

@@ -130,14 +130,13 @@ def _are_over(living: Sequence[tuple[Any, _Living]]) -> bool:
 
 def _leave_to_parent() -> None:
     for key, entry in list(_living.items()):
-        if (alive := entry.owner()) is None:
-            continue
-        if entry.in_child is not None:
+        alive = entry.owner()
+        if alive is not None and entry.in_child is not None:
             entry.in_child(alive)
-            continue
-        never_destroy(alive)  # so that its id stays its own
-        _inherited.add(key)
-        del _living[key]
+        elif alive is not None:
+            never_destroy(alive)  # so that its id stays its own
+            _inherited.add(key)
+            del _living[key]
 
 
 atexit.register(close_all)

@@ -157,12 +157,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         return Work(self._group.submit_step(step), {}, "step")
 
     def _make_plan(self, nbytes: int, dtype: torch.dtype) -> Plan:
-        plan = self._group.plan(nbytes)
+        algorithm, num_pieces = self._group.plan(nbytes)
         return Plan.in_processes(
-            plan["algorithm"],
-            plan["num_pieces"],
-            self._reason,
-            self._world_size,
-            nbytes,
-            self._default[1],
+            algorithm, num_pieces, self._reason, self._world_size, nbytes, self._default[1]
         )

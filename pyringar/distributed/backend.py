@@ -50,12 +50,8 @@ class _NamedBackend(_Backend):  # type: ignore[misc]
         return NAME
 
     # Without these torch asks us, and we torch, without end.
-    supports_splitting = False
-    supports_coalescing = False
-    supports_reconfigure = False
-    supports_shrinking = False
-    supports_window = False
-    _supports_time_estimate = False
+    supports_splitting = supports_coalescing = supports_reconfigure = False
+    supports_shrinking = supports_window = _supports_time_estimate = False
 
 
 class PythonGroup(_ProcessGroup):  # type: ignore[misc]

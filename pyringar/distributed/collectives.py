@@ -23,7 +23,6 @@ from pyringar.distributed.convert import (
     Copy,
     Described,
     StandIn,
-    are_same,
     copy_all,
     count_changes,
     for_copy,
@@ -129,7 +128,7 @@ class Collectives(Delegated):
         stand_ins = [for_reduction(tensor, op) for tensor in tensors]
         call = _Call([], [])
         detached = [stand_in.tensor for stand_in in stand_ins]
-        if op in OPS and are_same(tensors, detached):
+        if op in OPS and [t.dtype for t in tensors] == [t.dtype for t in detached]:
             if not any(tensor.requires_grad for tensor in tensors):
                 raise error
             # One call, as on ranks where none requires grad.

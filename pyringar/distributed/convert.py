@@ -110,10 +110,6 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
     raise UnsupportedError(f"backend ringar cannot reduce {dtype} with {op}")
 
 
-def are_same(tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> bool:
-    return all(s.dtype == t.dtype for t, s in zip(tensors, stand_ins, strict=True))
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's memory as bytes, in one more dimension after the others."""
     tensor = tensor.detach()
