@@ -67,11 +67,9 @@ def launch(
         What ``fn`` returned, by rank. Processes pickle it.
 
     Raises:
-        ArgumentError: An argument is wrong, or ranks call different things: with a table of the
-            calls, and the lines of the program.
+        ArgumentError: An argument is wrong, or ranks call different things: with a table of calls.
         CollectiveTimeout: All ranks wait for each other, which threads find at once; a rank ran for
-            ``timeout`` while others waited; or all processes returned, and one does not exit. With
-            a table and stacks.
+            ``timeout`` while others waited; or a process does not exit. With a table and stacks.
         PeerLostError: Ranks wait for one that has returned, or the process of a rank was killed.
         UnsupportedError: Threads: this torch was not tried, or the program needs processes.
             Processes: this is not Linux, or a GPU cannot be used after the fork.
@@ -83,8 +81,7 @@ def launch(
     KeyboardInterrupt, or waits outside Python, stays with a warning; a process is killed.
 
     Cost: four threads 7 ms, four processes 0.1 s, and 2 s for imports before the first processes.
-    With threads, a collective of small tensors takes some 0.1 ms per rank, since they wake each
-    other.
+    With threads, a collective of small tensors takes some 0.1 ms per rank: they wake each other.
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {kind_of(fn)}, expected a function")

@@ -58,8 +58,7 @@ class BaseCommunicator:
     """A group of ranks that reduce together.
 
     A list group drives all ranks from one process: each call takes one tensor per rank, in rank
-    order. A group with one local rank takes that rank's tensor bare: all ranks make the same calls
-    in the same order.
+    order. A group with one local rank takes its tensor bare: all ranks make equal calls in order.
 
     A transport is a subclass. It sets ``_world_size`` and implements ``_run``, and ``_bind_call``,
     ``_make_plan``, ``_check``, ``_abort`` and ``_close`` if it has them. ``_refused`` maps features
@@ -110,8 +109,7 @@ class BaseCommunicator:
                 and dtypes agree over ranks. Layouts may differ if no elements overlap: elements
                 belong together by index. GPUs of several processes need equal strides.
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"`` or a
-                ``torch.distributed.ReduceOp``. Means divide once, after the sum; those of integers
-                towards zero.
+                ``torch.distributed.ReduceOp``. Means divide once, at the end; integers towards 0.
             algorithm, order: Override the communicator's.
             async_op: Return a `Work` and reduce in the background. ``naive``, ``sharded`` and a
                 short ``fused`` call reduce before they return.
@@ -130,8 +128,7 @@ class BaseCommunicator:
         ``ring`` takes ``2 (k - 1)`` steps; each rank sends ``2 (k - 1) / k`` of its bytes.
         Processes: two ranks, or up to 32 KiB, read ``(k + 1) N`` and write ``2 N`` per rank, with
         one wait per piece; else ``(3 - 2 / k) N`` and ``2 N``, with two waits. List groups and
-        GPUs pack tensors with gaps, and tensors in another order than their index unless they lie
-        alike on all ranks.
+        GPUs pack tensors with gaps, and permuted tensors unless they lie alike on all ranks.
         """
         is_eager = not async_op and not is_dynamo_compiling()
         if is_eager and self._run_prepared(tensors, op, algorithm, order):
@@ -229,8 +226,7 @@ class BaseCommunicator:
         """Reduce ``inputs`` over all ranks into one tensor on the device of rank ``root``.
 
         Args:
-            output: Of the inputs' shape and dtype. It is ``inputs[root]`` itself (in place), or
-                shares no memory with an input.
+            output: Of the inputs' shape and dtype: ``inputs[root]`` itself, or in other memory.
             inputs: One tensor per rank, not changed. List groups only.
             root: The rank on whose device ``output`` is.
             algorithm: Overrides the communicator's; not ``ring``, ``naive`` or ``sharded``.
@@ -296,8 +292,7 @@ class BaseCommunicator:
             theirs. It raises ArgumentError and reduces nothing if a tensor has another address,
             shape, stride or dtype than when it was bound, as after ``resize_``, ``share_memory_``,
             ``set_``, a new ``.data`` or ``torch.multiprocessing``. Bind again then. It does not
-            notice a new ``requires_grad``, a storage that shrank in place, or memory that
-            ``numpy.ndarray.resize`` freed.
+            notice a new ``requires_grad``, a storage that shrank in place, or freed NumPy memory.
 
         See `all_reduce` for the other arguments and errors. Cost: 0.1 microseconds per tensor.
         """
@@ -331,8 +326,7 @@ class BaseCommunicator:
         It checks nothing while another thread is in a call of a list group.
 
         Raises:
-            CollectiveTimeout, PeerLostError: A rank was late or lost, also in a call on a GPU that
-                had returned before.
+            CollectiveTimeout, PeerLostError: A rank was late or lost, also in a past call on a GPU.
             RingarError: The communicator is closed, or was aborted.
         """
         self._check()
@@ -401,8 +395,7 @@ class BaseCommunicator:
     ) -> Work | None:
         """Run a call, whose tensors are not checked yet, and return None, or in the background.
 
-        ``what`` describes the call that this one stands for, if any. Ranks compare it, and messages
-        show it.
+        ``what`` describes the call that this one stands for. Ranks compare it, messages show it.
         """
         raise NotImplementedError
 

@@ -45,8 +45,7 @@ class Communicator(EngineCommunicator):
     Args:
         devices: One device per rank, for example ``["cpu"] * 4``. Ranks may share a device.
         algorithm: ``"auto"``, ``"fused"``, ``"direct"``, ``"ring"``, ``"sharded"`` or ``"naive"``,
-            for calls that name none. ``auto`` takes ``fused`` where all ranks share a memory, else
-            ``direct``; `plan` says which, and why.
+            for calls that name none. ``auto``: ``fused`` in one memory, else ``direct`` (`plan`).
         order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"tree"`` those of a
             balanced tree, which may be the same on 1, 2, 4 or 8 ranks; ``"exact"`` the correctly
             rounded sum, or the mean made of it, on the CPU. ``"any"`` lets the ring add in its own

@@ -71,8 +71,7 @@ def never_destroy(owner: Any) -> None:
 def empty_backward_at_exit() -> None:
     """Before the interpreter ends, drop what a backward pass that fails leaves in torch's queue.
 
-    torch keeps it until the thread's next pass, and crashes (2.15) if it drops hooks on saved
-    tensors after Python's end.
+    torch keeps it until the thread's next pass; 2.15 crashes if it drops hooks after Python's end.
     """
     atexit.register(drop_failed_backward)
 

@@ -20,8 +20,7 @@ T = TypeVar("T")
 def node_id() -> str:
     """Return an id of this machine, equal for processes that can share memory.
 
-    ``PYRINGAR_NODE_ID`` overrides it. A container with separate process numbers or clocks counts as
-    a machine.
+    ``PYRINGAR_NODE_ID`` overrides it. A container with separate pids or clocks is a machine.
     """
     if given := os.environ.get("PYRINGAR_NODE_ID"):
         return given

@@ -39,8 +39,7 @@ class Guarantee:
     Attributes:
         order: What was asked for: ``"any"``, ``"rank"``, ``"tree"`` or ``"exact"``.
         run_to_run: The same call again, on the same ranks.
-        across_sizes: Other sizes, splits and buckets; also another algorithm or engine, and ranks
-            that are threads, processes or GPUs.
+        across_sizes: Other sizes, splits, buckets, algorithms; threads, processes or GPUs as ranks.
         across_rank_counts: ``k`` ranks that each add ``m`` terms as a tree, ``m`` a power of two,
             in place of ``k * m`` ranks; machines of equally many ranks in place of one.
         across_orders: The same terms given by other ranks.

@@ -36,11 +36,9 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         name: Tells groups on one store apart. All ranks make groups of one name in the same order.
         algorithm: ``"auto"`` or ``"direct"``, which are the same.
         order: See `Communicator`.
-        timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
-            for all ranks.
+        timeout: Seconds that a call waits for a rank without progress, or the constructor for all.
         device: A GPU of this process, or the CPU (None). GPUs on all ranks, or on none.
-        compares_shapes: Refuse tensors of other shapes than on other ranks. False: only numbers of
-            elements must agree; on the CPU only.
+        compares_shapes: Shapes must agree over ranks. False, on the CPU: numbers of elements must.
 
     Raises:
         ArgumentError: An argument is wrong; no store; ranks on several machines (names them).

@@ -54,8 +54,7 @@ def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int =
 
     Args:
         tensors: One tensor per rank, equal shapes and dtypes.
-        op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"prod"``. The mean of integers is
-            divided towards zero.
+        op: ``"sum"``, ``"mean"`` (integers: towards zero), ``"max"``, ``"min"`` or ``"prod"``.
         owner: The rank whose device does the work and through which everything passes.
 
     Cost: ``2 (k - 1)`` copies through one device; ``6 (k - 1) N`` bytes of memory traffic where

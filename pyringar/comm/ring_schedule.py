@@ -36,8 +36,7 @@ def ring_schedule(world_size: int) -> list[list[RingMove]]:
         world_size: Number of ranks k, 1 or more.
 
     Returns:
-        For each of the ``2 (k - 1)`` steps, one message per rank, in the order of the senders. Each
-        carries one k-th of a rank's elements.
+        For each of the ``2 (k - 1)`` steps, one message per sender: a k-th of a rank's elements.
 
     Raises:
         ArgumentError: There is no rank.

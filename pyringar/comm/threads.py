@@ -68,8 +68,7 @@ def handlers_wait() -> Iterator[None]:
     """Delay handlers of signals until the block ends: an exception would lose a new thread.
 
     Raises:
-        BaseException: The exception of the block, or else of the first handler that raised. All
-            handlers are called before.
+        BaseException: That of the block, else of the first handler. All handlers run before.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = signal.valid_signals() if is_main else ()

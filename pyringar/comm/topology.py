@@ -76,8 +76,7 @@ class Plan:
         algorithm: The algorithm that runs.
         order: In which ranks are added: ``"rank"``, ``"ring"``, ``"tree"`` or ``"exact"``.
         steps: Rounds in which ranks wait for each other; 0 for one pass without any.
-        traffic_bytes: Reads and writes of all ranks in the whole call: of memory, or of the caches
-            for what fits there.
+        traffic_bytes: Reads and writes of all ranks in the whole call, in memory or in caches.
         reason: Why this algorithm.
     """
 

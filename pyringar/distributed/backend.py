@@ -194,8 +194,7 @@ def _backends_can_be_python() -> bool:
 def keep_dynamo_out(*classes: type) -> None:
     """Have ``torch.compile`` run the methods of these classes, and their callees, as they are.
 
-    Dynamo would trace them under compiled programs, where an attribute of a ProcessGroup is an
-    error in torch 2.15, and warnings before.
+    Dynamo would trace them: attributes of a ProcessGroup are errors in torch 2.15, warnings before.
     """
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)

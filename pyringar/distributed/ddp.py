@@ -85,8 +85,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
 
     Raises:
         ArgumentError: The gradients are not on the CPU.
-        RuntimeError: From ``backward()``, in the words of PeerLostError or CollectiveTimeout, if a
-            rank died or stayed away.
+        RuntimeError: From ``backward()``, with the text of PeerLostError or CollectiveTimeout.
 
     Cost: as the communicator's ``all_reduce``, beside the rest of backward.
     """

@@ -161,8 +161,7 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is done; other Python threads run meanwhile.
 
-        Without a ``timeout``, or with zero, the communicator's deadline counts. CollectiveTimeout
-        if the call still runs after ``timeout``.
+        Without a ``timeout``, or with zero, the communicator's counts. CollectiveTimeout after it.
         """
         seconds = timeout.total_seconds() if timeout else 0.0
         deadline = time.monotonic() + seconds
