@@ -157,9 +157,4 @@ PYRINGAR_HD bool run_ring(Engine& engine, const RingProgram& program, const Ring
   return true;
 }
 
-template <class Engine>
-bool run_ring(Engine& engine, const RingProgram& program) {
-  return run_ring(engine, program, ring_cut(program));
-}
-
 }  // namespace pyringar

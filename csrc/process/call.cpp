@@ -52,11 +52,10 @@ void read_ahead(const std::byte* from, std::size_t bytes) {
 }
 
 // Runs each copy at once.
+template <auto kCopy>
 struct HostCopies {
-  void (*copy)(void* to, const void* from, std::size_t bytes);
-
   void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType) const {
-    copy(to, from, bytes);
+    kCopy(to, from, bytes);
   }
 };
 
@@ -105,8 +104,8 @@ class HostMemory : public StagedCounters {
   Range slice_of(Range piece, int owner) const {
     return slice_in_units(piece, world_size_, owner, 64);
   }
-  HostCopies to_slot() const { return {&copy_to_slot}; }
-  HostCopies from_slot() const { return {&copy_from_slot}; }
+  HostCopies<&copy_to_slot> to_slot() const { return {}; }
+  HostCopies<&copy_from_slot> from_slot() const { return {}; }
   HostFolds folds(int, std::size_t ahead) const { return {fold_, ahead}; }
   template <typename Batch>
   void launch(const Batch&) const {}
