@@ -8,7 +8,7 @@
 //             run(group, call, written)    marks the tensors `written`, then runs the call, or
 //                                 enqueues it on GPUs
 //             submit(group, call, after)   in the background; returns the work as a Python object.
-//                                 after: None, or an event that GPUs wait for, not for the streams
+//                                 after: None, or the event that GPUs wait for instead of streams
 //             enqueued(group)     GPUs only: the work of all calls on the current streams
 //             wait_until_free(group)       for algorithms in Python: waits for earlier calls
 //           Tensors are marked before the first write: a call that fails half-way has written too.

@@ -248,7 +248,8 @@ GivenTensors::GivenTensors(py::handle given, const char* operation, const char* 
   if (ranks.is_one_of_processes) {
     names_.is_indexed = are_lists || (!is_one && is_sequence(given.ptr()));
     all_ = names_.is_indexed ? read_list(given, operation, argument, -1, "tensor per parameter")
-                             : py::make_tuple(given);
+                             : py::reinterpret_steal<py::tuple>(PyTuple_Pack(1, given.ptr()));
+    if (!all_) throw py::error_already_set();
     num_tensors_ = all_.size();
     return;
   }
