@@ -2,11 +2,9 @@
 //
 // Floor     bindings; included by module.cpp alone, after pybind11.
 // Contract  the hook after accumulation counts the gradient, and launches its bucket when that is
-//           complete. The hook before accumulation sets a gradient to zero that holds the sum of
-//           an earlier step: see Held.
+//           complete. The hook before accumulation zeroes a gradient that holds a sum: see Held.
 // Threads   with the GIL held.
-// Tests     tests/test_bucketing.py, tests/test_bucketing_failures.py,
-//           tests/test_bucketing_sums.py
+// Tests     tests/test_bucketing.py, tests/test_bucketing_sums.py
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -127,19 +125,16 @@ inline void launch_complete(BoundBucketer& bucketer, std::size_t bucket) {
   bucketer.is_launching = false;
 }
 
-// torch calls the hook also if a pass has no gradient for the parameter. If there are other hooks,
-// a hook may have removed the gradient, which is an error.
-inline bool has_no_gradient(py::handle param) {
-  return param.attr("grad").is_none() && py::len(param.attr("_post_accumulate_grad_hooks")) == 1;
-}
-
 inline py::object weak_grad(py::handle param) {
   const py::object grad = param.attr("grad");
   return grad.is_none() ? grad : py::weakref(grad);
 }
 
 inline void count(Hook& hook, py::handle param) {
-  if (has_no_gradient(param)) return;
+  // torch also calls the hook without a gradient. If another hook removed it, that is an error.
+  if (param.attr("grad").is_none() && py::len(param.attr("_post_accumulate_grad_hooks")) == 1) {
+    return;
+  }
   BoundBucketer& bucketer = *hook.bucketer;
   Step& step = bucketer.step;
   const std::size_t bucket = step.bucket_of[hook.index];
@@ -161,7 +156,8 @@ inline void count(Hook& hook, py::handle param) {
   const bool is_new = step.count(hook.rank, hook.index);
   if (const ReadyHook* ready = bucketer.ready_hook) {
     const int rank = static_cast<int>(hook.rank);
-    if (!ready->note(ready->self, static_cast<int>(bucket), rank, is_new)) throw_python_error();
+    if (!ready->note(ready->self, static_cast<int>(bucket), rank, is_new))
+      throw py::error_already_set();
   }
   if (is_new && may_launch && step.missing[bucket] == 0) launch_complete(bucketer, bucket);
 }

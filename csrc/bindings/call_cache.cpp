@@ -18,12 +18,9 @@ std::uint64_t digest_of(const CallOptions& options, const std::byte* memory) {
 
 }  // namespace
 
-PreparedCall::PreparedCall(const CallOptions& options, const GivenTensors& tensors,
+PreparedCall::PreparedCall(const CallOptions& made_with, const GivenTensors& tensors,
                            std::shared_ptr<const Collective> checked)
-    : operation(options.operation),
-      reduction(options.reduction),
-      algorithm(options.algorithm),
-      call(std::move(checked)) {
+    : options(made_with), call(std::move(checked)) {
   const Reading reading;
   for (std::size_t i = 0; i < tensors.all().size(); ++i) places.emplace_back(tensors.at(i));
 }

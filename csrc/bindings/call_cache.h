@@ -1,9 +1,8 @@
 // call_cache: prepared all-reduces of a group, to run again on tensors at the same addresses.
 //
-// Contract  find() returns a call only where a check of the same arguments would make it again: as
-//           many ranks and tensors, each with the memory, layout, dtype and device that the tensor
-//           had, and no tensor that autograd watches. It keeps no tensor and no memory alive.
-//           Otherwise null: the checks of a call then refuse or prepare it.
+// Contract  find() returns a call only if a check of the same arguments would make it again: as
+//           many ranks and tensors, with the same memory, layouts, dtypes and devices, and no
+//           tensor that autograd watches. Else null. It keeps no tensor and no memory alive.
 // Threads   with the GIL held. A call that is found may run without it.
 // Tests     tests/conformance/test_prepared.py
 #pragma once
@@ -27,16 +26,14 @@ struct PreparedCall {
   PreparedCall(const CallOptions& options, const GivenTensors& tensors,
                std::shared_ptr<const Collective> checked);
 
-  bool is_of(const CallOptions& options) const {
-    return operation == options.operation && reduction == options.reduction &&
-           algorithm == options.algorithm;
+  bool is_of(const CallOptions& other) const {
+    return options.operation == other.operation && options.reduction == other.reduction &&
+           options.algorithm == other.algorithm;
   }
   // Throws for the first tensor that has other memory, or another layout.
   void check_unchanged(const GivenTensors& tensors) const;
 
-  Operation operation;
-  Reduction reduction;
-  Algorithm algorithm;
+  CallOptions options;
   std::vector<Place> places;
   std::shared_ptr<const Collective> call;
 };

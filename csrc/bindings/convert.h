@@ -24,17 +24,6 @@ inline std::chrono::nanoseconds to_nanoseconds(double seconds) {
   return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 1e9) * 1e9));
 }
 
-template <typename Enum>
-[[noreturn]] void fail_unknown(py::handle given, const char* argument, const char* (*name_of)(Enum),
-                               int count) {
-  std::string choices;
-  for (int i = 0; i < count; ++i) {
-    choices += join(i == 0 ? "" : ", ", name_of(static_cast<Enum>(i)));
-  }
-  const std::string value = py::repr(given);
-  fail(ErrorKind::kArgument, argument, " is ", value, ", expected one of ", choices);
-}
-
 // The value whose name Python passed; names[i] belongs to value i.
 template <typename Enum>
 std::optional<Enum> find(py::handle given, const char* (*name_of)(Enum), int count) {
@@ -48,13 +37,13 @@ std::optional<Enum> find(py::handle given, const char* (*name_of)(Enum), int cou
 
 template <typename Enum>
 Enum parse(py::handle given, const char* argument, const char* (*name_of)(Enum), int count) {
-  const std::optional<Enum> found = find(given, name_of, count);
-  if (!found) fail_unknown(given, argument, name_of, count);
-  return *found;
-}
-
-inline ReduceOp parse_op(py::handle op) {
-  return parse<ReduceOp>(op, "op", &op_name, kNumReduceOps);
+  if (const std::optional<Enum> found = find(given, name_of, count)) return *found;
+  std::string choices;
+  for (int i = 0; i < count; ++i) {
+    choices += join(i == 0 ? "" : ", ", name_of(static_cast<Enum>(i)));
+  }
+  const std::string value = py::repr(given);
+  fail(ErrorKind::kArgument, argument, " is ", value, ", expected one of ", choices);
 }
 
 inline Order parse_order(py::handle order) {
@@ -62,7 +51,7 @@ inline Order parse_order(py::handle order) {
 }
 
 inline Reduction parse_reduction(py::handle op, py::handle order) {
-  const Reduction reduction{parse_op(op), parse_order(order)};
+  const Reduction reduction{parse<ReduceOp>(op, "op", &op_name, kNumReduceOps), parse_order(order)};
   if (!has_order(reduction.op, reduction.order)) {
     fail(ErrorKind::kArgument, "order is 'exact' and op '", op_name(reduction.op),
          "', expected 'sum' or 'mean' with it");

@@ -1,9 +1,7 @@
-// cuda_module: the CUDA engine as Python sees it: Group, Work, devices and peers; cuda_process adds
-// ranks in processes.
+// cuda_module: the CUDA engine as Python sees it; cuda_process adds ranks in processes.
 //
-// Contract  the calls of Group are those of the CPU engine's Group, so that the communicator
-//           treats both alike. Importing it needs no GPU and no driver. The GIL is released while
-//           kernels are launched.
+// Contract  Group has the calls of the CPU engine's Group. Importing needs no GPU and no driver.
+//           Kernels are launched without the GIL.
 // Tests     tests/cuda, tests/build/test_cuda_build.py
 
 #include <pybind11/pybind11.h>
@@ -136,26 +134,20 @@ class StreamedGroup : public ForkGuard {
   const std::shared_ptr<cuda::CaptureId> latest_capture_ = std::make_shared<cuda::CaptureId>(0);
 };
 
-// (ready, bucket), or None for what is on the current streams.
-cuda::Bucket parse_after(py::handle after) {
-  if (after.is_none()) return {};
-  const auto pair = py::reinterpret_borrow<py::tuple>(after);
-  return pair[0].cast<const BoundReady&>().bucket(pair[1].cast<int>());
-}
-
 struct Engine {
   using Group = StreamedGroup;
   using GroupPtr = std::shared_ptr<Group>;
 
   static Group& host(Group& group) { return group; }
   static LocalRanks ranks(const Group& group) { return group.ranks(); }
-  static CallCache& calls(Group& group) { return group.calls; }
   static void run(Group& group, const Collective& collective, PyObject* written) {
     mark_written(written);
     group.run(collective);
   }
   static py::object submit(const GroupPtr& group, const Collective& collective, py::handle after) {
-    return group->submit(collective, parse_after(after));
+    if (after.is_none()) return group->submit(collective, {});
+    const auto pair = py::reinterpret_borrow<py::tuple>(after);  // ready, bucket
+    return group->submit(collective, pair[0].cast<const BoundReady&>().bucket(pair[1].cast<int>()));
   }
   static py::object enqueued(const GroupPtr& group) { return group->enqueued(); }
   static void wait_until_free(Group&) {}
@@ -166,12 +158,9 @@ void bind_group(py::module_& m) {
   def_list_calls<Engine>(group);
   group
       .def(py::init([](std::vector<int> devices, double timeout_s) {
-             const PythonCall python_call;  // peers are tried
-             return Engine::GroupPtr(
-                 new StreamedGroup(std::move(devices), to_nanoseconds(timeout_s)),
-                 GroupDeleter<Engine>{});
-           }),
-           py::arg("devices"), py::arg("timeout_s"))
+        const PythonCall python_call;  // peers are tried
+        return new_group<Engine>(std::move(devices), to_nanoseconds(timeout_s));
+      }))
       .def("abort",
            [](StreamedGroup& self) {
              const PythonCall python_call;

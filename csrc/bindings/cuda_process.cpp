@@ -1,7 +1,6 @@
 // cuda_process: the class ProcessGroup of ranks whose tensors are on GPUs.
 //
-// Contract  its calls are those of the CPU engine's ProcessGroup, so that the communicator treats
-//           both alike.
+// Contract  it has the calls of the CPU engine's ProcessGroup.
 // Tests     tests/test_cuda_processes.py
 
 #include <memory>
@@ -67,7 +66,6 @@ struct Engine {
   using GroupPtr = std::shared_ptr<Group>;
 
   static ProcessGroup& host(Group& group) { return group.host(); }
-  static CallCache& calls(Group& group) { return group.calls; }
   static LocalRanks ranks(Group& group) {
     return {group.host().world_size(), group.host().rank(), true, true, &group.devices};
   }
@@ -91,20 +89,18 @@ struct Engine {
 };
 
 py::dict limits() {
+  using namespace py::literals;
   const CudaProcessOptions options;
-  py::dict bytes;
-  bytes["process_slot"] = options.slot_bytes;
-  bytes["process_shared_slot"] = options.most_shared_slot_bytes;
-  bytes["process_exchange"] = options.exchange_bytes;
-  return bytes;
+  return py::dict("process_slot"_a = options.slot_bytes,
+                  "process_shared_slot"_a = options.most_shared_slot_bytes,
+                  "process_exchange"_a = options.exchange_bytes);
 }
 
 Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
                             double timeout_s, int device) {
   const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
   const CudaProcessOptions options{to_nanoseconds(timeout_s), &look_at_signals};
-  return Engine::GroupPtr(new CallingGroup(std::move(memory), segment, rank, device, options),
-                          GroupDeleter<Engine>{});
+  return new_group<Engine>(std::move(memory), segment, rank, device, options);
 }
 
 }  // namespace
@@ -120,9 +116,7 @@ void bind_cuda_process_group(py::module_& m) {
       .def("describe", &CudaProcessWork::describe);
   py::class_<CallingGroup, Engine::GroupPtr> group(m, "ProcessGroup");
   def_process_calls<Engine>(group);
-  group
-      .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
-           py::arg("token"), py::arg("timeout_s"), py::arg("device"))
+  group.def(py::init(&make_group))
       .def("connect",
            [](CallingGroup& group) {
              const PythonCall python_call;

@@ -1,21 +1,17 @@
-// group_binding: what the four groups (CPU and CUDA, ranks as threads and as processes) show Python
-// alike: calls, bound calls, works, statistics, and how a group ends.
+// group_binding: the part of the four groups (CPU and CUDA, ranks as threads and as processes) that
+// Python sees: calls, bound calls, works, statistics, and how a group ends.
 //
-// Contract  An engine's file brings a struct Engine with
-//             Group, GroupPtr       the class that Python sees, held by a shared_ptr
-//             host(group)           answers forked(), has_this_thread(), check_usable(), check()
-//             ranks(group)          LocalRanks
-//             calls(group)          the CallCache
-//             run(group, call, written)    marks the tensors `written` and runs the call now; on
-//                                   GPUs the work is enqueued when this returns
+// Contract  An engine's file has a struct Engine with
+//             Group, GroupPtr     Python's class, with a CallCache `calls`, and its shared_ptr
+//             host(group)         answers forked(), has_this_thread(), check_usable(), check()
+//             ranks(group)        LocalRanks
+//             run(group, call, written)    marks the tensors `written`, then runs the call, or
+//                                 enqueues it on GPUs
 //             submit(group, call, after)   in the background; returns the work as a Python object.
-//                                   after: None, or an event that GPUs wait for in place of the
-//                                   work on the current streams
-//             enqueued(group)       GPUs only: the work of all calls on the current streams
-//             wait_until_free(group)       if algorithms in Python run, too: until calls before
-//                                   have run
-//           Tensors are marked as written before the first write: a call that fails half-way has
-//           written too.
+//                                 after: None, or the event that GPUs wait for instead of streams
+//             enqueued(group)     GPUs only: the work of all calls on the current streams
+//             wait_until_free(group)       for algorithms in Python: waits for earlier calls
+//           Tensors are marked before the first write: a call that fails half-way has written too.
 // Threads   with the GIL held; an engine releases it while it waits or moves data.
 // Tests     tests/test_communicator.py, tests/conformance/test_bits.py, tests/cuda
 #pragma once
@@ -44,13 +40,14 @@ void bind_process_group(py::module_& m);
 void bind_cuda_process_group(py::module_& m);
 
 // A group made before fork() is leaked in the child: its locks and threads cannot be used there.
-template <typename Engine>
-struct GroupDeleter {
-  void operator()(typename Engine::Group* group) const {
+template <typename Engine, typename... Args>
+typename Engine::GroupPtr new_group(Args&&... args) {
+  const auto destroy = [](typename Engine::Group* group) {
     auto& host = Engine::host(*group);
     if (!host.forked()) delete_group(group, host.has_this_thread());
-  }
-};
+  };
+  return {new typename Engine::Group(std::forward<Args>(args)...), destroy};
+}
 
 // -- works ----------------------------------------------------------------------------------------
 
@@ -127,12 +124,6 @@ py::object run_or_submit(const typename Engine::GroupPtr& group, PreparedCollect
   return keep_until_done(in_flight, std::move(work), std::move(storages));
 }
 
-inline GivenTensors given_tensors(py::handle given, const CallOptions& options,
-                                  const LocalRanks& ranks) {
-  const bool are_lists = is_coalesced(options.operation);
-  return {given, options.name(), are_lists ? "lists" : "tensors", ranks, are_lists};
-}
-
 // Whether all are tensors on the devices of their ranks: not, for example, arrays.
 inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
   const Reading reading;
@@ -145,15 +136,13 @@ inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
   return true;
 }
 
-// An all-reduce, prepared once: it runs again while its tensors lie at the same addresses. False,
-// with may_decline: nothing was done, since the tensors are elsewhere.
+// An all_reduce, prepared once per address. may_decline: return false if tensors are elsewhere.
 template <typename Engine>
 bool all_reduce(const typename Engine::GroupPtr& group, const CallOptions& options,
                 py::handle given, bool may_decline) {
-  CallCache& calls = Engine::calls(*group);
   const LocalRanks ranks = Engine::ranks(*group);
   GivenTensors tensors = given_tensors(given, options, ranks);
-  if (const auto call = calls.find(options, tensors)) {
+  if (const auto call = group->calls.find(options, tensors)) {
     Engine::host(*group).check_usable();
     Engine::run(*group, *call, tensors.all().ptr());
     return true;
@@ -162,7 +151,9 @@ bool all_reduce(const typename Engine::GroupPtr& group, const CallOptions& optio
   PreparedCollective prepared = prepare_all_reduce(tensors, options, ranks);
   Engine::host(*group).check_usable();
   const auto call = std::make_shared<const Collective>(std::move(prepared.call));
-  if (py::len(prepared.copies) == 0 && call->packed.empty()) calls.keep(options, tensors, call);
+  if (py::len(prepared.copies) == 0 && call->packed.empty()) {
+    group->calls.keep(options, tensors, call);
+  }
   Engine::run(*group, *call, prepared.written.ptr());
   copy_back(prepared.copies);
   return true;
@@ -402,11 +393,8 @@ void def_process_calls(Class& cls) {
            })
       .def("plan",
            [](Ptr group, std::size_t nbytes) {
-             const ProcessPlan plan = group->plan(nbytes);
-             py::dict dict;
-             dict["algorithm"] = process_algorithm_name(plan.algorithm);
-             dict["num_pieces"] = plan.num_pieces;
-             return dict;
+             const auto [algorithm, num_pieces] = group->plan(nbytes);
+             return py::make_tuple(process_algorithm_name(algorithm), num_pieces);
            })
       .def("stats", [](Ptr group) { return stats_dict(group->stats(), &process_algorithm_name); })
       .def("progress", [](Ptr group) { return Engine::host(*group).progress(); })

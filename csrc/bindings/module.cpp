@@ -1,5 +1,4 @@
-// module: the engine as Python sees it: Group, Work, and the schedule, names and sizes, for
-//         teaching and tests.
+// module: the engine as Python sees it: Group, Work, names and sizes, and the ring's schedule.
 //
 // Contract  pyringar.engine.load loads it; pyringar.comm alone uses it, but for the schedule.
 //           Errors arrive as the classes of pyringar.errors. The GIL is released while data moves,
@@ -21,6 +20,8 @@ namespace pyringar {
 
 namespace {
 
+using namespace py::literals;
+
 // Payload of all ranks up to which a call keeps the GIL: some microseconds of work.
 constexpr std::size_t kKeepGilBytes = 128 * 1024;
 
@@ -30,7 +31,6 @@ struct Engine {
 
   static Group& host(Group& group) { return group; }
   static LocalRanks ranks(const Group& group) { return {group.world_size()}; }
-  static CallCache& calls(Group& group) { return group.calls; }
   static void run(Group& group, const Collective& collective, PyObject* written) {
     mark_written(written);
     const std::size_t bytes = collective.bytes * static_cast<std::size_t>(collective.num_local);
@@ -42,12 +42,10 @@ struct Engine {
     group.run(collective);
   }
   static py::object submit(const GroupPtr& group, Collective call, py::handle) {
-    std::shared_ptr<Work> work;
-    {
+    return py::cast([&] {
       const PythonCall python_call;  // it may run at once
-      work = group->submit(std::move(call));
-    }
-    return py::cast(std::move(work));
+      return group->submit(std::move(call));
+    }());
   }
   static void wait_until_free(Group& group) {
     const PythonCall python_call;
@@ -88,26 +86,19 @@ py::list names_of(const char* (*name_of)(Enum), int count) {
 
 // What parameters may be called, in the order of the engine's enums.
 py::dict names() {
-  py::dict names;
-  names["dtypes"] = names_of(&dtype_name, kNumDTypes);
-  names["ops"] = names_of(&op_name, kNumReduceOps);
-  names["orders"] = names_of(&order_name, kNumOrders);
-  names["algorithms"] = names_of(&algorithm_name, kNumAlgorithms);
-  names["process_algorithms"] = names_of(&process_algorithm_name, kNumProcessAlgorithms);
-  return names;
+  return py::dict(
+      "dtypes"_a = names_of(&dtype_name, kNumDTypes), "ops"_a = names_of(&op_name, kNumReduceOps),
+      "orders"_a = names_of(&order_name, kNumOrders),
+      "algorithms"_a = names_of(&algorithm_name, kNumAlgorithms),
+      "process_algorithms"_a = names_of(&process_algorithm_name, kNumProcessAlgorithms));
 }
 
 // Sizes in bytes at which engines cut buffers or change what they do; tests try those around them.
 py::dict limits() {
-  py::dict bytes;
-  bytes["fused_block"] = kMaxBlockBytes;
-  bytes["ring_link"] = kLinkBytes;
-  bytes["process_slot"] = kSlotBytes;
-  bytes["process_exchange"] = kExchangeBytes;
-  bytes["process_piece_of_two"] = kPieceBytesOfTwo;
-  bytes["process_piece"] = kPieceBytes;
-  bytes["process_reads_ahead"] = kReadsAheadBytes;
-  return bytes;
+  return py::dict("fused_block"_a = kMaxBlockBytes, "ring_link"_a = kLinkBytes,
+                  "process_slot"_a = kSlotBytes, "process_exchange"_a = kExchangeBytes,
+                  "process_piece_of_two"_a = kPieceBytesOfTwo, "process_piece"_a = kPieceBytes,
+                  "process_reads_ahead"_a = kReadsAheadBytes);
 }
 
 void bind_group(py::module_& m) {
@@ -115,11 +106,8 @@ void bind_group(py::module_& m) {
   def_list_calls<Engine>(group);
   group
       .def(py::init([](int world_size, double timeout_s) {
-             return Engine::GroupPtr(
-                 new Engine::Group(world_size, to_nanoseconds(timeout_s), &look_at_signals),
-                 GroupDeleter<Engine>{});
-           }),
-           py::arg("world_size"), py::arg("timeout_s"))
+        return new_group<Engine>(world_size, to_nanoseconds(timeout_s), &look_at_signals);
+      }))
       .def("close", &Group::close, py::call_guard<PythonCall>())
       .def("stats", [](Engine::Group& group) { return stats_dict(group.stats(), &algorithm_name); })
       .def(

@@ -1,9 +1,8 @@
-// prepare: reads the tensors, checks them, and lays out the pointer tables of a Collective.
+// prepare: reads the tensors of a call, has them checked, and lays out its pointer tables.
 
 #include "bindings/prepare.h"
 
-#include "bindings/tensor.h"
-#include "core/error.h"
+#include "bindings/builder.h"
 
 namespace pyringar {
 
@@ -37,7 +36,9 @@ py::tuple read_list(py::handle given, const char* operation, const std::string& 
     fail(ErrorKind::kArgument, operation, ": ", argument, " is ", kind_of(given.ptr()),
          ", expected a list or tuple with one ", per);
   }
-  py::tuple items = tuple_of(given.ptr());
+  // The caller's own tuple or a new one: a list could change while the GIL is released.
+  auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(given.ptr()));
+  if (!items) throw py::error_already_set();
   const Py_ssize_t size = PyTuple_GET_SIZE(items.ptr());
   if (expected >= 0 && size != expected) {
     fail(ErrorKind::kArgument, operation, ": ", argument, " has ", size,
@@ -46,122 +47,6 @@ py::tuple read_list(py::handle given, const char* operation, const std::string& 
   return items;
 }
 
-py::tuple tuple_with(PyObject* item) {
-  auto tuple = py::reinterpret_steal<py::tuple>(PyTuple_Pack(1, item));
-  if (!tuple) throw_python_error();
-  return tuple;
-}
-
-// Collects the tensors of a call, then checks them against each other and lays out pointers.
-class Builder {
- public:
-  Builder(const CallOptions& options, const LocalRanks& ranks, int world_size)
-      : ranks_(ranks), world_size_(world_size), tensors_(options.name()) {
-    collective_.kind = kind_of(options.operation);
-    collective_.operation = options.name();
-    collective_.root = options.root;
-    collective_.world_size = world_size;
-    collective_.num_local = ranks.num_local(world_size);
-    collective_.fold = Fold::of(options.reduction, world_size);
-    // One rank has nothing to reduce and no rank to wait for.
-    collective_.algorithm = world_size == 1 ? Algorithm::kFused : options.algorithm;
-    collective_.remote.what = options.what;
-  }
-
-  void reserve(std::size_t num_tensors) { tensors_.reserve(num_tensors); }
-  // rank: local.
-  void add(PyObject* object, ArgName name, int rank, bool is_written) {
-    const int device =
-        ranks_.devices == nullptr ? kHost : (*ranks_.devices)[static_cast<std::size_t>(rank)];
-    tensors_.add(object, name, ranks_.first_rank + rank, device, is_written);
-  }
-  // Of all ranks, which must agree. is_written(rank) says whether the call writes a rank's tensors.
-  template <typename IsWritten>
-  void add_all(const GivenTensors& given, IsWritten&& is_written) {
-    const std::size_t n = given.num_tensors();
-    reserve(static_cast<std::size_t>(given.num_ranks() + 1) * n);
-    for (int rank = 0; rank < given.num_ranks(); ++rank) {
-      for (std::size_t i = 0; i < n; ++i) {
-        const std::size_t at = static_cast<std::size_t>(rank) * n + i;
-        add(given.at(at), given.name(at), rank, is_written(rank));
-        if (rank > 0) tensors_.check_agree(at, i);
-      }
-    }
-  }
-  const TensorArgs& tensors() const { return tensors_; }
-  bool is_one_of_processes() const { return ranks_.is_one_of_processes; }
-  int world_size() const { return world_size_; }
-
-  // Whether tensors first, first + step, ..., one per rank, lie alike.
-  bool all_lie_alike(std::size_t first, std::size_t step) const {
-    for (std::size_t i = first + step; i < tensors_.size(); i += step) {
-      if (!lie_alike(tensors_[i], tensors_[first])) return false;
-    }
-    return true;
-  }
-
-  // Memory of tensor i in the order of its index: its own, or a copy. Dense tensors with equal
-  // strides on all ranks need no copy, unless is_flat asks for index order.
-  std::byte* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
-    const TensorView& v = tensors_[i];
-    if (v.numel == 0 || (v.is_dense && (!is_flat || has_index_order(v)))) return v.data;
-    if (ranks_.devices != nullptr) return tensors_.copy_by_torch(i, is_output, copies_);
-    return tensors_.copy_on_host(i, is_input, is_output, collective_.packed);
-  }
-
-  // Tensor i of one rank among processes, reduced in place: how it lies goes into the digests.
-  void add_in_place(std::size_t i, bool is_output) {
-    const TensorView& v = tensors_[i];
-    if (ranks_.compares_shapes) mix_sizes(v);
-    const bool is_permuted = v.is_dense && !has_index_order(v);
-    if (is_permuted) {
-      mix_strides(v, i);
-      collective_.remote.permuted.push_back({i, v.strided(), is_output});
-    }
-    std::byte* const data = memory(i, true, is_output, !is_permuted);
-    collective_.add_local(data, data, v.numel, v.dtype);
-  }
-
-  // Pointer tables are filled front to back into memory reserved once, so that they stay put.
-  void reserve_pointers(std::size_t n) {
-    collective_.pointers.reserve(n);
-    collective_.ranks.reserve(n);
-  }
-  void* const* table_end() { return collective_.pointers.data() + collective_.pointers.size(); }
-  void push(void* pointer, int rank) {
-    collective_.pointers.push_back(pointer);
-    collective_.ranks.push_back(rank);
-  }
-
-  PreparedCollective finish(py::object written, py::object read = py::none()) {
-    return {std::move(collective_), std::move(written), std::move(read), std::move(copies_)};
-  }
-  Collective& collective() { return collective_; }
-
- private:
-  void mix_sizes(const TensorView& view) {
-    std::uint64_t& digest = collective_.remote.shapes;
-    digest = mix(digest, static_cast<std::uint64_t>(view.ndim));
-    for (int dim = 0; dim < view.ndim; ++dim) {
-      digest = mix(digest, static_cast<std::uint64_t>(view.shape[dim]));
-    }
-  }
-  void mix_strides(const TensorView& view, std::size_t index) {
-    std::uint64_t& digest = collective_.remote.strides;
-    digest = mix(digest, index + 1);
-    for (int dim = 0; dim < view.ndim; ++dim) {
-      if (view.shape[dim] == 1) continue;  // its stride means nothing
-      digest = mix(digest, static_cast<std::uint64_t>(view.strides[dim]));
-    }
-  }
-
-  const LocalRanks& ranks_;
-  const int world_size_;
-  TensorArgs tensors_;
-  Collective collective_;
-  py::list copies_;
-};
-
 // The tensors of the local ranks for which is_one(rank) is true.
 template <typename IsOne>
 py::object tensors_of(const GivenTensors& given, IsOne&& is_one) {
@@ -169,7 +54,7 @@ py::object tensors_of(const GivenTensors& given, IsOne&& is_one) {
   const std::size_t n = given.num_tensors();
   for (int rank = 0; rank < given.num_ranks(); ++rank) {
     for (std::size_t i = 0; is_one(rank) && i < n; ++i) {
-      append(found, given.at(static_cast<std::size_t>(rank) * n + i));
+      found.append(py::handle(given.at(static_cast<std::size_t>(rank) * n + i)));
     }
   }
   return found;
@@ -200,18 +85,18 @@ PreparedCollective prepare_chunks(py::handle outputs, py::handle inputs, const C
     }
   }
   for (std::size_t rank = 0; rank < num; ++rank) {
-    builder.tensors().check_agree(rank, 0);
-    builder.tensors().check_agree(num + rank, num);
-    builder.tensors().check_parts(rank, num + rank, ranks.world_size);
+    builder.check_agree(rank, 0);
+    builder.check_agree(num + rank, num);
+    builder.check_parts(rank, num + rank);
   }
-  builder.tensors().check_disjoint();
+  builder.check_disjoint();
   std::vector<std::byte*> wholes;
   std::vector<std::byte*> chunks;
   for (std::size_t rank = 0; rank < num; ++rank) {
     wholes.push_back(builder.memory(rank, scatters, !scatters, true));
     chunks.push_back(builder.memory(num + rank, !scatters, scatters, true));
   }
-  const TensorView& view = builder.tensors()[0];
+  const TensorView& view = builder[0];
   Collective& collective = builder.collective();
   if (ranks.is_one_of_processes) {
     collective.reserve_local(1);
@@ -275,11 +160,11 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, const Ca
   std::vector<bool> is_skipped(first_output);  // the root's inputs that are outputs
   for (std::size_t i = 0; i < n; ++i) {
     builder.add(outputs.at(i), outputs.name(i), root, true);
-    builder.tensors().check_agree(first_output + i, i);
-    is_in_place.push_back(builder.tensors().is_same(first_output + i, first_own + i));
+    builder.check_agree(first_output + i, i);
+    is_in_place.push_back(builder.is_same(first_output + i, first_own + i));
     is_skipped[first_own + i] = is_in_place.back();
   }
-  builder.tensors().check_disjoint(is_skipped);
+  builder.check_disjoint(is_skipped);
   builder.reserve_pointers(first_output + n);
   for (std::size_t i = 0; i < n; ++i) {
     const bool in_place = is_in_place[i];
@@ -292,7 +177,7 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, const Ca
     void* const* destination = builder.table_end();
     builder.push(in_place ? sources[root] : builder.memory(first_output + i, false, true, is_flat),
                  root);
-    const TensorView& view = builder.tensors()[i];
+    const TensorView& view = builder[i];
     builder.collective().bytes += view.bytes();
     if (view.numel == 0 || (k == 1 && in_place)) continue;
     builder.collective().tensors.push_back(
@@ -316,7 +201,7 @@ PreparedCollective prepare_broadcast(py::handle tensors, const CallOptions& opti
   // In place on some rank: refused on all ranks, or the others would wait for the root.
   const bool checks_all = local.is_one_of_processes;
   builder.add_all(ranks, [&](int rank) { return checks_all || is_written(rank); });
-  builder.tensors().check_disjoint();
+  builder.check_disjoint();
   py::object written = tensors_of(ranks, is_written);
   py::object read = tensors_of(ranks, [root](int rank) { return rank == root; });
   if (local.is_one_of_processes) {
@@ -337,7 +222,7 @@ PreparedCollective prepare_broadcast(py::handle tensors, const CallOptions& opti
     for (int rank = 0; rank < k; ++rank) {
       if (rank != root) push(rank);
     }
-    const TensorView& view = builder.tensors()[i];
+    const TensorView& view = builder[i];
     builder.collective().bytes += view.bytes();
     if (k == 1 || view.numel == 0) continue;
     builder.collective().tensors.push_back(
@@ -363,7 +248,8 @@ GivenTensors::GivenTensors(py::handle given, const char* operation, const char* 
   if (ranks.is_one_of_processes) {
     names_.is_indexed = are_lists || (!is_one && is_sequence(given.ptr()));
     all_ = names_.is_indexed ? read_list(given, operation, argument, -1, "tensor per parameter")
-                             : tuple_with(given.ptr());
+                             : py::reinterpret_steal<py::tuple>(PyTuple_Pack(1, given.ptr()));
+    if (!all_) throw py::error_already_set();
     num_tensors_ = all_.size();
     return;
   }
@@ -390,8 +276,7 @@ void GivenTensors::read_lists() {
   }
   num_tensors_ = static_cast<std::size_t>(length);
   names_.per_list = num_tensors_;
-  auto flat = py::reinterpret_steal<py::tuple>(PyTuple_New(num_ranks_ * length));
-  if (!flat) throw_python_error();
+  py::tuple flat(num_ranks_ * length);
   Py_ssize_t next = 0;
   for (const py::tuple& list : lists) {
     for (Py_ssize_t i = 0; i < length; ++i) {
@@ -408,13 +293,17 @@ void GivenTensors::adopt_arrays() {
   std::size_t i = 0;
   while (i < size && is_plain_tensor(at(i))) ++i;
   if (i == size) return;
-  auto adopted = py::reinterpret_steal<py::tuple>(PyTuple_New(static_cast<Py_ssize_t>(size)));
-  if (!adopted) throw_python_error();
+  py::tuple adopted(size);
   for (i = 0; i < size; ++i) {
     PyTuple_SET_ITEM(adopted.ptr(), static_cast<Py_ssize_t>(i),
                      as_tensor(at(i), operation_, names_[i].text()).release().ptr());
   }
   all_ = std::move(adopted);
+}
+
+GivenTensors given_tensors(py::handle given, const CallOptions& options, const LocalRanks& ranks) {
+  const bool are_lists = is_coalesced(options.operation);
+  return {given, options.name(), are_lists ? "lists" : "tensors", ranks, are_lists};
 }
 
 PreparedCollective prepare_all_reduce(GivenTensors& given, const CallOptions& options,
@@ -424,7 +313,7 @@ PreparedCollective prepare_all_reduce(GivenTensors& given, const CallOptions& op
   const std::size_t n = given.num_tensors();
   Builder builder(options, ranks, k);
   builder.add_all(given, [](int) { return true; });
-  builder.tensors().check_disjoint();
+  builder.check_disjoint();
   if (ranks.is_one_of_processes) {
     builder.collective().reserve_local(n);
     for (std::size_t i = 0; i < n; ++i) builder.add_in_place(i, true);
@@ -438,7 +327,7 @@ PreparedCollective prepare_all_reduce(GivenTensors& given, const CallOptions& op
       const std::size_t at = static_cast<std::size_t>(rank) * n + i;
       builder.push(builder.memory(at, true, true, is_flat), rank);
     }
-    const TensorView& view = builder.tensors()[i];
+    const TensorView& view = builder[i];
     builder.collective().bytes += view.bytes();
     if (k == 1 || view.numel == 0) continue;  // the sum of one is itself
     builder.collective().tensors.push_back({table, table, k, k, view.numel, view.dtype});
@@ -455,9 +344,7 @@ PreparedCollective prepare(py::handle outputs, py::handle inputs, const CallOpti
   if (is_refused) fail(ErrorKind::kUnsupported, options.name(), ": not a call of this group");
   switch (kind_of(options.operation)) {
     case CallKind::kAllReduce: {
-      const bool are_lists = is_coalesced(options.operation);
-      GivenTensors tensors(outputs, options.name(), are_lists ? "lists" : "tensors", ranks,
-                           are_lists);
+      GivenTensors tensors = given_tensors(outputs, options, ranks);
       return prepare_all_reduce(tensors, options, ranks);
     }
     case CallKind::kReduceScatter:

@@ -1,10 +1,9 @@
 // prepare: from the tensors of a call in Python to a Collective, every check on the way.
 //
-// Units     The tensors of a call stand in one tuple: of each local rank one after the other, each
-//           rank's in the order of its list.
-// Contract  Either a Collective that can run as it is, or an Error: nothing was changed, and no
-//           other process was told. Ranks in other processes compare a digest of sizes, and one of
-//           the strides of tensors that are dense and not in the order of their index.
+// Units     One tuple has all tensors of a call, rank after rank, each rank's in its list's order.
+// Contract  Either a Collective that can run, or an Error: nothing was changed, and no rank was
+//           told. Ranks in other processes compare a digest of sizes, and one of the strides of
+//           dense tensors that are not in the order of their index.
 // Threads   with the GIL held.
 // Tests     tests/conformance/test_refused.py, tests/conformance/test_bits.py
 #pragma once
@@ -68,7 +67,6 @@ class GivenTensors {
     return PyTuple_GET_ITEM(all_.ptr(), static_cast<Py_ssize_t>(i));
   }
   ArgName name(std::size_t i) const { return names_[i]; }
-  const ListNames& names() const { return names_; }
 
   // Tensors that share the memory of arrays of other libraries. Before it the tuple holds what the
   // caller passed.
@@ -95,8 +93,16 @@ struct CallOptions {
   const char* name() const;
 };
 
-using PreparedCollective = Prepared<Collective>;
+// A checked call, and the objects that must live until it is done.
+struct PreparedCollective {
+  Collective call;
+  py::object written;  // the tensors that it writes; like `read` a list or tuple of its own
+  py::object read;     // those it only reads; None: there are none
+  py::list copies;     // on GPUs: (tensor, dense copy), to be copied back; (None, copy) of an input
+};
 
+// The tensors, or lists of tensors, of an all_reduce.
+GivenTensors given_tensors(py::handle given, const CallOptions& options, const LocalRanks& ranks);
 // tensors: adopts arrays of other libraries.
 PreparedCollective prepare_all_reduce(GivenTensors& tensors, const CallOptions& options,
                                       const LocalRanks& ranks);

@@ -21,7 +21,6 @@ struct Engine {
   using GroupPtr = std::shared_ptr<Group>;
 
   static Group& host(Group& group) { return group; }
-  static CallCache& calls(Group& group) { return group.calls; }
   static LocalRanks ranks(const Group& group) {
     return {group.world_size(), group.rank(), true, group.compares_shapes()};
   }
@@ -45,11 +44,12 @@ Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, cons
   const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
   const ProcessGroupOptions options{to_nanoseconds(timeout_s), compares_shapes, &look_at_signals,
                                     &let_others_run, &mark_announced};
-  return Engine::GroupPtr(new Engine::Group(std::move(memory), segment, rank, options),
-                          GroupDeleter<Engine>{});
+  return new_group<Engine>(std::move(memory), segment, rank, options);
 }
 
-void bind_shared_memory(py::module_& m) {
+}  // namespace
+
+void bind_process_group(py::module_& m) {
   def_shared_segment(m);
   m.def("process_id", [] {
     const ProcessId self = this_process();
@@ -57,17 +57,9 @@ void bind_shared_memory(py::module_& m) {
   });
   m.def("is_alive",
         [](std::int32_t pid, std::uint64_t start_ticks) { return is_alive({pid, start_ticks}); });
-}
-
-}  // namespace
-
-void bind_process_group(py::module_& m) {
-  bind_shared_memory(m);
   py::class_<Engine::Group, Engine::GroupPtr> group(m, "ProcessGroup");
   def_process_calls<Engine>(group);
-  group
-      .def(py::init(&make_group), py::arg("memory"), py::arg("rank"), py::arg("world_size"),
-           py::arg("token"), py::arg("timeout_s"), py::arg("compares_shapes") = true)
+  group.def(py::init(&make_group))
       .def("submit_step", &ProcessGroup::submit_step);  // the step takes the GIL by itself
 }
 

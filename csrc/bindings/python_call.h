@@ -1,10 +1,10 @@
 // python_call: releases the GIL, and handles signals during waits.
 //
-// Contract  While a PythonCall lives the GIL is released: at once, or, of a short call, when
-//           let_others_run() says that it has to wait. Such a call marks its tensors as written
-//           when mark_announced() says so: others take their time to see what it has announced.
-//           look_at_signals() takes the GIL back for a moment; handlers may use other groups. All
-//           three are for the innermost PythonCall of the thread; else they do nothing.
+// Contract  While a PythonCall lives the GIL is released: at once, or in a short call when
+//           let_others_run() says that it must wait. A short call marks its tensors as written in
+//           mark_announced(), while other ranks look at its announcement. look_at_signals() takes
+//           the GIL back for a moment; handlers may use other groups. All three are for the
+//           innermost PythonCall of the thread, if any.
 // Threads   each for itself.
 // Tests     tests/test_signals.py
 #pragma once
@@ -75,8 +75,7 @@ inline void mark_announced() {
   if (call == nullptr || call->unmarked_ == nullptr) return;
   try {
     mark_written(std::exchange(call->unmarked_, nullptr));
-  } catch (const PythonErrorPending&) {
-    PyErr_Clear();
+  } catch (const py::error_already_set&) {
     fail(ErrorKind::kState, "torch could not count a change of the tensor: no memory?");
   }
 }
@@ -90,8 +89,7 @@ inline void let_others_run() {
   call->state_ = PyEval_SaveThread();
 }
 
-// Throws what a signal's handler raised, such as KeyboardInterrupt; and kState in a process that a
-// handler has forked, since the call is the parent's.
+// Throws the exception of a signal's handler; kState in a child that a handler has forked.
 inline void look_at_signals() {
   PythonCall* const call = PythonCall::innermost_;
   if (call == nullptr || call->signals_ == PythonCall::Signals::kWait) return;

@@ -2,16 +2,14 @@
 
 #include "bindings/tensor.h"
 
-#include <pybind11/cast.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <chrono>
-#include <memory>
 #include <numeric>
+#include <ranges>
 #include <string_view>
-#include <utility>
 
-#include "bindings/torch_functions.h"
 #include "core/error.h"
 
 namespace pyringar {
@@ -56,31 +54,13 @@ struct ExchangeApi {
 
 }  // namespace dlpack
 
-py::object attribute(PyObject* object, const char* name) {
-  auto value = py::reinterpret_steal<py::object>(PyObject_GetAttrString(object, name));
-  if (!value) throw_python_error();
-  return value;
+std::string text_of(PyObject* object, const char* name) {
+  return py::str(py::handle(object).attr(name));
 }
-
-py::object import_module(const char* name) {
-  auto module = py::reinterpret_steal<py::object>(PyImport_ImportModule(name));
-  if (!module) throw_python_error();
-  return module;
-}
-
-py::object call(const py::object& function, PyObject* argument = nullptr) {
-  auto result = py::reinterpret_steal<py::object>(
-      argument == nullptr ? PyObject_CallNoArgs(function.ptr())
-                          : PyObject_CallOneArg(function.ptr(), argument));
-  if (!result) throw_python_error();
-  return result;
-}
-
-std::string text_of(PyObject* object, const char* name) { return py::str(attribute(object, name)); }
 
 // Python objects that every call needs, looked up once and never destroyed.
 struct TorchNames {
-  py::object tensor_type = attribute(import_module("torch").ptr(), "Tensor");
+  py::object tensor_type = py::module_::import("torch").attr("Tensor");
   py::object untyped_storage =
       py::reinterpret_steal<py::object>(PyUnicode_InternFromString("untyped_storage"));
 
@@ -99,12 +79,12 @@ const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
   if (type == known_type) return known_api;
   auto* as_object = reinterpret_cast<PyObject*>(type);
   const int is_tensor = PyObject_IsSubclass(as_object, TorchNames::get().tensor_type.ptr());
-  if (is_tensor < 0) throw_python_error();
+  if (is_tensor < 0) throw py::error_already_set();
   if (is_tensor == 0) return nullptr;
-  const py::object capsule = attribute(as_object, "__dlpack_c_exchange_api__");
+  const py::object capsule = py::handle(as_object).attr("__dlpack_c_exchange_api__");
   const auto* api = static_cast<const dlpack::ExchangeApi*>(
       PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
-  if (api == nullptr) throw_python_error();
+  if (api == nullptr) throw py::error_already_set();
   while (api != nullptr && api->major_version != dlpack::kMajorVersion) api = api->previous;
   if (api == nullptr || api->dltensor_from_py_object == nullptr) {
     fail(ErrorKind::kUnsupported, "this torch offers no DLPack 1.x exchange table");
@@ -114,6 +94,10 @@ const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
   known_type = type;
   known_api = api;
   return api;
+}
+
+bool has_known_device(const dlpack::Tensor& tensor) {
+  return tensor.device_type == dlpack::kCpu || tensor.device_type == dlpack::kCuda;
 }
 
 bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
@@ -135,18 +119,16 @@ bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
 void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
   view->object = object;
   view->data = static_cast<std::byte*>(raw.data) + raw.byte_offset;
+  view->device = raw.device_type == dlpack::kCuda ? raw.device_id : kHost;
   view->ndim = raw.ndim;
   view->shape = raw.shape;
   view->strides = raw.strides;
   view->count();
 }
 
-bool is_dense(const TensorView& view) {
-  if (has_index_order(view)) return true;
-  std::vector<int> dims(static_cast<std::size_t>(view.ndim));
-  std::iota(dims.begin(), dims.end(), 0);
-  std::sort(dims.begin(), dims.end(),
-            [&](int a, int b) { return view.strides[a] < view.strides[b]; });
+// dims: from the innermost one on.
+template <typename Dims>
+bool has_no_gaps(const TensorView& view, const Dims& dims) {
   std::int64_t expected = 1;
   for (const int dim : dims) {
     if (view.shape[dim] == 1) continue;
@@ -156,10 +138,13 @@ bool is_dense(const TensorView& view) {
   return true;
 }
 
-std::string describe_shape(const TensorView& view) {
-  std::string text = "(";
-  for (int dim = 0; dim < view.ndim; ++dim) text += join(dim == 0 ? "" : ", ", view.shape[dim]);
-  return text + (view.ndim == 1 ? ",)" : ")");
+bool is_dense(const TensorView& view) {
+  if (has_index_order(view)) return true;
+  std::vector<int> dims(static_cast<std::size_t>(view.ndim));
+  std::iota(dims.begin(), dims.end(), 0);
+  std::sort(dims.begin(), dims.end(),
+            [&](int a, int b) { return view.strides[a] < view.strides[b]; });
+  return has_no_gaps(view, dims);
 }
 
 // What torch refused to show, in the words of the promise: sparse, meta, quantized, nested...
@@ -184,10 +169,8 @@ bool try_view(PyObject* object, TensorView* view) {
     PyErr_Clear();
     return false;
   }
-  if (raw.device_type != dlpack::kCpu && raw.device_type != dlpack::kCuda) return false;
-  view->device = raw.device_type == dlpack::kCpu ? kHost : raw.device_id;
   fill_view(object, raw, view);
-  return read_dtype(raw, &view->dtype);
+  return has_known_device(raw) && read_dtype(raw, &view->dtype);
 }
 
 StridedView TensorView::strided() const {
@@ -217,11 +200,10 @@ void read_tensor(PyObject* object, const char* operation, ArgName name, TensorVi
   dlpack::Tensor raw{};
   if (api->dltensor_from_py_object(object, &raw) != 0) refuse_layout(object, operation, name);
   fill_view(object, raw, view);
-  if (raw.device_type != dlpack::kCpu && raw.device_type != dlpack::kCuda) {
+  if (!has_known_device(raw)) {
     fail(ErrorKind::kUnsupported, operation, ": ", name.text(), " is on device ",
          text_of(object, "device"), "; supported are cpu and cuda");
   }
-  view->device = raw.device_type == dlpack::kCpu ? kHost : raw.device_id;
   if (!read_dtype(raw, &view->dtype)) {
     fail(ErrorKind::kUnsupported, operation, ": ", name.text(), " has dtype ",
          text_of(object, "dtype"),
@@ -262,7 +244,7 @@ void* current_stream(int device) {
   auto* tensor_type = reinterpret_cast<PyTypeObject*>(TorchNames::get().tensor_type.ptr());
   const dlpack::ExchangeApi* api = exchange_api_of(tensor_type);
   void* stream = nullptr;
-  if (api->current_work_stream(dlpack::kCuda, device, &stream) != 0) throw_python_error();
+  if (api->current_work_stream(dlpack::kCuda, device, &stream) != 0) throw py::error_already_set();
   return stream;
 }
 
@@ -271,16 +253,11 @@ bool is_plain_tensor(PyObject* object) {
 }
 
 py::object as_tensor(PyObject* object, const char* operation, const std::string& name) {
-  if (is_plain_tensor(object)) return py::reinterpret_borrow<py::object>(object);
-  const py::object interop = import_module("pyringar.comm.arrays");
-  if (call(attribute(interop.ptr(), "is_array"), object).ptr() != Py_True) {
-    return py::reinterpret_borrow<py::object>(object);
-  }
-  const py::str where(join(operation, ": ", name));
-  auto tensor = py::reinterpret_steal<py::object>(
-      PyObject_CallMethod(interop.ptr(), "as_tensor", "OO", object, where.ptr()));
-  if (!tensor) throw_python_error();
-  return tensor;
+  const auto given = py::reinterpret_borrow<py::object>(object);
+  if (is_plain_tensor(object)) return given;
+  const py::object arrays = py::module_::import("pyringar.comm.arrays");
+  if (!arrays.attr("is_array")(given).is(py::bool_(true))) return given;
+  return arrays.attr("as_tensor")(given, join(operation, ": ", name));
 }
 
 bool lie_alike(const TensorView& view, const TensorView& first) {
@@ -293,14 +270,7 @@ bool lie_alike(const TensorView& view, const TensorView& first) {
 }
 
 bool has_index_order(const TensorView& view) {
-  if (view.numel <= 1) return true;
-  std::int64_t expected = 1;
-  for (int dim = view.ndim - 1; dim >= 0; --dim) {
-    if (view.shape[dim] == 1) continue;
-    if (view.strides[dim] != expected) return false;
-    expected *= view.shape[dim];
-  }
-  return true;
+  return view.numel <= 1 || has_no_gaps(view, std::views::iota(0, view.ndim) | std::views::reverse);
 }
 
 Reading::Reading() {
@@ -321,132 +291,6 @@ void Reading::end() {
   }
 }
 
-TensorArgs::TensorArgs(const char* operation)
-    : operation_(operation), is_recording_(TorchFunctions::get().is_grad_enabled()) {}
-
-void TensorArgs::add(PyObject* object, ArgName name, int rank, int device, bool is_written) {
-  TensorView& view = views_.emplace_back();
-  names_.push_back(name);
-  is_written_.push_back(is_written);
-  read_tensor(object, operation_, name, &view);
-  if (view.device != device) {
-    fail(ErrorKind::kArgument, operation_, ": ", name.text(), " is on ", device_name(view.device),
-         ", expected ", device_name(device), ", the device of rank ", rank);
-  }
-  if (is_written && is_recording_ && TorchFunctions::get().requires_grad(object)) {
-    fail(ErrorKind::kArgument, operation_, ": ", name.text(),
-         " requires grad, and autograd would not see this in-place change; "
-         "call it under torch.no_grad(), or pass .detach()");
-  }
-}
-
-void TensorArgs::check_agree(std::size_t i, std::size_t first) const {
-  const TensorView& a = views_[i];
-  const TensorView& b = views_[first];
-  const auto differs = [&](const char* what, const std::string& value,
-                           const std::string& expected) {
-    fail(ErrorKind::kArgument, operation_, ": ", names_[i].text(), " has ", what, " ", value,
-         ", but ", names_[first].text(), " has ", expected, "; all ranks must agree");
-  };
-  if (a.dtype != b.dtype) differs("dtype", dtype_name(a.dtype), dtype_name(b.dtype));
-  if (a.ndim != b.ndim || !std::equal(a.shape, a.shape + a.ndim, b.shape)) {
-    differs("shape", describe_shape(a), describe_shape(b));
-  }
-}
-
-void TensorArgs::check_parts(std::size_t whole, std::size_t part, int world_size) const {
-  const TensorView& w = views_[whole];
-  const TensorView& p = views_[part];
-  if (w.dtype != p.dtype) {
-    fail(ErrorKind::kArgument, operation_, ": ", names_[part].text(), " has dtype ",
-         dtype_name(p.dtype), ", but ", names_[whole].text(), " has ", dtype_name(w.dtype));
-  }
-  if (w.numel == p.numel * static_cast<std::size_t>(world_size)) return;
-  fail(ErrorKind::kArgument, operation_, ": ", names_[whole].text(), " has ", w.numel, " ",
-       dtype_name(w.dtype), " elements and ", names_[part].text(), " has ", p.numel, " ",
-       dtype_name(p.dtype), "; expected ", world_size, " times as many, one part per rank");
-}
-
-bool TensorArgs::is_same(std::size_t i, std::size_t j) const {
-  const TensorView& a = views_[i];
-  const TensorView& b = views_[j];
-  return a.numel > 0 && a.data == b.data && a.is_negated == b.is_negated && lie_alike(a, b);
-}
-
-void TensorArgs::check_disjoint(const std::vector<bool>& is_skipped) const {
-  if (size() == 1 && views_[0].is_dense) return;
-  struct Span {
-    const std::byte* first;
-    const std::byte* last;
-    std::size_t index;
-  };
-  std::vector<Span> spans;
-  spans.reserve(size());
-  for (std::size_t i = 0; i < size(); ++i) {
-    const TensorView& view = views_[i];
-    if (view.numel == 0 || (i < is_skipped.size() && is_skipped[i])) continue;
-    if (view.is_dense) {
-      spans.push_back({view.data, view.data + view.bytes(), i});
-      continue;
-    }
-    const StridedView strided = view.strided();
-    if (overlaps_itself(strided)) {
-      fail(ErrorKind::kArgument, operation_, ": ", names_[i].text(), " of shape ",
-           describe_shape(view),
-           " overlaps itself (an expanded tensor?); expected every element at its own address");
-    }
-    const ByteSpan bytes = span_of(strided);
-    spans.push_back({bytes.first, bytes.last, i});
-  }
-  std::sort(spans.begin(), spans.end(),
-            [](const Span& a, const Span& b) { return a.first < b.first; });
-  for (std::size_t a = 0; a < spans.size(); ++a) {
-    for (std::size_t b = a + 1; b < spans.size() && spans[b].first < spans[a].last; ++b) {
-      const std::size_t i = std::min(spans[a].index, spans[b].index);
-      const std::size_t j = std::max(spans[a].index, spans[b].index);
-      if (!is_written_[i] && !is_written_[j]) continue;
-      const bool dense = views_[i].is_dense && views_[j].is_dense;
-      if (!dense && !overlap(views_[i].strided(), views_[j].strided())) continue;
-      fail(ErrorKind::kArgument, operation_, ": ", names_[j].text(), " shares memory with ",
-           names_[i].text(), "; expected a tensor of its own for every rank (a .clone()?)");
-    }
-  }
-}
-
-std::byte* TensorArgs::copy_on_host(std::size_t i, bool is_input, bool is_output,
-                                    std::vector<PackedTensor>& packed) const {
-  std::shared_ptr<std::byte[]> dense =
-      std::make_unique_for_overwrite<std::byte[]>(views_[i].bytes());
-  std::byte* data = dense.get();
-  packed.push_back({views_[i].strided(), std::move(dense), is_input, is_output});
-  return data;
-}
-
-std::byte* TensorArgs::copy_by_torch(std::size_t i, bool is_output, const py::list& copies) const {
-  PyObject* tensor = views_[i].object;
-  const py::object detached = call(attribute(tensor, "detach"));
-  const py::object signs = call(attribute(detached.ptr(), "resolve_neg"));
-  const py::object dense = call(attribute(signs.ptr(), "contiguous"));
-  const auto pair =
-      py::reinterpret_steal<py::object>(PyTuple_Pack(2, is_output ? tensor : Py_None, dense.ptr()));
-  if (!pair || PyList_Append(copies.ptr(), pair.ptr()) != 0) throw_python_error();
-  TensorView copy;
-  read_tensor(dense.ptr(), operation_, names_[i], &copy);
-  return copy.data;
-}
-
-void append(const py::list& list, PyObject* item) {
-  if (PyList_Append(list.ptr(), item) != 0) throw_python_error();
-}
-
-py::tuple tuple_of(PyObject* sequence) {
-  auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(sequence));
-  if (!items) throw_python_error();
-  return items;
-}
-
-void throw_python_error() { throw PythonErrorPending{}; }
-
 py::list storages_of(std::initializer_list<py::handle> lists) {
   py::list storages;
   for (const py::handle list : lists) {
@@ -454,8 +298,8 @@ py::list storages_of(std::initializer_list<py::handle> lists) {
     for (const py::handle tensor : list) {
       const auto storage = py::reinterpret_steal<py::object>(
           PyObject_CallMethodNoArgs(tensor.ptr(), TorchNames::get().untyped_storage.ptr()));
-      if (!storage) throw_python_error();
-      append(storages, storage.ptr());
+      if (!storage) throw py::error_already_set();
+      storages.append(storage);
     }
   }
   return storages;

@@ -71,11 +71,6 @@ bool try_view(PyObject* object, TensorView* view);
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
-void append(const py::list& list, PyObject* item);
-
-// The caller's own tuple or a new one: a list could change while the GIL is released.
-py::tuple tuple_of(PyObject* sequence);
-
 // torch.Tensor itself, not a subclass: what needs no second look.
 bool is_plain_tensor(PyObject* object);
 
@@ -83,8 +78,7 @@ bool is_plain_tensor(PyObject* object);
 // its memory; anything else as it is, for read_tensor() to refuse. Errors name operation and name.
 py::object as_tensor(PyObject* object, const char* operation, const std::string& name);
 
-// Whether two tensors of one shape have the same elements at the same offsets. The strides of
-// dimensions of one element mean nothing, nor do any where there is one element or none.
+// Whether tensors of one shape have equal layouts; strides of dimensions of size 1 do not count.
 bool lie_alike(const TensorView& view, const TensorView& first);
 
 // Whether elements lie side by side in the order of their index.
@@ -138,62 +132,8 @@ struct ListNames {
   }
 };
 
-// The tensors of one call, under the names of its arguments. Results in place would bypass
-// autograd, so that a written tensor must not require grad while it records.
-class TensorArgs {
- public:
-  explicit TensorArgs(const char* operation);
-
-  void reserve(std::size_t num_tensors) {
-    views_.reserve(num_tensors);
-    names_.reserve(num_tensors);
-    is_written_.reserve(num_tensors);
-  }
-  // device: that of `rank`, where the tensor must be.
-  void add(PyObject* object, ArgName name, int rank, int device, bool is_written);
-
-  const char* operation() const { return operation_; }
-  std::size_t size() const { return views_.size(); }
-  const TensorView& operator[](std::size_t i) const { return views_[i]; }
-  ArgName name(std::size_t i) const { return names_[i]; }
-
-  // Of one dtype and shape, as all ranks must be.
-  void check_agree(std::size_t i, std::size_t first) const;
-  // Of one dtype, and the whole holds a part for each rank.
-  void check_parts(std::size_t whole, std::size_t part, int world_size) const;
-  // Whether the two, which agree, are the same elements in the same memory.
-  bool is_same(std::size_t i, std::size_t j) const;
-  // A written tensor shares no byte with another, nor with itself. is_skipped: same as another.
-  void check_disjoint(const std::vector<bool>& is_skipped = {}) const;
-
-  // Memory for a tensor's elements side by side, in the order of their index. The group that runs
-  // the call copies them there and back, as `packed` says.
-  std::byte* copy_on_host(std::size_t i, bool is_input, bool is_output,
-                          std::vector<PackedTensor>& packed) const;
-  // The same, made by torch on its current stream; see Prepared::copies.
-  std::byte* copy_by_torch(std::size_t i, bool is_output, const py::list& copies) const;
-
- private:
-  const Reading reading_;
-  const char* operation_;
-  bool is_recording_;
-  std::vector<TensorView> views_;
-  std::vector<ArgName> names_;
-  std::vector<bool> is_written_;
-};
-
-// A checked call, and what must live until it is done.
-template <typename Call>
-struct Prepared {
-  Call call;
-  py::object written;  // the tensors that it writes; like `read` a list or tuple of its own
-  py::object read;     // those it only reads; None: there are none
-  py::list copies;     // on GPUs: (tensor, dense copy), to be copied back; (None, copy) of an input
-};
-
-// Thrown while a Python exception is pending, to be let through as it is.
+// Thrown through code that has released the GIL, while a Python exception is pending.
 struct PythonErrorPending {};
-[[noreturn]] void throw_python_error();
 
 // The storages of the tensors in these lists (None: no list), which keep their memory.
 py::list storages_of(std::initializer_list<py::handle> lists);

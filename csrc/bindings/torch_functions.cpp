@@ -62,16 +62,6 @@ TorchFunctions::TorchFunctions()
 }
 
 bool TorchFunctions::look_up() {
-  return look_up_shim() &&
-         look_up_in(kCore, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv",
-                    &num_dispatch_modes_) &&
-         look_up_in(kCore, "_ZNK3c1010TensorImpl13requires_gradEv", &requires_grad_) &&
-         look_up_in(kCpu, "_ZN2at6native6is_negERKNS_6TensorE", &is_neg_) &&
-         look_up_in(kCpu, "_ZN2at6native12is_inferenceERKNS_6TensorE", &is_inference_) &&
-         look_up_in(kCpu, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", &bump_version_);
-}
-
-bool TorchFunctions::look_up_shim() {
   // In the order of DType.
   constexpr std::array<const char*, kNumDTypes> kCodes = {
       "aoti_torch_dtype_float64",  "aoti_torch_dtype_float32", "aoti_torch_dtype_float16",
@@ -95,7 +85,13 @@ bool TorchFunctions::look_up_shim() {
          look_up_in(kCpu, "aoti_torch_get_dim", &dim_) &&
          look_up_in(kCpu, "aoti_torch_get_sizes", &sizes_) &&
          look_up_in(kCpu, "aoti_torch_get_strides", &strides_) &&
-         look_up_in(kCpu, "aoti_torch_get_data_ptr", &data_);
+         look_up_in(kCpu, "aoti_torch_get_data_ptr", &data_) &&
+         look_up_in(kCore, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv",
+                    &num_dispatch_modes_) &&
+         look_up_in(kCore, "_ZNK3c1010TensorImpl13requires_gradEv", &requires_grad_) &&
+         look_up_in(kCpu, "_ZN2at6native6is_negERKNS_6TensorE", &is_neg_) &&
+         look_up_in(kCpu, "_ZN2at6native12is_inferenceERKNS_6TensorE", &is_inference_) &&
+         look_up_in(kCpu, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", &bump_version_);
 }
 
 bool TorchFunctions::find_offset(const py::object& tensor) {
@@ -164,10 +160,6 @@ bool TorchFunctions::requires_grad(PyObject* tensor) const {
                      : is_true(py::handle(tensor).attr("requires_grad"));
 }
 
-bool TorchFunctions::read(PyObject* object, TensorView* view) const {
-  return are_direct_ && read_direct(object, view);
-}
-
 bool TorchFunctions::read_direct(PyObject* object, TensorView* view) const {
   if (Py_TYPE(object) != tensor_type_) return false;
   const Tensor* const tensor = tensor_in(object);
@@ -198,7 +190,7 @@ void TorchFunctions::increment_version(PyObject* tensors) const {
   if (!are_direct_) {
     const py::object increment = torch_.attr("autograd").attr("graph").attr("increment_version");
     Py_XDECREF(PyObject_CallOneArg(increment.ptr(), tensors));
-    if (PyErr_Occurred() != nullptr) throw_python_error();
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
     return;
   }
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors); ++i) {

@@ -38,7 +38,9 @@ class TorchFunctions {
   bool requires_grad(PyObject* tensor) const;
   // Reads a dense torch.Tensor on a CPU or GPU with a dtype of the engine, but for is_negated and
   // is_dense. False for other objects, subclasses included.
-  bool read(PyObject* object, TensorView* view) const;
+  bool read(PyObject* object, TensorView* view) const {
+    return are_direct_ && read_direct(object, view);
+  }
   // tensors: a list or tuple.
   void increment_version(PyObject* tensors) const;
 
@@ -50,7 +52,6 @@ class TorchFunctions {
   using Getter = std::int32_t (*)(const Tensor*, Value*);  // 0: no error
 
   bool look_up();
-  bool look_up_shim();
   bool find_offset(const py::object& tensor);
   bool have_right_answers(const py::object& tensor) const;
   bool reads(const py::object& tensor) const;

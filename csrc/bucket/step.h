@@ -15,9 +15,8 @@
 
 namespace pyringar {
 
-// Which parameters share a bucket; a pure function, hence equal on all ranks. A bucket holds one
-// kind and closes when it has reached its cap; the first has its own. Buckets come in the order in
-// which they close, parameters in the order of `order`.
+// Which parameters share a bucket: equal on all ranks. A bucket holds one kind and closes at its
+// cap; the first has its own. Buckets are in the order in which they close, parameters in `order`.
 using BucketItem = std::pair<std::size_t, int>;  // bytes, and kind: a dtype
 using Bucket = std::vector<std::size_t>;
 
@@ -104,9 +103,8 @@ struct Step {
   }
 };
 
-// How hooks of the CPU engine's module tell the CUDA engine's module of a gradient, with the GIL
-// held. The modules share no code, only this C structure in a capsule. note() returns false if it
-// has set a Python error.
+// The C structure, in a capsule, by which the CPU engine's module tells the CUDA engine's of a
+// gradient, with the GIL held. note() returns false if it has set a Python error.
 struct ReadyHook {
   static constexpr const char* kCapsule = "pyringar.ready";
   void* self;

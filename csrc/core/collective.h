@@ -1,11 +1,10 @@
 // collective: one call of a group's local ranks, checked and ready to run.
 //
 // Units     elements; the tensors' memory is borrowed: the caller keeps it alive.
-// Contract  bindings/prepare makes it, the groups of all transports run it. Its pointers are those
-//           of the ranks in this process: all ranks of a group, or one. Pointer tables point into
-//           `pointers`, which therefore never grows again; a Collective may be moved.
-// Tests     tests/cpp/group_test.cpp, tests/cpp/process_test.cpp,
-//           tests/cpp/cuda_host/group_test.cpp
+// Contract  bindings/prepare makes it, the groups of all transports run it. Its pointers are of the
+//           ranks in this process: all, or one. Pointer tables point into `pointers`, which is
+//           never regrown; a Collective may be moved.
+// Tests     tests/cpp/group_test.cpp, tests/cpp/process_test.cpp, tests/cpp/cuda_host
 #pragma once
 
 #include <array>
@@ -16,7 +15,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "core/dtype.h"
@@ -43,11 +41,10 @@ enum class CallKind : std::uint8_t {
   kReduce,
   kBarrier,
 };
-inline constexpr int kNumCallKinds = 6;
 
 constexpr const char* call_name(CallKind kind) {
-  constexpr const char* kNames[kNumCallKinds] = {"all_reduce", "reduce_scatter", "all_gather",
-                                                 "broadcast",  "reduce",         "barrier"};
+  constexpr const char* kNames[] = {"all_reduce", "reduce_scatter", "all_gather",
+                                    "broadcast",  "reduce",         "barrier"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -76,8 +73,7 @@ struct Buffers {
   }
 };
 
-// How memory holds an element: as it is, or negated as torch does lazily, in a float's sign bit or
-// an integer's two's complement.
+// How memory holds an element: as it is, or negated, by its sign bit or as two's complement.
 enum class Sign : std::uint8_t { kPlain, kBit, kComplement };
 
 // A tensor whose elements need not lie side by side. Shape and strides in elements.

@@ -1,8 +1,7 @@
 // dtype: the element types and reductions that every engine knows, and what it adds them in.
 //
 // Units     bytes for sizes.
-// Contract  16-bit floats are accumulated in fp32 and rounded once; fp32, fp64 and integers in
-//           their own type. Integers wrap.
+// Contract  16-bit floats are added in fp32 and rounded once; others in their type. Integers wrap.
 // Tests     tests/conformance/test_bits.py compares every dtype and op with an oracle, bit for bit.
 #pragma once
 

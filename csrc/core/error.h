@@ -6,7 +6,6 @@
 #pragma once
 
 #include <charconv>
-#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <string_view>

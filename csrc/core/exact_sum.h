@@ -129,8 +129,7 @@ class ExactSum {
     for (int i = 0; i < place / kDigitBits; ++i) {
       if (digits_[i] != 0) return true;
     }
-    return place % kDigitBits > 0 &&
-           low_bits(place / kDigitBits * kDigitBits, place % kDigitBits) != 0;
+    return low_bits(place / kDigitBits * kDigitBits, place % kDigitBits) != 0;
   }
 
   std::int64_t digits_[kNumDigits] = {};

@@ -4,9 +4,8 @@
 //             rank    ((x[0] + x[1]) + x[2]) + ...
 //             tree    T(0, k), see core/tree.h
 //             exact   the real number x[0] + x[1] + ..., rounded
-//           and then, for a mean, one division, and one rounding to the element's type. An exact
-//           sum is rounded to the element's type at once. Sums of integers wrap, and are the same
-//           in every order.
+//           then, for a mean, one division, and one rounding to the element's type. An exact sum is
+//           rounded to that type at once. Sums of integers wrap, and are the same in every order.
 // Tests     tests/conformance/test_bits.py has each equation once more, in Python
 #pragma once
 
@@ -30,8 +29,7 @@ struct Wrapping<T> {
   using type = decltype(1u * std::make_unsigned_t<T>());
 };
 
-// The reductions of two elements, or of two vectors of them: "a" is the partial so far, "b" the
-// next rank's part.
+// Reductions of two elements, or vectors of them: "a" is the partial, "b" the next rank's element.
 struct Sum {
   template <typename T>
   static PYRINGAR_HD_INLINE T apply(T a, T b) {

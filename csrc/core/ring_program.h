@@ -10,9 +10,8 @@
 //             W3 flag = n            (release)         R3 taken = n        (release)
 //
 //           Pieces follow each other one action apart: piece p is at action a in tick p + a. A rank
-//           waits for what was sent a tick ago. A link holds one tick's messages, at most 2k - 2,
-//           and two more: the rank that is furthest behind always finds its message and a free
-//           slot.
+//           waits for messages of the tick before. A link holds one tick's messages, at most 2k -
+//           2, and two more: the rank that is furthest behind finds its message and a free slot.
 // Threads   one call per rank, all ranks at once. A wait that fails (deadline, abort) ends the
 //           program at once and returns false; the engine knows why.
 // Source    Patarasuk & Yuan 2009; NCCL's recvReduceCopySend fuses reduce, keep and forward.
@@ -156,11 +155,6 @@ PYRINGAR_HD bool run_ring(Engine& engine, const RingProgram& program, const Ring
     }
   }
   return true;
-}
-
-template <class Engine>
-bool run_ring(Engine& engine, const RingProgram& program) {
-  return run_ring(engine, program, ring_cut(program));
 }
 
 }  // namespace pyringar

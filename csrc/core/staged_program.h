@@ -35,9 +35,8 @@ namespace pyringar {
 
 inline constexpr std::uint32_t kStagingSlots = 4;
 
-// The owner's slots, or the peer's: two ranks swap them every kStagingSlots messages. Each then
-// writes where it has read last, so that a line crosses between the cores once a message, not
-// twice.
+// The owner's slots, or the peer's: two ranks swap them every kStagingSlots messages. Each writes
+// where it has read last, so that a line crosses between the cores once a message, not twice.
 struct StagingSlot {
   int owner;
   std::uint32_t index;
@@ -53,16 +52,12 @@ struct StagedProgram {
   std::size_t num_pieces;  // at least 1: a call that moves nothing is announced all the same
 };
 
-// Each rank reduces its slice of every piece in its own slot, and takes the others' slices from
-// theirs. A piece ahead is copied in before one waits, so that ranks which share a core, or which
-// are not quite in step, find work to do. Engine provides:
+// Calls finish(piece, n) for every piece, once all ranks have announced it. A piece ahead is copied
+// in before a rank waits, so that ranks that share a core find work to do. Engine provides:
 //   void copy_in(piece, n)      own tensor -> own slot       bool wait_announced(n)   of all ranks
 //   void announce(n)                                         bool agree(n)            first message
-//   void reduce(piece, n)       all slots -> own slot        bool wait_reduced(n)     of all ranks
-//   void publish_reduced(n)                                  void copy_out(piece, n)  -> own tensor
-template <class Engine>
-bool run_staged_direct(Engine& engine, const StagedProgram& program) {
-  engine.publish_reduced(program.base);
+template <class Engine, typename Finish>
+bool run_staged(Engine& engine, const StagedProgram& program, const Finish& finish) {
   std::uint32_t n = program.base + 1;
   engine.copy_in(0, n);
   engine.announce(n);
@@ -73,12 +68,24 @@ bool run_staged_direct(Engine& engine, const StagedProgram& program) {
     }
     if (!engine.wait_announced(n)) return false;
     if (piece == 0 && !engine.agree(n)) return false;
+    if (!finish(piece, n)) return false;
+  }
+  return true;
+}
+
+// Each rank reduces its slice of every piece in its slot, and copies the others'. Engine also has:
+//   void reduce(piece, n)       all slots -> own slot        bool wait_reduced(n)     of all ranks
+//   void publish_reduced(n)                                  void copy_out(piece, n)  -> own tensor
+template <class Engine>
+bool run_staged_direct(Engine& engine, const StagedProgram& program) {
+  engine.publish_reduced(program.base);
+  return run_staged(engine, program, [&](std::size_t piece, std::uint32_t n) {
     engine.reduce(piece, n);
     engine.publish_reduced(n);
     if (!engine.wait_reduced(n)) return false;
     engine.copy_out(piece, n);
-  }
-  return true;
+    return true;
+  });
 }
 
 // Each rank reads what it needs from all slots into its own tensors: one wait per piece. For small
@@ -86,19 +93,10 @@ bool run_staged_direct(Engine& engine, const StagedProgram& program) {
 //   void combine(piece, n)      all slots -> own tensor
 template <class Engine>
 bool run_staged_exchange(Engine& engine, const StagedProgram& program) {
-  std::uint32_t n = program.base + 1;
-  engine.copy_in(0, n);
-  engine.announce(n);
-  for (std::size_t piece = 0; piece < program.num_pieces; ++piece, ++n) {
-    if (piece + 1 < program.num_pieces) {
-      engine.copy_in(piece + 1, n + 1);
-      engine.announce(n + 1);
-    }
-    if (!engine.wait_announced(n)) return false;
-    if (piece == 0 && !engine.agree(n)) return false;
+  return run_staged(engine, program, [&](std::size_t piece, std::uint32_t n) {
     engine.combine(piece, n);
-  }
-  return true;
+    return true;
+  });
 }
 
 }  // namespace pyringar

@@ -25,7 +25,9 @@ constexpr std::size_t kAloneWhenColdBytes = 8 * 1024 * 1024;
 constexpr int kMaxRanksOnStack = 16;
 constexpr std::size_t kLineBytes = 64;
 
-void call_kernel(FusedKernel kernel, const Buffers& tensor, int divisor, Range range) {
+void fuse_range(const Buffers& tensor, Fold fold, Range range) {
+  if (range.size() == 0) return;
+  const FusedKernel kernel = fused_kernel(tensor.dtype, fold);
   const std::size_t offset = range.begin * item_bytes(tensor.dtype);
   const auto run = [&](const void** sources, void** destinations) {
     for (int r = 0; r < tensor.num_sources; ++r) {
@@ -35,7 +37,7 @@ void call_kernel(FusedKernel kernel, const Buffers& tensor, int divisor, Range r
       destinations[r] = static_cast<char*>(tensor.destinations[r]) + offset;
     }
     kernel(sources, tensor.num_sources, destinations, tensor.num_destinations, range.size(),
-           divisor);
+           fold.divisor);
   };
   const int most = std::max(tensor.num_sources, tensor.num_destinations);
   if (most <= kMaxRanksOnStack) {
@@ -147,10 +149,6 @@ void fuse_alone(std::span<const Buffers> tensors, Fold fold) {
 }
 
 }  // namespace
-
-void fuse_range(const Buffers& tensor, Fold fold, Range range) {
-  if (range.size() > 0) call_kernel(fused_kernel(tensor.dtype, fold), tensor, fold.divisor, range);
-}
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside) {
   const std::size_t traffic_bytes = traffic_bytes_of(tensors);

@@ -20,10 +20,7 @@ inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside);
 
-// Whether an asynchronous call runs before it returns: the call is small, or it is of medium size
-// and torch's threads are awake and idle.
+// Whether an asynchronous call runs at once: it is small, or medium while torch's threads idle.
 bool is_best_done_at_once(std::span<const Buffers> tensors);
-
-void fuse_range(const Buffers& tensor, Fold fold, Range range);
 
 }  // namespace pyringar

@@ -14,17 +14,6 @@ Group::Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap)
       on_nap_(std::move(on_nap)),
       pool_(std::make_unique<ThreadPool>()) {}
 
-Group::~Group() { close(); }
-
-void Group::check_usable() const {
-  check_not_forked();
-  if (closed_.load(std::memory_order_acquire)) fail_closed();
-}
-
-void Group::check_not_failed() const {
-  if (!failure_.empty()) fail_after(failure_kind_, failure_);
-}
-
 void Group::check() {
   check_usable();
   const Turn::Held turn(turn_, std::try_to_lock);
@@ -35,17 +24,6 @@ Turn::Held Group::take_turn() {
   check_usable();
   queue_.wait_until_idle(on_nap_);
   return turn_.take(on_nap_);
-}
-
-void Group::wait_for_turn() {
-  const Turn::Held turn = take_turn();
-  check_usable();
-  check_not_failed();
-}
-
-void Group::run(const Collective& collective) {
-  const Turn::Held turn = take_turn();
-  run_locked(collective, Beside::kNothing);
 }
 
 bool Group::try_run(const Collective& collective) {

@@ -1,5 +1,4 @@
-// group: the CPU ranks of one communicator: their threads, links and counters, and how a collective
-// runs on them, now or later.
+// group: the CPU ranks of one communicator, and how a collective runs on them, now or later.
 //
 // Units     bytes, nanoseconds. A Collective borrows the tensors' memory until its Work is done.
 // Contract  Collectives of one group run one at a time, in the order in which they were asked for.
@@ -29,12 +28,19 @@ class Group : public ForkGuard {
  public:
   // world_size 0: any number of ranks per call, fused only.
   Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap = &ignore_naps);
-  ~Group();
+  ~Group() { close(); }
 
   int world_size() const { return world_size_; }
-  void run(const Collective& collective);
+  void run(const Collective& collective) {
+    const Turn::Held turn = take_turn();
+    run_locked(collective, Beside::kNothing);
+  }
   // Returns when all that was asked for before has run; throws where run() would refuse.
-  void wait_for_turn();
+  void wait_for_turn() {
+    const Turn::Held turn = take_turn();
+    check_usable();
+    check_not_failed();
+  }
   // False, and nothing done, when another collective is running or waiting to.
   bool try_run(const Collective& collective);
   // Later, or at once where that is best (cpu/fused.h) and nothing else runs or waits.
@@ -44,7 +50,10 @@ class Group : public ForkGuard {
   // False in a forked child: it is the parent's to close.
   bool close();
   GroupStats stats();
-  void check_usable() const;
+  void check_usable() const {
+    check_not_forked();
+    if (closed_.load(std::memory_order_acquire)) fail_closed();
+  }
   // And after a failure, unless a collective runs just now: waits for nothing.
   void check();
   bool has_this_thread() const { return queue_.is_mine(); }
@@ -54,7 +63,9 @@ class Group : public ForkGuard {
   void end_delay() { end_delay_.release(); }
 
  private:
-  void check_not_failed() const;
+  void check_not_failed() const {
+    if (!failure_.empty()) fail_after(failure_kind_, failure_);
+  }
   Turn::Held take_turn();
   std::shared_ptr<Work> run_at_once(const Collective& collective);
   void run_locked(const Collective& collective, Beside beside);

@@ -78,20 +78,20 @@ using Way = std::conditional_t<kNum >= 1 && kNum <= 3, InRankOrder, InTree<kNum>
 
 // kNums are 0 and all the numbers of sources that have a loop of their own.
 template <typename L, typename Op, int... kNums>
-void tree_kernel(const void* const* sources, int num_sources, void* const* destinations,
-                 int num_destinations, std::size_t n, int divisor) {
-  static constexpr FusedKernel kKernels[] = {&fused_kernel<L, Op, Way<kNums>>...};
-  const bool is_fixed = num_sources < static_cast<int>(std::size(kKernels));
-  kKernels[is_fixed ? num_sources : 0](sources, num_sources, destinations, num_destinations, n,
-                                       divisor);
-}
-
-template <typename L, typename Op, int... kNums>
 constexpr FusedKernel with_loops_for(std::integer_sequence<int, kNums...>) {
-  return &tree_kernel<L, Op, kNums...>;
+  return [](const void* const* sources, int num_sources, void* const* destinations,
+            int num_destinations, std::size_t n, int divisor) {
+    static constexpr FusedKernel kKernels[] = {&fused_kernel<L, Op, Way<kNums>>...};
+    const bool is_fixed = num_sources < static_cast<int>(std::size(kKernels));
+    kKernels[is_fixed ? num_sources : 0](sources, num_sources, destinations, num_destinations, n,
+                                         divisor);
+  };
 }
 
-}  // namespace
+template <DType dtype, typename Op>
+constexpr Kernels kKernelsOf = {
+    &fused_kernel<FusedLanesOf<dtype>, Op, InRankOrder>, &widen_kernel<LanesOf<dtype>>,
+    &accumulate_kernel<LanesOf<dtype>, Op>, &finish_kernel<LanesOf<dtype>, Op>};
 
 // Products are rare: loops of their own for more than three would take a third of the compilation.
 FusedKernel tree_kernel(DType dtype, ReduceOp op) {
@@ -107,9 +107,21 @@ FusedKernel tree_kernel(DType dtype, ReduceOp op) {
   });
 }
 
+}  // namespace
+
 const Kernels& kernels(DType dtype, ReduceOp op) {
-  return with_dtype(dtype,
-                    [op]<DType kDType>() -> const Kernels& { return kernels_of<kDType>(op); });
+  return with_dtype(dtype, [op]<DType kDType>() -> const Kernels& {
+    switch (op) {
+      case ReduceOp::kMax:
+        return kKernelsOf<kDType, Max>;
+      case ReduceOp::kMin:
+        return kKernelsOf<kDType, Min>;
+      case ReduceOp::kProd:
+        return kKernelsOf<kDType, Prod>;
+      default:
+        return kKernelsOf<kDType, Sum>;
+    }
+  });
 }
 
 FusedKernel fused_kernel(DType dtype, const Fold& fold) {

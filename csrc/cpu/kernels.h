@@ -30,8 +30,7 @@ struct Kernels {
 
 const Kernels& kernels(DType dtype, ReduceOp op);
 
-// Of floats; sums and products, sums.
-FusedKernel tree_kernel(DType dtype, ReduceOp op);
+// In exact order, which has sums of floats only.
 FusedKernel exact_kernel(DType dtype);
 
 }  // namespace pyringar

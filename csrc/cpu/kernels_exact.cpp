@@ -48,8 +48,7 @@ struct ProvedSum {
 
 #else
 
-// A sum, and whether all additions were exact: the larger of the two is taken away again without an
-// error, so that one of these finds every loss.
+// A sum, and whether all additions were exact: taking the larger term away again finds every loss.
 template <typename V>
 struct ProvedSum {
   V sum;

@@ -189,25 +189,4 @@ void finish_kernel(const void* partial_in, const void* own, void* const* destina
   }
 }
 
-template <DType dtype, typename Op>
-inline constexpr Kernels kKernelsOf = {
-    &fused_kernel<FusedLanesOf<dtype>, Op, InRankOrder>, &widen_kernel<LanesOf<dtype>>,
-    &accumulate_kernel<LanesOf<dtype>, Op>, &finish_kernel<LanesOf<dtype>, Op>};
-
-template <DType dtype>
-const Kernels& kernels_of(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kMean:
-      return kKernelsOf<dtype, Sum>;
-    case ReduceOp::kMax:
-      return kKernelsOf<dtype, Max>;
-    case ReduceOp::kMin:
-      return kKernelsOf<dtype, Min>;
-    case ReduceOp::kProd:
-      return kKernelsOf<dtype, Prod>;
-  }
-  return kKernelsOf<dtype, Sum>;
-}
-
 }  // namespace pyringar

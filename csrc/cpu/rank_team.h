@@ -1,14 +1,11 @@
 // rank_team: one native thread per rank, for the algorithms in which ranks wait for each other.
 //
 // Contract  run(program) calls program(rank) for every rank at the same time, rank 0 on the
-//           caller's thread, and returns when all have returned. The threads are torch's, which
-//           would otherwise spin on the ranks' cores, where OpenMP gives enough of them.
-//           Programs wait only through Watch, whose waits end when no rank has moved for the
-//           timeout. The first to find so makes the others give up; of all their failures the one
-//           that names the culprit is kept. A program that throws ends the process, since the other
-//           ranks could not be told how far the links have come.
-// Threads   one run() at a time per team (its owner holds a lock). Threads start at first use and
-//           are joined by the destructor.
+//           caller's thread, and returns when all have returned. Where OpenMP gives enough of them
+//           the threads are torch's, which would otherwise spin on the ranks' cores. Programs wait
+//           only through Watch, whose waits end when no rank has moved for the timeout. A program
+//           that throws ends the process: other ranks do not know how far the links have come.
+// Threads   one run() at a time per team. They start at first use; the destructor joins them.
 // Tests     tests/cpp/stress.cpp, tests/conformance/test_bits.py
 #pragma once
 
@@ -27,8 +24,8 @@
 
 namespace pyringar {
 
-// The deadline of one collective, and the failure that explains the others: when no rank moves, the
-// one that waits for the earliest turn waits for the culprit.
+// The deadline of one collective, and its failure: when no rank moves, the rank that waits for the
+// earliest turn waits for the culprit. The first rank that is late makes the others give up.
 class Watch {
  public:
   Watch(int world_size, std::chrono::nanoseconds timeout)
@@ -91,7 +88,6 @@ class RankTeam {
   explicit RankTeam(int world_size) : world_size_(world_size) {}
   ~RankTeam();
 
-  int world_size() const { return world_size_; }
   void run(const std::function<void(int rank)>& program, Beside beside);
 
  private:

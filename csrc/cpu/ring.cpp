@@ -127,7 +127,8 @@ class ThreadRing {
 bool ring_rank(int rank, const Buffers& tensor, Fold fold, RingLinks& ring, std::uint32_t base,
                Watch& watch) {
   ThreadRing engine(rank, tensor, fold, ring, watch);
-  return run_ring(engine, ring_program(rank, tensor, ring, base));
+  const RingProgram program = ring_program(rank, tensor, ring, base);
+  return run_ring(engine, program, ring_cut(program));
 }
 
 }  // namespace pyringar

@@ -1,8 +1,7 @@
 // ring: the ring program on one native thread per rank, through slots in shared memory.
 //
 // Units     elements; pointers borrowed for the call. kLinkBytes of slots per link.
-// Contract  See core/schedule.h. Every rank moves 2 (k-1)/k of the buffer to its next in an
-//           all-reduce, half of that in the other two.
+// Contract  Every rank sends 2 (k-1)/k of the buffer in an all-reduce, half of that in the others.
 // Threads   ring_rank() is called once per rank, all at once, with the same arguments otherwise.
 //           It returns false when a wait failed; the Watch says whose.
 // Source    core/ring_program.h

@@ -19,9 +19,7 @@ void for_each_element(const StridedView& view, Visit&& visit, const Progressed& 
     visit(view.data);
     return;
   }
-  for (const std::int64_t size : view.shape) {
-    if (size == 0) return;
-  }
+  if (std::ranges::find(view.shape, 0) != view.shape.end()) return;
   const auto item = static_cast<std::int64_t>(view.item);
   const std::int64_t inner = view.shape[ndim - 1];
   const std::int64_t inner_stride = view.strides[ndim - 1] * item;
@@ -39,16 +37,13 @@ void for_each_element(const StridedView& view, Visit&& visit, const Progressed& 
         visited = 0;
       }
     }
-    std::size_t dim = ndim - 1;
-    while (dim > 0) {
-      --dim;
+    for (std::size_t dim = ndim - 1;;) {
+      if (dim-- == 0) return;
       row += view.strides[dim] * item;
       if (++index[dim] < view.shape[dim]) break;
       row -= view.strides[dim] * item * view.shape[dim];
       index[dim] = 0;
-      if (dim == 0) return;
     }
-    if (ndim == 1) return;
   }
 }
 
@@ -139,36 +134,31 @@ bool mark(const StridedView& view, ByteSpan window, std::vector<bool>& marked) {
   return fresh;
 }
 
-}  // namespace
-
-void pack(const StridedView& from, std::byte* to, const Progressed& progressed) {
-  with_sign(from, [&](auto word, auto change) {
+// Copies the elements to `dense`, or from there.
+template <bool kToDense>
+void copy_elements(const StridedView& view, std::byte* dense, const Progressed& progressed) {
+  with_sign(view, [&](auto word, auto change) {
     for_each_element(
-        from,
-        [&](const std::byte* element) {
-          std::memcpy(&word, element, sizeof word);
+        view,
+        [&](std::byte* element) {
+          std::memcpy(&word, kToDense ? element : dense, sizeof word);
           word = change(word);
-          std::memcpy(to, &word, sizeof word);
-          to += sizeof word;
+          std::memcpy(kToDense ? dense : element, &word, sizeof word);
+          dense += sizeof word;
           return true;
         },
         progressed);
   });
 }
 
-void unpack(const std::byte* from, const StridedView& to, const Progressed& progressed) {
-  with_sign(to, [&](auto word, auto change) {
-    for_each_element(
-        to,
-        [&](std::byte* element) {
-          std::memcpy(&word, from, sizeof word);
-          word = change(word);
-          std::memcpy(element, &word, sizeof word);
-          from += sizeof word;
-          return true;
-        },
-        progressed);
-  });
+}  // namespace
+
+void pack(const StridedView& from, std::byte* to, const Progressed& progressed) {
+  copy_elements<true>(from, to, progressed);
+}
+
+void unpack(std::byte* from, const StridedView& to, const Progressed& progressed) {
+  copy_elements<false>(to, from, progressed);
 }
 
 ByteSpan span_of(const StridedView& view) {

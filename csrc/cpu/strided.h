@@ -2,8 +2,7 @@
 //
 // Units     shape and strides in elements; data borrowed.
 // Contract  pack() and unpack() visit elements in the order of their index, so that tensors of
-//           equal shape pack to equal positions; packed elements have their own sign. Gaps between
-//           elements are never touched.
+//           equal shape pack to equal positions, with their own sign. Gaps are never touched.
 // Tests     tests/conformance/test_layouts.py
 #pragma once
 
@@ -17,7 +16,7 @@ namespace pyringar {
 // progressed: called about every 2^17 elements.
 using Progressed = std::function<void()>;
 void pack(const StridedView& from, std::byte* to, const Progressed& progressed = [] {});
-void unpack(const std::byte* from, const StridedView& to, const Progressed& progressed = [] {});
+void unpack(std::byte* from, const StridedView& to, const Progressed& progressed = [] {});
 
 // Bytes [first, last) that hold the view's elements and the gaps between them.
 struct ByteSpan {

@@ -58,8 +58,8 @@ std::byte* map(int fd, std::size_t bytes, const char* purpose) {
   return static_cast<std::byte*>(data);
 }
 
-// An errno, or 0. The kernel would look for pages until it has to kill a process, so what cannot
-// fit is not asked for. A signal undoes a search: hence little by little.
+// Returns an errno, or 0. To find too many pages the kernel would kill processes: hence the check.
+// A signal undoes a search: hence the small steps.
 int find_pages(int fd, std::size_t bytes) {
   constexpr std::size_t kStep = std::size_t{2} << 20;
   if (bytes > available_bytes()) return ENOMEM;

@@ -1,11 +1,10 @@
 // stillness: for how long other ranks have stood still, as seen by one that waits for them.
 //
 // Units     nanoseconds.
-// Contract  A rank stands still while its mark, a number that changes with everything it gets done,
-//           stays the same. Time counts only while the waiting rank looks, so that its own stops
-//           are not held against the others. It counts anew whenever the waiting rank has moved,
-//           since others may have waited for that, and for a rank that is ahead of another: see
-//           excuse(). The last rank of all is found within the timeout and two naps.
+// Contract  A rank stands still while its mark, a number that changes with all that it gets done,
+//           stays the same. Time counts only while the waiting rank looks. It starts anew when that
+//           rank has moved, since others may have waited for it, and for a rank that is ahead: see
+//           excuse(). The last rank is found within the timeout and two naps.
 // Threads   one thread at a time; any may set the timeout.
 // Tests     tests/cpp/stillness_test.cpp, tests/test_deadlines.py
 #pragma once

@@ -1,10 +1,9 @@
 // thread: which cores there are, and on which of them a group's threads run.
 //
-// Contract  A thread that is woken is often put on the waker's own core, behind the thread that
-//           waits for it. Affinity keeps helpers off the core of the calling thread, and spreads
-//           ranks over cores, when the caller has moved or may use other cores than before. It
-//           costs a system call per thread then, and never leaves the cores that the caller may
-//           use.
+// Contract  The kernel often wakes a thread on the waker's own core, behind the thread that waits
+//           for it. Affinity keeps helpers off the caller's core, and spreads ranks over the cores
+//           that the caller may use. When the caller has moved or may use other cores than before,
+//           this costs a system call per thread.
 // Threads   one at a time per Affinity (its owner holds a lock).
 // Tests     tests/cpp/stress.cpp
 #pragma once
@@ -19,8 +18,8 @@ namespace pyringar {
 
 using CoreSet = std::bitset<1024>;  // by number
 
-// Cores that this thread, and those it starts, may use now; 1 at least. Where OpenMP has been told
-// to bind its threads, which binds the one that uses it, too: those of all threads of the process.
+// Cores that this thread, and threads that it starts, may use now; 1 at least. If OpenMP binds its
+// threads, and so this one: the cores of all threads of the process.
 CoreSet allowed_cores();
 
 class Affinity {

@@ -82,21 +82,16 @@ bool ThreadPool::join_open_job() {
   return false;
 }
 
-void ThreadPool::leave_job() {
-  // The last one out of a closed job tells the caller; it must not touch the job afterwards.
-  if (state_.fetch_sub(1, std::memory_order_acq_rel) == (kClosed | 1u)) {
-    left_.set(left_.value.load(std::memory_order_relaxed) + 1);
-  }
-}
-
 void ThreadPool::help(int thread, std::uint32_t seen) {
   while (true) {
     wait_for_flag(generation_, seen + 1);
     seen = generation_.value.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_acquire) != 0) return;
-    if (join_open_job()) {
-      attempt_work(thread);
-      leave_job();
+    if (!join_open_job()) continue;
+    attempt_work(thread);
+    // The last helper to leave a closed job tells the caller; it must not touch the job afterwards.
+    if (state_.fetch_sub(1, std::memory_order_acq_rel) == (kClosed | 1u)) {
+      left_.set(left_.value.load(std::memory_order_relaxed) + 1);
     }
   }
 }

@@ -1,9 +1,8 @@
-// thread_pool: helpers that join the caller's loop when they can; the caller never waits for one
-// that has not joined.
+// thread_pool: helpers that may join the caller's loop; it never waits for one that has not joined.
 //
 // Contract  run(work) calls work(0) on the caller's thread and work(i), i > 0, on every helper that
-//           joins before the caller has finished its own call; it returns when all of these have
-//           returned, and throws what the first to fail threw. work() shares out its own items.
+//           joins before work(0) has returned. It returns when all calls have, and throws the first
+//           exception. work() shares out its own items.
 // Threads   one run() at a time per pool (its owner holds a lock). Helpers start at first use,
 //           sleep between jobs, and are joined by the destructor.
 // Tests     tests/cpp/stress.cpp, under ThreadSanitizer
@@ -25,7 +24,7 @@ namespace pyringar {
 
 class ThreadPool {
  public:
-  // A helper for every core that the caller may use, but one, each time anew; or so many.
+  // So many helpers, or one for each core that the caller may use now, except its own.
   static constexpr int kByCores = -1;
   explicit ThreadPool(int num_helpers = kByCores)
       : follows_cores_(num_helpers == kByCores), num_helpers_(follows_cores_ ? 0 : num_helpers) {}
@@ -42,7 +41,6 @@ class ThreadPool {
   void help(int thread, std::uint32_t seen);
   void attempt_work(int thread) noexcept;
   bool join_open_job();
-  void leave_job();
 
   // state_: kClosed, or the number of helpers inside the open job.
   static constexpr std::uint32_t kClosed = 1u << 31;

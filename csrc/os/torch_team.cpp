@@ -55,9 +55,8 @@ std::string library_of(void* symbol) {
   return is_known && info.dli_fname != nullptr ? info.dli_fname : "";
 }
 
-// The library to which torch's own calls go: what is visible to all comes first, as the dynamic
-// linker has it (LD_PRELOAD), then what torch depends on. LLVM's and Intel's runtimes have GNU's
-// names, too. Null if there is none, or two.
+// The library of torch's own calls: global symbols come first (LD_PRELOAD), then its dependencies.
+// LLVM's and Intel's runtimes have GNU's names, too. Null if there is none, or two.
 void* find_openmp(void* torch) {
   void* parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
   if (parallel == nullptr) parallel = dlsym(torch, "GOMP_parallel");
@@ -105,20 +104,15 @@ std::atomic<bool> is_taken{false};
 // The processor time of a thread of this thread's team; known once it has been in a region.
 thread_local std::optional<clockid_t> worker_clock;
 
-std::optional<clockid_t> own_clock() {
-  clockid_t clock{};
-  if (pthread_getcpuclockid(pthread_self(), &clock) != 0) return std::nullopt;
-  return clock;
-}
-
-// A thread that spins uses up time between two looks; one that sleeps, or waits for a core, none.
-// Where its clock is gone the team has another thread by now: that will be seen.
+// A thread that spins uses time between two looks; a thread that sleeps, or waits for a core, none.
+// If its clock is gone the team has another thread by now, which try_run() will see.
 bool is_awake() {
-  if (!worker_clock) return true;
   timespec before{};
   timespec after{};
-  if (clock_gettime(*worker_clock, &before) != 0) return true;
-  if (clock_gettime(*worker_clock, &after) != 0) return true;
+  if (!worker_clock || clock_gettime(*worker_clock, &before) != 0 ||
+      clock_gettime(*worker_clock, &after) != 0) {
+    return true;
+  }
   return before.tv_nsec != after.tv_nsec || before.tv_sec != after.tv_sec;
 }
 
@@ -133,7 +127,10 @@ struct Region {
   static void body(void* data) noexcept {
     auto& region = *static_cast<Region*>(data);
     const int thread = region.runtime.thread_num();
-    if (thread == 1) region.worker_clock = own_clock();
+    clockid_t clock{};
+    if (thread == 1 && pthread_getcpuclockid(pthread_self(), &clock) == 0) {
+      region.worker_clock = clock;
+    }
     try {
       const DefaultFloatMode mode;
       region.work(thread, region.runtime.team_size());

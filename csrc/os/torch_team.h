@@ -1,13 +1,11 @@
 // torch_team: the OpenMP threads with which torch computes, joined for one loop.
 //
-// Contract  After an operation torch's threads spin for milliseconds, each on a core: a helper of
-//           ours would have to share one, while these are there at once. try_run(work) calls
-//           work(thread, how many) on all of them, the caller being thread 0, and returns when all
-//           calls have. What the first to fail threw is thrown by try_run(). Each thread computes
-//           in IEEE's default mode. It asks for torch's number of threads, never another, since
-//           libgomp ends and starts threads wherever that changes; it may be given fewer.
-// Threads   any. One region at a time in the whole process: several teams are more threads than
-//           cores.
+// Contract  After an operation torch's threads spin for milliseconds, each on a core, where a
+//           helper of ours would have to wait. try_run(work) calls work(thread, num_threads) on all
+//           of them, the caller being thread 0, in IEEE's default mode. It returns when all calls
+//           have, and throws the first exception. It asks for torch's number of threads, since
+//           libgomp ends and starts threads where that changes; it may get fewer.
+// Threads   any. One region at a time in the process: two teams are more threads than cores.
 // Forks     a forked process has no team: its threads stayed behind.
 // Tests     tests/test_torch_team.py
 #pragma once

@@ -53,8 +53,7 @@ struct alignas(64) Flag {
 
 inline constexpr Deadline kNoDeadline = Deadline::max();
 
-// A few pauses (the other rank runs on another core), then yields (it may want this one). Never
-// spins blindly: ranks may outnumber cores. Whether flag >= wanted by then.
+// A few pauses, then yields: the other rank may need this core. Whether flag >= wanted by then.
 bool try_for_flag(const Flag& flag, std::uint32_t wanted);
 
 // Yields the core so often at most. Beside a thread that computes, a yield gives away a whole time
@@ -65,8 +64,7 @@ bool yield_for_flag(const Flag& flag, std::uint32_t wanted, int num_yields,
 // The same, then sleeps until it is.
 void wait_for_flag(Flag& flag, std::uint32_t wanted);
 
-// Sleeps until flag >= wanted, `nap` at a time at the longest; false when give_up() wants so, which
-// is asked between naps, and may throw.
+// Sleeps, `nap` at a time, until flag >= wanted; false if give_up() after a nap, which may throw.
 bool nap_for_flag(Flag& flag, std::uint32_t wanted, std::chrono::nanoseconds nap,
                   const std::function<bool()>& give_up, Scope scope = Scope::kThreads);
 

@@ -34,18 +34,6 @@ std::string Work::describe() {
   return describe_ ? describe_(has_begun_) : "";
 }
 
-void Work::interrupt() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (interrupt_) interrupt_();
-}
-
-void Work::begin() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  has_begun_ = true;
-}
-
-std::exception_ptr Work::exception() const { return is_completed() ? error_ : nullptr; }
-
 void Work::complete(std::exception_ptr error) {
   const std::lock_guard<std::mutex> lock(mutex_);
   finished_ns_ = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
@@ -56,28 +44,21 @@ void Work::complete(std::exception_ptr error) {
   changed_.notify_all();
 }
 
-std::int64_t Work::finished_ns() const { return is_completed() ? finished_ns_ : 0; }
-
 std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe describe,
                                         std::function<void()> interrupt) {
   turn_.check_not_mine();  // who waited for the work would wait for itself
   auto work = std::make_shared<Work>(std::move(describe), std::move(interrupt));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_closing_) fail_closed();
-  start_thread();
+  try {
+    if (!thread_) thread_ = std::make_unique<std::thread>([this] { work_off(); });
+  } catch (const std::system_error& error) {
+    fail(ErrorKind::kState, "cannot start a thread for work in the background: ", error.what());
+  }
   jobs_.push_back({std::move(job), work});
   num_waiting_.fetch_add(1, std::memory_order_release);
   changed_.notify_all();
   return work;
-}
-
-void WorkQueue::start_thread() {
-  if (thread_) return;
-  try {
-    thread_ = std::make_unique<std::thread>([this] { work_off(); });
-  } catch (const std::system_error& error) {
-    fail(ErrorKind::kState, "cannot start a thread for work in the background: ", error.what());
-  }
 }
 
 void WorkQueue::work_off() {

@@ -1,8 +1,7 @@
 // work_queue: one thread that runs what it is given, in the order in which it was given.
 //
-// Contract  A job's Work is complete once it has returned or thrown. close() runs what was
-//           submitted before, then joins the thread. The thread starts with the first job.
-//           Waits call on_nap as os/turn does.
+// Contract  A job's Work is complete once the job has returned or thrown. The first job starts the
+//           thread. close() runs all jobs, then joins it. Waits call on_nap as os/turn does.
 // Threads   any thread may call. A job must not submit, nor close.
 // Tests     tests/test_communicator.py, tests/cpp/group_test.cpp
 #pragma once
@@ -37,10 +36,17 @@ class Work {
   bool wait(std::chrono::nanoseconds timeout);
   std::string describe();
   // A signal has ended a wait for it: ends the job's group too, if the job is not done.
-  void interrupt();
-  void begin();
-  std::exception_ptr exception() const;
-  std::int64_t finished_ns() const;  // on the steady clock; 0 while it runs
+  void interrupt() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (interrupt_) interrupt_();
+  }
+  void begin() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    has_begun_ = true;
+  }
+  std::exception_ptr exception() const { return is_completed() ? error_ : nullptr; }
+  // On the steady clock; 0 while it runs.
+  std::int64_t finished_ns() const { return is_completed() ? finished_ns_ : 0; }
   void complete(std::exception_ptr error);
 
  private:
@@ -77,7 +83,6 @@ class WorkQueue {
     std::shared_ptr<Work> work;
   };
 
-  void start_thread();
   void work_off();
 
   const Turn& turn_;

@@ -27,9 +27,8 @@ void copy_from_slot(void* to, const void* from, std::size_t bytes) {
   kernels(DType::kUInt8, ReduceOp::kSum).fused(&from, 1, &to, 1, bytes, 1);
 }
 
-// `rep movsb`, which announces whole lines, stores to lines that another core has read at 90 GB/s
-// in place of 35 (two cores of an AMD EPYC, Zen 5); reading lines that another core has written is
-// the other way round.
+// `rep movsb` announces whole lines: it stores to lines that another core has read at 90 GB/s, not
+// 35 (AMD EPYC, Zen 5). For reading lines that another core has written it is the other way round.
 void copy_to_slot(void* to, const void* from, std::size_t bytes) {
 #if defined(__x86_64__) && !defined(PYRINGAR_SANITIZED)
   constexpr std::size_t kWorthStarting = 16 * 1024;
@@ -52,15 +51,11 @@ void read_ahead(const std::byte* from, std::size_t bytes) {
   }
 }
 
-struct CopiesToSlot {
+// Runs each copy at once.
+template <auto kCopy>
+struct HostCopies {
   void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType) const {
-    copy_to_slot(to, from, bytes);
-  }
-};
-
-struct CopiesFromSlot {
-  void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType) const {
-    copy_from_slot(to, from, bytes);
+    kCopy(to, from, bytes);
   }
 };
 
@@ -109,8 +104,8 @@ class HostMemory : public StagedCounters {
   Range slice_of(Range piece, int owner) const {
     return slice_in_units(piece, world_size_, owner, 64);
   }
-  CopiesToSlot to_slot() const { return {}; }
-  CopiesFromSlot from_slot() const { return {}; }
+  HostCopies<&copy_to_slot> to_slot() const { return {}; }
+  HostCopies<&copy_from_slot> from_slot() const { return {}; }
   HostFolds folds(int, std::size_t ahead) const { return {fold_, ahead}; }
   template <typename Batch>
   void launch(const Batch&) const {}
@@ -126,47 +121,40 @@ bool exchange(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
   return self.count_messages(program, run_staged_exchange(engine, program));
 }
 
-template <class Engine>
-bool direct(Engine& engine, ProcessRank& self, std::size_t num_pieces) {
-  const StagedProgram program{self.messages, num_pieces};
-  return self.count_messages(program, run_staged_direct(engine, program));
-}
-
 std::size_t piece_bytes_for(std::size_t bytes, const Segment& segment) {
-  const std::size_t most = segment.world_size() == 2       ? kPieceBytesOfTwo
-                           : bytes <= segment.slot_bytes() ? segment.slot_bytes()
-                                                           : kPieceBytes;
-  const std::size_t num_pieces = pieces_of(bytes, std::min(most, segment.slot_bytes()));
+  const std::size_t most = segment.world_size() == 2 ? kPieceBytesOfTwo
+                           : bytes <= kSlotBytes     ? kSlotBytes
+                                                     : kPieceBytes;
+  const std::size_t num_pieces = pieces_of(bytes, most);
   return std::max<std::size_t>(64, (bytes + 64 * num_pieces - 1) / (64 * num_pieces) * 64);
 }
 
 ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
-  const bool is_exchange = segment.world_size() == 2 || bytes <= kExchangeBytes;
+  const bool is_exchange = segment.world_size() <= 2 || bytes <= kExchangeBytes;
   return is_exchange ? ProcessAlgorithm::kExchange : ProcessAlgorithm::kDirect;
 }
 
-bool run_all_reduce(const Collective& call, ProcessRank& self, ProcessAlgorithm algorithm) {
+bool run_all_reduce(const Collective& call, ProcessRank& self) {
   self.line.view(call);
   const std::size_t bytes = self.line.bytes();
   const std::size_t piece_bytes = piece_bytes_for(bytes, self.segment);
   const std::size_t num_pieces = pieces_of(bytes, piece_bytes);
-  const bool is_direct = algorithm == ProcessAlgorithm::kDirect;
+  const bool is_direct = algorithm_of(call, self.segment) == ProcessAlgorithm::kDirect;
   ReduceEngine engine(HostMemory(self, call.fold, bytes), is_direct, piece_bytes);
-  return is_direct ? direct(engine, self, num_pieces) : exchange(engine, self, num_pieces);
+  if (!is_direct) return exchange(engine, self, num_pieces);
+  const StagedProgram program{self.messages, num_pieces};
+  return self.count_messages(program, run_staged_direct(engine, program));
 }
 
 bool run_shares(const Collective& call, ProcessRank& self) {
-  const std::size_t slot_bytes = self.segment.slot_bytes();
   const bool is_scatter = call.kind == CallKind::kReduceScatter;
-  const std::size_t most_bytes = is_scatter ? slot_bytes : call.local_source(0).bytes();
-  ShareEngine engine(HostMemory(self, call.fold, most_bytes), call, slot_bytes);
+  const std::size_t most_bytes = is_scatter ? kSlotBytes : call.local_source(0).bytes();
+  ShareEngine engine(HostMemory(self, call.fold, most_bytes), call, kSlotBytes);
   return exchange(engine, self, engine.num_pieces());
 }
 
 bool move_data(const Collective& call, ProcessRank& self) {
-  if (call.kind == CallKind::kAllReduce) {
-    return run_all_reduce(call, self, algorithm_of(call, self.segment));
-  }
+  if (call.kind == CallKind::kAllReduce) return run_all_reduce(call, self);
   if (call.kind != CallKind::kBarrier) return run_shares(call, self);
   EmptyEngine engine(HostMemory(self, call.fold, 0));
   return exchange(engine, self, 1);
@@ -199,16 +187,12 @@ bool ProcessRank::count_messages(const StagedProgram& program, bool is_done) {
 }
 
 ProcessAlgorithm algorithm_of(const Collective& call, const Segment& segment) {
-  if (call.kind != CallKind::kAllReduce || segment.world_size() == 1) {
-    return ProcessAlgorithm::kExchange;
-  }
-  return staged_algorithm(call.bytes, segment);
+  return call.kind == CallKind::kAllReduce ? staged_algorithm(call.bytes, segment)
+                                           : ProcessAlgorithm::kExchange;
 }
 
 ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment) {
-  const bool is_alone = segment.world_size() == 1;
-  return {is_alone ? ProcessAlgorithm::kExchange : staged_algorithm(bytes, segment),
-          pieces_of(bytes, piece_bytes_for(bytes, segment))};
+  return {staged_algorithm(bytes, segment), pieces_of(bytes, piece_bytes_for(bytes, segment))};
 }
 
 CallRecord record_of(const Collective& call) {

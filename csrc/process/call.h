@@ -1,8 +1,7 @@
 // call: one collective of one rank among processes, and the engines that run it.
 //
 // Units     elements for spans, bytes for pieces.
-// Contract  rank order, whatever the size and however it is cut. Nothing of the caller's is written
-//           before all ranks agree on what they call.
+// Contract  rank order for every size and cut. No tensor is written before all ranks' calls agree.
 // Threads   a group runs one call at a time.
 // Source    core/staged_program.h
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
@@ -11,7 +10,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
-#include <string>
 #include <vector>
 
 #include "core/collective.h"
@@ -37,10 +35,9 @@ struct PhaseDelay {
   std::chrono::nanoseconds delay{};
 };
 
-// One rank's tensors as a single line of bytes (no copy), which is cut into pieces that fit a slot.
-// Each begins at a multiple of kAlignment, so that cuts at multiples of it fall between elements
-// and loads of 16 bytes stay aligned. Equal lists have equal lines: what lies at a position is the
-// same element on all ranks.
+// One rank's tensors as a line of bytes (no copy), cut into pieces that fit a slot. Each begins at
+// a multiple of kAlignment: cuts there fall between elements, and loads of 16 bytes stay aligned.
+// Equal lists have equal lines: a position is the same element on all ranks.
 class FlatView {
  public:
   static constexpr std::size_t kAlignment = 16;
@@ -60,17 +57,23 @@ class FlatView {
 
   std::size_t bytes() const { return bytes_; }
 
-  // visit(dtype, memory, offset in [begin, end), bytes) for what of each tensor lies there.
+  // The part of a tensor that lies in a range.
+  struct Part {
+    DType dtype;
+    std::byte* data;
+    std::size_t offset;  // from the range's begin
+    std::size_t bytes;
+  };
   template <typename Visit>
-  void for_each(std::size_t begin, std::size_t end, Visit&& visit) const {
+  void for_each_part(Range range, Visit&& visit) const {
     const auto first = std::upper_bound(
-        tensors_.begin(), tensors_.end(), begin,
+        tensors_.begin(), tensors_.end(), range.begin,
         [](std::size_t position, const Placed& placed) { return position < placed.end; });
-    for (auto placed = first; placed != tensors_.end() && placed->begin < end; ++placed) {
-      const std::size_t from = std::max(begin, placed->begin);
-      const std::size_t to = std::min(end, placed->end);
-      visit(placed->tensor.dtype, placed->tensor.data + (from - placed->begin), from - begin,
-            to - from);
+    for (auto placed = first; placed != tensors_.end() && placed->begin < range.end; ++placed) {
+      const std::size_t from = std::max(range.begin, placed->begin);
+      const std::size_t to = std::min(range.end, placed->end);
+      visit(Part{placed->tensor.dtype, placed->tensor.data + (from - placed->begin),
+                 from - range.begin, to - from});
     }
   }
 
@@ -130,9 +133,8 @@ ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 // What every call begins with: its record, for the others to compare.
 void begin_call(const Collective& call, ProcessRank& self, bool is_background);
 
-// Packs tensors with gaps, announces, compares, moves the data, unpacks. False: a wait failed, or
-// the ranks do not agree, and the watch says why; or self.lies_otherwise, on all ranks, and nothing
-// was written.
+// Packs tensors with gaps, announces, compares, moves the data, unpacks. False: the watch says why,
+// or self.lies_otherwise on all ranks, and nothing was written.
 bool run_process_call(const Collective& call, ProcessRank& self, bool is_background);
 
 // The same call for ranks whose tensors lie otherwise: in the order of their index, through slots.

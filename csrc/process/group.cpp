@@ -31,14 +31,12 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   std::memcpy(line.host.data(), host.data(), std::min(host.size(), line.host.size() - 1));
   // All ranks' counters begin alike, wherever that is.
   self_.messages = line.announced.value.load(std::memory_order_relaxed);
-  watch_.publish_cores();
+  line.cores = allowed_cores();
   line.state.store(RankState::kJoined, std::memory_order_release);
   watch_.set_on_nap(on_nap_);
   watch_.set_on_wait(options.on_wait);
   self_.on_announce = options.on_announce;
 }
-
-ProcessGroup::~ProcessGroup() { close(); }
 
 std::vector<int> ProcessGroup::absent_ranks() const {
   std::vector<int> absent;
@@ -46,11 +44,6 @@ std::vector<int> ProcessGroup::absent_ranks() const {
     if (segment_.line(rank).state.load() == RankState::kAbsent) absent.push_back(rank);
   }
   return absent;
-}
-
-void ProcessGroup::check_usable() const {
-  check_not_forked();
-  if (closed_.load(std::memory_order_acquire)) fail_closed(watch_.shared_failure());
 }
 
 Turn::Held ProcessGroup::take_turn() {
@@ -67,11 +60,7 @@ Turn::Held ProcessGroup::take_turn() {
   }
 }
 
-void ProcessGroup::run(const Collective& call) {
-  run_program([&](ProcessRank&) { return run_call(call, false); });
-}
-
-// A job under the turn; an interrupt in a wait for it ends the group.
+// Runs a job under the lock; an interrupt of a wait for it ends the group.
 std::shared_ptr<Work> ProcessGroup::enqueue(std::function<void()> job, Describe describe) {
   check_usable();
   return queue_.submit(
@@ -94,11 +83,6 @@ std::string ProcessGroup::describe(const Collective& call, bool has_begun) const
     return join(what, awaited.empty() ? ", which runs" : ", which waits for ", awaited);
   return join(what, ", which waits for the calls before it",
               awaited.empty() ? "" : " and they for ", awaited);
-}
-
-void ProcessGroup::run_program(const Program& program) {
-  const Turn::Held turn = take_turn();
-  run_program_locked(program);
 }
 
 std::shared_ptr<Work> ProcessGroup::submit_program(Program program,
@@ -131,10 +115,7 @@ void ProcessGroup::run_program_locked(const Program& program) {
                   join(watch_.name_of(rank_), ": ", error.what()));
     throw;
   }
-  if (!is_done) raise_failure();
-}
-
-void ProcessGroup::raise_failure() const {
+  if (is_done) return;
   if (closed_.load(std::memory_order_acquire)) {
     fail(ErrorKind::kState, "this communicator was closed while a call waited: ", watch_.failure());
   }
@@ -189,21 +170,6 @@ void ProcessGroup::leave_at_once(const std::string& how) {
   if (forked() || closed_.exchange(true)) return;
   tell_failure(segment_, ErrorKind::kPeerLost,
                join(watch_.name_of(rank_), " ", how, "; ", watch_.last_call_of(rank_)));
-}
-
-void ProcessGroup::check_peers(const std::vector<int>& peers) const {
-  check_usable();
-  watch_.check_peers(peers);
-}
-
-void ProcessGroup::tell(ErrorKind kind, const std::string& text) const {
-  check_not_forked();
-  if (!closed_.load(std::memory_order_acquire)) tell_failure(segment_, kind, text);
-}
-
-std::uint64_t ProcessGroup::progress() const {
-  check_not_forked();
-  return watch_.progress();
 }
 
 ProcessStats ProcessGroup::stats() {

@@ -23,16 +23,14 @@ constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
 }
 
 struct Layout {
-  std::size_t lines, devices, heads, staging, total;
+  explicit constexpr Layout(int world_size) : k(static_cast<std::size_t>(world_size)) {}
 
-  explicit constexpr Layout(int world_size)
-      : lines(round_up(sizeof(SegmentHeader), kPage)), devices(0), heads(0), staging(0), total(0) {
-    const auto k = static_cast<std::size_t>(world_size);
-    devices = lines + round_up(k * sizeof(RankLine), kPage);
-    heads = devices + round_up(k * sizeof(DeviceLine), kPage);
-    staging = heads + round_up(k * kStagingSlots * sizeof(MessageHead), kPage);
-    total = staging + k * kStagingSlots * kSlotBytes;
-  }
+  std::size_t k;
+  std::size_t lines = round_up(sizeof(SegmentHeader), kPage);
+  std::size_t devices = lines + round_up(k * sizeof(RankLine), kPage);
+  std::size_t heads = devices + round_up(k * sizeof(DeviceLine), kPage);
+  std::size_t staging = heads + round_up(k * kStagingSlots * sizeof(MessageHead), kPage);
+  std::size_t total = staging + k * kStagingSlots * kSlotBytes;
 };
 
 }  // namespace

@@ -10,8 +10,7 @@
 //             heads     one per slot of staging: what its message is, or holds if it is small
 //             staging   kStagingSlots per rank
 //
-//           The rank that makes the segment finds all its pages: what does not fit is one error, of
-//           one rank, before any other joins.
+//           The rank that makes the segment allocates all pages: too little memory is its error.
 // Threads   counters and states are atomic; the rest of a line is published by them.
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
@@ -83,8 +82,7 @@ struct alignas(64) MessageHead {
 };
 static_assert(sizeof(MessageHead) == 64, "one cache line");
 
-// How far a rank's GPU is: see cuda_process/device_watch.h. A cache line for each word: a GPU
-// writes it while others look at its neighbours.
+// How far a rank's GPU is (cuda_process/device_watch.h). The GPU writes one word per cache line.
 struct DeviceLine {
   struct alignas(64) Word {
     std::atomic<std::uint32_t> value{0};
@@ -135,7 +133,6 @@ class Segment {
   static Segment attach(std::byte* memory, int world_size, const SegmentToken& token);
 
   int world_size() const { return world_size_; }
-  std::size_t slot_bytes() const { return kSlotBytes; }
 
   RankLine& line(int rank) const { return lines_[rank]; }
   DeviceLine& device(int rank) const { return devices_[rank]; }

@@ -1,5 +1,5 @@
-// staged_engines: what a rank copies in, reduces and copies out in a staged program, written once
-// for the memory of the host (process/call) and of a GPU (cuda_process/group).
+// staged_engines: the copies and folds of a rank in a staged program, written once for the memory
+// of the host (process/call) and of a GPU (cuda_process/group).
 //
 // Contract  Rank order, for every size and cut into pieces. A rank reads its part in its tensors,
 //           and the parts of other ranks in their slots. Memory is StagedCounters and brings
@@ -123,11 +123,9 @@ class ReduceEngine : public Memory {
     auto copies = this->to_slot();
     const auto add = [&](Range range) {
       std::byte* to = own_slot(n) + (range.begin - piece * piece_bytes_);
-      self_.line.for_each(
-          range.begin, range.end,
-          [&](DType dtype, std::byte* tensor, std::size_t offset, std::size_t bytes) {
-            copies.add_copy(to + offset, tensor, bytes, dtype);
-          });
+      self_.line.for_each_part(range, [&](const FlatView::Part& part) {
+        copies.add_copy(to + part.offset, part.data, part.bytes, part.dtype);
+      });
     };
     if (!is_direct_) add(range_of(piece));
     for (int owner = 0; is_direct_ && owner < world_size_; ++owner) {
@@ -148,11 +146,9 @@ class ReduceEngine : public Memory {
       if (owner == self_.rank) continue;
       const Range range = slice_of(range_of(piece), owner);
       const std::byte* from = slot(owner, n) + (range.begin - piece * piece_bytes_);
-      self_.line.for_each(
-          range.begin, range.end,
-          [&](DType dtype, std::byte* tensor, std::size_t offset, std::size_t bytes) {
-            copies.add_copy(tensor, from + offset, bytes, dtype);
-          });
+      self_.line.for_each_part(range, [&](const FlatView::Part& part) {
+        copies.add_copy(part.data, from + part.offset, part.bytes, part.dtype);
+      });
     }
     this->launch(copies);
   }
@@ -174,21 +170,20 @@ class ReduceEngine : public Memory {
   void fold(std::size_t piece, std::uint32_t n, Range range, bool into_slot) {
     auto folds = into_slot ? this->folds(2, 0) : this->folds(1, ahead_of(piece));
     const std::size_t in_slot = range.begin - piece * piece_bytes_;
-    self_.line.for_each(range.begin, range.end,
-                        [&](DType dtype, std::byte* tensor, std::size_t offset, std::size_t bytes) {
-                          std::vector<const void*>& sources = self_.sources;
-                          for (int rank = 0; rank < world_size_; ++rank) {
-                            sources[static_cast<std::size_t>(rank)] =
-                                rank == self_.rank ? tensor : slot(rank, n) + in_slot + offset;
-                          }
-                          const std::size_t numel = bytes / item_bytes(dtype);
-                          if (into_slot) {
-                            folds.add(dtype, sources, {tensor, own_slot(n) + in_slot + offset},
-                                      numel);
-                          } else {
-                            folds.add(dtype, sources, {tensor}, numel);
-                          }
-                        });
+    std::vector<const void*>& sources = self_.sources;
+    self_.line.for_each_part(range, [&](const FlatView::Part& part) {
+      const std::size_t at = in_slot + part.offset;
+      for (int rank = 0; rank < world_size_; ++rank) {
+        sources[static_cast<std::size_t>(rank)] =
+            rank == self_.rank ? part.data : slot(rank, n) + at;
+      }
+      const std::size_t numel = part.bytes / item_bytes(part.dtype);
+      if (into_slot) {
+        folds.add(part.dtype, sources, {part.data, own_slot(n) + at}, numel);
+      } else {
+        folds.add(part.dtype, sources, {part.data}, numel);
+      }
+    });
     this->launch(folds);
   }
 

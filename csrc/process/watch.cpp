@@ -17,8 +17,7 @@ using namespace std::chrono_literals;
 constexpr int kPausesWithCore = 1000;
 constexpr int kYieldsWithCore = 200;
 constexpr int kYieldsCrowded = 500;
-// Where that was in vain, beside a busy process, say, so many waits sleep at once: ranks that yield
-// to each other keep a core that a rank behind the busy one could have.
+// After vain yields so many waits sleep at once: ranks that yield to each other block other ranks.
 constexpr int kWaitsAfterVainYields = 16;
 
 template <std::size_t kSize>
@@ -30,8 +29,6 @@ std::string text_of(const std::array<char, kSize>& chars) {
 
 PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
     : segment_(segment), rank_(rank), stillness_(segment.world_size(), timeout) {}
-
-void PeerWatch::publish_cores() { segment_.line(rank_).cores = allowed_cores(); }
 
 // Ranks that are bound to a core each have as many cores as ranks that may roam over them.
 void PeerWatch::count_cores() {
@@ -210,10 +207,8 @@ std::string PeerWatch::last_heard_of(int rank) const {
 }
 
 std::string PeerWatch::waited_for(int peer, const char* what) const {
-  const std::uint64_t now =
-      std::max(segment_.line(rank_).calls[0].sequence, segment_.line(rank_).calls[1].sequence);
-  return join(segment_.line(rank_).calls[now % 2].text(), " over ", segment_.world_size(),
-              " ranks: rank ", rank_, " waited for ", name_of(peer), " ", what);
+  return join(last_call(rank_).text(), " over ", segment_.world_size(), " ranks: rank ", rank_,
+              " waited for ", name_of(peer), " ", what);
 }
 
 std::string PeerWatch::name_of(int rank) const {
@@ -222,10 +217,7 @@ std::string PeerWatch::name_of(int rank) const {
 }
 
 std::string PeerWatch::last_call_of(int rank) const {
-  const RankLine& line = segment_.line(rank);
-  const CallRecord& a = line.calls[0];
-  const CallRecord& b = line.calls[1];
-  const CallRecord& last = a.sequence > b.sequence ? a : b;
+  const CallRecord& last = last_call(rank);
   if (last.sequence == 0) return "it has called nothing yet";
   return join("its last was ", last.text());
 }
@@ -261,7 +253,5 @@ bool PeerWatch::adopt_shared_failure() {
   failure_ = text_of(shared.text);
   return true;
 }
-
-void PeerWatch::raise() const { throw Error(kind_, failure_); }
 
 }  // namespace pyringar

@@ -2,10 +2,9 @@
 //
 // Units     nanoseconds.
 // Contract  A wait tries a while (pauses where every rank has a core, then yields), then sleeps. It
-//           ends when the rank that is furthest behind has stood still for the timeout (see
-//           os/stillness.h), when the peer is gone, when some rank has failed and said so, or when
-//           on_nap() throws. failed() is set then, and all ranks read one failure, which names the
-//           rank, its process, its host and its last call.
+//           fails when the rank that is furthest behind has stood still for the timeout (see
+//           os/stillness.h), the peer is gone, some rank has reported a failure, or on_nap()
+//           throws. All ranks read one failure: it names a rank, its process, host and last call.
 // Threads   one thread at a time.
 // Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
@@ -37,9 +36,6 @@ class PeerWatch {
   static constexpr int kPausesAtOnce = 100;
 
   PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout);
-
-  // Tells the others which cores this thread may use, before they see that it has joined.
-  void publish_cores();
 
   // Called while a wait sleeps, some ten times a second; an exception from it ends the wait.
   void set_on_nap(std::function<void()> on_nap) { on_nap_ = std::move(on_nap); }
@@ -74,7 +70,7 @@ class PeerWatch {
   void report(ErrorKind kind, const std::string& text);
   // Whether some rank has failed before.
   bool adopt_shared_failure();
-  [[noreturn]] void raise() const;
+  [[noreturn]] void raise() const { throw Error(kind_, failure_); }
   // What ended the group, from any thread; "" while it goes on.
   std::string shared_failure() const;
   // Throws if the group has failed or one of these ranks is gone; any thread may call.
@@ -114,6 +110,10 @@ class PeerWatch {
   int most_behind(int suspect) const;
   std::string last_heard_of(int rank) const;
   std::string waited_for(int peer, const char* what) const;
+  const CallRecord& last_call(int rank) const {
+    const auto& [even, odd] = segment_.line(rank).calls;
+    return even.sequence > odd.sequence ? even : odd;
+  }
 
   const Segment& segment_;
   const int rank_;

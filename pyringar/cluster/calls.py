@@ -79,8 +79,8 @@ class Wait:
 class Call(Wait):
     """A rank's part of a collective, or one side of a message.
 
-    ``act`` does the work, given one call of each rank, which all have the same ``details``. The
-    call cannot end without the group's ranks ``peers``; None: all.
+    ``act`` does the work, given one call of each rank, all with the same ``details``. The call
+    cannot end without the group's ranks ``peers``; None: all.
     """
 
     def __init__(
@@ -287,9 +287,8 @@ def text_of(error: BaseException) -> str:
 
 
 def is_good_exit(error: BaseException) -> bool:
-    if not isinstance(error, SystemExit):
-        return False
-    return error.code is None or (isinstance(error.code, int) and error.code == 0)
+    code = error.code if isinstance(error, SystemExit) else 1
+    return code is None or (isinstance(code, int) and code == 0)
 
 
 def is_inside(module: str) -> bool:

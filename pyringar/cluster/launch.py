@@ -36,16 +36,16 @@ def launch(
 ) -> list[Result]:
     """Call ``fn`` once per rank: ranks are threads or forked processes, behind torch.distributed.
 
-    A rank finds what torchrun gives a process: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and the
-    others in its ``os.environ``, one OpenMP thread, and ``dist.init_process_group()``. What is
-    built on torch.distributed runs unchanged: DistributedDataParallel, FSDP2, DTensor, ZeRO,
-    checkpoints. Random numbers of torch, Python and NumPy differ between ranks and repeat from run
-    to run. Sums of the backend ``ringar`` are in rank order, rounded once.
+    A rank has torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ...) in its
+    ``os.environ``, one OpenMP thread, and ``dist.init_process_group()``. Programs on
+    torch.distributed run unchanged: DistributedDataParallel, FSDP2, DTensor, ZeRO, checkpoints.
+    Random numbers of torch, Python and NumPy differ between ranks and repeat from run to run. Sums
+    of the backend ``ringar`` are in rank order, rounded once.
 
     Threads: one rank runs at a time, and another one when it waits. All groups have the backend
     ``ringar``. Each rank has its own random numbers, default dtype and device, gradient mode,
     autocast, current stream, and settings that torch's contexts change. All other state is the
-    process's: what would keep it per rank, such as accelerate, is refused. Ranks call
+    process's: libraries that keep it per rank, such as accelerate, are refused. Ranks call
     torch.distributed in their own thread, and run uncompiled under torch.compile.
 
     Processes: all ranks run at once, share nothing, and compute on one OpenMP thread each. A group
@@ -57,8 +57,7 @@ def launch(
         ranks: Number of ranks.
         devices: One per rank, such as ``["cuda:0"] * 4``: the rank's current CUDA device.
             None: the CPU. Processes can use GPUs if this process has not initialised CUDA.
-        args: For ``fn``, the same objects on all ranks, or copies of them in processes.
-        kwargs: Likewise.
+        args, kwargs: For ``fn``: the same objects on all ranks, or copies in processes.
         seed: Decides which thread goes next where several can. The same seed gives the same run.
         timeout: Seconds that a rank may run without a call while others wait for it. ``inf``: no
             limit, such as for a debugger in processes.
@@ -68,11 +67,9 @@ def launch(
         What ``fn`` returned, by rank. Processes pickle it.
 
     Raises:
-        ArgumentError: An argument is wrong, or ranks call different things: with a table of the
-            calls, and the lines of the program.
-        CollectiveTimeout: All ranks wait for each other, which threads find at once; or a rank ran
-            on for ``timeout`` while others waited, and was interrupted; or all processes returned,
-            and one does not exit. With a table and stacks.
+        ArgumentError: An argument is wrong, or ranks call different things: with a table of calls.
+        CollectiveTimeout: All ranks wait for each other, which threads find at once; a rank ran for
+            ``timeout`` while others waited; or a process does not exit. With a table and stacks.
         PeerLostError: Ranks wait for one that has returned, or the process of a rank was killed.
         UnsupportedError: Threads: this torch was not tried, or the program needs processes.
             Processes: this is not Linux, or a GPU cannot be used after the fork.
@@ -80,13 +77,11 @@ def launch(
         BaseException: What ``fn`` raised first on any rank. The others got a `PeerLostError` in
             their next call. Its cause shows the tracebacks of all processes that raised.
 
-    Afterwards the process is as before, and no rank is left. Ctrl-C ends all ranks. A thread that
-    swallows KeyboardInterrupt, or waits outside Python, is left behind with a warning; a process is
-    killed.
+    Afterwards the process is as before. Ctrl-C ends all ranks. A thread that swallows
+    KeyboardInterrupt, or waits outside Python, stays with a warning; a process is killed.
 
-    Cost: four threads 7 ms, four processes 0.1 s, and 2 s before the first processes, to import
-    what DistributedDataParallel and FSDP need. With threads, a collective of small tensors takes
-    some 0.1 ms per rank, a tenth of it the engine's: threads wake each other.
+    Cost: four threads 7 ms, four processes 0.1 s, and 2 s for imports before the first processes.
+    With threads, a collective of small tensors takes some 0.1 ms per rank: they wake each other.
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {kind_of(fn)}, expected a function")

@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.choices import did_you_mean, kind_of
+from pyringar.choices import check_positive, did_you_mean, kind_of
 from pyringar.errors import ArgumentError
 
 REDUCE_OPS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
 """The engine's names, by those of torch.distributed.ReduceOp."""
 OPS = tuple(REDUCE_OPS.values())
-# What the engine reduces.
-DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int8, torch.uint8, torch.int32, torch.int64),
-)
+DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+DTYPES = tuple(getattr(torch, name) for name in DTYPE_NAMES)
+"""Those that the engine reduces."""
 
 
 def op_name(op: Any) -> str:
@@ -38,18 +36,15 @@ def op_name(op: Any) -> str:
 
 
 def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
-    """Return whether it is an integer from ``least`` to ``most``."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def check_timeout(timeout: Any) -> float:
-    """Return seconds that a wait may last without progress, positive."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ArgumentError(f"timeout is {timeout!r}, expected a positive number of seconds")
+    check_positive("timeout", timeout, "number of seconds")
     return float(timeout)
 
 
-def check_root(root: Any, world_size: int, operation: str = "broadcast") -> None:
+def check_root(root: Any, world_size: int, operation: str) -> None:
     if not is_count(root, 0, world_size - 1):
         raise ArgumentError(
             f"{operation}: root is {root!r}, expected a rank from 0 to {world_size - 1}"
@@ -108,7 +103,5 @@ def check_plan(nbytes: Any, dtype: Any) -> None:
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype is {dtype!r}, expected a torch.dtype")
     if dtype not in DTYPES:
-        names = [str(known).removeprefix("torch.") for known in DTYPES]
-        raise ArgumentError(
-            f"dtype is {str(dtype).removeprefix('torch.')!r}, expected one of {', '.join(names)}"
-        )
+        name = str(dtype).removeprefix("torch.")
+        raise ArgumentError(f"dtype is {name!r}, expected one of {', '.join(DTYPE_NAMES)}")

@@ -38,8 +38,7 @@ def as_tensor(array: Any, name: str = "array") -> Tensor:
         ArgumentError: It is read-only or immutable, or torch cannot share it: negative strides,
             another byte order, a dtype that torch does not have.
 
-    On a GPU a call runs in order with torch's current stream; order the streams of other libraries
-    with that one yourself.
+    On a GPU calls run in order with torch's current stream; order other streams with that one.
     """
     interface = "__array_interface__" if _is_numpy(array) else "__cuda_array_interface__"
     try:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,8 +41,12 @@ LATE_ERRORS = (CollectiveTimeout, PeerLostError)
 PLAIN_ALGORITHMS = ("naive", "sharded")  # in plain torch
 _ROOTED_SUMS = {"reduce", "reduce_coalesced"}
 _OTHERS = {"reduce_scatter", "all_gather", "bind", "bind_coalesced", *_ROOTED_SUMS}
-# The operations that an algorithm does not know.
-_MISSING = {"ring": _ROOTED_SUMS, **dict.fromkeys(PLAIN_ALGORITHMS, _OTHERS)}
+_PLAIN_ONLY = "knows all_reduce and all_reduce_coalesced only; take auto, fused, direct or ring"
+# The operations that an algorithm does not know, and the rest of their error.
+_MISSING = {
+    "ring": (_ROOTED_SUMS, "has no root; take auto or direct"),
+    **dict.fromkeys(PLAIN_ALGORITHMS, (_OTHERS, _PLAIN_ONLY)),
+}
 
 
 def decline(*_call: object) -> bool:
@@ -55,13 +58,11 @@ class BaseCommunicator:
     """A group of ranks that reduce together.
 
     A list group drives all ranks from one process: each call takes one tensor per rank, in rank
-    order. A group with one local rank takes that rank's tensor bare: all ranks make the same calls
-    in the same order.
+    order. A group with one local rank takes its tensor bare: all ranks make equal calls in order.
 
-    A transport is a subclass. It sets ``_world_size`` and implements ``_run``. It implements
-    ``_bind_call``, ``_make_plan``, ``_check``, ``_abort`` and ``_close``, or keeps the defaults.
-    ``_refused`` maps each feature that the transport lacks to the alternative for the caller. A
-    feature is the name of a method, or text such as ``"algorithm is 'ring'"``.
+    A transport is a subclass. It sets ``_world_size`` and implements ``_run``, and ``_bind_call``,
+    ``_make_plan``, ``_check``, ``_abort`` and ``_close`` if it has them. ``_refused`` maps features
+    that it lacks, methods or text such as ``"algorithm is 'ring'"``, to the caller's alternatives.
     """
 
     _world_size: int
@@ -108,10 +109,8 @@ class BaseCommunicator:
                 and dtypes agree over ranks. Layouts may differ if no elements overlap: elements
                 belong together by index. GPUs of several processes need equal strides.
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"`` or a
-                ``torch.distributed.ReduceOp``. Means divide once, after the sum; those of integers
-                towards zero.
-            algorithm: Overrides the communicator's.
-            order: Overrides the communicator's.
+                ``torch.distributed.ReduceOp``. Means divide once, at the end; integers towards 0.
+            algorithm, order: Override the communicator's.
             async_op: Return a `Work` and reduce in the background. ``naive``, ``sharded`` and a
                 short ``fused`` call reduce before they return.
 
@@ -123,20 +122,16 @@ class BaseCommunicator:
             CollectiveTimeout, PeerLostError: A rank was late, or its process is gone: names it and
                 the rank that waited. Tensors may be half reduced.
 
-        After an error that other ranks know of, the communicator refuses further calls.
+        After an error that other ranks know of, the communicator refuses all calls.
 
         Cost for k ranks with N bytes each: ``fused`` reads and writes every byte once, ``2 k N``.
         ``ring`` takes ``2 (k - 1)`` steps; each rank sends ``2 (k - 1) / k`` of its bytes.
         Processes: two ranks, or up to 32 KiB, read ``(k + 1) N`` and write ``2 N`` per rank, with
         one wait per piece; else ``(3 - 2 / k) N`` and ``2 N``, with two waits. List groups and
-        GPUs pack tensors with gaps, and tensors in another order than their index unless they lie
-        alike on all ranks.
+        GPUs pack tensors with gaps, and permuted tensors unless they lie alike on all ranks.
         """
-        if (
-            not async_op
-            and not is_dynamo_compiling()
-            and self._run_prepared(tensors, op, algorithm, order)
-        ):
+        is_eager = not async_op and not is_dynamo_compiling()
+        if is_eager and self._run_prepared(tensors, op, algorithm, order):
             return None
         return self._all_reduce("all_reduce", tensors, op, algorithm, order, async_op)
 
@@ -159,11 +154,8 @@ class BaseCommunicator:
         """
         operation = self._of_lists("all_reduce_coalesced", lists)
         are_lists = operation == "all_reduce_coalesced"
-        if (
-            not async_op
-            and not is_dynamo_compiling()
-            and self._run_prepared(lists, op, algorithm, order, are_lists)
-        ):
+        is_eager = not async_op and not is_dynamo_compiling()
+        if is_eager and self._run_prepared(lists, op, algorithm, order, are_lists):
             return None
         return self._all_reduce(operation, lists, op, algorithm, order, async_op)
 
@@ -234,8 +226,7 @@ class BaseCommunicator:
         """Reduce ``inputs`` over all ranks into one tensor on the device of rank ``root``.
 
         Args:
-            output: Of the inputs' shape and dtype. It is ``inputs[root]`` itself (in place), or
-                shares no memory with an input.
+            output: Of the inputs' shape and dtype: ``inputs[root]`` itself, or in other memory.
             inputs: One tensor per rank, not changed. List groups only.
             root: The rank on whose device ``output`` is.
             algorithm: Overrides the communicator's; not ``ring``, ``naive`` or ``sharded``.
@@ -298,11 +289,10 @@ class BaseCommunicator:
 
         Returns:
             A callable without arguments that reduces ``tensors`` in place; all ranks must call
-            theirs. It raises ArgumentError and reduces nothing if a tensor has other memory, or
-            another shape, stride or dtype than when it was bound: after ``resize_``,
-            ``share_memory_``, ``set_``, a new ``.data`` or ``torch.multiprocessing``. Bind again
-            then. It does not notice a new ``requires_grad``. Nor does it, or torch, notice a
-            storage that shrank where it lies, or memory that ``numpy.ndarray.resize`` freed.
+            theirs. It raises ArgumentError and reduces nothing if a tensor has another address,
+            shape, stride or dtype than when it was bound, as after ``resize_``, ``share_memory_``,
+            ``set_``, a new ``.data`` or ``torch.multiprocessing``. Bind again then. It does not
+            notice a new ``requires_grad``, a storage that shrank in place, or freed NumPy memory.
 
         See `all_reduce` for the other arguments and errors. Cost: 0.1 microseconds per tensor.
         """
@@ -336,8 +326,7 @@ class BaseCommunicator:
         It checks nothing while another thread is in a call of a list group.
 
         Raises:
-            CollectiveTimeout, PeerLostError: A rank was late, or is gone; also in a call that had
-                returned, and has ended on a GPU since.
+            CollectiveTimeout, PeerLostError: A rank was late or lost, also in a past call on a GPU.
             RingarError: The communicator is closed, or was aborted.
         """
         self._check()
@@ -394,12 +383,7 @@ class BaseCommunicator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # The error of the block matters more than a call that was late because of it.
         with nullcontext() if error is None else suppress(*LATE_ERRORS):
             self.close()
@@ -409,13 +393,9 @@ class BaseCommunicator:
     def _run(
         self, call: CollectiveCall, *, async_op: bool = False, what: object = ""
     ) -> Work | None:
-        """Run a call now and return None; or run it in the background and return its work.
+        """Run a call, whose tensors are not checked yet, and return None, or in the background.
 
-        Args:
-            call: The call; its tensors are not checked yet.
-            async_op: Run it in the background.
-            what: Description of the call that this one stands for. Ranks compare it, and messages
-                show it. Empty: the call stands for itself.
+        ``what`` describes the call that this one stands for. Ranks compare it, messages show it.
         """
         raise NotImplementedError
 
@@ -490,8 +470,9 @@ class BaseCommunicator:
         chosen, added_in = self._default
         if algorithm is not None or order is not None:
             chosen, added_in = self._resolve(algorithm, order)
-        if operation in _MISSING.get(chosen, ()):
-            _refuse_algorithm(operation, chosen)
+        missing, why = _MISSING.get(chosen, ((), ""))
+        if operation in missing:
+            raise UnsupportedError(f"{operation}: algorithm {chosen!r} {why}")
         return CollectiveCall(operation, outputs, inputs, op_name(op), chosen, added_in, root)
 
     def _of_lists(self, operation: str, lists: Any) -> str:
@@ -520,12 +501,3 @@ class BaseCommunicator:
                 return None
         call = self._checked(operation, given, None, op, algorithm, order)
         return self._run(call, async_op=async_op)
-
-
-def _refuse_algorithm(operation: str, algorithm: str) -> NoReturn:
-    if algorithm in PLAIN_ALGORITHMS:
-        raise UnsupportedError(
-            f"{operation}: algorithm {algorithm!r} knows all_reduce and all_reduce_coalesced only; "
-            "take auto, fused, direct or ring"
-        )
-    raise UnsupportedError(f"{operation}: algorithm {algorithm!r} has no root; take auto or direct")

@@ -39,11 +39,6 @@ class CollectiveCall(NamedTuple):
         return self.operation in _REDUCING
 
     @property
-    def has_algorithm(self) -> bool:
-        """Whether ``algorithm`` counts."""
-        return self.operation not in WITHOUT_ALGORITHM
-
-    @property
     def has_inputs(self) -> bool:
         """Whether ``inputs`` count."""
         return self.operation in _WITH_INPUTS
@@ -56,7 +51,8 @@ class CollectiveCall(NamedTuple):
     def words(self) -> tuple[str, ...]:
         """Return the operation, and the reduction and algorithm if they count."""
         op = (self.op,) if self.is_reduction else ()
-        return (self.operation, *op, *((self.algorithm,) if self.has_algorithm else ()))
+        algorithm = () if self.operation in WITHOUT_ALGORITHM else (self.algorithm,)
+        return (self.operation, *op, *algorithm)
 
     def __str__(self) -> str:
         if self.is_reduction:

@@ -45,28 +45,24 @@ class Communicator(EngineCommunicator):
     Args:
         devices: One device per rank, for example ``["cpu"] * 4``. Ranks may share a device.
         algorithm: ``"auto"``, ``"fused"``, ``"direct"``, ``"ring"``, ``"sharded"`` or ``"naive"``,
-            for calls that name none. ``auto`` takes ``fused`` where all ranks share a memory, else
-            ``direct``; `plan` says which, and why.
+            for calls that name none. ``auto``: ``fused`` in one memory, else ``direct`` (`plan`).
         order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"tree"`` those of a
             balanced tree, which may be the same on 1, 2, 4 or 8 ranks; ``"exact"`` the correctly
             rounded sum, or the mean made of it, on the CPU. ``"any"`` lets the ring add in its own
-            order. `Guarantee` says what each keeps. NaNs stay NaNs; their payload and sign are not
-            promised. Bits are always equal on all ranks and in every run.
+            order. `Guarantee` says what each keeps; bits are equal on all ranks in every run.
         timeout: Seconds that a call waits for a rank which makes no progress.
 
     Raises:
         ArgumentError: An argument is wrong, such as a device that is not there.
-        BuildError: The engine cannot be built. Without a compiler, ``naive`` and ``sharded`` run,
-            and warn.
+        BuildError: The engine cannot be built; ``naive`` and ``sharded`` run without it, and warn.
 
     On GPUs a call is enqueued on each device's current stream, and the host does not wait.
     ``async_op`` uses streams of the communicator; ``Work.wait()`` orders the current streams after
     it. A ``ring`` that timed out raises in the next call, in `check` or in `close`; a ``cudaFree``
-    in another thread can hold it up until then. Ranks in the host's memory beside GPUs are staged:
-    the host then waits.
+    in another thread can delay it. The host waits if ranks in its memory are beside GPUs.
 
-    A CUDA graph can capture the collectives if all ranks are on GPUs that reach each other's
-    tensors, except a ``ring``; else they raise `UnsupportedError`. The current streams of all GPUs
+    A CUDA graph can capture the collectives, but not a ``ring``, if all ranks are on GPUs that
+    reach each other's tensors; else they raise `UnsupportedError`. The current streams of all GPUs
     must be in the capture: let each wait for the captured stream first, and the captured stream for
     each at the end. A graph may be replayed beside other calls, and after `close`.
 
@@ -100,7 +96,7 @@ class Communicator(EngineCommunicator):
             logger.warning("%s runs in plain torch, without the engine: %s", algorithm, error)
             group = PlainGroup(self._devices, str(error))
         self._use(group, f"{self._topology}, algorithm={algorithm!r}, order={order!r}")
-        self._plain_calls = dict.fromkeys(PLAIN_ALGORITHMS, 0)
+        self._plain_calls: dict[str, float] = dict.fromkeys(PLAIN_ALGORITHMS, 0)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -121,11 +117,7 @@ class Communicator(EngineCommunicator):
         return Work(None, {}, *call.words()) if async_op else None
 
     def _begin_bucket(self, lists: list[list[Tensor]], op: str, after: Any) -> Work | None:
-        """Begin an `all_reduce_coalesced`.
-
-        Args:
-            after: The GPU events of the gradients, and the index of the bucket.
-        """
+        """Begin an `all_reduce_coalesced`; ``after``: the GPU events of gradients, and a bucket."""
         algorithm, order = self._default
         # torch packs, and the plain algorithms reduce, on the current streams.
         is_read_by_torch = algorithm in PLAIN_ALGORITHMS or any(
@@ -159,11 +151,8 @@ class Communicator(EngineCommunicator):
         return Plan.of(algorithm, self._reason, self._topology, nbytes, order)
 
     def _stats(self) -> dict[str, dict[str, float]]:
-        stats = super()._stats()
-        for name, calls in self._plain_calls.items():
-            if calls:
-                stats[name] = {"calls": calls}
-        return stats
+        plain = {name: {"calls": calls} for name, calls in self._plain_calls.items() if calls}
+        return super()._stats() | plain
 
     def __repr__(self) -> str:
         closed = "closed, " if self._is_closed else ""

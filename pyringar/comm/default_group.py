@@ -93,13 +93,11 @@ def allreduce(data: TensorList, op: Any = "sum") -> None:
 
     Args:
         data: One tensor per rank, any number of them, of equal shape and dtype, in any layout
-            without overlap, on the CPU or on GPUs. The caller's own tensors are written; the list
-            itself is left alone.
+            without overlap, on the CPU or on GPUs. The caller's own tensors are written.
 
     See `Communicator.all_reduce` for ``op`` and errors.
 
-    Cost: what ``auto`` takes for rank order: in one memory ``fused``, one pass, ``2 k N`` bytes of
-    memory traffic; between GPUs ``direct``.
+    Cost: in one memory ``fused``, one pass, ``2 k N`` bytes of traffic; between GPUs ``direct``.
 
     Source: Zhang, Lipton, Li, Smola, "Dive into Deep Learning", multiple GPUs, from scratch.
     """

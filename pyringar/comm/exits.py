@@ -21,9 +21,8 @@ from pyringar.engine.load import loaded_cuda_engine, loaded_engine
 
 _Call = Callable[[Any], object]
 
-# How long calls may stand still at exit: for a rank that reaches its own end a little later. Those
-# that fail without a word, by sys.exit(1) or in a launcher that catches what they raise, keep their
-# peers waiting for no longer.
+# How long calls may stand still at exit: for ranks that reach their own end a little later. A rank
+# that fails without a traceback, as by sys.exit(1), keeps its peers waiting for no longer.
 _GRACE_S = 5.0
 _LOOK_S = 0.01
 
@@ -36,8 +35,7 @@ class _Living(NamedTuple):
     progress: Callable[[Any], object] | None
 
 
-# By id, in the order in which they were made; each change is one operation, so that a fork finds no
-# lock held.
+# By id, oldest first; each change is one operation, so that a fork finds no lock held.
 _living: dict[int, _Living] = {}
 _inherited: set[int] = set()
 
@@ -73,8 +71,7 @@ def never_destroy(owner: Any) -> None:
 def empty_backward_at_exit() -> None:
     """Before the interpreter ends, drop what a backward pass that fails leaves in torch's queue.
 
-    torch keeps it until the thread's next pass. If it holds hooks on saved tensors, torch 2.15
-    crashes when it is dropped after Python's end.
+    torch keeps it until the thread's next pass; 2.15 crashes if it drops hooks after Python's end.
     """
     atexit.register(drop_failed_backward)
 
@@ -94,30 +91,23 @@ def is_inherited(owner: Any) -> bool:
 def close_all() -> None:
     """Close, newest first, all that `close_at_exit` knows; abort it if the program failed."""
     with contextlib.ExitStack() as newest_first:  # and all of them, whatever one raises
-        newest_first.callback(_end_reading)
-        living = [
-            (owner, entry)
-            for entry in list(_living.values())
-            if (owner := entry.owner()) is not None
-        ]
+        newest_first.callback(_end_reading)  # no other thread may be in an engine's use of torch
+        entries = [(entry.owner(), entry) for entry in list(_living.values())]
+        living = [(owner, entry) for owner, entry in entries if owner is not None]
         for owner, entry in living:
             newest_first.callback(entry.close, owner)
         # Python notes what it has printed a traceback of; an interactive one goes on after it.
-        is_over = getattr(sys, "last_value", None) is None or hasattr(sys, "ps1")
+        has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+        is_over = False
         try:
-            is_over = is_over and _are_over(living)
-        except BaseException:  # Ctrl-C
-            is_over = False
-            raise
-        finally:
-            if not is_over:
-                for owner, entry in living:
-                    if entry.abort is not None:
-                        newest_first.callback(entry.abort, owner)
+            is_over = not has_failed and _are_over(living)
+        finally:  # also after Ctrl-C
+            for owner, entry in living if not is_over else ():
+                if entry.abort is not None:
+                    newest_first.callback(entry.abort, owner)
 
 
 def _end_reading() -> None:
-    """Let no other thread be in the engines' use of torch when the interpreter ends."""
     for engine in (loaded_engine(), loaded_cuda_engine()):
         if engine is not None:
             engine.end_reading()
@@ -139,14 +129,13 @@ def _are_over(living: Sequence[tuple[Any, _Living]]) -> bool:
 
 def _leave_to_parent() -> None:
     for key, entry in list(_living.items()):
-        if (alive := entry.owner()) is None:
-            continue
-        if entry.in_child is not None:
+        alive = entry.owner()
+        if alive is not None and entry.in_child is not None:
             entry.in_child(alive)
-            continue
-        never_destroy(alive)  # so that its id stays its own
-        _inherited.add(key)
-        del _living[key]
+        elif alive is not None:
+            never_destroy(alive)  # so that its id stays its own
+            _inherited.add(key)
+            del _living[key]
 
 
 atexit.register(close_all)

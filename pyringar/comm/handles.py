@@ -24,8 +24,7 @@ def handle_of(communicator: Any, settings: str) -> str:
     Args:
         communicator: The object to find.
         settings: Text of all settings that change its results. A graph that is loaded by another
-            process, or from torch's cache, finds the communicator with the same number and the
-            same settings, or no communicator.
+            process, or from torch's cache, finds the communicator with that number and settings.
     """
     handle = f"communicator {next(_numbers)} ({settings})"
     _by_handle[handle] = communicator

@@ -32,7 +32,6 @@ class Jobs:
         return job
 
     def num_under_way(self) -> int:
-        """Return how many calls have not ended."""
         return len(self._under_way)
 
     def is_awaited_here(self) -> bool:
@@ -40,7 +39,6 @@ class Jobs:
         return threading.get_ident() in self._waiting
 
     def is_over(self) -> bool:
-        """Return whether the thread has ended."""
         return not self._thread.is_alive()
 
     def end(self) -> None:
@@ -55,7 +53,6 @@ class Jobs:
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """Note that this thread waits."""
         here = threading.get_ident()
         self._waiting.append(here)
         try:
@@ -67,7 +64,7 @@ class Jobs:
         while (job := self._queue.get()) is not None:
             job.run()
             self._under_way.discard(job)
-            del job  # its tensors are let go
+            del job  # releases its tensors
 
 
 class Job:
@@ -83,7 +80,6 @@ class Job:
         self.result: Any = None  # of the call, when it has ended well
 
     def run(self) -> None:
-        """Run it, in the thread of `Jobs`."""
         try:
             self.result = self._calls.pop()()
         except BaseException as error:
@@ -92,15 +88,13 @@ class Job:
         self._end.open()
 
     def is_completed(self) -> bool:
-        """Return whether it is done."""
         return self._end.is_open
 
     def exception(self) -> BaseException | None:
-        """Return the error that it ended with, or None."""
         return self._error
 
     def finished_ns(self) -> int:
-        """Return the time at which it ended; 0 while it runs."""
+        """Return when it ended; 0 while it runs."""
         return self._finished_ns
 
     def wait(self, seconds: float = math.inf) -> bool:

@@ -20,11 +20,9 @@ T = TypeVar("T")
 def node_id() -> str:
     """Return an id of this machine, equal for processes that can share memory.
 
-    ``PYRINGAR_NODE_ID`` overrides it. Containers with process numbers or clocks of their own count
-    as machines of their own.
+    ``PYRINGAR_NODE_ID`` overrides it. A container with separate pids or clocks is a machine.
     """
-    given = os.environ.get("PYRINGAR_NODE_ID")
-    if given:
+    if given := os.environ.get("PYRINGAR_NODE_ID"):
         return given
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -64,7 +62,7 @@ class Member:
 
 
 def read(text: bytes, rank: int, make: Callable[..., T]) -> T:
-    """Return ``make`` of the fields of a JSON object that rank ``rank`` wrote into the store."""
+    """Call ``make`` with the fields of a JSON object that a rank wrote into the store."""
     try:
         return make(**json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:

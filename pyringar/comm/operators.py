@@ -38,8 +38,7 @@ def reduce(
 ) -> list[Tensor]:
     """Reduce by an operator, in place or into new tensors; return the tensors with the results.
 
-    ``tensors`` go to one ``all_reduce`` of the communicator with this handle, or are ``num_lists``
-    lists, end to end.
+    ``tensors`` are those of an ``all_reduce``, or ``num_lists`` lists end to end.
     """
     given = list(tensors)
     for i, tensor in enumerate(given):
@@ -48,7 +47,10 @@ def reduce(
                 f"all_reduce: tensors[{i}] is {kind_of(tensor)}, expected a tensor: graphs hold no "
                 "others"
             )
-    if forward_ad._current_level >= 0 and any(map(_is_dual, given)):
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+        for tensor in given
+    ):
         raise UnsupportedError("all_reduce: pyringar knows no derivatives in forward mode")
     arguments = num_lists, op_name(op), algorithm, order, handle
     if in_place:
@@ -58,17 +60,11 @@ def reduce(
     return results
 
 
-def _is_dual(tensor: Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
-
-
 # -- in new tensors --------------------------------------------------------------------------------
 
 
 @torch.library.custom_op(
-    "pyringar::all_reduce",
-    mutates_args=(),
-    schema=f"(Tensor[] tensors, {_ARGUMENTS}) -> Tensor[]",
+    "pyringar::all_reduce", mutates_args=(), schema=f"(Tensor[] tensors, {_ARGUMENTS}) -> Tensor[]"
 )
 def _reduced(
     tensors: list[Tensor],

@@ -21,7 +21,7 @@ from pyringar.errors import ArgumentError, UnsupportedError
 
 T = TypeVar("T")
 
-# By the algorithms that cannot promise one; all others can.
+# Why an algorithm cannot promise an order.
 _CANNOT = {
     "ring": "a ring adds in its own order",
     "naive": "it adds in rank order",
@@ -39,11 +39,9 @@ class Guarantee:
     Attributes:
         order: What was asked for: ``"any"``, ``"rank"``, ``"tree"`` or ``"exact"``.
         run_to_run: The same call again, on the same ranks.
-        across_sizes: An element among others: the message's size, how tensors are split or put in
-            buckets, and also the algorithm, the engine, and whether ranks are threads, processes or
-            GPUs.
-        across_rank_counts: ``k`` ranks that add ``m`` terms each as the tree does, ``m`` a power of
-            two, in place of ``k * m`` ranks, and machines of equally many ranks in place of one.
+        across_sizes: Other sizes, splits, buckets, algorithms; threads, processes or GPUs as ranks.
+        across_rank_counts: ``k`` ranks that each add ``m`` terms as a tree, ``m`` a power of two,
+            in place of ``k * m`` ranks; machines of equally many ranks in place of one.
         across_orders: The same terms given by other ranks.
     """
 
@@ -65,18 +63,12 @@ class Guarantee:
             "numbers of ranks": self.across_rank_counts,
             "orders of the ranks": self.across_orders,
         }
-        return f"{self.order}: same bits across " + ", ".join(
-            k for k, is_so in kept.items() if is_so
-        )
+        names = ", ".join(name for name, is_kept in kept.items() if is_kept)
+        return f"{self.order}: same bits across {names}"
 
 
 def engine_order(algorithm: str, order: str, *, has_gpus: bool) -> str:
-    """Return the order in which an engine adds, ``"any"`` being that of the ranks, or a ring's.
-
-    Args:
-        algorithm: What runs.
-        order: What was asked for.
-        has_gpus: Whether a rank's tensors are on one.
+    """Return the order in which an engine adds if a caller asks for ``order``.
 
     Raises:
         ArgumentError: The algorithm cannot promise it.
@@ -97,12 +89,7 @@ def engine_order(algorithm: str, order: str, *, has_gpus: bool) -> str:
 
 
 def tree(terms: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Return ``T(0, k)`` of ``k`` terms, at least one.
-
-    Args:
-        terms: Anything that can be added.
-        add: Returns the sum of two, the one of smaller indices first.
-    """
+    """Return ``T(0, k)`` of ``k`` terms, at least one; ``add`` takes the smaller indices first."""
     if len(terms) == 1:
         return terms[0]
     half = 1 << (len(terms) - 1).bit_length() - 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyringar.choices import kind_of
-from pyringar.comm.arguments import DTYPES, check_lists, check_parts, is_list
+from pyringar.comm.arguments import DTYPE_NAMES, DTYPES, check_lists, check_parts, is_list
 from pyringar.comm.arrays import as_tensor, is_array
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
@@ -66,11 +66,9 @@ class PlainGroup:
             raise RingarError("the communicator is closed")
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return what the engine ran: nothing."""
         return {}
 
     def close(self) -> bool:
-        """Refuse all further calls; nothing runs in the background."""
         self._is_closed = True
         return True
 
@@ -131,8 +129,7 @@ def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bo
         raise UnsupportedError(f"{name} has layout {tensor.layout}, expected a dense tensor")
     if tensor.dtype not in DTYPES:
         raise UnsupportedError(
-            f"{name} has dtype {tensor.dtype}; supported are "
-            + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            f"{name} has dtype {tensor.dtype}; supported are {', '.join(DTYPE_NAMES)}"
         )
     if tensor.device != device:
         raise ArgumentError(f"{name} is on {tensor.device}, expected {device}, the rank's device")

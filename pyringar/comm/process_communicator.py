@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pyringar.choices import ALGORITHMS as ALL_ALGORITHMS
+from pyringar import choices
 from pyringar.comm.engine_communicator import EngineCommunicator
 from pyringar.comm.exits import close_at_exit
 from pyringar.comm.member import Member, check_agreed, check_one_node
@@ -19,14 +19,7 @@ from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, CollectiveTimeout
 
 ALGORITHMS = ("auto", "direct")
-_REFUSED = {
-    **RankCommunicator._refused,
-    **{
-        f"algorithm is {name!r}": "take 'auto' or 'direct'"
-        for name in ALL_ALGORITHMS
-        if name not in ALGORITHMS
-    },
-}
+_OTHER_ALGORITHMS = [name for name in choices.ALGORITHMS if name not in ALGORITHMS]
 
 
 class ProcessCommunicator(EngineCommunicator, RankCommunicator):
@@ -43,17 +36,15 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         name: Tells groups on one store apart. All ranks make groups of one name in the same order.
         algorithm: ``"auto"`` or ``"direct"``, which are the same.
         order: See `Communicator`.
-        timeout: Seconds that a call waits for a rank which makes no progress, and this constructor
-            for all ranks.
+        timeout: Seconds that a call waits for a rank without progress, or the constructor for all.
         device: A GPU of this process, or the CPU (None). GPUs on all ranks, or on none.
-        compares_shapes: Refuse tensors of other shapes than on other ranks. False: only numbers of
-            elements must agree; on the CPU only.
+        compares_shapes: Shapes must agree over ranks. False, on the CPU: numbers of elements must.
 
     Raises:
         ArgumentError: An argument is wrong; no store; ranks on several machines (names them).
         CudaError: CUDA refuses to share memory with other processes.
         CollectiveTimeout: Ranks did not come in time (names them).
-        PeerLostError: A rank died, or the store is gone.
+        PeerLostError: A rank died, or the store's process ended.
         RingarError: A rank could not make or map the shared memory (names it, on all ranks).
         UnsupportedError: This is not Linux; GPUs that cannot read each other's memory (every pair
             is tried with real data); another algorithm.
@@ -66,12 +57,14 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
     communicator on all ranks. A handler must not call the communicator itself.
 
     Cost: a megabyte of anonymous shared memory per rank, which even SIGKILL does not leak. On a GPU
-    64 MiB of its memory beside that, up to 256 MiB where all ranks share it. `close` frees it if
-    the other ranks close within 0.2 s; else the next communicator on GPUs, or the end of the
-    process does.
+    also 64 MiB of its memory, up to 256 MiB where all ranks share it. `close` frees it if the other
+    ranks close within 0.2 s, else the next communicator on GPUs or the end of the process does.
     """
 
-    _refused = _REFUSED
+    _refused: Mapping[str, str] = {
+        **RankCommunicator._refused,
+        **{f"algorithm is {name!r}": "take 'auto' or 'direct'" for name in _OTHER_ALGORITHMS},
+    }
     _auto, _why = choose("processes")
 
     def __init__(
@@ -109,21 +102,14 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         self._members = members
         check_one_node(members)
         check_agreed(members)
-        options: dict[str, Any] = {}
-        if self._has_gpus:
-            options["device"] = self._device.index
-        elif not compares_shapes:
-            options["compares_shapes"] = False
-        memory = meeting.share_memory()
-        group = meeting.engine.ProcessGroup(
-            memory=memory,
-            rank=self._rank,
-            world_size=self._world_size,
-            token=meeting.token,
-            timeout_s=self._timeout_s,
-            **options,
+        meeting.group = group = meeting.engine.ProcessGroup(
+            meeting.share_memory(),
+            self._rank,
+            self._world_size,
+            meeting.token,
+            self._timeout_s,
+            self._device.index if self._has_gpus else compares_shapes,
         )
-        meeting.group = group
         meeting.wait_until_mapped(group.absent_ranks)
         self._store = meeting.store
         group.seal()
@@ -169,12 +155,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         return Work(self._group.submit_step(step), {}, "step")
 
     def _make_plan(self, nbytes: int, dtype: torch.dtype) -> Plan:
-        plan = self._group.plan(nbytes)
+        algorithm, num_pieces = self._group.plan(nbytes)
         return Plan.in_processes(
-            plan["algorithm"],
-            plan["num_pieces"],
-            self._reason,
-            self._world_size,
-            nbytes,
-            self._default[1],
+            algorithm, num_pieces, self._reason, self._world_size, nbytes, self._default[1]
         )

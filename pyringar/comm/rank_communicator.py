@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ class RankCommunicator(BaseCommunicator):
     """One local rank of a group whose other ranks are in other processes.
 
     A transport also sets ``_rank``, and ``_store``, ``_members``, ``_device`` and ``_name`` if it
-    has them.
+    has them. For the backend of torch.distributed it implements ``_submit_step(step)``, which runs
+    a step that does not wait between earlier and later calls and returns its work, and
+    ``_tell(error)``, which tells the other ranks of a rank that was late or lost.
     """
 
     _takes_bare_tensors = True
@@ -107,14 +109,6 @@ class RankCommunicator(BaseCommunicator):
         """
         call = self._checked(operation, outputs, inputs, op, root=root)
         return self._run(call, async_op=True, what=what)
-
-    def _submit_step(self, step: Callable[[], object]) -> Any:
-        """Run ``step``, which must not wait, between earlier and later calls; return its work."""
-        raise NotImplementedError
-
-    def _tell(self, error: RuntimeError) -> None:
-        """Tell the other ranks of a rank that was late or lost."""
-        raise NotImplementedError
 
     def _set_timeout(self, seconds: float) -> None:
         raise NotImplementedError

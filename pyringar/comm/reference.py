@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# torch computes fewer elements than this in the calling thread. Its other threads have the mode of
-# the thread that started them, which no program can read or change.
+# torch computes fewer elements than this in the calling thread. Its other threads keep the mode of
+# the thread that started them.
 _ALONE_ELEMS = 32_767
 
 Pieces = Callable[[Tensor], tuple[Tensor, ...]]
@@ -33,8 +33,8 @@ def _cut(tensor: Tensor) -> tuple[Tensor, ...]:
 def default_float_mode() -> Iterator[Pieces]:
     """Keep denormals in this thread, where ``torch.set_flush_denormal(True)`` was called before.
 
-    Yields how to cut tensors that are computed with: not at all as a rule, and into pieces that
-    this thread computes alone where it flushes denormals. Cost else: a multiplication.
+    Yield how to cut tensors: not at all, or, where the thread flushes denormals, into pieces that
+    it computes alone. Cost else: a multiplication.
     """
     if sys.float_info.min / 2 > 0:
         yield _whole
@@ -54,8 +54,7 @@ def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int =
 
     Args:
         tensors: One tensor per rank, equal shapes and dtypes.
-        op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"prod"``. The mean of integers is
-            divided towards zero.
+        op: ``"sum"``, ``"mean"`` (integers: towards zero), ``"max"``, ``"min"`` or ``"prod"``.
         owner: The rank whose device does the work and through which everything passes.
 
     Cost: ``2 (k - 1)`` copies through one device; ``6 (k - 1) N`` bytes of memory traffic where

@@ -17,8 +17,8 @@ everything else    the group (`Rendezvous.store`)     also below ``A``: gloo, su
 ================== ================================== =============================================
 
 Values of earlier attempts do not count: rank 0 reads answers below its new name only, and rank R
-accepts only ``members`` that repeat its own attempt. Rank R ignores the ``call`` of a dead process,
-and answers anew when ``call`` changes. Dead processes are recognised on the same machine only.
+accepts only ``members`` that repeat its own attempt. Rank R ignores the ``call`` of a dead process
+on its machine, and answers anew when ``call`` changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, TypeVar
 
 from pyringar.comm.member import Member, read
@@ -41,7 +40,7 @@ _ATTEMPT_BYTES = 16  # in hex the 32 bytes of a segment's token
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
 _POLL_S_PER_RANK = 0.001  # all ranks ask one store
-# A process that is being killed loses its descriptors a moment before it is gone.
+# A process that is being killed loses its descriptors a moment before it ends.
 _DYING_S = 0.5
 # The kinds that concern all ranks. A CudaError, for instance, is one rank's.
 _KINDS = {kind.__name__: kind for kind in (ArgumentError, CollectiveTimeout, PeerLostError)}
@@ -85,12 +84,7 @@ class Rendezvous:
     def __enter__(self) -> Rendezvous:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
                 with suppress(RingarError):  # the store may be what failed
@@ -126,7 +120,7 @@ class Rendezvous:
         return self._members[0].attempt.encode()
 
     def share_memory(self) -> Any:
-        """Return rank 0's segment, mapped."""
+        """Return rank 0's shared memory, mapped."""
         if self.rank == 0:
             memory = self.engine.create_segment(self.world_size, self.token)
             self._store.set(self._key("segment"), json.dumps({"fd": memory.fd}))
@@ -253,7 +247,7 @@ class Rendezvous:
         return f"{self._members[0].attempt}/{name}"
 
     def _poll(self, look: Callable[[], T | None], absent: Callable[[], list[int]], what: str) -> T:
-        """Poll until ``look`` returns something, ever more seldom: for an eighth of the wait."""
+        """Poll until ``look`` returns a value; pause for an eighth of the time that has passed."""
         longest_s = _LONGEST_POLL_S + min(_POLL_S_PER_RANK * self.world_size, 0.2)
         began_s = time.monotonic()
         while (found := look()) is None:

@@ -19,9 +19,8 @@ class RingMove(NamedTuple):
     Attributes:
         src: The rank that sends.
         dst: The rank that receives, its next one.
-        chunk: What is sent: an index into `chunk_slices`.
-        is_reduction: Whether ``dst`` adds its own part to what arrives. Else it keeps what arrives,
-            which is a result.
+        chunk: Index into `chunk_slices`.
+        is_reduction: Whether ``dst`` adds its own part to the chunk. Else the chunk is a result.
     """
 
     src: int
@@ -37,22 +36,20 @@ def ring_schedule(world_size: int) -> list[list[RingMove]]:
         world_size: Number of ranks k, 1 or more.
 
     Returns:
-        For each of the ``2 (k - 1)`` steps, one message per rank, in the order of the senders. All
-        of a step may travel at once; each carries one k-th of a rank's elements.
+        For each of the ``2 (k - 1)`` steps, one message per sender: a k-th of a rank's elements.
 
     Raises:
         ArgumentError: There is no rank.
     """
     _check_world_size(world_size)
     engine = load.engine()
-    steps = []
-    for step in range(engine.ring_num_steps(world_size)):
-        moves = []
-        for rank in range(world_size):
-            chunk, _, is_reduction = engine.ring_step(rank, world_size, step)
-            moves.append(RingMove(rank, (rank + 1) % world_size, chunk, is_reduction))
-        steps.append(moves)
-    return steps
+
+    def move(rank: int, step: int) -> RingMove:
+        chunk, _, is_reduction = engine.ring_step(rank, world_size, step)
+        return RingMove(rank, (rank + 1) % world_size, chunk, is_reduction)
+
+    steps = range(engine.ring_num_steps(world_size))
+    return [[move(rank, step) for rank in range(world_size)] for step in steps]
 
 
 def chunk_slices(numel: int, world_size: int) -> list[slice]:

@@ -66,11 +66,8 @@ def _environment_store() -> tuple[Any, int, int]:
 class PatientStore:
     """A store whose calls end by a deadline on the monotonic clock, even if its process is stopped.
 
-    A thread makes the calls. It starts with the first call and ends with `close`, or, if the store
-    never answers, with the process. ``group`` and ``rank`` are for messages.
-
-    Every method raises CollectiveTimeout at the deadline, and PeerLostError if the store's process
-    is gone.
+    A thread makes the calls, and ends with `close`. ``group`` and ``rank`` are for messages. Every
+    method raises CollectiveTimeout at the deadline, and PeerLostError if the store's process ended.
     """
 
     def __init__(self, store: Any, group: str, rank: int, deadline: float) -> None:

@@ -13,10 +13,10 @@ from pyringar.errors import RingarError
 
 
 class Latch:
-    """Opens once. Any number of threads wait, and signal handlers that interrupt these waits.
+    """Opens once. Threads wait, and signal handlers that interrupt these waits.
 
-    A `threading.Event` has a lock that its waiters hold for a moment: a handler that runs
-    then, and waits for what the event's setter does next, would never end.
+    Waiters of a `threading.Event` hold its lock for a moment. A handler that runs then, and waits
+    for the event's setter, would never end.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,7 @@ def handlers_wait() -> Iterator[None]:
     """Delay handlers of signals until the block ends: an exception would lose a new thread.
 
     Raises:
-        BaseException: The exception of the block, or else of the first handler that raised. All
-            handlers are called before.
+        BaseException: That of the block, else of the first handler. All handlers run before.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = signal.valid_signals() if is_main else ()

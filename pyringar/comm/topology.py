@@ -14,14 +14,10 @@ from pyringar.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Topology:
-    """Say which ranks share a memory.
+    """Say which ranks share a memory."""
 
-    ``devices`` has the device of every rank; ``memories`` the ranks in every memory, "host" or a
-    GPU.
-    """
-
-    devices: tuple[str, ...]
-    memories: dict[str, tuple[int, ...]]
+    devices: tuple[str, ...]  # of every rank
+    memories: dict[str, tuple[int, ...]]  # the ranks in every memory: "host", or a GPU
 
     @classmethod
     def of(cls, devices: Sequence[torch.device]) -> Topology:
@@ -80,8 +76,7 @@ class Plan:
         algorithm: The algorithm that runs.
         order: In which ranks are added: ``"rank"``, ``"ring"``, ``"tree"`` or ``"exact"``.
         steps: Rounds in which ranks wait for each other; 0 for one pass without any.
-        traffic_bytes: Reads and writes of all ranks in the whole call: of memory, or of the caches
-            for what fits there.
+        traffic_bytes: Reads and writes of all ranks in the whole call, in memory or in caches.
         reason: Why this algorithm.
     """
 

@@ -11,10 +11,9 @@ from pyringar.errors import ArgumentError, CollectiveTimeout
 class Work:
     """A collective that runs in the background, returned by ``async_op=True``.
 
-    Until it is done its tensors must be neither read nor written, nor their memory resized or
-    shared: after ``resize_``, ``untyped_storage().resize_()``, ``share_memory_()`` or sending one
-    through ``torch.multiprocessing`` the engine writes where memory was freed. Dropping the work,
-    the tensors or the lists is fine: the communicator keeps the memory.
+    Until it is done do not read or write its tensors, nor resize or share their memory: after
+    ``resize_``, ``untyped_storage().resize_()``, ``share_memory_()`` or ``torch.multiprocessing``
+    the engine writes to freed memory. You may drop the work, the tensors and the lists.
     """
 
     def __init__(self, native: Any, in_flight: dict[Any, object], *call: str) -> None:
@@ -45,8 +44,8 @@ class Work:
 
         Args:
             timeout: Seconds; None waits until the collective ends, well or by the communicator's
-                own timeout, which counts for each call. Ranks on GPUs in one process are not
-                waited for on the host, and it has no meaning there.
+                own timeout, which counts for each call. It has no meaning for ranks on GPUs in one
+                process: the host does not wait for them.
 
         Returns:
             True.
@@ -57,8 +56,7 @@ class Work:
         Raises:
             RingarError: The collective's own error, if it failed.
             ArgumentError: ``timeout`` is no number of seconds.
-            CollectiveTimeout: It is not done after ``timeout``; it goes on nevertheless, and the
-                message says what it waits for.
+            CollectiveTimeout: It still runs after ``timeout``; the message says what it waits for.
         """
         if self._native is None:
             return True
@@ -69,8 +67,7 @@ class Work:
             raise CollectiveTimeout(
                 f"wait: not done after {seconds:g} s, and goes on: {self._native.describe()}"
             )
-        # On a GPU the streams are in order now, and the tensors still in use.
-        self.is_completed()
+        self.is_completed()  # releases the tensors, unless a GPU still uses them
         return True
 
     def __repr__(self) -> str:

@@ -26,12 +26,6 @@ from pyringar.distributed.backend import register
 from pyringar.distributed.ddp import HookState, ddp_hook
 from pyringar.distributed.hierarchical import HierarchicalCommunicator, communicator_for
 
-__all__ = [
-    "HierarchicalCommunicator",
-    "HookState",
-    "communicator_for",
-    "ddp_hook",
-    "register",
-]
+__all__ = ["HierarchicalCommunicator", "HookState", "communicator_for", "ddp_hook", "register"]
 
 register()

@@ -162,8 +162,7 @@ class Between:
     def _begin_scatter(self, flat: Tensor, op: str) -> Callable[[], Tensor]:
         """Begin to sum ``flat``, which may be overwritten.
 
-        The returned function waits, and returns the sum of this rank's block. A rank that carries
-        no data gets any values.
+        The returned function waits, and returns this rank's block; any values if it carries none.
         """
         parts = self._blocks(self._sum_inside(flat, "sum" if op == "mean" else op))
         own = parts.pop(self.machines.node)

@@ -1,7 +1,7 @@
 """The calls of a process group: to the engine where it can, else with other tensors, else to gloo.
 
-A call goes to the engine as it is. Only if that refuses it, before anything was sent, it is looked
-at: that keeps every check out of the way of the calls that need none.
+A call goes to the engine as it is, and is checked only if the engine refuses it, which it does
+before anything is sent: calls that need no check have none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pyringar.distributed.convert import (
     Copy,
     Described,
     StandIn,
-    are_same,
     copy_all,
     count_changes,
     for_copy,
@@ -92,9 +91,8 @@ class Collectives(Delegated):
     group's own counts. A call with ``asyncOp=False`` that the engine runs returns None.
 
     Every call or its work's ``wait()`` raises ArgumentError, on every rank, if sizes, dtypes or
-    calls differ between ranks (calls that gloo does are not compared); UnsupportedError if these
-    tensors cannot be sent; PeerLostError or CollectiveTimeout, which names the rank that is gone or
-    late.
+    calls differ between ranks (gloo does not compare them); UnsupportedError if these tensors
+    cannot be sent; PeerLostError or CollectiveTimeout, which names the rank that is lost or late.
 
     Cost: as the calls of `pyringar.ProcessCommunicator`, or on several machines of
     `HierarchicalCommunicator`. Lists of tensors to gather into or scatter from are copied once more
@@ -130,7 +128,7 @@ class Collectives(Delegated):
         stand_ins = [for_reduction(tensor, op) for tensor in tensors]
         call = _Call([], [])
         detached = [stand_in.tensor for stand_in in stand_ins]
-        if op in OPS and are_same(tensors, detached):
+        if op in OPS and [t.dtype for t in tensors] == [t.dtype for t in detached]:
             if not any(tensor.requires_grad for tensor in tensors):
                 raise error
             # One call, as on ranks where none requires grad.

@@ -110,10 +110,6 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
     raise UnsupportedError(f"backend ringar cannot reduce {dtype} with {op}")
 
 
-def are_same(tensors: Sequence[Tensor], stand_ins: Sequence[Tensor]) -> bool:
-    return all(s.dtype == t.dtype for t, s in zip(tensors, stand_ins, strict=True))
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's memory as bytes, in one more dimension after the others."""
     tensor = tensor.detach()
@@ -125,12 +121,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def for_copy(tensor: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return a stand-in of a dtype in `NATIVE` for the bytes of a strided tensor.
 
-    The second result is None where the stand-in has the memory of ``tensor``, which ``apart``
-    forbids. Else copy ``tensor`` into it before a call reads, or from it after a call wrote.
+    The second result is None if the stand-in has the memory of ``tensor``, which ``apart`` forbids.
+    Else copy ``tensor`` into it before a call reads, or from it after a call wrote.
     """
-    tensor = tensor.detach()
-    is_whole = tensor.is_contiguous() and has_plain_memory(tensor)
-    if apart or (tensor.dtype not in NATIVE and not is_whole):
-        whole = tensor.new_empty(tensor.shape)
-        return (whole if whole.dtype in NATIVE else as_bytes(whole)), whole
-    return (tensor if tensor.dtype in NATIVE else as_bytes(tensor)), None
+    data, whole = tensor.detach(), None
+    is_native = tensor.dtype in NATIVE
+    if apart or not (is_native or (data.is_contiguous() and has_plain_memory(data))):
+        data = whole = tensor.new_empty(tensor.shape)
+    return (data if is_native else as_bytes(data)), whole

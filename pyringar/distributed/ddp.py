@@ -23,7 +23,7 @@ class HookState:
 
     Args:
         comm: The communicator, or None: made with the first gradients, of all processes of the
-            default process group. For a DistributedDataParallel of another group, make one.
+            default process group. Make one for a DistributedDataParallel of another group.
         op: ``"mean"``, as DistributedDataParallel without a hook, or ``"sum"``.
         timeout: Seconds that the communicator made here waits for a rank which makes no progress.
 
@@ -85,8 +85,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
 
     Raises:
         ArgumentError: The gradients are not on the CPU.
-        RuntimeError: From ``backward()``, in the words of PeerLostError or CollectiveTimeout, if a
-            rank died or stayed away.
+        RuntimeError: From ``backward()``, with the text of PeerLostError or CollectiveTimeout.
 
     Cost: as the communicator's ``all_reduce``, beside the rest of backward.
     """

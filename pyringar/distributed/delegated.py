@@ -33,11 +33,11 @@ _CONNECTION = ("/transport/", "pair closure")
 
 
 class WatchedPart:
-    """A call of gloo's that runs, as a `pyringar.distributed.work.Part`.
+    """A call of gloo that runs, as a `pyringar.distributed.work.Part`.
 
     ``begin`` starts it and returns gloo's work. It cannot end without the ranks ``peers``. If it
     ends well, ``copies`` are made, whether or not a thread waits. Gloo ends a message only in a
-    wait. Raises PeerLostError if a peer is gone, RingarError if the group failed or is closed.
+    wait. Raises PeerLostError if a peer is lost, RingarError if the group failed or is closed.
     """
 
     def __init__(
@@ -74,8 +74,7 @@ class WatchedPart:
     def wait(self, timeout: float | None = None) -> object:
         """Block until it is done, or for ``timeout`` seconds; the group's deadlines count, too.
 
-        PeerLostError or CollectiveTimeout, which names the rank that is gone or late; RingarError
-        if the group was aborted.
+        PeerLostError or CollectiveTimeout names the rank; RingarError: the group was aborted.
         """
         ends = time.monotonic() + (float("inf") if timeout is None else timeout)
         while not self._has_ended(max(0.001, min(_LOOK_S, ends - time.monotonic()))):
@@ -170,7 +169,7 @@ def _written(copies: list[Copy], tensor: Tensor) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return it as gloo takes for granted: its elements end to end, as its memory has them."""
+    """Return the tensor that gloo can take: its elements end to end, not negated."""
     is_strided_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
     if not is_strided_here or (tensor.is_contiguous() and has_plain_memory(tensor)):
         return tensor
@@ -270,9 +269,9 @@ class Delegated:
     ) -> Any:
         """Return the work of a call of the backend for these tensors.
 
-        ``copies`` are made after the call. ``names`` are those of the backend's method, the first
-        that it has, if not ``operation``. ``results`` are the tensors that the call writes, if not
-        ``tensors``. ``peers`` are the ranks without which it cannot end, if not all.
+        ``copies`` are made after the call. The backend has its method under one of ``names``, else
+        ``operation``. ``results`` are the tensors that it writes, else ``tensors``. ``peers`` are
+        the ranks without which it cannot end, else all.
         """
         device = tensors[0].device.type if tensors else "cpu"
         backend = self._fallback.for_device(device, operation)

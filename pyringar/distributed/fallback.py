@@ -23,10 +23,9 @@ class Fallback:
     """A group's gloo, and its NCCL where the user asked for one.
 
     Gloo connects all ranks when the group is made, so that a message never waits for a rank that is
-    elsewhere in its program. Where it cannot be made, the first call that needs it says why.
+    elsewhere in its program. If that fails, the first call that needs gloo raises the error.
 
-    ``backend_of`` returns the backend that the user asked for, by device type. ``set_timeout`` is
-    the group's: torch up to 2.13 gives a new timeout to its gloo alone.
+    ``backend_of`` returns the user's backend for a device type. ``set_timeout`` is the group's.
     """
 
     def __init__(
@@ -104,14 +103,10 @@ class Fallback:
     def closed_peers(self) -> list[int]:
         return closed_peers(self._gloo)
 
-    def keep(self) -> None:
-        never_destroy(self._gloo)
-
     def close(self) -> None:
-        """Let both go: held at exit, gloo's threads would abort the process.
+        """Release both: at exit, gloo's threads would abort the process.
 
-        A gloo with a call that still runs is left in memory: to destroy it is to wait for the call,
-        without letting Python run.
+        A gloo with a running call stays in memory: its destructor waits with the GIL held.
         """
         if is_inherited(self):
             return
@@ -185,9 +180,9 @@ def make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def break_off(gloo: Any) -> None:
-    """Make a gloo's calls and messages fail: when one times out, it closes all connections.
+    """Make a gloo's calls and messages fail, but a receive from any rank.
 
-    A receive from any rank is not told.
+    When a message times out, gloo closes all connections.
     """
     for peer in _peers(gloo):
         with contextlib.suppress(RuntimeError):  # also if this connection is closed already

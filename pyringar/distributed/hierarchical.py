@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -34,13 +34,6 @@ from pyringar.errors import (
     RingarError,
     UnsupportedError,
 )
-
-_REFUSED = {
-    **RankCommunicator._refused,
-    "bind": "take all_reduce",
-    "bind_coalesced": "take all_reduce_coalesced",
-    **{f"algorithm is {name!r}": "take 'auto'" for name in ALGORITHMS if name != "auto"},
-}
 
 # Ranks wait longer inside a machine, so that a rank that waits for another machine fails first.
 _INSIDE_GRACE_S = 1.0
@@ -118,7 +111,12 @@ class HierarchicalCommunicator(RankCommunicator):
     tensor of 32 bits or more are packed.
     """
 
-    _refused = _REFUSED
+    _refused: Mapping[str, str] = {
+        **RankCommunicator._refused,
+        "bind": "take all_reduce",
+        "bind_coalesced": "take all_reduce_coalesced",
+        **{f"algorithm is {name!r}": "take 'auto'" for name in ALGORITHMS if name != "auto"},
+    }
 
     def __init__(
         self,
@@ -219,10 +217,9 @@ class HierarchicalCommunicator(RankCommunicator):
         kinds = repr([(tuple(t.shape) if is_by_shape else t.numel(), t.dtype) for t in tensors])
         digest = hashlib.blake2b(kinds.encode(), digest_size=4).hexdigest()
         dtype = f" {tensors[0].dtype}" if tensors else ""
-        shapes = "shapes" if is_by_shape else "sizes"
         order = "" if self._order == "any" else f" in {self._order} order"
         size = f"{numel}{dtype} elements in {len(tensors)} tensors"
-        return f"{call} of {size} ({shapes} {digest}){order}"
+        return f"{call} of {size} ({'shapes' if is_by_shape else 'sizes'} {digest}){order}"
 
     def _order_of(self, algorithm: str, order: str) -> str:
         if order != self._order:
@@ -282,10 +279,9 @@ class HierarchicalCommunicator(RankCommunicator):
             group.close()
 
     def _abort(self, why: str) -> None:
-        if is_inherited(self):
-            return
-        self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
-        self.close()
+        if not is_inherited(self):
+            self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
+            self.close()
 
     def _progress(self) -> tuple[int, int] | None:
         num = self._jobs.num_under_way()

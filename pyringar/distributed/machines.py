@@ -28,8 +28,8 @@ _STORE_S = 1.0  # to reach the store, which may be on a lost machine
 class Machines:
     """The ranks of every machine, and the place of this process's rank.
 
-    Where machines have equally many ranks, the ranks with one local rank form a column, which
-    carries an equal part of the data. Else the first rank of each machine carries all.
+    If machines have equally many ranks, the ranks with one local rank form a column, which carries
+    an equal part of the data. Else the first rank of each machine carries all.
     """
 
     def __init__(self, nodes: list[list[int]], rank: int) -> None:
@@ -65,10 +65,10 @@ class Machines:
 
 
 class Column:
-    """Connections between one rank of every machine; no connections for a rank without such peers.
+    """Connections between one rank of every machine; none for a rank that carries no data.
 
-    All methods raise PeerLostError or CollectiveTimeout, which names ranks and machines. It quotes
-    the first error of the group, for a rank that fails closes connections of others.
+    All methods raise PeerLostError or CollectiveTimeout, which names ranks and machines, and quotes
+    the first error of the group: a rank that fails closes connections of others.
     """
 
     def __init__(
@@ -171,10 +171,7 @@ class Column:
         return ""
 
     def in_all_ranks(self, text: str) -> str:
-        """Replace ranks of this machine, which count from 0, by those of all machines.
-
-        Names that were replaced before stay.
-        """
+        """Replace ranks of this machine, which count from 0, by those of all machines, once."""
         members = [self._members[rank] for rank in self._machines.here]
         for member in members:
             place = re.escape(f"(process {member.pid} on {member.host})")
@@ -188,8 +185,7 @@ class Column:
     def keep_error(self, error: BaseException | None = None) -> str | None:
         """Write the error to the store, if it is the first of the group.
 
-        Return another rank's error if that was first, else nothing; None if the store does not
-        answer.
+        Return another rank's error if that was first, else ""; None if the store does not answer.
         """
         mark = f"rank {self._machines.rank}: "
         store = PatientStore(self._store, "failure", 0, time.monotonic() + _STORE_S)

@@ -1,11 +1,10 @@
 """Define the works and futures that the backend's collectives return to torch.
 
-Three rules, each bought with a crash or a wrong result in the versions of torch that we run on:
-``wait`` raises by itself; ``get_future`` returns a ``then()`` child, because a future that fails by
-``set_exception`` crashes DistributedDataParallel; a future's value is a tensor or a list of them.
+Three rules, since torch crashes or gives wrong results without them: ``wait`` raises by itself;
+``get_future`` returns a ``then()`` child, because a future that fails by ``set_exception`` crashes
+DistributedDataParallel; a future's value is a tensor or a list of tensors.
 
-A work only looks: what it stands for ends without it, in the engine's thread or gloo's, whether
-somebody waits, is interrupted while waiting, or has dropped it.
+A work only looks: its call ends without it, in the engine's thread or gloo's.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ class Threads:
         self._threads: list[threading.Thread] = []
 
     def submit(self, call: Callable[[], object], patience_s: float = 0.0) -> None:
-        """Make ``call``, which raises nothing, in a thread that runs nothing else.
+        """Make ``call``, which raises nothing, in an idle thread, or in a new one.
 
-        Wait up to ``patience_s`` per thread for an idle thread, before another thread starts. Raise
-        RingarError if it cannot start.
+        Wait up to ``patience_s`` per thread for an idle one. RingarError if none can start.
         """
         try:
             self._idle.get(timeout=patience_s * len(self._threads))
@@ -71,15 +69,15 @@ class Threads:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # its tensor is let go
+            del call  # releases its tensors
             self._idle.put(None)
 
 
 class Completer:
     """Completes futures of works, in the order in which they were asked for.
 
-    One thread waits for the works. The callbacks of a future run in other threads, for they may
-    wait for later futures. The first future starts the threads, `close` ends them.
+    One thread, which the first future starts, waits for the works. Callbacks run in other threads,
+    since they may wait for later futures.
     """
 
     def __init__(self, name: str) -> None:
@@ -141,14 +139,6 @@ class DelegatedPart:
         return bool(self._work.is_completed())
 
 
-def error_of(part: Part) -> Exception | None:
-    try:
-        part.wait()
-    except Exception as error:
-        return error
-    return None
-
-
 def one_or_all(rows: Sequence[Any]) -> Any:
     return rows[0] if len(rows) == 1 else rows
 
@@ -156,7 +146,7 @@ def one_or_all(rows: Sequence[Any]) -> Any:
 class PendingWork(_BaseWork):  # type: ignore[misc]
     """The work of a collective whose ``parts`` run in the background.
 
-    ``results`` is the list of tensors that hold the result in the end, or a function that makes it.
+    ``results`` are the tensors with the results, or a function that returns them.
     """
 
     _devices: Sequence[torch.device] = ()  # GPUs on which there are results
@@ -171,8 +161,7 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is done; other Python threads run meanwhile.
 
-        Without a ``timeout``, or with zero, the communicator's deadline counts. CollectiveTimeout
-        if the call is not done after ``timeout``; it goes on nevertheless.
+        Without a ``timeout``, or with zero, the communicator's counts. CollectiveTimeout after it.
         """
         seconds = timeout.total_seconds() if timeout else 0.0
         deadline = time.monotonic() + seconds
@@ -214,7 +203,12 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         return rank
 
     def _error(self) -> Exception | None:
-        return next((e for e in map(error_of, self._parts) if e is not None), None)
+        for part in self._parts:
+            try:
+                part.wait()
+            except Exception as error:
+                return error
+        return None
 
     def _outcome(self, _: Future[None]) -> Any:
         return self.result()
