@@ -92,9 +92,6 @@ def run_case(run: Run, case: Case) -> None:
     run.add(case, timings, correct, limit_s=limit_s)
 
 
-# -- cases -----------------------------------------------------------------------------------------
-
-
 def cases_of(effort: str) -> list[Case]:
     """Return the cases: sizes, then other dtypes, then all parameters of a model."""
     if effort == "trial":

@@ -68,9 +68,6 @@ class Candidate:
         return {name: statistics.median(step[name] for step in self.parts_s) for name in names}
 
 
-# -- models ----------------------------------------------------------------------------------------
-
-
 def make_lenet(world_size: int) -> Model:
     """Return LeNet with 64 images over all ranks."""
     initial = lenet_params(generator=torch.Generator().manual_seed(0))
@@ -107,9 +104,6 @@ def _images(world_size: int, total: int) -> list[Tensor]:
 
 
 MODELS = {"lenet": make_lenet, "small": make_small, "resnet18": make_resnet18}
-
-
-# -- candidates ------------------------------------------------------------------------------------
 
 
 def after_backward(model: Model, call: Callable[[list[list[Tensor]]], object]) -> Candidate:

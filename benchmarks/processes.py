@@ -91,9 +91,6 @@ def busy_process() -> Iterator[None]:
         program.wait()
 
 
-# -- cases -----------------------------------------------------------------------------------------
-
-
 def case_of(size_bytes: int, k: int, *candidates: str, suffix: str = "") -> Case:
     """Return a case with one flat tensor per rank."""
     return Case(f"{format_size(size_bytes)}{suffix}", k, candidates, ((size_bytes // 4,),))

@@ -116,9 +116,6 @@ def _not_run(sections: Sections) -> list[str]:
     return ["## What was not run, and why", "\n".join(dict.fromkeys(lines))] if lines else []
 
 
-# -- tables ----------------------------------------------------------------------------------------
-
-
 def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     """Return cells between bars."""
     rows = [columns, ["---"] * len(columns), *lines]
@@ -163,9 +160,6 @@ def speedup(rows: Sequence[Row]) -> float | None:
     own = [row.median_s for row in rows if row.candidate == benchmark.ours]
     peers = [row.median_s for row in rows if row.candidate in benchmark.peers]
     return min(peers) / own[0] if own and peers else None
-
-
-# -- sentences -------------------------------------------------------------------------------------
 
 
 def sentences(sections: Sections) -> list[str]:

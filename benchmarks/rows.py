@@ -128,9 +128,6 @@ def limit_of(rows: Sequence[Row]) -> float | None:
     return limit_s if is_true and rows[0].clock in (None, "device") else None
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 def text_of(results: Results) -> str:
     """Return the text of a results file."""
     head = {"version": VERSION, **{k: v for k, v in asdict(results).items() if k != "rows" and v}}

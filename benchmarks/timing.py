@@ -116,9 +116,6 @@ def after_operation(call: Call, prepare: Call = lambda: None) -> Sampler:
     return sample
 
 
-# -- clocks of a device ----------------------------------------------------------------------------
-
-
 class Clock:
     """The clocks of one device. On the CPU all of them are the host's."""
 

@@ -29,9 +29,6 @@ START_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
-# -- seen from the tests ---------------------------------------------------------------------------
-
-
 class ForkServer:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -71,9 +68,6 @@ def servers() -> dict[str, ForkServer]:
     subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=HERE)
     theirs.close()
     return {"ranks": ForkServer(ours)}
-
-
-# -- in the server ---------------------------------------------------------------------------------
 
 
 def _die_with_parent() -> None:

@@ -54,9 +54,6 @@ def reduce(state, numel: int = SMALL, calls: int = 1) -> None:
         assert_bits(state.tensor, reduced(parts, "sum"))
 
 
-# -- what a group leaves behind --------------------------------------------------------------------
-
-
 def open_memories(state=None) -> list[str]:
     found = []
     for fd in os.listdir("/proc/self/fd"):
@@ -94,9 +91,6 @@ def settled(read: Callable[[], Any], want: object) -> Any:
     while (value := read()) != want and time.monotonic() < deadline:
         time.sleep(0.01)
     return value
-
-
-# -- ranks that fail -------------------------------------------------------------------------------
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, list[str], str, float]:

@@ -73,9 +73,6 @@ class Died(int):
     """The exit code of a rank that gave no answer."""
 
 
-# -- seen from the tests ---------------------------------------------------------------------------
-
-
 @functools.cache
 def store() -> Any:
     return new_store()
@@ -365,9 +362,6 @@ def run_group(
                 if code != 0:
                     results[i] = Failed(f"answered, then exit code {code}")
     return results
-
-
-# -- in the ranks ----------------------------------------------------------------------------------
 
 
 @functools.cache  # one connection per process and store

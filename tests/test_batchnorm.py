@@ -152,9 +152,6 @@ def test_results_repeat():
     check_replicas_equal(found)
 
 
-# -- failures and refusals -------------------------------------------------------------------------
-
-
 class Fails(nn.Module):
     def forward(self, x):
         if (x == 99).any():
@@ -227,9 +224,6 @@ def test_modules_that_cannot_be_synced_raise():
     net.module.forward = lambda x: x
     with pytest.raises(pr.UnsupportedError, match="forward pass of its own"):
         net(X)
-
-
-# -- threads of ranks ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("run", [run_in_lockstep, run_ranks])

@@ -126,8 +126,6 @@ def test_wrong_options(program, capsys, arguments, text):
     assert text in capsys.readouterr().err
 
 
-# -- pytest ----------------------------------------------------------------------------------------
-
 TESTS = """
 import os, pytest, torch, torch.distributed as dist
 
@@ -220,9 +218,6 @@ def test_torchs_own_tests_pass():
     assert done.returncode == 0, done.stdout + done.stderr
     assert found is not None
     assert int(found[1]) >= 80
-
-
-# -- processes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(3, processes=True)

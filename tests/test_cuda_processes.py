@@ -55,9 +55,6 @@ def test_mixed_kinds_of_device_raise(new_crew):
         assert "could not make the group" not in text, text
 
 
-# -- on a GPU --------------------------------------------------------------------------------------
-
-
 def gpu(test):
     test = pytest.mark.timeout(120)(pytest.mark.cuda(test))
     return pytest.mark.skipif(num_gpus() == 0, reason="no CUDA device here")(test)
@@ -131,9 +128,6 @@ def on_rank_join_own_gpu(state, port: int, rank: int, name: str) -> None:
 
     torch.cuda.set_device(rank)
     join(state, port, rank, 2, name, device="cuda")
-
-
-# -- faults ----------------------------------------------------------------------------------------
 
 
 def on_rank_reduce(state, numel: int = 1000) -> bool:

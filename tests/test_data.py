@@ -190,8 +190,6 @@ class TestSynthetic:
         assert len(first[0].flatten(1).unique(dim=0)) == 500, "two images are alike"
 
 
-# -- downloads -----------------------------------------------------------------------------------
-
 NAMES = [
     f"{half}-{kind}-ubyte" for half in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 ]

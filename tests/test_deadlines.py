@@ -95,9 +95,6 @@ def stopped_again_and_again(rank: Rank) -> Iterator[None]:
         thread.join()
 
 
-# -- a call may take long --------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "how"),

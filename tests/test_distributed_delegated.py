@@ -109,9 +109,6 @@ def test_timeout_reaches_coalesced_works():
         assert work.timeouts == expected
 
 
-# -- views -----------------------------------------------------------------------------------------
-
-
 def strided(x: Tensor) -> Tensor:
     longer = torch.full((2 * len(x),), 77, dtype=x.dtype)
     longer[::2] = x

@@ -88,8 +88,6 @@ def test_page_runs(page, tmp_path):
     check_page(page, tmp_path)
 
 
-# -- files that pages name -------------------------------------------------------------------------
-
 # With the folder, or with a folder of csrc or tests.
 _PATH = re.compile(
     r"(?<![\w./-])(?:csrc|pyringar|tests|benchmarks|docs|core|cpu|cuda|bucket|bindings|cpp|build)"
@@ -108,8 +106,6 @@ def missing_paths(page: Path) -> set[str]:
 def test_named_files_exist(page):
     assert missing_paths(page) == set()
 
-
-# -- scripts of examples/ --------------------------------------------------------------------------
 
 SCRIPTS = ("book_loop.py", "ddp.py", "grade_class.py")
 EXAMPLES = (ROOT / "examples/README.md").read_text(encoding="utf-8")

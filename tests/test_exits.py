@@ -140,8 +140,6 @@ def test_forked_child_ends(how, size, tmp_path):
         assert "terminate called" not in done.stdout + done.stderr
 
 
-# -- programs that fail ----------------------------------------------------------------------------
-
 ENDING = """
 import os, sys, time
 import torch
@@ -255,8 +253,6 @@ def test_failed_backward_does_not_crash_exit():
     assert "in backward" in done.stderr
     assert done.returncode == 1
 
-
-# -- after os.fork(): every method, in the child, raises or does no harm, and never hangs ----------
 
 # The child is forked while a call waits in the background and threads of the parent are in the
 # engine, so that locks may be held for ever there.

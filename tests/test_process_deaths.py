@@ -81,9 +81,6 @@ def test_leavers_after_death_are_not_blamed(joined_crew):
     assert_all_lost(crew, others, 1, crew[1].kill())
 
 
-# -- joining ---------------------------------------------------------------------------------------
-
-
 def test_absent_rank_times_out(new_crew):
     crew = new_crew(3)
     crew.start_group([0, 2], world_size=3, timeout=1.0)
@@ -118,9 +115,6 @@ def test_no_room_for_segment(new_crew):
     crew.run(leave_nothing)
     crew.join()
     crew.run(reduce)
-
-
-# -- the store -------------------------------------------------------------------------------------
 
 
 def serve(state) -> int:

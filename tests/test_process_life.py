@@ -35,9 +35,6 @@ def test_wrong_numbers_raise(arguments, words):
     assert time.monotonic() - start < 5, "it waited for others first"
 
 
-# -- where ranks find each other -------------------------------------------------------------------
-
-
 def test_no_store_raises(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

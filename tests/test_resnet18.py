@@ -80,8 +80,6 @@ class TestTraining:
         assert result.curve[-1] == evaluate_accuracy_gpus([net], test)
 
 
-# -- channels last --------------------------------------------------------------------------------
-
 RESNET = {"model": "resnet18", "width": 16, "batch_size": 32, "epochs": 1}
 LAST = {**RESNET, "channels_last": True}
 GPU, OTHER, CPU = (torch.device(name) for name in ("cuda:0", "cuda:1", "cpu"))

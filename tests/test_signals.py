@@ -31,9 +31,6 @@ class Alarm(BaseException):
     """What handlers of these tests raise: no Exception, as KeyboardInterrupt is none."""
 
 
-# -- what ranks do ---------------------------------------------------------------------------------
-
-
 WAITS = {
     "call": reduce,
     "bound call": lambda state: state.comm.bind(torch.ones(SMALL))(),

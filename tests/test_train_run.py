@@ -140,9 +140,6 @@ def test_divergence_names_the_step(small, monkeypatch):
     assert len(steps) == 3
 
 
-# -- options ---------------------------------------------------------------------------------------
-
-
 SHARDS = {"ranks": 2, "shards": 4}
 SYNC = {"model": "resnet18", "batchnorm": "sync"}
 

@@ -111,8 +111,6 @@ class Group:
         """Let the ranks exit, and kill those that do not."""
         self._stack.close()
 
-    # -- requests ----------------------------------------------------------------------------------
-
     def sampler(self, candidate: str, what: int | str) -> Callable[[], Answer]:
         """Return a function that takes a sample: as many calls as fit some milliseconds."""
 
@@ -174,8 +172,6 @@ class Group:
         self._kill()
         self.close()
         raise GroupError(f"{self._about}: {why}")
-
-    # -- processes ---------------------------------------------------------------------------------
 
     def _start(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         with open(self._errors, "ab") as errors:

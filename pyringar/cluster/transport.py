@@ -91,8 +91,6 @@ class Transport(RankCommunicator):
         if self._is_closed:
             raise RingarError(f"{name}: this process group was destroyed")
 
-    # -- calls of the engine -----------------------------------------------------------------------
-
     def _run(self, call: CollectiveCall, *, async_op: bool = False, what: Any = None) -> Any:
         outputs = tensors_of(call.outputs)
         inputs = tensors_of(call.inputs) if call.has_inputs else []
@@ -145,8 +143,6 @@ class Transport(RankCommunicator):
         with plain_torch():
             step()
         return Work(None, {}, "step")
-
-    # -- calls of gloo -----------------------------------------------------------------------------
 
     def for_device(self, device: str, operation: str) -> Transport:
         if device not in _DEVICES:

@@ -60,9 +60,6 @@ def reduce(
     return results
 
 
-# -- in new tensors --------------------------------------------------------------------------------
-
-
 @torch.library.custom_op(
     "pyringar::all_reduce", mutates_args=(), schema=f"(Tensor[] tensors, {_ARGUMENTS}) -> Tensor[]"
 )
@@ -138,8 +135,6 @@ def _keep_order_in_inductor() -> None:
     if inductor is not None:
         _lower_in_order(inductor)
 
-
-# -- in place --------------------------------------------------------------------------------------
 
 # Made of the other one, for only what writes nothing can be kept in order by graphs.
 _library: Any = torch.library.Library("pyringar", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -91,8 +91,6 @@ class RankCommunicator(BaseCommunicator):
             f"timeout={self._timeout_s:g} s, device={str(self._device)!r})"
         )
 
-    # -- for the backend of torch.distributed ------------------------------------------------------
-
     def _begin_as(
         self,
         what: object,

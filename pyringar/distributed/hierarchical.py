@@ -246,8 +246,6 @@ class HierarchicalCommunicator(RankCommunicator):
     def _stats(self) -> dict[str, dict[str, float]]:
         return {"hierarchical": {"calls": self._num_calls}, "inter": dict(self._column.sent)}
 
-    # -- life --------------------------------------------------------------------------------------
-
     def _set_timeout(self, seconds: float) -> None:
         for group in self._inside_groups:
             group.set_timeout(seconds + _INSIDE_GRACE_S)
@@ -296,8 +294,6 @@ class HierarchicalCommunicator(RankCommunicator):
                 group._tell(self._failure)
             group._abort(_text_of(self._failure))
         self._column.abort()
-
-    # -- one call, on the communicator's own thread ------------------------------------------------
 
     def _current_stream(self, what: str) -> Any:
         if self._device.type == "cpu":

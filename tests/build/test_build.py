@@ -313,9 +313,6 @@ def test_read_cpu(tmp_path):
     assert toolchain.read_cpu() == toolchain.read_cpu()
 
 
-# -- loading, and the command line -----------------------------------------------------------------
-
-
 # --- loading ---
 
 
@@ -390,9 +387,6 @@ def test_build_command(cache, tiny, unloaded, monkeypatch, capsys, caplog):
     assert "it was there" not in told("--force")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert told("--force", status=1).endswith("or name yours in CXX.\n")
-
-
-# -- exported symbols ------------------------------------------------------------------------------
 
 
 LEAK = """

@@ -121,9 +121,6 @@ def test_rings_of_many_communicators(make_ranks):
         gpu.assert_ranks(mine, expected(parts, "max", "ring"))
 
 
-# -- a rank that does not come ---------------------------------------------------------------------
-
-
 @gpu.only
 @pytest.mark.parametrize("withheld", [0, 2])
 def test_withheld_rank_times_out(make_ranks, withheld):

@@ -145,8 +145,6 @@ void run_all_outputs(Random& random, DType dtype, Fold fold, int k) {
   run_fused(random, {dtype, fold, 1, k, Outputs::kFresh}, {tile + few, 1});
 }
 
-// -- means ----------------------------------------------------------------------------------------
-
 template <typename T>
 T from_bits(std::uint64_t bits) {
   T x;

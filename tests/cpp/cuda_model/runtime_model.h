@@ -70,8 +70,6 @@ struct Options {
 void start(std::uint64_t seed, const Options& options = {});
 void run_to_end();  // everything that was enqueued
 
-// -- host threads and processes -------------------------------------------------------------------
-
 void become_process(int process);  // the calling thread and those that it starts, until they end
 // What it has enqueued does not run any more, what it still calls does nothing; its memory stays as
 // long as others have it open.
@@ -84,8 +82,6 @@ void before_launch(int num_launches, std::function<void()> other_thread);  // th
 void meet_hosts();  // threads were joined, or have waited for each other
 void host_reads(const void* memory, std::size_t bytes);
 void host_writes(const void* memory, std::size_t bytes);
-
-// -- devices --------------------------------------------------------------------------------------
 
 // Memory that a framework's allocator made, on a device or, -1, on the host; until start().
 void show_tensor(const void* memory, std::size_t bytes, int device);

@@ -57,8 +57,6 @@ class Crew {
 
 CudaProcessOptions random_options(Random& random);
 
-// -- one call, and what it must give --------------------------------------------------------------
-
 Case make_case(Random& random, int world_size, std::size_t slot_bytes);
 Case plain_case(std::size_t numel);  // an all_reduce of one fp32 tensor
 

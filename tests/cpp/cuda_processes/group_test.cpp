@@ -75,8 +75,6 @@ void check_two_groups(Random& random) {
   }
 }
 
-// -- what goes wrong ------------------------------------------------------------------------------
-
 void check_mismatch(Random& random) {
   const int world_size = random.between(2, 4);
   const int odd = random.between(0, world_size - 1);
