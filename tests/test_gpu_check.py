@@ -12,7 +12,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from cases import mostly_slow
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Step
@@ -116,7 +115,8 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(FILES, "good"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
 def test_outcome_of_tests(tmp_path, monkeypatch, name):
     source, state, counts = FILES[name]
     (tmp_path / "test_it.py").write_text(HEAD + source)

@@ -130,6 +130,7 @@ def measured(*candidates, suffix=""):
     return run
 
 
+@pytest.mark.slow
 def test_wrong_peer_fails_the_run(peer, monkeypatch, capsys):
     assert run_all.main(["--dry-run", "processes"]) == 0
     monkeypatch.setitem(PEERS, "impi", replace(peer, variables={"FAULT": "one element"}))

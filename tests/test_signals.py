@@ -220,6 +220,7 @@ print("the end")
 """
 
 
+@pytest.mark.slow
 def test_daemon_threads_do_not_abort_exit():
     """Python ends them where they come back into the interpreter."""
     for ended in run_programs(DAEMONS, [], [], []):
