@@ -21,8 +21,8 @@ ROW = Row("training_cuda", "LeNet", 1, "ringar", 1.0, 1.0, 1.0, 1.0, 2, True)
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch):
-    monkeypatch.setattr(gpu_check, "ABORT_S", 0.3)
+def _trial(monkeypatch):
+    monkeypatch.setattr(gpu_check, "ABORT_S", 10.0)
     monkeypatch.setenv("PYRINGAR_TEST_CUDA_ON_CPU", "1")
 
 
