@@ -57,7 +57,8 @@ def launch(
         ranks: Number of ranks.
         devices: One per rank, such as ``["cuda:0"] * 4``: the rank's current CUDA device.
             None: the CPU. Processes can use GPUs if this process has not initialised CUDA.
-        args, kwargs: For ``fn``: the same objects on all ranks, or copies in processes.
+        args: For ``fn``: the same objects on all ranks, or copies in processes.
+        kwargs: As ``args``.
         seed: Decides which thread goes next where several can. The same seed gives the same run.
         timeout: Seconds that a rank may run without a call while others wait for it. ``inf``: no
             limit, such as for a debugger in processes.

@@ -110,7 +110,8 @@ class BaseCommunicator:
                 belong together by index. GPUs of several processes need equal strides.
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"`` or a
                 ``torch.distributed.ReduceOp``. Means divide once, at the end; integers towards 0.
-            algorithm, order: Override the communicator's.
+            algorithm: Overrides the communicator's.
+            order: Overrides the communicator's.
             async_op: Return a `Work` and reduce in the background. ``naive``, ``sharded`` and a
                 short ``fused`` call reduce before they return.
 
