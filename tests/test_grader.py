@@ -178,6 +178,11 @@ def fails_on_nothing(data):
     repaired(data)
 
 
+def gives_sparse_tensors(data):
+    total = torch.stack(data).sum(0)
+    data[:] = [total.to_sparse() for _ in data]
+
+
 def swallows_nan_and_infinities(data):
     total = torch.stack(data).sum(0)
     fill(data, total.nan_to_num() if total.is_floating_point() else total)
@@ -199,6 +204,7 @@ PLANTED: list[tuple[Allreduce, str, str]] = [
     (writes_the_gaps, "outside", "that is not part of its tensor was written"),
     (float32_only, "dtypes", "float64, random values"),
     (fails_on_nothing, "only sizes", "numel=0, float32, positional values: raises Run"),
+    (gives_sparse_tensors, "same bits, sum", "rank 0 holds sparse float32 of shape [1009]"),
     (swallows_nan_and_infinities, "only nan and inf", "element 0: expected nan, got 0.0"),
     (leaves_ranks_beyond_32_alone, "only ranks", "k=33, numel=1009, float32, positional values"),
     (drops_elements_beyond_two_million, "only sizes", "element 2000000: expected 3.0, got 1.0"),

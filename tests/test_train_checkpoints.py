@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import PurePath
 
 import pytest
 import torch
@@ -98,8 +99,9 @@ def test_epoch_is_saved_before_callback(images, tmp_path, monkeypatch):
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_more_epochs_after_the_last(images, tmp_path, schedule):
     options = {**LENET, "lr_schedule": schedule}
-    short = go(images, {**options, "epochs": 1}, save=tmp_path)
-    longer = go(images, options, resume=tmp_path)
+    folder = PurePath(tmp_path)
+    short = go(images, {**options, "epochs": 1}, save=folder)
+    longer = go(images, options, resume=folder)
     assert longer.epochs[:1] == short.epochs
     assert len(longer.epochs) == 3
     if schedule == "constant":

@@ -1,7 +1,7 @@
 // builder: collects the tensors of a call, checks them against each other, and lays out pointers.
 //
 // Contract  Every refusal is an Error that names the operation, the argument and its value. Results
-//           in place would bypass autograd: a written tensor must not require grad if it records.
+//           in place bypass autograd: no written tensor may require grad while autograd records.
 // Threads   with the GIL held; bindings/prepare.cpp is the only user.
 // Tests     tests/conformance/test_refused.py, tests/conformance/test_layouts.py
 #pragma once

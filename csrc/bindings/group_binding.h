@@ -8,7 +8,7 @@
 //             run(group, call, written)    marks the tensors `written`, then runs the call, or
 //                                 enqueues it on GPUs
 //             submit(group, call, after)   in the background; returns the work as a Python object.
-//                                 after: None, or the event that GPUs wait for instead of streams
+//                                 after: an event that GPUs wait for; None: the current streams
 //             enqueued(group)     GPUs only: the work of all calls on the current streams
 //             wait_until_free(group)       for algorithms in Python: waits for earlier calls
 //           Tensors are marked before the first write: a call that fails half-way has written too.
@@ -136,7 +136,8 @@ inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
   return true;
 }
 
-// An all_reduce, prepared once per address. may_decline: return false if tensors are elsewhere.
+// An all_reduce, prepared once for tensors at the same addresses. may_decline: false, and nothing
+// is done, unless all are tensors on the devices of their ranks.
 template <typename Engine>
 bool all_reduce(const typename Engine::GroupPtr& group, const CallOptions& options,
                 py::handle given, bool may_decline) {

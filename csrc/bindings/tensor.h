@@ -78,7 +78,8 @@ bool is_plain_tensor(PyObject* object);
 // its memory; anything else as it is, for read_tensor() to refuse. Errors name operation and name.
 py::object as_tensor(PyObject* object, const char* operation, const std::string& name);
 
-// Whether tensors of one shape have equal layouts; strides of dimensions of size 1 do not count.
+// Whether tensors of one shape have equal layouts. Strides of dimensions of size 1 do not count,
+// nor any strides of a tensor with one element or none.
 bool lie_alike(const TensorView& view, const TensorView& first);
 
 // Whether elements lie side by side in the order of their index.

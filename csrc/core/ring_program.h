@@ -10,8 +10,8 @@
 //             W3 flag = n            (release)         R3 taken = n        (release)
 //
 //           Pieces follow each other one action apart: piece p is at action a in tick p + a. A rank
-//           waits for messages of the tick before. A link holds one tick's messages, at most 2k -
-//           2, and two more: the rank that is furthest behind finds its message and a free slot.
+//           waits for messages of the tick before. A link holds one tick's messages, at most
+//           2k - 2, and two more: the slowest rank finds its message and a free slot.
 // Threads   one call per rank, all ranks at once. A wait that fails (deadline, abort) ends the
 //           program at once and returns false; the engine knows why.
 // Source    Patarasuk & Yuan 2009; NCCL's recvReduceCopySend fuses reduce, keep and forward.

@@ -25,7 +25,8 @@
 namespace pyringar {
 
 // The deadline of one collective, and its failure: when no rank moves, the rank that waits for the
-// earliest turn waits for the culprit. The first rank that is late makes the others give up.
+// earliest turn waits for the culprit. The first rank whose wait times
+// out makes the others give up.
 class Watch {
  public:
   Watch(int world_size, std::chrono::nanoseconds timeout)

@@ -24,7 +24,7 @@ namespace pyringar {
 
 class ThreadPool {
  public:
-  // So many helpers, or one for each core that the caller may use now, except its own.
+  // num_helpers; kByCores: for each job one per core that the caller may use, except its own.
   static constexpr int kByCores = -1;
   explicit ThreadPool(int num_helpers = kByCores)
       : follows_cores_(num_helpers == kByCores), num_helpers_(follows_cores_ ? 0 : num_helpers) {}

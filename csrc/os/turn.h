@@ -1,8 +1,9 @@
 // turn: the lock under which the calls of a group run one at a time, and how one waits for it.
 //
-// Contract  take() returns when this thread has the lock. It calls on_nap twenty times a second; an
-//           exception from that ends the wait. It throws kState if this thread has the lock: on_nap
-//           of a call has run a signal handler, which called again.
+// Contract  take() returns when this thread has the lock. While it waits it calls on_nap twenty
+// times
+//           a second; an exception from that ends the wait. It throws kState if this thread has the
+//           lock: on_nap of a call has run a signal handler, which called again.
 // Threads   any number.
 // Tests     tests/test_signals.py, tests/cpp/group_test.cpp
 #pragma once

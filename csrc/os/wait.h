@@ -64,7 +64,8 @@ bool yield_for_flag(const Flag& flag, std::uint32_t wanted, int num_yields,
 // The same, then sleeps until it is.
 void wait_for_flag(Flag& flag, std::uint32_t wanted);
 
-// Sleeps, `nap` at a time, until flag >= wanted; false if give_up() after a nap, which may throw.
+// Sleeps, `nap` at a time, until flag >= wanted. False if give_up(), called after each nap, is
+// true; it may throw.
 bool nap_for_flag(Flag& flag, std::uint32_t wanted, std::chrono::nanoseconds nap,
                   const std::function<bool()>& give_up, Scope scope = Scope::kThreads);
 

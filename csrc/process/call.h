@@ -133,8 +133,9 @@ ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 // What every call begins with: its record, for the others to compare.
 void begin_call(const Collective& call, ProcessRank& self, bool is_background);
 
-// Packs tensors with gaps, announces, compares, moves the data, unpacks. False: the watch says why,
-// or self.lies_otherwise on all ranks, and nothing was written.
+// Packs tensors with gaps, announces, compares, moves the data, unpacks. False: a wait
+// failed or calls differ, and the watch says why; or self.lies_otherwise is set, on all ranks, and
+// nothing was written.
 bool run_process_call(const Collective& call, ProcessRank& self, bool is_background);
 
 // The same call for ranks whose tensors lie otherwise: in the order of their index, through slots.

@@ -17,7 +17,8 @@ using namespace std::chrono_literals;
 constexpr int kPausesWithCore = 1000;
 constexpr int kYieldsWithCore = 200;
 constexpr int kYieldsCrowded = 500;
-// After vain yields so many waits sleep at once: ranks that yield to each other block other ranks.
+// The number of waits that sleep at once after a vain series of yields: ranks that yield to each
+// other keep a core that another rank needs.
 constexpr int kWaitsAfterVainYields = 16;
 
 template <std::size_t kSize>

@@ -64,7 +64,7 @@ def _halving(terms: Sequence[Tree]) -> Tree:
 
 
 def formula(tree: Tree | str | None) -> str:
-    """Return such as ``"((0+1)+2)+3"``: the numbers are ranks."""
+    """Return a formula such as ``"((0+1)+2)+3"``, of ranks."""
     if tree is None or isinstance(tree, str):
         return tree or "unknown"
     if isinstance(tree, int):

@@ -82,7 +82,7 @@ def add_options(parser: Any, options: Mapping[str, tuple[str, dict[str, Any]]]) 
 
 
 def add_json_option(parser: Any) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
 
 
 def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Path:

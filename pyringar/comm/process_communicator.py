@@ -108,7 +108,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             self._world_size,
             meeting.token,
             self._timeout_s,
-            self._device.index if self._has_gpus else compares_shapes,
+            self._device.index if self._has_gpus else bool(compares_shapes),
         )
         meeting.wait_until_mapped(group.absent_ranks)
         self._store = meeting.store

@@ -269,9 +269,9 @@ class Delegated:
     ) -> Any:
         """Return the work of a call of the backend for these tensors.
 
-        ``copies`` are made after the call. The backend has its method under one of ``names``, else
-        ``operation``. ``results`` are the tensors that it writes, else ``tensors``. ``peers`` are
-        the ranks without which it cannot end, else all.
+        ``copies``: made after the call. ``names``: possible names of the backend's method (default:
+        ``operation``). ``results``: the tensors that it writes (default: ``tensors``). ``peers``:
+        the ranks without which it cannot end (default: all).
         """
         device = tensors[0].device.type if tensors else "cpu"
         backend = self._fallback.for_device(device, operation)

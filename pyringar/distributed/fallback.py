@@ -180,7 +180,7 @@ def make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def break_off(gloo: Any) -> None:
-    """Make a gloo's calls and messages fail, but a receive from any rank.
+    """Make gloo's calls and messages fail, except receives from any rank.
 
     When a message times out, gloo closes all connections.
     """

@@ -171,7 +171,10 @@ class Column:
         return ""
 
     def in_all_ranks(self, text: str) -> str:
-        """Replace ranks of this machine, which count from 0, by those of all machines, once."""
+        """Replace ranks of this machine, which count from 0, by those of all machines.
+
+        Names that were replaced before stay.
+        """
         members = [self._members[rank] for rank in self._machines.here]
         for member in members:
             place = re.escape(f"(process {member.pid} on {member.host})")

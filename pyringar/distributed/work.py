@@ -161,7 +161,8 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is done; other Python threads run meanwhile.
 
-        Without a ``timeout``, or with zero, the communicator's counts. CollectiveTimeout after it.
+        Without a ``timeout``, or with zero, the communicator's counts.
+        CollectiveTimeout if the call is late; it goes on nevertheless.
         """
         seconds = timeout.total_seconds() if timeout else 0.0
         deadline = time.monotonic() + seconds

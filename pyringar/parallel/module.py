@@ -170,8 +170,13 @@ class DataParallel(nn.Module):
         num_samples = nested.num_samples(args, kwargs, self.dim)
         sizes = shard_sizes(num_samples, len(self.devices), self._weights)
         ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
-        shards = nested.scatter((args, kwargs), sizes, self.devices, self.dim)
-        calls: _Calls = {rank: shards[rank] for rank in ranks}
+        scatter = partial(nested.scatter, sizes=sizes, devices=self.devices, dim=self.dim)
+        columns = [scatter(value) for value in args]
+        named = {name: scatter(value) for name, value in kwargs.items()}
+        calls: _Calls = {
+            r: (tuple(column[r] for column in columns), {n: named[n][r] for n in named})
+            for r in ranks
+        }
         if len(ranks) == 1 and self.devices[ranks[0]] == self.devices[0]:
             outputs = {rank: self.module(*args, **kwargs) for rank, (args, kwargs) in calls.items()}
         else:

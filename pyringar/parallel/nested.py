@@ -23,7 +23,7 @@ _PACKED = "PackedSequence: pass padded tensors and their lengths, and pack them 
 
 
 def num_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> int:
-    """Return the length along ``dim`` that all tensors share; ArgumentError names the others."""
+    """Return the length along ``dim`` that all tensors share; ArgumentError if there is none."""
     tensors: _Found = []
     objects: _Found = []
     for name, value in [("args", args), *kwargs.items()]:

@@ -52,7 +52,10 @@ class RankCopies:
 
     @torch.no_grad()
     def reduce(self, lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
-        """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device; None is zeros."""
+        """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device.
+
+        None counts as zeros, but not on all ranks.
+        """
         columns = [list(column) for column in zip(*lists, strict=True)]
         fused = [
             i

@@ -229,9 +229,10 @@ class TrainConfig:
 
 
 def folder_of(name: str, path: str | Path) -> Path:
-    if not isinstance(path, (str, Path)) or not str(path) or "\0" in str(path):
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    if not isinstance(text, str) or not text or "\0" in text:
         raise ArgumentError(f"{name} is {path!r}, expected the path of a folder")
-    return Path(os.path.expanduser(path))
+    return Path(os.path.expanduser(text))
 
 
 def _check_number(name: str, value: Any, fits: Callable[[float], bool], expected: str) -> None:

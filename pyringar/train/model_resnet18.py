@@ -31,7 +31,7 @@ class NormedConv(nn.Conv2d):
 
 
 class Residual(nn.Module):
-    """Two convolutions whose result is added to the input, resized by a third if necessary."""
+    """Two convolutions whose result is added to the input, fitted by a third if shapes differ."""
 
     def __init__(self, in_channels: int, out_channels: int, strides: int = 1) -> None:
         super().__init__()
