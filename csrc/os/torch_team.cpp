@@ -55,7 +55,7 @@ std::string library_of(void* symbol) {
   return is_known && info.dli_fname != nullptr ? info.dli_fname : "";
 }
 
-// The library of torch's own calls: global symbols come first (LD_PRELOAD), then its dependencies.
+// The OpenMP library that torch calls: global symbols (LD_PRELOAD) come before its dependencies.
 // LLVM's and Intel's runtimes have GNU's names, too. Null if there is none, or two.
 void* find_openmp(void* torch) {
   void* parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
