@@ -1,4 +1,4 @@
-"""Takes the mean, which is not what was asked for."""
+"""Computes the mean instead of the sum."""
 
 import torch
 
