@@ -58,7 +58,7 @@ SHARED = [STRESS / f"{name}.cpp" for name in ("check", "oracle", "stress")]
 MODEL = [STRESS / "cuda/cuda_emulator.cpp", *sorted((STRESS / "cuda_model").glob("*.cpp"))]
 KERNELS = [CSRC / "cuda/kernels.cpp"]  # beside the units of each dtype
 BOTH = [CSRC / "cuda/folds.cpp", CSRC / "cuda/runtime.cpp"]
-HOST = "background devices group ring_links staging"
+HOST = "background device_group device_ring devices staging_buffers"
 HOST_SOURCES = [CSRC / f"cuda/{name}.cpp" for name in HOST.split()]
 PROCESS_SOURCES = [*sorted((CSRC / "cuda_process").glob("*.cpp")), *ENGINE_SOURCES]
 PROCESS_SOURCES += [STRESS / "process_calls.cpp"]
@@ -78,41 +78,41 @@ class Mistake(NamedTuple):
     instead: str = ""
 
 
-GROUP, WATCH = "cuda_process/group.cpp", "cuda_process/device_watch.cpp"
+GROUP, WATCH = "cuda_process/cuda_process_group.cpp", "cuda_process/device_watch.cpp"
 # Runs each time; the others before a release.
-KEPT = Mistake("host", "cuda/group.cpp", "[&] { meeting.meet(streams); }", "[] {}")
+KEPT = Mistake("host", "cuda/device_group.cpp", "[&] { meeting.meet(streams); }", "[] {}")
 # One for each rule of the model, and for each thing that the kernels' tests look at.
 MISTAKES = [
     Mistake("ring", "cuda/flag.cuh", "if (thread_index() == 0) fence(scope)", "(void)scope"),
     Mistake("ring", "cuda/flag.cuh", "__ATOMIC_RELEASE", "__ATOMIC_RELAXED"),
     Mistake("ring", "cuda/flag.cuh", "word, __ATOMIC_ACQUIRE)", "word, __ATOMIC_RELAXED)"),
-    Mistake("ring", "cuda/flag.cuh", "block_told(came)", "came || thread_index() != 0"),
+    Mistake("ring", "cuda/flag.cuh", "block_broadcast(came)", "came || thread_index() != 0"),
     Mistake(
         "ring", "cuda/ring.cuh", "sees_prev() && sees_next() ?", "sees_prev() || sees_next() ?"
     ),
     Mistake("ring", "cuda/ring.cuh", "n - args_.num_slots", "n - 2 * args_.num_slots"),
-    Mistake("ring", "cuda/ring_moves.cuh", "  move_units<1>(tail, n, job);\n"),
+    Mistake("ring", "cuda/ring_jobs.cuh", "  move_units<1>(tail, n, job);\n"),
     Mistake("fused-all", "cuda/fused.cuh", "raw[r], i))", "raw[kGroup - 1 - r], i))"),
     Mistake("fused-all", "cuda/fused.cuh", "(num - 1) % kGroup + 1", "num % kGroup + 1"),
     Mistake("fused-all", "cuda/fused.cuh", "if (at < vectors.end) "),
     Mistake("fused-mean", "cuda/pack.cuh", "fma(rest, divisor.reciprocal, guess)", "guess"),
     Mistake("fused-mean", "cuda/pack.cuh", "x + x != x", "x - x == 0"),
-    Mistake("host", "cuda/group.cpp", "  if (ring_ != nullptr) ring_->abort();\n"),
-    Mistake("host", "cuda/group.cpp", "    last_use_->wait_for();\n"),
+    Mistake("host", "cuda/device_group.cpp", "  if (ring_ != nullptr) ring_->abort();\n"),
+    Mistake("host", "cuda/device_group.cpp", "    last_use_->wait_for();\n"),
     Mistake("host", "cuda/runtime.cpp", "return kBrokenCapture;", "return 0;"),
     Mistake("host", "cuda/runtime.cpp", "if (has_context(before_)) {", "if (device >= 0) {"),
-    Mistake("host", "cuda/staging.cpp", "  const auto lock = lock_launches();\n"),
-    Mistake("host", "cuda/staging.cpp", "devices_.has_peers(), wanted", "true, wanted"),
+    Mistake("host", "cuda/staging_buffers.cpp", "  const auto lock = lock_launches();\n"),
+    Mistake("host", "cuda/staging_buffers.cpp", "devices_.has_peers(), wanted", "true, wanted"),
     Mistake("host", "cuda/background.cpp", "    last_->wait_for();\n"),
     Mistake("host", "cuda/background.cpp", "if (bucket.ready != nullptr) {", "if (false) {"),
     Mistake("host", "cuda/devices.cpp", "    events_[d].make_wait(streams[0], devices_[0]);\n"),
-    Mistake("processes", "cuda_process/staging.cpp", "WAIT_VALUE_GEQ", "WAIT_VALUE_EQ"),
+    Mistake("processes", "cuda_process/process_staging.cpp", "WAIT_VALUE_GEQ", "WAIT_VALUE_EQ"),
     Mistake("processes", GROUP, "    staging_.await_reduced(n, stream_);\n"),
-    Mistake("processes", "cuda_process/staging.cpp", "  staging_.last_call_.record(stream_);\n"),
-    Mistake("processes", "cuda_process/staging.h", "message % kStagingSlots", "message % 3"),
+    Mistake("processes", "cuda_process/process_staging.cpp", "  staging_.last_call_.record(stream_);\n"),
+    Mistake("processes", "cuda_process/process_staging.h", "message % kStagingSlots", "message % 3"),
     Mistake("processes", WATCH, "  release(culprit);\n"),
     Mistake("processes", WATCH, "!stillness_.is_late(culprit)) return", "culprit < 999) return"),
-    Mistake("processes", GROUP, "    raise_untold();\n"),
+    Mistake("processes", GROUP, "    raise_unreported();\n"),
     Mistake("processes", GROUP, "(is_idle && all_others_are_gone(*host_))", "(true)"),
 ]
 HANGS_AFTER_S = 150  # four times what a program without a mistake takes

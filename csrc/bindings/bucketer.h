@@ -14,7 +14,7 @@
 #include <set>
 
 #include "bindings/convert.h"
-#include "bindings/python_call.h"
+#include "bindings/gil_release.h"
 #include "bucket/step.h"
 
 namespace pyringar {

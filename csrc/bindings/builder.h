@@ -194,7 +194,7 @@ class Builder {
     }
   }
 
-  const Reading reading_;
+  const TensorReadGuard reading_;
   const char* const operation_;
   const LocalRanks& ranks_;
   const bool is_recording_ = TorchFunctions::get().is_grad_enabled();

@@ -34,7 +34,7 @@ struct PreparedCall {
   void check_unchanged(const GivenTensors& tensors) const;
 
   CallOptions options;
-  std::vector<Place> places;
+  std::vector<TensorIdentity> identities;
   std::shared_ptr<const Collective> call;
 };
 

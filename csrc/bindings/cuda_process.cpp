@@ -6,9 +6,9 @@
 #include <memory>
 #include <string>
 
-#include "bindings/cuda_ready.h"
+#include "bindings/cuda_ready_events.h"
 #include "bindings/shared_segment.h"
-#include "cuda_process/group.h"
+#include "cuda_process/cuda_process_group.h"
 
 namespace pyringar {
 
@@ -56,13 +56,13 @@ class CudaProcessWork {
 };
 
 // A group, its prepared calls, and the device of its tensors.
-struct CallingGroup : WithCalls<CudaProcessGroup> {
-  using WithCalls<CudaProcessGroup>::WithCalls;
+struct BoundCudaProcessGroup : GroupWithCache<CudaProcessGroup> {
+  using GroupWithCache<CudaProcessGroup>::GroupWithCache;
   const std::vector<int> devices = {device()};
 };
 
-struct Engine {
-  using Group = CallingGroup;
+struct CudaProcessTransport {
+  using Group = BoundCudaProcessGroup;
   using GroupPtr = std::shared_ptr<Group>;
 
   static ProcessGroup& host(Group& group) { return group.host(); }
@@ -72,7 +72,7 @@ struct Engine {
   static void run(Group& group, const Collective& call, PyObject* written) {
     mark_written(written);
     const cudaStream_t stream = stream_of(group);
-    const PythonCall python_call;
+    const GilRelease no_gil;
     group.run(call, stream);
   }
   static py::object submit(const GroupPtr& group, Collective call, py::handle) {
@@ -96,11 +96,11 @@ py::dict limits() {
                   "process_exchange"_a = options.exchange_bytes);
 }
 
-Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
-                            double timeout_s, int device) {
+CudaProcessTransport::GroupPtr make_group(SharedMemory& memory, int rank, int world_size,
+                                          const py::bytes& token, double timeout_s, int device) {
   const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
-  const CudaProcessOptions options{to_nanoseconds(timeout_s), &look_at_signals};
-  return new_group<Engine>(std::move(memory), segment, rank, device, options);
+  const CudaProcessOptions options{to_nanoseconds(timeout_s), &check_signals};
+  return new_group<CudaProcessTransport>(std::move(memory), segment, rank, device, options);
 }
 
 }  // namespace
@@ -114,17 +114,17 @@ void bind_cuda_process_group(py::module_& m) {
       .def("finished_ns", [](CudaProcessWork&) { return 0; })  // nobody waits for it on the host
       .def("wait", &CudaProcessWork::wait)
       .def("describe", &CudaProcessWork::describe);
-  py::class_<CallingGroup, Engine::GroupPtr> group(m, "ProcessGroup");
-  def_process_calls<Engine>(group);
+  py::class_<BoundCudaProcessGroup, CudaProcessTransport::GroupPtr> group(m, "ProcessGroup");
+  def_process_calls<CudaProcessTransport>(group);
   group.def(py::init(&make_group))
       .def("connect",
-           [](CallingGroup& group) {
-             const PythonCall python_call;
+           [](BoundCudaProcessGroup& group) {
+             const GilRelease no_gil;
              group.connect();
            })
       .def("make_ready",
-           [](const CallingGroup& group, std::vector<int> bucket_sizes) {
-             return std::make_unique<BoundReady>(group.devices, std::move(bucket_sizes));
+           [](const BoundCudaProcessGroup& group, std::vector<int> bucket_sizes) {
+             return std::make_unique<BoundReadyEvents>(group.devices, std::move(bucket_sizes));
            })
       .def("slot_bytes", &CudaProcessGroup::slot_bytes);
 }

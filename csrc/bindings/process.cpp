@@ -16,8 +16,8 @@ namespace pyringar {
 
 namespace {
 
-struct Engine {
-  using Group = WithCalls<ProcessGroup>;
+struct ProcessTransport {
+  using Group = GroupWithCache<ProcessGroup>;
   using GroupPtr = std::shared_ptr<Group>;
 
   static Group& host(Group& group) { return group; }
@@ -27,11 +27,11 @@ struct Engine {
   // A short call is done before the GIL would have changed hands, if the other ranks are there.
   static void run(Group& group, const Collective& call, PyObject* written) {
     if (call.bytes <= kExchangeBytes) {
-      const PythonCall python_call(written);
+      const GilRelease no_gil(written);
       return group.run(call);
     }
     mark_written(written);
-    const PythonCall python_call;
+    const GilRelease no_gil;
     group.run(call);
   }
   static py::object submit(const GroupPtr& group, Collective call, py::handle) {
@@ -39,12 +39,13 @@ struct Engine {
   }
 };
 
-Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
-                            double timeout_s, bool compares_shapes) {
+ProcessTransport::GroupPtr make_group(SharedMemory& memory, int rank, int world_size,
+                                      const py::bytes& token, double timeout_s,
+                                      bool compares_shapes) {
   const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
-  const ProcessGroupOptions options{to_nanoseconds(timeout_s), compares_shapes, &look_at_signals,
-                                    &let_others_run, &mark_announced};
-  return new_group<Engine>(std::move(memory), segment, rank, options);
+  const ProcessGroupOptions options{to_nanoseconds(timeout_s), compares_shapes, &check_signals,
+                                    &release_gil, &mark_tensors_written};
+  return new_group<ProcessTransport>(std::move(memory), segment, rank, options);
 }
 
 }  // namespace
@@ -57,8 +58,8 @@ void bind_process_group(py::module_& m) {
   });
   m.def("is_alive",
         [](std::int32_t pid, std::uint64_t start_ticks) { return is_alive({pid, start_ticks}); });
-  py::class_<Engine::Group, Engine::GroupPtr> group(m, "ProcessGroup");
-  def_process_calls<Engine>(group);
+  py::class_<ProcessTransport::Group, ProcessTransport::GroupPtr> group(m, "ProcessGroup");
+  def_process_calls<ProcessTransport>(group);
   group.def(py::init(&make_group))
       .def("submit_step", &ProcessGroup::submit_step);  // the step takes the GIL by itself
 }

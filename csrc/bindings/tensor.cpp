@@ -217,7 +217,7 @@ void read_tensor(PyObject* object, const char* operation, ArgName name, TensorVi
   view->is_dense = !view->is_negated && is_dense(*view);
 }
 
-Place::Place(PyObject* tensor) {
+TensorIdentity::TensorIdentity(PyObject* tensor) {
   TensorView view;
   read_tensor(tensor, "all_reduce", {"tensor"}, &view);
   data_ = view.data;
@@ -228,7 +228,7 @@ Place::Place(PyObject* tensor) {
   layout_.insert(layout_.end(), view.strides, view.strides + view.ndim);
 }
 
-bool Place::is_of(const TensorView& view) const {
+bool TensorIdentity::is_of(const TensorView& view) const {
   const auto ndim = static_cast<std::size_t>(view.ndim);
   // The sign even of the same object: it may be a new tensor at that address, or have a negated
   // `.data`.
@@ -273,7 +273,7 @@ bool has_index_order(const TensorView& view) {
   return view.numel <= 1 || has_no_gaps(view, std::views::iota(0, view.ndim) | std::views::reverse);
 }
 
-Reading::Reading() {
+TensorReadGuard::TensorReadGuard() {
   if (last_reader_ && *last_reader_ != std::this_thread::get_id()) {
     PyEval_SaveThread();
     while (true) std::this_thread::sleep_for(std::chrono::hours(1));
@@ -281,7 +281,7 @@ Reading::Reading() {
   ++num_threads_;
 }
 
-void Reading::end() {
+void TensorReadGuard::end() {
   last_reader_ = std::this_thread::get_id();
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   while (num_threads_ > 0 && std::chrono::steady_clock::now() < deadline) {

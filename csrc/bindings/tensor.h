@@ -86,9 +86,9 @@ bool lie_alike(const TensorView& view, const TensorView& first);
 bool has_index_order(const TensorView& view);
 
 // Where a tensor's elements lie: tells at once whether a tensor still lies there.
-class Place {
+class TensorIdentity {
  public:
-  explicit Place(PyObject* tensor);
+  explicit TensorIdentity(PyObject* tensor);
   // view: from try_view().
   bool is_of(const TensorView& view) const;
 
@@ -101,13 +101,13 @@ class Place {
 };
 
 // A thread that reads tensors. torch gives the GIL away meanwhile, and a daemon thread that comes
-// back for it after the interpreter's end would abort the process (bindings/python_call.h).
-class Reading {
+// back for it after the interpreter's end would abort the process (bindings/gil_release.h).
+class TensorReadGuard {
  public:
-  Reading();  // stays for ever in any other thread than the one that has called end()
-  ~Reading() { --num_threads_; }
-  Reading(const Reading&) = delete;
-  Reading& operator=(const Reading&) = delete;
+  TensorReadGuard();  // stays for ever in any other thread than the one that has called end()
+  ~TensorReadGuard() { --num_threads_; }
+  TensorReadGuard(const TensorReadGuard&) = delete;
+  TensorReadGuard& operator=(const TensorReadGuard&) = delete;
 
   // Before the interpreter's end. Waits for those who read, but not longer than a second: a
   // tensor's own Python code may wait for anything.

@@ -30,7 +30,7 @@ struct Failure {
   std::uint32_t wanted;
 };
 
-struct Patience {
+struct WaitLimits {
   std::uint64_t timeout_ns;  // without progress of who is waited for
   std::uint32_t* gave_up;    // one word on this device: 0, or 1 once a block has failed
   Failure* failure;
@@ -67,7 +67,7 @@ struct RingArgs {
   std::int32_t num_channels;
   Divisor divisor;
   RingPhases phases;
-  Patience patience;
+  WaitLimits patience;
   std::int32_t rank[kMaxLocalRanks];
   const void* input[kMaxLocalRanks];
   void* output[kMaxLocalRanks];

@@ -26,7 +26,7 @@ __device__ inline unsigned block_index() { return blockIdx.x; }
 __device__ inline unsigned num_blocks() { return gridDim.x; }
 __device__ inline void block_barrier() { __syncthreads(); }
 // A barrier at which all learn what thread 0 says.
-__device__ inline bool block_told(bool by_thread_0) {
+__device__ inline bool block_broadcast(bool by_thread_0) {
   return __syncthreads_or(threadIdx.x == 0 && by_thread_0) != 0;
 }
 // What the threads of a block share, one of each type. It is not initialized.
@@ -35,7 +35,7 @@ __device__ T& block_shared() {
   __shared__ T shared;
   return shared;
 }
-__device__ inline void spin_pause() {
+__device__ inline void poll_pause() {
 #if defined(__CUDA_ARCH__)
   __nanosleep(64);
 #endif

@@ -30,7 +30,7 @@ FusedLaunches::FusedLaunches(const TensorList& list, std::size_t num_devices) {
 
 void FusedLaunches::launch(std::span<const int> devices,
                            std::span<const cudaStream_t> streams) const {
-  for (const Launch& one : launches_) {
+  for (const FusedLaunch& one : launches_) {
     const OnDevice guard(devices[one.device]);
     void* arguments[] = {one.table.get()};
     check(cudaLaunchKernel(one.kernel, dim3(one.num_tiles), dim3(kThreads), arguments, 0,

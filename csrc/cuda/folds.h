@@ -29,14 +29,14 @@ class FusedLaunches {
   void launch(std::span<const int> devices, std::span<const cudaStream_t> streams) const;
 
  private:
-  struct Launch {
+  struct FusedLaunch {
     const void* kernel;
     std::size_t device;  // its position
     std::uint32_t num_tiles;
     std::shared_ptr<void> table;
   };
 
-  std::vector<Launch> launches_;
+  std::vector<FusedLaunch> launches_;
 };
 
 class Folds {

@@ -5,7 +5,7 @@
 //           a destination may be one of them. A thread holds 16 bytes of every source, or single
 //           elements of tensors that are not aligned alike; beyond 8 sources it goes on in groups.
 // Threads   any grid of kThreads-wide blocks; blocks do not wait for each other.
-// Tests     tests/cpp/cuda/fused_test.cpp, tests/cuda, tests/build/test_cuda_kernels.py
+// Tests     tests/cpp/cuda/fused_kernel_test.cpp, tests/cuda, tests/build/test_cuda_kernels.py
 #pragma once
 
 #include "core/fold.h"
@@ -96,9 +96,9 @@ class UnitFold {
   using Element = typename E::Element;
   using Value = typename Unit::Value;
 
-  PYRINGAR_DEVICE UnitFold(const TableView& table, const Segment& segment, std::size_t at,
+  PYRINGAR_DEVICE UnitFold(const TableView& table, const TableEntry& entry, std::size_t at,
                            Unit unit)
-      : table_(table), segment_(segment), at_(at), unit_(unit) {}
+      : table_(table), entry_(entry), at_(at), unit_(unit) {}
 
   PYRINGAR_DEVICE void run() const {
     typename Unit::Raw result;
@@ -114,7 +114,7 @@ class UnitFold {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) take(i, sums[i]);
     }
-    void* const* destinations = table_.pointers + segment_.destinations;
+    void* const* destinations = table_.pointers + entry_.destinations;
     for (int r = 0; r < table_.num_destinations; ++r) {
       unit_.store(result, static_cast<Element*>(destinations[r]) + at_);
     }
@@ -187,47 +187,48 @@ class UnitFold {
   }
 
   PYRINGAR_DEVICE const Element* source(int r) const {
-    return static_cast<const Element*>(table_.pointers[segment_.sources + r]) + at_;
+    return static_cast<const Element*>(table_.pointers[entry_.sources + r]) + at_;
   }
 
   const TableView& table_;
-  const Segment& segment_;
+  const TableEntry& entry_;
   const std::size_t at_;
   const Unit unit_;
 };
 
 template <typename E, typename Op, Order order>
-PYRINGAR_DEVICE void fold_elements(const TableView& table, const Segment& segment,
+PYRINGAR_DEVICE void fold_elements(const TableView& table, const TableEntry& entry,
                                    std::size_t begin, std::size_t end) {
   using Unit = ElementsUnit<E>;
   for (std::size_t i = begin + thread_index(); i < end; i += Unit::kValues * kThreads) {
-    UnitFold<E, Op, order, Unit>(table, segment, i, {end - i}).run();
+    UnitFold<E, Op, order, Unit>(table, entry, i, {end - i}).run();
   }
 }
 
 template <typename E, typename Op, Order order>
-PYRINGAR_DEVICE void fold_tile(const TableView& table, const Segment& segment, std::uint32_t tile) {
+PYRINGAR_DEVICE void fold_tile(const TableView& table, const TableEntry& entry,
+                               std::uint32_t tile) {
   constexpr std::size_t kItem = sizeof(typename E::Element);
-  const std::size_t begin = segment.head + tile * tile_elems(kItem);
-  if (segment.vector == 0) {
+  const std::size_t begin = entry.head + tile * tile_elems(kItem);
+  if (entry.vector == 0) {
     const std::size_t end = begin + tile_elems(kItem);
-    fold_elements<E, Op, order>(table, segment, begin, end < segment.numel ? end : segment.numel);
+    fold_elements<E, Op, order>(table, entry, begin, end < entry.numel ? end : entry.numel);
     return;
   }
-  const Range vectors = vector_range(segment, kItem);
+  const Range vectors = vector_range(entry, kItem);
   if (tile == 0) {
-    fold_elements<E, Op, order>(table, segment, 0, vectors.begin);
-    fold_elements<E, Op, order>(table, segment, vectors.end, segment.numel);
+    fold_elements<E, Op, order>(table, entry, 0, vectors.begin);
+    fold_elements<E, Op, order>(table, entry, vectors.end, entry.numel);
   }
   const std::size_t at = begin + thread_index() * (kPackBytes / kItem);
-  if (at < vectors.end) UnitFold<E, Op, order, WideUnit<E>>(table, segment, at, {}).run();
+  if (at < vectors.end) UnitFold<E, Op, order, WideUnit<E>>(table, entry, at, {}).run();
 }
 
 template <typename E, typename Op, Order order>
 PYRINGAR_DEVICE void fold_tiles(const TableView& table) {
   for (std::uint32_t tile = block_index(); tile < table.num_tiles; tile += num_blocks()) {
-    const Segment& segment = table.segments[find_segment(table, tile)];
-    fold_tile<E, Op, order>(table, segment, tile - segment.first_tile);
+    const TableEntry& entry = table.entries[find_entry(table, tile)];
+    fold_tile<E, Op, order>(table, entry, tile - entry.first_tile);
   }
 }
 

@@ -27,7 +27,7 @@ __global__ void probe_kernel(std::uint32_t* remote, std::uint32_t seed, std::uin
   for (std::uint32_t i = thread_index(); i < kProbeWords; i += num_threads()) {
     remote[i] = pattern(seed, i);
   }
-  fence(Scope::kSystem);
+  fence(MemoryScope::kSystem);
   block_barrier();
   for (std::uint32_t i = thread_index(); i < kProbeWords; i += num_threads()) {
     // What another thread wrote: the own line could come out of a buffer on the way.

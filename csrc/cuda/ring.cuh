@@ -8,12 +8,12 @@
 //           through slots (cpu/ring.cpp says why both stay unchanged meanwhile). Between devices
 //           all data goes through slots. In a slot, element i of a piece lies at index shift + i:
 //           16-byte alignment in an aligned tensor is kept.
-// Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/cuda;
+// Tests     tests/cpp/cuda/ring_kernel_test.cpp under ThreadSanitizer, tests/cuda;
 //           tests/build/test_cuda_kernels.py reads registers and loads in flight
 #pragma once
 
 #include "cuda/flag.cuh"
-#include "cuda/ring_moves.cuh"
+#include "cuda/ring_jobs.cuh"
 
 namespace pyringar::cuda {
 
@@ -23,7 +23,7 @@ PYRINGAR_DEVICE inline int prev_of(const RingProgram& program) {
 
 // A block's arguments, in shared memory to save registers.
 struct RingShared {
-  struct Tensor {
+  struct RankTensor {
     const void* input;
     void* output;
     // Where a rank's part of a gather, or its result of a scatter, begins: at its own chunk.
@@ -33,10 +33,10 @@ struct RingShared {
   RingProgram program;
   RingCut cut;
   RingPorts ports;  // of the block's channel
-  Tensor own;
-  Tensor prev;          // where it is on this device
+  RankTensor own;
+  RankTensor prev;      // where it is on this device
   Range first_of_prev;  // the chunk that prev sends first
-  Scope scope;
+  MemoryScope scope;
 
   PYRINGAR_DEVICE bool sees_prev() const { return ports.prev_local >= 0; }
   PYRINGAR_DEVICE bool sees_next() const { return ports.next_local >= 0; }
@@ -51,7 +51,7 @@ struct RingShared {
     for (std::uint32_t** flag : {&ports.out_flag, &ports.in_taken, &ports.base}) *flag += flags;
     own = tensor(args, local);
     if (sees_prev()) prev = tensor(args, ports.prev_local);
-    scope = sees_prev() && sees_next() ? Scope::kDevice : Scope::kSystem;
+    scope = sees_prev() && sees_next() ? MemoryScope::kDevice : MemoryScope::kSystem;
     program = {args.rank[local],
                args.world_size,
                args.numel,
@@ -65,7 +65,7 @@ struct RingShared {
   }
 
  private:
-  static PYRINGAR_DEVICE Tensor tensor(const RingArgs& args, int local) {
+  static PYRINGAR_DEVICE RankTensor tensor(const RingArgs& args, int local) {
     const std::size_t chunk = chunk_range(args.numel, args.world_size, args.rank[local]).begin;
     return {args.input[local], args.output[local],
             args.phases == RingPhases::kAllGather ? chunk : 0,
@@ -83,12 +83,12 @@ class RingMove {
   enum class Kind { kNothing, kWiden, kAdd, kFinish, kCopy };
 
   Kind kind = Kind::kNothing;
-  bool is_own_part = false;      // theirs: elements of prev's input, not partials
-  const void* theirs = nullptr;  // of prev, in its tensors or in a slot
-  const Element* own = nullptr;  // of this rank's input
-  Element* kept = nullptr;       // in its output
-  void* sent = nullptr;          // in a slot of its next
-  bool is_shared = true;         // neighbours must be told when it is done
+  bool receives_input = false;     // received: elements of prev's input, not partials
+  const void* received = nullptr;  // of prev, in its tensors or in a slot
+  const Element* own = nullptr;    // of this rank's input
+  Element* kept = nullptr;         // in its output
+  void* sent = nullptr;            // in a slot of its next
+  bool is_shared = true;           // neighbours must be told when it is done
 
   PYRINGAR_DEVICE RingMove(const RingArgs& args, const RingShared& shared)
       : args_(args), shared_(shared) {}
@@ -130,11 +130,11 @@ class RingMove {
   }
 
  private:
-  using Tensor = RingShared::Tensor;
-  static PYRINGAR_DEVICE const Element* input(const Tensor& tensor, Range range) {
+  using RankTensor = RingShared::RankTensor;
+  static PYRINGAR_DEVICE const Element* input(const RankTensor& tensor, Range range) {
     return static_cast<const Element*>(tensor.input) + (range.begin - tensor.first_input);
   }
-  static PYRINGAR_DEVICE Element* output(const Tensor& tensor, Range range) {
+  static PYRINGAR_DEVICE Element* output(const RankTensor& tensor, Range range) {
     return static_cast<Element*>(tensor.output) + (range.begin - tensor.first_output);
   }
   template <typename T>
@@ -155,9 +155,9 @@ class RingMove {
     own = input(shared_.own, range);
     // What prev sends first is its own part, to which nothing was added.
     const Range first = shared_.first_of_prev;
-    is_own_part = shared_.sees_prev() && first.begin <= range.begin && range.begin < first.end;
-    theirs = in_slot<Partial>(n_in, range);
-    if (is_own_part) theirs = input(shared_.prev, range);
+    receives_input = shared_.sees_prev() && first.begin <= range.begin && range.begin < first.end;
+    received = in_slot<Partial>(n_in, range);
+    if (receives_input) received = input(shared_.prev, range);
   }
   PYRINGAR_DEVICE void send_result(Range range, std::uint32_t n_out) {
     if (!shared_.sees_next()) sent = out_slot<Element>(n_out, range);
@@ -209,7 +209,7 @@ class BlockRing {
     if (move.kind == Kind::kNothing) return;
     perform(move, static_cast<int>(range.size()),
             static_cast<int>(range.begin % RingMove<E>::kPackElems));
-    if (move.is_shared) is_settled_ = false;
+    if (move.is_shared) is_fenced_ = false;
   }
 
  private:
@@ -217,45 +217,45 @@ class BlockRing {
 
   // One fence for both flags of an action, none if no other block reads the data.
   PYRINGAR_DEVICE void tell(std::uint32_t* flag, std::uint32_t n) {
-    if (!is_settled_) settle(shared_.scope);
-    is_settled_ = true;
+    if (!is_fenced_) block_fence(shared_.scope);
+    is_fenced_ = true;
     signal(flag, n, shared_.scope);
   }
 
   PYRINGAR_DEVICE void perform(const RingMove<E>& move, int n, int shift) const {
     if (move.kind == Kind::kCopy) {
       move_range(n, shift,
-                 Transfer<E, Element>{move.own, move.kept, static_cast<Element*>(move.sent)});
+                 CopyJob<E, Element>{move.own, move.kept, static_cast<Element*>(move.sent)});
     } else if (move.kind == Kind::kWiden) {
       move_range(n, shift,
-                 Transfer<E, Partial>{move.own, nullptr, static_cast<Partial*>(move.sent)});
-    } else if (!std::is_same_v<Element, Partial> && move.is_own_part) {
+                 CopyJob<E, Partial>{move.own, nullptr, static_cast<Partial*>(move.sent)});
+    } else if (!std::is_same_v<Element, Partial> && move.receives_input) {
       reduce<Element>(move, n, shift);
     } else {
       reduce<Partial>(move, n, shift);
     }
   }
-  template <typename Theirs>
+  template <typename Received>
   PYRINGAR_DEVICE void reduce(const RingMove<E>& move, int n, int shift) const {
     if (move.kind == Kind::kAdd) {
-      reduce_to<Theirs, Outcome::kPartial>(move, n, shift);
+      reduce_to<Received, ReduceOutput::kPartial>(move, n, shift);
     } else if (std::is_same_v<Op, Sum> && args_.divisor.value != 1) {
-      reduce_to<Theirs, Outcome::kMean>(move, n, shift);
+      reduce_to<Received, ReduceOutput::kMean>(move, n, shift);
     } else {
-      reduce_to<Theirs, Outcome::kResult>(move, n, shift);
+      reduce_to<Received, ReduceOutput::kResult>(move, n, shift);
     }
   }
-  template <typename Theirs, Outcome kOutcome>
+  template <typename Received, ReduceOutput kOutput>
   PYRINGAR_DEVICE void reduce_to(const RingMove<E>& move, int n, int shift) const {
-    using Job = Reduction<E, Op, Theirs, kOutcome>;
+    using Job = ReduceJob<E, Op, Received, kOutput>;
     move_range(n, shift,
-               Job{static_cast<const Theirs*>(move.theirs), move.own, move.kept,
+               Job{static_cast<const Received*>(move.received), move.own, move.kept,
                    static_cast<typename Job::Sent*>(move.sent), args_.divisor});
   }
 
   const RingArgs& args_;
   const RingShared& shared_;
-  bool is_settled_ = true;  // nothing was moved since the last fence
+  bool is_fenced_ = true;  // nothing was moved since the last fence
 };
 
 // Chosen by run_ring: this engine moves data in one place for all actions.

@@ -2,10 +2,10 @@
 // memory, and a CUDA graph can capture it.
 //
 // Units     elements for ranges, bytes where it says so.
-// Contract  Every element of every segment lies in exactly one of: head, vectors, tail. Vectors are
-//           16-byte aligned for every pointer of the segment. The first tile of a segment also
-//           takes head and tail. A segment whose pointers disagree modulo 16 has no vectors.
-// Tests     tests/cpp/cuda/fused_test.cpp, tests/cpp/cuda_processes
+// Contract  Every element of every entry lies in exactly one of: head, vectors, tail. Vectors are
+//           16-byte aligned for every pointer of the entry. The first tile of a entry also
+//           takes head and tail. A entry whose pointers disagree modulo 16 has no vectors.
+// Tests     tests/cpp/cuda/fused_kernel_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
 #include <cstddef>
@@ -35,48 +35,48 @@ PYRINGAR_HD constexpr std::size_t tile_elems(std::size_t item) {
   return static_cast<std::size_t>(kThreads) * (16 / item);
 }
 
-struct Segment {
+struct TableEntry {
   std::uint64_t numel;
-  std::uint32_t first_tile;  // of this segment, counted over the launch
+  std::uint32_t first_tile;  // of this entry, counted over the launch
   std::uint16_t sources;     // where its pointers begin in the table
   std::uint16_t destinations;
   std::uint16_t head;    // elements before the first vector
   std::uint16_t vector;  // 1: all pointers reach 16-byte alignment after head elements
   std::uint32_t unused;
 };
-static_assert(sizeof(Segment) == 24);
+static_assert(sizeof(TableEntry) == 24);
 
-PYRINGAR_HD constexpr std::uint32_t num_tiles(const Segment& segment, std::size_t item) {
-  const std::size_t body = segment.numel - segment.head;
+PYRINGAR_HD constexpr std::uint32_t num_tiles(const TableEntry& entry, std::size_t item) {
+  const std::size_t body = entry.numel - entry.head;
   const std::size_t tiles = (body + tile_elems(item) - 1) / tile_elems(item);
   return static_cast<std::uint32_t>(tiles > 0 ? tiles : 1);
 }
 
-// Elements [begin, end) of the vectors of a segment; what is left on both sides are head and tail.
-PYRINGAR_HD constexpr Range vector_range(const Segment& segment, std::size_t item) {
-  const std::size_t head = segment.head;
-  if (segment.vector == 0) return {head, head};
-  return {head, head + (segment.numel - head) / (16 / item) * (16 / item)};
+// Elements [begin, end) of the vectors of a entry; what is left on both sides are head and tail.
+PYRINGAR_HD constexpr Range vector_range(const TableEntry& entry, std::size_t item) {
+  const std::size_t head = entry.head;
+  if (entry.vector == 0) return {head, head};
+  return {head, head + (entry.numel - head) / (16 / item) * (16 / item)};
 }
 
 // A view of either size of table below.
 struct TableView {
   void* const* pointers;
-  const Segment* segments;
-  std::uint32_t num_segments;
+  const TableEntry* entries;
+  std::uint32_t num_entries;
   std::uint32_t num_tiles;
-  int num_sources;       // of every segment
-  int num_destinations;  // of every segment
+  int num_sources;       // of every entry
+  int num_destinations;  // of every entry
   Divisor divisor;
 };
 
-// The segment of a tile: the last one whose first tile is not behind it.
-PYRINGAR_HD constexpr std::uint32_t find_segment(const TableView& table, std::uint32_t tile) {
+// The entry of a tile: the last one whose first tile is not behind it.
+PYRINGAR_HD constexpr std::uint32_t find_entry(const TableView& table, std::uint32_t tile) {
   std::uint32_t low = 0;
-  std::uint32_t high = table.num_segments;
+  std::uint32_t high = table.num_entries;
   while (high - low > 1) {
     const std::uint32_t middle = (low + high) / 2;
-    if (table.segments[middle].first_tile <= tile) {
+    if (table.entries[middle].first_tile <= tile) {
       low = middle;
     } else {
       high = middle;
@@ -85,11 +85,11 @@ PYRINGAR_HD constexpr std::uint32_t find_segment(const TableView& table, std::ui
   return low;
 }
 
-template <int kPointers, int kSegments>
+template <int kPointers, int kEntries>
 struct Table {
   static constexpr int kMaxPointers = kPointers;
-  static constexpr int kMaxSegments = kSegments;
-  std::uint32_t num_segments = 0;
+  static constexpr int kMaxEntries = kEntries;
+  std::uint32_t num_entries = 0;
   std::uint32_t num_tiles = 0;
   std::uint32_t num_pointers = 0;
   std::int32_t num_sources = 0;
@@ -97,10 +97,10 @@ struct Table {
   std::uint32_t unused = 0;
   Divisor divisor;
   void* pointers[kPointers];
-  Segment segments[kSegments];
+  TableEntry entries[kEntries];
 
   PYRINGAR_HD TableView view() const {
-    return {pointers, segments, num_segments, num_tiles, num_sources, num_destinations, divisor};
+    return {pointers, entries, num_entries, num_tiles, num_sources, num_destinations, divisor};
   }
 };
 
@@ -117,7 +117,7 @@ inline std::uint32_t pointers_wanted(const void* const* sources, void* const* de
   return static_cast<std::uint32_t>(num_sources + (in_place ? 0 : num_destinations));
 }
 
-// Tensors of a call that go into one launch: add() says whether there was room.
+// Tensors of a call that go into one launch: add() says whether there was demand.
 template <typename T>
 class TableBuilder {
  public:
@@ -135,17 +135,16 @@ class TableBuilder {
     const auto num_destinations = static_cast<std::uint32_t>(table_.num_destinations);
     const std::uint32_t wanted =
         pointers_wanted(sources, destinations, table_.num_sources, table_.num_destinations);
-    if (table_.num_segments == T::kMaxSegments ||
+    if (table_.num_entries == T::kMaxEntries ||
         table_.num_pointers + wanted > static_cast<std::uint32_t>(T::kMaxPointers)) {
       return false;
     }
-    Segment& segment = table_.segments[table_.num_segments++];
-    segment = {numel, table_.num_tiles, push(sources, num_sources, offset_bytes), 0, 0, 0, 0};
-    segment.destinations = wanted == num_sources
-                               ? segment.sources
-                               : push(destinations, num_destinations, offset_bytes);
-    align(segment, wanted);
-    table_.num_tiles += num_tiles(segment, item_);
+    TableEntry& entry = table_.entries[table_.num_entries++];
+    entry = {numel, table_.num_tiles, push(sources, num_sources, offset_bytes), 0, 0, 0, 0};
+    entry.destinations =
+        wanted == num_sources ? entry.sources : push(destinations, num_destinations, offset_bytes);
+    align(entry, wanted);
+    table_.num_tiles += num_tiles(entry, item_);
     return true;
   }
 
@@ -159,17 +158,17 @@ class TableBuilder {
     return first;
   }
 
-  void align(Segment& segment, std::uint32_t count) const {
+  void align(TableEntry& entry, std::uint32_t count) const {
     const auto misalignment = [&](std::uint32_t i) {
-      return reinterpret_cast<std::uintptr_t>(table_.pointers[segment.sources + i]) % 16;
+      return reinterpret_cast<std::uintptr_t>(table_.pointers[entry.sources + i]) % 16;
     };
     for (std::uint32_t i = 1; i < count; ++i) {
       if (misalignment(i) != misalignment(0)) return;
     }
     if (misalignment(0) % item_ != 0) return;
     const std::size_t head = (16 - misalignment(0)) % 16 / item_;
-    segment.vector = 1;
-    segment.head = static_cast<std::uint16_t>(head < segment.numel ? head : segment.numel);
+    entry.vector = 1;
+    entry.head = static_cast<std::uint16_t>(head < entry.numel ? head : entry.numel);
   }
 
   T& table_;

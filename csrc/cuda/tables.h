@@ -3,7 +3,7 @@
 // Contract  as few launches as tables allow, a dtype at a time. All tensors have the same number of
 //           sources, and of destinations. Over several devices each gets its slice of every tensor,
 //           the same tensors in each table.
-// Tests     tests/cpp/cuda_host/group_test.cpp, tests/cpp/cuda_processes
+// Tests     tests/cpp/cuda_host/device_group_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
 #include <algorithm>
@@ -52,8 +52,8 @@ bool add_slices(std::vector<TableBuilder<T>>& builders, const Buffers& tensor) {
 // Short tensors leave nothing to the last devices.
 template <typename T>
 bool has_elements(const T& table) {
-  return std::any_of(table.segments, table.segments + table.num_segments,
-                     [](const Segment& segment) { return segment.numel > 0; });
+  return std::any_of(table.entries, table.entries + table.num_entries,
+                     [](const TableEntry& entry) { return entry.numel > 0; });
 }
 
 template <typename T, typename Launch>
@@ -70,7 +70,7 @@ void launch_dtype(const TensorList& list, DType dtype, std::size_t num_devices, 
     for (; next != list.tensors.end(); ++next) {
       if (next->dtype == dtype && !add_slices(builders, *next)) break;
     }
-    if (tables[0].num_segments == 0) {
+    if (tables[0].num_entries == 0) {
       if (next == list.tensors.end()) return;
       fail(ErrorKind::kUnsupported, list.operation, ": ", first.num_sources,
            " ranks are more than one launch can address (", T::kMaxPointers, " pointers)");
@@ -81,31 +81,31 @@ void launch_dtype(const TensorList& list, DType dtype, std::size_t num_devices, 
 }
 
 // What the tensors of a dtype take of a table.
-struct Room {
-  std::size_t segments = 0;
+struct TableDemand {
+  std::size_t entries = 0;
   std::size_t pointers = 0;
 
   template <typename T>
   bool fits() const {
-    return segments <= T::kMaxSegments && pointers <= T::kMaxPointers;
+    return entries <= T::kMaxEntries && pointers <= T::kMaxPointers;
   }
 };
 
 // launch(dtype, tables), with a table per device, until all tensors are launched.
 template <typename Launch>
 void launch_tables(const TensorList& list, std::size_t num_devices, Launch&& launch) {
-  std::array<Room, kNumDTypes> rooms{};
+  std::array<TableDemand, kNumDTypes> demands{};
   for (const Buffers& tensor : list.tensors) {
-    Room& room = rooms[static_cast<std::size_t>(tensor.dtype)];
-    room.segments += 1;
-    room.pointers += pointers_wanted(tensor.sources, tensor.destinations, tensor.num_sources,
-                                     tensor.num_destinations);
+    TableDemand& demand = demands[static_cast<std::size_t>(tensor.dtype)];
+    demand.entries += 1;
+    demand.pointers += pointers_wanted(tensor.sources, tensor.destinations, tensor.num_sources,
+                                       tensor.num_destinations);
   }
   for (int i = 0; i < kNumDTypes; ++i) {
     const auto dtype = static_cast<DType>(i);
-    const Room& room = rooms[static_cast<std::size_t>(i)];
-    if (room.segments == 0) continue;
-    if (room.fits<SmallTable>()) {
+    const TableDemand& demand = demands[static_cast<std::size_t>(i)];
+    if (demand.entries == 0) continue;
+    if (demand.fits<SmallTable>()) {
       launch_dtype<SmallTable>(list, dtype, num_devices, launch);
     } else {
       launch_dtype<LargeTable>(list, dtype, num_devices, launch);

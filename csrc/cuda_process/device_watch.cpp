@@ -70,28 +70,28 @@ void DeviceWatch::begin(std::uint32_t last) {
     }
   }
   last_.store(last, std::memory_order_release);
-  if (is_asleep_) changed_.notify_all();
+  if (is_sleeping_) changed_.notify_all();
 }
 
 bool DeviceWatch::is_idle() const {
   return reached(value_of(segment_.device(rank_).finished), last());
 }
 
-std::uint64_t DeviceWatch::mark_of(int rank) const {
+std::uint64_t DeviceWatch::progress_of(int rank) const {
   const DeviceLine& line = segment_.device(rank);
   return std::uint64_t{value_of(line.announced)} + value_of(line.reduced) + value_of(line.finished);
 }
 
 std::uint64_t DeviceWatch::progress() const {
   std::uint64_t all = 0;
-  for (int rank = 0; rank < segment_.world_size(); ++rank) all += mark_of(rank);
+  for (int rank = 0; rank < segment_.world_size(); ++rank) all += progress_of(rank);
   return all;
 }
 
 void DeviceWatch::abort() {
   const std::lock_guard<std::mutex> lock(mutex_);
   releases_all_ = true;
-  look();
+  poll();
 }
 
 void DeviceWatch::run() {
@@ -99,17 +99,17 @@ void DeviceWatch::run() {
   while (!is_ending_) {
     if (is_idle()) {
       stillness_.forget();
-      is_asleep_ = true;
+      is_sleeping_ = true;
       changed_.wait(lock, [this] { return is_ending_ || !is_idle(); });
-      is_asleep_ = false;
+      is_sleeping_ = false;
     } else {
       changed_.wait_for(lock, stillness_.nap());
-      look();
+      poll();
     }
   }
 }
 
-void DeviceWatch::look() {
+void DeviceWatch::poll() {
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     if (rank == rank_ || !is_behind(rank)) continue;
     if (releases_all_) {
@@ -121,7 +121,7 @@ void DeviceWatch::look() {
   }
   if (releases_all_) return;
   stillness_.set_timeout(host_.timeout());
-  stillness_.look(rank_, [this](int rank) { return mark_of(rank); });
+  stillness_.look(rank_, [this](int rank) { return progress_of(rank); });
   const int culprit = most_behind();
   // If this GPU is no further itself, it is busy with other work: its peers will find it late.
   if (culprit < 0 || lead(rank_, culprit) <= 0) return stillness_.forget();

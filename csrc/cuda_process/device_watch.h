@@ -53,13 +53,13 @@ class DeviceWatch {
 
  private:
   void run();
-  void look();
+  void poll();
   bool is_behind(int rank) const;
   std::int32_t lead(int rank, int other) const {
     return lead_of(segment_.device(rank), segment_.device(other));
   }
   int most_behind() const;
-  std::uint64_t mark_of(int rank) const;
+  std::uint64_t progress_of(int rank) const;
   void give_up(int culprit, ErrorKind kind, const std::string& why);
   void release(int rank) const;
 
@@ -73,7 +73,7 @@ class DeviceWatch {
   std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
   Stillness stillness_;
-  bool is_asleep_ = false;     // until begin()
+  bool is_sleeping_ = false;   // until begin()
   bool releases_all_ = false;  // some rank is late, or this one aborts
   bool is_ending_ = false;
   std::thread thread_;

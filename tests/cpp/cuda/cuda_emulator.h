@@ -26,35 +26,35 @@ class Random;
 namespace pyringar::emulator {
 
 // Where CUDA threads are not threads: who runs when they wait, and what time it is.
-class Turns {
+class FiberScheduler {
  public:
-  virtual ~Turns() = default;
+  virtual ~FiberScheduler() = default;
   virtual void wait_for_block() = 0;
   virtual void pause() = 0;
   virtual std::uint64_t now_ns() = 0;
 };
 
 // What the threads of a block share.
-struct alignas(16) Shared {
+struct alignas(16) BlockShared {
   std::byte bytes[512];  // one object, of any type
-  bool told[2];
+  bool broadcast[2];
 };
 
 // Where the calling thread is. Zeroes on threads that run no kernel.
-struct Place {
+struct ThreadPosition {
   unsigned thread;
   unsigned num_threads;
   unsigned block;
   unsigned num_blocks;
-  Shared* shared;
+  BlockShared* shared;
   std::barrier<>* barrier;  // none where threads run in turn
   stress::Random* random;   // for delays
   int device = 0;
   bool has_fenced = false;  // since the last barrier of the block
-  unsigned num_told = 0;
-  Turns* turns = nullptr;  // or none: a CPU thread each
+  unsigned num_broadcasts = 0;
+  FiberScheduler* scheduler = nullptr;  // or none: a CPU thread each
 };
-inline thread_local constinit Place here{};
+inline thread_local constinit ThreadPosition here{};
 
 struct Launch {
   unsigned num_blocks;
@@ -64,7 +64,7 @@ struct Launch {
 };
 
 // For kernels whose threads do not wait for each other: all of them in turn, on this thread.
-void run_in_turn(const Launch& launch);
+void run_sequentially(const Launch& launch);
 
 // A stream per device, all streams at once, with random delays.
 void run_streams(stress::Random& random, const std::vector<std::vector<Launch>>& streams);
@@ -73,8 +73,8 @@ void wait_for_block();
 void pause_a_little();
 std::uint64_t now_ns();
 
-// A fence is told to ThreadSanitizer, which knows none, by the stores behind it: those are releases
-// until the next barrier, after which the fence says nothing of what other threads did.
+// A fence is broadcast to ThreadSanitizer, which knows none, by the stores behind it: those are
+// releases until the next barrier, after which the fence says nothing of what other threads did.
 inline void fence() { here.has_fenced = true; }
 inline bool has_fenced() { return here.has_fenced; }
 
@@ -95,18 +95,18 @@ inline unsigned block_index() { return emulator::here.block; }
 inline unsigned num_blocks() { return emulator::here.num_blocks; }
 inline void block_barrier() { emulator::wait_for_block(); }
 // Two answers in turn: nobody writes the one that others may still read.
-inline bool block_told(bool by_thread_0) {
-  bool& told = emulator::here.shared->told[emulator::here.num_told++ % 2];
-  if (thread_index() == 0) told = by_thread_0;
+inline bool block_broadcast(bool by_thread_0) {
+  bool& broadcast = emulator::here.shared->broadcast[emulator::here.num_broadcasts++ % 2];
+  if (thread_index() == 0) broadcast = by_thread_0;
   emulator::wait_for_block();
-  return told;
+  return broadcast;
 }
 template <typename T>
 T& block_shared() {
-  static_assert(sizeof(T) <= sizeof(emulator::Shared::bytes) && alignof(T) <= 16);
+  static_assert(sizeof(T) <= sizeof(emulator::BlockShared::bytes) && alignof(T) <= 16);
   return *reinterpret_cast<T*>(emulator::here.shared->bytes);
 }
-inline void spin_pause() { emulator::pause_a_little(); }
+inline void poll_pause() { emulator::pause_a_little(); }
 inline std::uint64_t emulated_now_ns() { return emulator::now_ns(); }
 
 }  // namespace pyringar::cuda

@@ -9,9 +9,9 @@
 namespace pyringar::model {
 
 // What another thread does comes before the call.
-Call::Between::Between() { host().in_between.run_if_due(); }
+RuntimeCall::Between::Between() { host().in_between.run_if_due(); }
 
-cudaError_t Machine::add_node(StreamState* stream, Work work) {
+cudaError_t Machine::add_node(StreamState* stream, StreamWork work) {
   Capture& capture = *stream->capture;
   if (capture.is_invalid) return cudaErrorStreamCaptureInvalidated;
   capture.graph->nodes.push_back({std::move(work), stream->nodes});
@@ -80,7 +80,7 @@ using namespace pyringar::model;
 extern "C" {
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   Machine& machine = call.machine();
   if (stream == nullptr) return error(cudaErrorStreamCaptureUnsupported);
@@ -94,7 +94,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return *graph = nullptr, call.fault();
   StreamState* state = call.machine().state_of(stream);
   const auto capture = state->capture;
@@ -108,7 +108,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
                                      unsigned long long* id, cudaGraph_t* graph,
                                      const cudaGraphNode_t**, const cudaGraphEdgeData**,
                                      std::size_t*) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   const StreamState& state = *call.machine().state_of(stream);
   const auto& capture = state.capture;
@@ -128,19 +128,19 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   *exec = reinterpret_cast<cudaGraphExec_t>(new std::shared_ptr<Graph>(graph_of(graph)));
   return cudaSuccess;
 }
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
-  Work work{Work::Kind::kGraph, "a graph"};
+  StreamWork work{StreamWork::Kind::kGraph, "a graph"};
   work.graph = *reinterpret_cast<std::shared_ptr<Graph>*>(exec);
   for (const Node& node : work.graph->nodes) {
-    const Work& captured = node.work;
+    const StreamWork& captured = node.work;
     if (captured.kernel != nullptr) {
       call.machine().load(call.lock(), captured.kernel, captured.device);
     }
@@ -149,7 +149,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  Call call;
+  RuntimeCall call;
   delete &graph_of(graph);
   return call.fault();
 }

@@ -18,7 +18,7 @@
 
 namespace pyringar::model {
 
-class Grid : public emulator::Turns {
+class Grid : public emulator::FiberScheduler {
  public:
   Grid(emulator::Launch launch, const std::uint64_t* now_ns);
   Grid(const Grid&) = delete;
@@ -34,21 +34,21 @@ class Grid : public emulator::Turns {
 
  private:
   struct Block {
-    emulator::Shared shared{};
+    emulator::BlockShared shared{};
     unsigned arrived = 0;
     unsigned passed = 0;
   };
   struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
-    emulator::Place place;
+    emulator::ThreadPosition position;
     unsigned passed = 0;  // barriers of its block
     bool is_done = false;
   };
   static void enter(unsigned high, unsigned low);
   void yield();
   bool waits_for_block(const Fiber& fiber) const {
-    return fiber.passed > blocks_[fiber.place.block].passed;
+    return fiber.passed > blocks_[fiber.position.block].passed;
   }
 
   const emulator::Launch launch_;

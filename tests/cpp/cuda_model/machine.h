@@ -1,9 +1,9 @@
 // machine: the state of the modelled runtime, and what runs next.
 //
 // Contract  Everything with the lock held. An entry of a stream, or a node of a graph that is
-//           replayed, is a Work; it runs whole, but for kernels whose blocks wait (Grid), which run
-//           in slices beside all else. step() does the next thing that can be done.
-// Threads   one at a time: Call holds the lock.
+//           replayed, is a StreamWork; it runs whole, but for kernels whose blocks wait (Grid),
+//           which run in slices beside all else. step() does the next thing that can be done.
+// Threads   one at a time: RuntimeCall holds the lock.
 #pragma once
 
 #include <deque>
@@ -36,13 +36,13 @@ struct EventState {
   std::shared_ptr<Capture> capture = nullptr;  // of the last record
   std::set<std::size_t> nodes = {};            // what it stands for there
 };
-using Event = std::shared_ptr<EventState>;
+using EventPtr = std::shared_ptr<EventState>;
 
 inline bool has_come_to(const EventState& event, std::uint64_t record) {
   return record == 0 || event.clocks.count(record) > 0;
 }
 
-struct Work {
+struct StreamWork {
   enum class Kind { kRun, kGrid, kRecord, kWait, kWriteWord, kAwaitWord, kGraph };
   Kind kind;
   std::string what;
@@ -52,7 +52,7 @@ struct Work {
   std::vector<Access> accesses = {};
   std::function<void()> run = {};
   emulator::Launch launch = {};
-  Event event = nullptr;
+  EventPtr event = nullptr;
   std::uint64_t record = 0;
   std::uint32_t* word = nullptr;
   std::uint32_t value = 0;
@@ -67,7 +67,7 @@ struct StreamState {
   bool is_blocking;  // waits for the null stream
   Actor actor;
   std::uint64_t priority = 0;
-  std::deque<Work> entries = {};
+  std::deque<StreamWork> entries = {};
   Clock clock = {};
   bool is_busy = false;  // a grid or a graph of it runs
   bool is_destroyed = false;
@@ -76,7 +76,7 @@ struct StreamState {
 };
 
 struct Node {
-  Work work;
+  StreamWork work;
   std::set<std::size_t> after;
 };
 
@@ -97,7 +97,7 @@ struct Capture {
 
 struct GraphRun {
   StreamState* stream;
-  Work launch;
+  StreamWork launch;
   std::vector<int> state;  // of each node: 0 waits, 1 runs, 2 done
   std::vector<Clock> clocks;
   std::vector<Actor> actors;
@@ -106,7 +106,7 @@ struct GraphRun {
 // A grid that is on a device.
 struct Running {
   std::unique_ptr<Grid> grid;
-  Work work;
+  StreamWork work;
   StreamState* stream;
   GraphRun* graph;  // or none
   std::size_t node;
@@ -207,7 +207,7 @@ class Machine {
   std::map<std::uintptr_t, WordState> words;     // by address
   std::uint64_t next_id = 1;
   Shadow shadow;
-  std::optional<Broken> pending;  // told by the next call
+  std::optional<Broken> pending;  // broadcast by the next call
 
   void start(std::uint64_t seed, const Options& options);
   void throw_pending();
@@ -215,7 +215,7 @@ class Machine {
   // -- streams --
   StreamState* state_of(cudaStream_t stream);
   StreamState* make_stream(int process, int device, bool is_blocking);
-  cudaError_t enqueue(StreamState* stream, Work work);
+  cudaError_t enqueue(StreamState* stream, StreamWork work);
   bool step();
   template <typename IsDone>
   void run_until(Lock& lock, const char* what, IsDone&& is_done);
@@ -233,12 +233,12 @@ class Machine {
   const std::pair<const std::uintptr_t, Allocation>* allocation_of(std::uintptr_t address,
                                                                    std::size_t bytes = 1) const;
   std::uintptr_t canonical(std::uintptr_t address, std::size_t bytes, const Epoch& now) const;
-  void check_reach(const Work& work, const Access& access);
+  void check_reach(const StreamWork& work, const Access& access);
   // "", or what still uses memory of this process that is going.
   std::string user_of(std::uintptr_t begin, std::size_t bytes) const;
 
   // -- captures, in capture.cpp --
-  cudaError_t add_node(StreamState* stream, Work work);
+  cudaError_t add_node(StreamState* stream, StreamWork work);
   cudaError_t invalidate(Capture& capture, cudaError_t error) const;
   cudaError_t check_unsafe_call();  // what a capture in "global" mode does not allow to any thread
 
@@ -250,14 +250,14 @@ class Machine {
     std::size_t node;
     Running* running;
   };
-  bool can_begin(const Work& work) const;
+  bool can_begin(const StreamWork& work) const;
   bool is_first(const StreamState& stream) const;
   unsigned places_left(int device) const;
   std::vector<Candidate> candidates();
   bool take(const Candidate& candidate);
   bool run_grid(Running& running);
-  void begin(Work work, StreamState* stream, GraphRun* graph, std::size_t node);
-  void run_work(const Work& work, Clock& clock, Actor actor);
+  void begin(StreamWork work, StreamState* stream, GraphRun* graph, std::size_t node);
+  void run_work(const StreamWork& work, Clock& clock, Actor actor);
   void end_node(GraphRun& run, std::size_t node);
   void end_graph(GraphRun& run);
   std::string waiting() const;
@@ -287,10 +287,10 @@ void Machine::run_until(Lock& lock, const char* what, IsDone&& is_done) {
 }
 
 // One call into the runtime: the lock, what faults and captures say, and what comes in between.
-class Call {
+class RuntimeCall {
  public:
   enum class Touches { kNothing, kDevice };
-  explicit Call(Touches touches = Touches::kDevice);
+  explicit RuntimeCall(Touches touches = Touches::kDevice);
   Machine& machine() const { return machine_; }
   Lock& lock() { return lock_; }
   cudaError_t fault() const { return fault_; }

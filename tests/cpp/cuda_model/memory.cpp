@@ -63,7 +63,7 @@ void check_unused(const Machine& machine, std::uintptr_t begin, std::size_t byte
 // comes before from what comes after on the same device nobody waits for ever: kernels that wait
 // for each other across launches are on different devices.
 cudaError_t allocate(void** memory, std::size_t bytes, bool is_host) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   Machine& machine = call.machine();
   const int device = current_device();
@@ -81,7 +81,7 @@ cudaError_t allocate(void** memory, std::size_t bytes, bool is_host) {
 // fault the memory is gone with the process.
 cudaError_t release(void* memory, bool is_host) {
   if (memory == nullptr) return cudaSuccess;
-  Call call;
+  RuntimeCall call;
   Machine& machine = call.machine();
   if (!call.process().is_alive) return call.fault();
   const cudaError_t refused = call.check_unsafe();
@@ -107,10 +107,10 @@ cudaError_t release(void* memory, bool is_host) {
 }
 
 cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   Machine& machine = call.machine();
-  Work work{Work::Kind::kRun, "a copy"};
+  StreamWork work{StreamWork::Kind::kRun, "a copy"};
   // Memory that nobody allocated here is the host's, pageable: read at once, written at the end.
   const auto is_known = [&](const void* memory) {
     return machine.allocation_of(reinterpret_cast<std::uintptr_t>(memory)) != nullptr;
@@ -128,9 +128,9 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaStream_t str
 }
 
 cudaError_t fill(void* memory, int value, std::size_t bytes, cudaStream_t stream) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
-  Work work{Work::Kind::kRun, "a memset"};
+  StreamWork work{StreamWork::Kind::kRun, "a memset"};
   work.accesses.push_back(access(memory, bytes, Touch::kWrite));
   work.run = [=] { std::memset(memory, value, bytes); };
   return error(call.machine().enqueue(call.machine().state_of(stream), std::move(work)));
@@ -139,14 +139,14 @@ cudaError_t fill(void* memory, int value, std::size_t bytes, cudaStream_t stream
 // -- the driver -----------------------------------------------------------------------------------
 
 CUresult context_state(CUdevice device, unsigned* flags, int* is_active) {
-  Call call(Call::Touches::kNothing);
+  RuntimeCall call(RuntimeCall::Touches::kNothing);
   *flags = 0;
   *is_active = static_cast<int>(call.process().contexts.count(device));
   return CUDA_SUCCESS;
 }
 // A context is its device's number and one.
 CUresult retain_context(CUcontext* context, CUdevice device) {
-  Call call(Call::Touches::kNothing);
+  RuntimeCall call(RuntimeCall::Touches::kNothing);
   call.process().contexts.insert(device);
   *context = reinterpret_cast<CUcontext>(static_cast<std::intptr_t>(device) + 1);
   return CUDA_SUCCESS;
@@ -160,12 +160,13 @@ CUresult pop_context(CUcontext*) {
   host().pushed.pop_back();
   return CUDA_SUCCESS;
 }
-CUresult operate(CUstream stream, CUdeviceptr word, std::uint32_t value, Work::Kind kind) {
-  Call call;
+CUresult operate(CUstream stream, CUdeviceptr word, std::uint32_t value, StreamWork::Kind kind) {
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return CUDA_ERROR_ILLEGAL_ADDRESS;
   Machine& machine = call.machine();
   if (call.process().refused == Refused::kStreamMemory) return CUDA_ERROR_NOT_SUPPORTED;
-  Work work{kind, kind == Work::Kind::kWriteWord ? "a write of a word" : "a wait for a word"};
+  StreamWork work{kind,
+                  kind == StreamWork::Kind::kWriteWord ? "a write of a word" : "a wait for a word"};
   work.word = reinterpret_cast<std::uint32_t*>(word);
   work.value = value;
   work.accesses.push_back(access(work.word, sizeof value, Touch::kFlags));
@@ -174,11 +175,11 @@ CUresult operate(CUstream stream, CUdeviceptr word, std::uint32_t value, Work::K
 }
 CUresult write_word(CUstream stream, CUdeviceptr word, cuuint32_t value, unsigned flags) {
   if (flags != CU_STREAM_WRITE_VALUE_DEFAULT) throw Broken("word", "written without a barrier");
-  return operate(stream, word, value, Work::Kind::kWriteWord);
+  return operate(stream, word, value, StreamWork::Kind::kWriteWord);
 }
 CUresult await_word(CUstream stream, CUdeviceptr word, cuuint32_t value, unsigned flags) {
   if (flags != CU_STREAM_WAIT_VALUE_GEQ) throw Broken("word", "not awaited by >=");
-  return operate(stream, word, value, Work::Kind::kAwaitWord);
+  return operate(stream, word, value, StreamWork::Kind::kAwaitWord);
 }
 
 }  // namespace
@@ -237,11 +238,11 @@ cudaError_t cudaHostAlloc(void** memory, std::size_t bytes, unsigned) {
 cudaError_t cudaFree(void* memory) { return release(memory, false); }
 cudaError_t cudaFreeHost(void* memory) { return release(memory, true); }
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
-  Call call;
+  RuntimeCall call;
   return *free = *total = std::size_t{1} << 30, call.fault();
 }
 cudaError_t cudaHostRegister(void* memory, std::size_t bytes, unsigned) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   if (call.process().refused == Refused::kRegistration) return error(cudaErrorNotSupported);
   const auto at = reinterpret_cast<std::uintptr_t>(memory);
@@ -255,7 +256,7 @@ cudaError_t cudaHostRegister(void* memory, std::size_t bytes, unsigned) {
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* memory) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   Machine& machine = call.machine();
   const auto at = reinterpret_cast<std::uintptr_t>(memory);
@@ -268,7 +269,7 @@ cudaError_t cudaHostUnregister(void* memory) {
   return cudaSuccess;
 }
 cudaError_t cudaHostGetDevicePointer(void** device, void* memory, unsigned) {
-  Call call;
+  RuntimeCall call;
   return *device = memory, call.fault();
 }
 
@@ -283,7 +284,7 @@ cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStre
 // -- other processes ------------------------------------------------------------------------------
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   const auto at = reinterpret_cast<std::uintptr_t>(memory);
   const auto found = call.machine().memory.find(at);
@@ -294,7 +295,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
   return cudaSuccess;
 }
 cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned flags) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   Machine& machine = call.machine();
   std::uintptr_t at = 0;
@@ -324,7 +325,7 @@ cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsig
   return cudaSuccess;
 }
 cudaError_t cudaIpcCloseMemHandle(void* memory) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   Machine& machine = call.machine();
   const auto found = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory));

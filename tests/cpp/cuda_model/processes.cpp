@@ -123,12 +123,12 @@ int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int device) {
-  const Call call;
+  const RuntimeCall call;
   std::snprintf(id, static_cast<std::size_t>(length), "0000:%02X:00.0", device);
   return call.fault();
 }
 cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* id) {
-  const Call call(Call::Touches::kNothing);
+  const RuntimeCall call(RuntimeCall::Touches::kNothing);
   *device = static_cast<int>(std::strtol(id + 5, nullptr, 16));
   const int visible = call.process().visible_device;
   return visible < 0 || visible == *device ? cudaSuccess : error(cudaErrorInvalidDevice);

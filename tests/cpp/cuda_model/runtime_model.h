@@ -59,7 +59,7 @@ struct Options {
   int blocks_per_multiprocessor = 1;
   int one_in = 0;                // of enqueued entries, how often another runs at once; 0: never
   bool launch_blocking = false;  // CUDA_LAUNCH_BLOCKING=1
-  bool lets_time_pass = false;   // where nothing moves: until kernels give up, else it is told
+  bool lets_time_pass = false;   // where nothing moves: until kernels give up, else it is broadcast
   bool hosts_see_each_other = false;  // host threads meet by means that are not seen here
   bool loads_eagerly = false;         // kernels (CUDA_MODULE_LOADING=EAGER)
   bool has_one_queue = false;         // a process's streams on a device share one

@@ -5,7 +5,7 @@
 #include <string>
 #include <thread>
 
-#include "crew.h"
+#include "rank_threads.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -23,8 +23,8 @@ bool is_void(CudaProcessGroup& group, const Submitted& work) {
   return pyringar::is_void(group.host().segment(), *work.last);
 }
 
-// Calls on streams of their own, and what became of each.
-struct Calls {
+// RankCalls on streams of their own, and what became of each.
+struct RankCalls {
   const std::vector<Case>& cases;
   std::vector<AllTensors>& tensors;
   CudaProcessGroup& group;
@@ -95,28 +95,28 @@ CudaProcessOptions options_with(Random& random, std::chrono::nanoseconds timeout
 }
 
 // A few cases, on two to four ranks, one of them the odd one out.
-struct Scene {
-  explicit Scene(Random& random, std::size_t num_cases, std::chrono::nanoseconds timeout = kLong,
-                 int num_ranks = 0)
+struct FaultSetup {
+  explicit FaultSetup(Random& random, std::size_t num_cases,
+                      std::chrono::nanoseconds timeout = kLong, int num_ranks = 0)
       : world_size(num_ranks > 0 ? num_ranks : random.between(2, 4)),
         odd(random.between(0, world_size - 1)),
-        crew(random, world_size, options_with(random, timeout), random.between(1, 30), true) {
+        ranks(random, world_size, options_with(random, timeout), random.between(1, 30), true) {
     for (std::size_t i = 0; i < num_cases; ++i) cases.push_back(plain_case(1 + random.below(6000)));
   }
 
   // program(calls), on all ranks at once.
-  void run(const std::function<void(Calls& calls)>& program) {
+  void run(const std::function<void(RankCalls& calls)>& program) {
     tensors = make_all_tensors(cases, world_size);
-    crew.run([&](CudaProcessGroup& group, int rank) {
+    ranks.run([&](CudaProcessGroup& group, int rank) {
       group.connect();
-      Calls calls{cases, tensors, group, rank};
+      RankCalls calls{cases, tensors, group, rank};
       program(calls);
     });
   }
 
   const int world_size;
   const int odd;
-  const Crew crew;
+  const RankThreads ranks;
   std::vector<Case> cases{};
   std::vector<AllTensors> tensors{};
 };
@@ -140,11 +140,11 @@ struct Death {
   const bool is_waiting;
   std::atomic<bool> has_come{false};
 
-  void meet(const Crew& crew, Calls& calls) {
+  void meet(const RankThreads& ranks, RankCalls& calls) {
     const auto die = [&] {
-      crew.kill(calls.group);
+      ranks.kill(calls.group);
       has_come = true;
-      throw Crew::Killed{};
+      throw RankThreads::Killed{};
     };
     for (std::size_t i = 0; i < at; ++i) {
       if (i == busy_from && !is_done_before) hold(victim, true);
@@ -161,7 +161,7 @@ struct Death {
     die();
   }
 
-  void survive(Random& random, Calls& calls) const {
+  void survive(Random& random, RankCalls& calls) const {
     std::size_t first = 0;
     if (calls.rank == last_one && is_waiting) {
       while (first < at) calls.enqueue(first++);
@@ -175,31 +175,31 @@ struct Death {
 };
 
 void check_death(Random& random) {
-  Scene scene(random, 0);
+  FaultSetup setup(random, 0);
   const std::size_t num_cases = 1 + random.below(6);
   for (std::size_t i = 0; i < num_cases; ++i) {
-    const std::size_t slot_bytes = scene.crew.options().slot_bytes;
-    scene.cases.push_back(make_case(random, scene.world_size, slot_bytes));
+    const std::size_t slot_bytes = setup.ranks.options().slot_bytes;
+    setup.cases.push_back(make_case(random, setup.world_size, slot_bytes));
   }
-  Death death(random, scene.world_size, scene.cases);
+  Death death(random, setup.world_size, setup.cases);
   const std::uint64_t seed = random.bits();
-  scene.run([&](Calls& calls) {
+  setup.run([&](RankCalls& calls) {
     Random own(seed + static_cast<std::uint64_t>(calls.rank));
-    calls.rank == death.victim ? death.meet(scene.crew, calls) : death.survive(own, calls);
+    calls.rank == death.victim ? death.meet(setup.ranks, calls) : death.survive(own, calls);
   });
 }
 
 // A device that does not come to a call is late where another's has come; with its host's.
 void check_late(Random& random) {
-  Scene scene(random, 1 + random.below(4), 300ms);
+  FaultSetup setup(random, 1 + random.below(4), 300ms);
   const std::uint64_t seed = random.bits();
   std::atomic<int> num_done{0};
-  scene.run([&](Calls& calls) {
-    const bool is_odd = calls.rank == scene.odd;
+  setup.run([&](RankCalls& calls) {
+    const bool is_odd = calls.rank == setup.odd;
     if (is_odd) hold(calls.rank, true);
     std::string why = calls.enqueue_from(0, ErrorKind::kTimeout);
     if (is_odd) {
-      while (num_done < scene.world_size - 1) std::this_thread::yield();
+      while (num_done < setup.world_size - 1) std::this_thread::yield();
       hold(calls.rank, false);
     }
     const Stopwatch watch;
@@ -209,52 +209,52 @@ void check_late(Random& random) {
     if (why.empty()) {
       CHECK(is_void(calls.group, calls.works.back()), "nobody noticed");
       if (seed % 2 == 0) {
-        check_throws(ErrorKind::kTimeout, late_name_of(scene.odd), [&] { calls.enqueue(0); });
+        check_throws(ErrorKind::kTimeout, late_name_of(setup.odd), [&] { calls.enqueue(0); });
         why = "told";
       }
     }
-    while (num_done < scene.world_size) std::this_thread::yield();
+    while (num_done < setup.world_size) std::this_thread::yield();
     Random own(seed);
-    calls.check_told(own, ErrorKind::kTimeout, scene.odd, !why.empty());
+    calls.check_told(own, ErrorKind::kTimeout, setup.odd, !why.empty());
   });
 }
 
 // A device that stops within a call, for which its peers wait: it is late, and they are not.
 void check_late_midway(Random& random) {
-  Scene scene(random, 4, 300ms);
+  FaultSetup setup(random, 4, 300ms);
   const std::uint64_t seed = random.bits();
   std::atomic<int> num_done{0};
-  scene.run([&](Calls& calls) {
+  setup.run([&](RankCalls& calls) {
     const std::string why = calls.enqueue_from(0, ErrorKind::kTimeout);
-    if (calls.rank == scene.odd && why.empty()) {
+    if (calls.rank == setup.odd && why.empty()) {
       const DeviceLine& own = calls.group.host().segment().device(calls.rank);
       const std::uint32_t last = *calls.works.back().last;
       while (own.announced.value == own.finished.value && own.finished.value != last) cpu_pause();
       hold(calls.rank, true);
-      while (num_done < scene.world_size - 1) std::this_thread::yield();
+      while (num_done < setup.world_size - 1) std::this_thread::yield();
       hold(calls.rank, false);
     }
     synchronize(calls.stream.get());
     num_done += 1;
-    while (num_done < scene.world_size) std::this_thread::yield();
+    while (num_done < setup.world_size) std::this_thread::yield();
     Random own(seed);
-    calls.check_told(own, ErrorKind::kTimeout, scene.odd, !why.empty());
+    calls.check_told(own, ErrorKind::kTimeout, setup.odd, !why.empty());
   });
 }
 
 // All devices do other work for longer than the timeout: nobody waits for anybody.
 void check_busy(Random& random) {
   constexpr auto kTimeout = 500ms;
-  Scene scene(random, 2, kTimeout);
+  FaultSetup setup(random, 2, kTimeout);
   std::atomic<int> num_enqueued{0};
-  scene.run([&](Calls& calls) {
+  setup.run([&](RankCalls& calls) {
     hold(calls.rank, true);
     calls.enqueue_all();
     num_enqueued += 1;
-    while (num_enqueued < scene.world_size) std::this_thread::yield();
+    while (num_enqueued < setup.world_size) std::this_thread::yield();
     if (calls.rank == 0) {
       std::this_thread::sleep_for(2 * kTimeout);
-      for (int rank = 0; rank < scene.world_size; ++rank) hold(rank, false);
+      for (int rank = 0; rank < setup.world_size; ++rank) hold(rank, false);
     }
     synchronize(calls.stream.get());
     CHECK(calls.check_results() == 0, "void without need");
@@ -263,13 +263,13 @@ void check_busy(Random& random) {
 
 // A failure that leaves all devices be: calls that were enqueued before it are right.
 void check_earlier_calls(Random& random) {
-  Scene scene(random, 1 + random.below(3));
-  scene.run([&](Calls& calls) {
-    const bool is_odd = calls.rank == scene.odd;
+  FaultSetup setup(random, 1 + random.below(3));
+  setup.run([&](RankCalls& calls) {
+    const bool is_odd = calls.rank == setup.odd;
     if (is_odd) hold(calls.rank, true);
     calls.enqueue_all();
     const Case differs = plain_case(is_odd ? 10 : 20);
-    AllTensors others(differs, scene.world_size);
+    AllTensors others(differs, setup.world_size);
     check_throws(ErrorKind::kArgument, "ranks call different things", [&] {
       enqueue_case(differs, others[calls.rank], calls.group, calls.stream.get());
     });
@@ -285,10 +285,10 @@ void check_earlier_calls(Random& random) {
 
 // One rank's launch fails in the midst of a call: nothing waits for what it did not enqueue.
 void check_refused_launch(Random& random) {
-  Scene scene(random, 4);
+  FaultSetup setup(random, 4);
   const int after = random.between(0, 6);
-  scene.run([&](Calls& calls) {
-    const bool is_odd = calls.rank == scene.odd;
+  setup.run([&](RankCalls& calls) {
+    const bool is_odd = calls.rank == setup.odd;
     if (is_odd) refuse_launch(calls.rank, after);
     const std::string why = calls.enqueue_from(0, is_odd ? ErrorKind::kCuda : ErrorKind::kState);
     CHECK(why.empty() || why.find("launch of fused") != std::string::npos, why);
@@ -299,15 +299,15 @@ void check_refused_launch(Random& random) {
 
 // One rank ends the group for all, at once, whatever its stream waits for.
 void check_abort(Random& random) {
-  Scene scene(random, 1 + random.below(3));
-  const int aborting = (scene.odd + 1) % scene.world_size;
+  FaultSetup setup(random, 1 + random.below(3));
+  const int aborting = (setup.odd + 1) % setup.world_size;
   std::atomic<int> num_enqueued{0};
   std::atomic<bool> has_aborted{false};
-  scene.run([&](Calls& calls) {
-    if (calls.rank == scene.odd) hold(calls.rank, true);
+  setup.run([&](RankCalls& calls) {
+    if (calls.rank == setup.odd) hold(calls.rank, true);
     calls.enqueue_all();
     num_enqueued += 1;
-    while (num_enqueued < scene.world_size) std::this_thread::yield();
+    while (num_enqueued < setup.world_size) std::this_thread::yield();
     if (calls.rank == aborting) {
       const Stopwatch watch;
       CHECK(calls.group.close(Leaving::kAborting), "it has not closed");
@@ -316,7 +316,7 @@ void check_abort(Random& random) {
     } else {
       while (!has_aborted) std::this_thread::yield();
     }
-    if (calls.rank == scene.odd) hold(calls.rank, false);
+    if (calls.rank == setup.odd) hold(calls.rank, false);
     synchronize(calls.stream.get());
     const int num_void = calls.check_results();
     if (calls.rank != aborting && num_void > 0) {
@@ -344,13 +344,13 @@ void interrupt_close(CudaProcessGroup& group) {
 // A rank closes while its GPU is busy with other work: it is told, once, and its tensors stay in
 // use until the GPU has come to its calls.
 void check_close_of_a_busy_rank(Random& random) {
-  Scene scene(random, 1, 100ms, 2);
-  scene.cases[0].is_async = true;
+  FaultSetup setup(random, 1, 100ms, 2);
+  setup.cases[0].is_async = true;
   const bool is_interrupted = random.one_in(2);
   const bool is_missed = random.one_in(2);  // by the other rank, which calls it late first
   std::atomic<int> num_enqueued{0};
   std::atomic<bool> is_over{false};
-  scene.run([&](Calls& calls) {
+  setup.run([&](RankCalls& calls) {
     if (calls.rank == 0 || !is_missed) hold(calls.rank, true);
     calls.enqueue(0);
     num_enqueued += 1;

@@ -1,11 +1,11 @@
 // group_test: ranks in processes with tensors on GPUs, as threads on devices that are host memory:
-// cuda_process/group and all below it, with the kernels' own source.
+// cuda_process/cuda_process_group and all below it, with the kernels' own source.
 
 #include <unistd.h>
 
 #include <string>
 
-#include "crew.h"
+#include "rank_threads.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -16,7 +16,8 @@ namespace {
 void check_collectives(Random& random) {
   const int world_size = random.between(1, 4);
   const CudaProcessOptions options = random_options(random);
-  const Crew crew(random, world_size, options, random.one_in(2) ? 0 : random.between(1, 30));
+  const RankThreads ranks(random, world_size, options,
+                          random.one_in(2) ? 0 : random.between(1, 30));
   std::vector<Case> cases;
   const std::size_t num_cases = 1 + random.below(12);
   for (std::size_t i = 0; i < num_cases; ++i) {
@@ -24,7 +25,7 @@ void check_collectives(Random& random) {
   }
   std::vector<AllTensors> tensors = make_all_tensors(cases, world_size);
   const std::uint64_t seed = random.bits();
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     Random own(seed + static_cast<std::uint64_t>(rank));
     const cuda::Stream first(group.device());
@@ -35,7 +36,7 @@ void check_collectives(Random& random) {
       if (own.one_in(8)) dawdle(own);
       enqueue_case(cases[i], tensors[i][rank], group, streams[own.below(3)]);
     }
-    CHECK(contexts() == std::set<int>{crew.place(rank)}, "a context on another device");
+    CHECK(contexts() == std::set<int>{ranks.device(rank)}, "a context on another device");
     if (own.one_in(2)) return;  // close() has to wait for them
     for (const cudaStream_t stream : streams) synchronize(stream);
     const DeviceLine& words = group.host().segment().device(rank);
@@ -51,14 +52,14 @@ void check_collectives(Random& random) {
 void check_two_groups(Random& random) {
   const int world_size = random.between(2, 3);
   const CudaProcessOptions options = random_options(random);
-  const Crew crew(random, world_size, options, random.between(1, 30));
+  const RankThreads ranks(random, world_size, options, random.between(1, 30));
   std::vector<Case> cases;
   for (int i = 0; i < 6; ++i) {
     cases.push_back(make_case(random, world_size, options.slot_bytes));
     cases.back().is_async = false;
   }
   std::vector<AllTensors> tensors = make_all_tensors(cases, world_size);
-  crew.run_groups(2, [&](const Crew::Groups& groups, int rank) {
+  ranks.run_groups(2, [&](const RankThreads::Groups& groups, int rank) {
     for (const auto& group : groups) group->connect();
     on_all_ranks(2, [&](int which) {
       CudaProcessGroup& group = *groups[static_cast<Rank>(which)];
@@ -78,7 +79,7 @@ void check_two_groups(Random& random) {
 void check_mismatch(Random& random) {
   const int world_size = random.between(2, 4);
   const int odd = random.between(0, world_size - 1);
-  const Crew crew(random, world_size, random_options(random));
+  const RankThreads ranks(random, world_size, random_options(random));
   const std::size_t numel = 1 + random.below(3000);
   const int what = random.between(0, 3);
   std::vector<Case> cases;
@@ -91,7 +92,7 @@ void check_mismatch(Random& random) {
     cases.push_back(made);
   }
   std::vector<AllTensors> tensors = make_all_tensors(cases, world_size);
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     const auto r = static_cast<Rank>(rank);
     const cuda::Stream stream(group.device());
@@ -109,11 +110,11 @@ void check_absence(Random& random) {
   const bool leaves = random.one_in(2);
   CudaProcessOptions options = random_options(random);
   options.timeout = std::chrono::milliseconds(300);
-  const Crew crew(random, world_size, options);
+  const RankThreads ranks(random, world_size, options);
   const Case made = plain_case(1 + random.below(3000));
   AllTensors tensors(made, world_size);
   std::atomic<int> num_done{0};
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     const cuda::Stream stream(group.device());
     if (rank == absent) {
@@ -131,10 +132,10 @@ void check_absence(Random& random) {
 }
 
 void check_capture(Random& random) {
-  const Crew crew(random, 2, random_options(random));
+  const RankThreads ranks(random, 2, random_options(random));
   const Case made = plain_case(100);
   AllTensors tensors(made, 2);
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     CallTensors& own = tensors[rank];
     const cuda::Stream stream(group.device());
@@ -160,11 +161,11 @@ void check_capture(Random& random) {
 void check_early_close(Random& random) {
   const int world_size = random.between(2, 4);
   const int early = random.between(0, world_size - 1);
-  const Crew crew(random, world_size, random_options(random));
+  const RankThreads ranks(random, world_size, random_options(random));
   const Case made = plain_case(1 + random.below(3000));
   AllTensors tensors(made, world_size);
   std::atomic<bool> has_closed{false};
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     const cuda::Stream stream(group.device());
     enqueue_case(made, tensors[rank], group, stream.get());
@@ -198,19 +199,19 @@ void check_connecting(Random& random) {
   const int odd = random.between(0, world_size - 1);
   const std::size_t which = random.below(std::size(obstacles));
   const Obstacle& obstacle = obstacles[which];
-  const Crew crew(random, world_size, random_options(random));
+  const RankThreads ranks(random, world_size, random_options(random));
   obstacle.set(odd);
   const bool is_elsewhere = random.one_in(2);  // as far as the others know
   const int refused = odd == 0 ? 1 : 0;
-  show_device(odd, crew.place(odd));
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  show_device(odd, ranks.device(odd));
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     if (rank == odd && is_elsewhere) group.host().segment().line(rank).process = {getppid(), 0};
     const std::string culprit = rank == odd ? "" : join("rank ", odd, " (process ");
     const std::string text = message_of(obstacle.kind, [&] { group.connect(); });
     CHECK(text.find(obstacle.words) != std::string::npos, text);
     CHECK(text.find(culprit) != std::string::npos, text);
     if (which != 0) return;
-    const bool is_hidden = is_elsewhere && crew.place(refused) != crew.place(odd);
+    const bool is_hidden = is_elsewhere && ranks.device(refused) != ranks.device(odd);
     const bool names_process = text.find("in one process") != std::string::npos;
     CHECK(names_process == !is_elsewhere, text);
     CHECK((text.find("CUDA_VISIBLE_DEVICES") != std::string::npos) == is_hidden, text);

@@ -1,6 +1,6 @@
-// crew: see the header.
+// ranks: see the header.
 
-#include "crew.h"
+#include "rank_threads.h"
 
 #include <stddef.h>
 #include <sys/mman.h>
@@ -10,8 +10,8 @@
 
 namespace pyringar::stress {
 
-Crew::Crew(Random& random, int world_size, CudaProcessOptions options, int one_in,
-           bool loads_eagerly)
+RankThreads::RankThreads(Random& random, int world_size, CudaProcessOptions options, int one_in,
+                         bool loads_eagerly)
     : world_size_(world_size),
       options_(std::move(options)),
       seed_(random.bits()),
@@ -21,7 +21,7 @@ Crew::Crew(Random& random, int world_size, CudaProcessOptions options, int one_i
       last_reduced_(first_message_ - (random.one_in(2) ? 0 : (1u << 30) - 8)) {
   const int spread = random.between(0, 2);
   for (int rank = 0; rank < world_size; ++rank) {
-    places_.push_back(spread == 0 ? 0 : spread == 1 ? rank % 2 : rank);
+    devices_.push_back(spread == 0 ? 0 : spread == 1 ? rank % 2 : rank);
   }
   Options devices;
   devices.one_in = one_in;
@@ -31,17 +31,17 @@ Crew::Crew(Random& random, int world_size, CudaProcessOptions options, int one_i
   start(random.bits(), devices);
 }
 
-void Crew::run(const Program& program) const {
+void RankThreads::run(const Program& program) const {
   run_groups(1, [&](const Groups& groups, int rank) { program(*groups[0], rank); });
 }
 
-void Crew::run_groups(int num_groups,
-                      const std::function<void(const Groups&, int)>& program) const {
+void RankThreads::run_groups(int num_groups,
+                             const std::function<void(const Groups&, int)>& program) const {
   const std::vector<SharedMemory> memory = make_memory(num_groups);
   on_all_ranks(world_size_, [&](int rank) {
     become_process(rank);
     try {
-      cuda::check(cudaSetDevice(place(rank)), "cudaSetDevice");
+      cuda::check(cudaSetDevice(device(rank)), "cudaSetDevice");
       Groups groups = join(memory, rank);
       try {
         program(groups, rank);
@@ -68,7 +68,7 @@ void Crew::run_groups(int num_groups,
         num_events(), " events are left");
 }
 
-std::vector<SharedMemory> Crew::make_memory(int num_groups) const {
+std::vector<SharedMemory> RankThreads::make_memory(int num_groups) const {
   std::vector<SharedMemory> memory;
   for (int i = 0; i < num_groups; ++i) {
     memory.push_back(SharedMemory::create(Segment::bytes_for(world_size_), "a test"));
@@ -87,19 +87,19 @@ std::vector<SharedMemory> Crew::make_memory(int num_groups) const {
   return memory;
 }
 
-Crew::Groups Crew::join(const std::vector<SharedMemory>& memory, int rank) const {
+RankThreads::Groups RankThreads::join(const std::vector<SharedMemory>& memory, int rank) const {
   Groups groups;
   for (const SharedMemory& one : memory) {
     SharedMemory own = SharedMemory::open(getpid(), one.fd(), one.bytes(), "a test");
     const Segment segment = Segment::attach(own.data(), world_size_, SegmentToken{});
     groups.push_back(
-        std::make_unique<CudaProcessGroup>(std::move(own), segment, rank, place(rank), options_));
+        std::make_unique<CudaProcessGroup>(std::move(own), segment, rank, device(rank), options_));
     while (!groups.back()->host().absent_ranks().empty()) std::this_thread::yield();
   }
   return groups;
 }
 
-void Crew::kill(CudaProcessGroup& group) const {
+void RankThreads::kill(CudaProcessGroup& group) const {
   const Segment& segment = group.host().segment();
   const int rank = group.host().rank();
   kill_process(rank);

@@ -1,6 +1,6 @@
 // group: meeting, one call, and who frees what when.
 
-#include "cuda_process/group.h"
+#include "cuda_process/cuda_process_group.h"
 
 #include <algorithm>
 #include <cstring>
@@ -118,18 +118,18 @@ using namespace std::chrono_literals;
 constexpr auto kPatienceOfClose = 200ms;
 
 // Slots of closed groups that others may still read.
-struct Leftovers {
+struct UnfreedSlots {
   struct Entry {
     std::shared_ptr<ProcessGroup> host;  // its segment says who has left
-    std::shared_ptr<cuda::OwnStaging> own;
+    std::shared_ptr<cuda::LocalSlots> own;
     std::unique_ptr<cuda::ProcessStaging> staging;  // until the device has come to an end
   };
   std::mutex mutex;
   std::vector<Entry> entries;
 
-  static Leftovers& get() {
-    static auto* leftovers = new Leftovers;  // never destroyed: CUDA may be gone by then
-    return *leftovers;
+  static UnfreedSlots& get() {
+    static auto* unfreed = new UnfreedSlots;  // never destroyed: CUDA may be gone by then
+    return *unfreed;
   }
 };
 
@@ -147,25 +147,25 @@ bool is_about_peers(const Error& error) {
   return error.kind() == ErrorKind::kPeerLost || error.kind() == ErrorKind::kTimeout;
 }
 
-void free_leftovers() {
-  Leftovers& leftovers = Leftovers::get();
-  const std::lock_guard<std::mutex> lock(leftovers.mutex);
-  for (Leftovers::Entry& entry : leftovers.entries) {
+void free_slots() {
+  UnfreedSlots& unfreed = UnfreedSlots::get();
+  const std::lock_guard<std::mutex> lock(unfreed.mutex);
+  for (UnfreedSlots::Entry& entry : unfreed.entries) {
     if (entry.host->forked() || entry.staging == nullptr || !entry.staging->is_idle()) continue;
     entry.staging = nullptr;
     entry.host->close();
   }
-  std::erase_if(leftovers.entries, [](const Leftovers::Entry& entry) {
+  std::erase_if(unfreed.entries, [](const UnfreedSlots::Entry& entry) {
     return !entry.host->forked() && entry.staging == nullptr && all_others_are_gone(*entry.host);
   });
 }
 
 // Whether its GPU has not come to the end of its calls.
 bool is_left_running(const ProcessGroup& group) {
-  Leftovers& leftovers = Leftovers::get();
-  const std::lock_guard<std::mutex> lock(leftovers.mutex);
-  return std::any_of(leftovers.entries.begin(), leftovers.entries.end(),
-                     [&](const Leftovers::Entry& entry) {
+  UnfreedSlots& unfreed = UnfreedSlots::get();
+  const std::lock_guard<std::mutex> lock(unfreed.mutex);
+  return std::any_of(unfreed.entries.begin(), unfreed.entries.end(),
+                     [&](const UnfreedSlots::Entry& entry) {
                        return entry.host.get() == &group && entry.staging != nullptr;
                      });
 }
@@ -173,7 +173,7 @@ bool is_left_running(const ProcessGroup& group) {
 }  // namespace
 
 // What ranks tell each other while they connect.
-struct CudaProcessGroup::Outcome {
+struct CudaProcessGroup::ConnectStatus {
   cuda::StagingHandles handles{};
   ErrorKind kind = ErrorKind::kState;
   std::array<char, 500> error{};  // empty: all is well
@@ -206,22 +206,23 @@ CudaProcessGroup::~CudaProcessGroup() {
   }
 }
 
-void CudaProcessGroup::exchange(const Outcome& own, std::vector<Outcome>& all) {
-  static_assert(std::is_trivially_copyable_v<Outcome>);
-  Outcome input = own;
+void CudaProcessGroup::exchange(const ConnectStatus& own, std::vector<ConnectStatus>& all) {
+  static_assert(std::is_trivially_copyable_v<ConnectStatus>);
+  ConnectStatus input = own;
   Collective call;
   call.kind = CallKind::kAllGather;
   call.world_size = host_->world_size();
   call.reserve_local(1);
-  call.add_local(&input, all.data(), all.size() * sizeof(Outcome), DType::kUInt8);
+  call.add_local(&input, all.data(), all.size() * sizeof(ConnectStatus), DType::kUInt8);
   host_->run(call);
   raise_first(own, all);
 }
 
-void CudaProcessGroup::raise_first(const Outcome& own, const std::vector<Outcome>& all) const {
+void CudaProcessGroup::raise_first(const ConnectStatus& own,
+                                   const std::vector<ConnectStatus>& all) const {
   if (own.error[0] != '\0') fail(own.kind, own.error.data());
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    const Outcome& other = all[rank];
+    const ConnectStatus& other = all[rank];
     if (other.error[0] == '\0') continue;
     const RankLine& line = host_->segment().line(static_cast<int>(rank));
     const bool is_known = other.kind == ErrorKind::kCuda || other.kind == ErrorKind::kUnsupported;
@@ -231,27 +232,28 @@ void CudaProcessGroup::raise_first(const Outcome& own, const std::vector<Outcome
   }
 }
 
-std::vector<cuda::StagingHandles> CudaProcessGroup::handles_of(const std::vector<Outcome>& all) {
+std::vector<cuda::StagingHandles> CudaProcessGroup::handles_of(
+    const std::vector<ConnectStatus>& all) {
   std::vector<cuda::StagingHandles> handles;
-  for (const Outcome& outcome : all) handles.push_back(outcome.handles);
+  for (const ConnectStatus& status : all) handles.push_back(status.handles);
   return handles;
 }
 
 void CudaProcessGroup::connect() {
-  free_leftovers();
-  std::vector<Outcome> all(static_cast<std::size_t>(host_->world_size()));
-  Outcome own;
+  free_slots();
+  std::vector<ConnectStatus> all(static_cast<std::size_t>(host_->world_size()));
+  ConnectStatus own;
   const auto on_all_ranks = [&](auto&& step) {
     own.attempt(step);
     exchange(own, all);
   };
   on_all_ranks([&] {
     stream_ = std::make_unique<cuda::Stream>(device_);
-    own.handles = cuda::place_of(device_);
+    own.handles = cuda::describe_gpu(device_);
   });
   plan_ = cuda::plan_staging(handles_of(all), options_.slot_bytes, options_.most_shared_slot_bytes);
   on_all_ranks([&] {
-    own_ = std::make_shared<cuda::OwnStaging>(device_, plan_);
+    own_ = std::make_shared<cuda::LocalSlots>(device_, plan_);
     if (host_->world_size() > 1) own.handles.slots = cuda::ipc_handle(own_->slots);
   });
   on_all_ranks([&] {
@@ -259,10 +261,10 @@ void CudaProcessGroup::connect() {
                                                       host_->watch(), handles_of(all));
     const std::lock_guard<std::mutex> lock(abort_mutex_);
     abortable_ = staging_.get();
-    staging_->make_probe();
+    staging_->write_probe();
   });
   on_all_ranks([&] {
-    const std::string wrong = staging_->look_at_probes();
+    const std::string wrong = staging_->check_probes();
     if (wrong.empty()) return;
     fail(ErrorKind::kUnsupported, "memory that processes share does not arrive: ", wrong);
   });
@@ -318,7 +320,7 @@ void CudaProcessGroup::run(const Collective& call, cudaStream_t stream) {
   try {
     host_->run_program([&](ProcessRank& self) { return enqueue(call, self, stream); });
   } catch (const Error& error) {
-    has_told_.store(has_told_.load() || is_about_peers(error));
+    has_reported_.store(has_reported_.load() || is_about_peers(error));
     throw;
   }
 }
@@ -370,20 +372,20 @@ std::exception_ptr CudaProcessGroup::failure_of(const Submitted& work) {
       try {
         std::rethrow_exception(refused);
       } catch (const Error& error) {
-        has_told_.store(has_told_.load() || is_about_peers(error));
+        has_reported_.store(has_reported_.load() || is_about_peers(error));
       } catch (...) {  // a step's
       }
       return refused;
     }
   }
   if (!is_void(host_->segment(), *work.last)) return nullptr;
-  has_told_.store(true);
+  has_reported_.store(true);
   return std::make_exception_ptr(void_error());
 }
 
-void CudaProcessGroup::raise_untold() {
-  if (has_told_.load() || !is_void(host_->segment(), last_.load())) return;
-  has_told_.store(true);
+void CudaProcessGroup::raise_unreported() {
+  if (has_reported_.load() || !is_void(host_->segment(), last_.load())) return;
+  has_reported_.store(true);
   throw void_error();
 }
 
@@ -427,18 +429,18 @@ bool CudaProcessGroup::close(Leaving leaving) {
     release(leaving);
     is_closed_ = true;
   }
-  free_leftovers();
+  free_slots();
   const bool is_idle = !is_left_running(*host_);
   if (leaving != Leaving::kAfterCalls) {
-    has_told_.store(true);  // the caller chose not to wait
-  } else if (!is_idle && !has_told_.exchange(true)) {
+    has_reported_.store(true);  // the caller chose not to wait
+  } else if (!is_idle && !has_reported_.exchange(true)) {
     const PeerWatch& watch = host_->watch();
     fail(ErrorKind::kTimeout, "close: the GPU of ", watch.name_of(host_->rank()),
          " has not come to the end of its calls, without progress for ",
          std::chrono::duration<double>(watch.timeout()).count(),
          " s; their results may be void, and their tensors stay in use until it has");
   } else {
-    raise_untold();
+    raise_unreported();
   }
   return is_idle;
 }
@@ -469,9 +471,9 @@ void CudaProcessGroup::release(Leaving leaving) {
     std::this_thread::sleep_for(1ms);
   }
   if (own_ != nullptr && !(is_idle && all_others_are_gone(*host_))) {
-    Leftovers& leftovers = Leftovers::get();
-    const std::lock_guard<std::mutex> entries_lock(leftovers.mutex);
-    leftovers.entries.push_back({host_, own_, std::move(staging_)});
+    UnfreedSlots& unfreed = UnfreedSlots::get();
+    const std::lock_guard<std::mutex> entries_lock(unfreed.mutex);
+    unfreed.entries.push_back({host_, own_, std::move(staging_)});
   }
   own_ = nullptr;
 }

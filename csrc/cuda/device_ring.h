@@ -21,9 +21,9 @@
 
 namespace pyringar::cuda {
 
-class RingLinks {
+class DeviceRing {
  public:
-  RingLinks(Devices& devices, std::chrono::nanoseconds timeout, const char* operation);
+  DeviceRing(Devices& devices, std::chrono::nanoseconds timeout, const char* operation);
   void launch(const Buffers& tensor, Fold fold, Streams streams, int withheld_rank);
 
   // Blocks that wait leave; those of later launches, too.
@@ -32,28 +32,28 @@ class RingLinks {
 
  private:
   // What kernels of one device tell.
-  struct Records {
+  struct DeviceRecords {
     Memory gave_up;  // one word
     Memory failure;  // in the host's memory
   };
-  struct End {
+  struct RankMemory {
     Memory slots;  // it reads
     Memory flag;   // it reads
     Memory taken;  // it writes
     Memory base;
   };
-  struct Cut {
+  struct PieceCut {
     std::size_t piece_elems;
     int num_channels;  // 0: there is nothing to send
   };
 
   void choose_channels(const char* operation);
-  Patience patience(std::size_t d, int withheld_rank) const;
+  WaitLimits patience(std::size_t d, int withheld_rank) const;
   std::string describe(const Failure& failure, const char* operation) const;
-  End make_end(std::size_t rank) const;
+  RankMemory make_rank_memory(std::size_t rank) const;
   Memory make_ports(const Device& device) const;
-  Cut cut(const Buffers& tensor, const std::vector<int>& most_blocks) const;
-  RingArgs arguments(std::size_t d, const Buffers& tensor, Fold fold, const Cut& cut) const;
+  PieceCut cut(const Buffers& tensor, const std::vector<int>& most_blocks) const;
+  RingArgs arguments(std::size_t d, const Buffers& tensor, Fold fold, const PieceCut& cut) const;
   std::size_t next_of(std::size_t rank) const { return (rank + 1) % num_ranks_; }
   std::size_t prev_of(std::size_t rank) const { return (rank + num_ranks_ - 1) % num_ranks_; }
 
@@ -63,9 +63,9 @@ class RingLinks {
   const std::uint32_t num_slots_;
   int num_channels_;
   std::uint32_t slot_bytes_ = 0;
-  std::vector<End> ends_;         // by rank
-  std::vector<Memory> ports_;     // by device
-  std::vector<Records> records_;  // by device
+  std::vector<RankMemory> rank_memory_;  // by rank
+  std::vector<Memory> ports_;            // by device
+  std::vector<DeviceRecords> records_;   // by device
 };
 
 }  // namespace pyringar::cuda

@@ -77,7 +77,7 @@ struct StagingHandles {
   cudaIpcMemHandle_t slots;
 };
 
-StagingHandles place_of(int device);
+StagingHandles describe_gpu(int device);
 
 struct StagingPlan {
   bool shares_gpu;  // all ranks have the same one
@@ -86,8 +86,8 @@ struct StagingPlan {
 StagingPlan plan_staging(std::span<const StagingHandles> all, std::size_t slot_bytes,
                          std::size_t most_shared_bytes);
 
-struct OwnStaging {
-  OwnStaging(int device, const StagingPlan& plan);
+struct LocalSlots {
+  LocalSlots(int device, const StagingPlan& plan);
 
   const int device;
   const StagingPlan plan;
@@ -97,12 +97,12 @@ struct OwnStaging {
 class ProcessStaging {
  public:
   // own, segment, host: outlive this. all[r]: of rank r; own ones are not opened.
-  ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
+  ProcessStaging(const LocalSlots& own, const pyringar::Segment& segment, int rank,
                  const PeerWatch& host, std::span<const StagingHandles> all);
 
   // Every rank writes, all meet, every rank looks. Returns what does not arrive, or nothing.
-  void make_probe();
-  std::string look_at_probes();
+  void write_probe();
+  std::string check_probes();
 
   int device() const { return own_.device; }
   const StagingPlan& plan() const { return own_.plan; }
@@ -148,7 +148,7 @@ class ProcessStaging {
   DeviceLine& line(int rank) const { return segment_.device(rank); }
   Peer open(int rank, const StagingHandles& theirs) const;
 
-  const OwnStaging& own_;
+  const LocalSlots& own_;
   const pyringar::Segment& segment_;
   const int rank_;
   const RegisteredMemory words_;

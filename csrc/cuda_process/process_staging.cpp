@@ -1,6 +1,6 @@
 // staging: see the header.
 
-#include "cuda_process/staging.h"
+#include "cuda_process/process_staging.h"
 
 #include <cuda.h>
 
@@ -29,9 +29,11 @@ std::vector<std::uint32_t> pattern_of(int rank, std::size_t num_words) {
   return words;
 }
 
-using Operation = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+using StreamOperation = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 
-Operation operation(const char* name) { return reinterpret_cast<Operation>(driver_function(name)); }
+StreamOperation stream_operation(const char* name) {
+  return reinterpret_cast<StreamOperation>(driver_function(name));
+}
 
 // The runtime's error codes are the driver's.
 void check_operation(CUresult status, const char* name, int device) {
@@ -85,7 +87,7 @@ std::uintptr_t RegisteredMemory::on_device(const Word& word) const {
 
 void RegisteredMemory::write_word(const Word& word, std::uint32_t value,
                                   cudaStream_t stream) const {
-  static const Operation write = operation("cuStreamWriteValue32");
+  static const StreamOperation write = stream_operation("cuStreamWriteValue32");
   const OnDevice guard(device_);  // the null stream is the current device's
   check_operation(write(stream, on_device(word), value, CU_STREAM_WRITE_VALUE_DEFAULT),
                   "cuStreamWriteValue32", device_);
@@ -93,13 +95,13 @@ void RegisteredMemory::write_word(const Word& word, std::uint32_t value,
 
 void RegisteredMemory::await_word(const Word& word, std::uint32_t value,
                                   cudaStream_t stream) const {
-  static const Operation wait = operation("cuStreamWaitValue32");
+  static const StreamOperation wait = stream_operation("cuStreamWaitValue32");
   const OnDevice guard(device_);
   check_operation(wait(stream, on_device(word), value, CU_STREAM_WAIT_VALUE_GEQ),
                   "cuStreamWaitValue32", device_);
 }
 
-StagingHandles place_of(int device) {
+StagingHandles describe_gpu(int device) {
   const OnDevice guard(device);
   const BesideCaptures beside;
   StagingHandles handles{};
@@ -126,12 +128,12 @@ StagingPlan plan_staging(std::span<const StagingHandles> all, std::size_t slot_b
   return plan;
 }
 
-OwnStaging::OwnStaging(int device_index, const StagingPlan& agreed)
+LocalSlots::LocalSlots(int device_index, const StagingPlan& agreed)
     : device(device_index),
       plan(agreed),
       slots(device_memory(device, kStagingSlots * plan.slot_bytes)) {}
 
-ProcessStaging::ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
+ProcessStaging::ProcessStaging(const LocalSlots& own, const pyringar::Segment& segment, int rank,
                                const PeerWatch& host, std::span<const StagingHandles> all)
     : own_(own),
       segment_(segment),
@@ -169,7 +171,7 @@ ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs
 }
 
 // Probes lie in message 0's slot, what was read of each peer's in message 1's, one after the other.
-void ProcessStaging::make_probe() {
+void ProcessStaging::write_probe() {
   const OnDevice guard(own_.device);
   const BesideCaptures beside;
   const std::size_t words = std::min(kMostProbeWords, plan().slot_bytes / sizeof(std::uint32_t));
@@ -182,7 +184,7 @@ void ProcessStaging::make_probe() {
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", own_.device);
 }
 
-std::string ProcessStaging::look_at_probes() {
+std::string ProcessStaging::check_probes() {
   const OnDevice guard(own_.device);
   const BesideCaptures beside;
   const std::size_t num_words =

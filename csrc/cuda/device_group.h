@@ -10,7 +10,7 @@
 //           devices run one at a time in a process.
 //           Captures: all streams are in one capture, or none. A captured call needs its tensors
 //           alone: the graph may be replayed beside calls, and after close(). Rings, and calls that
-//           need buffers (cuda/staging.h), cannot be captured.
+//           need buffers (cuda/staging_buffers.h), cannot be captured.
 //           A kernel's failed wait is raised by the next call, check_usable() or close(); the group
 //           then refuses everything with that reason.
 // Threads   any; calls of one group run one at a time. abort() waits for none of them.
@@ -24,18 +24,18 @@
 #include <vector>
 
 #include "core/collective.h"
+#include "cuda/device_ring.h"
 #include "cuda/devices.h"
 #include "cuda/folds.h"
-#include "cuda/ring_links.h"
-#include "cuda/staging.h"
+#include "cuda/staging_buffers.h"
 
 namespace pyringar::cuda {
 
-class Group {
+class DeviceGroup {
  public:
   // device_of_rank[r]: its index, or kHost.
-  Group(std::vector<int> device_of_rank, std::chrono::nanoseconds timeout);
-  ~Group();
+  DeviceGroup(std::vector<int> device_of_rank, std::chrono::nanoseconds timeout);
+  ~DeviceGroup();
 
   const std::vector<int>& devices() const { return devices_.indices(); }  // each once
   bool has_host_ranks() const { return devices_.has_host_ranks(); }
@@ -72,7 +72,7 @@ class Group {
   std::mutex mutex_;  // held while a call is enqueued; guards all below
   std::unique_ptr<Events> meeting_;
   std::unique_ptr<Events> last_use_;  // of the memory of the next two
-  std::unique_ptr<Staging> staging_;
+  std::unique_ptr<StagingBuffers> staging_;
   bool is_closed_ = false;
   std::string failure_;
   ErrorKind failure_kind_ = ErrorKind::kTimeout;
@@ -82,7 +82,7 @@ class Group {
 
   std::mutex abort_mutex_;  // never held for long; guards the next two, with the other for ring_
   bool is_aborted_ = false;
-  std::unique_ptr<RingLinks> ring_;  // made when it is needed
+  std::unique_ptr<DeviceRing> ring_;  // made when it is needed
 };
 
 }  // namespace pyringar::cuda

@@ -5,7 +5,7 @@
 //           batch of them before it uses the first. Where one of a job's tensors is not aligned as
 //           the slots are, the whole range goes element by element.
 // Threads   all of a block, with the same arguments; no order among them.
-// Tests     tests/cpp/cuda/ring_test.cpp, tests/build/test_cuda_kernels.py
+// Tests     tests/cpp/cuda/ring_kernel_test.cpp, tests/build/test_cuda_kernels.py
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@
 
 namespace pyringar::cuda {
 
-enum class Outcome { kPartial, kResult, kMean };
+enum class ReduceOutput { kPartial, kResult, kMean };
 
 // Units that a thread loads before it uses the first: what 64 registers hold without spilling.
 constexpr int ring_batch(std::size_t item, bool divides) {
@@ -23,47 +23,47 @@ constexpr int ring_batch(std::size_t item, bool divides) {
   return item == 2 ? 2 : 4;
 }
 
-// Theirs, partials of a slot or elements of prev's input, + own: to the next slot or the output.
-template <typename E, typename Op, typename Theirs, Outcome kOutcome>
-struct Reduction {
-  static constexpr bool kFinishes = kOutcome != Outcome::kPartial;
+// Received, partials of a slot or elements of prev's input, + own: to the next slot or the output.
+template <typename E, typename Op, typename Received, ReduceOutput kOutput>
+struct ReduceJob {
+  static constexpr bool kFinishes = kOutput != ReduceOutput::kPartial;
   static constexpr int kPackElems = kPackBytes / static_cast<int>(sizeof(typename E::Element));
   using Element = typename E::Element;
   using Partial = typename E::Partial;
   using Sent = std::conditional_t<kFinishes, Element, Partial>;
   template <int kSize>
   struct Loaded {
-    Lanes<Theirs, kSize> theirs;
+    Lanes<Received, kSize> received;
     Lanes<Element, kSize> own;
   };
-  static constexpr int kBatch = ring_batch(sizeof(Element), kOutcome == Outcome::kMean);
+  static constexpr int kBatch = ring_batch(sizeof(Element), kOutput == ReduceOutput::kMean);
 
-  const Theirs* theirs;
+  const Received* received;
   const Element* own;
   Element* kept;
   Sent* sent;
   Divisor divisor;
 
   PYRINGAR_DEVICE bool is_aligned(int i) const {
-    return is_vector(own + i) && is_vector(theirs + i) && (!kFinishes || is_vector(kept + i));
+    return is_vector(own + i) && is_vector(received + i) && (!kFinishes || is_vector(kept + i));
   }
   template <int kSize>
   PYRINGAR_DEVICE Loaded<kSize> load(int i) const {
-    return {load_lanes<kSize>(theirs + i), load_lanes<kSize>(own + i)};
+    return {load_lanes<kSize>(received + i), load_lanes<kSize>(own + i)};
   }
   template <int kSize>
   PYRINGAR_DEVICE void store(int i, const Loaded<kSize>& loaded) const {
-    Theirs left[kSize];
+    Received left[kSize];
     Element right[kSize];
     Sent result[kSize];
-    loaded.theirs.read(left);
+    loaded.received.read(left);
     loaded.own.read(right);
 #pragma unroll
     for (int lane = 0; lane < kSize; ++lane) {
       const Partial sum =
           Op::template apply<Partial>(as_partial(left[lane]), E::widened(right[lane]));
       if constexpr (kFinishes) {
-        result[lane] = E::narrowed(kOutcome == Outcome::kMean ? divided(sum, divisor) : sum);
+        result[lane] = E::narrowed(kOutput == ReduceOutput::kMean ? divided(sum, divisor) : sum);
       } else {
         result[lane] = sum;
       }
@@ -74,8 +74,8 @@ struct Reduction {
   }
 
  private:
-  static PYRINGAR_DEVICE Partial as_partial(Theirs x) {
-    if constexpr (std::is_same_v<Theirs, Partial>) {
+  static PYRINGAR_DEVICE Partial as_partial(Received x) {
+    if constexpr (std::is_same_v<Received, Partial>) {
       return x;
     } else {
       return E::widened(x);
@@ -85,7 +85,7 @@ struct Reduction {
 
 // From an input, an output or a slot to the output and the next rank's slot; either may be none.
 template <typename E, typename Sent>
-struct Transfer {
+struct CopyJob {
   static constexpr int kPackElems = kPackBytes / static_cast<int>(sizeof(typename E::Element));
   using Element = typename E::Element;
   template <int kSize>

@@ -12,7 +12,7 @@
 #include <limits>
 #include <optional>
 
-#include "emulated.h"
+#include "emulated_kernels.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -109,7 +109,7 @@ void run_fused(Random& random, const FusedCall& call, KernelKind kind,
   }
   const auto kernel = kernel_of<T>(call.dtype, call.fold, kind);
   const auto num_blocks = static_cast<unsigned>(random.between(1, 5));
-  emulator::run_in_turn({num_blocks, cuda::kThreads, [&] { kernel(*table); }});
+  emulator::run_sequentially({num_blocks, cuda::kThreads, [&] { kernel(*table); }});
   for (const FusedPart& part : parts) part.check();
 }
 

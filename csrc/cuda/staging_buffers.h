@@ -15,9 +15,9 @@
 
 namespace pyringar::cuda {
 
-class Staging {
+class StagingBuffers {
  public:
-  explicit Staging(const Devices& devices);
+  explicit StagingBuffers(const Devices& devices);
 
   bool is_needed(const Collective& collective) const;
   // The same call on buffers, inputs copied there. A pointer that is source and destination is one

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <deque>
 
-#include "emulated.h"
+#include "emulated_kernels.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -47,8 +47,8 @@ std::size_t largest_piece(DType dtype) {
 }
 
 // One collective of one phase, and how the kernel cuts it.
-struct RingCall {
-  RingCall(Random& random, const RingShape& shape, std::size_t numel)
+struct KernelCall {
+  KernelCall(Random& random, const RingShape& shape, std::size_t numel)
       : tensors(random_tensors(random, shape.world_size, numel)),
         num_channels(random.between(1, shape.num_channels)),
         num_threads(static_cast<unsigned>(random.between(1, 3))),
@@ -86,12 +86,12 @@ std::size_t random_size(Random& random, int world_size) {
   return random.below(k * (kSlotBytes / 4 + (random.one_in(4) ? 500 : 0)));
 }
 
-// Ranks on devices, links wired as in cuda/ring_links.cpp.
+// Ranks on devices, links wired as in cuda/device_ring.cpp.
 class RingDevices {
  public:
   RingDevices(Random& random, const RingShape& shape, std::uint32_t base, std::uint64_t timeout_ns);
 
-  RingArgs args(std::size_t device, const RingCall& call, int withheld);
+  RingArgs args(std::size_t device, const KernelCall& call, int withheld);
   std::size_t num_devices() const { return ranks_.size(); }
   const std::vector<int>& ranks(std::size_t device) const { return ranks_[device]; }
   const Failure& failure(std::size_t device) const { return failures_[device]; }
@@ -159,7 +159,7 @@ RingPorts RingDevices::ports(int r, const std::vector<int>& local) {
           local_index(next)};
 }
 
-RingArgs RingDevices::args(std::size_t device, const RingCall& call, int withheld) {
+RingArgs RingDevices::args(std::size_t device, const KernelCall& call, int withheld) {
   RingArgs args{};
   args.ports = ports_[device].data();
   args.numel = call.tensors.numel();
@@ -200,7 +200,7 @@ void RingDevices::check_slots() const {
   }
 }
 
-Launch launch_of(RingDevices& devices, std::size_t device, const RingCall& call, int withheld) {
+Launch launch_of(RingDevices& devices, std::size_t device, const KernelCall& call, int withheld) {
   const auto kernel =
       kernel_of<RingArgs>(call.tensors.dtype(), {call.tensors.fold().op}, cuda::KernelKind::kRing);
   const RingArgs args = devices.args(device, call, withheld);
@@ -253,8 +253,8 @@ std::string withhold_rank(Random& random, int world_size, int absent) {
   const RingShape shape{world_size, random.between(1, 2)};
   const std::uint32_t base = random_base(random);
   RingDevices devices(random, shape, base, static_cast<std::uint64_t>(kTimeoutSeconds * 1e9));
-  const RingCall call(random, shape,
-                      2 * static_cast<std::size_t>(world_size) + random_size(random, world_size));
+  const KernelCall call(random, shape,
+                        2 * static_cast<std::size_t>(world_size) + random_size(random, world_size));
   std::vector<std::vector<Launch>> streams;
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
     streams.push_back({launch_of(devices, d, call, absent)});
@@ -273,9 +273,9 @@ void check_later_steps_wait_longer() {
   std::uint32_t flag[kFlagStride] = {};
   std::uint32_t gave_up = 0;
   Failure failure{};
-  const cuda::Patience patience{1'000'000, &gave_up, &failure, -1};
+  const cuda::WaitLimits patience{1'000'000, &gave_up, &failure, -1};
   const std::uint64_t begin_ns = emulator::now_ns();
-  CHECK(!cuda::spin(flag, cuda::Scope::kDevice, 1, kStep, patience, [](Failure&) {}),
+  CHECK(!cuda::poll_flag(flag, cuda::MemoryScope::kDevice, 1, kStep, patience, [](Failure&) {}),
         "nothing was signalled");
   const std::uint64_t waited_ns = emulator::now_ns() - begin_ns;
   CHECK(waited_ns >= patience.timeout_ns + kStep * cuda::kNsPerStep, "gave up after ", waited_ns,
@@ -288,22 +288,22 @@ void ring_round(Random& random) {
   const RingShape shape{world_size, random.between(1, world_size > 5 ? 2 : 3)};
   const std::uint32_t base = random_base(random);
   RingDevices devices(random, shape, base, kLongNs);
-  std::deque<RingCall> calls;
+  std::deque<KernelCall> calls;
   for (int i = random.between(1, 4); i > 0; --i) {
     calls.emplace_back(random, shape, random_size(random, world_size));
   }
   std::vector<std::vector<Launch>> streams(devices.num_devices());
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
-    for (const RingCall& call : calls) {
+    for (const KernelCall& call : calls) {
       streams[d].push_back(launch_of(devices, d, call, -1));
     }
   }
   emulator::run_streams(random, streams);
-  for (const RingCall& call : calls) call.tensors.check();
+  for (const KernelCall& call : calls) call.tensors.check();
   devices.check_slots();
   for (int channel = 0; channel < shape.num_channels; ++channel) {
     std::uint32_t wanted = base;
-    for (const RingCall& call : calls) {
+    for (const KernelCall& call : calls) {
       if (channel < call.num_channels) wanted += call.num_messages(shape.world_size, channel);
     }
     devices.check_counters(channel, wanted);

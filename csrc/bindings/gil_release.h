@@ -1,10 +1,10 @@
 // python_call: releases the GIL, and handles signals during waits.
 //
-// Contract  While a PythonCall lives the GIL is released: at once, or in a short call when
-//           let_others_run() says that it must wait. A short call marks its tensors as written in
-//           mark_announced(), while other ranks look at its announcement. look_at_signals() takes
-//           the GIL back for a moment; handlers may use other groups. All three are for the
-//           innermost PythonCall of the thread, if any.
+// Contract  While a GilRelease lives the GIL is released: at once, or in a short call when
+//           release_gil() says that it must wait. A short call marks its tensors as written in
+//           mark_tensors_written(), while other ranks look at its announcement. check_signals()
+//           takes the GIL back for a moment; handlers may use other groups. All three are for the
+//           innermost GilRelease of the thread, if any.
 // Threads   each for itself.
 // Tests     tests/test_signals.py
 #pragma once
@@ -25,7 +25,7 @@ namespace pyringar {
 
 // After the interpreter's end Python tells a daemon thread to exit, which would abort the process
 // in frames of C++ that let nothing pass. It stays here instead, as Python 3.14 lets it.
-inline void take_gil(PyThreadState* state) {
+inline void acquire_gil(PyThreadState* state) {
   try {
     PyEval_RestoreThread(state);
   } catch (...) {
@@ -33,45 +33,45 @@ inline void take_gil(PyThreadState* state) {
   }
 }
 
-class PythonCall {
+class GilRelease {
  public:
-  // kWait: for destructors, which cannot throw.
-  enum class Signals { kLookAt, kWait };
+  // kDefer: for destructors, which cannot throw.
+  enum class Signals { kCheck, kDefer };
 
-  explicit PythonCall(Signals signals = Signals::kLookAt)
+  explicit GilRelease(Signals signals = Signals::kCheck)
       : signals_(signals), outer_(innermost_), state_(PyEval_SaveThread()) {
     innermost_ = this;
   }
   // A short one. unmarked: the list or tuple of the tensors that it writes.
-  explicit PythonCall(PyObject* unmarked)
-      : signals_(Signals::kLookAt), outer_(innermost_), holds_gil_(true), unmarked_(unmarked) {
+  explicit GilRelease(PyObject* unmarked)
+      : signals_(Signals::kCheck), outer_(innermost_), holds_gil_(true), unmarked_(unmarked) {
     innermost_ = this;
   }
-  ~PythonCall() {
+  ~GilRelease() {
     innermost_ = outer_;
-    if (!holds_gil_) take_gil(state_);
+    if (!holds_gil_) acquire_gil(state_);
   }
-  PythonCall(const PythonCall&) = delete;
-  PythonCall& operator=(const PythonCall&) = delete;
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
 
   // Whether a signal handler runs now that interrupted a wait.
   static bool is_interrupted() { return innermost_ != nullptr; }
 
  private:
-  friend void look_at_signals();
-  friend void let_others_run();
-  friend void mark_announced();
+  friend void check_signals();
+  friend void release_gil();
+  friend void mark_tensors_written();
 
-  inline static thread_local PythonCall* innermost_ = nullptr;
+  inline static thread_local GilRelease* innermost_ = nullptr;
   const Signals signals_;
-  PythonCall* const outer_;
+  GilRelease* const outer_;
   bool holds_gil_ = false;  // still
   PyObject* unmarked_ = nullptr;
   PyThreadState* state_ = nullptr;
 };
 
-inline void mark_announced() {
-  PythonCall* const call = PythonCall::innermost_;
+inline void mark_tensors_written() {
+  GilRelease* const call = GilRelease::innermost_;
   if (call == nullptr || call->unmarked_ == nullptr) return;
   try {
     mark_written(std::exchange(call->unmarked_, nullptr));
@@ -81,21 +81,21 @@ inline void mark_announced() {
 }
 
 // Before a wait for longer than the release of the GIL takes.
-inline void let_others_run() {
-  PythonCall* const call = PythonCall::innermost_;
+inline void release_gil() {
+  GilRelease* const call = GilRelease::innermost_;
   if (call == nullptr || !call->holds_gil_) return;
-  mark_announced();
+  mark_tensors_written();
   call->holds_gil_ = false;
   call->state_ = PyEval_SaveThread();
 }
 
 // Throws the exception of a signal's handler; kState in a child that a handler has forked.
-inline void look_at_signals() {
-  PythonCall* const call = PythonCall::innermost_;
-  if (call == nullptr || call->signals_ == PythonCall::Signals::kWait) return;
+inline void check_signals() {
+  GilRelease* const call = GilRelease::innermost_;
+  if (call == nullptr || call->signals_ == GilRelease::Signals::kDefer) return;
   if (call->state_ == nullptr) return;  // it looks already
   const ForkGuard process;
-  take_gil(std::exchange(call->state_, nullptr));
+  acquire_gil(std::exchange(call->state_, nullptr));
   const bool has_raised = PyErr_CheckSignals() != 0;
   call->state_ = PyEval_SaveThread();
   if (has_raised) throw PythonErrorPending{};
@@ -122,7 +122,7 @@ State& state_of(PyObject* capsule) {
 template <typename AnyGroup>
 void delete_group(AnyGroup* group, bool is_background) {
   if (!is_background) {
-    const PythonCall python_call(PythonCall::Signals::kWait);
+    const GilRelease no_gil(GilRelease::Signals::kDefer);
     delete group;
     return;
   }

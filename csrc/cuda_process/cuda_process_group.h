@@ -18,7 +18,7 @@
 #include <memory>
 #include <mutex>
 
-#include "cuda_process/staging.h"
+#include "cuda_process/process_staging.h"
 #include "process/group.h"
 
 namespace pyringar {
@@ -67,16 +67,16 @@ class CudaProcessGroup {
   ProcessPlan plan(std::size_t bytes) const;  // of an all_reduce
   std::size_t slot_bytes() const { return plan_.slot_bytes; }
   // Throws, once, that a call which had returned ended without its data.
-  void raise_untold();
+  void raise_unreported();
   // As ProcessGroup's; false, too, as long as the GPU is not done: tensors of calls must stay.
   bool close(Leaving leaving = Leaving::kAfterCalls);
 
  private:
-  struct Outcome;
+  struct ConnectStatus;
 
-  static std::vector<cuda::StagingHandles> handles_of(const std::vector<Outcome>& all);
-  void exchange(const Outcome& own, std::vector<Outcome>& all);
-  void raise_first(const Outcome& own, const std::vector<Outcome>& all) const;
+  static std::vector<cuda::StagingHandles> handles_of(const std::vector<ConnectStatus>& all);
+  void exchange(const ConnectStatus& own, std::vector<ConnectStatus>& all);
+  void raise_first(const ConnectStatus& own, const std::vector<ConnectStatus>& all) const;
   bool enqueue(const Collective& call, ProcessRank& self, cudaStream_t stream);
   void release_streams();
   void release(Leaving leaving);
@@ -89,7 +89,7 @@ class CudaProcessGroup {
   const CudaProcessOptions options_;
   cuda::StagingPlan plan_{false, options_.slot_bytes};  // final once connected
   std::shared_ptr<ProcessGroup> host_;
-  std::shared_ptr<cuda::OwnStaging> own_;
+  std::shared_ptr<cuda::LocalSlots> own_;
   std::unique_ptr<cuda::Stream> stream_;  // of asynchronous calls
 
   std::mutex staging_mutex_;                       // held while a call is enqueued
@@ -100,8 +100,8 @@ class CudaProcessGroup {
 
   Turn close_turn_;
   bool is_closed_ = false;
-  std::atomic<std::uint32_t> last_;    // message of the last call that was enqueued
-  std::atomic<bool> has_told_{false};  // of a failure
+  std::atomic<std::uint32_t> last_;        // message of the last call that was enqueued
+  std::atomic<bool> has_reported_{false};  // of a failure
   std::mutex stats_mutex_;
   ProcessStats stats_;
 };

@@ -1,6 +1,7 @@
-// crew: ranks as threads that stand for processes, calls with any tensors, and what they must give.
+// ranks: ranks as threads that stand for processes, calls with any tensors, and what they must
+// give.
 //
-// Threads   a Crew's program runs on a thread per rank.
+// Threads   a RankThreads's program runs on a thread per rank.
 #pragma once
 
 #include <cstring>
@@ -10,7 +11,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda_process/group.h"
+#include "cuda_process/cuda_process_group.h"
 #include "process_calls.h"
 #include "runtime_model.h"
 
@@ -21,12 +22,12 @@ using namespace pyringar::model;
 using Rank = std::size_t;
 
 // Ranks, each on a thread that stands for its process, in one group or in several.
-class Crew {
+class RankThreads {
  public:
   // Starts the devices, too: entries run when another is enqueued once in one_in times; 0: never.
   // Where a device is held no kernel may be loaded.
-  Crew(Random& random, int world_size, CudaProcessOptions options, int one_in = 3,
-       bool loads_eagerly = false);
+  RankThreads(Random& random, int world_size, CudaProcessOptions options, int one_in = 3,
+              bool loads_eagerly = false);
 
   // program(group, rank), on all ranks at once; groups are closed after it, at their own times.
   using Program = std::function<void(CudaProcessGroup& group, int rank)>;
@@ -41,7 +42,7 @@ class Crew {
   void kill(CudaProcessGroup& group) const;
 
   const CudaProcessOptions& options() const { return options_; }
-  int place(int rank) const { return places_[static_cast<Rank>(rank)]; }
+  int device(int rank) const { return devices_[static_cast<Rank>(rank)]; }
 
  private:
   std::vector<SharedMemory> make_memory(int num_groups) const;
@@ -52,7 +53,7 @@ class Crew {
   const std::uint64_t seed_;
   const std::uint32_t first_message_;
   const std::uint32_t last_reduced_;
-  std::vector<int> places_;
+  std::vector<int> devices_;
 };
 
 CudaProcessOptions random_options(Random& random);
