@@ -110,7 +110,7 @@ void Background::wait_for() const {
   if (last_ == nullptr) return;
   try {
     last_->wait_for();
-  } catch (const Error&) {  // a device that does not answer has nothing under way
+  } catch (const Error&) {  // a failed device has no running work
   }
 }
 

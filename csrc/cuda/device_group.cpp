@@ -1,4 +1,4 @@
-// group: see the header.
+// device_group: see the header.
 
 #include "cuda/device_group.h"
 
@@ -12,7 +12,8 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Then a launch waits for the end of its kernel, which waits for launches to come.
+// With CUDA_LAUNCH_BLOCKING a launch waits for its kernel, which waits for launches that never
+// come.
 bool launches_block() {
   const char* value = std::getenv("CUDA_LAUNCH_BLOCKING");
   return value != nullptr && *value != '\0' && std::string_view(value) != "0";
@@ -30,7 +31,7 @@ DeviceGroup::DeviceGroup(std::vector<int> device_of_rank, std::chrono::nanosecon
 DeviceGroup::~DeviceGroup() {
   try {
     close();
-  } catch (const Error&) {  // its owner had calls to hear of it, and close()
+  } catch (const Error&) {  // earlier calls and close() reported it
   }
 }
 
@@ -39,14 +40,14 @@ void DeviceGroup::close() {
   if (std::exchange(is_closed_, true)) return;
   try {
     last_use_->wait_for();
-  } catch (const Error&) {  // a device that does not answer has nothing under way
+  } catch (const Error&) {  // a failed device has no running work
   }
   const std::string failure = new_failure();
   {
     const auto launches = lock_launches();
     std::unique_lock<std::mutex> abort_lock(abort_mutex_);
     std::unique_ptr<DeviceRing> ring = std::move(ring_);
-    abort_lock.unlock();  // to free memory can take long
+    abort_lock.unlock();  // freeing memory can take long
     ring.reset();
     staging_.reset();
   }
@@ -189,7 +190,7 @@ void DeviceGroup::run_tables(const Collective& collective, Streams streams, Even
 
 void DeviceGroup::run_staged(const Collective& collective, Streams streams) {
   last_use_->make_wait(streams);
-  if (has_host_ranks()) last_use_->wait_for();  // the host writes there, too
+  if (has_host_ranks()) last_use_->wait_for();  // the host writes to the staging buffers too
   run_and_always(
       [&] {
         const Collective staged = staging_->copy_in(collective, streams, *last_use_);
@@ -218,9 +219,9 @@ void DeviceGroup::run_ring(const Collective& collective, Streams streams) {
   if (devices_.size() == 1) {
     return run_and_always(launch, [&] { last_use_->record(streams); });
   }
-  // Of all groups of the process, in one order on all devices.
+  // All groups of the process enqueue their rings in the same order on all devices.
   const auto launches = lock_launches();
-  static auto* last_between = new std::map<int, Event>;  // by device; guarded by the lock
+  static auto* last_between = new std::map<int, Event>;  // by device; guarded by lock_launches()
   for (std::size_t d = 0; d < streams.size(); ++d) {
     const int device = devices()[d];
     last_between->try_emplace(device, device).first->second.make_wait(streams[d], device);

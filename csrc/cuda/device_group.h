@@ -1,19 +1,18 @@
-// group: the ranks of one communicator on GPUs: one call after the other, on the devices' streams.
+// device_group: the ranks of one communicator on GPUs, whose calls run on the devices' streams.
 //
-// Units     bytes, nanoseconds. A Collective borrows the tensors' memory; on return the work is
-//           enqueued, not done, and tensors must live until it is.
-// Contract  Work starts after what is on each device's stream, and the streams go on after it. The
-//           host waits only for ranks in the host's memory.
-//           One device: `fused` and `direct` are one launch. Several: the streams meet, each device
-//           folds its slice of every tensor, and the streams meet again; no kernel waits. `ring` is
-//           one launch per device and tensor, whose blocks wait for each other; rings between
-//           devices run one at a time in a process.
-//           Captures: all streams are in one capture, or none. A captured call needs its tensors
-//           alone: the graph may be replayed beside calls, and after close(). Rings, and calls that
-//           need buffers (cuda/staging_buffers.h), cannot be captured.
-//           A kernel's failed wait is raised by the next call, check_usable() or close(); the group
-//           then refuses everything with that reason.
-// Threads   any; calls of one group run one at a time. abort() waits for none of them.
+// Units     bytes, nanoseconds. A Collective borrows the tensors' memory. run() returns when the
+//           work is enqueued, and the tensors must live until it has run.
+// Contract  A call runs in stream order on each device. The host waits only for ranks in host
+//           memory. `fused`, and `direct` on one device: one launch. `direct` on several devices:
+//           the streams wait for each other, each device folds its slice of every tensor, and the
+//           streams wait for each other again. No kernel waits. `ring`: one launch per device and
+//           tensor, whose blocks wait for each other. Rings between devices run one at a time in a
+//           process. Captures: all streams are in one capture, or none is. A captured call uses no
+//           memory of the group, so that its graph may be replayed beside other calls and after
+//           close(). Rings and calls that need staging buffers cannot be captured. The next run(),
+//           check_usable() or close() raises a wait that timed out in a kernel. The group then
+//           refuses every call with that reason.
+// Threads   any. Calls of one group run one at a time. abort() does not wait for them.
 // Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once
 
@@ -33,11 +32,11 @@ namespace pyringar::cuda {
 
 class DeviceGroup {
  public:
-  // device_of_rank[r]: its index, or kHost.
+  // device_of_rank[r]: device index of rank r, or kHost.
   DeviceGroup(std::vector<int> device_of_rank, std::chrono::nanoseconds timeout);
   ~DeviceGroup();
 
-  const std::vector<int>& devices() const { return devices_.indices(); }  // each once
+  const std::vector<int>& devices() const { return devices_.indices(); }  // without duplicates
   bool has_host_ranks() const { return devices_.has_host_ranks(); }
   bool has_peers() const { return devices_.has_peers(); }
 
@@ -45,15 +44,15 @@ class DeviceGroup {
   void run(const Collective& collective, Streams streams);
 
   void check_usable();
-  bool try_check_usable();  // false, and nothing looked at, while another thread calls
-  // What captures the streams; 0: nothing. Refuses where that is not the same for all of them.
+  bool try_check_usable();  // returns false without a check while another thread holds the lock
+  // Return the capture that all streams are in, or 0. Raise if the streams differ.
   CaptureId check_captures(const Collective& collective, Streams streams) const;
   GroupStats stats();
-  // Waits for calls that use memory of the group's own. Raises a failure that no call has raised.
+  // Wait for calls that use the group's memory. Raise a kernel's failure that no call has raised.
   void close();
-  // Kernels that wait leave, with anything in the tensors; every call raises from now on.
+  // End waiting kernels, whose results are undefined. Every later call raises.
   void abort();
-  void withhold_rank(int rank);  // for tests: the rank's blocks leave at once; -1 for none
+  void withhold_rank(int rank);  // for tests: the rank's blocks exit at once; -1: all ranks run
 
  private:
   void check_usable_locked();
@@ -69,20 +68,20 @@ class DeviceGroup {
   Devices devices_;
   const std::chrono::nanoseconds timeout_;
 
-  std::mutex mutex_;  // held while a call is enqueued; guards all below
+  std::mutex mutex_;  // held while a call is enqueued; guards the members below
   std::unique_ptr<Events> meeting_;
-  std::unique_ptr<Events> last_use_;  // of the memory of the next two
+  std::unique_ptr<Events> last_use_;  // last calls that used ring_ or staging_
   std::unique_ptr<StagingBuffers> staging_;
   bool is_closed_ = false;
   std::string failure_;
   ErrorKind failure_kind_ = ErrorKind::kTimeout;
-  const char* operation_ = "collective";  // the last one
+  const char* operation_ = "collective";  // the last call's name
   int withheld_rank_ = -1;
   GroupStats stats_;
 
-  std::mutex abort_mutex_;  // never held for long; guards the next two, with the other for ring_
+  std::mutex abort_mutex_;  // held briefly; guards is_aborted_; ring_ changes under both mutexes
   bool is_aborted_ = false;
-  std::unique_ptr<DeviceRing> ring_;  // made when it is needed
+  std::unique_ptr<DeviceRing> ring_;  // made by the first ring call
 };
 
 }  // namespace pyringar::cuda

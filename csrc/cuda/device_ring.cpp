@@ -1,4 +1,4 @@
-// ring_links: see the header.
+// device_ring: see the header.
 
 #include "cuda/device_ring.h"
 
@@ -14,14 +14,14 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Slots of all links together. A message costs the same time to announce however small it is: more
-// in each is worth more than all in L2 (docs/cuda-kernels.md).
+// Bytes of all slots together. Signalling costs the same for any message size, so larger slots gain
+// more than slots that fit into L2 (docs/cuda-kernels.md).
 constexpr std::size_t kSlotsBytes = std::size_t{128} << 20;
 constexpr std::size_t kMinSlotBytes = 4 * 1024;
 constexpr std::size_t kMaxSlotBytes = 64 * 1024;
 constexpr int kMaxChannels = 256;
-// Blocks that wait for other devices: what a link of 450 GB/s has in flight in 2 us, 0.9 MB, 32 KB
-// a block. More would take multiprocessors from work that other devices wait for.
+// Most blocks that wait for other devices. 28 blocks of 32 KB cover 0.9 MB, which a link of 450
+// GB/s has in flight during 2 us. More blocks would take multiprocessors from other kernels.
 constexpr int kMaxWaitingBlocks = 32;
 constexpr std::size_t kSlotStepBytes = 256;
 constexpr std::size_t kPieceStepElems = 256;
@@ -53,7 +53,7 @@ WaitLimits DeviceRing::patience(std::size_t d, int withheld_rank) const {
           as<Failure>(records_[d].failure), withheld_rank};
 }
 
-// By copies: they need no multiprocessor, and all may be taken by what waits.
+// Copies need no free multiprocessor: waiting kernels may occupy all of them.
 void DeviceRing::abort() const {
   const std::uint32_t yes = 1;
   for (std::size_t d = 0; d < devices_.size(); ++d) {
@@ -66,12 +66,13 @@ void DeviceRing::abort() const {
                             stream.get()),
             "cudaMemcpyAsync", device);
       check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device);
-    } catch (const Error&) {  // nothing runs on a device that has failed; the others must hear
+      // a failed device runs no kernel; the other devices must still be told
+    } catch (const Error&) {
     }
   }
 }
 
-// Who waits for the earliest step waits for the culprit; the others wait for that rank.
+// The wait at the earliest ring step names the culprit. Later waits are for ranks that wait too.
 std::string DeviceRing::failure(const char* operation) const {
   const auto wait_order = [](const Failure* f) { return std::pair(f->step, f->what); };
   const Failure* earliest = nullptr;
@@ -94,7 +95,8 @@ std::string DeviceRing::describe(const Failure& failure, const char* operation) 
               failure.seen, " of ", failure.wanted, ")");
 }
 
-// As many as all ranks of every device can have resident at once, for every dtype.
+// Choose as many channels as let all ranks' blocks be resident, on every device and for every
+// dtype.
 void DeviceRing::choose_channels(const char* operation) {
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const int index = devices_[d].index;
@@ -157,7 +159,7 @@ Memory DeviceRing::make_ports(const Device& device) const {
   return memory;
 }
 
-// As even as slots allow: all channels have about as many pieces, also of short chunks.
+// Cut chunks evenly within the slot size, so that all channels get about the same number of pieces.
 DeviceRing::PieceCut DeviceRing::cut(const Buffers& tensor,
                                      const std::vector<int>& most_blocks) const {
   const std::size_t capacity = slot_bytes_ / partial_bytes(tensor.dtype) - kSlotSpareElems;

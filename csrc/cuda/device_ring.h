@@ -1,9 +1,8 @@
-// ring_links: the memory through which ranks on GPUs send messages around the ring, and the ring's
-// launches.
+// device_ring: slots and flags of a ring over GPUs, and the launches of its kernel.
 //
-// Contract  One launch per device and tensor, all blocks on the devices at once; the caller orders
-//           launches. Slots and flags lie on a device if the device at the link's other end reaches
-//           them there, else in the host's memory. A failed wait stays on record.
+// Contract  One launch per device and tensor, with all blocks resident at once. The caller orders
+//           the launches. Slots and flags are on a device that both ends of a link can access, else
+//           in host memory. A failed wait stays recorded.
 // Threads   one at a time.
 // Source    core/ring_program.h, cuda/ring.cuh
 // Tests     tests/cpp/cuda_host
@@ -26,25 +25,25 @@ class DeviceRing {
   DeviceRing(Devices& devices, std::chrono::nanoseconds timeout, const char* operation);
   void launch(const Buffers& tensor, Fold fold, Streams streams, int withheld_rank);
 
-  // Blocks that wait leave; those of later launches, too.
+  // End waiting blocks, and all blocks of later launches.
   void abort() const;
   std::string failure(const char* operation) const;
 
  private:
-  // What kernels of one device tell.
+  // Failures that kernels of one device report.
   struct DeviceRecords {
-    Memory gave_up;  // one word
-    Memory failure;  // in the host's memory
+    Memory gave_up;  // one word, see WaitLimits
+    Memory failure;  // a Failure in host memory
   };
   struct RankMemory {
-    Memory slots;  // it reads
-    Memory flag;   // it reads
-    Memory taken;  // it writes
+    Memory slots;  // this rank reads, prev writes
+    Memory flag;   // this rank reads, prev writes
+    Memory taken;  // this rank reads, next writes
     Memory base;
   };
   struct PieceCut {
     std::size_t piece_elems;
-    int num_channels;  // 0: there is nothing to send
+    int num_channels;  // 0: nothing to send
   };
 
   void choose_channels(const char* operation);

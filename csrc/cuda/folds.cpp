@@ -11,7 +11,7 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Whose sum of one source is that source, bit by bit.
+// Integer dtype of the same size: the sum of one source is a copy of its bits.
 DType copied_as(std::size_t item) {
   return item == 8 ? DType::kInt64 : item == 4 ? DType::kInt32 : DType::kUInt8;
 }

@@ -1,10 +1,10 @@
-// fused: read k inputs, add in registers, write k outputs; one pass, many tensors.
+// fused: read k inputs, add in registers, write k outputs. One pass, many tensors.
 //
-// Contract  fused_kernel adds in rank order, tree_kernel as core/tree.h says, whatever the grid:
-//           one thread folds each element, and reads it from all sources before it writes it, since
-//           a destination may be one of them. A thread holds 16 bytes of every source, or single
-//           elements of tensors that are not aligned alike; beyond 8 sources it goes on in groups.
-// Threads   any grid of kThreads-wide blocks; blocks do not wait for each other.
+// Contract  fused_kernel adds in rank order, tree_kernel in the order of core/tree.h, for any grid.
+//           One thread folds an element and reads it from all sources before it writes, because a
+//           destination may be a source. A thread holds 16 bytes of each source, or single elements
+//           if the tensors' alignments differ. More than 8 sources are read in groups.
+// Threads   any grid of blocks of kThreads. Blocks do not wait for each other.
 // Tests     tests/cpp/cuda/fused_kernel_test.cpp, tests/cuda, tests/build/test_cuda_kernels.py
 #pragma once
 
@@ -24,13 +24,13 @@ PYRINGAR_DEVICE T finished(T sum, const Divisor& divisor) {
   return sum;
 }
 
-// Sixteen bytes of a source, folded a pack at a time.
+// 16 bytes of a source. A thread folds them one pack at a time.
 template <typename E>
 struct WideUnit {
   using Element = typename E::Element;
   using Raw = Bytes16;
   using Value = Pack<E>;
-  static constexpr int kMost = kTreeGroup;  // sources that are loaded at once
+  static constexpr int kMost = kTreeGroup;  // number of sources loaded at once
   static constexpr int kValues = kPackBytes / Value::kBytes;
 
   PYRINGAR_DEVICE Raw load(const Element* from) const { return load16(from); }
@@ -51,7 +51,7 @@ struct WideUnit {
   }
 };
 
-// Elements of a source, kThreads apart, for tensors that are not aligned alike.
+// Single elements of a source, kThreads apart, for tensors with different alignments.
 template <typename E>
 struct ElementsUnit {
   using Element = typename E::Element;
@@ -62,7 +62,7 @@ struct ElementsUnit {
     Element element[kValues];
   };
 
-  std::size_t left;  // elements from the thread's first to the end
+  std::size_t left;  // elements from the thread's first one to the end
 
   PYRINGAR_DEVICE bool has(int i) const { return static_cast<std::size_t>(i) * kThreads < left; }
   PYRINGAR_DEVICE Raw load(const Element* from) const {
@@ -122,7 +122,7 @@ class UnitFold {
 
  private:
   static constexpr int kValues = Unit::kValues;
-  // Sources that are loaded at once beside the sums so far.
+  // Sources loaded at once while partial sums occupy registers.
   static constexpr int kGroup = sizeof(Element) == 8 ? 2 : 4;
   static constexpr int kSlots = 11;
   static_assert(LargeTable::kMaxPointers <= kGroup << kSlots);
@@ -131,7 +131,7 @@ class UnitFold {
     return Unit::template combined<Op>(a, b);
   }
 
-  // Calls take(i, sum) for each value of sources [lo, lo + kNum), in the kernel's order.
+  // Call take(i, sum) for each value, with the sum over sources [lo, lo + kNum).
   template <int kNum, typename Take>
   PYRINGAR_DEVICE void add_group(int lo, const Take& take) const {
     typename Unit::Raw raw[kNum];
@@ -163,7 +163,7 @@ class UnitFold {
       });
       for (int i = 0; i < kValues; ++i) sums[i] = slots[0][i];
     } else {
-      // The first group takes the remainder, so that every other one is full.
+      // The first group is the short one, so that the loop's groups are full.
       int next = (num - 1) % kGroup + 1;
       with_count<kGroup>(next, [&]<int kNum>() {
         add_group<kNum>(0, [&](int i, const Value& sum) { sums[i] = sum; });

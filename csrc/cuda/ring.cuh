@@ -1,13 +1,14 @@
-// ring: the ring program of core/ring_program.h on thread blocks, slots in the next rank's memory.
+// ring: core/ring_program.h on thread blocks, with slots in the next rank's memory.
 //
-// Contract  One block per (local rank, channel), all co-resident (a cooperative launch). Channel c
-//           takes pieces c, c + C, ... of every chunk, with slots and flags of its own, so the
-//           order of addition is the one of the CPU's ring. The reader's memory holds slots and
-//           flag, which prev writes; the writer's `taken`, which next writes.
-//           Ranks of one device read each other's inputs and results in place; only partial sums go
-//           through slots (cpu/ring.cpp says why both stay unchanged meanwhile). Between devices
-//           all data goes through slots. In a slot, element i of a piece lies at index shift + i:
-//           16-byte alignment in an aligned tensor is kept.
+// Contract  One block per local rank and channel, all resident at once (cooperative launch).
+//           Channel c of C takes pieces c, c + C, ... of every chunk, through separate slots and
+//           flags. So elements are added in the order of the CPU ring. The reader's memory holds
+//           the slots and the flag, and the previous rank writes both. The writer's memory holds
+//           `taken`, and the next rank writes it. Ranks on one device read each other's inputs and
+//           results in place. Only partial sums go through slots (cpu/ring.cpp explains why inputs
+//           and results stay unchanged meanwhile). Between devices all data goes through slots.
+//           Element i of a piece is at index shift + i of its slot, so that slots have the
+//           alignment of the tensors.
 // Tests     tests/cpp/cuda/ring_kernel_test.cpp under ThreadSanitizer, tests/cuda;
 //           tests/build/test_cuda_kernels.py reads registers and loads in flight
 #pragma once
@@ -21,21 +22,22 @@ PYRINGAR_DEVICE inline int prev_of(const RingProgram& program) {
   return (program.rank + program.world_size - 1) % program.world_size;
 }
 
-// A block's arguments, in shared memory to save registers.
+// One block's arguments. They are in shared memory to save registers.
 struct RingShared {
   struct RankTensor {
     const void* input;
     void* output;
-    // Where a rank's part of a gather, or its result of a scatter, begins: at its own chunk.
+    // Element at which the tensor begins: the rank's chunk for all-gather inputs and reduce-scatter
+    // outputs, else 0.
     std::size_t first_input;
     std::size_t first_output;
   };
   RingProgram program;
   RingCut cut;
-  RingPorts ports;  // of the block's channel
+  RingPorts ports;  // offset to the block's channel
   RankTensor own;
-  RankTensor prev;      // where it is on this device
-  Range first_of_prev;  // the chunk that prev sends first
+  RankTensor prev;      // valid if prev is on this device
+  Range first_of_prev;  // first chunk that the previous rank sends
   MemoryScope scope;
 
   PYRINGAR_DEVICE bool sees_prev() const { return ports.prev_local >= 0; }
@@ -73,7 +75,7 @@ struct RingShared {
   }
 };
 
-// One message: where its data comes from and where the result is written.
+// The sources and destinations of one message.
 template <typename E>
 class RingMove {
  public:
@@ -83,12 +85,12 @@ class RingMove {
   enum class Kind { kNothing, kWiden, kAdd, kFinish, kCopy };
 
   Kind kind = Kind::kNothing;
-  bool receives_input = false;     // received: elements of prev's input, not partials
-  const void* received = nullptr;  // of prev, in its tensors or in a slot
-  const Element* own = nullptr;    // of this rank's input
-  Element* kept = nullptr;         // in its output
-  void* sent = nullptr;            // in a slot of its next
-  bool is_shared = true;           // neighbours must be told when it is done
+  bool receives_input = false;     // `received` holds elements of prev's input, not partial sums
+  const void* received = nullptr;  // in prev's tensors or in a slot of this rank
+  const Element* own = nullptr;    // in this rank's input, or the source of a copy
+  Element* kept = nullptr;         // in this rank's output; null: not written
+  void* sent = nullptr;            // in a slot of the next rank; null: not sent
+  bool is_shared = true;           // neighbor blocks access the data, so their flags need a fence
 
   PYRINGAR_DEVICE RingMove(const RingArgs& args, const RingShared& shared)
       : args_(args), shared_(shared) {}
@@ -153,7 +155,7 @@ class RingMove {
   PYRINGAR_DEVICE void add(Kind how, Range range, std::uint32_t n_in) {
     kind = how;
     own = input(shared_.own, range);
-    // What prev sends first is its own part, to which nothing was added.
+    // Prev's first chunk holds its input elements: nothing has been added to it.
     const Range first = shared_.first_of_prev;
     receives_input = shared_.sees_prev() && first.begin <= range.begin && range.begin < first.end;
     received = in_slot<Partial>(n_in, range);
@@ -185,10 +187,11 @@ class BlockRing {
                         failure.what = Awaited::kMessage;
                       });
   }
-  // Times out after any wait for a message, so that a missing message is reported first.
+  // The timeout is longer than that of any wait_message(), so that a missing message is reported
+  // first.
   PYRINGAR_DEVICE bool wait_slot(std::uint32_t n, int action) const {
     const bool is_partial = 0 < action && action < args_.world_size - 1;
-    if (shared_.sees_next() && !is_partial) return true;  // it stays where it is
+    if (shared_.sees_next() && !is_partial) return true;  // the next rank reads it in place
     const std::uint32_t wanted = n - args_.num_slots;
     const int step = 2 * args_.world_size + action;
     return block_wait(shared_.ports.out_taken, shared_.scope, wanted, step, args_.patience,
@@ -215,7 +218,7 @@ class BlockRing {
  private:
   using Kind = typename RingMove<E>::Kind;
 
-  // One fence for both flags of an action, none if no other block reads the data.
+  // One fence covers both flags of an action. No fence if no other block accesses the data.
   PYRINGAR_DEVICE void tell(std::uint32_t* flag, std::uint32_t n) {
     if (!is_fenced_) block_fence(shared_.scope);
     is_fenced_ = true;
@@ -255,10 +258,10 @@ class BlockRing {
 
   const RingArgs& args_;
   const RingShared& shared_;
-  bool is_fenced_ = true;  // nothing was moved since the last fence
+  bool is_fenced_ = true;  // no data was moved since the last fence
 };
 
-// Chosen by run_ring: this engine moves data in one place for all actions.
+// Overload that run_ring() picks: it inlines the data movement once for all actions.
 template <typename E, typename Op>
 PYRINGAR_DEVICE void run_ring_action(BlockRing<E, Op>& engine, const RingProgram&, int action,
                                      Range range, std::uint32_t n_in, std::uint32_t n_out) {

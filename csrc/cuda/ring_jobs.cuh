@@ -1,10 +1,10 @@
-// ring_moves: what a block of the ring does to the elements of a piece.
+// ring_jobs: how one block reduces or copies the elements of a piece.
 //
-// Units     elements, counted from the first of the range. Pointers are to that element.
-// Contract  A job loads and stores units, of sixteen bytes of elements or of one; a thread loads a
-//           batch of them before it uses the first. Where one of a job's tensors is not aligned as
-//           the slots are, the whole range goes element by element.
-// Threads   all of a block, with the same arguments; no order among them.
+// Units     elements. Pointers are to the first element of the piece.
+// Contract  A job loads and stores units of 16 bytes of elements, or single elements. A thread
+//           loads a batch of units before it uses the first. If a tensor is not aligned as its
+//           slots are, the whole piece is moved in single elements.
+// Threads   all threads of a block, with equal arguments, in no order.
 // Tests     tests/cpp/cuda/ring_kernel_test.cpp, tests/build/test_cuda_kernels.py
 #pragma once
 
@@ -16,14 +16,15 @@ namespace pyringar::cuda {
 
 enum class ReduceOutput { kPartial, kResult, kMean };
 
-// Units that a thread loads before it uses the first: what 64 registers hold without spilling.
+// Batch size in units: the most that 64 registers hold without spilling.
 constexpr int ring_batch(std::size_t item, bool divides) {
   if (item == 1) return 1;
   if (divides) return item == 2 ? 1 : 2;
   return item == 2 ? 2 : 4;
 }
 
-// Received, partials of a slot or elements of prev's input, + own: to the next slot or the output.
+// Reduce job: received + own. A partial sum goes to the next slot, a result to the output too.
+// Received is Partial (a slot) or Element (prev's input).
 template <typename E, typename Op, typename Received, ReduceOutput kOutput>
 struct ReduceJob {
   static constexpr bool kFinishes = kOutput != ReduceOutput::kPartial;
@@ -83,7 +84,7 @@ struct ReduceJob {
   }
 };
 
-// From an input, an output or a slot to the output and the next rank's slot; either may be none.
+// Copy job: from an input, output or slot to the output and the next slot. Either may be null.
 template <typename E, typename Sent>
 struct CopyJob {
   static constexpr int kPackElems = kPackBytes / static_cast<int>(sizeof(typename E::Element));
@@ -120,7 +121,7 @@ struct CopyJob {
   }
 };
 
-// Batches of units of kSize elements. kFull: all of a batch is there, and loads need no condition.
+// Move one batch of units of kSize elements. kFull: every unit exists, so loads are unconditional.
 template <bool kFull, int kSize, int kBatch, typename Job>
 PYRINGAR_DEVICE void move_batch(int i, int step, int end, const Job& job) {
   const auto is_mine = [&](int u) { return kFull || i + u * step < end; };
@@ -148,7 +149,8 @@ PYRINGAR_DEVICE void move_units(int begin, int end, const Job& job) {
   }
 }
 
-// All n elements. In a slot, and in an aligned tensor, the first lies this far behind a vector's.
+// Run a job over n elements. shift: distance of the first element from a 16-byte boundary, in
+// elements.
 template <typename Job>
 PYRINGAR_DEVICE void move_range(int n, int shift, const Job& job) {
   constexpr int kPack = Job::kPackElems;

@@ -1,4 +1,4 @@
-// staging: see the header.
+// staging_buffers: see the header.
 
 #include "cuda/staging_buffers.h"
 
@@ -18,7 +18,7 @@ struct PointerUse {
   bool is_destination;
 };
 
-// visit(index in `pointers`, bytes, PointerUse) for every pointer of a call, once.
+// Call visit(index in `pointers`, bytes, PointerUse) once for every pointer of the call.
 template <typename Visit>
 void for_each_pointer(const Collective& collective, Visit&& visit) {
   for (const Buffers& tensor : collective.tensors) {
@@ -53,8 +53,8 @@ bool StagingBuffers::is_needed(const Collective& collective) const {
 void StagingBuffers::reserve(std::size_t rank, std::size_t bytes, const Events& last_use) {
   Buffer& buffer = buffers_[rank];
   if (buffer.bytes >= bytes) return;
-  last_use.wait_for();  // cudaFreeHost is not said to
-  // To free and to allocate waits for the device: seldom, then.
+  last_use.wait_for();  // cudaFreeHost is not documented to wait
+  // Double the size: each free and allocation waits for the device.
   const std::size_t wanted = std::max(bytes, 2 * buffer.bytes);
   const auto lock = lock_launches();
   buffer = {};
@@ -106,7 +106,7 @@ void StagingBuffers::copy_out(const Collective& collective, const Collective& st
     copy_later(collective.pointers[at], staged.pointers[at], bytes, device_of(at), streams);
   });
   if (!devices_.has_host_ranks()) return;
-  // The host's tensors are results now or never: nothing orders their readers after a stream.
+  // Host tensors must hold the results on return, since no stream orders their readers.
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const OnDevice guard(devices_[d].index);
     const BesideCaptures beside;

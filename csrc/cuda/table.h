@@ -1,10 +1,10 @@
-// table: the tensors of one launch as tiles. Passed to kernels by value: a launch allocates no
-// memory, and a CUDA graph can capture it.
+// table: the tensors of one launch, cut into tiles. Kernels get a table by value. So a launch
+// allocates no memory, and a CUDA graph can capture it.
 //
-// Units     elements for ranges, bytes where it says so.
-// Contract  Every element of every entry lies in exactly one of: head, vectors, tail. Vectors are
-//           16-byte aligned for every pointer of the entry. The first tile of a entry also
-//           takes head and tail. A entry whose pointers disagree modulo 16 has no vectors.
+// Units     elements for ranges; byte counts are named so.
+// Contract  An entry is one tensor: head, vectors, tail. Vectors are 16-byte aligned for all
+//           pointers of the entry. The entry's first tile also covers head and tail. An entry whose
+//           pointers differ modulo 16 has no vectors.
 // Tests     tests/cpp/cuda/fused_kernel_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
@@ -16,13 +16,13 @@
 namespace pyringar::cuda {
 
 #if defined(PYRINGAR_EMULATED_THREADS)
-inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // of the CPU's, in tests
+inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // host threads, in tests
 #else
 inline constexpr int kThreads = 256;
 #endif
 
-// Blocks of a fused kernel that the registers of a multiprocessor hold at once. With a block more
-// kernels spill or load the last sources late; 4, 5 and 6 blocks are equally fast.
+// Blocks of a fused kernel per multiprocessor, which limits the registers of a thread. With one
+// more block kernels spill or load the last sources late. 4, 5 and 6 blocks are equally fast.
 PYRINGAR_HD constexpr int fused_blocks(std::size_t item) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   if (item == 4) return 4;  // int32 spills with 5
@@ -30,18 +30,18 @@ PYRINGAR_HD constexpr int fused_blocks(std::size_t item) {
   return item == 4 ? 5 : item == 1 ? 3 : 4;
 }
 
-// A tile is 4 KiB of every source: each thread of a block takes 16 bytes.
+// A tile is 4 KiB of every source: 16 bytes per thread.
 PYRINGAR_HD constexpr std::size_t tile_elems(std::size_t item) {
   return static_cast<std::size_t>(kThreads) * (16 / item);
 }
 
 struct TableEntry {
   std::uint64_t numel;
-  std::uint32_t first_tile;  // of this entry, counted over the launch
-  std::uint16_t sources;     // where its pointers begin in the table
+  std::uint32_t first_tile;  // index in the launch
+  std::uint16_t sources;     // index of the first source pointer in the table
   std::uint16_t destinations;
   std::uint16_t head;    // elements before the first vector
-  std::uint16_t vector;  // 1: all pointers reach 16-byte alignment after head elements
+  std::uint16_t vector;  // 1: all pointers are 16-byte aligned after `head` elements
   std::uint32_t unused;
 };
 static_assert(sizeof(TableEntry) == 24);
@@ -52,14 +52,14 @@ PYRINGAR_HD constexpr std::uint32_t num_tiles(const TableEntry& entry, std::size
   return static_cast<std::uint32_t>(tiles > 0 ? tiles : 1);
 }
 
-// Elements [begin, end) of the vectors of a entry; what is left on both sides are head and tail.
+// Elements [begin, end) of the vectors. The head precedes them, the tail follows.
 PYRINGAR_HD constexpr Range vector_range(const TableEntry& entry, std::size_t item) {
   const std::size_t head = entry.head;
   if (entry.vector == 0) return {head, head};
   return {head, head + (entry.numel - head) / (16 / item) * (16 / item)};
 }
 
-// A view of either size of table below.
+// Common view of both table sizes.
 struct TableView {
   void* const* pointers;
   const TableEntry* entries;
@@ -70,7 +70,7 @@ struct TableView {
   Divisor divisor;
 };
 
-// The entry of a tile: the last one whose first tile is not behind it.
+// Find the entry of a tile: the last entry whose first_tile is not greater.
 PYRINGAR_HD constexpr std::uint32_t find_entry(const TableView& table, std::uint32_t tile) {
   std::uint32_t low = 0;
   std::uint32_t high = table.num_entries;
@@ -104,20 +104,20 @@ struct Table {
   }
 };
 
-// Kernel parameters are copied at every launch: most launches need few. The large table holds all
-// of ResNet-18 for 8 ranks, in place; longer lists take several launches.
+// Each launch copies its parameters, and most calls fit the small table. The large table holds
+// ResNet-18 for 8 ranks in place. Longer lists take several launches.
 using SmallTable = Table<96, 24>;
 using LargeTable = Table<640, 120>;
 static_assert(sizeof(SmallTable) < 1400 && sizeof(LargeTable) < 8192);
 
-// Of one tensor: sources and destinations that are the same list (in place) are stored once.
+// Number of pointers that a tensor takes. In place, sources and destinations are stored once.
 inline std::uint32_t pointers_wanted(const void* const* sources, void* const* destinations,
                                      int num_sources, int num_destinations) {
   const bool in_place = sources == destinations && num_sources == num_destinations;
   return static_cast<std::uint32_t>(num_sources + (in_place ? 0 : num_destinations));
 }
 
-// Tensors of a call that go into one launch: add() says whether there was demand.
+// Fills a table with tensors. add() returns false if the table is full.
 template <typename T>
 class TableBuilder {
  public:
@@ -128,7 +128,7 @@ class TableBuilder {
     table_.divisor = Divisor::of(divisor);
   }
 
-  // Of every tensor, numel elements from offset_bytes on.
+  // Add `numel` elements of each tensor, from offset_bytes on.
   bool add(const void* const* sources, void* const* destinations, std::size_t numel,
            std::size_t offset_bytes = 0) {
     const auto num_sources = static_cast<std::uint32_t>(table_.num_sources);

@@ -1,8 +1,8 @@
-// tables: a call's tensors as the tables of cuda/table.h, a launch's worth at a time.
+// tables: cuts a call's tensors into launches, with a table of cuda/table.h per device.
 //
-// Contract  as few launches as tables allow, a dtype at a time. All tensors have the same number of
-//           sources, and of destinations. Over several devices each gets its slice of every tensor,
-//           the same tensors in each table.
+// Contract  One dtype per launch, and as few launches as the tables allow. All tensors have equally
+//           many sources, and equally many destinations. Each device's table holds its slice of the
+//           same tensors.
 // Tests     tests/cpp/cuda_host/device_group_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
@@ -22,19 +22,20 @@ namespace pyringar::cuda {
 struct TensorList {
   std::span<const Buffers> tensors;
   Fold fold;
-  const char* operation;  // for messages
+  const char* operation;  // name in error messages
 };
 
 // Slices begin at multiples of this many elements, so that vectors stay aligned.
 inline constexpr std::size_t kSliceElems = 64;
 
-// The part of a tensor that device d reduces.
+// The elements that device d reduces.
 inline Range slice_of(std::size_t numel, int num_devices, int d) {
   const Range blocks = chunk_range((numel + kSliceElems - 1) / kSliceElems, num_devices, d);
   return {std::min(blocks.begin * kSliceElems, numel), std::min(blocks.end * kSliceElems, numel)};
 }
 
-// False, and nothing added, if the tables are full: they fill up together.
+// Add each device's slice. All tables fill up together: false if they are full, and nothing is
+// added.
 template <typename T>
 bool add_slices(std::vector<TableBuilder<T>>& builders, const Buffers& tensor) {
   const auto num_devices = static_cast<int>(builders.size());
@@ -49,7 +50,7 @@ bool add_slices(std::vector<TableBuilder<T>>& builders, const Buffers& tensor) {
   return true;
 }
 
-// Short tensors leave nothing to the last devices.
+// False if a device has only empty slices, since the tensors are short.
 template <typename T>
 bool has_elements(const T& table) {
   return std::any_of(table.entries, table.entries + table.num_entries,
@@ -80,7 +81,7 @@ void launch_dtype(const TensorList& list, DType dtype, std::size_t num_devices, 
   }
 }
 
-// What the tensors of a dtype take of a table.
+// Table entries and pointers that the tensors of one dtype need.
 struct TableDemand {
   std::size_t entries = 0;
   std::size_t pointers = 0;
@@ -91,7 +92,7 @@ struct TableDemand {
   }
 };
 
-// launch(dtype, tables), with a table per device, until all tensors are launched.
+// Call launch(dtype, tables) with a table per device until all tensors are launched.
 template <typename Launch>
 void launch_tables(const TensorList& list, std::size_t num_devices, Launch&& launch) {
   std::array<TableDemand, kNumDTypes> demands{};
