@@ -43,10 +43,10 @@ std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
   if (size == 0 || !try_view(tensors.at(0), &view)) return nullptr;
   const auto found = entries_.find(digest_of(options, view.data));
   if (found == entries_.end()) return nullptr;
-  // Shared: torch gives the GIL away below, and another thread may then replace the entry.
+  // Hold a reference: torch may release the GIL below, and another thread may replace the entry.
   const std::shared_ptr<const PreparedCall> shared = found->second;
   const PreparedCall& entry = *shared;
-  // As many tensors are as many ranks: a group takes one number of ranks, or one tensor per rank.
+  // Equal numbers of tensors mean equal numbers of ranks: world size and lists per rank are fixed.
   if (!entry.is_of(options) || entry.identities.size() != size) return nullptr;
   const TorchFunctions& torch = TorchFunctions::get();
   const bool is_recording = torch.is_grad_enabled();

@@ -1,6 +1,6 @@
-// cuda_module: the CUDA engine as Python sees it; cuda_process adds ranks in processes.
+// cuda_module: the Python module _cuda_engine. cuda_process.cpp adds ranks in processes.
 //
-// Contract  Group has the calls of the CPU engine's Group. Importing needs no GPU and no driver.
+// Contract  Group has the methods of the CPU engine's Group. The import needs no GPU and no driver.
 //           Kernels are launched without the GIL.
 // Tests     tests/cuda, tests/build/test_cuda_build.py
 
@@ -22,7 +22,7 @@ namespace {
 
 using Streams = std::vector<cudaStream_t>;
 
-// The current streams of devices, which frameworks know.
+// Return torch's current stream of each device.
 Streams current_streams(const std::vector<int>& devices) {
   Streams streams;
   for (const int device : devices) {
@@ -31,27 +31,27 @@ Streams current_streams(const std::vector<int>& devices) {
   return streams;
 }
 
-// With the GIL, while no other thread is in the group, perhaps for long.
+// Check without releasing the GIL, unless another thread holds the group's lock.
 void check_usable(cuda::DeviceGroup& group) {
   if (group.try_check_usable()) return;
   const GilRelease no_gil;
   group.check_usable();
 }
 
-// A call that is under way on the communicator's own streams.
+// An asynchronous call on the group's separate streams.
 class CudaWork {
  public:
-  // latest: the capture that the group's latest call was in.
+  // latest: capture id of the group's latest call.
   CudaWork(std::shared_ptr<cuda::DeviceGroup> group, std::shared_ptr<cuda::DoneEvents> done,
            std::shared_ptr<const cuda::CaptureId> latest)
       : group_(std::move(group)), done_(std::move(done)), latest_(std::move(latest)) {}
 
-  // One that is captured is over with its capture, which a call outside of it shows: what it reads
-  // and writes is for the owner of the graph to keep from then on.
+  // A captured call counts as done after a later call outside of the capture. From then on the
+  // graph's owner keeps the tensors.
   bool is_completed() const {
     return done_->capture() == 0 ? done_->is_done() : done_->capture() != *latest_;
   }
-  // Orders the current streams after it; the host goes on.
+  // Make the current streams wait for the call. The host does not wait.
   bool wait() {
     done_->make_wait(current_streams(group_->devices()));
     check_usable(*group_);
@@ -72,7 +72,7 @@ class CudaWork {
   const std::shared_ptr<const cuda::CaptureId> latest_;
 };
 
-// A group, and its calls in the background.
+// A DeviceGroup, its asynchronous calls and its prepared calls.
 class BoundCudaGroup : public ForkGuard {
  public:
   BoundCudaGroup(std::vector<int> devices, std::chrono::nanoseconds timeout)
@@ -88,7 +88,7 @@ class BoundCudaGroup : public ForkGuard {
   bool has_this_thread() const { return false; }
   void check_usable() { pyringar::check_usable(group()); }
   void check() { group().try_check_usable(); }
-  // CUDA does not live through fork(), and a thread may have held the group's lock.
+  // CUDA does not work after fork(), and the group's lock may be held.
   cuda::DeviceGroup& group() {
     check_not_forked();
     return *group_;
@@ -109,13 +109,14 @@ class BoundCudaGroup : public ForkGuard {
     }
     return work(std::move(done));
   }
-  // What the background's calls read and write is let go of afterwards.
+  // Wait for asynchronous calls, since their tensors may be freed afterwards.
   void close() {
-    const std::lock_guard<std::mutex> lock(background_mutex_);  // to the end: no call comes between
+    // held to the end: no call comes in between
+    const std::lock_guard<std::mutex> lock(background_mutex_);
     background_.wait_for();
     group().close();
   }
-  // The work of all that is on the current streams.
+  // Return a work that ends with all work now on the current streams.
   py::object enqueued() const {
     const Streams streams = current_streams(group_->devices());
     return work(std::make_shared<cuda::DoneEvents>(group_->devices(), streams));
@@ -146,7 +147,7 @@ struct CudaTransport {
   }
   static py::object submit(const GroupPtr& group, const Collective& collective, py::handle after) {
     if (after.is_none()) return group->submit(collective, {});
-    const auto pair = py::reinterpret_borrow<py::tuple>(after);  // ready, bucket
+    const auto pair = py::reinterpret_borrow<py::tuple>(after);  // (ready events, bucket)
     return group->submit(collective,
                          pair[0].cast<const BoundReadyEvents&>().bucket(pair[1].cast<int>()));
   }
@@ -159,7 +160,7 @@ void bind_group(py::module_& m) {
   def_list_calls<CudaTransport>(group);
   group
       .def(py::init([](std::vector<int> devices, double timeout_s) {
-        const GilRelease no_gil;  // peers are tried
+        const GilRelease no_gil;  // enables and tests peer access
         return new_group<CudaTransport>(std::move(devices), to_nanoseconds(timeout_s));
       }))
       .def("abort",
@@ -202,7 +203,7 @@ PYBIND11_MODULE(_cuda_engine, m) {
   py::class_<CudaWork, std::shared_ptr<CudaWork>>(m, "Work")
       .def("is_completed", &CudaWork::is_completed)
       .def("exception", &CudaWork::exception)
-      .def("finished_ns", [](CudaWork&) { return 0; })  // nobody on the host waits for it
+      .def("finished_ns", [](CudaWork&) { return 0; })  // unknown to the host
       .def("wait", [](CudaWork& work, double) { return work.wait(); });
   py::class_<BoundReadyEvents>(m, "Ready")
       .def("hook", &BoundReadyEvents::hook)

@@ -1,6 +1,6 @@
-// cuda_process: the class ProcessGroup of ranks whose tensors are on GPUs.
+// cuda_process: the class ProcessGroup of _cuda_engine: ranks in processes with tensors on GPUs.
 //
-// Contract  it has the calls of the CPU engine's ProcessGroup.
+// Contract  It has the methods of the CPU engine's ProcessGroup.
 // Tests     tests/test_cuda_processes.py
 
 #include <memory>
@@ -18,25 +18,26 @@ cudaStream_t stream_of(const CudaProcessGroup& group) {
   return static_cast<cudaStream_t>(current_stream(group.device()));
 }
 
-// A call that is under way on the communicator's own stream, or will be.
+// An asynchronous call on the group's separate stream.
 class CudaProcessWork {
  public:
   CudaProcessWork(std::shared_ptr<CudaProcessGroup> group, CudaProcessGroup::Submitted submitted)
       : group_(std::move(group)), submitted_(std::move(submitted)) {}
 
-  // While a stream is captured nobody may ask an event: not yet, then.
+  // Events cannot be queried while the stream is captured: return False then.
   bool is_completed() {
     if (submitted_.enqueued != nullptr && !submitted_.enqueued->is_completed()) return false;
     return !cuda::is_capturing(stream_of(*group_), group_->device()) && submitted_.done->is_done();
   }
-  // Orders the current stream after it; the host waits until it is enqueued.
+  // Wait on the host until the call is enqueued, then make the current stream wait for it.
   bool wait(double timeout_s) {
     try {
       if (submitted_.enqueued != nullptr && !wait_for(*submitted_.enqueued, timeout_s)) {
         return false;
       }
     } catch (const Error&) {
-      group_->failure_of(submitted_);  // close() need not say it again
+      // marks the failure as reported, so that close() does not repeat it
+      group_->failure_of(submitted_);
       throw;
     }
     submitted_.done->make_wait(stream_of(*group_), group_->device());
@@ -55,7 +56,7 @@ class CudaProcessWork {
   const CudaProcessGroup::Submitted submitted_;
 };
 
-// A group, its prepared calls, and the device of its tensors.
+// A CudaProcessGroup, its prepared calls, and its device.
 struct BoundCudaProcessGroup : GroupWithCache<CudaProcessGroup> {
   using GroupWithCache<CudaProcessGroup>::GroupWithCache;
   const std::vector<int> devices = {device()};
@@ -111,7 +112,7 @@ void bind_cuda_process_group(py::module_& m) {
   py::class_<CudaProcessWork, std::shared_ptr<CudaProcessWork>>(m, "ProcessWork")
       .def("is_completed", &CudaProcessWork::is_completed)
       .def("exception", &CudaProcessWork::exception)
-      .def("finished_ns", [](CudaProcessWork&) { return 0; })  // nobody waits for it on the host
+      .def("finished_ns", [](CudaProcessWork&) { return 0; })  // unknown to the host
       .def("wait", &CudaProcessWork::wait)
       .def("describe", &CudaProcessWork::describe);
   py::class_<BoundCudaProcessGroup, CudaProcessTransport::GroupPtr> group(m, "ProcessGroup");

@@ -1,4 +1,4 @@
-// cuda_ready: cuda::ReadyEvents as the bucketer's hooks call it, and Python.
+// cuda_ready_events: cuda::ReadyEvents for Python and for the bucketer's hooks.
 //
 // Threads   with the GIL held.
 // Tests     tests/cuda/test_gpu_streams.py, tests/test_cuda_processes.py
@@ -13,14 +13,14 @@
 
 namespace pyringar {
 
-// Notes gradients as they come, on the current streams of the threads in which hooks run.
+// Records gradients on the current stream of the thread that runs the hook.
 class BoundReadyEvents {
  public:
   BoundReadyEvents(const std::vector<int>& devices, std::vector<int> bucket_sizes)
       : ready_(devices, std::move(bucket_sizes)) {}
 
   cuda::BucketReady bucket(int index) const { return {&ready_, index}; }
-  // The current stream of the rank's device goes on after the bucket's gradients.
+  // Make the current stream of the rank's device wait for the bucket's gradients.
   void make_wait(int bucket, int rank) const {
     const int device = ready_.device_of(rank);
     if (device == kHost) return;

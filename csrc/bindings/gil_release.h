@@ -1,11 +1,11 @@
-// python_call: releases the GIL, and handles signals during waits.
+// gil_release: releases the GIL during calls, and runs signal handlers during waits.
 //
-// Contract  While a GilRelease lives the GIL is released: at once, or in a short call when
-//           release_gil() says that it must wait. A short call marks its tensors as written in
-//           mark_tensors_written(), while other ranks look at its announcement. check_signals()
-//           takes the GIL back for a moment; handlers may use other groups. All three are for the
-//           innermost GilRelease of the thread, if any.
-// Threads   each for itself.
+// Contract  A GilRelease releases the GIL for its lifetime. For a short call, release_gil()
+//           releases it only when the call must wait, and mark_tensors_written() runs after the
+//           announcement, while other ranks read it. check_signals() takes the GIL back for a
+//           moment. Handlers may use other groups. These functions act on the thread's innermost
+//           GilRelease, if any.
+// Threads   any; each thread has separate GilReleases.
 // Tests     tests/test_signals.py
 #pragma once
 
@@ -23,8 +23,8 @@
 
 namespace pyringar {
 
-// After the interpreter's end Python tells a daemon thread to exit, which would abort the process
-// in frames of C++ that let nothing pass. It stays here instead, as Python 3.14 lets it.
+// Acquire the GIL. After the interpreter's end Python makes daemon threads exit, which would abort
+// the process inside noexcept C++ frames. Such a thread sleeps here instead, as in Python 3.14.
 inline void acquire_gil(PyThreadState* state) {
   try {
     PyEval_RestoreThread(state);
@@ -42,7 +42,7 @@ class GilRelease {
       : signals_(signals), outer_(innermost_), state_(PyEval_SaveThread()) {
     innermost_ = this;
   }
-  // A short one. unmarked: the list or tuple of the tensors that it writes.
+  // For a short call. unmarked: list or tuple of the tensors that the call writes.
   explicit GilRelease(PyObject* unmarked)
       : signals_(Signals::kCheck), outer_(innermost_), holds_gil_(true), unmarked_(unmarked) {
     innermost_ = this;
@@ -54,7 +54,7 @@ class GilRelease {
   GilRelease(const GilRelease&) = delete;
   GilRelease& operator=(const GilRelease&) = delete;
 
-  // Whether a signal handler runs now that interrupted a wait.
+  // True in a signal handler that interrupted a wait of this thread.
   static bool is_interrupted() { return innermost_ != nullptr; }
 
  private:
@@ -65,7 +65,7 @@ class GilRelease {
   inline static thread_local GilRelease* innermost_ = nullptr;
   const Signals signals_;
   GilRelease* const outer_;
-  bool holds_gil_ = false;  // still
+  bool holds_gil_ = false;  // short call that has not waited yet
   PyObject* unmarked_ = nullptr;
   PyThreadState* state_ = nullptr;
 };
@@ -80,7 +80,7 @@ inline void mark_tensors_written() {
   }
 }
 
-// Before a wait for longer than the release of the GIL takes.
+// Called before a wait that takes longer than releasing the GIL.
 inline void release_gil() {
   GilRelease* const call = GilRelease::innermost_;
   if (call == nullptr || !call->holds_gil_) return;
@@ -89,11 +89,11 @@ inline void release_gil() {
   call->state_ = PyEval_SaveThread();
 }
 
-// Throws the exception of a signal's handler; kState in a child that a handler has forked.
+// Run signal handlers. Throw a handler's exception, or kState in a child that a handler forked.
 inline void check_signals() {
   GilRelease* const call = GilRelease::innermost_;
   if (call == nullptr || call->signals_ == GilRelease::Signals::kDefer) return;
-  if (call->state_ == nullptr) return;  // it looks already
+  if (call->state_ == nullptr) return;  // a handler runs already
   const ForkGuard process;
   acquire_gil(std::exchange(call->state_, nullptr));
   const bool has_raised = PyErr_CheckSignals() != 0;
@@ -106,7 +106,7 @@ inline void check_signals() {
   }
 }
 
-// A plain C function for Python, which owns the state; a method would take 0.3 us longer.
+// Make a C function that owns `state`. A pybind11 method would take 0.3 us longer.
 template <typename State>
 py::object function_over(PyMethodDef& method, std::unique_ptr<State> state) {
   const py::capsule capsule(state.release(), [](void* kept) { delete static_cast<State*>(kept); });
@@ -118,7 +118,7 @@ State& state_of(PyObject* capsule) {
   return *static_cast<State*>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
-// Its end waits for its background thread. That thread itself leaves it to another.
+// Delete a group, which joins its background thread. On that thread, another thread deletes it.
 template <typename AnyGroup>
 void delete_group(AnyGroup* group, bool is_background) {
   if (!is_background) {
@@ -129,7 +129,7 @@ void delete_group(AnyGroup* group, bool is_background) {
   try {
     std::thread([group] { delete group; }).detach();
   } catch (const std::system_error&) {
-    // Left in memory: the system has no thread, and this one cannot wait for itself.
+    // No thread available, and this thread cannot join itself: leak the group.
   }
 }
 

@@ -1,18 +1,17 @@
-// group_binding: the part of the four groups (CPU and CUDA, ranks as threads and as processes) that
-// Python sees: calls, bound calls, works, statistics, and how a group ends.
+// group_binding: the methods that the four Python group classes share: calls, bound calls, works,
+// statistics, closing.
 //
-// Contract  An engine's file has a struct Transport with
-//             Group, GroupPtr     Python's class, with a CallCache `calls`, and its shared_ptr
-//             host(group)         answers forked(), has_this_thread(), check_usable(), check()
+// Contract  Each module defines a struct Transport with
+//             Group, GroupPtr     the Python class, with a CallCache `calls`, and its shared_ptr
+//             host(group)         object with forked(), has_this_thread(), check_usable(), check()
 //             ranks(group)        LocalRanks
-//             run(group, call, written)    marks the tensors `written`, then runs the call, or
-//                                 enqueues it on GPUs
-//             submit(group, call, after)   in the background; returns the work as a Python object.
-//                                 after: an event that GPUs wait for; None: the current streams
-//             enqueued(group)     GPUs only: the work of all calls on the current streams
-//             wait_until_free(group)       for algorithms in Python: waits for earlier calls
-//           Tensors are marked before the first write: a call that fails half-way has written too.
-// Threads   with the GIL held; an engine releases it while it waits or moves data.
+//             run(group, call, written)    marks `written`, then runs the call or enqueues it
+//             submit(group, call, after)   runs the call in the background and returns a work.
+//                                 after: GPU events to wait for; None: the current streams
+//             enqueued(group)     GPUs: a work for all calls on the current streams
+//             wait_until_free(group)       waits for earlier calls, for algorithms in Python
+//           Tensors are marked before the first write, since a failed call may have written too.
+// Threads   with the GIL held. Transports release it while they wait or move data.
 // Tests     tests/test_communicator.py, tests/conformance/test_bits.py, tests/cuda
 #pragma once
 
@@ -35,11 +34,11 @@
 
 namespace pyringar {
 
-// The parts of the modules _engine and _cuda_engine that have files of their own.
+// Defined in process.cpp and cuda_process.cpp.
 void bind_process_group(py::module_& m);
 void bind_cuda_process_group(py::module_& m);
 
-// A group made before fork() is leaked in the child: its locks and threads cannot be used there.
+// Make a group. A forked child leaks it, because its locks and threads do not work there.
 template <typename Transport, typename... Args>
 typename Transport::GroupPtr new_group(Args&&... args) {
   const auto destroy = [](typename Transport::Group* group) {
@@ -51,7 +50,7 @@ typename Transport::GroupPtr new_group(Args&&... args) {
 
 // -- works ----------------------------------------------------------------------------------------
 
-// Ctrl-C ends the wait, and the group among processes that runs the work.
+// Wait for a work. Ctrl-C ends the wait, and closes a group of processes that runs the work.
 inline bool wait_for(Work& work, double timeout_s) {
   if (GilRelease::is_interrupted() && !work.is_completed()) {
     fail(ErrorKind::kState,
@@ -66,16 +65,16 @@ inline bool wait_for(Work& work, double timeout_s) {
       if (left <= kNapInterval) return false;
       check_signals();
     }
-  } catch (const PythonErrorPending&) {  // of a signal handler
+  } catch (const PythonErrorPending&) {  // raised by a signal handler
     work.interrupt();
     throw;
-  } catch (const py::error_already_set&) {  // a step's, which the work keeps
+  } catch (const py::error_already_set&) {  // raised by a Python step; the work keeps it
     set_python_error(std::current_exception());
     throw PythonErrorPending{};
   }
 }
 
-// As an exception object of Python's; None if there is none.
+// Return a Python exception object, or None.
 inline py::object as_exception(std::exception_ptr error) {
   if (!error) return py::none();
   set_python_error(std::move(error));
@@ -92,14 +91,14 @@ inline void copy_back(const py::list& copies) {
   }
 }
 
-// A group, and its prepared calls.
+// A group and its prepared calls.
 template <typename Group>
 struct GroupWithCache : Group {
   using Group::Group;
   CallCache calls;
 };
 
-// Returns None after the call, or, with a dict for works in flight, a work.
+// Run a call and return None. If in_flight is a dict, submit it and return its work.
 template <typename Transport>
 py::object run_or_submit(const typename Transport::GroupPtr& group, PreparedCollective prepared,
                          py::handle in_flight, py::handle after) {
@@ -112,7 +111,7 @@ py::object run_or_submit(const typename Transport::GroupPtr& group, PreparedColl
   py::list storages = storages_of({prepared.written, prepared.read});
   if constexpr (requires { Transport::enqueued(group); }) {
     if (py::len(prepared.copies) > 0) {
-      // The copies back are torch's, on the current streams: there the work ends.
+      // torch copies back on the current streams, so the work ends there.
       Transport::run(*group, prepared.call, prepared.written.ptr());
       copy_back(prepared.copies);
       return keep_until_done(in_flight, Transport::enqueued(group),
@@ -124,7 +123,7 @@ py::object run_or_submit(const typename Transport::GroupPtr& group, PreparedColl
   return keep_until_done(in_flight, std::move(work), std::move(storages));
 }
 
-// Whether all are tensors on the devices of their ranks: not, for example, arrays.
+// True if all objects are tensors on their rank's device. False for arrays of other libraries.
 inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
   const TensorReadGuard reading;
   TensorView view;
@@ -136,8 +135,8 @@ inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
   return true;
 }
 
-// An all_reduce, prepared once for tensors at the same addresses. may_decline: false, and nothing
-// is done, unless all are tensors on the devices of their ranks.
+// Run an all_reduce, from the cache if possible. may_decline: return false, without effects, unless
+// are_local().
 template <typename Transport>
 bool all_reduce(const typename Transport::GroupPtr& group, const CallOptions& options,
                 py::handle given, bool may_decline) {
@@ -160,21 +159,21 @@ bool all_reduce(const typename Transport::GroupPtr& group, const CallOptions& op
   return true;
 }
 
-// all_reduce as one C function: the path of the calls that a training loop repeats.
+// all_reduce as a C function: the fast path of training loops.
 template <typename Transport>
 struct AllReduceFunction {
   typename Transport::GroupPtr group;
-  CallOptions by_default;  // of calls that name no algorithm
-  CallOptions by_auto;     // of calls that name "auto"
+  CallOptions by_default;  // for calls without an algorithm
+  CallOptions by_auto;     // for algorithm="auto"
 
-  // Of the last call: op, algorithm and order as Python passed them, and what they mean. Strings do
-  // not change, so the same objects mean the same.
+  // Arguments op, algorithm, order of the last call, and their meaning. Strings are immutable, so
+  // identical objects mean the same.
   std::array<py::object, 3> last_names{};
   CallOptions last_options = by_default;
 
-  // (tensors, op, algorithm, order, are_lists=False) -> bool. False: nothing was done, since the
-  // call names another algorithm or an order, a graph is made, or the tensors are elsewhere. The
-  // caller takes the general path.
+  // (tensors, op, algorithm, order, are_lists=False) -> bool. False: nothing was done and the
+  // caller must take the general path. Reasons: another algorithm, an order, dispatch modes, other
+  // objects.
   static PyObject* run(PyObject* capsule, PyObject* const* args, Py_ssize_t num_args) {
     try {
       auto& self = state_of<AllReduceFunction>(capsule);
@@ -195,12 +194,12 @@ struct AllReduceFunction {
            names[2] == last_names[2].ptr();
   }
 
-  // False: the general path is for them.
+  // False: the arguments need the general path.
   bool read(PyObject* const* names) {
     const CallOptions* const chosen = options_for(names[1], names[2]);
     const std::optional<ReduceOp> op = find<ReduceOp>(names[0], &op_name, kNumReduceOps);
     if (chosen == nullptr || !op || !has_order(*op, chosen->reduction.order)) return false;
-    // A string of a subclass may run Python code when it is released below.
+    // Releasing a str subclass may run Python code.
     const auto is_plain = [](PyObject* name) {
       return name == Py_None || PyUnicode_CheckExact(name);
     };
@@ -224,7 +223,7 @@ struct AllReduceFunction {
   }
 };
 
-// An all_reduce of tensors that it keeps alive, which must lie where they lay; or a barrier.
+// An all_reduce of tensors that it keeps alive and that must not move, or a barrier.
 template <typename Transport>
 struct BoundCall {
   typename Transport::GroupPtr group;
@@ -265,7 +264,7 @@ struct BoundCall {
   }
 };
 
-// {algorithm: {"calls", "bytes", "busy_s"}}; without times where only a device knows them.
+// Return {algorithm: {"calls", "bytes", "busy_s"}}. has_times: with busy_s.
 template <typename Algorithm, int kNum>
 py::dict stats_dict(const CallStats<kNum>& stats, const char* (*name_of)(Algorithm),
                     bool has_times = true) {
@@ -283,7 +282,7 @@ py::dict stats_dict(const CallStats<kNum>& stats, const char* (*name_of)(Algorit
 
 // -- the calls of a group -------------------------------------------------------------------------
 
-// The items of pyringar.comm.collective_call.CollectiveCall.
+// Index of each item in pyringar.comm.collective_call.CollectiveCall.
 enum CallItem { kOperation, kOutputs, kInputs, kOp, kAlgorithm, kOrder, kRoot, kNumCallItems };
 
 inline py::handle item_of(const py::tuple& call, CallItem item) {
@@ -319,7 +318,7 @@ void def_calls(Class& cls) {
          },
          py::arg("call"), py::arg("in_flight") = py::none(), py::arg("after") = py::none(),
          py::arg("what") = py::none())
-      // Each an algorithm and an order: of calls that name no algorithm, and of those of "auto".
+      // by_default, by_auto: (algorithm, order) for calls without an algorithm, and with "auto".
       .def("prepared",
            [](Ptr group, const py::tuple& by_default, const py::tuple& by_auto) {
              using Now = AllReduceFunction<Transport>;
@@ -347,7 +346,7 @@ void def_calls(Class& cls) {
 
 // -- ranks in one process -------------------------------------------------------------------------
 
-// For algorithms in Python: the checks of a call, and the wait for the calls before it.
+// check_call: for algorithms in Python; checks a call and waits for earlier calls.
 template <typename Transport, typename Class>
 void def_list_calls(Class& cls) {
   using Ptr = const typename Transport::GroupPtr&;
@@ -365,7 +364,7 @@ void def_list_calls(Class& cls) {
 
 // -- ranks in processes ---------------------------------------------------------------------------
 
-// host(group) is the ProcessGroup on the host.
+// Transport::host(group) is a ProcessGroup.
 template <typename Transport, typename Class>
 void def_process_calls(Class& cls) {
   using Ptr = const typename Transport::GroupPtr&;
@@ -411,7 +410,7 @@ void def_process_calls(Class& cls) {
              const GilRelease no_gil;
              return group->close();
            })
-      // For tests; see ProcessGroup.
+      // For tests, see ProcessGroup::delay().
       .def("delay", [](Ptr group, py::handle phase, double seconds) {
         const auto parsed = parse<Phase>(phase, "phase", &phase_name, kNumPhases);
         const GilRelease no_gil;

@@ -1,8 +1,7 @@
-// module: the engine as Python sees it: Group, Work, names and sizes, and the ring's schedule.
+// module: the Python module _engine: Group, Work, Bucketer, ProcessGroup, names and sizes.
 //
-// Contract  pyringar.engine.load loads it; pyringar.comm alone uses it, but for the schedule.
-//           Errors arrive as the classes of pyringar.errors. The GIL is released while data moves,
-//           except for calls so short that handing it over would take longer.
+// Contract  pyringar.engine.load imports it. Errors are classes of pyringar.errors. The GIL is
+//           released while data moves, except in calls shorter than a release.
 // Tests     tests/test_communicator.py, tests/conformance/test_refused.py
 
 #include <pybind11/pybind11.h>
@@ -22,7 +21,7 @@ namespace {
 
 using namespace py::literals;
 
-// Payload of all ranks up to which a call keeps the GIL: some microseconds of work.
+// Bytes of all ranks up to which a call keeps the GIL. It then takes some microseconds.
 constexpr std::size_t kKeepGilBytes = 128 * 1024;
 
 struct ThreadTransport {
@@ -43,7 +42,7 @@ struct ThreadTransport {
   }
   static py::object submit(const GroupPtr& group, Collective call, py::handle) {
     return py::cast([&] {
-      const GilRelease no_gil;  // it may run at once
+      const GilRelease no_gil;  // the call may run in this thread
       return group->submit(std::move(call));
     }());
   }
@@ -84,7 +83,7 @@ py::list names_of(const char* (*name_of)(Enum), int count) {
   return names;
 }
 
-// What parameters may be called, in the order of the engine's enums.
+// Valid argument values, in the order of the enums.
 py::dict names() {
   return py::dict(
       "dtypes"_a = names_of(&dtype_name, kNumDTypes), "ops"_a = names_of(&op_name, kNumReduceOps),
@@ -93,7 +92,7 @@ py::dict names() {
       "process_algorithms"_a = names_of(&process_algorithm_name, kNumProcessAlgorithms));
 }
 
-// Sizes in bytes at which engines cut buffers or change what they do; tests try those around them.
+// Sizes in bytes at which the engine changes its cuts or algorithms, for tests.
 py::dict limits() {
   return py::dict("fused_block"_a = kMaxBlockBytes, "ring_link"_a = kLinkBytes,
                   "process_slot"_a = kSlotBytes, "process_exchange"_a = kExchangeBytes,

@@ -1,7 +1,7 @@
-// process: one rank of a group of processes as Python sees it, and shared memory.
+// process: the class ProcessGroup of _engine: one rank of a group of processes.
 //
-// Contract  pyringar.comm.process_communicator is its only user. Every argument is checked before
-//           anything is announced to the other ranks.
+// Contract  Only pyringar.comm.process_communicator uses it. All arguments are checked before the
+//           call is announced to other ranks.
 // Tests     tests/conformance/test_bits.py
 
 #include <pybind11/functional.h>
@@ -24,7 +24,8 @@ struct ProcessTransport {
   static LocalRanks ranks(const Group& group) {
     return {group.world_size(), group.rank(), true, group.compares_shapes()};
   }
-  // A short call is done before the GIL would have changed hands, if the other ranks are there.
+  // A short call keeps the GIL until it waits: if all ranks are there, it ends sooner than a
+  // release.
   static void run(Group& group, const Collective& call, PyObject* written) {
     if (call.bytes <= kExchangeBytes) {
       const GilRelease no_gil(written);
@@ -61,7 +62,7 @@ void bind_process_group(py::module_& m) {
   py::class_<ProcessTransport::Group, ProcessTransport::GroupPtr> group(m, "ProcessGroup");
   def_process_calls<ProcessTransport>(group);
   group.def(py::init(&make_group))
-      .def("submit_step", &ProcessGroup::submit_step);  // the step takes the GIL by itself
+      .def("submit_step", &ProcessGroup::submit_step);  // acquires the GIL to run the step
 }
 
 }  // namespace pyringar

@@ -1,4 +1,4 @@
-// tensor: DLPack's exchange table for the data, torch's attributes for what DLPack does not say.
+// tensor: reads data through DLPack's exchange table, and all else through torch's attributes.
 
 #include "bindings/tensor.h"
 
@@ -16,8 +16,8 @@ namespace pyringar {
 
 namespace {
 
-// The C structures of DLPack 1.3 by which torch (2.11 and up) shows a tensor, and the function
-// table of a tensor type, __dlpack_c_exchange_api__: stable within the major version. The result of
+// C structures of DLPack 1.3, and the function table __dlpack_c_exchange_api__ of a tensor type
+// (torch 2.11 and up). Both are stable within a major version. The result of
 // dltensor_from_py_object is valid while the tensor lives and is not resized.
 namespace dlpack {
 
@@ -58,15 +58,15 @@ std::string text_of(PyObject* object, const char* name) {
   return py::str(py::handle(object).attr(name));
 }
 
-// Python objects that every call needs, looked up once and never destroyed.
+// Python objects that every call needs, looked up once and leaked.
 struct TorchNames {
   py::object tensor_type = py::module_::import("torch").attr("Tensor");
   py::object untyped_storage =
       py::reinterpret_steal<py::object>(PyUnicode_InternFromString("untyped_storage"));
 
   static TorchNames& get() {
-    // Guarded by the GIL, and by no lock of C++'s: looking up may give the GIL away, to a thread
-    // that would wait for that lock. It then looks up too, and the last one's are kept.
+    // Guarded by the GIL, not by a static's lock: a lookup may release the GIL to a thread that
+    // would wait for that lock. If two threads look up, the last result is kept.
     static TorchNames* names = nullptr;
     if (names == nullptr) names = new TorchNames;
     return *names;
@@ -89,7 +89,7 @@ const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
   if (api == nullptr || api->dltensor_from_py_object == nullptr) {
     fail(ErrorKind::kUnsupported, "this torch offers no DLPack 1.x exchange table");
   }
-  Py_INCREF(as_object);  // a type that is known must not be replaced by another at its address
+  Py_INCREF(as_object);  // no other type may get this address
   Py_XDECREF(known_type);
   known_type = type;
   known_api = api;
@@ -126,7 +126,7 @@ void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
   view->count();
 }
 
-// dims: from the innermost one on.
+// dims: innermost dimension first.
 template <typename Dims>
 bool has_no_gaps(const TensorView& view, const Dims& dims) {
   std::int64_t expected = 1;
@@ -147,7 +147,7 @@ bool is_dense(const TensorView& view) {
   return has_no_gaps(view, dims);
 }
 
-// What torch refused to show, in the words of the promise: sparse, meta, quantized, nested...
+// Raise for layouts that DLPack cannot describe: sparse, meta, quantized, nested.
 [[noreturn]] void refuse_layout(PyObject* object, const char* operation, ArgName name) {
   const py::error_already_set refused;
   const std::string text = py::str(refused.value());
@@ -230,8 +230,8 @@ TensorIdentity::TensorIdentity(PyObject* tensor) {
 
 bool TensorIdentity::is_of(const TensorView& view) const {
   const auto ndim = static_cast<std::size_t>(view.ndim);
-  // The sign even of the same object: it may be a new tensor at that address, or have a negated
-  // `.data`.
+  // Check the sign bit even for the same object: it may be a new tensor at that address, or its
+  // `.data` may have been negated.
   return view.data == data_ && view.device == device_ && view.dtype == dtype_ &&
          2 * ndim == layout_.size() && std::equal(view.shape, view.shape + ndim, layout_.begin()) &&
          std::equal(view.strides, view.strides + ndim, layout_.begin() + view.ndim) &&

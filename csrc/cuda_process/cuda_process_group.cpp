@@ -1,4 +1,4 @@
-// group: meeting, one call, and who frees what when.
+// cuda_process_group: connecting, one call, and when slots are freed.
 
 #include "cuda_process/cuda_process_group.h"
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::size_t kSliceBytes = 256;
 
-// Slots on GPUs. Writes go to the stream first, then to the host; waits the other way round.
+// Slots on GPUs. A write is enqueued before the host counter is set, a wait after the host's wait.
 class StreamMemory : public StagedCounters {
  public:
   static constexpr std::size_t kPartAlignment = 16;
@@ -43,7 +43,8 @@ class StreamMemory : public StagedCounters {
     return true;
   }
   void publish_reduced(std::uint32_t n) {
-    if (n != base_) staging_.write_reduced(n, stream_);  // else the host brings its own up
+    // for the base message only the host counter catches up
+    if (n != base_) staging_.write_reduced(n, stream_);
     StagedCounters::publish_reduced(n);
   }
   bool wait_reduced(std::uint32_t n) {
@@ -57,7 +58,7 @@ class StreamMemory : public StagedCounters {
   std::byte* own_slot(std::uint32_t n) const { return slot(rank_, n); }
   Range slice_of(Range piece, int owner) const {
     const auto [first, last] = piece;
-    // Ranks that share a GPU take turns there: one of them reduces all.
+    // Kernels of ranks that share a GPU run one after the other, so rank 0 reduces the whole piece.
     if (staging_.plan().shares_gpu) return {first, owner == 0 ? last : first};
     return slice_in_units(piece, world_size_, owner, kSliceBytes);
   }
@@ -76,9 +77,9 @@ class StreamMemory : public StagedCounters {
   const int rank_;
 };
 
-// Enqueues a call. The host waits until the others have enqueued theirs, and for no device. False:
-// the watch knows why; what has been enqueued by then still runs. Of ranks that share a GPU, one
-// reduces for all: k processes take 2k - 1 turns there for a piece, not 3k.
+// Enqueue a call. The host waits until the other hosts have enqueued theirs, and for no device.
+// False: the watch holds the reason, and the work enqueued so far still runs. With a shared GPU one
+// rank reduces for all: 2k - 1 kernels per piece instead of 3k.
 bool run_staged(const Collective& call, bool is_direct, ProcessRank& self,
                 const ProcessStaging& staging, cudaStream_t stream) {
   const StreamMemory memory(call.fold, self, staging, stream);
@@ -114,21 +115,21 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// How long close() looks whether the others close too, before it leaves the slots for later.
+// How long close() waits for the other ranks to close, before it leaves the slots allocated.
 constexpr auto kPatienceOfClose = 200ms;
 
-// Slots of closed groups that others may still read.
+// Slots of closed groups that other ranks may still read.
 struct UnfreedSlots {
   struct Entry {
-    std::shared_ptr<ProcessGroup> host;  // its segment says who has left
+    std::shared_ptr<ProcessGroup> host;  // its segment shows which ranks have exited
     std::shared_ptr<cuda::LocalSlots> own;
-    std::unique_ptr<cuda::ProcessStaging> staging;  // until the device has come to an end
+    std::unique_ptr<cuda::ProcessStaging> staging;  // null once the GPU has run all calls
   };
   std::mutex mutex;
   std::vector<Entry> entries;
 
   static UnfreedSlots& get() {
-    static auto* unfreed = new UnfreedSlots;  // never destroyed: CUDA may be gone by then
+    static auto* unfreed = new UnfreedSlots;  // leaked: CUDA may be unloaded before destructors run
     return *unfreed;
   }
 };
@@ -142,7 +143,7 @@ bool all_others_are_gone(const ProcessGroup& group) {
   return true;
 }
 
-// After such an error the caller knows that results under way may be void.
+// True for errors after which the caller knows that pending results may be undefined.
 bool is_about_peers(const Error& error) {
   return error.kind() == ErrorKind::kPeerLost || error.kind() == ErrorKind::kTimeout;
 }
@@ -160,7 +161,7 @@ void free_slots() {
   });
 }
 
-// Whether its GPU has not come to the end of its calls.
+// True if the GPU still runs calls of this closed group.
 bool is_left_running(const ProcessGroup& group) {
   UnfreedSlots& unfreed = UnfreedSlots::get();
   const std::lock_guard<std::mutex> lock(unfreed.mutex);
@@ -172,11 +173,11 @@ bool is_left_running(const ProcessGroup& group) {
 
 }  // namespace
 
-// What ranks tell each other while they connect.
+// What each rank gathers from the others while it connects.
 struct CudaProcessGroup::ConnectStatus {
   cuda::StagingHandles handles{};
   ErrorKind kind = ErrorKind::kState;
-  std::array<char, 500> error{};  // empty: all is well
+  std::array<char, 500> error{};  // empty: no error
 
   template <typename Step>
   void attempt(Step&& step) {
@@ -202,7 +203,7 @@ CudaProcessGroup::CudaProcessGroup(SharedMemory memory, const Segment& segment, 
 CudaProcessGroup::~CudaProcessGroup() {
   try {
     close();
-  } catch (const Error&) {  // close() would have raised it
+  } catch (const Error&) {  // a call of close() would have raised it
   }
 }
 
@@ -285,7 +286,7 @@ void CudaProcessGroup::check_not_captured(const Collective& call, cudaStream_t s
 }
 
 ProcessPlan CudaProcessGroup::plan(std::size_t bytes) const {
-  // Two ranks with a GPU each would read as much from each other either way.
+  // Two ranks on two GPUs read as much from each other with either algorithm.
   const int most_exchange = plan_.shares_gpu ? 1 : 2;
   const bool is_exchange = host_->world_size() <= most_exchange || bytes <= options_.exchange_bytes;
   const std::size_t slots = (bytes + plan_.slot_bytes - 1) / plan_.slot_bytes;
@@ -335,7 +336,7 @@ CudaProcessGroup::Submitted CudaProcessGroup::submit(Collective call, cudaStream
   auto shared = std::make_shared<const Collective>(std::move(call));
   auto enqueued = host_->submit_program(
       [this, ready, done, last, shared](ProcessRank& self) {
-        // A thread begins on device 0: none of its calls need go there and back.
+        // Threads start on device 0. Switch once, so that the calls below need not.
         cuda::check(cudaSetDevice(device_), "cudaSetDevice", device_);
         ready->make_wait(stream_->get(), device_);
         bool is_enqueued = false;
@@ -373,7 +374,7 @@ std::exception_ptr CudaProcessGroup::failure_of(const Submitted& work) {
         std::rethrow_exception(refused);
       } catch (const Error& error) {
         has_reported_.store(has_reported_.load() || is_about_peers(error));
-      } catch (...) {  // a step's
+      } catch (...) {  // an exception of a Python step
       }
       return refused;
     }
@@ -395,8 +396,8 @@ ProcessStats CudaProcessGroup::stats() {
   return stats_;
 }
 
-// False: the device does not get on, with other work perhaps. A rank that it waits for ends that
-// wait sooner (cuda_process/device_watch).
+// False: the GPU makes no progress, perhaps because of other work. Waits for a lost or late rank
+// end before the timeout (cuda_process/device_watch).
 bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const {
   auto moved = Clock::now();
   std::uint64_t progress = staging_->progress();
@@ -413,7 +414,7 @@ bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const 
   return true;
 }
 
-// A call may wait inside CUDA for a late rank: it is let go of, once all know why.
+// End calls that wait inside CUDA for a late rank, after all ranks were told why.
 void CudaProcessGroup::release_streams() {
   if (host_->forked()) return;
   host_->leave_at_once("has aborted the group");
@@ -454,7 +455,7 @@ void CudaProcessGroup::release(Leaving leaving) {
     is_idle = staging_ == nullptr || wait_until_idle(patience);
     const std::lock_guard<std::mutex> lock(abort_mutex_);
     abortable_ = nullptr;
-    // Unmapped before the others hear that this rank has left: then they free what it mapped.
+    // Unmap before the other ranks see this rank leave: they then free the mapped slots.
     if (is_idle) staging_ = nullptr;
   }
   if (is_idle) {

@@ -1,15 +1,13 @@
-// group: one rank of a group of processes, its tensors on a GPU: it moves the data, and
-// process/group meets the other ranks.
+// cuda_process_group: one rank of a group of processes, with its tensors on a GPU. It moves the
+// data. ProcessGroup (process/group) synchronizes the hosts.
 //
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
-// Contract  That of process/group. A call returns once it is enqueued, after the work on its
-//           stream. Streams under capture are refused. All enqueued work ends
-//           (cuda_process/device_watch). If it ended without the data of a lost rank, the next
-//           call, the call's work or close() raises, once.
-//           close() waits for this rank's GPU while any rank makes progress within the timeout.
-//           Slots that other ranks may still read are freed when this process makes or closes
-//           another group.
-// Threads   any thread may call; calls run one at a time, in the order in which they came.
+// Contract  As ProcessGroup. run() returns when the call is enqueued on its stream. A captured
+//           stream is refused. All enqueued work ends (cuda_process/device_watch). If a call ended
+//           without a lost rank's data, the next call, its work or close() raises once. close()
+//           waits for the GPU while any rank makes progress within the timeout. Slots that other
+//           ranks may still read are freed when this process makes or closes another group.
+// Threads   any. Calls run one at a time, in the order of arrival.
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once
 
@@ -23,52 +21,52 @@
 
 namespace pyringar {
 
-// Sizes that were not measured yet.
+// Sizes, chosen without measurements.
 struct CudaProcessOptions {
   std::chrono::nanoseconds timeout{};
   OnNap on_nap = &ignore_naps;
-  // Large enough that a piece takes longer than the dozen calls which enqueue it.
+  // A piece of this size takes longer than the dozen calls that enqueue it.
   std::size_t slot_bytes = std::size_t{16} << 20;
-  // Of ranks that share a GPU: there a piece costs turns of all their processes.
+  // For ranks that share a GPU, where each piece costs switches between all processes.
   std::size_t most_shared_slot_bytes = std::size_t{64} << 20;
-  std::size_t exchange_bytes = 256 * 1024;  // up to this, every rank reduces everything
+  std::size_t exchange_bytes = 256 * 1024;  // up to this size every rank reduces everything
 };
 
 class CudaProcessGroup {
  public:
-  // As ProcessGroup; the device's part begins with connect().
+  // As ProcessGroup. connect() prepares the GPU.
   CudaProcessGroup(SharedMemory memory, const Segment& segment, int rank, int device,
                    CudaProcessOptions options);
   ~CudaProcessGroup();
 
-  // Shows slots to the others, and tries theirs. What does not work on one rank is raised on all.
+  // Share slots with the other ranks and test theirs. A failure on one rank is raised on all ranks.
   void connect();
 
   ProcessGroup& host() { return *host_; }
   int device() const { return device_; }
 
-  // Collective's spans are of the device's memory here; nothing is packed.
+  // `call` points to device memory, and has no packed tensors.
   void run(const Collective& call, cudaStream_t stream);
 
-  // A call on a stream of the group's own, after what is on `after` now.
+  // Run a call on the group's stream, after the work that is now on `after`.
   struct Submitted {
-    std::shared_ptr<Work> enqueued;  // none: it is already
-    // They mean something once it is enqueued.
+    std::shared_ptr<Work> enqueued;  // null: the call is enqueued already
+    // Valid once the call is enqueued.
     std::shared_ptr<const cuda::Event> done;
-    std::shared_ptr<std::uint32_t> last;  // message of the call
+    std::shared_ptr<std::uint32_t> last;  // last message of the call
   };
   Submitted submit(Collective call, cudaStream_t after);
-  // The same for the calls that were made on `stream` and have returned.
+  // Return the same for the calls on `stream` that have returned.
   Submitted enqueued(cudaStream_t stream);
-  // Why a call was not enqueued, or has ended, or will end, without all of its data; null: neither.
+  // Return why the call was not enqueued, or why its results are undefined. Null: no failure.
   std::exception_ptr failure_of(const Submitted& work);
 
-  ProcessStats stats();                       // busy_ns: of the host
-  ProcessPlan plan(std::size_t bytes) const;  // of an all_reduce
+  ProcessStats stats();                       // busy_ns: host time
+  ProcessPlan plan(std::size_t bytes) const;  // for an all_reduce
   std::size_t slot_bytes() const { return plan_.slot_bytes; }
-  // Throws, once, that a call which had returned ended without its data.
+  // Raise, once, if a call that had returned ended without its data.
   void raise_unreported();
-  // As ProcessGroup's; false, too, as long as the GPU is not done: tensors of calls must stay.
+  // As ProcessGroup::close(). Also false while the GPU runs calls: their tensors must be kept.
   bool close(Leaving leaving = Leaving::kAfterCalls);
 
  private:
@@ -87,21 +85,21 @@ class CudaProcessGroup {
 
   const int device_;
   const CudaProcessOptions options_;
-  cuda::StagingPlan plan_{false, options_.slot_bytes};  // final once connected
+  cuda::StagingPlan plan_{false, options_.slot_bytes};  // final after connect()
   std::shared_ptr<ProcessGroup> host_;
   std::shared_ptr<cuda::LocalSlots> own_;
-  std::unique_ptr<cuda::Stream> stream_;  // of asynchronous calls
+  std::unique_ptr<cuda::Stream> stream_;  // for asynchronous calls
 
   std::mutex staging_mutex_;                       // held while a call is enqueued
-  std::unique_ptr<cuda::ProcessStaging> staging_;  // none once closed
+  std::unique_ptr<cuda::ProcessStaging> staging_;  // null after close()
 
-  std::mutex abort_mutex_;                           // never held for long
-  const cuda::ProcessStaging* abortable_ = nullptr;  // none before connect() and once closed
+  std::mutex abort_mutex_;                           // held briefly
+  const cuda::ProcessStaging* abortable_ = nullptr;  // null before connect() and after close()
 
   Turn close_turn_;
   bool is_closed_ = false;
-  std::atomic<std::uint32_t> last_;        // message of the last call that was enqueued
-  std::atomic<bool> has_reported_{false};  // of a failure
+  std::atomic<std::uint32_t> last_;        // last message of the last enqueued call
+  std::atomic<bool> has_reported_{false};  // a call or work has raised a peer's failure
   std::mutex stats_mutex_;
   ProcessStats stats_;
 };

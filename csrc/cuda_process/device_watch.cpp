@@ -18,7 +18,7 @@ std::uint32_t value_of(const DeviceLine::Word& word) {
   return word.value.load(std::memory_order_acquire);
 }
 
-// Others may raise it at the same time; the greater number stays.
+// Other ranks may raise the word at the same time. The greatest value wins.
 void raise(DeviceLine::Word& word, std::uint32_t wanted) {
   std::uint32_t now = value_of(word);
   while (!reached(now, wanted) && !word.value.compare_exchange_weak(now, wanted)) {
@@ -55,7 +55,7 @@ DeviceWatch::~DeviceWatch() {
 }
 
 void DeviceWatch::begin(std::uint32_t last) {
-  // What this GPU is done with it waits for no more; a number that stayed behind would turn.
+  // Expected values below `finished` move up: an old value would compare wrong after 2^31 messages.
   const std::uint32_t done = value_of(segment_.device(rank_).finished);
   for (std::atomic<std::uint32_t>* expected : {&announced_, &reduced_}) {
     if (reached(done, expected->load())) expected->store(done);
@@ -115,7 +115,7 @@ void DeviceWatch::poll() {
     if (releases_all_) {
       release(rank);
     } else if (const char* how = host_.how_gone(rank); how != nullptr && is_behind(rank)) {
-      // What it did before it went counts.
+      // Messages that the rank wrote before it exited count: check again.
       give_up(rank, ErrorKind::kPeerLost, join(", which ", how));
     }
   }
@@ -123,7 +123,8 @@ void DeviceWatch::poll() {
   stillness_.set_timeout(host_.timeout());
   stillness_.look(rank_, [this](int rank) { return progress_of(rank); });
   const int culprit = most_behind();
-  // If this GPU is no further itself, it is busy with other work: its peers will find it late.
+  // This GPU is not ahead of the culprit, so it is busy with other work. The peers will find it
+  // late.
   if (culprit < 0 || lead(rank_, culprit) <= 0) return stillness_.forget();
   if (!stillness_.is_late(culprit)) return;
   releases_all_ = true;
@@ -141,7 +142,8 @@ bool DeviceWatch::is_behind(int rank) const {
          is_awaited(line.reduced, reduced_.load(std::memory_order_acquire));
 }
 
-// As PeerWatch says; -1: this rank's streams wait for no rank.
+// Return the rank that is furthest behind, as PeerWatch does. -1: this rank's streams wait for no
+// rank.
 int DeviceWatch::most_behind() const {
   int last = -1;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {

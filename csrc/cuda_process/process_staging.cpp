@@ -1,4 +1,4 @@
-// staging: see the header.
+// process_staging: see the header.
 
 #include "cuda_process/process_staging.h"
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::size_t kMostProbeWords = 4096;
 constexpr std::uint32_t kProbed = 1;
-// Far less than what turns a comparison, on all ranks alike.
+// `reduced` may lag this far: well below 2^31, where comparisons of counters fail.
 constexpr std::uint32_t kMostBehind = std::uint32_t{1} << 30;
 
 std::vector<std::uint32_t> pattern_of(int rank, std::size_t num_words) {
@@ -35,7 +35,7 @@ StreamOperation stream_operation(const char* name) {
   return reinterpret_cast<StreamOperation>(driver_function(name));
 }
 
-// The runtime's error codes are the driver's.
+// Driver and runtime share their error codes.
 void check_operation(CUresult status, const char* name, int device) {
   if (status == CUDA_ERROR_NOT_SUPPORTED) {
     fail(ErrorKind::kUnsupported, "cuda:", device, " has no stream memory operations (", name,
@@ -76,7 +76,7 @@ RegisteredMemory::~RegisteredMemory() {
     const OnDevice guard(device_);
     const BesideCaptures beside;
     cudaHostUnregister(memory_);
-  } catch (const Error&) {  // the device does not answer any more
+  } catch (const Error&) {  // the device does not answer
   }
 }
 
@@ -170,7 +170,7 @@ ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs
   }
 }
 
-// Probes lie in message 0's slot, what was read of each peer's in message 1's, one after the other.
+// A probe is in the slot of message 0. Peers' probes are copied to the slot of message 1, in turn.
 void ProcessStaging::write_probe() {
   const OnDevice guard(own_.device);
   const BesideCaptures beside;
@@ -191,13 +191,13 @@ std::string ProcessStaging::check_probes() {
       std::min(kMostProbeWords, plan().slot_bytes / sizeof(std::uint32_t));
   const cudaStream_t stream = probe_stream_.get();
   for (const Peer& peer : peers_) {
-    // Its GPU has come to the write: a stream need not wait for what the host does not find.
+    // The peer has written the word. If the host cannot see it, a stream would wait forever.
     const Word& word = line(peer.rank).probe.value;
     if (word.load(std::memory_order_acquire) != kProbed) {
       return join("the host does not find the word that the GPU of rank ", peer.rank, " wrote");
     }
     words_.await_word(word, kProbed, stream);
-    // A kernel reads, as later; the host looks at what it has read.
+    // Read with a kernel, as calls do, and check on the host.
     Folds copies = Folds::copies();
     copies.add_copy(slot(rank_, 1), slot(peer.rank, 0), num_words * sizeof(std::uint32_t),
                     DType::kInt32);
@@ -235,10 +235,10 @@ StagedCall::StagedCall(const ProcessStaging& staging, std::uint32_t last, cudaSt
 
 void StagedCall::end() {
   is_open_ = false;
-  // Exchanges leave it behind. No rank waits for this write.
+  // Exchanges do not write `reduced`. No rank waits for this write.
   const bool is_far_behind = !reached(staging_.last_reduced_, last_ - kMostBehind);
   if (is_far_behind) staging_.write_reduced(last_, stream_);
-  // Before the record: the next call, on another stream, may write it as soon as that is done.
+  // Before the record: after it the next call may write the word from another stream.
   staging_.words_.write_word(staging_.line(staging_.rank_).finished.value, last_, stream_);
   staging_.last_call_.record(stream_);
 }
@@ -247,7 +247,7 @@ StagedCall::~StagedCall() {
   if (!is_open_) return;
   try {
     end();
-  } catch (const Error&) {  // the device has failed, and never says so
+  } catch (const Error&) {  // the device has failed and does not report it
   }
 }
 
