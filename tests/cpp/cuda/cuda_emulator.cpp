@@ -19,7 +19,7 @@ struct EmulatedBlock {
   BlockShared shared;
 };
 
-// All threads begin together: deadlines count from there.
+// All threads start together, since their timeouts count from there.
 void run_at_once(stress::Random& random, const Launch& launch) {
   std::deque<EmulatedBlock> blocks;
   for (unsigned b = 0; b < launch.num_blocks; ++b) blocks.emplace_back(launch.num_threads);
@@ -78,7 +78,7 @@ void wait_for_block() {
 }
 
 void check_scope(const std::uint32_t* flag, bool is_system) {
-  // Relaxed: what this notes must not order what it watches.
+  // Relaxed, so that this bookkeeping does not order the accesses under test.
   auto* users = const_cast<std::uint32_t*>(flag) + 2;
   const std::uint32_t own = 1u << here.device;
   const std::uint32_t all = __atomic_or_fetch(users, own, __ATOMIC_RELAXED);

@@ -1,5 +1,5 @@
-// ring_test: the ring kernel with ranks on one to three devices of threads: call after call on the
-// same links, counters that wrap, a rank that does not come.
+// ring_kernel_test: the ring kernel with ranks on one to three emulated devices. Repeated calls,
+// counters that wrap, a missing rank.
 
 #include "cuda/ring.cuh"
 
@@ -21,15 +21,15 @@ using cuda::RingArgs;
 using cuda::RingPorts;
 using emulator::Launch;
 
-// Nothing that a test should see the end of.
+// Timeout that is never reached.
 constexpr std::uint64_t kLongNs = 600'000'000'000;
-// Pieces are cut for so much less than a slot: what is between must stay as it was.
+// Unused end of each slot, which holds canaries.
 constexpr std::uint32_t kUnusedSlotBytes = 64;
 constexpr std::uint32_t kCanaryWord = 0xa5a5a5a5;
 constexpr std::uint32_t kSlotBytes = 320;
 constexpr int kMostDevices = 3;
 
-// Flags that begin at `base`; what else is on their lines is zero, as hosts leave it.
+// Make flags with value `base`. The other words of their cache lines are zero, as hosts leave them.
 std::vector<std::uint32_t> flags_from(std::uint32_t base, std::size_t count) {
   std::vector<std::uint32_t> words(count * kFlagStride);
   for (std::size_t i = 0; i < words.size(); i += kFlagStride) words[i] = base;
@@ -46,7 +46,7 @@ std::size_t largest_piece(DType dtype) {
   return (kSlotBytes - kUnusedSlotBytes) / partial_bytes(dtype) - cuda::kSlotSpareElems;
 }
 
-// One collective of one phase, and how the kernel cuts it.
+// One collective, and how the kernel cuts it.
 struct KernelCall {
   KernelCall(Random& random, const RingShape& shape, std::size_t numel)
       : tensors(random_tensors(random, shape.world_size, numel)),
@@ -86,7 +86,7 @@ std::size_t random_size(Random& random, int world_size) {
   return random.below(k * (kSlotBytes / 4 + (random.one_in(4) ? 500 : 0)));
 }
 
-// Ranks on devices, links wired as in cuda/device_ring.cpp.
+// Ranks on devices, linked as in cuda/device_ring.cpp.
 class RingDevices {
  public:
   RingDevices(Random& random, const RingShape& shape, std::uint32_t base, std::uint64_t timeout_ns);
@@ -95,7 +95,7 @@ class RingDevices {
   std::size_t num_devices() const { return ranks_.size(); }
   const std::vector<int>& ranks(std::size_t device) const { return ranks_[device]; }
   const Failure& failure(std::size_t device) const { return failures_[device]; }
-  // All counters of a channel have moved on by this much.
+  // Check that all counters of a channel are `wanted`.
   void check_counters(int channel, std::uint32_t wanted) const;
   void check_slots() const;
 
@@ -209,16 +209,16 @@ Launch launch_of(RingDevices& devices, std::size_t device, const KernelCall& cal
           static_cast<int>(device)};
 }
 
-// Mostly so that the counters wrap within the round.
+// Mostly so near the end that counters wrap in the round.
 std::uint32_t random_base(Random& random) {
   return random.one_in(3) ? 0 : 0u - static_cast<std::uint32_t>(random.below(60));
 }
 
-// One rank alone would send to itself: hosts do not launch that.
+// A ring of one rank is never launched.
 int random_world_size(Random& random) { return random.one_in(8) ? 8 : random.between(2, 5); }
 
-// On every device: who reports is whom the culprit's neighbour made wait, and names a peer that is
-// not there, or one that waits itself. The earliest step over all devices names the culprit.
+// Every device reports a wait between neighbors. The earliest step over all devices must name the
+// missing rank.
 std::string check_failures(const RingDevices& devices, int world_size, int absent,
                            std::uint32_t base) {
   const Failure* earliest = nullptr;
@@ -267,7 +267,7 @@ std::string withhold_rank(Random& random, int world_size, int absent) {
   return check_failures(devices, world_size, absent, base);
 }
 
-// By the order of steps, since ranks begin to wait within microseconds of each other.
+// Check later steps separately: ranks start to wait within microseconds of each other.
 void check_later_steps_wait_longer() {
   constexpr int kStep = 4;
   std::uint32_t flag[kFlagStride] = {};
@@ -282,7 +282,7 @@ void check_later_steps_wait_longer() {
         " ns");
 }
 
-// Call after call on the same links.
+// Several calls on the same links.
 void ring_round(Random& random) {
   const int world_size = random_world_size(random);
   const RingShape shape{world_size, random.between(1, world_size > 5 ? 2 : 3)};

@@ -1,5 +1,4 @@
-// captures: graphs of a group's calls, replayed beside others; what is refused in a capture, and
-// what goes on beside one.
+// captures: CUDA graphs of calls, calls that captures refuse, and calls beside captures.
 
 #include <deque>
 
@@ -13,7 +12,7 @@ namespace {
 
 class CapturedGraph {
  public:
-  // All streams of a group in one capture.
+  // Capture all streams of a group.
   template <typename Program>
   CapturedGraph(const cuda::DeviceGroup& group, const Streams& streams, Program&& program) {
     const int first = group.devices()[0];
@@ -32,7 +31,7 @@ class CapturedGraph {
   }
   ~CapturedGraph() { cudaGraphExecDestroy(exec_); }
 
-  // After what is on all streams, and before what comes there.
+  // Replay after all work now on the streams, and before later work.
   void replay(const cuda::DeviceGroup& group, const Streams& streams) const {
     const int first = group.devices()[0];
     for (std::size_t d = 1; d < streams.size(); ++d) {
@@ -48,7 +47,7 @@ class CapturedGraph {
   cudaGraphExec_t exec_ = nullptr;
 };
 
-// Replayed twice, beside eager calls of the same group on other streams, and once it is closed.
+// Replay graphs twice beside eager calls of the same group, and once after close().
 void check_graphs(Random& random) {
   start(random);
   const std::vector<Ranks> all = {{0, 0}, {0, 0, 0}, {0, 1}, {2, 0, 1}, {0, 1, 0, 1}};
@@ -81,8 +80,8 @@ void check_graphs(Random& random) {
   }
 }
 
-// Rings, ranks in the host's memory, and GPUs that do not reach each other's tensors: refused, also
-// in the background, and the capture goes on.
+// Rings, ranks in host memory and GPUs without peer access are refused, in the background too. The
+// capture continues.
 void check_not_capturable(Random& random) {
   start(random);
   const bool is_mixed = random.one_in(3);
@@ -103,13 +102,13 @@ void check_not_capturable(Random& random) {
     check_throws(ErrorKind::kUnsupported, "cannot be captured",
                  [&] { background.submit(call.collective(), streams); });
   });
-  group->run(call.collective(), streams);  // as if nothing had been
+  group->run(call.collective(), streams);  // the refused call had no effect
   call.read(*group, streams);
   model::run_to_end();
   call.check();
 }
 
-// Some streams are captured, others are not: refused, and nothing is enqueued.
+// If only some streams are captured, the call is refused and nothing is enqueued.
 void check_half_captured(Random& random) {
   start(random);
   cuda::DeviceGroup group({0, 1, 2}, kLong);
@@ -123,13 +122,13 @@ void check_half_captured(Random& random) {
   cudaGraph_t graph = nullptr;
   ok(cudaStreamEndCapture(streams[odd], &graph), "cudaStreamEndCapture");
   ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  group.run(call.collective(), streams);  // as if nothing had been
+  group.run(call.collective(), streams);  // the refused call had no effect
   call.read(group, streams);
   model::run_to_end();
   call.check();
 }
 
-// A capture that a forbidden call has ended is not taken for none.
+// An invalidated capture is refused too.
 void check_broken_capture(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{0, 1};
@@ -150,13 +149,14 @@ void check_broken_capture(Random& random) {
   cudaGraph_t graph = nullptr;
   CHECK(cudaStreamEndCapture(streams[0], &graph) != cudaSuccess, "a broken capture gave a graph");
   cudaGetLastError();
-  group->run(call.collective(), streams);  // as if nothing had been
+  group->run(call.collective(), streams);  // the refused call had no effect
   call.read(*group, streams);
   model::run_to_end();
   call.check();
 }
 
-// Calls in the background join a capture; others are refused meanwhile, and the capture goes on.
+// Asynchronous calls join the capture. Other calls are refused meanwhile, and the capture
+// continues.
 void check_captured_background(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{0, 1};
@@ -194,7 +194,7 @@ void check_captured_background(Random& random) {
   eager.check();
 }
 
-// Events are asked, and groups made, used and closed, while another thread captures.
+// Event queries, and groups that are made, used and closed, do not disturb a capture.
 void check_beside_capture(Random& random) {
   start(random);
   cuda::DeviceGroup group({0, 0}, kLong);

@@ -1,5 +1,5 @@
-// group_test: cuda/group and its parts on the modelled runtime, with the kernels' own source: bits,
-// streams, captures and replays, what is refused, what is told, and what is left behind.
+// device_group_test: cuda/device_group on the modelled runtime, with the kernels' own source: bits,
+// stream order, errors, leaks.
 
 #include <algorithm>
 #include <cstdlib>
@@ -25,7 +25,7 @@ Algorithm random_algorithm(Random& random, const cuda::DeviceGroup& group, const
   return one_memory && random.one_in(2) ? Algorithm::kFused : Algorithm::kDirect;
 }
 
-// Calls on streams that nothing else orders; devices do them when they like.
+// Calls on streams that nothing else orders.
 void check_bits(Random& random) {
   start(random);
   const Ranks ranks = random_ranks(random);
@@ -43,7 +43,7 @@ void check_bits(Random& random) {
   for (const GroupCase& call : calls) call.check();
 }
 
-// Staging in the host's memory grows while a call before still uses it.
+// Staging in host memory grows while an earlier call still uses it.
 void check_growth(Random& random) {
   start(random);
   const Ranks ranks = {0, 1};
@@ -72,7 +72,7 @@ void check_closed(Random& random) {
 
 // -- gradients, and calls in the background -------------------------------------------------------
 
-// Calls beside the callers' streams, which go on once the results are there.
+// Asynchronous calls beside the callers' streams.
 void check_background(Random& random) {
   start(random);
   const Ranks ranks = random_ranks(random);
@@ -92,7 +92,7 @@ void check_background(Random& random) {
     done->make_wait(others);
     one.read(*group, others);
   }
-  if (random.one_in(2)) {  // as where a communicator is closed, and its tensors are let go
+  if (random.one_in(2)) {  // close() of a communicator, after which tensors are freed
     GroupCase& last = cases.emplace_back(random, ranks, Algorithm::kDirect, 6);
     const Streams streams = make_streams(random, *group);
     last.fill(*group, streams);
@@ -105,8 +105,8 @@ void check_background(Random& random) {
   for (const GroupCase& one : cases) one.check();
 }
 
-// Gradients come on streams that nobody else knows, the last one from a thread whose current
-// streams are the default ones; backward goes on in those streams.
+// Gradients arrive on private streams. The last gradient's thread has the default streams as
+// current streams, and backward continues there.
 void check_gradients(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{1, 0, 1};
@@ -122,7 +122,7 @@ void check_gradients(Random& random) {
       for (int i = 0; i < size; ++i) {
         gradients.push_back(&cases.emplace_back(random, ranks, Algorithm::kDirect, 1));
       }
-      // In any order, on two streams for each rank.
+      // In any order, on two streams per rank.
       for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
         const Streams own = {make_stream(ranks[rank]), make_stream(ranks[rank])};
         for (GroupCase* gradient : gradients) {
@@ -151,7 +151,7 @@ void check_gradients(Random& random) {
 
 // -- what stands still ----------------------------------------------------------------------------
 
-// Another thread frees memory between two calls of this one into the runtime, whichever.
+// Another thread frees memory between any two runtime calls of a group's call.
 void check_frees(Random& random) {
   start(random);
   cuda::DeviceGroup group({0, 1}, kLong);
@@ -171,8 +171,8 @@ void check_frees(Random& random) {
   call.check();
 }
 
-// The same between the launches of a ring, which wait for each other. There this library's own
-// allocations and frees wait for their turn.
+// Another thread allocates, frees or orders streams between the launches of a ring. The group's
+// allocations and frees take lock_launches().
 void check_between_launches(Random& random) {
   start(random);
   cuda::DeviceGroup group({0, 1}, kLong);
@@ -187,11 +187,11 @@ void check_between_launches(Random& random) {
   const cudaStream_t side = make_stream(1);
   std::thread other;
   const int what = random.between(0, 3);
-  if (what == 3) staged.run(own.collective(), others);  // has memory to free then
+  if (what == 3) staged.run(own.collective(), others);  // so that close() frees staging memory
   model::before_launch(random.between(0, 3), [&] {
     if (what == 0) other = std::thread([] { cuda::DeviceGroup({0, 1}, kLong).close(); });
     if (what == 1) other = std::thread([&] { staged.run(own.collective(), others); });
-    if (what == 2) order(streams[0], 0, side, 1);  // to load a kernel would wait for it
+    if (what == 2) order(streams[0], 0, side, 1);  // loading a kernel would wait for it
     if (what == 3) other = std::thread([&] { staged.close(); });
   });
   group.run(call.collective(), streams);
@@ -220,7 +220,7 @@ void check_launch_blocking(Random& random) {
   direct.check();
 }
 
-// A device that waits for a late one does the rest of its work meanwhile, on which the late one
+// A device that waits for a late device must still run other streams, on which the late device
 // depends.
 void check_late_device(Random& random) {
   start(random);
@@ -229,7 +229,7 @@ void check_late_device(Random& random) {
   GroupCase own(random, {0}, Algorithm::kFused, 1, true);
   const Streams streams = make_capturable(group);
   const cudaStream_t side = make_stream(0);
-  group.run(call.collective(), streams);  // kernels are loaded then
+  group.run(call.collective(), streams);  // loads the kernels
   call.fill(group, streams);
   const cuda::Event event(0);
   cuda::DeviceGroup alone({0}, kLong);
@@ -246,7 +246,7 @@ void check_late_device(Random& random) {
   call.check();
 }
 
-// The last call of a program fails: close() says so, once.
+// If the last call of a program fails, close() raises once.
 void check_withheld(Random& random) {
   model::Options options;
   options.lets_time_pass = true;
@@ -270,7 +270,7 @@ void check_withheld(Random& random) {
   }
 }
 
-// A launch in the middle of a call fails. Calls after it are in order with what was enqueued.
+// If a launch in the middle of a call fails, later calls are still ordered after the enqueued work.
 void check_refused_launch(Random& random) {
   start(random);
   const std::vector<Ranks> all = {{0, 0}, {0, 1}, {0, -1}};
@@ -299,7 +299,7 @@ void check_refused_launch(Random& random) {
   next.check();
 }
 
-// The same in the background, on one of two devices: its memory is nobody's when that is told.
+// If a background launch fails on one device, the tensors are unused once the error is raised.
 void check_refused_background(Random& random) {
   start(random);
   const Ranks ranks = {0, 1};
@@ -319,7 +319,7 @@ void check_refused_background(Random& random) {
   model::run_to_end();
 }
 
-// A ring that waits for a rank which does not come is let go of, also where close() waits for it.
+// abort() ends a ring that waits for a missing rank, also while close() waits.
 void check_abort(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 1, 0, 1} : Ranks{0, 0, 0};
@@ -330,7 +330,7 @@ void check_abort(Random& random) {
   group.run(call.collective(), streams);
   if (random.one_in(2)) {
     model::in_between(0, [&] {
-      model::meet_hosts();  // as by the group's lock
+      model::meet_hosts();  // models the group's lock
       group.abort();
     });
     group.close();
@@ -345,8 +345,8 @@ void check_abort(Random& random) {
 
 // -- devices --------------------------------------------------------------------------------------
 
-// A process that uses cuda:1 and cuda:3 has contexts there, whichever thread calls. The caller's
-// current device stays what it was, with a context or without.
+// A process that uses cuda:1 and cuda:3 has contexts only there, whichever thread calls. The
+// caller's current device is restored.
 void check_contexts(Random& random) {
   start(random);
   const int before = random.one_in(2) ? 3 : 0;

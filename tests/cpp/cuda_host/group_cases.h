@@ -1,8 +1,7 @@
-// cases: collectives of a cuda::DeviceGroup on the modelled runtime, filled, called and read on
-// streams.
+// group_cases: random collectives of a cuda::DeviceGroup on the modelled runtime.
 //
-// Contract  Nothing but the order of streams says that a call comes after what fills its tensors
-//           and before what reads them. What is not so is a race, or other bits than the oracle's.
+// Contract  Only stream order separates filling the tensors, the call, and reading them. A missing
+//           order shows as a race, or as wrong bits.
 #pragma once
 
 #include <deque>
@@ -15,7 +14,7 @@
 
 namespace pyringar::stress {
 
-// What the probe of peers finds is what the model's kernels reach.
+// Peer access in the model; replaces the probe of cuda/peers.cu.
 using model::peers;
 
 inline void ok(cudaError_t status, const char* what) {
@@ -25,20 +24,18 @@ inline void ok(cudaError_t status, const char* what) {
 using Streams = std::vector<cudaStream_t>;
 using Ranks = std::vector<int>;
 
-// The model, forgetting all that was; where devices do what they like.
+// Reset the model, with random scheduling.
 void start(Random& random, model::Options options = {});
-Streams make_capturable(const cuda::DeviceGroup& group);  // none is the null stream
-cudaStream_t make_stream(int device);  // as frameworks make them: not ordered with the null stream
-// One for each device of a group: the null stream now and then.
+Streams make_capturable(const cuda::DeviceGroup& group);  // no null streams
+cudaStream_t make_stream(int device);                     // non-blocking, as frameworks make them
+// One stream per device, sometimes the null stream.
 Streams make_streams(Random& random, const cuda::DeviceGroup& group);
 void order(cudaStream_t before, int before_device, cudaStream_t after, int after_device);
 
-// One call: tensors of every rank, reduced in place. Calls that are no ring may also reduce to one
-// rank, or broadcast from it.
+// One call and its tensors. Except for rings, it may also reduce to a root or broadcast.
 class GroupCase {
  public:
-  // of_rank: the ranks' devices, or kHost.
-  // is_large: one tensor that takes every multiprocessor.
+  // of_rank: device of each rank, or kHost. is_large: one tensor that takes every multiprocessor.
   GroupCase(Random& random, std::vector<int> of_rank, Algorithm algorithm, std::size_t most_tensors,
             bool is_large = false);
   ~GroupCase();
@@ -47,15 +44,15 @@ class GroupCase {
   void fill(const cuda::DeviceGroup& group, const Streams& streams);
   void fill_rank(std::size_t rank, cudaStream_t stream);
   void read(const cuda::DeviceGroup& group, const Streams& streams);
-  void call(cuda::DeviceGroup& group, const Streams& streams);  // filled before, and read after
-  void check() const;                                           // once all is done
+  void call(cuda::DeviceGroup& group, const Streams& streams);  // fills before and reads after
+  void check() const;                                           // after all work has run
 
  private:
   enum class Kind { kAllReduce, kReduce, kBroadcast };
   struct CaseTensor {
     DType dtype;
     std::size_t numel;
-    Tensors tensors;                            // by rank, then perhaps an output of the root's own
+    Tensors tensors;  // by rank, then perhaps a separate output of the root
     std::vector<std::vector<std::byte>> after;  // by tensor
   };
 

@@ -1,4 +1,4 @@
-// calls: devices, streams, events and launches, as the engine calls them.
+// calls: devices, streams, events and launches of the modelled runtime.
 //
 // Contract  the rules of runtime_model.h.
 
@@ -28,14 +28,14 @@ struct Identity {
   cuda::KernelKind kind;
 };
 
-// None: not a kernel of the engine.
+// nullopt: not a kernel of the engine.
 std::optional<Identity> identify(const void* kernel) {
   for (int i = 0; i < kNumDTypes * kNumReduceOps * cuda::kNumKernelKinds; ++i) {
     const auto kind = static_cast<cuda::KernelKind>(i % cuda::kNumKernelKinds);
     const auto op = static_cast<ReduceOp>(i / cuda::kNumKernelKinds % kNumReduceOps);
     const auto dtype = static_cast<DType>(i / cuda::kNumKernelKinds / kNumReduceOps);
     for (const Order order : {Order::kRank, Order::kTree}) {
-      for (const int divisor : {1, 3}) {  // means by 3 have kernels of their own
+      for (const int divisor : {1, 3}) {  // means by 3 have separate kernels
         const Fold fold{op, divisor, order};
         if (cuda::kernel_function(dtype, fold, kind) == kernel) return Identity{dtype, kind};
       }
@@ -44,7 +44,7 @@ std::optional<Identity> identify(const void* kernel) {
   return {};
 }
 
-// The call, its argument copied now, as a launch does.
+// A kernel call with a copy of its argument, as a launch makes.
 template <typename T>
 std::function<void()> bound(const void* kernel, const T& argument) {
   const auto function = reinterpret_cast<void (*)(T)>(const_cast<void*>(kernel));
@@ -66,7 +66,7 @@ void touch_table(const T& table, std::size_t item, std::vector<Access>& accesses
   }
 }
 
-// Slots and what waits protect each other; that they are there is asked for.
+// Flags order the accesses to slots. Only their allocation is checked.
 void touch_ring(const cuda::RingArgs& args, unsigned num_blocks, std::size_t item,
                 std::vector<Access>& accesses) {
   const auto num_local = num_blocks / static_cast<unsigned>(args.num_channels);
@@ -141,7 +141,7 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** argumen
   return error(status);
 }
 
-// Nobody may ask for, or wait for, what a capture recorded.
+// Events recorded in a capture cannot be queried or waited for.
 cudaError_t check_event(const RuntimeCall& call, const EventState& event) {
   if (event.capture == nullptr || call.fault() != cudaSuccess) return call.check_unsafe();
   if (!event.capture->is_over) call.machine().invalidate(*event.capture, cudaErrorCapturedEvent);
@@ -168,7 +168,7 @@ cudaError_t cudaGetDevice(int* device) {
   RuntimeCall call(RuntimeCall::Touches::kNothing);
   return *device = current_device(), cudaSuccess;
 }
-// Since CUDA 12.0 it makes the context. It replaces what the driver's calls have pushed.
+// Makes a context since CUDA 12.0. Replaces the top of the driver's context stack.
 cudaError_t cudaSetDevice(int device) {
   RuntimeCall call(RuntimeCall::Touches::kNothing);
   if (device < 0 || device >= kDevices) {
@@ -209,7 +209,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
 }
-// What is on it still runs.
+// Work on the stream still runs.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   RuntimeCall call;
   call.machine().state_of(stream)->is_destroyed = true;

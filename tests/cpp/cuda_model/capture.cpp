@@ -1,4 +1,4 @@
-// capture: streams that are captured, and graphs: nodes instead of entries.
+// capture: stream captures and graphs of the modelled runtime.
 //
 // Contract  the rules "capture", "isolation", "joined" and "replay" of runtime_model.h.
 
@@ -8,7 +8,7 @@
 
 namespace pyringar::model {
 
-// What another thread does comes before the call.
+// The other thread's action precedes the call.
 RuntimeCall::Between::Between() { host().in_between.run_if_due(); }
 
 cudaError_t Machine::add_node(StreamState* stream, StreamWork work) {
@@ -24,7 +24,7 @@ cudaError_t Machine::invalidate(Capture& capture, cudaError_t error) const {
   return error;
 }
 
-// R, cudaThreadExchangeStreamCaptureMode.
+// Runtime API, cudaThreadExchangeStreamCaptureMode.
 cudaError_t Machine::check_unsafe_call() {
   const Host& own = host();
   if (own.mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
@@ -43,7 +43,7 @@ std::shared_ptr<Graph>& graph_of(cudaGraph_t graph) {
   return *reinterpret_cast<std::shared_ptr<Graph>*>(graph);
 }
 
-// All nodes that come before those, and they themselves.
+// Return the nodes and all their predecessors.
 std::set<std::size_t> ancestors(const Graph& graph, const std::set<std::size_t>& nodes) {
   std::set<std::size_t> found = nodes;
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {

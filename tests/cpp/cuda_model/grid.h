@@ -1,7 +1,7 @@
-// grid: a kernel whose blocks wait, as fibers: one per CUDA thread, in an order drawn from a seed.
+// grid: a running kernel whose blocks wait, with one fiber per CUDA thread, in random order.
 //
-// Contract  slice() lets every fiber run until it waits: for its block, or for a flag. True if
-//           anything came of it. Time is the model's.
+// Contract  slice() runs every fiber until it waits for its block or a flag. It returns true if any
+//           fiber advanced. Time is the model's.
 // Threads   one at a time.
 // Tests     tests/cpp/cuda_host
 #pragma once
@@ -42,7 +42,7 @@ class Grid : public emulator::FiberScheduler {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     emulator::ThreadPosition position;
-    unsigned passed = 0;  // barriers of its block
+    unsigned passed = 0;  // number of passed barriers
     bool is_done = false;
   };
   static void enter(unsigned high, unsigned low);
@@ -58,7 +58,7 @@ class Grid : public emulator::FiberScheduler {
   Fiber* current_ = nullptr;
   ucontext_t scheduler_{};
   std::size_t num_running_ = 0;
-  std::uint64_t num_steps_ = 0;  // barriers passed and fibers ended
+  std::uint64_t num_steps_ = 0;  // passed barriers and ended fibers
 };
 
 }  // namespace pyringar::model

@@ -122,7 +122,7 @@ std::uintptr_t Machine::canonical(std::uintptr_t address, std::size_t bytes,
   return found->second.canonical + (address - found->first);
 }
 
-// Copies reach everything: the driver sees to that.
+// Checks kernels only: the driver copies between any memories.
 void Machine::check_reach(const StreamWork& work, const Access& access) {
   const auto* found = allocation_of(access.begin, access.bytes);
   if (found == nullptr || found->second.device == work.device) return;
@@ -281,7 +281,7 @@ std::vector<Machine::Candidate> Machine::candidates() {
 
 bool Machine::step() {
   for (const Candidate& candidate : candidates()) {
-    if (take(candidate)) return true;  // else a grid that waits for something
+    if (take(candidate)) return true;  // false: a grid that waits
   }
   return false;
 }
@@ -408,8 +408,8 @@ void Machine::wait_for(Lock& lock, const char* what, const IsAwaited& is_awaited
   }
 }
 
-// When they are first needed: "loading kernels may require context synchronization". Nothing is
-// ordered by what only may wait.
+// Kernels are loaded at their first use: "loading kernels may require context synchronization". A
+// wait that only may happen orders nothing.
 void Machine::load(Lock& lock, const void* kernel, int device) {
   if (options.loads_eagerly || !loaded.insert({kernel, device}).second) return;
   drain(lock, "loading a kernel", on_device(device));

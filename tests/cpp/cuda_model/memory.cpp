@@ -1,4 +1,4 @@
-// memory: allocations, copies, memory of other processes, and the driver's functions.
+// memory: allocations, copies, IPC and driver functions of the modelled runtime.
 //
 // Contract  the rules "freed", "deadlock", "pageable", "ipc" and "word" of runtime_model.h.
 
@@ -31,7 +31,7 @@ int make_file(std::size_t bytes) {
   return fd;
 }
 
-// Of a mapping: device, file and offset; "" if it has no file.
+// Return device, inode and offset of a mapping, or "" for anonymous memory.
 std::string file_at(std::uintptr_t address) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
@@ -57,11 +57,10 @@ void check_unused(const Machine& machine, std::uintptr_t begin, std::size_t byte
   if (!user.empty()) throw still_used(user);
 }
 
-// G, Implicit Synchronization: commands before and after an allocation cannot run concurrently; so
-// it may wait for the device, and orders nothing. The list has a memset and a copy within a
-// device's memory, too. They are commands of one stream's here, and where they keep apart what
-// comes before from what comes after on the same device nobody waits for ever: kernels that wait
-// for each other across launches are on different devices.
+// CUDA Guide, Implicit Synchronization: work before and after an allocation cannot run
+// concurrently. So an allocation may wait for the device, and orders nothing. The same list names
+// memsets and copies within a device. Here they wait only for their stream: on one device they
+// cannot deadlock, since kernels that wait for each other are on different devices.
 cudaError_t allocate(void** memory, std::size_t bytes, bool is_host) {
   RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
@@ -76,9 +75,8 @@ cudaError_t allocate(void** memory, std::size_t bytes, bool is_host) {
   return *memory = made, cudaSuccess;
 }
 
-// R, cudaFree, speaks of an "implicit synchronization"; that peers are waited for, too, has been
-// observed (pytorch issue 50925). Of cudaFreeHost nothing is said: it waits or does not. After a
-// fault the memory is gone with the process.
+// Runtime API, cudaFree: "implicit synchronization". It waits for peers too (pytorch issue 50925).
+// cudaFreeHost is undocumented: here it waits in half the cases. After a fault the memory is gone.
 cudaError_t release(void* memory, bool is_host) {
   if (memory == nullptr) return cudaSuccess;
   RuntimeCall call;
@@ -111,7 +109,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaStream_t str
   if (call.fault() != cudaSuccess) return call.fault();
   Machine& machine = call.machine();
   StreamWork work{StreamWork::Kind::kRun, "a copy"};
-  // Memory that nobody allocated here is the host's, pageable: read at once, written at the end.
+  // Unknown memory is pageable host memory: read at once, written when the copy runs.
   const auto is_known = [&](const void* memory) {
     return machine.allocation_of(reinterpret_cast<std::uintptr_t>(memory)) != nullptr;
   };
@@ -144,7 +142,7 @@ CUresult context_state(CUdevice device, unsigned* flags, int* is_active) {
   *is_active = static_cast<int>(call.process().contexts.count(device));
   return CUDA_SUCCESS;
 }
-// A context is its device's number and one.
+// A context is the device index plus one.
 CUresult retain_context(CUcontext* context, CUdevice device) {
   RuntimeCall call(RuntimeCall::Touches::kNothing);
   call.process().contexts.insert(device);
@@ -197,7 +195,7 @@ void hide_tensor(const void* memory) {
   const auto found = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory));
   if (found == machine.memory.end()) return;
   const std::string user = machine.user_of(found->first, found->second.bytes);
-  const bool is_told = std::uncaught_exceptions() == 0;  // destructors call this
+  const bool is_told = std::uncaught_exceptions() == 0;  // called from destructors
   if (is_told && !user.empty()) machine.pending = still_used(user);
   machine.shadow.forget(found->first, found->second.bytes);
   machine.memory.erase(found);
@@ -210,7 +208,7 @@ using namespace pyringar::model;
 
 extern "C" {
 
-// What the host itself copies to and from memory that devices see (linked with --wrap=memcpy).
+// Records the host's copies of device-visible memory (linked with --wrap=memcpy).
 void* __real_memcpy(void* to, const void* from, std::size_t bytes);
 void* __wrap_memcpy(void* to, const void* from, std::size_t bytes);
 void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
@@ -224,7 +222,7 @@ void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
     try {
       if (is_pinned(from)) machine.note_host(from, bytes, Touch::kRead, "the host's memcpy");
       if (is_pinned(to)) machine.note_host(to, bytes, Touch::kWrite, "the host's memcpy");
-    } catch (const Broken& broken) {  // whoever calls memcpy does not expect it to throw
+    } catch (const Broken& broken) {  // callers of memcpy expect no exception
       machine.pending = broken;
     }
   }
@@ -247,7 +245,7 @@ cudaError_t cudaHostRegister(void* memory, std::size_t bytes, unsigned) {
   if (call.process().refused == Refused::kRegistration) return error(cudaErrorNotSupported);
   const auto at = reinterpret_cast<std::uintptr_t>(memory);
   Allocation made{bytes, -1, host().process, -2, false, 0, at};
-  // What several processes have mapped is one memory, wherever each has it.
+  // One file is one memory, at whatever address each process maps it.
   made.file = file_at(at);
   for (const auto& [other, registered] : call.machine().memory) {
     if (!made.file.empty() && registered.file == made.file) made.canonical = registered.canonical;

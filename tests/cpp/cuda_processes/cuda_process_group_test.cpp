@@ -1,5 +1,5 @@
-// group_test: ranks in processes with tensors on GPUs, as threads on devices that are host memory:
-// cuda_process/cuda_process_group and all below it, with the kernels' own source.
+// cuda_process_group_test: CudaProcessGroup with ranks as threads on the modelled runtime, with the
+// kernels' own source.
 
 #include <unistd.h>
 
@@ -12,7 +12,7 @@ namespace pyringar::stress {
 
 namespace {
 
-// Many calls, enqueued before the devices have done the first of them.
+// Many calls, enqueued before the devices run the first.
 void check_collectives(Random& random) {
   const int world_size = random.between(1, 4);
   const CudaProcessOptions options = random_options(random);
@@ -37,7 +37,7 @@ void check_collectives(Random& random) {
       enqueue_case(cases[i], tensors[i][rank], group, streams[own.below(3)]);
     }
     CHECK(contexts() == std::set<int>{ranks.device(rank)}, "a context on another device");
-    if (own.one_in(2)) return;  // close() has to wait for them
+    if (own.one_in(2)) return;  // close() has to wait for the calls
     for (const cudaStream_t stream : streams) synchronize(stream);
     const DeviceLine& words = group.host().segment().device(rank);
     const std::uint32_t behind = words.finished.value - words.reduced.value;
@@ -48,7 +48,7 @@ void check_collectives(Random& random) {
   }
 }
 
-// Two groups of the same ranks, from a thread each, in orders of their own.
+// Two groups of the same ranks. Each rank calls them from two threads, in different orders.
 void check_two_groups(Random& random) {
   const int world_size = random.between(2, 3);
   const CudaProcessOptions options = random_options(random);
@@ -152,12 +152,13 @@ void check_capture(Random& random) {
       cuda::check(cudaStreamEndCapture(stream.get(), &graph), "cudaStreamEndCapture");
       cuda::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
     }
-    enqueue_case(made, own, group, stream.get());  // nobody was told
+    // the other rank was not told of the refused calls
+    enqueue_case(made, own, group, stream.get());
   });
   for (int rank = 0; rank < 2; ++rank) tensors.check(made, rank);
 }
 
-// The others still have open what this rank has closed.
+// A rank closes while other ranks still map its slots.
 void check_early_close(Random& random) {
   const int world_size = random.between(2, 4);
   const int early = random.between(0, world_size - 1);
@@ -178,7 +179,7 @@ void check_early_close(Random& random) {
   for (int rank = 0; rank < world_size; ++rank) tensors.check(made, rank);
 }
 
-// What keeps one rank from connecting is raised on all, with what may help.
+// If one rank cannot connect, all ranks raise the reason and a hint.
 void check_connecting(Random& random) {
   struct Obstacle {
     ErrorKind kind;
@@ -201,7 +202,7 @@ void check_connecting(Random& random) {
   const Obstacle& obstacle = obstacles[which];
   const RankThreads ranks(random, world_size, random_options(random));
   obstacle.set(odd);
-  const bool is_elsewhere = random.one_in(2);  // as far as the others know
+  const bool is_elsewhere = random.one_in(2);  // the odd rank claims to be another process
   const int refused = odd == 0 ? 1 : 0;
   show_device(odd, ranks.device(odd));
   ranks.run([&](CudaProcessGroup& group, int rank) {

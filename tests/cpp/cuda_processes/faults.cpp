@@ -1,5 +1,5 @@
-// faults: ranks that die, are late or fail: every stream comes to an end, what is right is not
-// called void, and what is void is told.
+// faults: ranks that die, are late or fail. Every stream ends. Calls with undefined results are
+// reported once, and all other results are right.
 
 #include <atomic>
 #include <string>
@@ -16,14 +16,14 @@ using Submitted = CudaProcessGroup::Submitted;
 using namespace std::chrono_literals;
 
 std::string name_of(int rank) { return join("rank ", rank, " (process "); }
-// Of whom a device waited for: the text names both.
+// The message names the waiting device's rank and the late rank.
 std::string late_name_of(int rank) { return join("waited for that of ", name_of(rank)); }
 
 bool is_void(CudaProcessGroup& group, const Submitted& work) {
   return pyringar::is_void(group.host().segment(), *work.last);
 }
 
-// RankCalls on streams of their own, and what became of each.
+// One rank's calls on a stream, and their outcomes.
 struct RankCalls {
   const std::vector<Case>& cases;
   std::vector<AllTensors>& tensors;
@@ -38,7 +38,7 @@ struct RankCalls {
   void enqueue(std::size_t i) {
     works.push_back(enqueue_case(cases[i], tensors[i][rank], group, stream.get()));
   }
-  // Until one fails; returns why.
+  // Enqueue until a call fails. Return its message, or "".
   std::string enqueue_from(std::size_t first, ErrorKind kind) {
     for (std::size_t i = first; i < cases.size(); ++i) {
       try {
@@ -50,7 +50,8 @@ struct RankCalls {
     }
     return "";
   }
-  // All streams have come to an end: whatever is not void must be right.
+  // After all streams have ended: check all results that are not void. Return the number of void
+  // calls.
   int check_results() const {
     int num_void = 0;
     for (std::size_t i = 0; i < works.size(); ++i) {
@@ -62,7 +63,7 @@ struct RankCalls {
     }
     return num_void;
   }
-  // Once, by the work or by close(), unless a call has said so.
+  // Check that a failure is reported once: by a call, a work, or close().
   void check_told(Random& random, ErrorKind kind, int culprit, bool is_told) {
     const int num_void = check_results();
     const bool is_late = kind == ErrorKind::kTimeout;
@@ -82,7 +83,7 @@ struct RankCalls {
   }
 };
 
-// What a nap of the calling thread does.
+// Hook for naps of the calling thread.
 thread_local std::function<void()> nap;
 
 CudaProcessOptions options_with(Random& random, std::chrono::nanoseconds timeout) {
@@ -94,7 +95,7 @@ CudaProcessOptions options_with(Random& random, std::chrono::nanoseconds timeout
   return options;
 }
 
-// A few cases, on two to four ranks, one of them the odd one out.
+// Cases on two to four ranks. `odd` is the faulty rank.
 struct FaultSetup {
   explicit FaultSetup(Random& random, std::size_t num_cases,
                       std::chrono::nanoseconds timeout = kLong, int num_ranks = 0)
@@ -104,7 +105,7 @@ struct FaultSetup {
     for (std::size_t i = 0; i < num_cases; ++i) cases.push_back(plain_case(1 + random.below(6000)));
   }
 
-  // program(calls), on all ranks at once.
+  // Run program(calls) on all ranks at once.
   void run(const std::function<void(RankCalls& calls)>& program) {
     tensors = make_all_tensors(cases, world_size);
     ranks.run([&](CudaProcessGroup& group, int rank) {
@@ -121,8 +122,7 @@ struct FaultSetup {
   std::vector<AllTensors> tensors{};
 };
 
-// How the process of one rank comes to its end: between two calls, or while its host waits in one;
-// with its device far behind, somewhere, or at the end of all it was asked to do.
+// How one rank's process dies: between calls or in a host wait, with its device behind or done.
 struct Death {
   Death(Random& random, int world_size, const std::vector<Case>& cases)
       : victim(random.between(0, world_size - 1)),
@@ -133,7 +133,7 @@ struct Death {
         is_waiting(at < cases.size() && !cases[at].is_async && random.one_in(2)) {}
 
   const int victim;
-  const int last_one;  // joins the call in which the victim dies later
+  const int last_one;  // joins late the call in which the victim dies
   const std::size_t at;
   const std::size_t busy_from;
   const bool is_done_before;
@@ -189,7 +189,7 @@ void check_death(Random& random) {
   });
 }
 
-// A device that does not come to a call is late where another's has come; with its host's.
+// A device that never starts a call is late, once another device has started it.
 void check_late(Random& random) {
   FaultSetup setup(random, 1 + random.below(4), 300ms);
   const std::uint64_t seed = random.bits();
@@ -219,7 +219,7 @@ void check_late(Random& random) {
   });
 }
 
-// A device that stops within a call, for which its peers wait: it is late, and they are not.
+// A device that stops within a call is late. Its waiting peers are not.
 void check_late_midway(Random& random) {
   FaultSetup setup(random, 4, 300ms);
   const std::uint64_t seed = random.bits();
@@ -242,7 +242,7 @@ void check_late_midway(Random& random) {
   });
 }
 
-// All devices do other work for longer than the timeout: nobody waits for anybody.
+// If all devices are busy for longer than the timeout, no rank is late.
 void check_busy(Random& random) {
   constexpr auto kTimeout = 500ms;
   FaultSetup setup(random, 2, kTimeout);
@@ -261,7 +261,7 @@ void check_busy(Random& random) {
   });
 }
 
-// A failure that leaves all devices be: calls that were enqueued before it are right.
+// After a mismatch, calls that were enqueued before are right.
 void check_earlier_calls(Random& random) {
   FaultSetup setup(random, 1 + random.below(3));
   setup.run([&](RankCalls& calls) {
@@ -283,7 +283,7 @@ void check_earlier_calls(Random& random) {
   });
 }
 
-// One rank's launch fails in the midst of a call: nothing waits for what it did not enqueue.
+// If one rank's launch fails, no stream waits for work that was not enqueued.
 void check_refused_launch(Random& random) {
   FaultSetup setup(random, 4);
   const int after = random.between(0, 6);
@@ -297,7 +297,7 @@ void check_refused_launch(Random& random) {
   });
 }
 
-// One rank ends the group for all, at once, whatever its stream waits for.
+// One rank aborts the group for all ranks, whatever its stream waits for.
 void check_abort(Random& random) {
   FaultSetup setup(random, 1 + random.below(3));
   const int aborting = (setup.odd + 1) % setup.world_size;
@@ -327,7 +327,7 @@ void check_abort(Random& random) {
 
 struct Interrupt {};
 
-// The wait of close() ends where a signal's handler throws.
+// An exception of a signal handler ends the wait of close().
 void interrupt_close(CudaProcessGroup& group) {
   nap = [&] {
     check_throws(ErrorKind::kState, "signal handler", [&] { group.close(); });
@@ -341,13 +341,13 @@ void interrupt_close(CudaProcessGroup& group) {
   nap = {};
 }
 
-// A rank closes while its GPU is busy with other work: it is told, once, and its tensors stay in
-// use until the GPU has come to its calls.
+// A rank closes while its GPU is busy. close() raises once, and the tensors stay in use until the
+// GPU has run the calls.
 void check_close_of_a_busy_rank(Random& random) {
   FaultSetup setup(random, 1, 100ms, 2);
   setup.cases[0].is_async = true;
   const bool is_interrupted = random.one_in(2);
-  const bool is_missed = random.one_in(2);  // by the other rank, which calls it late first
+  const bool is_missed = random.one_in(2);  // the other rank finds this rank late first
   std::atomic<int> num_enqueued{0};
   std::atomic<bool> is_over{false};
   setup.run([&](RankCalls& calls) {

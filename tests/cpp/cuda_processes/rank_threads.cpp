@@ -1,4 +1,4 @@
-// ranks: see the header.
+// rank_threads: see the header.
 
 #include "rank_threads.h"
 
@@ -15,9 +15,9 @@ RankThreads::RankThreads(Random& random, int world_size, CudaProcessOptions opti
     : world_size_(world_size),
       options_(std::move(options)),
       seed_(random.bits()),
-      // Now and then so that the counters wrap on the way.
+      // Sometimes so near the end that the counters wrap.
       first_message_(random.one_in(2) ? 0 : 0u - static_cast<std::uint32_t>(random.below(60))),
-      // As after so many exchanges that it is brought up soon.
+      // Sometimes so far behind that the next call must raise `reduced`.
       last_reduced_(first_message_ - (random.one_in(2) ? 0 : (1u << 30) - 8)) {
   const int spread = random.between(0, 2);
   for (int rank = 0; rank < world_size; ++rank) {
@@ -57,9 +57,10 @@ void RankThreads::run_groups(int num_groups,
     }
   });
   run_to_end();
-  // Slots stay while others may read them, who may die late: the process's next group frees them.
+  // A group's slots outlive close() while other ranks may read them. The process's next group frees
+  // them.
   std::thread([this] {
-    become_process(world_size_);  // none of those that are dead
+    become_process(world_size_);  // a new process
     SharedMemory memory = SharedMemory::create(Segment::bytes_for(1), "a test");
     const Segment segment = Segment::lay_out(memory.data(), 1, SegmentToken{});
     CudaProcessGroup(std::move(memory), segment, 0, 0, options_).close();
@@ -103,8 +104,8 @@ void RankThreads::kill(CudaProcessGroup& group) const {
   const Segment& segment = group.host().segment();
   const int rank = group.host().rank();
   kill_process(rank);
-  segment.line(rank).process.start_ticks += 1;  // another process of that number
-  // The threads that stood for it see a copy from now on.
+  segment.line(rank).process.start_ticks += 1;  // a process id that was reused
+  // The dead process's threads see a private copy of the segment from now on.
   auto* const begin =
       reinterpret_cast<std::byte*>(&segment.failure()) - offsetof(SegmentHeader, failure);
   const std::size_t bytes = Segment::bytes_for(world_size_);
@@ -183,7 +184,7 @@ std::vector<AllTensors> make_all_tensors(const std::vector<Case>& cases, int wor
 
 namespace {
 
-// As whoever has let go of a call's memory, and gets it back.
+// Write the tensors, as the caller may after an error.
 void write_again(const CallTensors& tensors) {
   for (const auto* all : {&tensors.inputs, &tensors.outputs}) {
     for (const Tensors& tensor : *all) host_writes(tensor[0], tensor.bytes());

@@ -1,7 +1,6 @@
-// ranks: ranks as threads that stand for processes, calls with any tensors, and what they must
-// give.
+// rank_threads: ranks as threads that stand for processes, and calls with random tensors.
 //
-// Threads   a RankThreads's program runs on a thread per rank.
+// Threads   programs run on one thread per rank.
 #pragma once
 
 #include <cstring>
@@ -21,23 +20,23 @@ using namespace pyringar::model;
 
 using Rank = std::size_t;
 
-// Ranks, each on a thread that stands for its process, in one group or in several.
+// Ranks of one group or several, each on a thread that stands for its process.
 class RankThreads {
  public:
-  // Starts the devices, too: entries run when another is enqueued once in one_in times; 0: never.
-  // Where a device is held no kernel may be loaded.
+  // Starts the modelled devices. one_in: entries run after one of so many is enqueued; 0: never.
+  // Kernels must be loaded eagerly if a device is held.
   RankThreads(Random& random, int world_size, CudaProcessOptions options, int one_in = 3,
               bool loads_eagerly = false);
 
-  // program(group, rank), on all ranks at once; groups are closed after it, at their own times.
+  // Run program(group, rank) on all ranks at once, then close the groups.
   using Program = std::function<void(CudaProcessGroup& group, int rank)>;
   void run(const Program& program) const;
   using Groups = std::vector<std::unique_ptr<CudaProcessGroup>>;
   void run_groups(int num_groups,
                   const std::function<void(const Groups&, int rank)>& program) const;
 
-  // The calling rank's process is gone: what it had enqueued, its threads' view of the memory that
-  // it shared. To be thrown out of the program, or from a nap, once this has returned.
+  // End the calling rank's process: its enqueued work, and its view of shared memory. The caller
+  // then throws Killed.
   struct Killed {};
   void kill(CudaProcessGroup& group) const;
 
@@ -61,7 +60,7 @@ CudaProcessOptions random_options(Random& random);
 Case make_case(Random& random, int world_size, std::size_t slot_bytes);
 Case plain_case(std::size_t numel);  // an all_reduce of one fp32 tensor
 
-// Each rank's tensors of a case, which are its device's memory once a call is enqueued.
+// All ranks' tensors of a case. They count as device memory once a call is enqueued.
 class AllTensors {
  public:
   AllTensors(const Case& made, int world_size);
@@ -76,7 +75,7 @@ class AllTensors {
 };
 std::vector<AllTensors> make_all_tensors(const std::vector<Case>& cases, int world_size);
 
-// Fills, calls and reads on one stream: nothing but its order says that the call is in between.
+// Fill, call and read on one stream. Only stream order separates these steps.
 CudaProcessGroup::Submitted enqueue_case(const Case& made, CallTensors& tensors,
                                          CudaProcessGroup& group, cudaStream_t stream);
 void synchronize(cudaStream_t stream);
