@@ -1,8 +1,8 @@
 // bucketer: the Python class `Bucketer`, and its gradient hooks.
 //
 // Floor     bindings; included by module.cpp alone, after pybind11.
-// Contract  The hook after accumulation counts the gradient and launches a complete bucket. The
-//           hook before accumulation zeroes a gradient that holds a sum, see Held.
+// Contract  After accumulation a hook counts the gradient and launches a complete bucket. Before
+//           accumulation a hook zeroes a gradient that holds an earlier sum (bucket/step.h).
 // Threads   with the GIL held.
 // Tests     tests/test_bucketing.py, tests/test_bucketing_sums.py
 #pragma once
@@ -57,8 +57,7 @@ void call_if_alive(const py::object& weak_method, const Argument& argument) {
 
 // -- backward passes ------------------------------------------------------------------------------
 
-// Detects failed backward passes: torch destroys the callback at the end of a pass, and calls it
-// only after success.
+// Detects failed passes: torch calls the callback after success only, and always destroys it.
 struct PassEnd {
   BucketerPtr bucketer;
   std::int64_t pass;
@@ -132,8 +131,7 @@ inline py::object weak_grad(py::handle param) {
 }
 
 inline void count(Hook& hook, py::handle param) {
-  // torch calls this hook even without a gradient. With other hooks, a removed gradient is an
-  // error.
+  // torch calls this hook without a gradient too. If another hook removed it, that is an error.
   if (param.attr("grad").is_none() && py::len(param.attr("_post_accumulate_grad_hooks")) == 1) {
     return;
   }

@@ -33,7 +33,6 @@ class Builder {
     collective_.world_size = world_size;
     collective_.num_local = ranks.num_local(world_size);
     collective_.fold = Fold::of(options.reduction, world_size);
-    // One rank has nothing to reduce and waits for no rank.
     collective_.algorithm = world_size == 1 ? Algorithm::kFused : options.algorithm;
     collective_.remote.what = options.what;
   }
@@ -48,7 +47,6 @@ class Builder {
     names_.reserve(num_tensors);
     is_written_.reserve(num_tensors);
   }
-  // rank: index among the local ranks.
   void add(PyObject* object, ArgName name, int rank, bool is_written) {
     TensorView& view = views_.emplace_back();
     names_.push_back(name);
@@ -66,8 +64,7 @@ class Builder {
            "call it under torch.no_grad(), or pass .detach()");
     }
   }
-  // Add and compare all ranks' tensors. is_written(rank): true if the call writes this rank's
-  // tensors.
+  // Add and compare the tensors of all ranks. is_written(rank): true if the call writes them.
   template <typename IsWritten>
   void add_all(const GivenTensors& given, IsWritten&& is_written) {
     const std::size_t n = given.num_tensors();
@@ -111,8 +108,7 @@ class Builder {
          dtype_name(p.dtype), "; expected ", ranks_.world_size,
          " times as many, one part per rank");
   }
-  // Raise if a written tensor overlaps itself or another tensor. is_skipped: aliases of other
-  // tensors.
+  // Raise if a written tensor overlaps itself or another tensor. is_skipped[i]: i is an alias.
   void check_disjoint(const std::vector<bool>& is_skipped = {}) const;
 
   // -- layouts ------------------------------------------------------------------------------------
@@ -131,9 +127,8 @@ class Builder {
     return true;
   }
 
-  // Return tensor i's memory, or a dense copy in index order. Dense tensors with equal strides on
-  // all ranks need no copy, unless is_flat asks for index order. On hosts the group copies to and
-  // from `packed`. On GPUs torch copies, on its current stream.
+  // Return tensor i's memory, or a dense copy in index order. Without is_flat, dense tensors need
+  // no copy. Host copies go into `packed`. On GPUs torch copies, on its current stream.
   std::byte* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
     const TensorView& v = views_[i];
     if (v.numel == 0 || (v.is_dense && (!is_flat || has_index_order(v)))) return v.data;

@@ -46,7 +46,7 @@ std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
   // Hold a reference: torch may release the GIL below, and another thread may replace the entry.
   const std::shared_ptr<const PreparedCall> shared = found->second;
   const PreparedCall& entry = *shared;
-  // Equal numbers of tensors mean equal numbers of ranks: world size and lists per rank are fixed.
+  // Equal tensor counts mean equal rank counts: a group has a fixed size, or one tensor per rank.
   if (!entry.is_of(options) || entry.identities.size() != size) return nullptr;
   const TorchFunctions& torch = TorchFunctions::get();
   const bool is_recording = torch.is_grad_enabled();

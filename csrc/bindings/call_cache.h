@@ -42,9 +42,8 @@ class CallCache {
  public:
   std::shared_ptr<const Collective> find(const CallOptions& options,
                                          const GivenTensors& tensors) const;
-  // Store a call before it runs, because its tensors may change afterwards. The first call with a
-  // tensor's memory only records a digest: programs with a new tensor per call would fill the
-  // cache.
+  // Store a call before it runs: its tensors may change afterwards. The first call with a tensor's
+  // memory only records a digest, so that a program with new tensors per call stores nothing.
   void keep(const CallOptions& options, const GivenTensors& tensors,
             std::shared_ptr<const Collective> call);
 

@@ -1,7 +1,6 @@
-// convert: Python names to enums, and C++ exceptions to Python exceptions.
+// convert: Python names to enums, and C++ exceptions to classes of pyringar.errors.
 //
-// Contract  An unknown name raises ArgumentError with the choices. Every ErrorKind has a class in
-//           pyringar.errors.
+// Contract  An unknown name raises ArgumentError with the choices.
 // Threads   with the GIL held.
 // Tests     tests/conformance/test_refused.py, tests/test_communicator.py
 #pragma once
@@ -24,7 +23,6 @@ inline std::chrono::nanoseconds to_nanoseconds(double seconds) {
   return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 1e9) * 1e9));
 }
 
-// Return the enum value with the given name.
 template <typename Enum>
 std::optional<Enum> find(py::handle given, const char* (*name_of)(Enum), int count) {
   const bool is_text = PyUnicode_Check(given.ptr()) != 0;
@@ -63,8 +61,7 @@ inline Algorithm parse_algorithm(py::handle algorithm) {
   return parse<Algorithm>(algorithm, "algorithm", &algorithm_name, kNumAlgorithms);
 }
 
-// Store in_flight[work] = memory, and return the work. In C++, because a signal handler may raise
-// in Python before the caller stores it.
+// Store in_flight[work] = memory and return the work, before a signal handler can raise in Python.
 inline py::object keep_until_done(py::handle in_flight, py::object work, py::object memory) {
   if (PyDict_SetItem(in_flight.ptr(), work.ptr(), memory.ptr()) != 0) {
     memory.release();  // leak it: the engine writes there
@@ -73,7 +70,6 @@ inline py::object keep_until_done(py::handle in_flight, py::object work, py::obj
   return work;
 }
 
-// Return the class of pyringar.errors for an ErrorKind.
 inline py::object python_class(ErrorKind kind) {
   constexpr const char* kClasses[] = {"ArgumentError", "UnsupportedError", "CollectiveTimeout",
                                       "RingarError",   "CudaError",        "PeerLostError"};

@@ -1,7 +1,6 @@
 // cuda_module: the Python module _cuda_engine. cuda_process.cpp adds ranks in processes.
 //
 // Contract  Group has the methods of the CPU engine's Group. The import needs no GPU and no driver.
-//           Kernels are launched without the GIL.
 // Tests     tests/cuda, tests/build/test_cuda_build.py
 
 #include <pybind11/pybind11.h>
@@ -22,7 +21,6 @@ namespace {
 
 using Streams = std::vector<cudaStream_t>;
 
-// Return torch's current stream of each device.
 Streams current_streams(const std::vector<int>& devices) {
   Streams streams;
   for (const int device : devices) {
@@ -46,8 +44,7 @@ class CudaWork {
            std::shared_ptr<const cuda::CaptureId> latest)
       : group_(std::move(group)), done_(std::move(done)), latest_(std::move(latest)) {}
 
-  // A captured call counts as done after a later call outside of the capture. From then on the
-  // graph's owner keeps the tensors.
+  // A captured call ends with its capture: a later call outside of the capture shows that.
   bool is_completed() const {
     return done_->capture() == 0 ? done_->is_done() : done_->capture() != *latest_;
   }

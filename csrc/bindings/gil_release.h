@@ -1,10 +1,9 @@
 // gil_release: releases the GIL during calls, and runs signal handlers during waits.
 //
 // Contract  A GilRelease releases the GIL for its lifetime. For a short call, release_gil()
-//           releases it only when the call must wait, and mark_tensors_written() runs after the
-//           announcement, while other ranks read it. check_signals() takes the GIL back for a
-//           moment. Handlers may use other groups. These functions act on the thread's innermost
-//           GilRelease, if any.
+//           releases it when the call must wait, and mark_tensors_written() runs after the
+//           announcement, while other ranks read it. Handlers may use other groups. The functions
+//           act on the thread's innermost GilRelease, if any.
 // Threads   any; each thread has separate GilReleases.
 // Tests     tests/test_signals.py
 #pragma once

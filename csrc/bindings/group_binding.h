@@ -1,5 +1,4 @@
-// group_binding: the methods that the four Python group classes share: calls, bound calls, works,
-// statistics, closing.
+// group_binding: methods that the four Python group classes share: calls, works, stats, close.
 //
 // Contract  Each module defines a struct Transport with
 //             Group, GroupPtr     the Python class, with a CallCache `calls`, and its shared_ptr
@@ -34,7 +33,6 @@
 
 namespace pyringar {
 
-// Defined in process.cpp and cuda_process.cpp.
 void bind_process_group(py::module_& m);
 void bind_cuda_process_group(py::module_& m);
 
@@ -91,7 +89,6 @@ inline void copy_back(const py::list& copies) {
   }
 }
 
-// A group and its prepared calls.
 template <typename Group>
 struct GroupWithCache : Group {
   using Group::Group;
@@ -135,8 +132,7 @@ inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
   return true;
 }
 
-// Run an all_reduce, from the cache if possible. may_decline: return false, without effects, unless
-// are_local().
+// Run an all_reduce, cached if possible. may_decline: return false at once unless are_local().
 template <typename Transport>
 bool all_reduce(const typename Transport::GroupPtr& group, const CallOptions& options,
                 py::handle given, bool may_decline) {
@@ -166,14 +162,12 @@ struct AllReduceFunction {
   CallOptions by_default;  // for calls without an algorithm
   CallOptions by_auto;     // for algorithm="auto"
 
-  // Arguments op, algorithm, order of the last call, and their meaning. Strings are immutable, so
-  // identical objects mean the same.
+  // Options of the last call. Strings are immutable, so identical objects mean equal options.
   std::array<py::object, 3> last_names{};
   CallOptions last_options = by_default;
 
-  // (tensors, op, algorithm, order, are_lists=False) -> bool. False: nothing was done and the
-  // caller must take the general path. Reasons: another algorithm, an order, dispatch modes, other
-  // objects.
+  // (tensors, op, algorithm, order, are_lists=False) -> bool. False: nothing was done, because the
+  // options, dispatch modes or objects need the general path.
   static PyObject* run(PyObject* capsule, PyObject* const* args, Py_ssize_t num_args) {
     try {
       auto& self = state_of<AllReduceFunction>(capsule);
@@ -364,7 +358,6 @@ void def_list_calls(Class& cls) {
 
 // -- ranks in processes ---------------------------------------------------------------------------
 
-// Transport::host(group) is a ProcessGroup.
 template <typename Transport, typename Class>
 void def_process_calls(Class& cls) {
   using Ptr = const typename Transport::GroupPtr&;
@@ -410,7 +403,6 @@ void def_process_calls(Class& cls) {
              const GilRelease no_gil;
              return group->close();
            })
-      // For tests, see ProcessGroup::delay().
       .def("delay", [](Ptr group, py::handle phase, double seconds) {
         const auto parsed = parse<Phase>(phase, "phase", &phase_name, kNumPhases);
         const GilRelease no_gil;

@@ -1,7 +1,6 @@
 // module: the Python module _engine: Group, Work, Bucketer, ProcessGroup, names and sizes.
 //
-// Contract  pyringar.engine.load imports it. Errors are classes of pyringar.errors. The GIL is
-//           released while data moves, except in calls shorter than a release.
+// Contract  The GIL is released while data moves, except in calls shorter than a release.
 // Tests     tests/test_communicator.py, tests/conformance/test_refused.py
 
 #include <pybind11/pybind11.h>
@@ -83,7 +82,6 @@ py::list names_of(const char* (*name_of)(Enum), int count) {
   return names;
 }
 
-// Valid argument values, in the order of the enums.
 py::dict names() {
   return py::dict(
       "dtypes"_a = names_of(&dtype_name, kNumDTypes), "ops"_a = names_of(&op_name, kNumReduceOps),

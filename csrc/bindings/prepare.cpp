@@ -47,7 +47,6 @@ py::tuple read_list(py::handle given, const char* operation, const std::string& 
   return items;
 }
 
-// Return the tensors of the local ranks for which is_one(rank) is true.
 template <typename IsOne>
 py::object tensors_of(const GivenTensors& given, IsOne&& is_one) {
   py::list found;
@@ -66,8 +65,7 @@ Buffers copy_of_bytes(void* const* source, void* const* destinations, int num_de
   return {source, destinations, 1, num_destinations, bytes, DType::kUInt8};
 }
 
-// Prepare a reduce-scatter (reads wholes, writes one chunk per rank) or an all-gather (the
-// reverse).
+// A reduce-scatter reads wholes and writes one chunk per rank, an all-gather the reverse.
 PreparedCollective prepare_chunks(py::handle outputs, py::handle inputs, const CallOptions& options,
                                   const LocalRanks& ranks) {
   const bool scatters = options.operation == Operation::kReduceScatter;
@@ -145,7 +143,6 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, const Ca
   const int k = ranks.num_ranks();
   const int root = options.root;
   const std::size_t n = ranks.num_tensors();
-  // The outputs belong to one rank.
   const LocalRanks rank_of_outputs{k, root, true};
   if (are_lists) {
     read_list(output, options.name(), argument, static_cast<Py_ssize_t>(n),
@@ -265,7 +262,6 @@ GivenTensors::GivenTensors(py::handle given, const char* operation, const char* 
   if (are_lists) read_lists();
 }
 
-// Replace the tuple of lists by a tuple of tensors.
 void GivenTensors::read_lists() {
   std::vector<py::tuple> lists;
   Py_ssize_t length = -1;

@@ -1,9 +1,9 @@
 // prepare: checks the Python arguments of a call and makes a Collective.
 //
 // Units     One tuple holds all tensors of a call, rank by rank.
-// Contract  Returns a Collective that can run, or raises before any tensor changes or another rank
-//           is told. Ranks in processes compare digests of sizes, and of the strides of dense
-//           tensors that are not in index order.
+// Contract  An error is raised before any tensor changes or another rank is told. Ranks in
+//           processes compare digests of sizes, and of the strides of dense tensors not in index
+//           order.
 // Threads   with the GIL held.
 // Tests     tests/conformance/test_refused.py, tests/conformance/test_bits.py
 #pragma once
@@ -31,7 +31,6 @@ struct LocalRanks {
   }
 };
 
-// Operations by their Python names.
 enum class Operation : std::uint8_t {
   kAllReduce,
   kAllReduceCoalesced,
@@ -55,9 +54,8 @@ inline Operation parse_operation(py::handle operation) {
 // The tensors of one argument. Later changes of the caller's lists have no effect.
 class GivenTensors {
  public:
-  // given: one tensor per local rank, or one list per local rank if are_lists. For a rank in its
-  // own process: a tensor or a list of tensors; a tensor only if is_one. argument: its name in
-  // messages.
+  // given: one tensor per local rank, or one list per local rank if are_lists. In a group of
+  // processes: a tensor or a list, or only a tensor if is_one. argument: its name in messages.
   GivenTensors(py::handle given, const char* operation, const char* argument,
                const LocalRanks& ranks, bool are_lists, bool is_one = false);
 
@@ -101,7 +99,6 @@ struct PreparedCollective {
   py::list copies;     // GPUs: (tensor, dense copy) to copy back; (None, copy) for an input
 };
 
-// Read the tensors, or lists of tensors, of an all_reduce.
 GivenTensors given_tensors(py::handle given, const CallOptions& options, const LocalRanks& ranks);
 // Replaces arrays in `tensors` by tensors.
 PreparedCollective prepare_all_reduce(GivenTensors& tensors, const CallOptions& options,

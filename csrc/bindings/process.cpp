@@ -24,8 +24,7 @@ struct ProcessTransport {
   static LocalRanks ranks(const Group& group) {
     return {group.world_size(), group.rank(), true, group.compares_shapes()};
   }
-  // A short call keeps the GIL until it waits: if all ranks are there, it ends sooner than a
-  // release.
+  // A short call keeps the GIL until it waits: without a wait it is shorter than a release.
   static void run(Group& group, const Collective& call, PyObject* written) {
     if (call.bytes <= kExchangeBytes) {
       const GilRelease no_gil(written);

@@ -16,9 +16,8 @@ namespace pyringar {
 
 namespace {
 
-// C structures of DLPack 1.3, and the function table __dlpack_c_exchange_api__ of a tensor type
-// (torch 2.11 and up). Both are stable within a major version. The result of
-// dltensor_from_py_object is valid while the tensor lives and is not resized.
+// C structures of DLPack 1.3, and the table __dlpack_c_exchange_api__ of a tensor type (torch 2.11
+// and up). A result of dltensor_from_py_object is valid until the tensor is resized or freed.
 namespace dlpack {
 
 constexpr std::uint32_t kMajorVersion = 1;
@@ -66,7 +65,7 @@ struct TorchNames {
 
   static TorchNames& get() {
     // Guarded by the GIL, not by a static's lock: a lookup may release the GIL to a thread that
-    // would wait for that lock. If two threads look up, the last result is kept.
+    // would wait for that lock. Of two results the last is kept.
     static TorchNames* names = nullptr;
     if (names == nullptr) names = new TorchNames;
     return *names;
@@ -230,8 +229,7 @@ TensorIdentity::TensorIdentity(PyObject* tensor) {
 
 bool TensorIdentity::is_of(const TensorView& view) const {
   const auto ndim = static_cast<std::size_t>(view.ndim);
-  // Check the sign bit even for the same object: it may be a new tensor at that address, or its
-  // `.data` may have been negated.
+  // The sign may differ for the same object: its `.data` or the object at its address changed.
   return view.data == data_ && view.device == device_ && view.dtype == dtype_ &&
          2 * ndim == layout_.size() && std::equal(view.shape, view.shape + ndim, layout_.begin()) &&
          std::equal(view.strides, view.strides + ndim, layout_.begin() + view.ndim) &&

@@ -37,7 +37,6 @@ struct TensorView {
   std::size_t numel;
 
   std::size_t bytes() const { return numel * item_bytes(dtype); }
-  // Compute numel.
   void count() {
     numel = 1;
     for (int dim = 0; dim < ndim; ++dim) numel *= static_cast<std::size_t>(shape[dim]);
@@ -59,14 +58,12 @@ std::string kind_of(PyObject* object);
 // Fill `view` in place: returning a TensorView would copy it, which costs as much as reading it.
 void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view);
 
-// "cpu" or "cuda:1".
 std::string device_name(int device);
 
 // Return torch's current stream of a GPU, as a CUDA runtime handle.
 void* current_stream(int device);
 
-// Read a dense tensor of a supported device and dtype, except is_negated and is_dense. False:
-// another object. read_tensor() then raises the reason.
+// Read a supported tensor, except is_negated and is_dense. False: read_tensor() gives the reason.
 bool try_view(PyObject* object, TensorView* view);
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
@@ -74,12 +71,11 @@ inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTup
 // True for torch.Tensor itself, not for subclasses.
 bool is_plain_tensor(PyObject* object);
 
-// Return a tensor unchanged, and an array of another library (CuPy, NumPy, ...) as a tensor that
-// shares its memory. Other objects are returned unchanged, and read_tensor() refuses them.
+// Return a tensor, or an array (CuPy, NumPy, ...) as a tensor that shares its memory. Other objects
+// are returned unchanged, and read_tensor() refuses them.
 py::object as_tensor(PyObject* object, const char* operation, const std::string& name);
 
-// True if tensors of one shape have equal layouts. Strides of dimensions of size 1 do not count,
-// nor strides of tensors with at most one element.
+// True if tensors of one shape have equal strides, except in dimensions of size 1.
 bool lie_alike(const TensorView& view, const TensorView& first);
 
 // True if elements are contiguous in index order.
@@ -89,7 +85,6 @@ bool has_index_order(const TensorView& view);
 class TensorIdentity {
  public:
   explicit TensorIdentity(PyObject* tensor);
-  // view: filled by try_view().
   bool is_of(const TensorView& view) const;
 
  private:
@@ -100,8 +95,8 @@ class TensorIdentity {
   std::vector<std::int64_t> layout_;  // sizes, then strides
 };
 
-// Scope in which a thread reads tensors. torch may release the GIL meanwhile. A daemon thread that
-// reacquires it after the interpreter's end would abort the process (bindings/gil_release.h).
+// Scope in which a thread reads tensors. torch may release the GIL meanwhile. After the
+// interpreter's end a daemon thread must not reacquire it (bindings/gil_release.h).
 class TensorReadGuard {
  public:
   TensorReadGuard();  // after end(): sleeps forever on every other thread
@@ -109,8 +104,7 @@ class TensorReadGuard {
   TensorReadGuard(const TensorReadGuard&) = delete;
   TensorReadGuard& operator=(const TensorReadGuard&) = delete;
 
-  // Called before the interpreter's end. Waits for readers, at most one second: Python code of a
-  // tensor may block.
+  // Called before the interpreter's end. Waits at most one second for threads that read.
   static void end();
 
  private:

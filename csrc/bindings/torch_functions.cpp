@@ -38,7 +38,7 @@ TorchFunctions* TorchFunctions::functions_ = nullptr;
 
 const TorchFunctions& TorchFunctions::get() {
   // Guarded by the GIL, not by a static's lock: the constructor may release the GIL to a thread
-  // that would wait for that lock. That thread makes another object, and the last one is kept.
+  // that would wait for that lock. Of two objects the last is kept.
   if (functions_ == nullptr) functions_ = new TorchFunctions;
   return *functions_;
 }

@@ -4,8 +4,8 @@
 //           libraries. The stable C shim (aoti_torch_*) returns errors. The other functions have
 //           mangled names, which encode their parameter types.
 // Contract  get() tests the functions on tensors with known answers. If one is missing or wrong,
-//           all questions go through Python, which is ten times slower. The functions do not throw:
-//           a torch exception must not cross an engine with a static libstdc++. They keep the GIL.
+//           all questions go through Python, ten times slower. No function releases the GIL or
+//           throws: a torch exception must not cross an engine with a static libstdc++.
 // Threads   with the GIL held.
 // Tests     tests/test_torch_functions.py
 #pragma once
@@ -33,15 +33,12 @@ class TorchFunctions {
   bool is_grad_enabled() const;  // autograd records this thread's operations
   // modes that intercept torch calls of this thread, such as make_fx
   bool has_dispatch_modes() const;
-  // tensor: a torch.Tensor or a subclass.
   bool is_neg(PyObject* tensor) const;
   bool requires_grad(PyObject* tensor) const;
-  // Read a dense torch.Tensor of a supported device and dtype, except is_negated and is_dense.
-  // False for other objects, including subclasses.
+  // Read a supported torch.Tensor, except is_negated and is_dense. False: another object.
   bool read(PyObject* object, TensorView* view) const {
     return are_direct_ && read_direct(object, view);
   }
-  // tensors: a list or tuple.
   void increment_version(PyObject* tensors) const;
 
  private:

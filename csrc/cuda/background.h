@@ -2,8 +2,8 @@
 //
 // Contract  submit() runs a call after the work on the current streams, or after a bucket's
 //           gradients. The caller keeps the tensors until wait_for() returns or DoneEvents is done.
-//           During a capture the separate streams join it. DoneEvents::make_wait() must join them
-//           back. Calls outside of that capture are refused meanwhile.
+//           During a capture the separate streams join it, and DoneEvents::make_wait() must join
+//           them back. Calls outside of that capture are refused meanwhile.
 // Threads   Background: one at a time. DoneEvents: any.
 // Tests     tests/cpp/cuda_host
 #pragma once
@@ -29,9 +29,8 @@ class DoneEvents : public Events {
 };
 
 // Events that mark when a bucket's gradients are ready. When a rank has all gradients of a bucket,
-// each stream that produced one of them records an event. A gradient that is accumulated once more
-// records its stream again. The bucket's call waits for these events, and not for later work of
-// backward. Any thread.
+// each stream that produced one records an event. A gradient accumulated again records its stream
+// again. The bucket's call does not wait for later work of backward. Any thread.
 class ReadyEvents {
  public:
   // device_of_rank: kHost for ranks without events. bucket_sizes: gradients per bucket.

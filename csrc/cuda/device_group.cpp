@@ -12,8 +12,7 @@ namespace pyringar::cuda {
 
 namespace {
 
-// With CUDA_LAUNCH_BLOCKING a launch waits for its kernel, which waits for launches that never
-// come.
+// A blocking launch waits for its kernel, which would wait for launches that never come.
 bool launches_block() {
   const char* value = std::getenv("CUDA_LAUNCH_BLOCKING");
   return value != nullptr && *value != '\0' && std::string_view(value) != "0";

@@ -1,17 +1,15 @@
 // device_group: the ranks of one communicator on GPUs, whose calls run on the devices' streams.
 //
-// Units     bytes, nanoseconds. A Collective borrows the tensors' memory. run() returns when the
-//           work is enqueued, and the tensors must live until it has run.
-// Contract  A call runs in stream order on each device. The host waits only for ranks in host
-//           memory. `fused`, and `direct` on one device: one launch. `direct` on several devices:
-//           the streams wait for each other, each device folds its slice of every tensor, and the
-//           streams wait for each other again. No kernel waits. `ring`: one launch per device and
-//           tensor, whose blocks wait for each other. Rings between devices run one at a time in a
-//           process. Captures: all streams are in one capture, or none is. A captured call uses no
-//           memory of the group, so that its graph may be replayed beside other calls and after
-//           close(). Rings and calls that need staging buffers cannot be captured. The next run(),
-//           check_usable() or close() raises a wait that timed out in a kernel. The group then
-//           refuses every call with that reason.
+// Units     bytes, nanoseconds. run() returns when the call is enqueued. Its tensors must live
+//           until the streams have run it.
+// Contract  The host waits only for ranks in host memory. `fused` is one launch. `direct` folds one
+//           slice of every tensor per device, between two waits of all streams for each other.
+//           `ring` is one launch per device and tensor, whose blocks wait for each other. Rings
+//           between devices run one at a time in a process. All streams are in one capture, or none
+//           is. A captured call uses only the tensors, so its graph may be replayed beside other
+//           calls and after close(). Rings and calls with staging buffers cannot be captured. The
+//           next run(), check_usable() or close() raises a kernel's timeout. The group then refuses
+//           every call with that reason.
 // Threads   any. Calls of one group run one at a time. abort() does not wait for them.
 // Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once

@@ -14,8 +14,8 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Bytes of all slots together. Signalling costs the same for any message size, so larger slots gain
-// more than slots that fit into L2 (docs/cuda-kernels.md).
+// Bytes of all slots together. Signalling costs the same for any size, so large slots gain more
+// than slots that fit into L2 (docs/cuda-kernels.md).
 constexpr std::size_t kSlotsBytes = std::size_t{128} << 20;
 constexpr std::size_t kMinSlotBytes = 4 * 1024;
 constexpr std::size_t kMaxSlotBytes = 64 * 1024;
@@ -95,8 +95,7 @@ std::string DeviceRing::describe(const Failure& failure, const char* operation) 
               failure.seen, " of ", failure.wanted, ")");
 }
 
-// Choose as many channels as let all ranks' blocks be resident, on every device and for every
-// dtype.
+// All ranks' blocks must be resident at once, on every device and for every dtype.
 void DeviceRing::choose_channels(const char* operation) {
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const int index = devices_[d].index;

@@ -1,11 +1,11 @@
 // flag: counters by which thread blocks wait for each other. Only this file orders memory.
 //
 // Units     nanoseconds on the device's global clock.
-// Contract  A block that has seen a counter in block_wait() may read all data that was written
-//           before block_fence() and signal(), and may overwrite all data that was read before
-//           them. Counters only grow (modulo 2^32). A wait ends when the counter arrives, another
-//           block fails, or the counter does not change for the timeout. One block per device
-//           reports a timeout. Loads and stores bypass L1, which is not coherent.
+// Contract  A block that has seen a counter in block_wait() may read all data written before
+//           block_fence() and signal(), and overwrite all data read before them. Counters only grow
+//           (modulo 2^32). A wait ends when the counter arrives, another block fails, or the
+//           counter does not change for the timeout, which one block per device reports. Loads and
+//           stores bypass L1, which is not coherent.
 //
 //             all threads   write payload, read slots        (weak)
 //             block         barrier                          block_fence()
@@ -19,8 +19,7 @@
 //           One fence by one thread is enough. A fence and a later strong write are a release
 //           pattern (PTX ISA 8.8), which synchronizes with the acquire that reads the write.
 //           Threads synchronize at a bar.sync (8.9.4). Causality order includes both (8.9.5,
-//           8.10.6). Fence and flags have device scope if both neighbors are on this device, else
-//           system scope.
+//           8.10.6). The scope is the device if both neighbors are on it, else the system.
 // Source    PTX ISA 9, chapter 8, "Memory Consistency Model". NCCL: prims_simple.h, postPeer.
 // Tests     tests/cpp/cuda/ and tests/cuda; tests/test_cuda_emulated.py also checks the PTX
 #pragma once
@@ -194,8 +193,7 @@ PYRINGAR_DEVICE inline void signal(std::uint32_t* flag, std::uint32_t value, Mem
 
 inline constexpr unsigned kPollsPerTimeCheck = 64;
 
-// Timeout added per ring step: a rank at an earlier step, the neighbor of the missing rank, reports
-// first.
+// Timeout added per ring step, so that the neighbor of the missing rank reports first.
 inline constexpr std::uint64_t kNsPerStep = 5'000'000;
 
 // Poll until the flag reaches `wanted`. report(failure) fills in ranks and step. One thread calls.

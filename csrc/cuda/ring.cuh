@@ -2,13 +2,11 @@
 //
 // Contract  One block per local rank and channel, all resident at once (cooperative launch).
 //           Channel c of C takes pieces c, c + C, ... of every chunk, through separate slots and
-//           flags. So elements are added in the order of the CPU ring. The reader's memory holds
-//           the slots and the flag, and the previous rank writes both. The writer's memory holds
-//           `taken`, and the next rank writes it. Ranks on one device read each other's inputs and
-//           results in place. Only partial sums go through slots (cpu/ring.cpp explains why inputs
-//           and results stay unchanged meanwhile). Between devices all data goes through slots.
-//           Element i of a piece is at index shift + i of its slot, so that slots have the
-//           alignment of the tensors.
+//           flags. So elements are added in the order of the CPU ring. Slots and flag are in the
+//           reader's memory, and `taken` is in the writer's. Ranks on one device read each other's
+//           inputs and results in place (cpu/ring.cpp explains why these stay unchanged). Only
+//           partial sums go through slots. Between devices all data does. Element i of a piece is
+//           at index shift + i of its slot, so that slots have the alignment of the tensors.
 // Tests     tests/cpp/cuda/ring_kernel_test.cpp under ThreadSanitizer, tests/cuda;
 //           tests/build/test_cuda_kernels.py reads registers and loads in flight
 #pragma once
@@ -27,8 +25,7 @@ struct RingShared {
   struct RankTensor {
     const void* input;
     void* output;
-    // Element at which the tensor begins: the rank's chunk for all-gather inputs and reduce-scatter
-    // outputs, else 0.
+    // First element of the tensor: the rank's chunk, where the tensor is one chunk, else 0.
     std::size_t first_input;
     std::size_t first_output;
   };
@@ -187,8 +184,7 @@ class BlockRing {
                         failure.what = Awaited::kMessage;
                       });
   }
-  // The timeout is longer than that of any wait_message(), so that a missing message is reported
-  // first.
+  // Times out after every wait_message(), so that a missing message is reported first.
   PYRINGAR_DEVICE bool wait_slot(std::uint32_t n, int action) const {
     const bool is_partial = 0 < action && action < args_.world_size - 1;
     if (shared_.sees_next() && !is_partial) return true;  // the next rank reads it in place

@@ -131,7 +131,6 @@ class ProfiledRange {
   ProfiledRange& operator=(const ProfiledRange&) = delete;
 };
 
-// Look up a driver function: this library does not link against the driver.
 void* driver_function(const char* name);
 
 }  // namespace pyringar::cuda

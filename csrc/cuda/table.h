@@ -1,9 +1,9 @@
-// table: the tensors of one launch, cut into tiles. Kernels get a table by value. So a launch
-// allocates no memory, and a CUDA graph can capture it.
+// table: the tensors of one launch, cut into tiles. Kernels get it by value: a launch allocates no
+// memory, and a CUDA graph can capture it.
 //
 // Units     elements for ranges; byte counts are named so.
 // Contract  An entry is one tensor: head, vectors, tail. Vectors are 16-byte aligned for all
-//           pointers of the entry. The entry's first tile also covers head and tail. An entry whose
+//           pointers of the entry. Its first tile also covers head and tail. An entry whose
 //           pointers differ modulo 16 has no vectors.
 // Tests     tests/cpp/cuda/fused_kernel_test.cpp, tests/cpp/cuda_processes
 #pragma once
@@ -21,8 +21,8 @@ inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // host threads, in 
 inline constexpr int kThreads = 256;
 #endif
 
-// Blocks of a fused kernel per multiprocessor, which limits the registers of a thread. With one
-// more block kernels spill or load the last sources late. 4, 5 and 6 blocks are equally fast.
+// Resident blocks of a fused kernel per multiprocessor. With one more block kernels spill or load
+// the last sources late. 4, 5 and 6 blocks are equally fast.
 PYRINGAR_HD constexpr int fused_blocks(std::size_t item) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   if (item == 4) return 4;  // int32 spills with 5
@@ -59,7 +59,6 @@ PYRINGAR_HD constexpr Range vector_range(const TableEntry& entry, std::size_t it
   return {head, head + (entry.numel - head) / (16 / item) * (16 / item)};
 }
 
-// Common view of both table sizes.
 struct TableView {
   void* const* pointers;
   const TableEntry* entries;
@@ -128,7 +127,6 @@ class TableBuilder {
     table_.divisor = Divisor::of(divisor);
   }
 
-  // Add `numel` elements of each tensor, from offset_bytes on.
   bool add(const void* const* sources, void* const* destinations, std::size_t numel,
            std::size_t offset_bytes = 0) {
     const auto num_sources = static_cast<std::uint32_t>(table_.num_sources);

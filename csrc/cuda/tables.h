@@ -34,8 +34,7 @@ inline Range slice_of(std::size_t numel, int num_devices, int d) {
   return {std::min(blocks.begin * kSliceElems, numel), std::min(blocks.end * kSliceElems, numel)};
 }
 
-// Add each device's slice. All tables fill up together: false if they are full, and nothing is
-// added.
+// Add each device's slice. False: all tables are full, and nothing was added.
 template <typename T>
 bool add_slices(std::vector<TableBuilder<T>>& builders, const Buffers& tensor) {
   const auto num_devices = static_cast<int>(builders.size());

@@ -396,8 +396,8 @@ ProcessStats CudaProcessGroup::stats() {
   return stats_;
 }
 
-// False: the GPU makes no progress, perhaps because of other work. Waits for a lost or late rank
-// end before the timeout (cuda_process/device_watch).
+// False: the GPU makes no progress, perhaps because of other work. A lost or late rank is not the
+// reason: DeviceWatch has ended those waits.
 bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const {
   auto moved = Clock::now();
   std::uint64_t progress = staging_->progress();

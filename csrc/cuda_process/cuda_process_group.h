@@ -1,12 +1,12 @@
-// cuda_process_group: one rank of a group of processes, with its tensors on a GPU. It moves the
-// data. ProcessGroup (process/group) synchronizes the hosts.
+// cuda_process_group: one rank of a group of processes, with its tensors on a GPU. ProcessGroup
+// (process/group) synchronizes the hosts.
 //
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
-// Contract  As ProcessGroup. run() returns when the call is enqueued on its stream. A captured
-//           stream is refused. All enqueued work ends (cuda_process/device_watch). If a call ended
-//           without a lost rank's data, the next call, its work or close() raises once. close()
-//           waits for the GPU while any rank makes progress within the timeout. Slots that other
-//           ranks may still read are freed when this process makes or closes another group.
+// Contract  As ProcessGroup. run() returns when the call is enqueued. Captured streams are refused.
+//           All enqueued work ends (cuda_process/device_watch). If a call ended without a lost
+//           rank's data, the next call, its work or close() raises once. close() waits for the GPU
+//           while any rank makes progress within the timeout. Slots that other ranks may still read
+//           are freed when this process makes or closes another group.
 // Threads   any. Calls run one at a time, in the order of arrival.
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once

@@ -123,8 +123,7 @@ void DeviceWatch::poll() {
   stillness_.set_timeout(host_.timeout());
   stillness_.look(rank_, [this](int rank) { return progress_of(rank); });
   const int culprit = most_behind();
-  // This GPU is not ahead of the culprit, so it is busy with other work. The peers will find it
-  // late.
+  // This GPU is not ahead: it is busy with other work, and its peers will find it late.
   if (culprit < 0 || lead(rank_, culprit) <= 0) return stillness_.forget();
   if (!stillness_.is_late(culprit)) return;
   releases_all_ = true;
@@ -142,8 +141,7 @@ bool DeviceWatch::is_behind(int rank) const {
          is_awaited(line.reduced, reduced_.load(std::memory_order_acquire));
 }
 
-// Return the rank that is furthest behind, as PeerWatch does. -1: this rank's streams wait for no
-// rank.
+// Return the rank that is furthest behind, or -1 if this rank's streams wait for no rank.
 int DeviceWatch::most_behind() const {
   int last = -1;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {

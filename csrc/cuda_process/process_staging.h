@@ -2,9 +2,10 @@
 // ranks wait for each other.
 //
 // Units     bytes. Message n is in slot n % kStagingSlots, see core/staged_program.h.
-// Contract  Every rank allocates kStagingSlots slots, since memory of torch's allocator cannot be
-//           exported. Its streams write the words of its DeviceLine (cuda_process/device_watch.h),
-//           and the other ranks' streams wait for them. Ranks only read each other's slots.
+// Contract  Every rank allocates its slots, since memory of torch's allocator cannot be exported.
+//           Its streams write the words of its DeviceLine (cuda_process/device_watch.h), and the
+//           other ranks' streams wait for them. Ranks only read each other's slots, and unmap them
+//           before the owner frees them.
 //
 //           No deadlock: a rank enqueues the write of a word, then sets its host counter. The other
 //           hosts wait for that counter before they enqueue a wait for the word. So every write is
@@ -16,8 +17,6 @@
 //           of all ranks: `reduced` in a direct call, `announced` in an exchange. The owner writes
 //           `reduced` after all its reads of n - 3, and `announced` after those of n - 4.
 //           StagedCall keeps each rank's calls in stream order.
-//
-//           A rank frees its slots after all other ranks have unmapped them.
 // Threads   one at a time; is_idle(), progress(), abort(), last() any.
 // Source    CUDA Driver API, Stream Memory Operations
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
@@ -40,11 +39,10 @@ namespace pyringar::cuda {
 
 using Word = std::atomic<std::uint32_t>;
 
-// Host memory registered with CUDA, whose 32-bit words streams write and wait for. write_word: when
-// the word changes, all earlier work of the stream is visible everywhere (the driver's default flag
-// fences). await_word: later work of the stream runs when (int32_t)(*addr - value) >= 0. The host
-// may write the word too, and so end a wait for a lost rank. Unsupported operations raise
-// kUnsupported. Any thread.
+// Host memory whose 32-bit words streams write and wait for. write_word: the word changes when all
+// earlier work of the stream is visible everywhere. await_word: the stream continues when
+// (int32_t)(*addr - value) >= 0. The host may write too, to end a wait for a lost rank. Unsupported
+// operations raise kUnsupported. Any thread.
 class RegisteredMemory {
  public:
   // device: its streams write and wait. memory: the caller's, in whole pages.
@@ -53,7 +51,6 @@ class RegisteredMemory {
   RegisteredMemory(const RegisteredMemory&) = delete;
   RegisteredMemory& operator=(const RegisteredMemory&) = delete;
 
-  // word: within the memory.
   void write_word(const Word& word, std::uint32_t value, cudaStream_t stream) const;
   void await_word(const Word& word, std::uint32_t value, cudaStream_t stream) const;
 
@@ -98,8 +95,7 @@ class ProcessStaging {
   ProcessStaging(const LocalSlots& own, const pyringar::Segment& segment, int rank,
                  const PeerWatch& host, std::span<const StagingHandles> all);
 
-  // Test all mappings: every rank writes a probe; after a barrier every rank reads all probes.
-  // check_probes() returns what is wrong, or "".
+  // Every rank writes a probe; after a barrier every rank reads all. Returns what is wrong, or "".
   void write_probe();
   std::string check_probes();
 

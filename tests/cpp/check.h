@@ -68,8 +68,7 @@ class Random {
   std::uint64_t state_;
 };
 
-// kLong: timeout that must not be reached. kGraceSeconds: delay past a deadline that a busy machine
-// may cause.
+// kLong: a timeout that is never reached. kGraceSeconds: delay that a busy machine may cause.
 inline constexpr std::chrono::nanoseconds kLong = std::chrono::minutes(10);
 inline constexpr double kGraceSeconds = 10.0;
 
@@ -79,8 +78,8 @@ std::size_t random_numel(Random& random, std::size_t most);
 // Mostly return at once, sometimes yield, seldom sleep.
 void dawdle(Random& random);
 
-// Memory at any byte offset from a cache line, with canaries before it. Behind it are canaries, or
-// in half the cases nothing, so that AddressSanitizer sees an overrun.
+// Memory at any byte offset, with canaries before it. Behind it are canaries, or nothing in half
+// the cases, so that AddressSanitizer sees an overrun.
 class Guarded {
  public:
   // Begins `offset` bytes behind a 16-byte boundary.
@@ -109,7 +108,7 @@ std::string message_of(ErrorKind kind, const std::function<void()>& action);
 void check_throws(ErrorKind kind, std::string_view words, const std::function<void()>& action);
 
 // For timing checks, which a busy machine may fail. attempt() returns "" or a complaint. Three
-// complaints in a row fail the test.
+// complaints in a row fail.
 void check_one_of_three(const std::function<std::string()>& attempt);
 
 class Stopwatch {

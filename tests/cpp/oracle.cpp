@@ -50,8 +50,7 @@ std::uint16_t encode(double value, const Format& format) {
   // In units of the last place: exact. Then rounded, ties to even.
   const int units =
       static_cast<int>(std::nearbyint(std::ldexp(value, format.mantissa_bits - exponent)));
-  // Units without the leading bit, plus the exponent. A carry moves into the exponent, and from the
-  // highest exponent to infinity.
+  // Units without the leading bit, plus the exponent. A carry moves into the exponent by itself.
   return with_sign(units + ((exponent - format.lowest_exponent) << format.mantissa_bits));
 }
 

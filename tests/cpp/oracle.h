@@ -41,8 +41,8 @@ void fold_elements(DType dtype, const Fold& fold, const std::vector<const void*>
 void check_same(DType dtype, const void* got, const void* expected, std::size_t n,
                 const std::string& what);
 
-// Memory addresses of tensors: on cache lines; at one element offset for all; at element offsets
-// where the first two differ modulo 16 bytes; at any byte.
+// Addresses of tensors: cache lines; equal element offsets; offsets where the first two differ
+// modulo 16 bytes; any bytes.
 enum class Addresses { kAligned, kAlike, kApart, kAnyByte };
 Addresses random_addresses(Random& random);  // aligned to elements
 

@@ -32,7 +32,6 @@ class FiberScheduler {
   virtual std::uint64_t now_ns() = 0;
 };
 
-// Shared memory of one block.
 struct alignas(16) BlockShared {
   std::byte bytes[512];  // one object, of any type
   bool broadcast[2];
@@ -71,13 +70,11 @@ void wait_for_block();
 void pause_a_little();
 std::uint64_t now_ns();
 
-// ThreadSanitizer knows no fences. Relaxed stores after a fence become releases until the block's
-// next barrier.
+// ThreadSanitizer knows no fences: stores after a fence are releases until the next barrier.
 inline void fence() { here.has_fenced = true; }
 inline bool has_fenced() { return here.has_fenced; }
 
-// Check that a flag between devices is used with system scope. Spare words beside the flag record
-// which devices have used it, and with which scope.
+// Check that a flag between devices has system scope. Spare words beside the flag record its users.
 void check_scope(const std::uint32_t* flag, bool is_system);
 
 }  // namespace pyringar::emulator

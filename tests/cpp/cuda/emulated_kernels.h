@@ -8,7 +8,6 @@
 
 namespace pyringar::stress {
 
-// Return the kernel that hosts would launch.
 template <typename... Arguments>
 auto kernel_of(DType dtype, const Fold& fold, cuda::KernelKind kind) {
   using Kernel = void (*)(Arguments...);

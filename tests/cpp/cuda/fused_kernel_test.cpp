@@ -151,8 +151,7 @@ T from_bits(std::uint64_t bits) {
   return x;
 }
 
-// fp32: zeros, denormals (their quotients may be ties), barely normal quotients, the largest
-// numbers, infinities, NaN, neighbors of ties, random bits.
+// fp32: zeros, denormals (with ties), barely normal quotients, the largest numbers, NaN, ties.
 void add_hard_floats(Random& random, int divisor, std::vector<float>& values) {
   const auto around = [&](float middle, std::uint32_t radius) {
     std::uint32_t bits;

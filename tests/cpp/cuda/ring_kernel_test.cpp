@@ -41,12 +41,10 @@ struct RingShape {
   int num_channels;
 };
 
-// Elements of a piece that fills its slot.
 std::size_t largest_piece(DType dtype) {
   return (kSlotBytes - kUnusedSlotBytes) / partial_bytes(dtype) - cuda::kSlotSpareElems;
 }
 
-// One collective, and how the kernel cuts it.
 struct KernelCall {
   KernelCall(Random& random, const RingShape& shape, std::size_t numel)
       : tensors(random_tensors(random, shape.world_size, numel)),
@@ -217,8 +215,7 @@ std::uint32_t random_base(Random& random) {
 // A ring of one rank is never launched.
 int random_world_size(Random& random) { return random.one_in(8) ? 8 : random.between(2, 5); }
 
-// Every device reports a wait between neighbors. The earliest step over all devices must name the
-// missing rank.
+// The earliest step over all devices must name the missing rank.
 std::string check_failures(const RingDevices& devices, int world_size, int absent,
                            std::uint32_t base) {
   const Failure* earliest = nullptr;

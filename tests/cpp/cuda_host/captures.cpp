@@ -80,8 +80,7 @@ void check_graphs(Random& random) {
   }
 }
 
-// Rings, ranks in host memory and GPUs without peer access are refused, in the background too. The
-// capture continues.
+// Refused calls, also asynchronous ones, leave the capture intact.
 void check_not_capturable(Random& random) {
   start(random);
   const bool is_mixed = random.one_in(3);
@@ -155,8 +154,7 @@ void check_broken_capture(Random& random) {
   call.check();
 }
 
-// Asynchronous calls join the capture. Other calls are refused meanwhile, and the capture
-// continues.
+// Asynchronous calls join the capture. Other calls are refused and leave it intact.
 void check_captured_background(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{0, 1};

@@ -105,8 +105,7 @@ void check_background(Random& random) {
   for (const GroupCase& one : cases) one.check();
 }
 
-// Gradients arrive on private streams. The last gradient's thread has the default streams as
-// current streams, and backward continues there.
+// Gradients arrive on private streams, and backward continues there.
 void check_gradients(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{1, 0, 1};
@@ -171,8 +170,7 @@ void check_frees(Random& random) {
   call.check();
 }
 
-// Another thread allocates, frees or orders streams between the launches of a ring. The group's
-// allocations and frees take lock_launches().
+// Another thread allocates, frees or orders streams between the launches of a ring.
 void check_between_launches(Random& random) {
   start(random);
   cuda::DeviceGroup group({0, 1}, kLong);
@@ -220,8 +218,7 @@ void check_launch_blocking(Random& random) {
   direct.check();
 }
 
-// A device that waits for a late device must still run other streams, on which the late device
-// depends.
+// A device that waits for a late device still runs other streams, which the late device needs.
 void check_late_device(Random& random) {
   start(random);
   cuda::DeviceGroup group({0, 1}, kLong);
@@ -345,8 +342,7 @@ void check_abort(Random& random) {
 
 // -- devices --------------------------------------------------------------------------------------
 
-// A process that uses cuda:1 and cuda:3 has contexts only there, whichever thread calls. The
-// caller's current device is restored.
+// Only cuda:1 and cuda:3 get contexts, and the caller's current device is restored.
 void check_contexts(Random& random) {
   start(random);
   const int before = random.one_in(2) ? 3 : 0;

@@ -408,8 +408,7 @@ void Machine::wait_for(Lock& lock, const char* what, const IsAwaited& is_awaited
   }
 }
 
-// Kernels are loaded at their first use: "loading kernels may require context synchronization". A
-// wait that only may happen orders nothing.
+// A kernel's first use loads it, which "may require context synchronization", but orders nothing.
 void Machine::load(Lock& lock, const void* kernel, int device) {
   if (options.loads_eagerly || !loaded.insert({kernel, device}).second) return;
   drain(lock, "loading a kernel", on_device(device));

@@ -103,7 +103,6 @@ struct GraphRun {
   std::vector<Actor> actors;
 };
 
-// A grid that runs on a device.
 struct Running {
   std::unique_ptr<Grid> grid;
   StreamWork work;
@@ -136,7 +135,6 @@ struct ProcessState {
   long num_events = 0;
 };
 
-// A word of stream memory operations.
 struct WordState {
   Clock clock = {};
   std::uint32_t value = 0;  // last value that a stream wrote
@@ -149,7 +147,6 @@ struct Interlude {
   void run_if_due();
 };
 
-// One host thread.
 struct Host {
   int id = -1;  // -1: not registered
   int process = 0;
@@ -309,7 +306,6 @@ class RuntimeCall {
 // Unmap another process's memory. The last unmapping frees it if its process is dead.
 void close_opened(Machine& machine, std::uintptr_t at);
 int current_device();
-// Streams of the calling thread's process.
 inline constexpr int kAnyDevice = -1;
 Machine::IsAwaited on_device(int device);
 // Set the result of cudaGetLastError, and return it.

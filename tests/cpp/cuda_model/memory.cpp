@@ -57,10 +57,9 @@ void check_unused(const Machine& machine, std::uintptr_t begin, std::size_t byte
   if (!user.empty()) throw still_used(user);
 }
 
-// CUDA Guide, Implicit Synchronization: work before and after an allocation cannot run
-// concurrently. So an allocation may wait for the device, and orders nothing. The same list names
-// memsets and copies within a device. Here they wait only for their stream: on one device they
-// cannot deadlock, since kernels that wait for each other are on different devices.
+// CUDA Guide, Implicit Synchronization: an allocation may wait for the device. It orders nothing.
+// Memsets and device copies are on that list too. Here they wait only for their stream: kernels
+// that wait for each other are on different devices, so no deadlock is missed.
 cudaError_t allocate(void** memory, std::size_t bytes, bool is_host) {
   RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;

@@ -88,7 +88,6 @@ std::set<int> contexts();                   // devices with a context of this pr
 long num_allocations();                     // by the engine, mappings included
 long num_events();
 
-// Access of kernels to other devices' memory.
 struct Peers {
   bool reach_each_other = true;
   bool tensors_are_visible = true;
@@ -96,13 +95,11 @@ struct Peers {
 inline Peers peers;               // reset by start()
 bool enable_peers(int a, int b);  // in this process, both ways; false: no access
 
-// What the driver refuses a process.
 enum class Refused { kNothing, kRegistration, kStreamMemory };
 void refuse(int process, Refused what);
 void refuse_launch(int process, int after);  // once, after so many launches
 void show_device(int process, int device);   // CUDA_VISIBLE_DEVICES: only this device
 
-// Result of mapping another process's memory.
 enum class Opening { kWorks, kIsRefused, kGivesOtherMemory };
 void set_opening(int process, Opening opening);
 

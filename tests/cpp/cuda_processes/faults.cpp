@@ -50,8 +50,7 @@ struct RankCalls {
     }
     return "";
   }
-  // After all streams have ended: check all results that are not void. Return the number of void
-  // calls.
+  // Check all results that are not void. Return the number of void calls.
   int check_results() const {
     int num_void = 0;
     for (std::size_t i = 0; i < works.size(); ++i) {
@@ -83,7 +82,6 @@ struct RankCalls {
   }
 };
 
-// Hook for naps of the calling thread.
 thread_local std::function<void()> nap;
 
 CudaProcessOptions options_with(Random& random, std::chrono::nanoseconds timeout) {
@@ -105,7 +103,6 @@ struct FaultSetup {
     for (std::size_t i = 0; i < num_cases; ++i) cases.push_back(plain_case(1 + random.below(6000)));
   }
 
-  // Run program(calls) on all ranks at once.
   void run(const std::function<void(RankCalls& calls)>& program) {
     tensors = make_all_tensors(cases, world_size);
     ranks.run([&](CudaProcessGroup& group, int rank) {
@@ -341,8 +338,7 @@ void interrupt_close(CudaProcessGroup& group) {
   nap = {};
 }
 
-// A rank closes while its GPU is busy. close() raises once, and the tensors stay in use until the
-// GPU has run the calls.
+// close() of a rank whose GPU is busy raises once. Its tensors stay in use until the GPU is done.
 void check_close_of_a_busy_rank(Random& random) {
   FaultSetup setup(random, 1, 100ms, 2);
   setup.cases[0].is_async = true;

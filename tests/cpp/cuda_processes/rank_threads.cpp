@@ -57,8 +57,7 @@ void RankThreads::run_groups(int num_groups,
     }
   });
   run_to_end();
-  // A group's slots outlive close() while other ranks may read them. The process's next group frees
-  // them.
+  // Slots outlive close() while other ranks read them. The process's next group frees them.
   std::thread([this] {
     become_process(world_size_);  // a new process
     SharedMemory memory = SharedMemory::create(Segment::bytes_for(1), "a test");

@@ -23,8 +23,7 @@ using Rank = std::size_t;
 // Ranks of one group or several, each on a thread that stands for its process.
 class RankThreads {
  public:
-  // Starts the modelled devices. one_in: entries run after one of so many is enqueued; 0: never.
-  // Kernels must be loaded eagerly if a device is held.
+  // one_in: an entry runs after one of so many is enqueued; 0: never. Held devices load no kernels.
   RankThreads(Random& random, int world_size, CudaProcessOptions options, int one_in = 3,
               bool loads_eagerly = false);
 
@@ -35,8 +34,7 @@ class RankThreads {
   void run_groups(int num_groups,
                   const std::function<void(const Groups&, int rank)>& program) const;
 
-  // End the calling rank's process: its enqueued work, and its view of shared memory. The caller
-  // then throws Killed.
+  // End the calling rank's process and its view of shared memory. The caller then throws Killed.
   struct Killed {};
   void kill(CudaProcessGroup& group) const;
 
