@@ -98,9 +98,9 @@ GroupCase::GroupCase(Random& random, std::vector<int> of_rank, Algorithm algorit
 
 // As the bindings lay them out.
 void GroupCase::add_buffers(const CaseTensor& tensor) {
-  const auto push = [&](std::size_t tensor) {
-    collective_.pointers.push_back(tensor.tensors[tensor]);
-    collective_.ranks.push_back(static_cast<int>(rank_of(tensor)));
+  const auto push = [&](std::size_t index) {
+    collective_.pointers.push_back(tensor.tensors[index]);
+    collective_.ranks.push_back(static_cast<int>(rank_of(index)));
   };
   const std::size_t num_ranks = of_rank_.size();
   const auto k = static_cast<int>(num_ranks);
