@@ -103,7 +103,7 @@ MISTAKES = [
     Mistake("host", "cuda/runtime.cpp", "return kBrokenCapture;", "return 0;"),
     Mistake("host", "cuda/runtime.cpp", "if (has_context(before_)) {", "if (device >= 0) {"),
     Mistake("host", "cuda/staging_buffers.cpp", "  const auto lock = lock_launches();\n"),
-    Mistake("host", "cuda/staging_buffers.cpp", "devices_.has_peers(), wanted", "true, wanted"),
+    Mistake("host", "cuda/staging_buffers.cpp", "!is_on_host_, wanted", "true, wanted"),
     Mistake("host", "cuda/background.cpp", "    last_->wait_for();\n"),
     Mistake("host", "cuda/background.cpp", "if (bucket.ready != nullptr) {", "if (false) {"),
     Mistake("host", "cuda/devices.cpp", "    events_[d].make_wait(streams[0], devices_[0]);\n"),

@@ -1,5 +1,4 @@
 // call_cache: see the header.
-
 #include "bindings/call_cache.h"
 
 #include <utility>

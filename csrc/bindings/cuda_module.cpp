@@ -2,7 +2,6 @@
 //
 // Contract  Group has the methods of the CPU engine's Group. The import needs no GPU and no driver.
 // Tests     tests/cuda, tests/build/test_cuda_build.py
-
 #include <pybind11/pybind11.h>
 
 #include <memory>

@@ -2,7 +2,6 @@
 //
 // Contract  It has the methods of the CPU engine's ProcessGroup.
 // Tests     tests/test_cuda_processes.py
-
 #include <memory>
 #include <string>
 

@@ -2,7 +2,6 @@
 //
 // Contract  The GIL is released while data moves, except in calls shorter than a release.
 // Tests     tests/test_communicator.py, tests/conformance/test_refused.py
-
 #include <pybind11/pybind11.h>
 
 #include "bindings/bucketer.h"

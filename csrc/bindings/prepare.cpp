@@ -1,5 +1,4 @@
 // prepare: see the header.
-
 #include "bindings/prepare.h"
 
 #include "bindings/builder.h"

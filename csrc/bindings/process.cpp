@@ -3,7 +3,6 @@
 // Contract  Only pyringar.comm.process_communicator uses it. All arguments are checked before the
 //           call is announced to other ranks.
 // Tests     tests/conformance/test_bits.py
-
 #include <pybind11/functional.h>
 
 #include <memory>

@@ -1,5 +1,4 @@
 // tensor: reads data through DLPack's exchange table, and all else through torch's attributes.
-
 #include "bindings/tensor.h"
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,4 @@
 // torch_functions: see the header.
-
 #include "bindings/torch_functions.h"
 
 #include <dlfcn.h>

@@ -1,5 +1,4 @@
 // background: see the header.
-
 #include "cuda/background.h"
 
 #include <algorithm>

@@ -1,5 +1,4 @@
 // device_group: see the header.
-
 #include "cuda/device_group.h"
 
 #include <cstdlib>

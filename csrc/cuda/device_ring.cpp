@@ -1,5 +1,4 @@
 // device_ring: see the header.
-
 #include "cuda/device_ring.h"
 
 #include <algorithm>

@@ -1,5 +1,4 @@
 // devices: see the header.
-
 #include "cuda/devices.h"
 
 #include <algorithm>

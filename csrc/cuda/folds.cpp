@@ -1,5 +1,4 @@
 // folds: see the header.
-
 #include "cuda/folds.h"
 
 #include <algorithm>

@@ -1,5 +1,4 @@
 // kernels: dispatch by dtype. In the header, it would make nvcc compile all dtypes in each unit.
-
 #include "cuda/kernels.h"
 
 namespace pyringar::cuda {

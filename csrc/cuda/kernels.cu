@@ -1,5 +1,4 @@
 // kernels: all kernels of the dtype PYRINGAR_DTYPE. nvcc compiles this file once per dtype.
-
 #include "cuda/kernels.h"
 
 #include "cuda/fused.cuh"

@@ -1,5 +1,4 @@
 // peers: see the header.
-
 #include "cuda/peers.h"
 
 #include <cuda.h>

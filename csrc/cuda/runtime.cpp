@@ -1,5 +1,4 @@
 // runtime: see the header.
-
 #include "cuda/runtime.h"
 
 #include <cuda.h>

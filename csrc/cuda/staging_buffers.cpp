@@ -1,5 +1,4 @@
 // staging_buffers: see the header.
-
 #include "cuda/staging_buffers.h"
 
 #include <algorithm>

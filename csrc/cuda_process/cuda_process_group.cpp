@@ -1,5 +1,4 @@
 // cuda_process_group: connecting, one call, and when slots are freed.
-
 #include "cuda_process/cuda_process_group.h"
 
 #include <algorithm>

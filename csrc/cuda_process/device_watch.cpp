@@ -1,5 +1,4 @@
 // device_watch: see the header.
-
 #include "cuda_process/device_watch.h"
 
 #include <string>

@@ -1,5 +1,4 @@
 // process_staging: see the header.
-
 #include "cuda_process/process_staging.h"
 
 #include <cuda.h>

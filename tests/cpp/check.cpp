@@ -1,5 +1,4 @@
 // check: see the header.
-
 #include "check.h"
 
 #include <sys/wait.h>

@@ -1,5 +1,4 @@
 // oracle: see the header.
-
 #include "oracle.h"
 #include "core/exact_sum.h"
 #include "core/tree.h"

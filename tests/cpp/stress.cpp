@@ -1,5 +1,4 @@
 // stress: see the header.
-
 #include "stress.h"
 
 #include <unistd.h>

@@ -1,6 +1,6 @@
 // stress: a test program of parts, each run repeatedly with random inputs, and main().
 //
-//   [--rounds N | --seconds S] [--seed X] [--only PART] [--from-round R]
+// [--rounds N | --seconds S] [--seed X] [--only PART] [--from-round R]
 //
 // Programs  tests/cpp: the CPU engine (tests/test_stress.py); tests/cpp/cuda: the CUDA kernels,
 //           cuda_host: the CUDA host code, cuda_processes: ranks in processes with GPUs

@@ -1,5 +1,4 @@
 // cuda_emulator: see the header.
-
 #include "cuda_emulator.h"
 
 #include <chrono>

@@ -2,7 +2,6 @@
 //
 // Contract  fused-all: every dtype, reduction and order, with fewer and more sources than a group,
 //           aligned and unaligned. fused-mean: divisors up to the largest table, hard values.
-
 #include "cuda/fused.cuh"
 
 #include <algorithm>

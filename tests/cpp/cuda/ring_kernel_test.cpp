@@ -1,6 +1,5 @@
 // ring_kernel_test: the ring kernel with ranks on one to three emulated devices. Repeated calls,
 // counters that wrap, a missing rank.
-
 #include "cuda/ring.cuh"
 
 #include <algorithm>

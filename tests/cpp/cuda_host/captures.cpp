@@ -1,5 +1,4 @@
 // captures: CUDA graphs of calls, calls that captures refuse, and calls beside captures.
-
 #include <deque>
 
 #include "cuda/background.h"

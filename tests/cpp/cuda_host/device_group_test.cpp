@@ -1,6 +1,5 @@
 // device_group_test: cuda/device_group on the modelled runtime, with the kernels' own source: bits,
 // stream order, errors, leaks.
-
 #include <algorithm>
 #include <cstdlib>
 

@@ -1,5 +1,4 @@
 // group_cases: see the header.
-
 #include "group_cases.h"
 
 #include <algorithm>

@@ -1,7 +1,6 @@
 // calls: devices, streams, events and launches of the modelled runtime.
 //
 // Contract  the rules of runtime_model.h.
-
 #include <algorithm>
 #include <optional>
 

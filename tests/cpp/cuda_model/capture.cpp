@@ -1,7 +1,6 @@
 // capture: stream captures and graphs of the modelled runtime.
 //
 // Contract  the rules "capture", "isolation", "joined" and "replay" of runtime_model.h.
-
 #include <algorithm>
 
 #include "machine.h"

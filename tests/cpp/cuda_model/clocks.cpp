@@ -1,5 +1,4 @@
 // clocks: see the header.
-
 #include "clocks.h"
 
 #include "core/error.h"

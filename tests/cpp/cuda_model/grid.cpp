@@ -1,5 +1,4 @@
 // grid: see the header.
-
 #include "grid.h"
 
 #include <utility>

@@ -1,5 +1,4 @@
 // machine: see the header.
-
 #include "machine.h"
 
 #include <algorithm>

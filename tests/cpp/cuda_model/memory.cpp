@@ -1,7 +1,6 @@
 // memory: allocations, copies, IPC and driver functions of the modelled runtime.
 //
 // Contract  the rules "freed", "deadlock", "pageable", "ipc" and "word" of runtime_model.h.
-
 #include <cuda.h>
 #include <sys/mman.h>
 #include <unistd.h>

@@ -1,7 +1,6 @@
 // processes: death of modelled processes, and what the driver refuses a process.
 //
 // Contract  the rule "ipc" of runtime_model.h. A new thread belongs to its creator's process.
-
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>

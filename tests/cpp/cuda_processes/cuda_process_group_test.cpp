@@ -1,6 +1,5 @@
 // cuda_process_group_test: CudaProcessGroup with ranks as threads on the modelled runtime, with the
 // kernels' own source.
-
 #include <unistd.h>
 
 #include <string>

@@ -1,6 +1,5 @@
 // faults: ranks that die, are late or fail. Every stream ends. Calls with undefined results are
 // reported once, and all other results are right.
-
 #include <atomic>
 #include <string>
 #include <thread>

@@ -1,5 +1,4 @@
 // rank_threads: see the header.
-
 #include "rank_threads.h"
 
 #include <stddef.h>
