@@ -117,12 +117,12 @@ class Builder {
   bool is_same(std::size_t i, std::size_t j) const {
     const TensorView& a = views_[i];
     const TensorView& b = views_[j];
-    return a.numel > 0 && a.data == b.data && a.is_negated == b.is_negated && lie_alike(a, b);
+    return a.numel > 0 && a.data == b.data && a.is_negated == b.is_negated && same_layout(a, b);
   }
   // True if tensors first, first + step, ... (one per rank) have the same layout.
-  bool all_lie_alike(std::size_t first, std::size_t step) const {
+  bool all_same_layout(std::size_t first, std::size_t step) const {
     for (std::size_t i = first + step; i < views_.size(); i += step) {
-      if (!lie_alike(views_[i], views_[first])) return false;
+      if (!same_layout(views_[i], views_[first])) return false;
     }
     return true;
   }

@@ -28,7 +28,7 @@ void PreparedCall::check_unchanged(const GivenTensors& tensors) const {
   const TensorReadGuard reading;
   TensorView view;
   for (std::size_t i = 0; i < identities.size(); ++i) {
-    if (try_view(tensors.at(i), &view) && identities[i].is_of(view)) continue;
+    if (try_view(tensors.at(i), &view) && identities[i].matches(view)) continue;
     fail(ErrorKind::kArgument, "bind: ", tensors.name(i).text(),
          " has new memory or layout; bind again");
   }
@@ -46,12 +46,12 @@ std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
   const std::shared_ptr<const PreparedCall> shared = found->second;
   const PreparedCall& entry = *shared;
   // Equal tensor counts mean equal rank counts: a group has a fixed size, or one tensor per rank.
-  if (!entry.is_of(options) || entry.identities.size() != size) return nullptr;
+  if (!entry.has_options(options) || entry.identities.size() != size) return nullptr;
   const TorchFunctions& torch = TorchFunctions::get();
   const bool is_recording = torch.is_grad_enabled();
   for (std::size_t i = 0; i < size; ++i) {
     if (i > 0 && !try_view(tensors.at(i), &view)) return nullptr;
-    if (!entry.identities[i].is_of(view)) return nullptr;
+    if (!entry.identities[i].matches(view)) return nullptr;
     if (is_recording && torch.requires_grad(view.object)) return nullptr;
   }
   return entry.call;

@@ -26,7 +26,7 @@ struct PreparedCall {
   PreparedCall(const CallOptions& options, const GivenTensors& tensors,
                std::shared_ptr<const Collective> checked);
 
-  bool is_of(const CallOptions& other) const {
+  bool has_options(const CallOptions& other) const {
     return options.operation == other.operation && options.reduction == other.reduction &&
            options.algorithm == other.algorithm;
   }

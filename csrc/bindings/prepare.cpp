@@ -32,7 +32,7 @@ const OperationTraits& traits(Operation operation) {
 py::tuple read_list(py::handle given, const char* operation, const std::string& argument,
                     Py_ssize_t expected, const char* per) {
   if (!is_sequence(given.ptr())) {
-    fail(ErrorKind::kArgument, operation, ": ", argument, " is ", kind_of(given.ptr()),
+    fail(ErrorKind::kArgument, operation, ": ", argument, " is ", type_text(given.ptr()),
          ", expected a list or tuple with one ", per);
   }
   // A list could change while the GIL is released. A tuple is not copied.
@@ -165,7 +165,7 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, const Ca
   builder.reserve_pointers(first_output + n);
   for (std::size_t i = 0; i < n; ++i) {
     const bool in_place = is_in_place[i];
-    const bool is_flat = !builder.all_lie_alike(i, n);
+    const bool is_flat = !builder.all_same_layout(i, n);
     void* const* sources = builder.table_end();
     for (int rank = 0; rank < k; ++rank) {
       const std::size_t at = static_cast<std::size_t>(rank) * n + i;
@@ -208,7 +208,7 @@ PreparedCollective prepare_broadcast(py::handle tensors, const CallOptions& opti
   }
   builder.reserve_pointers(static_cast<std::size_t>(k) * n);
   for (std::size_t i = 0; i < n; ++i) {
-    const bool is_flat = !builder.all_lie_alike(i, n);
+    const bool is_flat = !builder.all_same_layout(i, n);
     const auto push = [&](int rank) {
       const std::size_t at = static_cast<std::size_t>(rank) * n + i;
       builder.push(builder.memory(at, rank == root, rank != root, is_flat), rank);
@@ -317,7 +317,7 @@ PreparedCollective prepare_all_reduce(GivenTensors& given, const CallOptions& op
   }
   builder.reserve_pointers(n * static_cast<std::size_t>(k));
   for (std::size_t i = 0; i < n; ++i) {
-    const bool is_flat = !builder.all_lie_alike(i, n);
+    const bool is_flat = !builder.all_same_layout(i, n);
     void* const* table = builder.table_end();
     for (int rank = 0; rank < k; ++rank) {
       const std::size_t at = static_cast<std::size_t>(rank) * n + i;

@@ -182,7 +182,7 @@ std::string ArgName::text() const {
   return join(argument, "[", index, "]");
 }
 
-std::string kind_of(PyObject* object) {
+std::string type_text(PyObject* object) {
   if (object == Py_None) return "None";
   const std::string_view name = Py_TYPE(object)->tp_name;
   const bool begins_with_vowel = name.find_first_of("aeiouAEIOU") == 0;
@@ -192,7 +192,7 @@ std::string kind_of(PyObject* object) {
 void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view) {
   const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
   if (api == nullptr) {
-    fail(ErrorKind::kArgument, operation, ": ", name.text(), " is ", kind_of(object),
+    fail(ErrorKind::kArgument, operation, ": ", name.text(), " is ", type_text(object),
          ", expected a tensor, or an array of NumPy or CuPy");
   }
   dlpack::Tensor raw{};
@@ -226,7 +226,7 @@ TensorIdentity::TensorIdentity(PyObject* tensor) {
   layout_.insert(layout_.end(), view.strides, view.strides + view.ndim);
 }
 
-bool TensorIdentity::is_of(const TensorView& view) const {
+bool TensorIdentity::matches(const TensorView& view) const {
   const auto ndim = static_cast<std::size_t>(view.ndim);
   // The sign may differ for the same object: its `.data` or the object at its address changed.
   return view.data == data_ && view.device == device_ && view.dtype == dtype_ &&
@@ -257,7 +257,7 @@ py::object as_tensor(PyObject* object, const char* operation, const std::string&
   return arrays.attr("as_tensor")(given, join(operation, ": ", name));
 }
 
-bool lie_alike(const TensorView& view, const TensorView& first) {
+bool same_layout(const TensorView& view, const TensorView& first) {
   if (view.numel <= 1) return true;
   if (view.is_negated != first.is_negated) return false;
   for (int dim = 0; dim < view.ndim; ++dim) {

@@ -53,7 +53,7 @@ struct ArgName {
 };
 
 // Describe an object's type for messages: "None", "an int", "a list".
-std::string kind_of(PyObject* object);
+std::string type_text(PyObject* object);
 
 // Fill `view` in place: returning a TensorView would copy it, which costs as much as reading it.
 void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view);
@@ -76,7 +76,7 @@ bool is_plain_tensor(PyObject* object);
 py::object as_tensor(PyObject* object, const char* operation, const std::string& name);
 
 // True if tensors of one shape have equal strides, except in dimensions of size 1.
-bool lie_alike(const TensorView& view, const TensorView& first);
+bool same_layout(const TensorView& view, const TensorView& first);
 
 // True if elements are contiguous in index order.
 bool has_index_order(const TensorView& view);
@@ -85,7 +85,7 @@ bool has_index_order(const TensorView& view);
 class TensorIdentity {
  public:
   explicit TensorIdentity(PyObject* tensor);
-  bool is_of(const TensorView& view) const;
+  bool matches(const TensorView& view) const;
 
  private:
   const std::byte* data_;
