@@ -80,7 +80,6 @@ class Builder {
 
   // -- checks -------------------------------------------------------------------------------------
 
-  // Raise unless tensor i has the dtype and shape of tensor `first`.
   void check_agree(std::size_t i, std::size_t first) const {
     const TensorView& a = views_[i];
     const TensorView& b = views_[first];

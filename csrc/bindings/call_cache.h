@@ -30,7 +30,6 @@ struct PreparedCall {
     return options.operation == other.operation && options.reduction == other.reduction &&
            options.algorithm == other.algorithm;
   }
-  // Raise for the first tensor whose memory or layout changed.
   void check_unchanged(const GivenTensors& tensors) const;
 
   CallOptions options;

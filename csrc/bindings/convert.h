@@ -82,7 +82,6 @@ inline void set_python_error(std::exception_ptr pointer) {
   } catch (const Error& error) {
     PyErr_SetString(python_class(error.kind()).ptr(), error.what());
   } catch (const PythonErrorPending&) {
-    // Keep the pending Python exception.
   } catch (const py::error_already_set& error) {
     // Not restore(), which may be called once: the exception of a work can be raised repeatedly.
     PyErr_Restore(error.type().inc_ref().ptr(), error.value().inc_ref().ptr(),

@@ -107,7 +107,6 @@ class BoundCudaGroup : public ForkGuard {
   }
   // Wait for asynchronous calls, since their tensors may be freed afterwards.
   void close() {
-    // held to the end: no call comes in between
     const std::lock_guard<std::mutex> lock(background_mutex_);
     background_.wait_for();
     group().close();

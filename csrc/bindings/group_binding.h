@@ -72,7 +72,6 @@ inline bool wait_for(Work& work, double timeout_s) {
   }
 }
 
-// Return a Python exception object, or None.
 inline py::object as_exception(std::exception_ptr error) {
   if (!error) return py::none();
   set_python_error(std::move(error));
@@ -340,7 +339,6 @@ void def_calls(Class& cls) {
 
 // -- ranks in one process -------------------------------------------------------------------------
 
-// check_call: for algorithms in Python; checks a call and waits for earlier calls.
 template <typename Transport, typename Class>
 void def_list_calls(Class& cls) {
   using Ptr = const typename Transport::GroupPtr&;

@@ -28,7 +28,7 @@ const OperationTraits& traits(Operation operation) {
   return kTraits[static_cast<int>(operation)];
 }
 
-// Return a list or tuple as a tuple of `expected` items. expected < 0: any length.
+// expected < 0: any length.
 py::tuple read_list(py::handle given, const char* operation, const std::string& argument,
                     Py_ssize_t expected, const char* per) {
   if (!is_sequence(given.ptr())) {
@@ -132,7 +132,6 @@ PreparedCollective prepare_chunks(py::handle outputs, py::handle inputs, const C
   return builder.finish(out.all(), in.all());
 }
 
-// Prepare a reduce. An output may be the root's input.
 PreparedCollective prepare_reduce(py::handle output, py::handle inputs, const CallOptions& options,
                                   const LocalRanks& local) {
   const bool are_lists = is_coalesced(options.operation);

@@ -100,7 +100,6 @@ struct PreparedCollective {
 };
 
 GivenTensors given_tensors(py::handle given, const CallOptions& options, const LocalRanks& ranks);
-// Replaces arrays in `tensors` by tensors.
 PreparedCollective prepare_all_reduce(GivenTensors& tensors, const CallOptions& options,
                                       const LocalRanks& ranks);
 // outputs, inputs: as in Python. inputs is None for in-place calls.

@@ -68,14 +68,13 @@ bool try_view(PyObject* object, TensorView* view);
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
-// True for torch.Tensor itself, not for subclasses.
 bool is_plain_tensor(PyObject* object);
 
 // Return a tensor, or an array (CuPy, NumPy, ...) as a tensor that shares its memory. Other objects
 // are returned unchanged, and read_tensor() refuses them.
 py::object as_tensor(PyObject* object, const char* operation, const std::string& name);
 
-// True if tensors of one shape have equal strides, except in dimensions of size 1.
+// True if tensors of one shape have equal signs and strides. Dimensions of size 1 do not count.
 bool same_layout(const TensorView& view, const TensorView& first);
 
 // True if elements are contiguous in index order.

@@ -31,7 +31,7 @@ class TorchFunctions {
   // For tests: choose between C++ and Python. Return True if C++ is used.
   static bool use(bool are_direct);
   bool is_grad_enabled() const;  // autograd records this thread's operations
-  // modes that intercept torch calls of this thread, such as make_fx
+  // such as make_fx
   bool has_dispatch_modes() const;
   bool is_neg(PyObject* tensor) const;
   bool requires_grad(PyObject* tensor) const;

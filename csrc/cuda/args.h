@@ -37,7 +37,7 @@ struct WaitLimits {
 };
 
 inline constexpr int kRingThreads = 512;
-// per multiprocessor: one block moves data while the other waits
+// one block moves data while the other waits
 inline constexpr int kRingBlocksEach = 2;
 inline constexpr int kMaxLocalRanks = 64;
 

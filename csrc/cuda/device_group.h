@@ -30,7 +30,6 @@ namespace pyringar::cuda {
 
 class DeviceGroup {
  public:
-  // device_of_rank[r]: device index of rank r, or kHost.
   DeviceGroup(std::vector<int> device_of_rank, std::chrono::nanoseconds timeout);
   ~DeviceGroup();
 

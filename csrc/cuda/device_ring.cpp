@@ -13,8 +13,8 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Bytes of all slots together. Signalling costs the same for any size, so large slots gain more
-// than slots that fit into L2 (docs/cuda-kernels.md).
+// Bytes of all slots. Signalling costs the same for any size, so large slots gain more than slots
+// that fit into L2 (docs/cuda-kernels.md).
 constexpr std::size_t kSlotsBytes = std::size_t{128} << 20;
 constexpr std::size_t kMinSlotBytes = 4 * 1024;
 constexpr std::size_t kMaxSlotBytes = 64 * 1024;
@@ -65,7 +65,7 @@ void DeviceRing::abort() const {
                             stream.get()),
             "cudaMemcpyAsync", device);
       check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device);
-      // a failed device runs no kernel; the other devices must still be told
+      // a failed device runs no kernel
     } catch (const Error&) {
     }
   }

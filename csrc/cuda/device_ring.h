@@ -30,7 +30,7 @@ class DeviceRing {
   std::string failure(const char* operation) const;
 
  private:
-  // Failures that kernels of one device report.
+  // Failures reported by the kernels of one device.
   struct DeviceRecords {
     Memory gave_up;  // one word, see WaitLimits
     Memory failure;  // a Failure in host memory

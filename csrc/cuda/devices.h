@@ -16,7 +16,7 @@
 
 namespace pyringar::cuda {
 
-// one per device, in the order of Devices::indices()
+// one per device of a Devices
 using Streams = std::span<const cudaStream_t>;
 
 struct Device {

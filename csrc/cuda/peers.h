@@ -9,11 +9,9 @@
 
 namespace pyringar::cuda {
 
-// Return True if both devices can access each other's memory.
 bool enable_peers(int a, int b);
 
-// True for memory from cudaMalloc. Peers cannot access other memory, as torch's expandable
-// segments.
+// True for memory from cudaMalloc. Peers cannot access torch's expandable segments, for example.
 bool is_peer_visible(const void* memory);
 
 }  // namespace pyringar::cuda

@@ -149,8 +149,7 @@ PYRINGAR_DEVICE void move_units(int begin, int end, const Job& job) {
   }
 }
 
-// Run a job over n elements. shift: distance of the first element from a 16-byte boundary, in
-// elements.
+// Run a job over n elements. shift: elements from a 16-byte boundary to the first element.
 template <typename Job>
 PYRINGAR_DEVICE void move_range(int n, int shift, const Job& job) {
   constexpr int kPack = Job::kPackElems;

@@ -114,11 +114,9 @@ inline bool is_capturing(cudaStream_t stream, int device) {
 }
 
 // Lock for launches whose kernels wait for each other across devices: all threads enqueue them in
-// one order. Also held while a DeviceGroup allocates or frees memory, which would deadlock between
-// two launches of a call.
+// one order. Also held for a DeviceGroup's allocations and frees, which must not come between them.
 std::unique_lock<std::mutex> lock_launches();
 
-// NVTX range that names the thread's work in Nsight Systems.
 class ProfiledRange {
  public:
 #if __has_include(<nvtx3/nvToolsExt.h>)

@@ -28,7 +28,6 @@ struct TensorList {
 // Slices begin at multiples of this many elements, so that vectors stay aligned.
 inline constexpr std::size_t kSliceElems = 64;
 
-// The elements that device d reduces.
 inline Range slice_of(std::size_t numel, int num_devices, int d) {
   const Range blocks = chunk_range((numel + kSliceElems - 1) / kSliceElems, num_devices, d);
   return {std::min(blocks.begin * kSliceElems, numel), std::min(blocks.end * kSliceElems, numel)};

@@ -76,9 +76,9 @@ class StreamMemory : public StagedCounters {
   const int rank_;
 };
 
-// Enqueue a call. The host waits until the other hosts have enqueued theirs, and for no device.
-// False: the watch holds the reason, and the work enqueued so far still runs. With a shared GPU one
-// rank reduces for all: 2k - 1 kernels per piece instead of 3k.
+// Enqueue a call. The host waits for the other hosts, and for no device. False: the watch has the
+// reason, and the work enqueued so far still runs. With a shared GPU one rank reduces for all: 2k -
+// 1 kernels per piece instead of 3k.
 bool run_staged(const Collective& call, bool is_direct, ProcessRank& self,
                 const ProcessStaging& staging, cudaStream_t stream) {
   const StreamMemory memory(call.fold, self, staging, stream);
