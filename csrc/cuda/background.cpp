@@ -65,9 +65,7 @@ void Background::check_captures(const Collective& collective, Streams current, S
     fail(ErrorKind::kUnsupported, collective.operation,
          ": a CUDA graph captures calls in the background of this communicator, on its stream of "
          "cuda:",
-         device,
-         ", and this call is not one of them; make it after the capture, or with "
-         "another communicator");
+         device, "; make this call after the capture, or with another communicator");
   }
 }
 

@@ -228,7 +228,7 @@ void CudaProcessGroup::raise_first(const ConnectStatus& own,
     const bool is_known = other.kind == ErrorKind::kCuda || other.kind == ErrorKind::kUnsupported;
     const std::string text(other.error.data(), strnlen(other.error.data(), other.error.size()));
     fail(is_known ? other.kind : ErrorKind::kState, "rank ", rank, " (process ", line.process.pid,
-         ") cannot take part: ", text);
+         ") cannot join: ", text);
   }
 }
 
@@ -266,7 +266,7 @@ void CudaProcessGroup::connect() {
   on_all_ranks([&] {
     const std::string wrong = staging_->check_probes();
     if (wrong.empty()) return;
-    fail(ErrorKind::kUnsupported, "memory that processes share does not arrive: ", wrong);
+    fail(ErrorKind::kUnsupported, "memory shared with other processes fails a test: ", wrong);
   });
 }
 
@@ -277,11 +277,10 @@ void CudaProcessGroup::check_connected() const {
 
 void CudaProcessGroup::check_not_captured(const Collective& call, cudaStream_t stream) const {
   if (!cuda::is_capturing(stream, device_)) return;
-  fail(
-      ErrorKind::kUnsupported, call_name(call.kind),
-      ": ranks in processes of their own meet on the host in every call, which a CUDA graph cannot "
-      "capture; call it outside of the graph, or drive all GPUs from one process "
-      "(pyringar.Communicator)");
+  fail(ErrorKind::kUnsupported, call_name(call.kind),
+       ": ranks in processes synchronize on the host in every call, which a CUDA graph cannot "
+       "capture; "
+       "call it outside of the graph, or drive all GPUs from one process (pyringar.Communicator)");
 }
 
 ProcessPlan CudaProcessGroup::plan(std::size_t bytes) const {
@@ -305,8 +304,8 @@ bool CudaProcessGroup::enqueue(const Collective& call, ProcessRank& self, cudaSt
   if (!cuda::run_staged(call, is_direct, self, *staging_, stream)) {
     if (!self.lies_otherwise) return false;
     fail(ErrorKind::kUnsupported, call_name(call.kind),
-         ": the ranks' tensors lie in different strides, which ranks in processes of their own "
-         "cannot mix on GPUs; pass .contiguous() ones");
+         ": the ranks' tensors have different strides, which ranks in processes do not support on "
+         "GPUs; pass .contiguous() tensors");
   }
   last_.store(staging_->last());
   const std::lock_guard<std::mutex> lock(stats_mutex_);
@@ -360,9 +359,9 @@ Error CudaProcessGroup::void_error() const {
   } catch (const Error& error) {
     const bool is_late = error.kind() == ErrorKind::kTimeout;
     return {is_late ? ErrorKind::kTimeout : ErrorKind::kPeerLost,
-            join("results of calls that had returned are void: ", error.what())};
+            join("results of calls that had returned are undefined: ", error.what())};
   }
-  return {ErrorKind::kPeerLost, "results of calls that had returned are void"};
+  return {ErrorKind::kPeerLost, "results of calls that had returned are undefined"};
 }
 
 std::exception_ptr CudaProcessGroup::failure_of(const Submitted& work) {
@@ -436,9 +435,9 @@ bool CudaProcessGroup::close(Leaving leaving) {
   } else if (!is_idle && !has_reported_.exchange(true)) {
     const PeerWatch& watch = host_->watch();
     fail(ErrorKind::kTimeout, "close: the GPU of ", watch.name_of(host_->rank()),
-         " has not come to the end of its calls, without progress for ",
+         " has not finished its calls, without progress for ",
          std::chrono::duration<double>(watch.timeout()).count(),
-         " s; their results may be void, and their tensors stay in use until it has");
+         " s; their results may be undefined, and their tensors stay in use until it has");
   } else {
     raise_unreported();
   }
@@ -462,7 +461,7 @@ void CudaProcessGroup::release(Leaving leaving) {
   } else {
     tell_failure(host_->segment(), ErrorKind::kTimeout,
                  join(host_->watch().name_of(host_->rank()),
-                      " has closed, and its GPU did not come to the end of its calls"));
+                      " has closed, and its GPU has not finished its calls"));
   }
   stream_ = nullptr;
   const auto start = Clock::now();

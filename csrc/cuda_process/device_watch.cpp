@@ -152,10 +152,10 @@ int DeviceWatch::most_behind() const {
 }
 
 void DeviceWatch::give_up(int culprit, ErrorKind kind, const std::string& why) {
-  tell_failure(segment_, kind,
-               join("the GPU of ", host_.name_of(rank_), " waited for that of ",
-                    host_.name_of(culprit), why, "; ", host_.last_call_of(culprit),
-                    ". Results of calls that were still under way are void"));
+  tell_failure(
+      segment_, kind,
+      join("the GPU of ", host_.name_of(rank_), " waited for that of ", host_.name_of(culprit), why,
+           "; ", host_.last_call_of(culprit), ". Results of unfinished calls are undefined"));
   release(culprit);
 }
 

@@ -34,7 +34,6 @@ StreamOperation stream_operation(const char* name) {
   return reinterpret_cast<StreamOperation>(driver_function(name));
 }
 
-// Driver and runtime share their error codes.
 void check_operation(CUresult status, const char* name, int device) {
   if (status == CUDA_ERROR_NOT_SUPPORTED) {
     fail(ErrorKind::kUnsupported, "cuda:", device, " has no stream memory operations (", name,
@@ -158,8 +157,9 @@ ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs
   } catch (const Error& error) {
     const bool is_own_process = segment_.line(rank).process.pid == segment_.line(rank_).process.pid;
     const char* hint =
-        is_own_process ? "; both ranks are in one process, which CUDA does not let open what it "
-                         "shows to others: take pyringar.Communicator for GPUs of one process"
+        is_own_process
+            ? "; both ranks are in one process, and CUDA cannot map memory in the process "
+              "that exports it: use pyringar.Communicator for GPUs of one process"
         : !is_visible(theirs.gpu.data())
             ? "; that GPU is not visible in this process: let CUDA_VISIBLE_DEVICES name all ranks' "
               "GPUs in every process, and pass device= to each"
@@ -193,7 +193,7 @@ std::string ProcessStaging::check_probes() {
     // The peer has written the word. If the host cannot see it, a stream would wait forever.
     const Word& word = line(peer.rank).probe.value;
     if (word.load(std::memory_order_acquire) != kProbed) {
-      return join("the host does not find the word that the GPU of rank ", peer.rank, " wrote");
+      return join("the host does not see a write of the GPU of rank ", peer.rank);
     }
     words_.await_word(word, kProbed, stream);
     // Read with a kernel, as calls do, and check on the host.
@@ -209,9 +209,9 @@ std::string ProcessStaging::check_probes() {
     const std::vector<std::uint32_t> wanted = pattern_of(peer.rank, num_words);
     const auto differs = std::mismatch(found.begin(), found.end(), wanted.begin());
     if (differs.first != found.end()) {
-      return join("cuda:", own_.device, " finds ", *differs.first, " in word ",
+      return join("cuda:", own_.device, " reads ", *differs.first, " from word ",
                   differs.first - found.begin(), " of the memory of rank ", peer.rank,
-                  ", which wrote ", *differs.second);
+                  ", expected ", *differs.second);
     }
   }
   return {};

@@ -91,7 +91,7 @@ void in_child(const std::function<void()>& program) {
   }
   int status = 0;
   CHECK(waitpid(child, &status, 0) == child, "waitpid failed");
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with status ", status);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child exited with status ", status);
 }
 
 std::string message_of(ErrorKind kind, const std::function<void()>& action) {

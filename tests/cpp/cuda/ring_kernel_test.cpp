@@ -20,7 +20,6 @@ using cuda::RingArgs;
 using cuda::RingPorts;
 using emulator::Launch;
 
-// Timeout that is never reached.
 constexpr std::uint64_t kLongNs = 600'000'000'000;
 // Unused end of each slot, which holds canaries.
 constexpr std::uint32_t kUnusedSlotBytes = 64;
@@ -92,7 +91,6 @@ class RingDevices {
   std::size_t num_devices() const { return ranks_.size(); }
   const std::vector<int>& ranks(std::size_t device) const { return ranks_[device]; }
   const Failure& failure(std::size_t device) const { return failures_[device]; }
-  // Check that all counters of a channel are `wanted`.
   void check_counters(int channel, std::uint32_t wanted) const;
   void check_slots() const;
 
@@ -278,7 +276,6 @@ void check_later_steps_wait_longer() {
         " ns");
 }
 
-// Several calls on the same links.
 void ring_round(Random& random) {
   const int world_size = random_world_size(random);
   const RingShape shape{world_size, random.between(1, world_size > 5 ? 2 : 3)};

@@ -11,7 +11,6 @@ namespace {
 
 class CapturedGraph {
  public:
-  // Capture all streams of a group.
   template <typename Program>
   CapturedGraph(const cuda::DeviceGroup& group, const Streams& streams, Program&& program) {
     const int first = group.devices()[0];
@@ -139,7 +138,7 @@ void check_broken_capture(Random& random) {
   for (std::size_t d = 1; d < streams.size(); ++d) {
     order(streams[0], group->devices()[0], streams[d], group->devices()[d]);
   }
-  CHECK(cudaStreamSynchronize(streams[0]) != cudaSuccess, "waited for a capture");
+  CHECK(cudaStreamSynchronize(streams[0]) != cudaSuccess, "synchronized a captured stream");
   check_throws(ErrorKind::kUnsupported, "was invalidated",
                [&] { group->run(call.collective(), streams); });
   check_throws(ErrorKind::kUnsupported, "was invalidated",
@@ -172,7 +171,7 @@ void check_captured_background(Random& random) {
   {
     const CapturedGraph graph(*group, streams, [&] {
       const auto done = submit(captured, streams);
-      CHECK(done->capture() != 0, "a captured call is said to run");
+      CHECK(done->capture() != 0, "the call is not captured");
       check_throws(ErrorKind::kUnsupported, "captures calls in the background",
                    [&] { submit(eager, others); });
       if (ranks[1] == 0) return;
@@ -216,7 +215,7 @@ void check_beside_capture(Random& random) {
     }).join();
   }
   cudaGraph_t graph = nullptr;
-  ok(cudaStreamEndCapture(captured, &graph), "the capture beside which all this was");
+  ok(cudaStreamEndCapture(captured, &graph), "the capture was invalidated");
   ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
 }
 

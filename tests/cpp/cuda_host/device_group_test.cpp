@@ -69,7 +69,7 @@ void check_closed(Random& random) {
                [&] { group.run(call.collective(), make_streams(random, group)); });
 }
 
-// -- gradients, and calls in the background -------------------------------------------------------
+// -- asynchronous calls and gradients -------------------------------------------------------------
 
 // Asynchronous calls beside the callers' streams.
 void check_background(Random& random) {
@@ -97,7 +97,7 @@ void check_background(Random& random) {
     last.fill(*group, streams);
     const auto done = background.submit(last.collective(), streams);
     background.wait_for();
-    CHECK(done->is_done(), "a call in the background runs on");
+    CHECK(done->is_done(), "wait_for() returned before the call ended");
     last.read(*group, streams);
   }
   model::run_to_end();
@@ -120,7 +120,6 @@ void check_gradients(Random& random) {
       for (int i = 0; i < size; ++i) {
         gradients.push_back(&cases.emplace_back(random, ranks, Algorithm::kDirect, 1));
       }
-      // In any order, on two streams per rank.
       for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
         const Streams own = {make_stream(ranks[rank]), make_stream(ranks[rank])};
         for (GroupCase* gradient : gradients) {
@@ -147,7 +146,7 @@ void check_gradients(Random& random) {
   }
 }
 
-// -- what stands still ----------------------------------------------------------------------------
+// -- deadlocks, timeouts and failures -------------------------------------------------------------
 
 // Another thread frees memory between any two runtime calls of a group's call.
 void check_frees(Random& random) {

@@ -64,7 +64,6 @@ GroupCase::GroupCase(Random& random, std::vector<int> of_rank, Algorithm algorit
   const std::size_t num_ranks = of_rank_.size();
   const auto k = static_cast<int>(num_ranks);
   const std::size_t edges[] = {0, 1, 2, 63, 64, 65, 200, 1000, 5000};
-  // Many tensors of one dtype need several launches.
   const bool has_many = most_tensors > 10 && algorithm != Algorithm::kRing && random.one_in(8);
   const std::size_t num_tensors = has_many ? 130 : 1 + random.below(most_tensors);
   const DType dtype_of_many = random_dtype(random);

@@ -42,7 +42,6 @@ std::shared_ptr<Graph>& graph_of(cudaGraph_t graph) {
   return *reinterpret_cast<std::shared_ptr<Graph>*>(graph);
 }
 
-// Return the nodes and all their predecessors.
 std::set<std::size_t> ancestors(const Graph& graph, const std::set<std::size_t>& nodes) {
   std::set<std::size_t> found = nodes;
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {

@@ -128,9 +128,10 @@ void Machine::check_reach(const StreamWork& work, const Access& access) {
   const Allocation& there = found->second;
   const bool is_enabled = processes.at(work.process).reached.count({work.device, there.device}) > 0;
   const char* why = there.device < 0 ? (there.is_tensor ? "which is pageable" : nullptr)
-                    : !is_enabled    ? "which is no peer of it"
-                    : there.is_tensor && !peers.tensors_are_visible ? "where peers do not see it"
-                                                                    : nullptr;
+                    : !is_enabled    ? "without peer access"
+                    : there.is_tensor && !peers.tensors_are_visible
+                        ? "which its allocator does not share with peers"
+                        : nullptr;
   if (why == nullptr) return;
   const std::string where = there.device < 0 ? "the host" : join("cuda:", there.device);
   throw Broken("peer",
@@ -389,7 +390,7 @@ std::string Machine::waiting() const {
   for (const Running& one : running) {
     text += join("\n    cuda:", one.work.device, ": blocks of ", one.work.what, " wait");
   }
-  return text.empty() ? " nothing is under way" : text;
+  return text.empty() ? " no work is enqueued" : text;
 }
 
 void Machine::drain(Lock& lock, const char* what, const IsAwaited& is_awaited) {
@@ -413,7 +414,7 @@ void Machine::load(Lock& lock, const void* kernel, int device) {
   drain(lock, "loading a kernel", on_device(device));
 }
 
-// -- the tests' side ------------------------------------------------------------------------------
+// -- functions for tests --------------------------------------------------------------------------
 
 void start(std::uint64_t seed, const Options& options) {
   const std::lock_guard lock(Machine::get().mutex);

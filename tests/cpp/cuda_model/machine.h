@@ -278,7 +278,7 @@ void Machine::run_until(Lock& lock, const char* what, IsDone&& is_done) {
     } else if (options.lets_time_pass && !running.empty() && stuck < 100'000) {
       now_ns += 1'000'000;
     } else {
-      throw Broken("deadlock", join(what, " waits for ever:", waiting()));
+      throw Broken("deadlock", join(what, " waits forever:", waiting()));
     }
   }
 }
@@ -308,7 +308,6 @@ void close_opened(Machine& machine, std::uintptr_t at);
 int current_device();
 inline constexpr int kAnyDevice = -1;
 Machine::IsAwaited on_device(int device);
-// Set the result of cudaGetLastError, and return it.
 cudaError_t error(cudaError_t status);
 
 }  // namespace pyringar::model

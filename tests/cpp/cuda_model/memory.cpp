@@ -48,7 +48,7 @@ std::string file_at(std::uintptr_t address) {
 }
 
 Broken still_used(const std::string& user) {
-  return {"freed", "memory goes that is still used by " + user};
+  return {"freed", "freed memory is still used by " + user};
 }
 
 void check_unused(const Machine& machine, std::uintptr_t begin, std::size_t bytes) {
@@ -84,7 +84,7 @@ cudaError_t release(void* memory, bool is_host) {
   if (refused != cudaSuccess && refused != call.fault()) return refused;
   const auto found = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory));
   if (found == machine.memory.end() || (found->second.device < 0) != is_host) {
-    throw Broken("freed", "freed what is not allocated");
+    throw Broken("freed", "freed memory that is not allocated");
   }
   if (found->second.num_mapped > 0) {
     throw Broken("ipc", join("memory of process ", found->second.process, " freed while ",
@@ -140,7 +140,6 @@ CUresult context_state(CUdevice device, unsigned* flags, int* is_active) {
   *is_active = static_cast<int>(call.process().contexts.count(device));
   return CUDA_SUCCESS;
 }
-// A context is the device index plus one.
 CUresult retain_context(CUcontext* context, CUdevice device) {
   RuntimeCall call(RuntimeCall::Touches::kNothing);
   call.process().contexts.insert(device);
@@ -152,7 +151,7 @@ CUresult push_context(CUcontext context) {
   return CUDA_SUCCESS;
 }
 CUresult pop_context(CUcontext*) {
-  if (host().pushed.empty()) throw Broken("context", "popped what was not pushed");
+  if (host().pushed.empty()) throw Broken("context", "popped an empty context stack");
   host().pushed.pop_back();
   return CUDA_SUCCESS;
 }
@@ -326,7 +325,7 @@ cudaError_t cudaIpcCloseMemHandle(void* memory) {
   Machine& machine = call.machine();
   const auto found = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory));
   if (found == machine.memory.end() || found->second.opened_from == 0) {
-    throw Broken("ipc", "closed what was not opened");
+    throw Broken("ipc", "closed memory that was not opened");
   }
   check_unused(machine, found->first, found->second.bytes);
   close_opened(machine, found->first);

@@ -46,7 +46,6 @@
 
 namespace pyringar::model {
 
-// A violation of a rule.
 class Broken : public std::runtime_error {
  public:
   Broken(const std::string& rule, const std::string& text)
@@ -65,7 +64,6 @@ struct Options {
   bool has_one_queue = false;         // CUDA_DEVICE_MAX_CONNECTIONS=1
 };
 
-// Reset the model.
 void start(std::uint64_t seed, const Options& options = {});
 void run_to_end();  // all enqueued work
 

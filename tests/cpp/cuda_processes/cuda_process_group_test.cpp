@@ -188,7 +188,7 @@ void check_connecting(Random& random) {
   const Obstacle obstacles[] = {
       {ErrorKind::kCuda, "cudaIpcOpenMemHandle",
        [](int odd) { set_opening(odd, Opening::kIsRefused); }},
-      {ErrorKind::kUnsupported, "does not arrive",
+      {ErrorKind::kUnsupported, "shared with other processes fails",
        [](int odd) { set_opening(odd, Opening::kGivesOtherMemory); }},
       {ErrorKind::kUnsupported, "cudaHostRegister",
        [](int odd) { refuse(odd, Refused::kRegistration); }},

@@ -69,7 +69,7 @@ struct RankCalls {
     if (random.one_in(2)) {
       for (const Submitted& work : works) {
         const std::exception_ptr failure = group.failure_of(work);
-        CHECK((failure != nullptr) == is_void(group, work), "a work does not say what it is");
+        CHECK((failure != nullptr) == is_void(group, work), "failure_of() and is_void() disagree");
         if (failure == nullptr) continue;
         is_told = true;
         check_throws(kind, name, [&] { std::rethrow_exception(failure); });
@@ -148,7 +148,7 @@ struct Death {
     }
     if (is_done_before) {
       synchronize(calls.stream.get());
-      CHECK(calls.check_results() == 0, "void before anybody died");
+      CHECK(calls.check_results() == 0, "void before the rank died");
     }
     if (is_waiting) {
       nap = die;
@@ -203,7 +203,7 @@ void check_late(Random& random) {
     CHECK(watch.seconds() < kGraceSeconds, "streams waited for long");
     num_done += 1;
     if (why.empty()) {
-      CHECK(is_void(calls.group, calls.works.back()), "nobody noticed");
+      CHECK(is_void(calls.group, calls.works.back()), "the late rank is not reported");
       if (seed % 2 == 0) {
         check_throws(ErrorKind::kTimeout, late_name_of(setup.odd), [&] { calls.enqueue(0); });
         why = "told";
@@ -253,7 +253,7 @@ void check_busy(Random& random) {
       for (int rank = 0; rank < setup.world_size; ++rank) hold(rank, false);
     }
     synchronize(calls.stream.get());
-    CHECK(calls.check_results() == 0, "void without need");
+    CHECK(calls.check_results() == 0, "right results are void");
   });
 }
 
@@ -274,7 +274,7 @@ void check_earlier_calls(Random& random) {
       hold(calls.rank, false);
     }
     synchronize(calls.stream.get());
-    CHECK(calls.check_results() == 0, "void without need");
+    CHECK(calls.check_results() == 0, "right results are void");
     check_unchanged(others[calls.rank]);
   });
 }
@@ -289,7 +289,7 @@ void check_refused_launch(Random& random) {
     const std::string why = calls.enqueue_from(0, is_odd ? ErrorKind::kCuda : ErrorKind::kState);
     CHECK(why.empty() || why.find("launch of fused") != std::string::npos, why);
     synchronize(calls.stream.get());
-    CHECK(calls.check_results() == 0, "void without need");
+    CHECK(calls.check_results() == 0, "right results are void");
   });
 }
 
@@ -306,7 +306,7 @@ void check_abort(Random& random) {
     while (num_enqueued < setup.world_size) std::this_thread::yield();
     if (calls.rank == aborting) {
       const Stopwatch watch;
-      CHECK(calls.group.close(Leaving::kAborting), "it has not closed");
+      CHECK(calls.group.close(Leaving::kAborting), "close() returned false");
       CHECK(watch.seconds() < kGraceSeconds, "abort waited for long");
       has_aborted = true;
     } else {
@@ -352,15 +352,15 @@ void check_close_of_a_busy_rank(Random& random) {
     while (num_enqueued < 2) std::this_thread::yield();
     if (calls.rank == 0) {
       if (is_interrupted) interrupt_close(calls.group);
-      check_throws(ErrorKind::kTimeout, "has not come to the end", [&] { calls.group.close(); });
-      CHECK(!calls.group.close(), "tensors in use are let go of");
+      check_throws(ErrorKind::kTimeout, "has not finished its calls", [&] { calls.group.close(); });
+      CHECK(!calls.group.close(), "close() released tensors in use");
       is_over = true;
     }
     while (!is_over) std::this_thread::yield();
     hold(calls.rank, false);
     synchronize(calls.stream.get());
     if (calls.rank == 0) {
-      CHECK(calls.group.close(), "its GPU is not done");
+      CHECK(calls.group.close(), "the GPU is not idle");
     } else if (calls.check_results() > 0) {
       check_throws(ErrorKind::kTimeout, name_of(0), [&] { calls.group.close(); });
     }
