@@ -86,7 +86,7 @@ struct CallOptions {
   Algorithm algorithm = Algorithm::kFused;
   int root = 0;
   std::string what{};     // see RemoteCall
-  bool is_bound = false;  // changes the name in messages
+  bool is_bound = false;  // messages then name the operation "bind"
 
   const char* name() const;
 };

@@ -60,7 +60,7 @@ class Events {
   void make_wait(Streams streams) const;  // stream d waits for event d
   void meet(Streams streams);             // every stream waits for all streams
   bool is_done() const;                   // not for events recorded in a capture
-  void wait_for() const;                  // blocks the host until the last record
+  void wait_for() const;                  // blocks the host until the last record has run
 
  private:
   std::vector<int> devices_;

@@ -42,7 +42,7 @@ class StreamMemory : public StagedCounters {
     return true;
   }
   void publish_reduced(std::uint32_t n) {
-    // for the base message only the host counter catches up
+    // the base message only raises the host counter
     if (n != base_) staging_.write_reduced(n, stream_);
     StagedCounters::publish_reduced(n);
   }

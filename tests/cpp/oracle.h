@@ -47,7 +47,7 @@ enum class Addresses { kAligned, kAlike, kApart, kAnyByte };
 Addresses random_addresses(Random& random);  // aligned to elements
 
 // Tensors of equal size with random contents and a copy of them. Canaries are before each tensor
-// and, in half the cases, behind it. Tensor i is mostly rank i's.
+// and, in half the cases, behind it. Usually tensor i is of rank i.
 class Tensors {
  public:
   Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel,

@@ -165,7 +165,8 @@ void add_hard_floats(Random& random, int divisor, std::vector<float>& values) {
   around(real * std::numeric_limits<float>::min(), 500);
   around(std::numeric_limits<float>::max(), 500);  // includes infinities and NaN
   for (int i = 0; i < 1000; ++i) {
-    const double tie = 0x1p24 + 2.0 * static_cast<double>(random.below(1 << 23)) + 1;  // 25 bits
+    const double tie =
+        0x1p24 + 2.0 * static_cast<double>(random.below(1 << 23)) + 1;  // 25 bits, fp32 has 24
     around(static_cast<float>(tie * divisor), 1);
     values.push_back(from_bits<float>(random.bits()));
   }

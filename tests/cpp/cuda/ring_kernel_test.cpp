@@ -204,7 +204,7 @@ Launch launch_of(RingDevices& devices, std::size_t device, const KernelCall& cal
           static_cast<int>(device)};
 }
 
-// Mostly so near the end that counters wrap in the round.
+// Mostly close to 2^32, so that counters wrap in the round.
 std::uint32_t random_base(Random& random) {
   return random.one_in(3) ? 0 : 0u - static_cast<std::uint32_t>(random.below(60));
 }

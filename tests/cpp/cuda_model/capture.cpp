@@ -113,7 +113,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
   *status = capture == nullptr    ? cudaStreamCaptureStatusNone
             : capture->is_invalid ? cudaStreamCaptureStatusInvalidated
                                   : cudaStreamCaptureStatusActive;
-  // "all optional outputs ... are set only if the status is active".
+  // Runtime API: "all optional outputs ... are set only if the status is active".
   if (capture == nullptr || capture->is_invalid) return cudaSuccess;
   if (id != nullptr) *id = capture->id;
   if (graph != nullptr) *graph = reinterpret_cast<cudaGraph_t>(&capture->graph);

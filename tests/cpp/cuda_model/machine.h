@@ -107,7 +107,7 @@ struct Running {
   std::unique_ptr<Grid> grid;
   StreamWork work;
   StreamState* stream;
-  GraphRun* graph;  // or null
+  GraphRun* graph;  // null: not in a graph
   std::size_t node;
 };
 

@@ -192,8 +192,8 @@ void hide_tensor(const void* memory) {
   const auto found = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory));
   if (found == machine.memory.end()) return;
   const std::string user = machine.user_of(found->first, found->second.bytes);
-  const bool is_told = std::uncaught_exceptions() == 0;  // called from destructors
-  if (is_told && !user.empty()) machine.pending = still_used(user);
+  const bool can_report = std::uncaught_exceptions() == 0;  // called from destructors
+  if (can_report && !user.empty()) machine.pending = still_used(user);
   machine.shadow.forget(found->first, found->second.bytes);
   machine.memory.erase(found);
 }

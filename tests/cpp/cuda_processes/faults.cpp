@@ -62,7 +62,7 @@ struct RankCalls {
     return num_void;
   }
   // Check that a failure is reported once: by a call, a work, or close().
-  void check_told(Random& random, ErrorKind kind, int culprit, bool is_told) {
+  void check_reported(Random& random, ErrorKind kind, int culprit, bool is_reported) {
     const int num_void = check_results();
     const bool is_late = kind == ErrorKind::kTimeout;
     const std::string name = is_late ? late_name_of(culprit) : name_of(culprit);
@@ -71,12 +71,12 @@ struct RankCalls {
         const std::exception_ptr failure = group.failure_of(work);
         CHECK((failure != nullptr) == is_void(group, work), "failure_of() and is_void() disagree");
         if (failure == nullptr) continue;
-        is_told = true;
+        is_reported = true;
         check_throws(kind, name, [&] { std::rethrow_exception(failure); });
       }
     }
     const auto close = [&] { group.close(); };
-    if (num_void > 0 && !is_told) check_throws(kind, name, close);
+    if (num_void > 0 && !is_reported) check_throws(kind, name, close);
     close();
   }
 };
@@ -166,7 +166,7 @@ struct Death {
     const std::string why = calls.enqueue_from(first, ErrorKind::kPeerLost);
     CHECK(why.empty() || why.find(name_of(victim)) != std::string::npos, why);
     synchronize(calls.stream.get());
-    calls.check_told(random, ErrorKind::kPeerLost, victim, !why.empty());
+    calls.check_reported(random, ErrorKind::kPeerLost, victim, !why.empty());
   }
 };
 
@@ -206,12 +206,12 @@ void check_late(Random& random) {
       CHECK(is_void(calls.group, calls.works.back()), "the late rank is not reported");
       if (seed % 2 == 0) {
         check_throws(ErrorKind::kTimeout, late_name_of(setup.odd), [&] { calls.enqueue(0); });
-        why = "told";
+        why = "reported";
       }
     }
     while (num_done < setup.world_size) std::this_thread::yield();
     Random own(seed);
-    calls.check_told(own, ErrorKind::kTimeout, setup.odd, !why.empty());
+    calls.check_reported(own, ErrorKind::kTimeout, setup.odd, !why.empty());
   });
 }
 
@@ -234,7 +234,7 @@ void check_late_midway(Random& random) {
     num_done += 1;
     while (num_done < setup.world_size) std::this_thread::yield();
     Random own(seed);
-    calls.check_told(own, ErrorKind::kTimeout, setup.odd, !why.empty());
+    calls.check_reported(own, ErrorKind::kTimeout, setup.odd, !why.empty());
   });
 }
 

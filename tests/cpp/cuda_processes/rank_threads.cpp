@@ -14,7 +14,7 @@ RankThreads::RankThreads(Random& random, int world_size, CudaProcessOptions opti
     : world_size_(world_size),
       options_(std::move(options)),
       seed_(random.bits()),
-      // Sometimes so near the end that the counters wrap.
+      // Sometimes close to 2^32, so that the counters wrap.
       first_message_(random.one_in(2) ? 0 : 0u - static_cast<std::uint32_t>(random.below(60))),
       // Sometimes so far behind that the next call must raise `reduced`.
       last_reduced_(first_message_ - (random.one_in(2) ? 0 : (1u << 30) - 8)) {
