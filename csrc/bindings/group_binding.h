@@ -247,7 +247,7 @@ struct BoundCall {
     if (py::len(made.copies) > 0) {
       fail(ErrorKind::kUnsupported,
            "bind: on GPUs, tensors with gaps, or whose strides differ between ranks, cannot be "
-           "bound; pass .contiguous() ones");
+           "bound; pass .contiguous() tensors");
     }
     PreparedCall prepared(options, tensors,
                           std::make_shared<const Collective>(std::move(made.call)));

@@ -1,7 +1,7 @@
 // devices: the device of each rank, and events that order the streams of all devices.
 //
-// Contract  A communicator's devices never change. No function but Events::wait_for() blocks the
-//           host. meet() makes streams wait for events that were recorded before.
+// Contract  A communicator's devices never change. meet() and make_wait() make streams wait for
+//           recorded events. The host does not wait.
 // Threads   const functions: any. All others: one at a time.
 // Tests     tests/cpp/cuda_host
 #pragma once

@@ -1,5 +1,5 @@
 // cuda_process_group: one rank of a group of processes, with its tensors on a GPU. ProcessGroup
-// (process/group) synchronizes the hosts.
+// synchronizes the hosts.
 //
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
 // Contract  As ProcessGroup. run() returns when the call is enqueued. Captured streams are refused.
