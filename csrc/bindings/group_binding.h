@@ -31,7 +31,7 @@
 #include "bindings/prepare.h"
 #include "bindings/python_call.h"
 #include "bindings/tensor.h"
-#include "process/group.h"
+#include "process/process_group.h"
 
 namespace pyringar {
 
@@ -376,8 +376,8 @@ void def_process_calls(Class& cls) {
           "abort",
           [](Ptr group, const std::string& why) {
             const PythonCall python_call;
-            if (!why.empty()) Engine::host(*group).leave_at_once(join("has left the group: ", why));
-            return group->close(Leaving::kAborting);
+            if (!why.empty()) Engine::host(*group).abort(join("has left the group: ", why));
+            return group->close(CloseMode::kAborting);
           },
           py::arg("why") = "")
       .def(

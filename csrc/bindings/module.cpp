@@ -49,7 +49,7 @@ struct Engine {
   }
   static void wait_until_free(Group& group) {
     const PythonCall python_call;
-    group.wait_for_turn();
+    group.wait_for_earlier_calls();
   }
 };
 

@@ -45,18 +45,19 @@ inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
   return closed;
 }
 
-enum class Held : std::uint8_t {
-  kKept,     // no pass has added to it since the last reduction
-  kSum,      // the same, and rank 0 keeps this sum: passes of this rank add to zero
-  kPart,     // passes that are not counted have added to it
-  kCounted,  // passes have, and one was counted
+enum class GradState : std::uint8_t {
+  kUnchanged,  // no pass has added to it since the last reduction
+  kStaleSum,   // the same, and rank 0 keeps this sum: passes of this rank add to zero
+  kUncounted,  // passes that are not counted have added to it
+  kCounted,    // passes have, and one was counted
 };
 
 struct Step {
   const std::size_t world_size;  // ranks of this process
   const std::size_t num_params;
   const std::size_t first_summed;  // the first of these ranks that adds to zero
-  std::vector<Held> held = std::vector<Held>(world_size * num_params);  // by rank and parameter
+  std::vector<GradState> held =
+      std::vector<GradState>(world_size * num_params);  // by rank and parameter
   std::vector<std::size_t> bucket_of = std::vector<std::size_t>(num_params);
   std::vector<std::size_t> missing = {};  // gradients until a bucket is complete
   std::vector<std::int64_t> ready_ns = {};
@@ -65,11 +66,11 @@ struct Step {
   std::int64_t begin_ns = 0;
   std::size_t next = 0;
 
-  Held& at(std::size_t rank, std::size_t param) { return held.at(rank * num_params + param); }
+  GradState& at(std::size_t rank, std::size_t param) { return held.at(rank * num_params + param); }
 
   void start(const std::vector<Bucket>& plan, const std::vector<std::size_t>& reduced) {
     for (std::size_t rank = 0; rank < world_size; ++rank) {
-      const Held after = rank < first_summed ? Held::kKept : Held::kSum;
+      const GradState after = rank < first_summed ? GradState::kUnchanged : GradState::kStaleSum;
       for (const std::size_t param : reduced) at(rank, param) = after;
     }
     missing.assign(plan.size(), 0);
@@ -85,8 +86,8 @@ struct Step {
   }
 
   bool count(std::size_t rank, std::size_t param) {
-    if (at(rank, param) == Held::kCounted) return false;
-    at(rank, param) = Held::kCounted;
+    if (at(rank, param) == GradState::kCounted) return false;
+    at(rank, param) = GradState::kCounted;
     if (begin_ns == 0) begin_ns = now_ns();
     if (rank == 0) order.push_back(param);
     const std::size_t bucket = bucket_of[param];

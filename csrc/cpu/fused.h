@@ -18,7 +18,7 @@ namespace pyringar {
 
 inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 
-void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside);
+void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, CallMode mode);
 
 // Whether an asynchronous call runs at once: it is small, or medium while torch's threads idle.
 bool is_best_done_at_once(std::span<const Buffers> tensors);

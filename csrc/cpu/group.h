@@ -3,7 +3,8 @@
 // Units     bytes, nanoseconds. A Collective borrows the tensors' memory until its Work is done.
 // Contract  Collectives of one group run one at a time, in the order in which they were asked for.
 //           After a failed wait the group refuses everything with that reason. In a forked child
-//           it refuses too. Waits call on_nap as os/turn does; in the destructor it must not throw.
+//           it refuses too. Waits call on_nap as os/call_lock does; in the destructor it must not
+//           throw.
 // Threads   any thread may call; run() and Work::wait() block, try_run() never does.
 // Tests     tests/test_communicator.py, tests/cpp/stress.cpp
 #pragma once
@@ -17,8 +18,8 @@
 #include "core/collective.h"
 #include "cpu/fused.h"
 #include "cpu/ring.h"
+#include "os/call_lock.h"
 #include "os/process.h"
-#include "os/turn.h"
 #include "os/work_queue.h"
 
 namespace pyringar {
@@ -32,12 +33,12 @@ class Group : public ForkGuard {
 
   int world_size() const { return world_size_; }
   void run(const Collective& collective) {
-    const Turn::Held turn = take_turn();
-    run_locked(collective, Beside::kNothing);
+    const CallLock::Held held = lock_calls();
+    run_locked(collective, CallMode::kBlocking);
   }
   // Returns when all that was asked for before has run; throws where run() would refuse.
-  void wait_for_turn() {
-    const Turn::Held turn = take_turn();
+  void wait_for_earlier_calls() {
+    const CallLock::Held held = lock_calls();
     check_usable();
     check_not_failed();
   }
@@ -56,7 +57,7 @@ class Group : public ForkGuard {
   }
   // And after a failure, unless a collective runs just now: waits for nothing.
   void check();
-  bool has_this_thread() const { return queue_.is_mine(); }
+  bool has_this_thread() const { return queue_.is_worker_thread(); }
 
   // For tests: the rank sleeps before its next ring, at most until end_delay().
   void delay_rank(int rank, std::chrono::nanoseconds delay);
@@ -66,16 +67,16 @@ class Group : public ForkGuard {
   void check_not_failed() const {
     if (!failure_.empty()) fail_after(failure_kind_, failure_);
   }
-  Turn::Held take_turn();
+  CallLock::Held lock_calls();
   std::shared_ptr<Work> run_at_once(const Collective& collective);
-  void run_locked(const Collective& collective, Beside beside);
-  void run_ring(const Collective& collective, Beside beside);
+  void run_locked(const Collective& collective, CallMode mode);
+  void run_ring(const Collective& collective, CallMode mode);
 
   const int world_size_;
   const std::chrono::nanoseconds timeout_;
   const OnNap on_nap_;
 
-  Turn turn_;  // held while a collective runs; guards all below down to delay_
+  CallLock call_lock_;  // held while a collective runs; guards all below down to delay_
   std::unique_ptr<ThreadPool> pool_;
   std::unique_ptr<RankTeam> team_;
   std::unique_ptr<RingLinks> ring_;
@@ -88,7 +89,7 @@ class Group : public ForkGuard {
   std::mutex stats_mutex_;  // never held while one waits
   GroupStats stats_;
 
-  WorkQueue queue_{turn_};
+  WorkQueue queue_{call_lock_};
   std::atomic<bool> closed_{false};
 };
 

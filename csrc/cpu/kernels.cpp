@@ -32,7 +32,7 @@ PYRINGAR_INLINE void keep_in_place(BFloat16PairLanes::Vector& v) {
 // Trees of kNum leaves, in registers; 0: of any number, where sums wait in memory. A leaf is all of
 // a block's vectors of one source: a source at a time takes up to a sixth less time.
 template <int kNum>
-struct InTree {
+struct InTreeOrder {
   template <typename L>
   static constexpr int kVectors = PairedLanes<L> ? 2 : kUnroll<L>;  // four registers
 
@@ -74,14 +74,14 @@ struct InTree {
 
 // Up to three are a left fold, too.
 template <int kNum>
-using Way = std::conditional_t<kNum >= 1 && kNum <= 3, InRankOrder, InTree<kNum>>;
+using OrderFor = std::conditional_t<kNum >= 1 && kNum <= 3, InRankOrder, InTreeOrder<kNum>>;
 
 // kNums are 0 and all the numbers of sources that have a loop of their own.
 template <typename L, typename Op, int... kNums>
 constexpr FusedKernel with_loops_for(std::integer_sequence<int, kNums...>) {
   return [](const void* const* sources, int num_sources, void* const* destinations,
             int num_destinations, std::size_t n, int divisor) {
-    static constexpr FusedKernel kKernels[] = {&fused_kernel<L, Op, Way<kNums>>...};
+    static constexpr FusedKernel kKernels[] = {&fused_kernel<L, Op, OrderFor<kNums>>...};
     const bool is_fixed = num_sources < static_cast<int>(std::size(kKernels));
     kKernels[is_fixed ? num_sources : 0](sources, num_sources, destinations, num_destinations, n,
                                          divisor);

@@ -148,7 +148,7 @@ __attribute__((noinline)) void add_again(typename L::Vector* result, const SumOf
   }
 }
 
-struct Exactly {
+struct InExactOrder {
   template <typename L>
   static constexpr int kVectors = 2;  // each has up to three registers of sums
 
@@ -179,7 +179,7 @@ template <typename L>
 void exact_kernel(const void* const* sources, int num_sources, void* const* destinations,
                   int num_destinations, std::size_t n, int divisor) {
   const FusedKernel kernel =
-      num_sources <= 2 ? &fused_kernel<L, Sum, InRankOrder> : &fused_kernel<L, Sum, Exactly>;
+      num_sources <= 2 ? &fused_kernel<L, Sum, InRankOrder> : &fused_kernel<L, Sum, InExactOrder>;
   kernel(sources, num_sources, destinations, num_destinations, n, divisor);
 }
 

@@ -95,23 +95,23 @@ struct InRankOrder {
   }
 };
 
-template <typename L, typename Op, typename Way>
+template <typename L, typename Op, typename FoldOrder>
 void fused_kernel(const void* const* sources, int num_sources, void* const* destinations,
                   int num_destinations, std::size_t n, int divisor) {
   using Element = typename L::Element;
   using Vector = typename L::Vector;
   const auto source = [&](int r) { return static_cast<const Element*>(sources[r]); };
   const auto destination = [&](int r) { return static_cast<Element*>(destinations[r]); };
-  constexpr int kCount = Way::template kVectors<L>;
+  constexpr int kCount = FoldOrder::template kVectors<L>;
   // The block inline: as a function of its own it would look up each pointer through its captures.
   for_each_block<L, kCount>(
       n,
       [&](std::size_t i) PYRINGAR_INLINE_LAMBDA {
         Vector sum[kCount];
-        Way::template fold<L, Op>(sum, num_sources, divisor != 1,
-                                  [&](int r, int u) PYRINGAR_INLINE_LAMBDA {
-                                    return L::load(source(r) + i + u * L::kLanes);
-                                  });
+        FoldOrder::template fold<L, Op>(sum, num_sources, divisor != 1,
+                                        [&](int r, int u) PYRINGAR_INLINE_LAMBDA {
+                                          return L::load(source(r) + i + u * L::kLanes);
+                                        });
         typename L::Packed packed[kCount];
         for (int u = 0; u < kCount; ++u) packed[u] = L::pack(divided<L, Op>(sum[u], divisor));
         for (int r = 0; r < num_destinations; ++r) {
@@ -122,7 +122,7 @@ void fused_kernel(const void* const* sources, int num_sources, void* const* dest
       },
       [&](std::size_t i, std::size_t count) {
         Vector sum[1];
-        Way::template fold<L, Op>(
+        FoldOrder::template fold<L, Op>(
             sum, num_sources, divisor != 1,
             [&](int r, int) PYRINGAR_INLINE_LAMBDA { return load_some<L>(source(r) + i, count); });
         const Vector result = divided<L, Op>(sum[0], divisor);

@@ -25,8 +25,8 @@ RankTeam::~RankTeam() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void RankTeam::run(const std::function<void(int rank)>& program, Beside beside) {
-  const bool may_join = beside == Beside::kNothing && torch_team::is_ready();
+void RankTeam::run(const std::function<void(int rank)>& program, CallMode mode) {
+  const bool may_join = mode == CallMode::kBlocking && torch_team::is_ready();
   if (may_join && run_in_torch_team(program)) return;
   run_in_own_threads(program);
 }
@@ -52,7 +52,7 @@ void RankTeam::run_in_own_threads(const std::function<void(int rank)>& program) 
   const std::uint32_t epoch = started_.value.load(std::memory_order_relaxed) + 1;
   program_ = &program;
   start_threads(epoch - 1);
-  affinity_.look();
+  affinity_.update_cores();
   affinity_.spread_from_caller(threads_);
   started_.set(epoch);
   // The other ranks use what lies on this stack.

@@ -40,12 +40,13 @@ class Watch {
   // Waits, as `rank`, for a counter of another. turn: which message or barrier this rank is at.
   // False on timeout; of all ranks' describe() the one with the lowest turn is kept.
   template <typename Describe>
-  bool wait(int rank, Flag& flag, std::uint32_t wanted, std::uint32_t turn, Describe&& describe) {
+  bool wait(int rank, Flag& flag, std::uint32_t wanted, std::uint32_t message,
+            Describe&& describe) {
     if (try_for_flag(flag, wanted) || nap(rank, flag, wanted)) {
       progressed(rank);
       return true;
     }
-    report(turn, describe());
+    report(message, describe());
     return false;
   }
 
@@ -67,11 +68,11 @@ class Watch {
 
   bool nap(int rank, Flag& flag, std::uint32_t wanted);
 
-  void report(std::uint32_t turn, std::string text) {
+  void report(std::uint32_t message, std::string text) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (failure_.empty() || !reached(turn, failed_turn_)) {
+    if (failure_.empty() || !reached(message, failed_message_)) {
       failure_ = std::move(text);
-      failed_turn_ = turn;
+      failed_message_ = message;
     }
     given_up_.store(1, std::memory_order_release);
   }
@@ -81,7 +82,7 @@ class Watch {
   std::atomic<std::uint32_t> given_up_{0};
   std::mutex mutex_;
   std::string failure_;
-  std::uint32_t failed_turn_ = 0;
+  std::uint32_t failed_message_ = 0;
 };
 
 class RankTeam {
@@ -89,7 +90,7 @@ class RankTeam {
   explicit RankTeam(int world_size) : world_size_(world_size) {}
   ~RankTeam();
 
-  void run(const std::function<void(int rank)>& program, Beside beside);
+  void run(const std::function<void(int rank)>& program, CallMode mode);
 
  private:
   bool run_in_torch_team(const std::function<void(int rank)>& program);

@@ -27,7 +27,7 @@
 #include <thread>
 
 #include "os/stillness.h"
-#include "process/watch.h"
+#include "process/peer_watch.h"
 
 namespace pyringar {
 

@@ -19,7 +19,7 @@
 #include <mutex>
 
 #include "cuda_process/staging.h"
-#include "process/group.h"
+#include "process/process_group.h"
 
 namespace pyringar {
 
@@ -69,7 +69,7 @@ class CudaProcessGroup {
   // Throws, once, that a call which had returned ended without its data.
   void raise_untold();
   // As ProcessGroup's; false, too, as long as the GPU is not done: tensors of calls must stay.
-  bool close(Leaving leaving = Leaving::kAfterCalls);
+  bool close(CloseMode mode = CloseMode::kAfterCalls);
 
  private:
   struct Outcome;
@@ -79,7 +79,7 @@ class CudaProcessGroup {
   void raise_first(const Outcome& own, const std::vector<Outcome>& all) const;
   bool enqueue(const Collective& call, ProcessRank& self, cudaStream_t stream);
   void release_streams();
-  void release(Leaving leaving);
+  void release(CloseMode mode);
   Error void_error() const;
   void check_not_captured(const Collective& call, cudaStream_t stream) const;
   void check_connected() const;
@@ -98,7 +98,7 @@ class CudaProcessGroup {
   std::mutex abort_mutex_;                           // never held for long
   const cuda::ProcessStaging* abortable_ = nullptr;  // none before connect() and once closed
 
-  Turn close_turn_;
+  CallLock close_lock_;
   bool is_closed_ = false;
   std::atomic<std::uint32_t> last_;    // message of the last call that was enqueued
   std::atomic<bool> has_told_{false};  // of a failure

@@ -70,7 +70,7 @@ CoreSet usable_cores(CoreSet own) {
 
 CoreSet allowed_cores() { return usable_cores(cores_of_thread(0)); }
 
-int Affinity::look() {
+int Affinity::update_cores() {
   const CoreSet own = cores_of_thread(0);
   if (cores_.empty() || own != own_) {
     own_ = own;
@@ -129,7 +129,7 @@ CoreSet allowed_cores() {
   return cores;
 }
 
-int Affinity::look() {
+int Affinity::update_cores() {
   static const int count = static_cast<int>(allowed_cores().count());
   return count;
 }

@@ -25,7 +25,7 @@ CoreSet allowed_cores();
 class Affinity {
  public:
   // Looks which cores the caller may use now, and returns how many.
-  int look();
+  int update_cores();
   // Helpers may run anywhere but where the caller runs now.
   void keep_off_caller(std::span<std::thread> helpers);
   // Ranks 1, 2, ... go to the cores after the caller's, neighbours to one core where there are more

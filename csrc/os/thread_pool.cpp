@@ -21,8 +21,8 @@ ThreadPool::~ThreadPool() {
   for (std::thread& helper : helpers_) helper.join();
 }
 
-int ThreadPool::look_for_helpers() {
-  const int num_cores = affinity_.look();
+int ThreadPool::count_helpers() {
+  const int num_cores = affinity_.update_cores();
   if (follows_cores_) num_helpers_ = num_cores - 1;
   return num_helpers_;
 }

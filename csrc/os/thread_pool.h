@@ -30,7 +30,7 @@ class ThreadPool {
       : follows_cores_(num_helpers == kByCores), num_helpers_(follows_cores_ ? 0 : num_helpers) {}
   ~ThreadPool();
 
-  int look_for_helpers();
+  int count_helpers();
   // Whether helpers sleep, and jobs are rare: then waking them pays for large jobs only.
   bool is_cold();
   // At most max_helpers join, and as many as the last look found.

@@ -15,7 +15,7 @@
 namespace pyringar {
 
 // What goes on while a call runs: its caller waits for it, or torch may compute.
-enum class Beside { kNothing, kTorch };
+enum class CallMode { kBlocking, kBackground };
 
 }  // namespace pyringar
 

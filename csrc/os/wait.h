@@ -56,8 +56,8 @@ inline constexpr Deadline kNoDeadline = Deadline::max();
 // A few pauses, then yields: the other rank may need this core. Whether flag >= wanted by then.
 bool try_for_flag(const Flag& flag, std::uint32_t wanted);
 
-// Yields the core so often at most. Beside a thread that computes, a yield gives away a whole time
-// slice: the first that does ends this, and sets how many waits from now on sleep at once.
+// Yields the core so often at most. CallMode a thread that computes, a yield gives away a whole
+// time slice: the first that does ends this, and sets how many waits from now on sleep at once.
 bool yield_for_flag(const Flag& flag, std::uint32_t wanted, int num_yields,
                     int& waits_without_yields);
 

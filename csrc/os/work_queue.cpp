@@ -46,12 +46,12 @@ void Work::complete(std::exception_ptr error) {
 
 std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe describe,
                                         std::function<void()> interrupt) {
-  turn_.check_not_mine();  // who waited for the work would wait for itself
+  call_lock_.check_not_held_by_caller();  // who waited for the work would wait for itself
   auto work = std::make_shared<Work>(std::move(describe), std::move(interrupt));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_closing_) fail_closed();
   try {
-    if (!thread_) thread_ = std::make_unique<std::thread>([this] { work_off(); });
+    if (!thread_) thread_ = std::make_unique<std::thread>([this] { run_jobs(); });
   } catch (const std::system_error& error) {
     fail(ErrorKind::kState, "cannot start a thread for work in the background: ", error.what());
   }
@@ -61,7 +61,7 @@ std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe desc
   return work;
 }
 
-void WorkQueue::work_off() {
+void WorkQueue::run_jobs() {
   worker_.store(std::this_thread::get_id());
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {

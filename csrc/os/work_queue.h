@@ -1,7 +1,7 @@
 // work_queue: one thread that runs what it is given, in the order in which it was given.
 //
 // Contract  A job's Work is complete once the job has returned or thrown. The first job starts the
-//           thread. close() runs all jobs, then joins it. Waits call on_nap as os/turn does.
+//           thread. close() runs all jobs, then joins it. Waits call on_nap as os/call_lock does.
 // Threads   any thread may call. A job must not submit, nor close.
 // Tests     tests/test_communicator.py, tests/cpp/group_test.cpp
 #pragma once
@@ -18,8 +18,8 @@
 #include <string>
 #include <thread>
 
+#include "os/call_lock.h"
 #include "os/process.h"
-#include "os/turn.h"
 
 namespace pyringar {
 
@@ -64,14 +64,14 @@ class Work {
 
 class WorkQueue {
  public:
-  explicit WorkQueue(const Turn& turn) : turn_(turn) {}
+  explicit WorkQueue(const CallLock& call_lock) : call_lock_(call_lock) {}
   ~WorkQueue() { close(&ignore_naps); }
 
   // Throws once closed, and where the system refuses a thread; the job has then not been queued.
   std::shared_ptr<Work> submit(std::function<void()> job, Describe describe,
                                std::function<void()> interrupt = nullptr);
   // Whether the caller is a job, or what goes with one: it must not wait for the queue's end.
-  bool is_mine() const { return worker_.load() == std::this_thread::get_id(); }
+  bool is_worker_thread() const { return worker_.load() == std::this_thread::get_id(); }
   bool has_work() const { return num_waiting_.load(std::memory_order_acquire) > 0; }
   void wait_until_idle(const OnNap& on_nap);
   // Where on_nap throws nothing new is accepted, and what was submitted goes on.
@@ -83,9 +83,9 @@ class WorkQueue {
     std::shared_ptr<Work> work;
   };
 
-  void work_off();
+  void run_jobs();
 
-  const Turn& turn_;
+  const CallLock& call_lock_;
   std::mutex close_mutex_;  // held by the one thread that joins
   std::mutex mutex_;        // guards all below
   std::condition_variable changed_;

@@ -51,7 +51,7 @@ struct alignas(64) CallRecord {
     other.strides = strides;
     return *this == other;
   }
-  bool lies_like(const CallRecord& other) const { return strides == other.strides; }
+  bool has_same_layout(const CallRecord& other) const { return strides == other.strides; }
   std::uint64_t digest() const;  // equal digests: the same call, and tensors that lie alike
   std::string text() const;
 };

@@ -7,8 +7,8 @@
 #include "core/ring_program.h"
 #include "cpu/fused.h"
 #include "oracle.h"
+#include "os/call_lock.h"
 #include "os/thread_pool.h"
-#include "os/turn.h"
 #include "os/wait.h"
 #include "os/work_queue.h"
 #include "stress.h"
@@ -21,28 +21,29 @@ using std::chrono::milliseconds;
 
 // Two threads hand a plain counter to each other; the flags' counters wrap on the way.
 void play_ping_pong(Random& random) {
-  constexpr std::uint32_t kTurns = 60;
+  constexpr std::uint32_t kRallies = 60;
   const auto start = static_cast<std::uint32_t>(0) - static_cast<std::uint32_t>(random.below(100));
   Flag ping, pong;
   ping.value = pong.value = start;
   std::uint32_t ball = 0;  // plain: only the flags order who touches it
   Random other = random.fork();
   std::thread player([&] {
-    for (std::uint32_t turn = 1; turn <= kTurns; ++turn) {
-      wait_for_flag(ping, start + turn);
-      CHECK(ball == 2 * turn - 1, "the ball is at ", ball, " in turn ", turn);
+    for (std::uint32_t rally = 1; rally <= kRallies; ++rally) {
+      wait_for_flag(ping, start + rally);
+      CHECK(ball == 2 * rally - 1, "the ball is at ", ball, " in rally ", rally);
       ++ball;
       dawdle(other);
-      pong.set(start + turn);
+      pong.set(start + rally);
     }
   });
-  for (std::uint32_t turn = 1; turn <= kTurns; ++turn) {
+  for (std::uint32_t rally = 1; rally <= kRallies; ++rally) {
     ++ball;
     dawdle(random);
-    ping.set(start + turn);
+    ping.set(start + rally);
     const auto never = [] { return false; };
-    CHECK(try_for_flag(pong, start + turn) || nap_for_flag(pong, start + turn, kLong, never), turn);
-    CHECK(ball == 2 * turn, "the ball is at ", ball, " after turn ", turn);
+    CHECK(try_for_flag(pong, start + rally) || nap_for_flag(pong, start + rally, kLong, never),
+          rally);
+    CHECK(ball == 2 * rally, "the ball is at ", ball, " after rally ", rally);
   }
   player.join();
 }
@@ -176,7 +177,8 @@ void fused_round(Random& random) {
   const int world_size = random.one_in(4) ? random.between(1, 20) : random.between(1, 4);
   const Fold fold = random_fold(random, world_size);
   Job job = random_job(random, world_size);
-  run_fused(job.buffers, fold, pool, random.one_in(2) ? Beside::kNothing : Beside::kTorch);
+  run_fused(job.buffers, fold, pool,
+            random.one_in(2) ? CallMode::kBlocking : CallMode::kBackground);
   for (const Tensors& t : job.tensors) t.check_all_reduced(fold, false, "fused");
 }
 
@@ -184,12 +186,12 @@ struct Interruption {};
 
 // A queue's close() that is interrupted takes nothing new, does what it has, and can be repeated.
 void queue_round(Random& random) {
-  Turn turn;
-  WorkQueue queue(turn);
+  CallLock call_lock;
+  WorkQueue queue(call_lock);
   std::atomic<bool> may_end{false};
   const auto slow = queue.submit(
       [&] {
-        const Turn::Held held = turn.take(&ignore_naps);
+        const CallLock::Held held = call_lock.acquire(&ignore_naps);
         while (!may_end.load()) std::this_thread::yield();
       },
       nullptr);

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "oracle.h"
-#include "process/call.h"
+#include "process/process_call.h"
 
 namespace pyringar::stress {
 

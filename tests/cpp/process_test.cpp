@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "os/process.h"
-#include "process/group.h"
+#include "process/process_group.h"
 #include "process_calls.h"
 #include "stress.h"
 

@@ -310,7 +310,7 @@ void check_abort(Random& random) {
     while (num_enqueued < scene.world_size) std::this_thread::yield();
     if (calls.rank == aborting) {
       const Stopwatch watch;
-      CHECK(calls.group.close(Leaving::kAborting), "it has not closed");
+      CHECK(calls.group.close(CloseMode::kAborting), "it has not closed");
       CHECK(watch.seconds() < kGraceSeconds, "abort waited for long");
       has_aborted = true;
     } else {

@@ -14,8 +14,8 @@
 
 #include "core/collective.h"
 #include "cpu/strided.h"
+#include "process/peer_watch.h"
 #include "process/segment.h"
-#include "process/watch.h"
 
 namespace pyringar {
 
@@ -58,33 +58,33 @@ class FlatView {
   std::size_t bytes() const { return bytes_; }
 
   // The part of a tensor that lies in a range.
-  struct Part {
+  struct Slice {
     DType dtype;
     std::byte* data;
     std::size_t offset;  // from the range's begin
     std::size_t bytes;
   };
   template <typename Visit>
-  void for_each_part(Range range, Visit&& visit) const {
+  void for_each_slice(Range range, Visit&& visit) const {
     const auto first = std::upper_bound(
         tensors_.begin(), tensors_.end(), range.begin,
-        [](std::size_t position, const Placed& placed) { return position < placed.end; });
-    for (auto placed = first; placed != tensors_.end() && placed->begin < range.end; ++placed) {
-      const std::size_t from = std::max(range.begin, placed->begin);
-      const std::size_t to = std::min(range.end, placed->end);
-      visit(Part{placed->tensor.dtype, placed->tensor.data + (from - placed->begin),
-                 from - range.begin, to - from});
+        [](std::size_t position, const Entry& entry) { return position < entry.end; });
+    for (auto entry = first; entry != tensors_.end() && entry->begin < range.end; ++entry) {
+      const std::size_t from = std::max(range.begin, entry->begin);
+      const std::size_t to = std::min(range.end, entry->end);
+      visit(Slice{entry->tensor.dtype, entry->tensor.data + (from - entry->begin),
+                  from - range.begin, to - from});
     }
   }
 
  private:
-  struct Placed {
+  struct Entry {
     TensorSpan tensor;
     std::size_t begin;
     std::size_t end;
   };
 
-  std::vector<Placed> tensors_;  // without the empty ones
+  std::vector<Entry> tensors_;  // without the empty ones
   std::size_t bytes_ = 0;
 };
 
@@ -98,9 +98,9 @@ struct ProcessRank {
   std::uint32_t messages = 0;     // announced so far
   void (*on_announce)() = [] {};  // see ProcessGroupOptions
   PhaseDelay delay{};             // for tests
-  bool lies_otherwise = false;    // why the last call was refused: see in_index_order()
+  bool layouts_differ = false;    // why the last call was refused: see in_index_order()
   // Of the call that runs; kept for their memory.
-  FlatView line{};
+  FlatView flat{};
   std::vector<const void*> sources{};
 
   // What the next call's messages follow. Ranks whose tensors lie otherwise may have meant to send
@@ -134,7 +134,7 @@ ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 void begin_call(const Collective& call, ProcessRank& self, bool is_background);
 
 // Packs tensors with gaps, announces, compares, moves the data, unpacks. False: a wait
-// failed or calls differ, and the watch says why; or self.lies_otherwise is set, on all ranks, and
+// failed or calls differ, and the watch says why; or self.layouts_differ is set, on all ranks, and
 // nothing was written.
 bool run_process_call(const Collective& call, ProcessRank& self, bool is_background);
 

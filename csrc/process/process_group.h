@@ -5,7 +5,7 @@
 //           moves, and raised on all ranks. A group that failed, and a forked child's, refuses all
 //           calls. Waits call on_nap. An exception from it ends the wait and the group, and the
 //           other ranks are told; in the destructor it must not throw. While on_nap runs in a wait,
-//           calls and close() of that thread are refused (os/turn).
+//           calls and close() of that thread are refused (os/call_lock).
 // Threads   any thread may call; calls run one at a time, in the order in which they came.
 // Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
@@ -18,10 +18,10 @@
 #include <string>
 #include <vector>
 
+#include "os/call_lock.h"
 #include "os/shared_memory.h"
-#include "os/turn.h"
 #include "os/work_queue.h"
-#include "process/call.h"
+#include "process/process_call.h"
 
 namespace pyringar {
 
@@ -34,7 +34,7 @@ struct ProcessGroupOptions {
 };
 
 // Calls under way end first; or at once, with an error, here and on the other ranks.
-enum class Leaving { kAfterCalls, kAborting };
+enum class CloseMode { kAfterCalls, kAborting };
 
 using ProcessStats = CallStats<kNumProcessAlgorithms>;
 
@@ -61,7 +61,7 @@ class ProcessGroup : public ForkGuard {
   // throws ends the group, and the others are told.
   using Program = std::function<bool(ProcessRank& self)>;
   void run_program(const Program& program) {
-    const Turn::Held turn = take_turn();
+    const CallLock::Held held = lock_calls();
     run_program_locked(program);
   }
   std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const Collective> call);
@@ -69,9 +69,9 @@ class ProcessGroup : public ForkGuard {
   std::shared_ptr<Work> submit_step(std::function<void()> step);
   // Waits for calls that run; refuses all that come later. False in a forked child, and in the
   // thread of the background, which cannot wait for itself: there the rank leaves at once.
-  bool end_calls(Leaving leaving);
+  bool end_calls(CloseMode mode);
   // The same, then leaves the group. Unless it was false: then the next close() does.
-  bool close(Leaving leaving = Leaving::kAfterCalls);
+  bool close(CloseMode mode = CloseMode::kAfterCalls);
   // Throws if the group has failed, or one of these ranks is gone or has left. Does not wait.
   void check_peers(const std::vector<int>& peers) const {
     check_usable();
@@ -96,8 +96,8 @@ class ProcessGroup : public ForkGuard {
   }
   // Tells the others that this rank `how`, such as "has aborted the group", unless it has left
   // before; fails the call that runs, and refuses those that have not begun. From any thread.
-  void leave_at_once(const std::string& how);
-  bool has_this_thread() const { return queue_.is_mine(); }
+  void abort(const std::string& how);
+  bool has_this_thread() const { return queue_.is_worker_thread(); }
 
   // For tests: stops before the given phase of the next call.
   void delay(Phase phase, std::chrono::nanoseconds time);
@@ -108,7 +108,7 @@ class ProcessGroup : public ForkGuard {
   bool run_call(const Collective& call, bool is_background);
   bool attempt(const Collective& call, bool is_background);
   void run_program_locked(const Program& program);
-  Turn::Held take_turn();
+  CallLock::Held lock_calls();
 
   SharedMemory memory_;
   const Segment segment_;
@@ -116,14 +116,14 @@ class ProcessGroup : public ForkGuard {
   const bool compares_shapes_;
   const OnNap on_nap_;
 
-  Turn turn_;  // held while a call runs; guards the two below
+  CallLock call_lock_;  // held while a call runs; guards the two below
   PeerWatch watch_;
   ProcessRank self_;
 
   std::mutex stats_mutex_;  // never held while one waits
   ProcessStats stats_;
 
-  WorkQueue queue_{turn_};
+  WorkQueue queue_{call_lock_};
   std::atomic<bool> closed_{false};
 };
 

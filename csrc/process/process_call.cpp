@@ -1,6 +1,6 @@
 // call: the engines that give the staged programs a process's memory and arithmetic.
 
-#include "process/call.h"
+#include "process/process_call.h"
 
 #include <algorithm>
 #include <initializer_list>
@@ -90,7 +90,7 @@ struct HostFolds {
 // Slots of the segment, or, for short messages, their heads.
 class HostMemory : public StagedCounters {
  public:
-  static constexpr std::size_t kPartAlignment = 64;
+  static constexpr std::size_t kChunkAlignment = 64;
 
   // most_bytes: that a message has.
   HostMemory(ProcessRank& self, const Fold& fold, std::size_t most_bytes)
@@ -135,8 +135,8 @@ ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
 }
 
 bool run_all_reduce(const Collective& call, ProcessRank& self) {
-  self.line.view(call);
-  const std::size_t bytes = self.line.bytes();
+  self.flat.view(call);
+  const std::size_t bytes = self.flat.bytes();
   const std::size_t piece_bytes = piece_bytes_for(bytes, self.segment);
   const std::size_t num_pieces = pieces_of(bytes, piece_bytes);
   const bool is_direct = algorithm_of(call, self.segment) == ProcessAlgorithm::kDirect;
@@ -146,16 +146,16 @@ bool run_all_reduce(const Collective& call, ProcessRank& self) {
   return self.count_messages(program, run_staged_direct(engine, program));
 }
 
-bool run_shares(const Collective& call, ProcessRank& self) {
+bool run_chunked(const Collective& call, ProcessRank& self) {
   const bool is_scatter = call.kind == CallKind::kReduceScatter;
   const std::size_t most_bytes = is_scatter ? kSlotBytes : call.local_source(0).bytes();
-  ShareEngine engine(HostMemory(self, call.fold, most_bytes), call, kSlotBytes);
+  ChunkEngine engine(HostMemory(self, call.fold, most_bytes), call, kSlotBytes);
   return exchange(engine, self, engine.num_pieces());
 }
 
 bool move_data(const Collective& call, ProcessRank& self) {
   if (call.kind == CallKind::kAllReduce) return run_all_reduce(call, self);
-  if (call.kind != CallKind::kBarrier) return run_shares(call, self);
+  if (call.kind != CallKind::kBarrier) return run_chunked(call, self);
   EmptyEngine engine(HostMemory(self, call.fold, 0));
   return exchange(engine, self, 1);
 }
@@ -182,7 +182,7 @@ void ProcessRank::sleep_in(Phase phase) {
 
 bool ProcessRank::count_messages(const StagedProgram& program, bool is_done) {
   messages = program.base +
-             (lies_otherwise ? kMostRefused : static_cast<std::uint32_t>(program.num_pieces));
+             (layouts_differ ? kMostRefused : static_cast<std::uint32_t>(program.num_pieces));
   return is_done;
 }
 
@@ -222,7 +222,7 @@ void begin_call(const Collective& call, ProcessRank& self, bool is_background) {
   record = record_of(call);
   record.sequence = self.sequence;
   self.call_digest = record.digest();
-  self.lies_otherwise = false;
+  self.layouts_differ = false;
   self.watch.begin_call(is_background);
 }
 

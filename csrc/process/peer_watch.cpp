@@ -1,6 +1,6 @@
 // watch: pauses, yields, naps; liveness; the failure that all ranks share.
 
-#include "process/watch.h"
+#include "process/peer_watch.h"
 
 #include <algorithm>
 #include <cstring>
