@@ -1,4 +1,4 @@
-// fused: cuts all tensors of a call, laid end to end, into blocks that threads take one by one.
+// fused: cuts all tensors of a call, laid end to end, into blocks that threads take.
 
 #include "cpu/fused.h"
 
@@ -14,13 +14,13 @@ namespace pyringar {
 
 namespace {
 
-// Bytes per rank of a block. Threads do not start together, so a small call is cut finely enough
-// for the faster one to take more; a large one coarsely, since every block opens new streams.
+// Bytes per rank of a block. Threads start at different times, so small blocks balance a small
+// call. A large call has large blocks, since each block starts new prefetch streams.
 constexpr std::size_t kMinBlockBytes = 8 * 1024;
 constexpr std::size_t kBlocksPerThread = 8;
-// Below this much traffic a helper costs more to wake than it saves.
+// Below this traffic, waking a helper costs more than it saves.
 constexpr std::size_t kAloneBytes = 512 * 1024;
-// The same for one that sleeps: between the steps of a training run all do.
+// The same limit for helpers that sleep, as they do between the steps of a training run.
 constexpr std::size_t kAloneWhenColdBytes = 8 * 1024 * 1024;
 constexpr int kMaxRanksOnStack = 16;
 constexpr std::size_t kLineBytes = 64;
@@ -51,8 +51,8 @@ void fuse_range(const Buffers& tensor, Fold fold, Range range) {
   }
 }
 
-// All tensors of a call as one line of bytes (of one rank), cut into a part for each thread, and
-// parts into blocks. Each begins at a whole cache line: vectors that straddle lines cost a tenth.
+// The tensors of a call, laid end to end and cut into blocks, with a queue of blocks per thread.
+// Blocks begin at cache lines: vectors that straddle lines cost a tenth.
 class BlockList {
  public:
   BlockList(std::span<const Buffers> tensors, Fold fold, int num_threads)
@@ -71,9 +71,8 @@ class BlockList {
 
   std::size_t num_blocks() const { return num_blocks_; }
 
-  // Takes the blocks of the thread's own part, from the front, then those of parts that no thread
-  // has begun, from the back: a buffer that is reduced again finds itself in the caches where it
-  // was left, and a late thread holds no other up. A thread ends the part that it has begun.
+  // Run the blocks of the thread's own queue from the front, so that a repeated call finds them in
+  // this core's cache. Then run queues that no thread has started, from the back.
   void take_blocks(int thread) {
     const auto own = static_cast<std::size_t>(thread);
     for (std::size_t i = 0; i < queues_.size(); ++i) {
@@ -136,8 +135,8 @@ std::size_t traffic_bytes_of(std::span<const Buffers> tensors) {
   return bytes;
 }
 
-// How many threads may work on a call at once. One that its caller waits for keeps no more of them
-// busy than an operation of torch's would. While torch computes there is no such number.
+// A blocking call uses at most as many threads as a torch operation; a background call has no
+// limit.
 int most_threads(std::size_t traffic_bytes, CallMode mode) {
   if (traffic_bytes < kAloneBytes) return 1;
   const int in_torch = mode == CallMode::kBackground ? 0 : torch_team::num_threads();

@@ -1,4 +1,4 @@
-// group: locks, queues and dispatch.
+// group: locks, the queue, and the choice of the algorithm's code.
 
 #include "cpu/group.h"
 
@@ -45,7 +45,7 @@ void Group::run_locked(const Collective& collective, CallMode mode) {
   }
   if (collective.algorithm == Algorithm::kRing) {
     run_ring(collective, mode);
-  } else {  // in one memory `direct` is the same pass
+  } else {  // in one memory `direct` equals `fused`
     run_fused(collective.tensors, collective.fold, *pool_, mode);
   }
   for (const PackedTensor& tensor : collective.packed) {
@@ -87,7 +87,7 @@ void Group::delay_rank(int rank, std::chrono::nanoseconds delay) {
   delay_ = delay;
 }
 
-// Null where it is for the background.
+// Run a small call in the caller's thread. Return null if it should run in the background.
 std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
   const bool is_fused = collective.algorithm == Algorithm::kFused && collective.packed.empty();
   if (!is_fused || !is_best_done_at_once(collective.tensors)) return nullptr;
@@ -96,7 +96,7 @@ std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
     if (!try_run(collective)) return nullptr;
   } catch (...) {
     error = std::current_exception();
-    check_usable();  // closed meanwhile: there is no call
+    check_usable();  // a call that close() refused has no Work
   }
   auto work = std::make_shared<Work>();
   work->complete(std::move(error));

@@ -1,4 +1,4 @@
-// rank_team: persistent threads, woken together, counted as they return.
+// rank_team: persistent threads that start together, and a count of the threads that returned.
 
 #include "cpu/rank_team.h"
 
@@ -55,15 +55,15 @@ void RankTeam::run_in_own_threads(const std::function<void(int rank)>& program) 
   affinity_.update_cores();
   affinity_.spread_from_caller(threads_);
   started_.set(epoch);
-  // The other ranks use what lies on this stack.
+  // noexcept: other ranks use objects on this stack.
   [&]() noexcept { program(0); }();
   for (int rank = 1; rank < world_size_; ++rank) {
-    // Without a deadline of its own: the program lies on this stack, and all its waits have one.
+    // No deadline: all waits inside the program have one.
     wait_for_flag(finished_[static_cast<std::size_t>(rank)], epoch);
   }
 }
 
-// Where the system refuses one, nothing has run, and the next run() goes on from there.
+// If the system refuses a thread, throw; the next run() starts the missing threads.
 void RankTeam::start_threads(std::uint32_t seen) {
   threads_.reserve(static_cast<std::size_t>(world_size_));
   for (int rank = static_cast<int>(threads_.size()) + 1; rank < world_size_; ++rank) {

@@ -1,9 +1,8 @@
-// call_lock: the lock under which the calls of a group run one at a time, and how one waits for it.
+// call_lock: the lock under which the calls of a group run one at a time.
 //
-// Contract  take() returns when this thread has the lock. While it waits it calls on_nap twenty
-// times
-//           a second; an exception from that ends the wait. It throws kState if this thread has the
-//           lock: on_nap of a call has run a signal handler, which called again.
+// Contract  acquire() returns when this thread holds the lock. While it waits it calls on_nap 20
+//           times a second; an exception from on_nap ends the wait. It throws kState if this thread
+//           holds the lock already: a signal handler that ran in on_nap made another call.
 // Threads   any number.
 // Tests     tests/test_signals.py, tests/cpp/group_test.cpp
 #pragma once
@@ -20,14 +19,14 @@
 
 namespace pyringar {
 
-// Looks at what may end a wait, such as a signal, and throws then.
+// Called during waits; throws to end the wait, for instance after a signal.
 using OnNap = std::function<void()>;
 inline constexpr std::chrono::milliseconds kNapInterval{50};
 inline void ignore_naps() {}
 
 class CallLock {
  public:
-  using Held = std::unique_lock<CallLock>;  // gives the turn up at its end
+  using Held = std::unique_lock<CallLock>;
 
   bool is_held_by_caller() const {
     return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
@@ -57,7 +56,7 @@ class CallLock {
  private:
   static constexpr std::uint32_t kFree = 0;
   static constexpr std::uint32_t kHeld = 1;
-  static constexpr std::uint32_t kContended = 2;  // taken, and somebody may sleep
+  static constexpr std::uint32_t kContended = 2;  // held, and a thread may sleep
 
   void wait(const OnNap& on_nap) {
     while (state_.exchange(kContended, std::memory_order_acquire) != kFree) {
