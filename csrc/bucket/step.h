@@ -1,9 +1,9 @@
-// step: which parameters share a bucket, what each gradient holds, and which buckets are complete.
+// step: the buckets of parameters, the content of each gradient, and the complete buckets.
 //
 // Units     nanoseconds on the steady clock; 0: not yet.
 // Contract  count() is called for each accumulated gradient. A bucket is complete when all its
 //           parameters are counted on all ranks.
-// Threads   one call at a time (the owner holds the GIL).
+// Threads   One call at a time: the owner holds the GIL.
 // Tests     tests/test_bucketing.py, tests/test_bucketing_sums.py
 #pragma once
 
@@ -15,9 +15,10 @@
 
 namespace pyringar {
 
-// Which parameters share a bucket: equal on all ranks. A bucket holds one kind and closes at its
-// cap; the first has its own. Buckets are in the order in which they close, parameters in `order`.
-using BucketItem = std::pair<std::size_t, int>;  // bytes, and kind: a dtype
+// Assign parameters to buckets, in the given order; the result is equal on all ranks. A bucket
+// holds one kind and closes when it reaches its cap. Only the first bucket uses first_cap_bytes.
+// Buckets are in the order in which they close.
+using BucketItem = std::pair<std::size_t, int>;  // bytes and kind (a dtype)
 using Bucket = std::vector<std::size_t>;
 
 inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
@@ -29,7 +30,7 @@ inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
     Bucket bucket;
   };
   std::vector<Bucket> closed;
-  std::vector<Open> open;  // one per kind, in the order of their first parameters
+  std::vector<Open> open;  // one per kind, in the order of first parameters
   for (const std::size_t index : order) {
     const auto& [bytes, kind] = items.at(index);
     std::size_t at = 0;
@@ -45,6 +46,7 @@ inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
   return closed;
 }
 
+// The content of a gradient.
 enum class GradState : std::uint8_t {
   kUnchanged,  // no pass has added to it since the last reduction
   kStaleSum,   // the same, and rank 0 keeps this sum: passes of this rank add to zero
@@ -52,17 +54,18 @@ enum class GradState : std::uint8_t {
   kCounted,    // passes have, and one was counted
 };
 
+// The state of one training step.
 struct Step {
   const std::size_t world_size;  // ranks of this process
   const std::size_t num_params;
-  const std::size_t first_summed;  // the first of these ranks that adds to zero
+  const std::size_t first_summed;  // first rank that clears a sum before it accumulates
   std::vector<GradState> held =
       std::vector<GradState>(world_size * num_params);  // by rank and parameter
   std::vector<std::size_t> bucket_of = std::vector<std::size_t>(num_params);
-  std::vector<std::size_t> missing = {};  // gradients until a bucket is complete
+  std::vector<std::size_t> missing = {};  // by bucket: gradients not counted yet
   std::vector<std::int64_t> ready_ns = {};
   std::vector<std::int64_t> launched_ns = {};
-  std::vector<std::size_t> order = {};  // parameters of the first rank, as their gradients came
+  std::vector<std::size_t> order = {};  // rank 0's parameters in the order of their gradients
   std::int64_t begin_ns = 0;
   std::size_t next = 0;
 
@@ -104,8 +107,8 @@ struct Step {
   }
 };
 
-// The C structure, in a capsule, by which the CPU engine's module tells the CUDA engine's of a
-// gradient, with the GIL held. note() returns false if it has set a Python error.
+// C callbacks in a Python capsule, called with the GIL held: the module of the CPU engine reports
+// gradients to the module of the CUDA engine. note() returns false if it set a Python error.
 struct ReadyHook {
   static constexpr const char* kCapsule = "pyringar.ready";
   void* self;

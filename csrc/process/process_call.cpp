@@ -1,4 +1,4 @@
-// call: the engines that give the staged programs a process's memory and arithmetic.
+// process_call: runs the staged programs on host memory.
 
 #include "process/process_call.h"
 
@@ -10,7 +10,7 @@
 #include "cpu/kernels.h"
 #include "process/staged_engines.h"
 
-// Sanitizers do not see what assembly does.
+// Sanitizers do not see the memory accesses of inline assembly.
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
 #define PYRINGAR_SANITIZED 1
@@ -27,12 +27,12 @@ void copy_from_slot(void* to, const void* from, std::size_t bytes) {
   kernels(DType::kUInt8, ReduceOp::kSum).fused(&from, 1, &to, 1, bytes, 1);
 }
 
-// `rep movsb` announces whole lines: it stores to lines that another core has read at 90 GB/s, not
-// 35 (AMD EPYC, Zen 5). For reading lines that another core has written it is the other way round.
+// `rep movsb` stores to cache lines that another core has read at 90 GB/s instead of 35 (AMD EPYC,
+// Zen 5). It is slower for reading lines that another core has written.
 void copy_to_slot(void* to, const void* from, std::size_t bytes) {
 #if defined(__x86_64__) && !defined(PYRINGAR_SANITIZED)
-  constexpr std::size_t kWorthStarting = 16 * 1024;
-  if (bytes >= kWorthStarting) {
+  constexpr std::size_t kMinBytes = 16 * 1024;  // `rep movsb` starts slowly
+  if (bytes >= kMinBytes) {
     __asm__ __volatile__("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes) : : "memory");
     return;
   }
@@ -42,7 +42,7 @@ void copy_to_slot(void* to, const void* from, std::size_t bytes) {
 
 constexpr std::size_t kAheadStepBytes = 1024;
 
-// Touches nothing: any address will do.
+// Prefetch; an invalid address is harmless.
 void read_ahead(const std::byte* from, std::size_t bytes) {
   constexpr std::size_t kLineBytes = 64;
   for (std::size_t at = 0; at < bytes; at += kLineBytes) {
@@ -59,7 +59,7 @@ struct HostCopies {
   }
 };
 
-// Runs each fold at once. ahead: bytes from an element to the one that is read into the cache.
+// Runs each fold at once. Prefetches `ahead` bytes beyond the destination; 0: no prefetch.
 struct HostFolds {
   const Fold& fold;
   std::size_t ahead;
@@ -87,14 +87,13 @@ struct HostFolds {
   }
 };
 
-// Slots of the segment, or, for short messages, their heads.
+// The slots of the segment; for short messages the payloads of message heads.
 class HostMemory : public StagedCounters {
  public:
   static constexpr std::size_t kChunkAlignment = 64;
 
-  // most_bytes: that a message has.
-  HostMemory(ProcessRank& self, const Fold& fold, std::size_t most_bytes)
-      : StagedCounters(self), fold_(fold), fits_head_(most_bytes <= MessageHead::kPayloadBytes) {}
+  HostMemory(ProcessRank& self, const Fold& fold, std::size_t max_bytes)
+      : StagedCounters(self), fold_(fold), fits_head_(max_bytes <= MessageHead::kPayloadBytes) {}
 
  protected:
   std::byte* slot(int rank, std::uint32_t n) const {
@@ -176,13 +175,13 @@ void ProcessRank::sleep_in(Phase phase) {
   if (delay.phase != phase || delay.delay <= delay.delay.zero()) return;
   watch.before_wait();
   const auto time = delay.delay;
-  delay = {};  // once
+  delay = {};
   std::this_thread::sleep_for(time);
 }
 
 bool ProcessRank::count_messages(const StagedProgram& program, bool is_done) {
   messages = program.base +
-             (layouts_differ ? kMostRefused : static_cast<std::uint32_t>(program.num_pieces));
+             (layouts_differ ? kMaxRefused : static_cast<std::uint32_t>(program.num_pieces));
   return is_done;
 }
 

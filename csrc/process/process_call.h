@@ -1,8 +1,8 @@
-// call: one collective of one rank among processes, and the engines that run it.
+// process_call: one collective of one rank among processes.
 //
 // Units     elements for spans, bytes for pieces.
-// Contract  rank order for every size and cut. No tensor is written before all ranks' calls agree.
-// Threads   a group runs one call at a time.
+// Contract  Rank order for each size and cut. No tensor is written before all ranks' calls agree.
+// Threads   A group runs one call at a time.
 // Source    core/staged_program.h
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
@@ -25,7 +25,7 @@ const char* process_algorithm_name(ProcessAlgorithm algorithm);
 
 CallRecord record_of(const Collective& call);
 
-// A moment at which a test may stop a rank, to kill it there.
+// The phases of a call in which a test may delay or kill a rank.
 enum class Phase : std::uint8_t { kIdle, kAnnounce, kReduce, kGather };
 inline constexpr int kNumPhases = 4;
 const char* phase_name(Phase phase);
@@ -35,14 +35,13 @@ struct PhaseDelay {
   std::chrono::nanoseconds delay{};
 };
 
-// One rank's tensors as a line of bytes (no copy), cut into pieces that fit a slot. Each begins at
-// a multiple of kAlignment: cuts there fall between elements, and loads of 16 bytes stay aligned.
-// Equal lists have equal lines: a position is the same element on all ranks.
+// One rank's tensors as one range of bytes, without a copy. Each tensor begins at a multiple of
+// kAlignment, so that cuts fall between elements. A position is the same element on all ranks.
 class FlatView {
  public:
   static constexpr std::size_t kAlignment = 16;
 
-  // The destinations of another call, in the memory that this view has.
+  // View the destinations of a call. Reuses memory.
   void view(const Collective& call) {
     tensors_.clear();
     bytes_ = 0;
@@ -57,11 +56,11 @@ class FlatView {
 
   std::size_t bytes() const { return bytes_; }
 
-  // The part of a tensor that lies in a range.
+  // The intersection of a tensor with a range.
   struct Slice {
     DType dtype;
     std::byte* data;
-    std::size_t offset;  // from the range's begin
+    std::size_t offset;  // from the begin of the range
     std::size_t bytes;
   };
   template <typename Visit>
@@ -84,61 +83,61 @@ class FlatView {
     std::size_t end;
   };
 
-  std::vector<Entry> tensors_;  // without the empty ones
+  std::vector<Entry> tensors_;  // without empty tensors
   std::size_t bytes_ = 0;
 };
 
-// What a rank keeps from call to call.
+// The state that a rank keeps between calls.
 struct ProcessRank {
   const Segment& segment;
   const int rank;
   PeerWatch& watch;
   std::uint64_t sequence = 0;     // calls so far
-  std::uint64_t call_digest = 0;  // of the call's record
+  std::uint64_t call_digest = 0;  // digest of the CallRecord
   std::uint32_t messages = 0;     // announced so far
   void (*on_announce)() = [] {};  // see ProcessGroupOptions
   PhaseDelay delay{};             // for tests
-  bool layouts_differ = false;    // why the last call was refused: see in_index_order()
-  // Of the call that runs; kept for their memory.
+  bool layouts_differ = false;    // agree() refused the last call: see in_index_order()
+  // Scratch of the running call; kept to reuse its memory.
   FlatView flat{};
   std::vector<const void*> sources{};
 
-  // What the next call's messages follow. Ranks whose tensors lie otherwise may have meant to send
-  // another number of pieces: no more than kMostRefused were announced when they noticed.
-  static constexpr std::uint32_t kMostRefused = 2;
+  // Advance `messages`. If layouts differ, ranks may disagree on the number of pieces; each has
+  // announced at most kMaxRefused of them, so all ranks count that many.
+  static constexpr std::uint32_t kMaxRefused = 2;
   bool count_messages(const StagedProgram& program, bool is_done);
   void sleep_in(Phase phase);
 };
 
-// Up to this, every rank reduces everything: one wait instead of two. Two ranks always do.
+// Up to this size each rank reduces all data: one wait instead of two. Two ranks always do.
 inline constexpr std::size_t kExchangeBytes = 32 * 1024;
 
-// What a call is cut to: of two ranks, and of more where it does not fit one slot, since ranks that
-// share cores pay dearly for each wait. Small enough that what is under way stays in a core's L2.
+// Piece sizes for two ranks, and for more ranks if a call exceeds one slot. Large pieces save
+// waits, which are slow if ranks share cores; the data of two pieces must stay in a core's L2.
 inline constexpr std::size_t kPieceBytesOfTwo = 64 * 1024;
 inline constexpr std::size_t kPieceBytes = 128 * 1024;
 
-// From this size on a call's tensors do not stay in a core's L2 until they are copied in: two ranks
-// begin to read a piece while they combine the one before.
+// From this size on, tensors do not fit a core's L2: two ranks prefetch the next piece while they
+// combine the current piece.
 inline constexpr std::size_t kReadsAheadBytes = 2 * 1024 * 1024;
 
 ProcessAlgorithm algorithm_of(const Collective& call, const Segment& segment);
 
 struct ProcessPlan {
   ProcessAlgorithm algorithm;
-  std::size_t num_pieces;  // each of them takes the algorithm's rounds
+  std::size_t num_pieces;  // each piece takes all rounds of the algorithm
 };
 ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 
-// What every call begins with: its record, for the others to compare.
+// Publish the record of the call, which other ranks compare with their own.
 void begin_call(const Collective& call, ProcessRank& self, bool is_background);
 
-// Packs tensors with gaps, announces, compares, moves the data, unpacks. False: a wait
-// failed or calls differ, and the watch says why; or self.layouts_differ is set, on all ranks, and
-// nothing was written.
+// Pack, compare the calls, move the data, unpack. Return false if a wait failed or calls differ;
+// the watch holds the reason. Also return false, on all ranks, if self.layouts_differ is set.
+// Nothing was written then.
 bool run_process_call(const Collective& call, ProcessRank& self, bool is_background);
 
-// The same call for ranks whose tensors lie otherwise: in the order of their index, through slots.
+// Return the call with tensors in index order, for ranks whose memory layouts differ.
 Collective in_index_order(const Collective& call);
 
 }  // namespace pyringar

@@ -1,4 +1,4 @@
-// group: joining, locks, refusals.
+// process_group: joins and closes the group, locks, and refuses calls.
 
 #include "process/process_group.h"
 
@@ -29,7 +29,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   line.process = this_process();
   const std::string host = host_name();
   std::memcpy(line.host.data(), host.data(), std::min(host.size(), line.host.size() - 1));
-  // All ranks' counters begin alike, wherever that is.
+  // A test may start all counters at another value than 0.
   self_.messages = line.announced.value.load(std::memory_order_relaxed);
   line.cores = allowed_cores();
   line.state.store(RankState::kJoined, std::memory_order_release);
@@ -60,7 +60,7 @@ CallLock::Held ProcessGroup::lock_calls() {
   }
 }
 
-// Runs a job under the lock; an interrupt of a wait for it ends the group.
+// Queue a job that runs under the lock. If a signal ends a wait for it, the group is aborted.
 std::shared_ptr<Work> ProcessGroup::enqueue(std::function<void()> job, Describe describe) {
   check_usable();
   return queue_.submit(
@@ -109,7 +109,7 @@ void ProcessGroup::run_program_locked(const Program& program) {
   try {
     is_done = program(self_);
   } catch (const std::exception& error) {
-    // The others may know of this call, and must not take this rank's next one for it.
+    // Other ranks may know this call, and must not mistake this rank's next call for it.
     const auto* ours = dynamic_cast<const Error*>(&error);
     watch_.report(ours != nullptr ? ours->kind() : ErrorKind::kState,
                   join(watch_.name_of(rank_), ": ", error.what()));
@@ -165,7 +165,7 @@ bool ProcessGroup::close(CloseMode mode) {
   return true;
 }
 
-// Calls under way find it at their next nap; those that were submitted are refused.
+// Running calls see the failure at their next nap; queued calls are refused.
 void ProcessGroup::abort(const std::string& how) {
   if (forked() || closed_.exchange(true)) return;
   tell_failure(segment_, ErrorKind::kPeerLost,

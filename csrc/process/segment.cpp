@@ -11,17 +11,18 @@ namespace pyringar {
 
 namespace {
 
-constexpr std::uint32_t kVersion = 8;  // of the layout
+constexpr std::uint32_t kVersion = 8;  // of the memory layout
 constexpr std::size_t kPage = 4096;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
                   std::atomic<std::int64_t>::is_always_lock_free,
-              "a lock would be one process's own");
+              "a lock would not work between processes");
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
+// Byte offsets of the sections of a segment.
 struct Layout {
   explicit constexpr Layout(int world_size) : k(static_cast<std::size_t>(world_size)) {}
 

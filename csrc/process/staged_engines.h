@@ -1,15 +1,15 @@
-// staged_engines: the copies and folds of a rank in a staged program, written once for the memory
-// of the host (process/call) and of a GPU (cuda_process/group).
+// staged_engines: engines for core/staged_program.h, written once for host memory
+// (process/process_call) and GPU memory (cuda_process).
 //
-// Contract  Rank order, for every size and cut into pieces. A rank reads its part in its tensors,
-//           and the parts of other ranks in their slots. Memory is StagedCounters and brings
-//             slot(rank, n), own_slot(n)     where message n of a rank lies
-//             slice_of(range, owner)         what a rank reduces of a piece in a direct call
+// Contract  Rank order for each size and cut into pieces. A rank reads its own data in its tensors,
+//           and the data of other ranks in their slots. Memory is a StagedCounters and provides
+//             slot(rank, n), own_slot(n)     address of message n of a rank
+//             slice_of(range, owner)         the slice that a rank reduces in a direct call
 //             to_slot(), from_slot()         batches: add_copy(to, from, bytes, dtype)
 //             folds(num_destinations, ahead) a batch: add(dtype, sources, destinations, numel);
-//                                            ahead: where the elements lie that follow; 0: nowhere
-//             launch(batch)                  runs what was added, or enqueues it
-//             kChunkAlignment                 of a rank's part of a slot
+//                                            ahead: distance in bytes to prefetch, or 0
+//             launch(batch)                  runs or enqueues the batch
+//             kChunkAlignment                alignment of a rank's chunk in a slot
 // Source    core/staged_program.h
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp, tests/cpp/cuda_processes
 #pragma once
@@ -30,7 +30,7 @@ constexpr std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
   return std::max<std::size_t>(1, (bytes + piece_bytes - 1) / piece_bytes);
 }
 
-// The owner's part of a range of bytes; parts begin at multiples of `unit` from its begin.
+// Return the owner's slice of a range of bytes. Slices begin at multiples of `unit` from its begin.
 constexpr Range slice_in_units(Range range, int world_size, int owner, std::size_t unit) {
   const Range units = chunk_range((range.size() + unit - 1) / unit, world_size, owner);
   return {std::min(range.begin + units.begin * unit, range.end),
@@ -109,7 +109,7 @@ inline std::string StagedCounters::mismatch(const CallRecord& own, int rank,
               "; ", self_.watch.name_of(rank), " ", other.text(), hint);
 }
 
-// Tensors reduced in place, self.flat: every rank its slice of every piece, or all of it.
+// Reduces self.flat in place: in a direct call a slice of each piece per rank, else whole pieces.
 template <class Memory>
 class ReduceEngine : public Memory {
  public:
@@ -160,7 +160,7 @@ class ReduceEngine : public Memory {
     const std::size_t begin = piece * piece_bytes_;
     return {begin, std::min(begin + piece_bytes_, self_.flat.bytes())};
   }
-  // The piece that is copied in next; this one and the one after it are in their slots already.
+  // Distance to the next piece to prefetch: this piece and the next are in their slots already.
   std::size_t ahead_of(std::size_t piece) const {
     const std::size_t ahead = 2 * piece_bytes_;
     const bool is_there = range_of(piece).end + ahead <= self_.flat.bytes();
@@ -191,7 +191,8 @@ class ReduceEngine : public Memory {
   const std::size_t piece_bytes_;
 };
 
-// Results that differ by rank. Slots hold, for every piece, the same part of each rank's share.
+// Collectives other than all-reduce. A chunk is the data of one rank: the input of an all-gather or
+// broadcast, the output of a reduce-scatter. Slots hold the same piece of each chunk.
 template <class Memory>
 class ChunkEngine : public Memory {
  public:
@@ -261,9 +262,10 @@ class ChunkEngine : public Memory {
   const Collective& call_;
   const bool is_scatter_;
   const TensorSpan chunk_;
-  const std::size_t piece_bytes_;  // of one rank's share in a piece
+  const std::size_t piece_bytes_;  // of one chunk
 };
 
+// Moves no data: a barrier.
 template <class Memory>
 class EmptyEngine : public Memory {
  public:
