@@ -48,10 +48,10 @@ inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
 
 // The content of a gradient.
 enum class GradState : std::uint8_t {
-  kUnchanged,  // no pass has added to it since the last reduction
-  kStaleSum,   // the same, and rank 0 keeps this sum: passes of this rank add to zero
-  kUncounted,  // passes that are not counted have added to it
-  kCounted,    // passes have, and one was counted
+  kUnchanged,  // no backward pass has added to it since the last reduction
+  kStaleSum,   // unchanged, and rank 0 keeps the sum: this rank clears it before it accumulates
+  kUncounted,  // passes without count() have added to it
+  kCounted,    // count() was called in this step
 };
 
 // The state of one training step.

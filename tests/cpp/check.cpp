@@ -9,8 +9,8 @@
 #include <cstdlib>
 #include <mutex>
 
-// Threads share exceptions through std::exception_ptr, whose reference count is atomic, but counted
-// inside libstdc++, where ThreadSanitizer does not look.
+// std::exception_ptr has an atomic reference count inside libstdc++, which ThreadSanitizer does not
+// instrument.
 extern "C" const char* __tsan_default_suppressions();
 extern "C" const char* __tsan_default_suppressions() {
   return "race:std::__exception_ptr::exception_ptr::_M_release\n"
@@ -31,7 +31,7 @@ void set_position(const Position& now) { position = now; }
 
 void fail_check(const char* file, int line, const char* condition, const std::string& values) {
   static std::mutex once;
-  once.lock();  // kept: the first failure is the one to read
+  once.lock();  // never unlocked: only the first failure is printed
   std::fprintf(stderr, "%s:%d: CHECK(%s) failed%s%s\n", file, line, condition,
                values.empty() ? "" : ": ", values.c_str());
   std::fprintf(stderr, "again: --only %s --seed %llu --from-round %llu --rounds 1\n", position.part,

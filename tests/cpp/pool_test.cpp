@@ -1,4 +1,4 @@
-// pool_test: flags and how waits end, the join pool, fused reductions on it, and the work queue.
+// pool_test: flags and waits, the thread pool, fused reductions, and the work queue.
 
 #include <atomic>
 #include <new>
@@ -19,13 +19,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Two threads hand a plain counter to each other; the flags' counters wrap on the way.
+// Two threads alternately increment a plain counter. The flags' values wrap meanwhile.
 void play_ping_pong(Random& random) {
   constexpr std::uint32_t kRallies = 60;
   const auto start = static_cast<std::uint32_t>(0) - static_cast<std::uint32_t>(random.below(100));
   Flag ping, pong;
   ping.value = pong.value = start;
-  std::uint32_t ball = 0;  // plain: only the flags order who touches it
+  std::uint32_t ball = 0;  // not atomic: the flags order all accesses
   Random other = random.fork();
   std::thread player([&] {
     for (std::uint32_t rally = 1; rally <= kRallies; ++rally) {
@@ -48,7 +48,7 @@ void play_ping_pong(Random& random) {
   player.join();
 }
 
-// Asked after every nap, and not before; an exception passes and leaves no sleeper.
+// give_up() is called after each nap, not before. Its exception propagates and leaves no sleeper.
 void give_up_waiting(Random& random) {
   Flag flag;
   const auto nap = milliseconds(random.between(0, 3));
@@ -63,7 +63,7 @@ void give_up_waiting(Random& random) {
   if (throws) {
     check_throws(ErrorKind::kState, "enough", [&] { nap_for_flag(flag, 1, nap, give_up); });
   } else {
-    CHECK(!nap_for_flag(flag, 1, nap, give_up), "nobody set it");
+    CHECK(!nap_for_flag(flag, 1, nap, give_up), "no thread set the flag");
   }
   const double least = 1e-3 * static_cast<double>(nap.count() * naps);
   CHECK(watch.seconds() >= least, naps, " naps took ", watch.seconds(), " s, expected ", least);
@@ -90,9 +90,9 @@ void wake_many(Random& random) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Every item of a job is done exactly once, by somebody, before run() returns.
+// Each item of a job runs exactly once before run() returns.
 void run_job(Random& random, ThreadPool& pool) {
-  std::vector<std::uint32_t> items(random.below(200), 0);  // plain: one thread per item
+  std::vector<std::uint32_t> items(random.below(200), 0);  // not atomic: one thread per item
   std::atomic<std::size_t> next{0};
   const auto work = [&](int) {
     while (true) {
@@ -107,7 +107,7 @@ void run_job(Random& random, ThreadPool& pool) {
   }
 }
 
-// What work() throws, on whichever threads, comes out of run() once; the pool goes on.
+// If work() throws on several threads, run() throws once; the pool stays usable.
 void run_failing_job(Random& random, ThreadPool& pool) {
   std::atomic<int> inside{0};
   const auto work = [&](int) {
@@ -131,7 +131,7 @@ struct Job {
   std::vector<Buffers> buffers;
 };
 
-// Many tensors of any dtype, often enough for the pool's helpers to be asked.
+// Return tensors of any dtype, often large enough for helpers.
 Job random_job(Random& random, int world_size) {
   Job job;
   const bool large = world_size <= 4 && random.one_in(2);
@@ -165,7 +165,7 @@ void pool_round(Random& random) {
     if (random.one_in(8)) run_failing_job(random, pool);
     dawdle(random);
   }
-  // The caller may be another thread each time; and the pool dies while helpers still wake up.
+  // Another caller thread. The destructor may run while helpers wake up.
   if (random.one_in(2)) {
     std::thread other([&] { run_job(random, pool); });
     other.join();
@@ -184,7 +184,7 @@ void fused_round(Random& random) {
 
 struct Interruption {};
 
-// A queue's close() that is interrupted takes nothing new, does what it has, and can be repeated.
+// After an interrupted close() the queue refuses new jobs, runs queued jobs, and can be closed.
 void queue_round(Random& random) {
   CallLock call_lock;
   WorkQueue queue(call_lock);
@@ -202,12 +202,12 @@ void queue_round(Random& random) {
   } catch (const Interruption&) {
     is_interrupted = true;
   }
-  CHECK(is_interrupted, "close() went on");
+  CHECK(is_interrupted, "close() ignored the exception");
   CHECK(!slow->is_completed(), "the slow job has not ended");
   check_throws(ErrorKind::kState, "closed", [&] { queue.submit([] {}, nullptr); });
   may_end = true;
   queue.close(&ignore_naps);
-  CHECK(slow->is_completed() && later->is_completed(), "something has not run");
+  CHECK(slow->is_completed() && later->is_completed(), "a submitted job has not run");
 }
 
 const Part kWaits("waits", &waits_round);

@@ -1,4 +1,4 @@
-// process_calls: see the header.
+// process_calls: see process_calls.h.
 
 #include "process_calls.h"
 
@@ -6,7 +6,7 @@ namespace pyringar::stress {
 
 namespace {
 
-// What result i of this rank must be.
+// Return the expected result i of this rank.
 std::vector<std::byte> expected_of(const Case& made, const std::vector<const CallTensors*>& all,
                                    int rank, std::size_t i) {
   std::vector<const void*> sources;
