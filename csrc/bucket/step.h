@@ -1,5 +1,4 @@
 // step: the buckets of parameters, the content of each gradient, and the complete buckets.
-//
 // Units     nanoseconds on the steady clock; 0: not yet.
 // Contract  count() is called for each accumulated gradient. A bucket is complete when all its
 //           parameters are counted on all ranks.
@@ -46,7 +45,6 @@ inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
   return closed;
 }
 
-// The content of a gradient.
 enum class GradState : std::uint8_t {
   kUnchanged,  // no backward pass has added to it since the last reduction
   kStaleSum,   // unchanged, and rank 0 keeps the sum: this rank clears it before it accumulates
@@ -54,7 +52,6 @@ enum class GradState : std::uint8_t {
   kCounted,    // count() was called in this step
 };
 
-// The state of one training step.
 struct Step {
   const std::size_t world_size;  // ranks of this process
   const std::size_t num_params;

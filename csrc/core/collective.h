@@ -1,5 +1,4 @@
 // collective: one validated call of a group, with the tensors of the ranks in this process.
-//
 // Units     elements. The caller keeps the tensors' memory alive until the call is done.
 // Contract  bindings/prepare creates a Collective; the groups of all transports run it. Pointer
 //           tables point into `pointers`, which never grows. A Collective may be moved.

@@ -1,5 +1,4 @@
 // dtype: the element types and reductions that all engines support.
-//
 // Units     bytes for sizes.
 // Contract  16-bit floats are added in fp32 and rounded once. Other types are added as they are.
 //           Integers wrap.

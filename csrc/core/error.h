@@ -1,5 +1,4 @@
 // error: the one exception type that engines throw, with its kind.
-//
 // Contract  A message names the operation, the rank or argument at fault, the value and what was
 //           expected. The bindings turn each kind into a class of pyringar.errors.
 // Tests     tests/conformance/test_refused.py

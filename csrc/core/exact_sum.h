@@ -1,10 +1,8 @@
 // exact_sum: the exact sum of floating-point numbers, rounded once.
-//
 // Units     digits of 32 bits; bit 0 of digit 0 is 2^-1074, the smallest double.
 // Contract  The result does not depend on the order of the numbers. It overflows only if the exact
 //           sum does. A sum of -0 only is -0. Infinities and NaN give the same result as +.
 // Cost      100 ns for a few numbers. cpu/kernels_exact uses it only where its fast path fails.
-// Threads   one object belongs to one thread.
 // Source    Kulisch 2013, "Computer Arithmetic and Validity"; Boldo and Melquiond 2008 (odd)
 // Tests     the static_asserts below; tests/conformance/test_bits.py
 #pragma once

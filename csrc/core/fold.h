@@ -1,10 +1,10 @@
 // fold: the operation and the order in which the elements of all ranks are reduced.
-//
 // Contract  x[r] is the element of rank r, widened to the type of partial sums (core/dtype.h).
 //             rank    ((x[0] + x[1]) + x[2]) + ...
 //             tree    T(0, k), see core/tree.h
-//             exact   the real number x[0] + x[1] + ..., rounded once to the element's type
-//           A mean then divides once. The result is rounded once to the element's type. Integer
+//             exact   the real number x[0] + x[1] + ..., rounded once (for a sum to the element's
+//                     type, for a mean to the type of partial sums)
+//           A mean then divides once. Then the result is rounded to the element's type. Integer
 //           sums wrap and are the same in every order.
 // Tests     tests/conformance/test_bits.py repeats each equation in Python
 #pragma once
@@ -73,7 +73,6 @@ constexpr bool has_order(ReduceOp op, Order order) {
   return order != Order::kExact || op == ReduceOp::kSum || op == ReduceOp::kMean;
 }
 
-// The op and order that a caller asks for.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   Order order = Order::kRank;
@@ -89,7 +88,6 @@ struct Divisor {
   static Divisor of(int value) { return {value, 1.0 / value}; }
 };
 
-// A Reduction for one world size.
 struct Fold {
   ReduceOp op = ReduceOp::kSum;
   int divisor = 1;

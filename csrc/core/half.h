@@ -1,5 +1,4 @@
 // half: conversion of one fp16 or bf16 element to fp32 and back, with integer arithmetic.
-//
 // Contract  Widening is exact. Narrowing rounds to nearest, ties to even, keeps subnormals and
 //           infinities, and turns every NaN into a quiet NaN.
 // Source    IEEE 754-2019, sections 3.4 and 4.3.1.

@@ -1,5 +1,4 @@
 // ring_program: the steps of one rank in a ring collective, written once for CPU threads and GPUs.
-//
 // Units     elements for ranges, messages for counters.
 // Contract  The link from rank r to rank r+1 has one writer, one reader and S slots. Message n lies
 //           in slot n % S; n counts from 1 and is never reset.
@@ -15,8 +14,7 @@
 // Threads   One call per rank, all ranks at once. If a wait fails (deadline, abort), the program
 //           returns false at once; the engine knows the reason.
 // Source    Patarasuk & Yuan 2009. NCCL fuses reduce, store and forward in recvReduceCopySend.
-// Tests     tests/cpp/ring_test.cpp (under ThreadSanitizer, with random delays),
-//           tests/conformance/test_bits.py
+// Tests     tests/cpp/ring_test.cpp under ThreadSanitizer, tests/conformance/test_bits.py
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,4 @@
 // schedule: which chunk each rank sends, receives and reduces at each step of the ring.
-//
 // Units     elements for ranges; ranks, chunks and steps count from 0.
 // Contract  ring_step(next, step).recv_chunk == ring_step(rank, step).send_chunk. Chunk c is added
 //           in the order of ranks c+1, c+2, ..., c+k (mod k). After the reduction rank r owns

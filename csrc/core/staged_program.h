@@ -1,6 +1,4 @@
-// staged_program: the steps of one rank if ranks share only staging slots. Written once for
-// processes, GPUs and the threads of tests.
-//
+// staged_program: the steps of one rank if ranks share only staging slots; for processes and GPUs.
 // Units     pieces and messages. Message n is the n-th piece in the life of the group; n counts
 //           from 1 and is never reset. Each rank has kStagingSlots slots and copies message n into
 //           slot n % kStagingSlots; on hosts staging_slot() names the slot.
@@ -76,8 +74,7 @@ bool run_staged(Engine& engine, const StagedProgram& program, const Finish& fini
   return true;
 }
 
-// Each rank reduces one slice of each piece, and copies the slices of the other ranks. Engine also
-// provides:
+// Each rank reduces one slice of each piece and copies the other slices. Engine also provides:
 //   void reduce(piece, n)       all slots -> own slot
 //   void publish_reduced(n)     publish the own slice
 //   bool wait_reduced(n)        wait for all ranks

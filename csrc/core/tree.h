@@ -1,5 +1,4 @@
 // tree: the order of addition that core/fold.h calls "tree".
-//
 // Contract  T(lo, lo + 1) = x[lo], and T(lo, hi) = T(lo, mid) + T(mid, hi) otherwise, where
 //           mid - lo is the largest power of two below hi - lo. Six ranks: ((0 1) (2 3)) (4 5). If
 //           each of k ranks adds m numbers, m a power of two, the bits equal those of km ranks.

@@ -135,8 +135,7 @@ std::size_t traffic_bytes_of(std::span<const Buffers> tensors) {
   return bytes;
 }
 
-// A blocking call uses at most as many threads as a torch operation; a background call has no
-// limit.
+// A blocking call uses at most as many threads as a torch operation; a background call any number.
 int most_threads(std::size_t traffic_bytes, CallMode mode) {
   if (traffic_bytes < kAloneBytes) return 1;
   const int in_torch = mode == CallMode::kBackground ? 0 : torch_team::num_threads();

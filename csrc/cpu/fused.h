@@ -1,9 +1,7 @@
 // fused: the reduction of ranks in one memory, in one pass: read k, add in registers, write k.
-//
 // Units     elements; pointers are borrowed for the call.
 // Contract  One thread reduces each element, in rank order. Tensors of a call must not overlap.
-// Threads   The caller's thread, and for larger calls torch's team (os/torch_team.h) or pool
-//           helpers.
+// Threads   The caller's thread, and for larger calls torch's team (os/torch_team.h) or helpers.
 // Tests     tests/conformance/test_bits.py, tests/cpp/pool_test.cpp
 #pragma once
 
@@ -20,8 +18,7 @@ inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, CallMode mode);
 
-// Return true if an asynchronous call should run at once: it is small, or torch's team is ready and
-// it is below 8 MiB.
+// Return true if an asynchronous call should run at once: it is small, or medium with a ready team.
 bool is_best_done_at_once(std::span<const Buffers> tensors);
 
 }  // namespace pyringar

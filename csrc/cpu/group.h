@@ -1,5 +1,4 @@
 // group: the CPU ranks of one communicator. It runs collectives, blocking or in the background.
-//
 // Units     bytes, nanoseconds. A Collective borrows the tensors' memory until its Work is done.
 // Contract  Collectives run one at a time, in the order of the calls. After a failed wait the group
 //           refuses all calls with that reason. A forked child refuses all calls. Waits call on_nap

@@ -29,9 +29,8 @@ PYRINGAR_INLINE void keep_in_place(BFloat16PairLanes::Vector& v) {
   keep_in_place(v.odd);
 }
 
-// Tree order for kNum sources, with partial sums in registers. kNum 0: any number of sources,
-// partial sums in memory. A leaf is all vectors of one source in a block: up to a sixth faster than
-// one vector.
+// Tree order for kNum sources, with partial sums in registers; for kNum 0 any number of sources,
+// with partial sums in memory. A leaf is all vectors of one source in a block, which is faster.
 template <int kNum>
 struct InTreeOrder {
   template <typename L>

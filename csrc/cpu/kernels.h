@@ -1,5 +1,4 @@
 // kernels: the loops over elements, one set per dtype and reduction.
-//
 // Units     n in elements. Pointers point to n elements, or n partials of partial_bytes(dtype).
 // Contract  The sum that core/fold.h defines, for each n, alignment and cut of a range. A
 //           destination may equal a source, but must not overlap it partially.

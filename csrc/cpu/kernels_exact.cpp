@@ -1,5 +1,4 @@
 // kernels_exact: the fused loop of correctly rounded sums, for floats.
-//
 // Contract  core/fold.h, "exact". The vector code proves for each lane that its sum is exact. Lanes
 //           without proof are recomputed one by one with core/exact_sum.h.
 // Cost      Two operations per addition with AVX-512, else five; six more for fp32 and fp64. A

@@ -1,5 +1,4 @@
 // kernels_impl: the loops over elements, as templates over lanes, reduction and order.
-//
 // Contract  See cpu/kernels.h. Full blocks and tails use the same vector instructions.
 // Tests     tests/conformance/test_bits.py, tests/cpp/pool_test.cpp
 #pragma once

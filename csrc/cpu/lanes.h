@@ -1,6 +1,4 @@
 // lanes: vectors of elements: load and widen, compute, narrow and store.
-//
-// Floor     cpu: compiler vector extensions (g++ and clang, any instruction set), and F16C.
 // Units     A vector holds kLanes elements as partials, in kVectorBytes.
 // Contract  The bits of core/half.h for all inputs except NaN. No alignment is required.
 // Tests     tests/cpp/half_test.cpp tries all 16-bit floats; tests/conformance/test_bits.py

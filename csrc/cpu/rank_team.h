@@ -1,5 +1,4 @@
 // rank_team: one thread per rank, for algorithms in which ranks wait for each other.
-//
 // Contract  run(program) calls program(rank) for all ranks at the same time, rank 0 on the caller's
 //           thread, and returns when all have returned. If OpenMP gives enough threads, it uses
 //           torch's team, which would otherwise spin on the ranks' cores. Programs wait only

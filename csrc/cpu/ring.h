@@ -1,10 +1,8 @@
 // ring: the ring program on one CPU thread per rank, with slots in shared memory.
-//
 // Units     elements; pointers are borrowed for the call.
 // Contract  Each rank sends 2 (k-1)/k of the buffer in an all-reduce, half of that otherwise.
 // Threads   Call ring_rank() once per rank, all at once, with equal arguments. It returns false if
 //           a wait failed; Watch holds the reason.
-// Source    core/ring_program.h
 // Tests     tests/conformance/test_bits.py, tests/cpp/ring_test.cpp (ThreadSanitizer, delays)
 #pragma once
 

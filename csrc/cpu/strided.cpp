@@ -89,8 +89,7 @@ std::vector<std::size_t> by_stride(const StridedView& view) {
   return dims;
 }
 
-// Return true if each stride exceeds the extent of all smaller dims, as in a slice of a dense
-// tensor.
+// Return true if each stride exceeds the extent of all smaller dims, as in slices of dense tensors.
 bool is_nested(const StridedView& view, const std::vector<std::size_t>& dims) {
   std::int64_t reach = 0;
   for (const std::size_t dim : dims) {

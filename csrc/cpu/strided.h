@@ -1,5 +1,4 @@
 // strided: packs and unpacks non-contiguous tensors, and finds overlaps.
-//
 // Units     shape and strides in elements; data is borrowed.
 // Contract  pack() and unpack() visit elements in index order, and apply the view's sign, so
 //           tensors of equal shape pack to equal positions. Gaps are never touched.

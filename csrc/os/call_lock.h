@@ -1,9 +1,7 @@
 // call_lock: the lock under which the calls of a group run one at a time.
-//
 // Contract  acquire() returns when this thread holds the lock. While it waits it calls on_nap 20
 //           times a second; an exception from on_nap ends the wait. It throws kState if this thread
 //           holds the lock already: a signal handler that ran in on_nap made another call.
-// Threads   any number.
 // Tests     tests/test_signals.py, tests/cpp/group_test.cpp
 #pragma once
 

@@ -1,5 +1,4 @@
 // float_mode: round to nearest and keep denormals, regardless of the thread's settings.
-//
 // Contract  While a DefaultFloatMode exists, its thread computes in the IEEE default mode, as do
 //           threads that it starts. torch.set_flush_denormal() and fesetround() set the calling
 //           thread only: without this class, bits would depend on which thread reduced a block.

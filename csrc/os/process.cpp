@@ -23,15 +23,13 @@ namespace pyringar {
 
 namespace {
 
-// Fields of /proc/PID/stat.
 struct Stat {
   char state = 0;  // 0: no such process, or no /proc
   std::uint64_t flags = 0;
   std::uint64_t start_ticks = 0;
 };
 
-// The file holds "PID (name) S ...", flags as field 9 and start time as field 22. The name may
-// contain ')'.
+// The file holds "PID (name) S ...", flags in field 9, start time in 22. The name may contain ')'.
 Stat read_stat(std::int32_t pid) {
   const std::string path = join("/proc/", pid, "/stat");
   std::FILE* file = std::fopen(path.c_str(), "re");

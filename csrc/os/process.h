@@ -1,5 +1,4 @@
 // process: identity of a process, liveness, fork detection, and the core of a thread.
-//
 // Contract  The kernel reuses process ids. A ProcessId therefore holds the start time too. A zombie
 //           (ended, but not waited for) counts as dead.
 // Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py
@@ -21,8 +20,7 @@ ProcessId this_process();
 bool is_alive(const ProcessId& process);
 std::string host_name();
 
-// Return a number that differs between a forked child and its parent. The parent must have called
-// this before fork().
+// Return a number that changes in a forked child, if the parent called this before fork().
 std::uint32_t fork_generation();
 
 // Base class of objects that a forked child must not use.

@@ -1,9 +1,7 @@
 // shared_memory: anonymous memory that several processes map. It has no name in a file system.
-//
 // Contract  create() allocates all pages: too little memory is an error there, not a crash later.
 //           The kernel frees the pages with the last mapping. open() takes the creator's process id
 //           and descriptor, and needs the same user and permission to look into the creator.
-// Threads   One object belongs to one thread at a time.
 // Tests     tests/cpp/process_test.cpp
 #pragma once
 

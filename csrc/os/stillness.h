@@ -1,5 +1,4 @@
 // stillness: the time for which each rank has made no progress, as measured by a rank that waits.
-//
 // Units     nanoseconds.
 // Contract  Each rank has a progress mark, a number that changes as it works. While the mark
 //           is unchanged, the rank's time grows, but only between calls of look(). All times
@@ -19,14 +18,12 @@
 
 namespace pyringar {
 
-// The time without progress of each rank.
 class Stillness {
  public:
   Stillness(int world_size, std::chrono::nanoseconds timeout)
       : timeout_(timeout), seen_(static_cast<std::size_t>(world_size)) {}
 
   std::chrono::nanoseconds timeout() const { return timeout_.load(std::memory_order_relaxed); }
-  // Any thread may call.
   void set_timeout(std::chrono::nanoseconds timeout) {
     timeout_.store(timeout, std::memory_order_relaxed);
   }

@@ -37,7 +37,6 @@ CoreSet cores_of_thread(int id) {
   return cores;
 }
 
-// Return true if an environment variable makes OpenMP bind threads to cores.
 bool is_bound_by_openmp() {
   const auto value_of = [](const char* name) {
     const char* value = std::getenv(name);

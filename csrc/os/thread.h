@@ -1,5 +1,4 @@
 // thread: the cores of this process, and the cores on which a group's threads run.
-//
 // Contract  The kernel often wakes a thread on the core of the thread that wakes it, where it must
 //           wait. Affinity keeps helpers off the caller's core, and spreads ranks over the caller's
 //           cores. If the caller moved or its mask changed, this costs a system call per thread.
@@ -21,7 +20,6 @@ using CoreSet = std::bitset<1024>;  // indexed by core number
 // threads to cores, return the cores of all threads of the process.
 CoreSet allowed_cores();
 
-// The placement of a group's threads on cores.
 class Affinity {
  public:
   // Read which cores the caller may use now; return their number.

@@ -1,5 +1,4 @@
 // thread_pool: helper threads that may join a loop of the caller.
-//
 // Contract  run(work) calls work(0) on the caller's thread. It calls work(i), i > 0, on each helper
 //           that joins before work(0) returns, and never waits for a helper that did not join. It
 //           returns after all calls, and throws the first exception. work() divides the items.

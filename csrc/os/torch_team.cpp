@@ -32,7 +32,6 @@ namespace pyringar::torch_team {
 
 namespace {
 
-// Functions of torch and of the OpenMP runtime that torch uses; null if missing.
 struct Runtime {
   int (*torch_threads)() = nullptr;
   void (*parallel)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags) = nullptr;
@@ -49,7 +48,6 @@ bool find(void* where, const char* name, Function* function) {
   return *function != nullptr;
 }
 
-// Return the path of the library that defines a symbol; empty if unknown.
 std::string library_of(void* symbol) {
   Dl_info info{};
   const bool is_known = symbol != nullptr && dladdr(symbol, &info) != 0;
@@ -117,7 +115,6 @@ bool is_awake() {
   return before.tv_nsec != after.tv_nsec || before.tv_sec != after.tv_sec;
 }
 
-// The arguments and the result of one parallel region.
 struct Region {
   const std::function<void(int, int)>& work;
   const Runtime& runtime;

@@ -1,5 +1,4 @@
 // torch_team: runs a loop on the OpenMP threads of torch.
-//
 // Contract  After an operation the OpenMP threads spin for milliseconds, each on a core, and slow
 //           down other threads. try_run(work) calls work(thread, num_threads) on all of them, in
 //           IEEE default mode; the caller is thread 0. It returns after all calls and throws the

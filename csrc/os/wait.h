@@ -1,11 +1,9 @@
 // wait: the only file in which a CPU thread sleeps until another thread writes a word.
-//
 // Floor     os: std and the operating system. Linux futexes; elsewhere, or with
 //           PYRINGAR_NO_FUTEX, a table of condition variables that works for threads only.
 // Units     Deadline is a point on the steady clock.
 // Contract  Data written before set(n) is visible after wait_for_flag(n) returns. A flag has one
 //           writer; values only grow (modulo 2^32).
-// Threads   Any number of waiters per flag.
 // Tests     tests/cpp/pool_test.cpp, under ThreadSanitizer and with PYRINGAR_NO_FUTEX.
 #pragma once
 
@@ -26,7 +24,6 @@ enum class Scope { kThreads, kProcesses };
 void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Deadline deadline,
              Scope scope = Scope::kThreads);
 inline constexpr int kWakeAll = 1 << 30;
-// Wake at most `count` sleepers.
 void os_wake(const std::atomic<std::uint32_t>& word, int count, Scope scope = Scope::kThreads);
 
 // Pause for a moment, for the benefit of the other hardware thread of the core.

@@ -1,5 +1,4 @@
 // work_queue: one thread that runs jobs in the order in which they were submitted.
-//
 // Contract  A Work is complete after its job returned or threw. The first job starts the thread.
 //           close() runs all jobs, then joins the thread. Waits call on_nap as os/call_lock does.
 // Threads   Any thread may call. A job must not call submit() or close().
@@ -63,7 +62,6 @@ class Work {
   std::exception_ptr error_;
 };
 
-// A queue of jobs and the thread that runs them.
 class WorkQueue {
  public:
   explicit WorkQueue(const CallLock& call_lock) : call_lock_(call_lock) {}

@@ -13,7 +13,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// Measured on two cores; benchmarks/processes.py has the notes.
+// Measured on two cores.
 constexpr int kPausesWithCore = 1000;
 constexpr int kYieldsWithCore = 200;
 constexpr int kYieldsCrowded = 500;
@@ -74,8 +74,7 @@ bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const ch
   before_wait();
   if (pause_for(flag.value, wanted, num_pauses() - kPausesAtOnce)) return true;
   keep_apart();
-  // In the background the first wait of a call may be long: a peer may still run backward. Skip
-  // yields in that wait only.
+  // A background call skips yields in its first wait, in which a peer may still run backward.
   if (is_background_ && !peers_have_come_) {
     peers_have_come_ = true;
   } else if (waits_without_yields_ > 0) {
@@ -174,7 +173,6 @@ bool PeerWatch::is_late(int peer, const char* what) {
   return true;
 }
 
-// Sum of the counters that change as a rank works.
 std::uint64_t PeerWatch::mark_of(int rank) const {
   const RankLine& line = segment_.line(rank);
   std::uint64_t mark = line.progress.load(std::memory_order_relaxed);

@@ -1,5 +1,4 @@
 // peer_watch: the waits of a rank for ranks in other processes, and the rank that a timeout names.
-//
 // Units     nanoseconds.
 // Contract  A wait polls (pauses if each rank has a core, then yields), then sleeps. It fails if
 //           the slowest rank made no progress for the timeout (os/stillness.h), the peer exited, a
@@ -28,7 +27,6 @@ namespace pyringar {
 // Publish a failure to all ranks; only the first one is kept.
 void tell_failure(const Segment& segment, ErrorKind kind, const std::string& text);
 
-// The waits of one rank, and its failure.
 class PeerWatch {
  public:
   // Polls before a rank yields its core, if ranks or threads outnumber cores.
@@ -43,13 +41,11 @@ class PeerWatch {
   // on_wait is called before a wait that exceeds kPausesAtOnce polls.
   void set_on_wait(void (*on_wait)()) { on_wait_ = on_wait; }
   void before_wait() const { on_wait_(); }
-  // Any thread may call.
   void set_timeout(std::chrono::nanoseconds timeout) { stillness_.set_timeout(timeout); }
 
   // is_background: other threads of this process need the core, so wait with few polls.
   void begin_call(bool is_background);
 
-  // Record progress between two messages.
   void progressed() {
     std::atomic<std::uint32_t>& count = segment_.line(rank_).progress;
     count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);

@@ -1,9 +1,7 @@
 // process_call: one collective of one rank among processes.
-//
 // Units     elements for spans, bytes for pieces.
 // Contract  Rank order for each size and cut. No tensor is written before all ranks' calls agree.
 // Threads   A group runs one call at a time.
-// Source    core/staged_program.h
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
 
@@ -129,7 +127,6 @@ struct ProcessPlan {
 };
 ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 
-// Publish the record of the call, which other ranks compare with their own.
 void begin_call(const Collective& call, ProcessRank& self, bool is_background);
 
 // Pack, compare the calls, move the data, unpack. Return false if a wait failed or calls differ;

@@ -1,11 +1,9 @@
 // process_group: one rank of a group of processes. It runs calls, blocking or in the background.
-//
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until it has run.
 // Contract  All ranks make the same calls in the same order. All ranks raise if calls differ,
 //           before data moves. A failed group, and a forked child, refuses all calls. Waits call
 //           on_nap; an exception from it fails the group on all ranks. In the destructor it must
-//           not throw. Calls and close() from on_nap of a waiting thread are refused
-//           (os/call_lock).
+//           not throw. on_nap must not make calls or close() the group (os/call_lock).
 // Threads   Any thread may call. Calls run one at a time, in the order in which they came.
 // Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
@@ -38,7 +36,6 @@ enum class CloseMode { kAfterCalls, kAborting };
 
 using ProcessStats = CallStats<kNumProcessAlgorithms>;
 
-// One rank of a group of processes.
 class ProcessGroup : public ForkGuard {
  public:
   // segment: laid out or attached in `memory` by the caller.
@@ -66,7 +63,6 @@ class ProcessGroup : public ForkGuard {
     run_program_locked(program);
   }
   std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const Collective> call);
-  // Queue a step of this rank only, in the order of submitted calls.
   std::shared_ptr<Work> submit_step(std::function<void()> step);
   // Wait for running calls, and refuse later calls. Return false in a forked child, and on the
   // queue's thread, which cannot wait for itself: there the group is aborted.
@@ -100,7 +96,6 @@ class ProcessGroup : public ForkGuard {
   void abort(const std::string& how);
   bool has_this_thread() const { return queue_.is_worker_thread(); }
 
-  // For tests: sleep before the given phase of the next call.
   void delay(Phase phase, std::chrono::nanoseconds time);
 
  private:

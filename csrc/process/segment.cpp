@@ -22,7 +22,6 @@ constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-// Byte offsets of the sections of a segment.
 struct Layout {
   explicit constexpr Layout(int world_size) : k(static_cast<std::size_t>(world_size)) {}
 

@@ -1,5 +1,4 @@
 // segment: the layout of the memory that the processes of one group share.
-//
 // Contract  One writer per word: rank r writes line r and its slots, which two ranks swap as
 //           core/staged_program.h says. The first rank that fails writes `failure`.
 //
@@ -10,8 +9,7 @@
 //             heads     one per staging slot: message number, digest, or a small message
 //             staging   kStagingSlots per rank
 //
-//           The rank that creates the segment allocates all pages: too little memory is an error
-//           there.
+//           The rank that creates the segment allocates all pages, or raises.
 // Threads   Counters and states are atomic. They publish the other members of a line.
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
@@ -128,7 +126,6 @@ struct SegmentHeader {
   SharedFailure failure;
 };
 
-// The shared memory of one group.
 class Segment {
  public:
   static std::size_t bytes_for(int world_size);

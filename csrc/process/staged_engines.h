@@ -1,6 +1,5 @@
 // staged_engines: engines for core/staged_program.h, written once for host memory
 // (process/process_call) and GPU memory (cuda_process).
-//
 // Contract  Rank order for each size and cut into pieces. A rank reads its own data in its tensors,
 //           and the data of other ranks in their slots. Memory is a StagedCounters and provides
 //             slot(rank, n), own_slot(n)     address of message n of a rank
@@ -10,7 +9,6 @@
 //                                            ahead: distance in bytes to prefetch, or 0
 //             launch(batch)                  runs or enqueues the batch
 //             kChunkAlignment                alignment of a rank's chunk in a slot
-// Source    core/staged_program.h
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
@@ -37,7 +35,6 @@ constexpr Range slice_in_units(Range range, int world_size, int owner, std::size
           std::min(range.begin + units.end * unit, range.end)};
 }
 
-// The counters and waits of core/staged_program.h, and the comparison of calls.
 class StagedCounters {
  public:
   explicit StagedCounters(ProcessRank& self)

@@ -9,8 +9,7 @@
 #include <cstdlib>
 #include <mutex>
 
-// std::exception_ptr has an atomic reference count inside libstdc++, which ThreadSanitizer does not
-// instrument.
+// ThreadSanitizer does not see the atomic reference count of std::exception_ptr in libstdc++.
 extern "C" const char* __tsan_default_suppressions();
 extern "C" const char* __tsan_default_suppressions() {
   return "race:std::__exception_ptr::exception_ptr::_M_release\n"

@@ -1,5 +1,4 @@
 // check: shared by all stress tests: CHECK, random numbers, guarded memory, threads.
-//
 // Contract  A failed CHECK prints file, line, condition, values and the command that reruns the
 //           round, then ends the process with status 1. Any thread may call it.
 #pragma once
@@ -56,7 +55,6 @@ class Random {
   }
   bool one_in(int n) { return below(static_cast<std::size_t>(n)) == 0; }
   Random fork() { return Random(bits()); }
-  // Return one generator per rank.
   std::vector<Random> forks(int count) {
     std::vector<Random> made;
     for (int i = 0; i < count; ++i) made.push_back(fork());
@@ -74,7 +72,6 @@ inline constexpr double kGraceSeconds = 10.0;
 // Return a size: often 0, small, near a vector or near a block; sometimes up to `most`.
 std::size_t random_numel(Random& random, std::size_t most);
 
-// Usually do nothing, sometimes yield, rarely sleep shortly.
 void dawdle(Random& random);
 
 // Memory with canaries before it. Half of the time canaries follow it; else it ends the allocation,

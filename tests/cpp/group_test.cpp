@@ -1,5 +1,4 @@
-// group_test: collectives through a Group: blocking, submitted and closed, from several threads,
-// and without memory.
+// group_test: blocking and submitted collectives of a Group, from several threads; low memory.
 
 #include "cpu/group.h"
 
@@ -16,7 +15,6 @@ namespace pyringar::stress {
 
 namespace {
 
-// Sanitizers need unlimited address space.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kSanitized = true;
 #elif defined(__has_feature)
@@ -33,7 +31,6 @@ Algorithm random_algorithm(Random& random) {
   return static_cast<Algorithm>(random.below(kNumAlgorithms));
 }
 
-// One all-reduce of several tensors per rank.
 class Call {
  public:
   Call(Random& random, int world_size, std::size_t most_elems = 20'000)
@@ -188,8 +185,7 @@ void async_round(Random& random) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// With memory for the stacks of some ranks only, a call throws or succeeds. It succeeds once there
-// is memory.
+// A call without memory for all ranks' stacks throws or succeeds; with memory it succeeds.
 void no_threads_round(Random& random) {
   in_child([&] {
     const Call call(random, 8, 300);

@@ -1,5 +1,5 @@
-// half_test: each 16-bit float, each rounding boundary and random floats, through core/half.h and
-// the vectors of cpu/lanes.h.
+// half_test: all 16-bit floats, rounding boundaries and random floats, in core/half.h and
+// cpu/lanes.h.
 
 #include <cmath>
 #include <cstdio>
@@ -83,7 +83,6 @@ void check_narrowed(float x, H got, H expected, const char* by) {
   }
 }
 
-// Check scalar and vector code, kLanes floats at a time.
 template <typename H, typename Lanes>
 void check_narrowing(const std::vector<float>& values) {
   std::vector<float> padded = values;

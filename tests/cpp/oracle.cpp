@@ -271,7 +271,6 @@ std::vector<int> ring_order(int world_size, int chunk) {
   return order;
 }
 
-// Left fold of sources[order[0]], sources[order[1]], ...
 void reduce_elements(DType dtype, ReduceOp op, int divisor, const void* const* sources,
                      const std::vector<int>& order, Range range, void* expected) {
   with_element(dtype, [&](auto element) {

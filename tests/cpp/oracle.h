@@ -1,5 +1,4 @@
 // oracle: expected results of reductions, one element at a time, without the engine's code.
-//
 // Contract  16-bit floats are converted by double arithmetic, not by the bit operations of
 //           core/half.h. Folds are loops in the given order, or the equations of core/fold.h. Exact
 //           sums use core/exact_sum.h. All NaNs are equal; other values are compared bit for bit.
@@ -35,16 +34,14 @@ Fold random_gpu_fold(Random& random, int world_size);
 // edge values of the type.
 void fill(Random& random, DType dtype, void* to, std::size_t n);
 
-// Reduce the elements in `range` of all sources into `expected`.
 void fold_elements(DType dtype, const Fold& fold, const std::vector<const void*>& sources,
                    Range range, void* expected);
 
 void check_same(DType dtype, const void* got, const void* expected, std::size_t n,
                 const std::string& what);
 
-// Alignment of tensors. kAligned: cache lines. kAlike, kApart: multiples of the element size, as
-// for views, with equal offsets, or different offsets of the first two tensors. kAnyByte: any
-// address.
+// Alignment of tensors. kAligned: cache lines. kAlike, kApart: element size, with equal offsets, or
+// different offsets of the first two tensors. kAnyByte: any address.
 enum class Addresses { kAligned, kAlike, kApart, kAnyByte };
 Addresses random_addresses(Random& random);  // never kAnyByte
 
@@ -79,7 +76,6 @@ class Tensors {
   std::vector<std::vector<std::byte>> before_;
 };
 
-// Return the elements of the reduction.
 std::vector<std::byte> expected_reduction(DType dtype, const Fold& fold,
                                           const std::vector<const void*>& sources,
                                           std::size_t numel, bool in_ring_order);

@@ -6,7 +6,6 @@ namespace pyringar::stress {
 
 namespace {
 
-// Return the expected result i of this rank.
 std::vector<std::byte> expected_of(const Case& made, const std::vector<const CallTensors*>& all,
                                    int rank, std::size_t i) {
   std::vector<const void*> sources;

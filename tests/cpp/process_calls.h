@@ -24,7 +24,6 @@ struct Case {
   bool is_async = false;
 };
 
-// One rank's tensors of a case.
 struct CallTensors {
   std::deque<Tensors> inputs;
   std::deque<Tensors> outputs;                // empty for calls in place
@@ -33,7 +32,6 @@ struct CallTensors {
   const std::deque<Tensors>& results() const { return outputs.empty() ? inputs : outputs; }
 };
 
-// Return a kind that ranks in processes support.
 CallKind random_kind(Random& random);
 CallTensors make_tensors(const Case& made, int world_size, int rank);
 Collective call_of(const Case& made, const CallTensors& tensors, int world_size);

@@ -1,5 +1,4 @@
-// process_test: ranks of processes, run as threads with separate groups on one segment, so that
-// ThreadSanitizer sees their accesses.
+// process_test: ranks of processes, run as threads on one segment for ThreadSanitizer.
 
 #include <sys/types.h>
 #include <unistd.h>
@@ -80,7 +79,6 @@ Case random_case(Random& random, int world_size) {
   return made;
 }
 
-// One call of all ranks.
 struct Call {
   Call(Random& random, int world_size) : made(random_case(random, world_size)) {
     for (int rank = 0; rank < world_size; ++rank) {
@@ -115,7 +113,6 @@ void delay_somewhere(Random& random, ProcessGroup& group) {
               std::chrono::microseconds(random.below(2000)));
 }
 
-// Make all calls of a rank in order, some in the background.
 void run_all(Random random, ProcessGroup& group, const std::deque<Call>& calls) {
   std::deque<std::shared_ptr<Work>> works;
   for (const Call& call : calls) {
@@ -130,7 +127,6 @@ void run_all(Random random, ProcessGroup& group, const std::deque<Call>& calls) 
   for (const auto& work : works) CHECK(work->wait(kLong), "not done after minutes");
 }
 
-// Random calls, compared with the oracle.
 void processes_round(Random& random) {
   const SharedSegment shared = random_segment(random, 5);
   const int k = shared.world_size();
@@ -187,8 +183,7 @@ void process_counters_round(Random& random) {
   for (const Call& call : calls) call.check_done();
 }
 
-// Ranks 0 and 1 wait for rank 2, which progresses but takes longer than the timeout. No rank is
-// late.
+// Ranks 0 and 1 wait longer than the timeout for rank 2, which progresses. No rank is late.
 void check_waiting_rank_is_not_late() {
   const SharedSegment shared(3, false);
   std::vector<std::unique_ptr<ProcessGroup>> joined;

@@ -14,7 +14,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// One ring collective and its pointer tables.
 struct RingCall {
   RingCall(Random& random, int world_size) : tensors(random_tensors(random, world_size)) {
     for (int rank = 0; rank < world_size; ++rank) {
@@ -59,8 +58,7 @@ int random_world_size(Random& random) {
   return random.one_in(8) ? random.between(1, 13) : random.between(1, 5);
 }
 
-// Omit rank `absent`: the other ranks give up in time, and the failure names it. Return "" or an
-// error.
+// Omit rank `absent`: the other ranks give up in time and name it. Return "" or an error.
 template <typename Call>
 std::string withhold(int world_size, int absent, const char* operation, Call&& call) {
   Watch watch(world_size, milliseconds(60));

@@ -49,7 +49,6 @@ void run_round(const Part& part, std::uint64_t seed, std::uint64_t round) {
   alarm(0);
 }
 
-// Run at least one round.
 void run_part(const Part& part, const Options& options, double share_seconds) {
   const Stopwatch stopwatch;
   const auto one_in = static_cast<std::uint64_t>(part.one_in);
