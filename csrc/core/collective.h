@@ -144,7 +144,6 @@ struct Collective {
     tensors.reserve(num_tensors);
     pointers.reserve(2 * num_tensors);
   }
-  // Add one tensor of the only local rank.
   void add_local(void* source, void* destination, std::size_t numel, DType dtype) {
     const RingPhases phases = kind == CallKind::kReduceScatter ? RingPhases::kReduceScatter
                               : kind == CallKind::kAllGather   ? RingPhases::kAllGather

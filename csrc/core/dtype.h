@@ -27,7 +27,6 @@ inline constexpr int kNumDTypes = 8;
 enum class ReduceOp : std::uint8_t { kSum, kMean, kMax, kMin, kProd };
 inline constexpr int kNumReduceOps = 5;
 
-// 16-bit floats in memory. core/half.h converts them to fp32.
 struct Float16 {
   std::uint16_t bits;
 };

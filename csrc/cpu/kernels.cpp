@@ -76,7 +76,6 @@ struct InTreeOrder {
 template <int kNum>
 using OrderFor = std::conditional_t<kNum >= 1 && kNum <= 3, InRankOrder, InTreeOrder<kNum>>;
 
-// kNums: 0, and all numbers of sources with a separate loop.
 template <typename L, typename Op, int... kNums>
 constexpr FusedKernel with_loops_for(std::integer_sequence<int, kNums...>) {
   return [](const void* const* sources, int num_sources, void* const* destinations,

@@ -54,7 +54,6 @@ PYRINGAR_INLINE void store_vector(V v, void* to) {
   std::memcpy(to, &v, sizeof v);
 }
 
-// Types that are added without conversion.
 template <typename T>
 struct PlainLanes {
   using Element = T;
@@ -68,7 +67,6 @@ struct PlainLanes {
 
 inline constexpr int kWords = kVectorBytes / 4;
 
-// 16-bit floats, added as fp32.
 struct HalfLanes {
   using Partial = float;
   static constexpr int kLanes = kWords;

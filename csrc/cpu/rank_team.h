@@ -83,7 +83,6 @@ class Watch {
   std::uint32_t failed_message_ = 0;
 };
 
-// The threads of ranks 1, 2, ...; rank 0 runs on the caller's thread.
 class RankTeam {
  public:
   explicit RankTeam(int world_size) : world_size_(world_size) {}

@@ -23,7 +23,6 @@ std::string host_name();
 // Return a number that changes in a forked child, if the parent called this before fork().
 std::uint32_t fork_generation();
 
-// Base class of objects that a forked child must not use.
 class ForkGuard {
  public:
   bool forked() const { return fork_generation() != generation_; }

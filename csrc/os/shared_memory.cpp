@@ -31,7 +31,6 @@ void SharedMemory::close_fd() {
 
 namespace {
 
-// Return MemAvailable of /proc/meminfo in bytes, or the maximum if it cannot be read.
 std::size_t available_bytes() {
   std::size_t kib = std::numeric_limits<std::size_t>::max() / 1024;
   if (std::FILE* file = std::fopen("/proc/meminfo", "re")) {

@@ -29,7 +29,6 @@ class ThreadPool {
       : follows_cores_(num_helpers == kByCores), num_helpers_(follows_cores_ ? 0 : num_helpers) {}
   ~ThreadPool();
 
-  // Return how many helpers the next job may have.
   int count_helpers();
   // Return true if helpers sleep and jobs are rare: waking helpers then pays for large jobs only.
   bool is_cold();

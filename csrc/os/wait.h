@@ -26,7 +26,6 @@ void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Dea
 inline constexpr int kWakeAll = 1 << 30;
 void os_wake(const std::atomic<std::uint32_t>& word, int count, Scope scope = Scope::kThreads);
 
-// Pause for a moment, for the benefit of the other hardware thread of the core.
 inline void cpu_pause() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();

@@ -262,7 +262,6 @@ class ChunkEngine : public Memory {
   const std::size_t piece_bytes_;  // of one chunk
 };
 
-// Moves no data: a barrier.
 template <class Memory>
 class EmptyEngine : public Memory {
  public:

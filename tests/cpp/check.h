@@ -30,7 +30,6 @@ namespace pyringar::stress {
     }                                                                    \
   } while (false)
 
-// The round that a failure message says to rerun.
 struct Position {
   const char* part;
   std::uint64_t seed;
@@ -92,7 +91,6 @@ class Guarded {
   std::unique_ptr<std::byte[]> memory_;
 };
 
-// Call program(rank) on one thread per rank, all at once.
 void on_all_ranks(int world_size, const std::function<void(int rank)>& program);
 
 // Run the program in a forked child, which must exit with status 0 in time.
@@ -100,7 +98,6 @@ void in_child(const std::function<void()>& program);
 
 // Call action, which must throw an Error of this kind; return the message.
 std::string message_of(ErrorKind kind, const std::function<void()>& action);
-// Also check that the message contains `words`.
 void check_throws(ErrorKind kind, std::string_view words, const std::function<void()>& action);
 
 // Retry a check that depends on time. attempt() returns "" or an error; three errors in a row fail.

@@ -405,7 +405,6 @@ void Tensors::check_all_reduced(Fold fold, bool in_ring_order, const char* what)
     check_same(dtype_, pointers_[rank], expected.data(), numel_,
                join(what, " ", op_name(fold.op), " in ", order_name(fold.order), " order over ",
                     count(), " ranks, rank ", rank));
-    // All ranks hold the same bits, also of NaN.
     CHECK(bytes() == 0 || std::memcmp(pointers_[rank], pointers_[0], bytes()) == 0, what, ": rank ",
           rank, " holds other bits than rank 0");
   }
@@ -447,7 +446,6 @@ void RingTensors::check() const {
     check_same(shape_.dtype, output(rank), whole.data() + range.begin * item, range.size(),
                join("ring phases ", static_cast<int>(shape_.phases), " ", op_name(fold_.op),
                     " over ", shape_.num_sources, " ranks, rank ", rank));
-    // All ranks hold the same bits, also of NaN.
     CHECK(is_chunk || std::memcmp(output(rank), output(0), shape_.numel * item) == 0, "rank ", rank,
           " holds other bits than rank 0");
   }

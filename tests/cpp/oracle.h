@@ -59,7 +59,6 @@ class Tensors {
   DType dtype() const { return dtype_; }
   std::size_t bytes() const { return numel_ * item_bytes(dtype_); }
   std::vector<const void*> before() const;
-  // Replace the contents of tensor i and its copy.
   void set(std::size_t i, const void* contents);
   Buffers buffers() const;  // reduced in place
 
@@ -80,10 +79,8 @@ std::vector<std::byte> expected_reduction(DType dtype, const Fold& fold,
                                           const std::vector<const void*>& sources,
                                           std::size_t numel, bool in_ring_order);
 
-// The inputs and outputs of all ranks in one ring collective.
 class RingTensors {
  public:
-  // at() chooses the alignment of each tensor.
   RingTensors(Random& random, const Fold& fold, const Buffers& shape, bool in_place,
               Addresses (*at)(Random& random));
 

@@ -131,7 +131,6 @@ struct Job {
   std::vector<Buffers> buffers;
 };
 
-// Return tensors of any dtype, often large enough for helpers.
 Job random_job(Random& random, int world_size) {
   Job job;
   const bool large = world_size <= 4 && random.one_in(2);

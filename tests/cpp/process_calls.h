@@ -35,7 +35,6 @@ struct CallTensors {
 CallKind random_kind(Random& random);
 CallTensors make_tensors(const Case& made, int world_size, int rank);
 Collective call_of(const Case& made, const CallTensors& tensors, int world_size);
-// Compare the results of one rank with the oracle, given the inputs of all ranks.
 void check_case(const Case& made, const std::vector<const CallTensors*>& all, int rank);
 void check_unchanged(const CallTensors& tensors);
 

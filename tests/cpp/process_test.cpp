@@ -27,7 +27,6 @@ struct Free {
   void operator()(std::byte* memory) const { std::free(memory); }
 };
 
-// The memory of a segment: one block, or one mapping per rank.
 class SharedSegment {
  public:
   SharedSegment(int world_size, bool is_mapped) : world_size_(world_size) {

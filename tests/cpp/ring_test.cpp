@@ -48,7 +48,6 @@ void start_at(RingLinks& ring, std::uint32_t base) {
   for (Link& link : ring.links) link.flag.value = link.taken.value = base;
 }
 
-// Usually so high that the counter wraps within the round.
 std::uint32_t random_base(Random& random) {
   if (random.one_in(3)) return 0;
   return static_cast<std::uint32_t>(0) - static_cast<std::uint32_t>(random.below(200));
