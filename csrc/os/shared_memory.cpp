@@ -74,7 +74,7 @@ int allocate_pages(int fd, std::size_t bytes) {
 
 constexpr const char* kOpenRequirements =
     ". Processes that share memory must run as one user, in one user namespace, see each other in "
-    "/proc, and must not have forbidden others to look into them (PR_SET_DUMPABLE 0, as setuid "
+    "/proc, and must not forbid other processes to inspect them (PR_SET_DUMPABLE 0, as setuid "
     "programs and file capabilities do)";
 
 }  // namespace
@@ -96,7 +96,7 @@ SharedMemory SharedMemory::open(std::int32_t pid, int fd, std::size_t bytes, con
          purpose, ": ", std::strerror(errno), kOpenRequirements);
   }
   struct stat status;
-  if (fstat(memory.fd_, &status) != 0) fail_with(errno, purpose, bytes, "look at");
+  if (fstat(memory.fd_, &status) != 0) fail_with(errno, purpose, bytes, "inspect");
   if (static_cast<std::size_t>(status.st_size) != bytes) {
     fail(ErrorKind::kState, path, " is not the shared memory for ", purpose, ": expected ", bytes,
          " bytes, found ", status.st_size);
@@ -110,7 +110,7 @@ SharedMemory SharedMemory::open(std::int32_t pid, int fd, std::size_t bytes, con
 
 SharedMemory SharedMemory::create(std::size_t, const char* purpose) {
   fail(ErrorKind::kUnsupported, "no shared memory for ", purpose,
-       ": ranks in processes of their own need Linux; one process can drive all ranks everywhere");
+       ": ranks in separate processes need Linux; one process can run all ranks on every system");
 }
 
 SharedMemory SharedMemory::open(std::int32_t, int, std::size_t bytes, const char* purpose) {

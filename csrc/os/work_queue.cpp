@@ -12,9 +12,10 @@ namespace pyringar {
 bool Work::is_completed() const {
   if (done_.load(std::memory_order_acquire)) return true;
   if (process_.forked()) {
-    fail(ErrorKind::kState,
-         "this work was begun before fork() and is the parent process's; its end is not seen in "
-         "the child");
+    fail(
+        ErrorKind::kState,
+        "this work was begun before fork() and belongs to the parent process; the child cannot see "
+        "its end");
   }
   return false;
 }
@@ -53,7 +54,7 @@ std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe desc
   try {
     if (!thread_) thread_ = std::make_unique<std::thread>([this] { run_jobs(); });
   } catch (const std::system_error& error) {
-    fail(ErrorKind::kState, "cannot start a thread for work in the background: ", error.what());
+    fail(ErrorKind::kState, "cannot start the background thread: ", error.what());
   }
   jobs_.push_back({std::move(job), work});
   num_waiting_.fetch_add(1, std::memory_order_release);

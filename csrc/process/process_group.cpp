@@ -126,7 +126,7 @@ bool ProcessGroup::run_call(const Collective& call, bool is_background) {
   if (attempt(call, is_background)) return true;
   if (!self_.layouts_differ) return false;
   if (attempt(in_index_order(call), is_background)) return true;
-  if (self_.layouts_differ) fail(ErrorKind::kState, "the other ranks are at another call");
+  if (self_.layouts_differ) fail(ErrorKind::kState, "the other ranks make another call");
   return false;
 }
 

@@ -102,7 +102,7 @@ Segment Segment::attach(std::byte* memory, int world_size, const SegmentToken& t
   const auto* header = std::launder(reinterpret_cast<const SegmentHeader*>(memory));
   if (header->version != kVersion || header->token != token) {
     fail(ErrorKind::kState,
-         "the group's shared memory is another group's, or of another version of pyringar");
+         "the shared memory is another group's, or belongs to another version of pyringar");
   }
   return {memory, world_size};
 }

@@ -90,7 +90,7 @@ struct DeviceLine {
   Word announced;
   Word reduced;
   Word finished;
-  Word probe;  // tests before the first message that writes arrive
+  Word probe;  // written before the first message, to test that GPU writes arrive
   alignas(64) std::atomic<std::uint64_t> released{0};  // nonzero: a host has raised the words
 };
 static_assert(sizeof(DeviceLine) == 5 * 64 && sizeof(DeviceLine::Word) == 64);

@@ -259,7 +259,7 @@ class ChunkEngine : public Memory {
   const Collective& call_;
   const bool is_scatter_;
   const TensorSpan chunk_;
-  const std::size_t piece_bytes_;  // of one chunk
+  const std::size_t piece_bytes_;  // bytes of each chunk in one slot
 };
 
 template <class Memory>

@@ -100,7 +100,7 @@ int run_parts(const Options& options) {
     run_part(part, options, options.seconds / shares);
   }
   if (!found) {
-    std::fprintf(stderr, "there is no part %s\n", options.only.c_str());
+    std::fprintf(stderr, "unknown part %s\n", options.only.c_str());
     return 2;
   }
   std::printf("ok\n");
