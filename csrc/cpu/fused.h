@@ -18,7 +18,8 @@ inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, CallMode mode);
 
-// Return true if an asynchronous call should run at once: it is small, or torch's team is ready.
+// Return true if an asynchronous call should run at once: it is below 512 KiB, or torch's team
+// is ready and it is below 8 MiB.
 bool is_best_done_at_once(std::span<const Buffers> tensors);
 
 }  // namespace pyringar
