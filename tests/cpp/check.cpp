@@ -9,7 +9,8 @@
 #include <cstdlib>
 #include <mutex>
 
-// ThreadSanitizer does not see the atomic reference count of std::exception_ptr in libstdc++.
+// Threads share exceptions through std::exception_ptr, whose reference count is atomic, but counted
+// inside libstdc++, where ThreadSanitizer does not look.
 extern "C" const char* __tsan_default_suppressions();
 extern "C" const char* __tsan_default_suppressions() {
   return "race:std::__exception_ptr::exception_ptr::_M_release\n"
@@ -30,7 +31,7 @@ void set_position(const Position& now) { position = now; }
 
 void fail_check(const char* file, int line, const char* condition, const std::string& values) {
   static std::mutex once;
-  once.lock();  // never unlocked: only the first failure is printed
+  once.lock();  // kept: the first failure is the one to read
   std::fprintf(stderr, "%s:%d: CHECK(%s) failed%s%s\n", file, line, condition,
                values.empty() ? "" : ": ", values.c_str());
   std::fprintf(stderr, "again: --only %s --seed %llu --from-round %llu --rounds 1\n", position.part,

@@ -1,6 +1,8 @@
-// check: shared by all stress tests: CHECK, random numbers, guarded memory, threads.
-// Contract  A failed CHECK prints file, line, condition, values and the command that reruns the
-//           round, then ends the process with status 1. Any thread may call it.
+// check: what all parts of the stress test share: CHECK, random numbers, guarded memory, threads.
+//
+// Contract  A failed CHECK prints file, line, condition and values, and how to run that very round
+//           again, then ends the process with status 1, from whichever thread it was on.
+// Threads   CHECK from any thread; a Random belongs to one thread.
 #pragma once
 
 #include <chrono>
@@ -30,6 +32,7 @@ namespace pyringar::stress {
     }                                                                    \
   } while (false)
 
+// What a failure message says to run again.
 struct Position {
   const char* part;
   std::uint64_t seed;
@@ -37,7 +40,7 @@ struct Position {
 };
 void set_position(const Position& position);
 
-// SplitMix64 (Steele, Lea, Flood 2014). Any seed works, including 0.
+// SplitMix64 (Steele, Lea, Flood 2014): any seed will do, also 0.
 class Random {
  public:
   explicit Random(std::uint64_t seed) : state_(seed) {}
@@ -54,6 +57,7 @@ class Random {
   }
   bool one_in(int n) { return below(static_cast<std::size_t>(n)) == 0; }
   Random fork() { return Random(bits()); }
+  // One for each rank.
   std::vector<Random> forks(int count) {
     std::vector<Random> made;
     for (int i = 0; i < count; ++i) made.push_back(fork());
@@ -64,20 +68,22 @@ class Random {
   std::uint64_t state_;
 };
 
-// kLong: a timeout that must not expire. kGraceSeconds: how late a wait may end on a busy machine.
+// For waits that should not end, and for how much later than its deadline one may on a busy
+// machine.
 inline constexpr std::chrono::nanoseconds kLong = std::chrono::minutes(10);
 inline constexpr double kGraceSeconds = 10.0;
 
-// Return a size: often 0, small, near a vector or near a block; sometimes up to `most`.
+// Sizes that matter: none, few, about one vector, about one block, and now and then up to `most`.
 std::size_t random_numel(Random& random, std::size_t most);
 
+// Mostly nothing, sometimes a yield, seldom a short sleep.
 void dawdle(Random& random);
 
-// Memory with canaries before it. Half of the time canaries follow it; else it ends the allocation,
-// so that AddressSanitizer sees the first byte beyond.
+// Bytes at any offset from a cache line, with canaries before and behind, or, as often, nothing
+// behind, so that AddressSanitizer sees the first byte too far.
 class Guarded {
  public:
-  // Data begins `offset` bytes after a 16-byte boundary.
+  // Begins `offset` bytes behind a 16-byte boundary.
   Guarded(Random& random, std::size_t bytes, std::size_t offset);
 
   std::byte* data() const { return memory_.get() + before_; }
@@ -91,16 +97,19 @@ class Guarded {
   std::unique_ptr<std::byte[]> memory_;
 };
 
+// Calls program(rank) on a thread per rank, all at once.
 void on_all_ranks(int world_size, const std::function<void(int rank)>& program);
 
-// Run the program in a forked child, which must exit with status 0 in time.
+// Runs the program in a forked child, which must end well and in time.
 void in_child(const std::function<void()>& program);
 
-// Call action, which must throw an Error of this kind; return the message.
+// Calls action, which must throw an Error of this kind; returns its message.
 std::string message_of(ErrorKind kind, const std::function<void()>& action);
+// The same, and the message must hold `words`.
 void check_throws(ErrorKind kind, std::string_view words, const std::function<void()>& action);
 
-// Retry a check that depends on time. attempt() returns "" or an error; three errors in a row fail.
+// For checks that depend on time: a machine that stands still for a moment makes anybody late. An
+// attempt returns "" or what it complains about; three complaints in a row are a failure.
 void check_one_of_three(const std::function<std::string()>& attempt);
 
 class Stopwatch {

@@ -1,7 +1,10 @@
-// oracle: expected results of reductions, one element at a time, without the engine's code.
-// Contract  16-bit floats are converted by double arithmetic, not by the bit operations of
-//           core/half.h. Folds are loops in the given order, or the equations of core/fold.h. Exact
-//           sums use core/exact_sum.h. All NaNs are equal; other values are compared bit for bit.
+// oracle: what every reduction must give, one element at a time, by other means than the engine's.
+//
+// Contract  16-bit floats are widened and narrowed through double arithmetic with explicit quanta,
+//           not with the bit tricks of core/half.h; folds are plain loops in the order they are
+//           given, or the equations of core/fold.h as they stand; exact sums are
+//           core/exact_sum.h's. Two NaNs are equal whatever their bits; all else is compared bit
+//           for bit.
 #pragma once
 
 #include <cstddef>
@@ -26,27 +29,28 @@ inline constexpr ReduceOp kAllOps[] = {ReduceOp::kSum, ReduceOp::kMean, ReduceOp
                                        ReduceOp::kMin, ReduceOp::kProd};
 DType random_dtype(Random& random);
 ReduceOp random_op(Random& random);
-// Return a fold in any order; without exact sums for the CUDA engine, which does not have them.
+// In any order that an engine on the host has, or, of one with GPUs, all but exact sums.
 Fold random_fold(Random& random, int world_size);
 Fold random_gpu_fold(Random& random, int world_size);
 
-// Fill with one kind of values: positions, random floats, random bits with NaN and infinities, or
-// edge values of the type.
+// Positions, random floats, random bits with NaN and infinities, or values at the edges of the
+// type. One kind per call.
 void fill(Random& random, DType dtype, void* to, std::size_t n);
 
+// Folds elements [range) of all sources into expected[range).
 void fold_elements(DType dtype, const Fold& fold, const std::vector<const void*>& sources,
                    Range range, void* expected);
 
 void check_same(DType dtype, const void* got, const void* expected, std::size_t n,
                 const std::string& what);
 
-// Alignment of tensors. kAligned: cache lines. kAlike, kApart: element size, with equal offsets, or
-// different offsets of the first two tensors. kAnyByte: any address.
+// Where tensors lie: on cache lines; at any element's address, as torch's views do, all alike, or
+// the first two apart modulo 16 bytes; at any byte's.
 enum class Addresses { kAligned, kAlike, kApart, kAnyByte };
-Addresses random_addresses(Random& random);  // never kAnyByte
+Addresses random_addresses(Random& random);  // of an element
 
-// Guarded tensors of one size with random contents, and copies of the initial contents. Usually one
-// tensor per rank.
+// Tensors of one size with random contents, and what they held before; canaries before them, and
+// behind every other one. One for each rank, where it is about ranks.
 class Tensors {
  public:
   Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel,
@@ -59,12 +63,13 @@ class Tensors {
   DType dtype() const { return dtype_; }
   std::size_t bytes() const { return numel_ * item_bytes(dtype_); }
   std::vector<const void*> before() const;
+  // Replaces the contents of tensor i, and what it held before.
   void set(std::size_t i, const void* contents);
   Buffers buffers() const;  // reduced in place
 
   void check_canaries() const;
   void check_unchanged() const;
-  // Check that each tensor holds the reduction of all initial contents, in fold or ring order.
+  // All hold the reduction of what they held before: in the fold's order, or the ring's.
   void check_all_reduced(Fold fold, bool in_ring_order, const char* what) const;
 
  private:
@@ -75,12 +80,15 @@ class Tensors {
   std::vector<std::vector<std::byte>> before_;
 };
 
+// Elements of the whole reduction, in the order the algorithm promises.
 std::vector<std::byte> expected_reduction(DType dtype, const Fold& fold,
                                           const std::vector<const void*>& sources,
                                           std::size_t numel, bool in_ring_order);
 
+// One collective of a ring, of one phase: each rank's input and output, and what those must hold.
 class RingTensors {
  public:
+  // at: where each tensor lies.
   RingTensors(Random& random, const Fold& fold, const Buffers& shape, bool in_place,
               Addresses (*at)(Random& random));
 
@@ -98,7 +106,7 @@ class RingTensors {
   std::vector<std::byte> expected() const;
 
   Fold fold_;
-  Buffers shape_;  // without pointers
+  Buffers shape_;  // no pointers
   bool in_place_;
   std::vector<Tensors> inputs_;
   std::vector<Tensors> outputs_;

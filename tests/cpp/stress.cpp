@@ -1,4 +1,4 @@
-// stress: see stress.h.
+// stress: see the header.
 
 #include "stress.h"
 
@@ -17,7 +17,7 @@ namespace {
 
 struct Options {
   std::uint64_t rounds = 20;
-  double seconds = 0;  // replaces rounds if > 0; divided among the parts
+  double seconds = 0;  // or so long, a share of it for each part
   std::uint64_t seed = 1;
   std::string only;
   std::uint64_t from_round = 0;
@@ -28,7 +28,7 @@ std::vector<Part>& all_parts() {
   return parts;
 }
 
-// A round takes a second at most on an idle machine.
+// A round is a second at most on an idle machine; this many is a hang.
 constexpr unsigned kHangSeconds = 300;
 
 void report_hang(int) {
@@ -49,6 +49,7 @@ void run_round(const Part& part, std::uint64_t seed, std::uint64_t round) {
   alarm(0);
 }
 
+// One round at least.
 void run_part(const Part& part, const Options& options, double share_seconds) {
   const Stopwatch stopwatch;
   const auto one_in = static_cast<std::uint64_t>(part.one_in);
@@ -100,7 +101,7 @@ int run_parts(const Options& options) {
     run_part(part, options, options.seconds / shares);
   }
   if (!found) {
-    std::fprintf(stderr, "unknown part %s\n", options.only.c_str());
+    std::fprintf(stderr, "there is no part %s\n", options.only.c_str());
     return 2;
   }
   std::printf("ok\n");
