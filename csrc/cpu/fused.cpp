@@ -1,5 +1,4 @@
 // fused: cuts all tensors of a call, laid end to end, into blocks that threads take.
-
 #include "cpu/fused.h"
 
 #include <algorithm>

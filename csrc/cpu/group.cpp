@@ -1,5 +1,4 @@
 // group: locks, the queue, and the choice of the algorithm's code.
-
 #include "cpu/group.h"
 
 #include "core/error.h"

@@ -1,5 +1,4 @@
 // kernels: instantiates the loops for each dtype and reduction, in rank order and tree order.
-
 #include "cpu/kernels.h"
 
 #include <iterator>

@@ -1,5 +1,4 @@
 // rank_team: persistent threads that start together, and a count of the threads that returned.
-
 #include "cpu/rank_team.h"
 
 #include <system_error>

@@ -1,5 +1,4 @@
 // ring: memory and arithmetic of the ring program on CPU threads.
-
 #include "cpu/ring.h"
 
 #include "core/error.h"
@@ -73,7 +72,6 @@ class ThreadRing {
  private:
   // Only partial sums need a slot: ranks read inputs and results in the tensors of other ranks.
   // Both stay valid: a result reaches a rank only after all ranks used that rank's input.
-  //
   // Return true if prev sends its own input, which is the case for its first chunk.
   bool is_input_of_prev(Range range) const {
     return first_of_prev_.begin <= range.begin && range.begin < first_of_prev_.end;

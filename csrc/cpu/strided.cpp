@@ -1,5 +1,4 @@
 // strided: iterates over the last dimension in a loop, and over the others with an index counter.
-
 #include "cpu/strided.h"
 
 #include <algorithm>

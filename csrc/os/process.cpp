@@ -1,5 +1,4 @@
 // process: reads /proc/PID/stat, and moves threads by affinity masks.
-
 #include "os/process.h"
 
 #include <errno.h>

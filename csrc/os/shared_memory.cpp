@@ -1,5 +1,4 @@
 // shared_memory: memfd_create(), and /proc/PID/fd to open the memory of another process.
-
 #include "os/shared_memory.h"
 
 #include <errno.h>

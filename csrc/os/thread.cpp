@@ -1,5 +1,4 @@
 // thread: affinity masks of threads.
-
 #include "os/thread.h"
 
 #include <algorithm>

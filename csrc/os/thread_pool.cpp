@@ -1,5 +1,4 @@
 // thread_pool: open a job, let helpers join, close the job, wait for the helpers that joined.
-
 #include "os/thread_pool.h"
 
 #include <algorithm>

@@ -1,5 +1,4 @@
 // torch_team: looks up symbols of loaded libraries, and runs one parallel region.
-
 #include "os/torch_team.h"
 
 #if defined(__linux__) && !defined(__SANITIZE_THREAD__)

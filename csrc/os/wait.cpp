@@ -1,5 +1,4 @@
 // wait: futexes or condition variables, and the policy: pause, yield, sleep.
-
 #include "os/wait.h"
 
 #include <thread>

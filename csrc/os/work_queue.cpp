@@ -1,5 +1,4 @@
 // work_queue: a deque of jobs, one thread, and the notification of waiters.
-
 #include "os/work_queue.h"
 
 #include <system_error>

@@ -1,5 +1,4 @@
 // peer_watch: pauses, yields and naps, liveness of peers, and the failure that all ranks share.
-
 #include "process/peer_watch.h"
 
 #include <algorithm>

@@ -1,5 +1,4 @@
 // process_call: runs the staged programs on host memory.
-
 #include "process/process_call.h"
 
 #include <algorithm>

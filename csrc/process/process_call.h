@@ -1,7 +1,6 @@
 // process_call: one collective of one rank among processes.
 // Units     elements for spans, bytes for pieces.
 // Contract  Rank order for each size and cut. No tensor is written before all ranks' calls agree.
-// Threads   A group runs one call at a time.
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
 

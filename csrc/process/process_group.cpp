@@ -1,5 +1,4 @@
 // process_group: joins and closes the group, locks, and refuses calls.
-
 #include "process/process_group.h"
 
 #include <algorithm>

@@ -1,5 +1,4 @@
 // segment: offsets, and the checks of a segment that another process laid out.
-
 #include "process/segment.h"
 
 #include <cstring>

@@ -8,8 +8,6 @@
 //                       register; other ranks raise the counters of a lost rank
 //             heads     one per staging slot: message number, digest, or a small message
 //             staging   kStagingSlots per rank
-//
-//           The rank that creates the segment allocates all pages, or raises.
 // Threads   Counters and states are atomic. They publish the other members of a line.
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once

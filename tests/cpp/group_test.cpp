@@ -1,5 +1,4 @@
 // group_test: blocking and submitted collectives of a Group, from several threads; low memory.
-
 #include "cpu/group.h"
 
 #include <sys/resource.h>

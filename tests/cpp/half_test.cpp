@@ -1,5 +1,4 @@
-// half_test: all 16-bit floats, rounding boundaries and random floats, in core/half.h and
-// cpu/lanes.h.
+// half_test: all 16-bit floats and all rounding boundaries, in core/half.h and cpu/lanes.h.
 
 #include <cmath>
 #include <cstdio>

@@ -1,5 +1,4 @@
 // process_calls: see process_calls.h.
-
 #include "process_calls.h"
 
 namespace pyringar::stress {

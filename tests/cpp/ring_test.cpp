@@ -1,5 +1,4 @@
 // ring_test: ring_rank() on threads with random delays, wrapping counters, and an absent rank.
-
 #include "cpu/ring.h"
 
 #include <atomic>

@@ -1,5 +1,4 @@
 // stillness_test: which ranks are late, and when, on a simulated clock.
-
 #include "os/stillness.h"
 
 #include <vector>
@@ -54,7 +53,6 @@ void stillness_round(Random& random) {
   scene.watch(20 * timeout, 1);
   CHECK(!stillness.is_late(1) && stillness.still(1) == milliseconds(0), "rank 1 moves");
 
-  // excuse() restarts the time of a rank that waited.
   scene.excuse(2);
   scene.watch(timeout - stillness.nap(), 1);
   CHECK(!stillness.is_late(2), "rank 2 was excused");
