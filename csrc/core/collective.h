@@ -129,7 +129,7 @@ struct Collective {
   std::vector<void*> pointers;  // reserved once: `tensors` point into it
   std::vector<int> ranks;       // rank that owns the memory at each pointer
   RemoteCall remote;
-  // Caches that a CUDA group writes: the driver's answer about peer access, and FusedLaunches.
+  // Caches that a CUDA group writes: whether peers can read the tensors, and FusedLaunches.
   mutable std::optional<bool> needs_staging;
   mutable std::shared_ptr<const void> launches;
 

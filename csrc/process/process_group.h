@@ -27,7 +27,7 @@ struct ProcessGroupOptions {
   std::chrono::nanoseconds timeout{};
   bool compares_shapes = true;  // false: compare numbers of elements only
   OnNap on_nap = &ignore_naps;
-  void (*on_wait)() = &ignore_naps;      // before a wait that may exceed microseconds
+  void (*on_wait)() = &ignore_naps;      // before waits that may take long
   void (*on_announce)() = &ignore_naps;  // after an announcement, before writes
 };
 
