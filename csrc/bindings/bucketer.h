@@ -107,11 +107,11 @@ struct Hook {
 
 // Before accumulation: zero the sum of an earlier step, or all ranks' sums would add up.
 inline void zero_sum(Hook& hook, py::handle) {
-  Held& held = hook.bucketer->step.at(hook.rank, hook.index);
-  if (held != Held::kSum) return;
+  GradState& state = hook.bucketer->step.at(hook.rank, hook.index);
+  if (state != GradState::kStaleSum) return;
   const py::object grad = hook.ref.attr("grad");
   if (grad.is_none() || !hook.bucketer->is_accumulating(hook.ref).cast<bool>()) return;
-  held = Held::kPart;
+  state = GradState::kUncounted;
   grad.attr("detach")().attr("zero_")();
 }
 
@@ -150,8 +150,8 @@ inline void count(Hook& hook, py::handle param) {
     bucketer.on_new(param);
     hook.ref = weak_grad(param);
   }
-  Held& held = step.at(hook.rank, hook.index);
-  if (held != Held::kCounted) held = Held::kPart;
+  GradState& state = step.at(hook.rank, hook.index);
+  if (state != GradState::kCounted) state = GradState::kUncounted;
   if (!bucketer.is_counting) return;
   const bool is_new = step.count(hook.rank, hook.index);
   if (const ReadyHook* ready = bucketer.ready_hook) {

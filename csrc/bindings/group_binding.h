@@ -29,7 +29,7 @@
 #include "bindings/gil_release.h"
 #include "bindings/prepare.h"
 #include "bindings/tensor.h"
-#include "process/group.h"
+#include "process/process_group.h"
 
 namespace pyringar {
 
@@ -366,9 +366,8 @@ void def_process_calls(Class& cls) {
           "abort",
           [](Ptr group, const std::string& why) {
             const GilRelease no_gil;
-            if (!why.empty())
-              Transport::host(*group).leave_at_once(join("has left the group: ", why));
-            return group->close(Leaving::kAborting);
+            if (!why.empty()) Transport::host(*group).abort(join("has left the group: ", why));
+            return group->close(CloseMode::kAborting);
           },
           py::arg("why") = "")
       .def("check_peers",

@@ -46,7 +46,7 @@ struct ThreadTransport {
   }
   static void wait_until_free(Group& group) {
     const GilRelease no_gil;
-    group.wait_for_turn();
+    group.wait_for_earlier_calls();
   }
 };
 

@@ -9,7 +9,7 @@
 
 #include "bindings/group_binding.h"
 #include "bindings/shared_segment.h"
-#include "process/group.h"
+#include "process/process_group.h"
 
 namespace pyringar {
 

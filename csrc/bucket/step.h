@@ -1,9 +1,8 @@
-// step: which parameters share a bucket, what each gradient holds, and which buckets are complete.
-//
+// step: the buckets of parameters, the content of each gradient, and the complete buckets.
 // Units     nanoseconds on the steady clock; 0: not yet.
 // Contract  count() is called for each accumulated gradient. A bucket is complete when all its
 //           parameters are counted on all ranks.
-// Threads   one call at a time (the owner holds the GIL).
+// Threads   One call at a time: the owner holds the GIL.
 // Tests     tests/test_bucketing.py, tests/test_bucketing_sums.py
 #pragma once
 
@@ -15,9 +14,10 @@
 
 namespace pyringar {
 
-// Which parameters share a bucket: equal on all ranks. A bucket holds one kind and closes at its
-// cap; the first has its own. Buckets are in the order in which they close, parameters in `order`.
-using BucketItem = std::pair<std::size_t, int>;  // bytes, and kind: a dtype
+// Assign parameters to buckets, in the given order; the result is equal on all ranks. A bucket
+// holds one kind and closes when it reaches its cap. Only the first bucket uses first_cap_bytes.
+// Buckets are in the order in which they close.
+using BucketItem = std::pair<std::size_t, int>;  // bytes and kind (a dtype)
 using Bucket = std::vector<std::size_t>;
 
 inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
@@ -29,7 +29,7 @@ inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
     Bucket bucket;
   };
   std::vector<Bucket> closed;
-  std::vector<Open> open;  // one per kind, in the order of their first parameters
+  std::vector<Open> open;  // one per kind, in the order of first parameters
   for (const std::size_t index : order) {
     const auto& [bytes, kind] = items.at(index);
     std::size_t at = 0;
@@ -45,31 +45,32 @@ inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
   return closed;
 }
 
-enum class Held : std::uint8_t {
-  kKept,     // no pass has added to it since the last reduction
-  kSum,      // the same, and rank 0 keeps this sum: passes of this rank add to zero
-  kPart,     // passes that are not counted have added to it
-  kCounted,  // passes have, and one was counted
+enum class GradState : std::uint8_t {
+  kUnchanged,  // no backward pass has added to it since the last reduction
+  kStaleSum,   // unchanged, and rank 0 keeps the sum: this rank clears it before it accumulates
+  kUncounted,  // passes without count() have added to it
+  kCounted,    // count() was called in this step
 };
 
 struct Step {
   const std::size_t world_size;  // ranks of this process
   const std::size_t num_params;
-  const std::size_t first_summed;  // the first of these ranks that adds to zero
-  std::vector<Held> held = std::vector<Held>(world_size * num_params);  // by rank and parameter
+  const std::size_t first_summed;  // first rank that clears a sum before it accumulates
+  std::vector<GradState> held =
+      std::vector<GradState>(world_size * num_params);  // by rank and parameter
   std::vector<std::size_t> bucket_of = std::vector<std::size_t>(num_params);
-  std::vector<std::size_t> missing = {};  // gradients until a bucket is complete
+  std::vector<std::size_t> missing = {};  // by bucket: gradients not counted yet
   std::vector<std::int64_t> ready_ns = {};
   std::vector<std::int64_t> launched_ns = {};
-  std::vector<std::size_t> order = {};  // parameters of the first rank, as their gradients came
+  std::vector<std::size_t> order = {};  // rank 0's parameters in the order of their gradients
   std::int64_t begin_ns = 0;
   std::size_t next = 0;
 
-  Held& at(std::size_t rank, std::size_t param) { return held.at(rank * num_params + param); }
+  GradState& at(std::size_t rank, std::size_t param) { return held.at(rank * num_params + param); }
 
   void start(const std::vector<Bucket>& plan, const std::vector<std::size_t>& reduced) {
     for (std::size_t rank = 0; rank < world_size; ++rank) {
-      const Held after = rank < first_summed ? Held::kKept : Held::kSum;
+      const GradState after = rank < first_summed ? GradState::kUnchanged : GradState::kStaleSum;
       for (const std::size_t param : reduced) at(rank, param) = after;
     }
     missing.assign(plan.size(), 0);
@@ -85,8 +86,8 @@ struct Step {
   }
 
   bool count(std::size_t rank, std::size_t param) {
-    if (at(rank, param) == Held::kCounted) return false;
-    at(rank, param) = Held::kCounted;
+    if (at(rank, param) == GradState::kCounted) return false;
+    at(rank, param) = GradState::kCounted;
     if (begin_ns == 0) begin_ns = now_ns();
     if (rank == 0) order.push_back(param);
     const std::size_t bucket = bucket_of[param];
@@ -103,8 +104,8 @@ struct Step {
   }
 };
 
-// The C structure, in a capsule, by which the CPU engine's module tells the CUDA engine's of a
-// gradient, with the GIL held. note() returns false if it has set a Python error.
+// C callbacks in a Python capsule, called with the GIL held: the module of the CPU engine reports
+// gradients to the module of the CUDA engine. note() returns false if it set a Python error.
 struct ReadyHook {
   static constexpr const char* kCapsule = "pyringar.ready";
   void* self;

@@ -1,9 +1,7 @@
-// collective: one call of a group's local ranks, checked and ready to run.
-//
-// Units     elements; the tensors' memory is borrowed: the caller keeps it alive.
-// Contract  bindings/prepare makes it, the groups of all transports run it. Its pointers are of the
-//           ranks in this process: all, or one. Pointer tables point into `pointers`, which is
-//           never regrown; a Collective may be moved.
+// collective: one validated call of a group, with the tensors of the ranks in this process.
+// Units     elements. The caller keeps the tensors' memory alive until the call is done.
+// Contract  bindings/prepare creates a Collective; the groups of all transports run it. Pointer
+//           tables point into `pointers`, which never grows. A Collective may be moved.
 // Tests     tests/cpp/group_test.cpp, tests/cpp/process_test.cpp, tests/cpp/cuda_host
 #pragma once
 
@@ -23,7 +21,7 @@
 
 namespace pyringar {
 
-inline constexpr int kHost = -1;  // in place of the index of a GPU
+inline constexpr int kHost = -1;  // device index of host memory
 
 enum class Algorithm : std::uint8_t { kFused, kDirect, kRing };
 inline constexpr int kNumAlgorithms = 3;
@@ -55,7 +53,7 @@ struct TensorSpan {
   std::size_t bytes() const { return numel * item_bytes(dtype); }
 };
 
-// One tensor over the local ranks: its inputs in rank order, and where the result goes.
+// The inputs of one tensor on the local ranks, in rank order, and the destinations of the result.
 struct Buffers {
   const void* const* sources;
   void* const* destinations;
@@ -63,8 +61,8 @@ struct Buffers {
   int num_destinations;
   std::size_t numel;
   DType dtype;
-  // For a ring, and for ranks in processes, which have a source and a destination per local rank.
-  // kReduceScatter: sources of numel, destinations hold chunk r; kAllGather the other way round.
+  // Used by rings and by ranks in processes, which have one source and one destination per rank.
+  // kReduceScatter: a source has numel elements, a destination one chunk. kAllGather: the reverse.
   RingPhases phases = RingPhases::kAllReduce;
 
   bool is_in_place() const { return sources == destinations; }
@@ -73,10 +71,10 @@ struct Buffers {
   }
 };
 
-// How memory holds an element: as it is, or negated, by its sign bit or as two's complement.
+// How memory stores an element: as is, with a flipped sign bit, or as the two's complement.
 enum class Sign : std::uint8_t { kPlain, kBit, kComplement };
 
-// A tensor whose elements need not lie side by side. Shape and strides in elements.
+// A tensor with arbitrary strides. Shape and strides count elements, `item` is bytes per element.
 struct StridedView {
   std::byte* data;
   std::size_t item;
@@ -85,7 +83,7 @@ struct StridedView {
   Sign sign = Sign::kPlain;
 };
 
-// A tensor with gaps, in the host's memory, and its dense copy.
+// A non-contiguous host tensor and the dense copy that the collective works on.
 struct PackedTensor {
   StridedView view;
   std::shared_ptr<std::byte[]> dense;
@@ -98,14 +96,14 @@ inline std::uint64_t mix(std::uint64_t digest, std::uint64_t value) {
   return std::rotl((digest ^ value) * 0x9E3779B97F4A7C15u, 29) + 1;
 }
 
-// What the ranks of other processes compare with their own call, or need of this rank's tensors.
+// Data that ranks in other processes compare with their own call.
 struct RemoteCall {
-  std::string what;           // the call that this one stands for; empty: it is that call
-  std::uint64_t shapes = 0;   // digest of sizes
-  std::uint64_t strides = 0;  // digest of the strides of `permuted`; 0: there are none
+  std::string what;           // the call that the user made, if this call implements it
+  std::uint64_t shapes = 0;   // digest of tensor sizes
+  std::uint64_t strides = 0;  // digest of the strides in `permuted`; 0 if it is empty
 
-  // Dense tensors in place whose elements are not in the order of their index: all ranks may reduce
-  // them as they lie, if all ranks' strides agree.
+  // Dense in-place tensors whose memory order differs from index order. Ranks reduce them in memory
+  // order if all ranks have the same strides, else in index order.
   struct Permuted {
     std::size_t tensor;
     StridedView view;
@@ -120,18 +118,18 @@ struct Collective {
   Collective& operator=(Collective&&) = default;
 
   CallKind kind = CallKind::kAllReduce;
-  const char* operation = "collective";  // as the caller knows it, for messages
+  const char* operation = "collective";  // name in error messages
   Algorithm algorithm = Algorithm::kFused;
   Fold fold;
   int root = 0;
-  std::size_t bytes = 0;  // of one rank's data
+  std::size_t bytes = 0;  // data of one rank
   int num_local = 1;
   int world_size = 1;
   std::vector<Buffers> tensors;
-  std::vector<void*> pointers;  // reserved, never regrown
-  std::vector<int> ranks;       // whose memory each of them is
+  std::vector<void*> pointers;  // reserved once: `tensors` point into it
+  std::vector<int> ranks;       // rank that owns the memory at each pointer
   RemoteCall remote;
-  // Kept by the group that runs it: what the driver said, and a GPU group's FusedLaunches.
+  // Caches that a CUDA group writes: whether peers can read the tensors, and FusedLaunches.
   mutable std::optional<bool> needs_staging;
   mutable std::shared_ptr<const void> launches;
 
@@ -141,7 +139,7 @@ struct Collective {
     return static_cast<std::size_t>(table - static_cast<const void* const*>(pointers.data()));
   }
 
-  // A tensor of the only local rank. reserve: room for two pointers of each tensor.
+  // Reserve room for two pointers per tensor. Call it before add_local().
   void reserve_local(std::size_t num_tensors) {
     tensors.reserve(num_tensors);
     pointers.reserve(2 * num_tensors);
@@ -180,7 +178,8 @@ struct Collective {
   }
 
  private:
-  Collective(const Collective&) = default;  // `tensors` still point into the other's pointers
+  // The copy's `tensors` point into the pointers of the original: copy() corrects that.
+  Collective(const Collective&) = default;
 
   std::size_t elements_of(const Buffers& tensor, RingPhases chunked) const {
     return tensor.phases == chunked ? tensor.numel / static_cast<std::size_t>(world_size)
@@ -188,7 +187,7 @@ struct Collective {
   }
 };
 
-// What ran so far, by algorithm. busy_ns: of threads of the host.
+// Counters per algorithm. busy_ns is time of host threads.
 template <int kNum>
 struct CallStats {
   std::array<std::uint64_t, kNum> calls{};

@@ -1,8 +1,8 @@
-// dtype: the element types and reductions that every engine knows, and what it adds them in.
-//
+// dtype: the element types and reductions that all engines support.
 // Units     bytes for sizes.
-// Contract  16-bit floats are added in fp32 and rounded once; others in their type. Integers wrap.
-// Tests     tests/conformance/test_bits.py compares every dtype and op with an oracle, bit for bit.
+// Contract  16-bit floats are added in fp32 and rounded once. Other types are added as they are.
+//           Integers wrap.
+// Tests     tests/conformance/test_bits.py compares each dtype and op with an oracle, bit for bit.
 #pragma once
 
 #include <cstddef>
@@ -23,11 +23,10 @@ enum class DType : std::uint8_t {
 };
 inline constexpr int kNumDTypes = 8;
 
-// kMean is kSum divided once, after the last addition; integers divide towards zero.
+// kMean is kSum with one division after the last addition. Integers are divided towards zero.
 enum class ReduceOp : std::uint8_t { kSum, kMean, kMax, kMin, kProd };
 inline constexpr int kNumReduceOps = 5;
 
-// Elements as they lie in memory; the arithmetic on them is in core/half.h.
 struct Float16 {
   std::uint16_t bits;
 };

@@ -1,7 +1,6 @@
-// error: the one exception type that engines throw, with the kind the caller will see.
-//
-// Contract  the message names the operation, the culprit, the value and what was expected; the
-//           bindings turn each kind into the class of the same name in pyringar.errors.
+// error: the one exception type that engines throw, with its kind.
+// Contract  A message names the operation, the rank or argument at fault, the value and what was
+//           expected. The bindings turn each kind into a class of pyringar.errors.
 // Tests     tests/conformance/test_refused.py
 #pragma once
 
@@ -24,8 +23,8 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-// Appends text, a character or a number; a fraction in six significant digits, as "%g". Without
-// streams, whose locales break where two copies of libstdc++ mix (static here, shared in torch).
+// Append text, a character or a number; floats with six significant digits, as "%g" does. Streams
+// are not used: their locales break if a static libstdc++ meets the shared one of torch.
 template <typename Part>
 void append(std::string& text, const Part& part) {
   if constexpr (std::is_convertible_v<const Part&, std::string_view>) {

@@ -1,10 +1,8 @@
-// exact_sum: the sum of floating-point numbers as a real number, then rounded.
-//
-// Units     digits of 32 bits; bit 0 of digit 0 is worth 2^-1074, the smallest double.
-// Contract  The result depends on which numbers were added, not on their order. It overflows only
-//           if the sum does. Of -0 alone it is -0; infinities and NaN give what + gives.
-// Cost      100 ns for a few numbers: for those that cpu/kernels_exact cannot do faster.
-// Threads   one object belongs to one thread.
+// exact_sum: the exact sum of floating-point numbers, rounded once.
+// Units     digits of 32 bits; bit 0 of digit 0 is 2^-1074, the smallest double.
+// Contract  The result does not depend on the order of the numbers. It overflows only if the exact
+//           sum does. A sum of -0 only is -0. Infinities and NaN give the same result as +.
+// Cost      100 ns for a few numbers. cpu/kernels_exact uses it only where its fast path fails.
 // Source    Kulisch 2013, "Computer Arithmetic and Validity"; Boldo and Melquiond 2008 (odd)
 // Tests     the static_asserts below; tests/conformance/test_bits.py
 #pragma once
@@ -19,7 +17,7 @@
 
 namespace pyringar {
 
-// Of the two floats beside a double, the one whose last bit is 1, unless it is a float itself.
+// Round to odd: an inexact double becomes the neighboring float whose last bit is 1.
 constexpr float round_to_odd(double exact) {
   const auto nearest = static_cast<float>(exact);
   const auto bits = std::bit_cast<std::uint32_t>(nearest);
@@ -31,7 +29,7 @@ constexpr float round_to_odd(double exact) {
 
 class ExactSum {
  public:
-  // At most 2^30 numbers.
+  // Add one number; at most 2^30 numbers per sum.
   constexpr void add(double x) {
     const auto bits = std::bit_cast<std::uint64_t>(x);
     const int exponent = static_cast<int>(bits >> kFractionBits & 0x7ffu);
@@ -44,7 +42,7 @@ class ExactSum {
     const std::uint64_t fraction = bits & (kImplicitBit - 1);
     const std::uint64_t mantissa = exponent == 0 ? fraction : fraction | kImplicitBit;
     if (mantissa == 0) return;
-    const int place = exponent == 0 ? 0 : exponent - 1;  // of the mantissa's last bit
+    const int place = exponent == 0 ? 0 : exponent - 1;  // position of the mantissa's last bit
     const int shift = place % kDigitBits;
     const std::uint64_t low = mantissa << shift;
     const std::uint64_t high = shift == 0 ? 0 : mantissa >> (64 - shift);
@@ -58,8 +56,8 @@ class ExactSum {
   }
 
   constexpr double rounded() const { return round(false); }
-  // A double that rounds to fewer digits as the sum does: where it is not the sum itself, the one
-  // of its two neighbours whose last bit is 1.
+  // Round an inexact sum to the neighboring double whose last bit is 1. A second rounding, to fewer
+  // bits, then gives the same result as rounding the sum directly.
   constexpr double rounded_to_odd() const { return round(true); }
 
  private:
@@ -68,7 +66,7 @@ class ExactSum {
   static constexpr int kFractionBits = 52;
   static constexpr std::uint64_t kImplicitBit = std::uint64_t{1} << kFractionBits;
   static constexpr std::uint64_t kSign = std::uint64_t{1} << 63;
-  static constexpr int kNumDigits = 2046 / kDigitBits + 5;  // of every double, and of their carries
+  static constexpr int kNumDigits = 2046 / kDigitBits + 5;  // all double exponents, and carries
 
   constexpr double round(bool to_odd) const {
     if (has_specials_) return specials_;
@@ -88,7 +86,7 @@ class ExactSum {
     return std::bit_cast<double>(magnitude | (is_negative ? kSign : 0));
   }
 
-  // Brings digits to [0, 2^32), but for the highest. True: the sum is negative.
+  // Bring all digits except the highest into [0, 2^32). Return true if the sum is negative.
   constexpr bool carry() {
     for (int i = first_; i < sign_digit(); ++i) {
       digits_[i + 1] += digits_[i] >> kDigitBits;  // rounds down
@@ -96,7 +94,7 @@ class ExactSum {
     }
     return digits_[sign_digit()] < 0;
   }
-  // No carry comes further.
+  // The highest digit that a carry can reach.
   constexpr int sign_digit() const { return last_ + 2; }
 
   constexpr std::uint64_t bits_from(int place, bool to_odd) const {
@@ -110,7 +108,7 @@ class ExactSum {
     if (to_odd) {
       bits |= half || rest ? 1 : 0;
     } else if (half && (rest || bits % 2 == 1)) {
-      bits += 1;  // a carry out of the fraction is the right exponent
+      bits += 1;  // a carry out of the fraction increments the exponent
     }
     constexpr std::uint64_t kInfinity = std::uint64_t{0x7ff} << kFractionBits;
     return std::min(bits, kInfinity);
@@ -133,8 +131,8 @@ class ExactSum {
   }
 
   std::int64_t digits_[kNumDigits] = {};
-  int first_ = kNumDigits;  // of those that are not 0
-  int last_ = -1;
+  int first_ = kNumDigits;  // lowest digit that was written
+  int last_ = -1;           // highest digit that was written
   bool is_negative_zero_ = true;
   bool has_specials_ = false;
   double specials_ = 0;
@@ -149,8 +147,8 @@ constexpr double sum_of(std::initializer_list<double> numbers) {
 }
 constexpr double kMost = std::numeric_limits<double>::max();
 constexpr double kLeast = std::numeric_limits<double>::denorm_min();
-static_assert(sum_of({0x1p60, 1.0, -0x1p60}) == 1.0, "what + would lose");
-static_assert(sum_of({kMost, kMost, -kMost}) == kMost, "no overflow on the way");
+static_assert(sum_of({0x1p60, 1.0, -0x1p60}) == 1.0, "1 survives cancellation");
+static_assert(sum_of({kMost, kMost, -kMost}) == kMost, "no intermediate overflow");
 static_assert(sum_of({kMost, kMost}) == std::numeric_limits<double>::infinity());
 static_assert(sum_of({1.0, 0x1p-53}) == 1.0 && sum_of({1.0, 0x1p-53, kLeast}) > 1.0,
               "one rounding");

@@ -1,12 +1,12 @@
-// fold: how the elements of all ranks become one: by which operation, and in which order.
-//
-// Contract  With x[r] the element of rank r, widened to the type of partial sums (core/dtype.h):
+// fold: the operation and the order in which the elements of all ranks are reduced.
+// Contract  x[r] is the element of rank r, widened to the type of partial sums (core/dtype.h).
 //             rank    ((x[0] + x[1]) + x[2]) + ...
 //             tree    T(0, k), see core/tree.h
-//             exact   the real number x[0] + x[1] + ..., rounded
-//           then, for a mean, one division, and one rounding to the element's type. An exact sum is
-//           rounded to that type at once. Sums of integers wrap, and are the same in every order.
-// Tests     tests/conformance/test_bits.py has each equation once more, in Python
+//             exact   the real number x[0] + x[1] + ..., rounded once (for a sum to the element's
+//                     type, for a mean to the type of partial sums)
+//           A mean then divides once. Then the result is rounded to the element's type. Integer
+//           sums wrap and are the same in every order.
+// Tests     tests/conformance/test_bits.py repeats each equation in Python
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@
 
 namespace pyringar {
 
-// The type in which T is added. Integers wrap, and signed overflow is not defined: they are added
-// without a sign, small ones as unsigned, since they would be promoted to int.
+// The type in which T is added. Integers wrap, and signed overflow is undefined in C++, so integers
+// are added as unsigned types. 8-bit types use unsigned int: C++ would promote them to int.
 template <typename T>
 struct Wrapping {
   using type = T;
@@ -29,7 +29,7 @@ struct Wrapping<T> {
   using type = decltype(1u * std::make_unsigned_t<T>());
 };
 
-// Reductions of two elements, or vectors of them: "a" is the partial, "b" the next rank's element.
+// Reductions of two elements or vectors: a is the partial, b the element of the next rank.
 struct Sum {
   template <typename T>
   static PYRINGAR_HD_INLINE T apply(T a, T b) {
@@ -46,7 +46,7 @@ struct Prod {
   }
 };
 
-// A NaN on either side wins, as in torch.maximum; of two equal numbers (0 and -0) the later one.
+// A NaN operand is the result, as in torch.maximum. Of two equal operands (0 and -0) b is.
 struct Max {
   template <typename T>
   static PYRINGAR_HD_INLINE T apply(T a, T b) {
@@ -80,7 +80,7 @@ struct Reduction {
   bool operator==(const Reduction&) const = default;
 };
 
-// What a kernel divides by, without a division: the reciprocal of a power of two is exact.
+// The divisor of a mean. GPU kernels use the reciprocal, which is exact for powers of two.
 struct Divisor {
   std::int32_t value = 1;
   double reciprocal = 1;

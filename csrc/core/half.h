@@ -1,9 +1,8 @@
-// half: fp16 and bf16 to fp32 and back, one element at a time, with integer arithmetic only.
-//
-// Contract  Widening is exact; narrowing rounds to nearest, ties to even, keeps subnormals and
-//           infinities, and gives a quiet NaN for every NaN.
+// half: conversion of one fp16 or bf16 element to fp32 and back, with integer arithmetic.
+// Contract  Widening is exact. Narrowing rounds to nearest, ties to even, keeps subnormals and
+//           infinities, and turns every NaN into a quiet NaN.
 // Source    IEEE 754-2019, sections 3.4 and 4.3.1.
-// Tests     tests/cpp/stress.cpp: all 65,536 halves, and every narrowing class, against these.
+// Tests     tests/cpp/half_test.cpp tries all 65,536 values, and all rounding boundaries
 #pragma once
 
 #include <cstdint>
@@ -53,11 +52,11 @@ PYRINGAR_HD inline Float16 narrow_to_float16(float value) {
     half = 0x7e00u;
   } else if (rest >= 0x47800000u) {  // 2^16 and above: infinity
     half = 0x7c00u;
-  } else if (rest >= 0x38800000u) {  // normal; a carry out of the mantissa is the right exponent
+  } else if (rest >= 0x38800000u) {  // normal; a carry out of the mantissa increments the exponent
     const std::uint32_t rebased = rest - (112u << 23);
     half = (rebased + 0xfffu + (rebased >> 13 & 1u)) >> 13;
   } else {
-    // Subnormal: adding 0.5 aligns the bits so that fp32's own rounding is the half's.
+    // Subnormal: adding 0.5 aligns the bits, so that fp32 rounding gives the fp16 rounding.
     half = float_to_bits(bits_to_float(rest) + 0.5f) - 0x3f000000u;
   }
   return {static_cast<std::uint16_t>(sign | half)};

@@ -1,22 +1,20 @@
-// ring_program: what one rank does in a ring collective, written once for every engine.
-//
+// ring_program: the steps of one rank in a ring collective, written once for CPU threads and GPUs.
 // Units     elements for ranges, messages for counters.
-// Contract  On the link from rank r to rank r+1 there is one writer and one reader, and S slots;
-//           message n lies in slot n % S, n counted from 1 and never reset:
+// Contract  The link from rank r to rank r+1 has one writer, one reader and S slots. Message n lies
+//           in slot n % S; n counts from 1 and is never reset.
 //
 //             writer (rank r)                          reader (rank r+1)
 //             W1 wait taken >= n - S (acquire)         R1 wait flag >= n   (acquire)
 //             W2 write slot[n % S]                     R2 read slot[n % S]
 //             W3 flag = n            (release)         R3 taken = n        (release)
 //
-//           Pieces follow each other one action apart: piece p is at action a in tick p + a. A rank
-//           waits for messages of the tick before. A link holds one tick's messages, at most
-//           2k - 2, and two more: the slowest rank finds its message and a free slot.
-// Threads   one call per rank, all ranks at once. A wait that fails (deadline, abort) ends the
-//           program at once and returns false; the engine knows why.
-// Source    Patarasuk & Yuan 2009; NCCL's recvReduceCopySend fuses reduce, keep and forward.
-// Tests     tests/cpp/stress.cpp (under ThreadSanitizer, with random delays),
-//           tests/conformance/test_bits.py
+//           Piece p is at action a in tick p + a. A rank waits only for messages of the last tick.
+//           A link has S >= 2k slots: the 2k - 2 messages of one tick, and two more. So the slowest
+//           rank always finds its message and a free slot.
+// Threads   One call per rank, all ranks at once. If a wait fails (deadline, abort), the program
+//           returns false at once; the engine knows the reason.
+// Source    Patarasuk & Yuan 2009. NCCL fuses reduce, store and forward in recvReduceCopySend.
+// Tests     tests/cpp/ring_test.cpp under ThreadSanitizer, tests/conformance/test_bits.py
 #pragma once
 
 #include <cstddef>
@@ -26,7 +24,7 @@
 
 namespace pyringar {
 
-// A power of two, so that n % slots goes on evenly when the counter wraps.
+// Slots per link: a power of two, so that n % slots stays continuous when n wraps.
 PYRINGAR_HD constexpr std::uint32_t ring_num_slots(int world_size) {
   std::uint32_t slots = 2;
   while (slots < 2 * static_cast<std::uint32_t>(world_size)) slots *= 2;
@@ -39,11 +37,11 @@ struct RingProgram {
   int rank;
   int world_size;
   std::size_t numel;        // of the whole buffer that is cut into world_size chunks
-  std::size_t piece_elems;  // at most what a slot holds
+  std::size_t piece_elems;  // a piece must fit one slot
   RingPhases phases;
-  std::uint32_t base;  // messages that every link has carried before
-  // Several runners may share a rank, each with links of its own: this one takes every
-  // piece_stride-th piece of each chunk, from first_piece on.
+  std::uint32_t base;  // messages that every link carried in earlier calls
+  // Several channels may share a rank, each with separate links. This channel takes every
+  // piece_stride-th piece of each chunk, starting with first_piece.
   std::size_t first_piece = 0;
   std::size_t piece_stride = 1;
 };
@@ -69,24 +67,24 @@ PYRINGAR_HD constexpr std::uint32_t ring_num_messages(const RingProgram& program
                                     static_cast<std::size_t>(actions));
 }
 
-// Counters wrap after 2^32 messages; their difference does not.
+// Compare counters by difference, since they wrap after 2^32 messages.
 PYRINGAR_HD constexpr bool reached(std::uint32_t counter, std::uint32_t wanted) {
   return static_cast<std::int32_t>(counter - wanted) >= 0;
 }
 
-// Action a receives what was sent at step a - 1 and sends at step a, and both are the same chunk:
-// what arrives is reduced with the rank's own part, kept if it is complete, and passed on, in one
-// pass over the data. Engine provides, for messages and ranges:
+// Action a receives the chunk that prev sent at step a - 1, and sends the same chunk at step a. The
+// Engine reduces, stores and forwards a piece in one pass. It provides for message n:
 //   bool wait_message(n, a)          R1      bool wait_slot(n, a)    W1
 //   void publish(n)                  W3      void free_message(n)    R3
-// and may leave a message's data where it lies, if the reader can reach it there and it stays.
-//   void send_own(range, n_out)                  partial of this rank alone
-//   void reduce_forward(range, n_in, n_out)      partial + own
-//   void reduce_finish(range, n_in)              partial + own, finished, kept
-//   void reduce_finish_forward(range, n_in, n_out)
-//   void gather_own(range, n_out)                own result, kept and sent
-//   void copy_forward(range, n_in, n_out)        result, kept and passed on
-//   void copy_last(range, n_in)                  result, kept
+// An Engine may skip the slot if the reader can read the data in the tensor and it stays unchanged.
+// n_in is the received message, n_out the sent one.
+//   void send_own(range, n_out)                  send the own input
+//   void reduce_forward(range, n_in, n_out)      partial + own input, send
+//   void reduce_finish(range, n_in)              partial + own input, divide, round, store
+//   void reduce_finish_forward(range, n_in, n_out)    reduce_finish, then send
+//   void gather_own(range, n_out)                store and send the own result
+//   void copy_forward(range, n_in, n_out)        store and send a received result
+//   void copy_last(range, n_in)                  store a received result
 PYRINGAR_ANY_SIDE
 template <class Engine>
 PYRINGAR_HD void run_ring_action(Engine& engine, const RingProgram& program, int action,
@@ -115,10 +113,10 @@ PYRINGAR_HD void run_ring_action(Engine& engine, const RingProgram& program, int
   }
 }
 
+// Values that run_ring needs and a GPU kernel computes once.
 struct RingCut {
   Chunks chunks;
-  // Of each chunk, that this runner takes. No memory holds 2^32 for every rank.
-  std::uint32_t pieces;
+  std::uint32_t pieces;  // of this channel in each chunk; 2^32 would not fit any memory
   std::uint32_t ticks;
   int first_action;
   int last_action;

@@ -1,16 +1,15 @@
-// schedule: which chunk every rank sends, receives and reduces at every step of the ring.
-//
+// schedule: which chunk each rank sends, receives and reduces at each step of the ring.
 // Units     elements for ranges; ranks, chunks and steps count from 0.
-// Contract  ring_step(next, step).recv_chunk == ring_step(rank, step).send_chunk: what one rank
-//           sends is what the next expects. Chunk c is added in the order of ranks
-//           c+1, c+2, ..., c+k (mod k), and rank r ends the reduction owning chunk r.
+// Contract  ring_step(next, step).recv_chunk == ring_step(rank, step).send_chunk. Chunk c is added
+//           in the order of ranks c+1, c+2, ..., c+k (mod k). After the reduction rank r owns
+//           chunk r.
 // Source    Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms".
-// Tests     tests/test_schedule.py follows every contribution through the ring as lists.
+// Tests     tests/test_schedule.py follows each contribution through the ring.
 #pragma once
 
 #include <cstddef>
 
-// Of templates whose arguments run on one side only nvcc would warn, though each instance does so.
+// Silences nvcc warnings about templates whose arguments exist on the host or the device only.
 #ifdef __CUDACC__
 #define PYRINGAR_ANY_SIDE _Pragma("nv_exec_check_disable")
 #define PYRINGAR_HD __host__ __device__
@@ -26,10 +25,10 @@ namespace pyringar {
 struct RingStep {
   int send_chunk;
   int recv_chunk;
-  bool reduce;  // false: the chunk is already complete and only travels on
+  bool reduce;  // false: the received chunk is complete, copy it
 };
 
-//   k = 4, chunk sent:  step 0 1 2 | 3 4 5     rank 0: 3 2 1 | 0 3 2     rank 1: 0 3 2 | 1 0 3
+// Chunk sent, for k = 4:  step 0 1 2 | 3 4 5     rank 0: 3 2 1 | 0 3 2     rank 1: 0 3 2 | 1 0 3
 PYRINGAR_HD constexpr RingStep ring_step(int rank, int world_size, int step) {
   const int send = (rank - 1 - step + 2 * world_size) % world_size;
   const int recv = (send + world_size - 1) % world_size;
@@ -48,10 +47,10 @@ struct Range {
   PYRINGAR_HD constexpr std::size_t size() const { return end - begin; }
 };
 
-// Chunks of a buffer, in order; sizes differ by at most one element, the longer ones first.
+// The chunks of a buffer. Sizes differ by at most one element; longer chunks come first.
 struct Chunks {
-  std::size_t small;   // elements of the shorter ones
-  std::size_t longer;  // how many have one more
+  std::size_t small;   // elements of a shorter chunk
+  std::size_t longer;  // number of chunks with small + 1 elements
   PYRINGAR_HD constexpr Range operator[](int chunk) const {
     const std::size_t c = static_cast<std::size_t>(chunk);
     const std::size_t begin = c * small + (c < longer ? c : longer);
@@ -59,7 +58,7 @@ struct Chunks {
   }
 };
 
-// Worth keeping: on a GPU a 64-bit division is a call.
+// Compute once and keep: a 64-bit division is slow on a GPU.
 PYRINGAR_HD constexpr Chunks chunks_of(std::size_t numel, int world_size) {
   const std::size_t k = static_cast<std::size_t>(world_size);
   return {numel / k, numel % k};
@@ -72,8 +71,8 @@ PYRINGAR_HD constexpr Range chunk_range(std::size_t numel, int world_size, int c
 static_assert(chunk_range(7, 3, 0).size() == 3 && chunk_range(7, 3, 2).end == 7, "7 = 3 + 2 + 2");
 static_assert(chunk_range(2, 4, 3).size() == 0, "fewer elements than ranks: empty chunks");
 
-// Chunks travel in pieces of at most piece_elems. Every chunk has the same number of pieces, the
-// last ones possibly empty, so that all ranks exchange the same number of messages.
+// A chunk is sent in pieces of at most piece_elems. All chunks have the same number of pieces, the
+// last ones possibly empty, so that all links carry the same number of messages.
 PYRINGAR_HD constexpr std::size_t num_pieces(std::size_t numel, int world_size,
                                              std::size_t piece_elems) {
   const std::size_t longest = chunk_range(numel, world_size, 0).size();

@@ -1,27 +1,26 @@
-// staged_program: what one rank does where ranks see each other's staging slots only, written once
-// for processes, GPUs, and threads in tests.
+// staged_program: the steps of one rank if ranks share only staging slots; for processes and GPUs.
+// Units     pieces and messages. Message n is the n-th piece in the life of the group; n counts
+//           from 1 and is never reset. Each rank has kStagingSlots slots and copies message n into
+//           slot n % kStagingSlots; on hosts staging_slot() names the slot.
+// Contract  Each rank writes two counters, which only grow (modulo 2^32), and waits for those of
+//           all ranks (acquire):
 //
-// Units     pieces and messages; message n is the n-th piece over the life of the group, counted
-//           from 1 and never reset. Every rank has kStagingSlots slots; its part of message n lies
-//           in slot n % kStagingSlots, and on hosts where staging_slot() says.
-// Contract  Every rank owns two counters that only it writes and that only grow (modulo 2^32):
+//             announced   the rank has copied message n into its slot  (release)
+//             reduced     the rank has reduced its slice of message n  (release)
 //
-//             announced   its part of message n lies in its slot       (release)
-//             reduced     its slice of message n is finished there     (release)
+//           No counter says that a slot is free; that follows. A rank announces n only after it has
+//           finished n - 2, and publishes reduced = n only after it has finished n - 1. A rank that
+//           writes slot n % 4 has seen one of these values from all ranks, so no rank still reads
+//           message n - 4:
 //
-//           and waits for those of all ranks (acquire). Nothing tells a writer that a slot is free:
-//           it follows. A rank announces n only after it is done with n - 2, and says n reduced
-//           only after it is done with n - 1. A rank that writes slot n % 4 has seen one of the two
-//           from all ranks, so that no rank still reads message n - 4 there:
+//             direct     writes n after all published reduced >= n - 2    -> all finished n - 3
+//             exchange   writes n after all published announced >= n - 2  -> all finished n - 4
+//             Where calls of both kinds follow each other, the weaker guarantee holds.
 //
-//             direct     writes n after all said n - 2 reduced    -> all are done with n - 3
-//             exchange   writes n after all announced n - 2       -> all are done with n - 4
-//             and where one follows the other, the weaker of the two holds.
-//
-//           An exchange leaves `reduced` behind; a direct call brings it up before it announces, so
-//           that a comparison never turns at 2^31. The first message of a call carries what the
-//           call is; agree() compares on every rank alike, before any rank's tensors are written.
-// Threads   one call per rank, all at once. A wait that fails ends the program and returns false.
+//           An exchange does not update `reduced`. A direct call first sets it to `base`, so that
+//           differences stay below 2^31. With the first message of a call, agree() compares the
+//           calls of all ranks before any tensor is written.
+// Threads   One call per rank, all at once. If a wait fails, the program returns false.
 // Source    the shared-memory all-reduces of DeepSpeed and gloo, as a pipeline
 // Tests     tests/cpp/process_test.cpp under ThreadSanitizer, tests/cpp/cuda_processes
 #pragma once
@@ -35,8 +34,8 @@ namespace pyringar {
 
 inline constexpr std::uint32_t kStagingSlots = 4;
 
-// The owner's slots, or the peer's: two ranks swap them every kStagingSlots messages. Each writes
-// where it has read last, so that a line crosses between the cores once a message, not twice.
+// The slot of message n. Two ranks swap their slots every kStagingSlots messages. Each rank then
+// writes where it last read, so a cache line moves between cores once per message, not twice.
 struct StagingSlot {
   int owner;
   std::uint32_t index;
@@ -48,14 +47,16 @@ constexpr StagingSlot staging_slot(int rank, int world_size, std::uint32_t n,
 }
 
 struct StagedProgram {
-  std::uint32_t base;      // messages of all calls before
-  std::size_t num_pieces;  // at least 1: a call that moves nothing is announced all the same
+  std::uint32_t base;      // messages of all earlier calls
+  std::size_t num_pieces;  // at least 1: ranks announce an empty call too
 };
 
-// Calls finish(piece, n) for every piece, once all ranks have announced it. A piece ahead is copied
-// in before a rank waits, so that ranks that share a core find work to do. Engine provides:
-//   void copy_in(piece, n)      own tensor -> own slot       bool wait_announced(n)   of all ranks
-//   void announce(n)                                         bool agree(n)            first message
+// Call finish(piece, n) for each piece after all ranks announced it. A rank copies in the next
+// piece before it waits, so that ranks sharing a core have work. Engine provides:
+//   void copy_in(piece, n)      own tensor -> own slot
+//   void announce(n)            publish message n
+//   bool wait_announced(n)      wait for all ranks
+//   bool agree(n)               compare the calls of all ranks
 template <class Engine, typename Finish>
 bool run_staged(Engine& engine, const StagedProgram& program, const Finish& finish) {
   std::uint32_t n = program.base + 1;
@@ -73,9 +74,11 @@ bool run_staged(Engine& engine, const StagedProgram& program, const Finish& fini
   return true;
 }
 
-// Each rank reduces its slice of every piece in its slot, and copies the others'. Engine also has:
-//   void reduce(piece, n)       all slots -> own slot        bool wait_reduced(n)     of all ranks
-//   void publish_reduced(n)                                  void copy_out(piece, n)  -> own tensor
+// Each rank reduces one slice of each piece and copies the other slices. Engine also provides:
+//   void reduce(piece, n)       all slots -> own slot
+//   void publish_reduced(n)     publish the own slice
+//   bool wait_reduced(n)        wait for all ranks
+//   void copy_out(piece, n)     slots of the other ranks -> own tensor
 template <class Engine>
 bool run_staged_direct(Engine& engine, const StagedProgram& program) {
   engine.publish_reduced(program.base);
@@ -88,8 +91,8 @@ bool run_staged_direct(Engine& engine, const StagedProgram& program) {
   });
 }
 
-// Each rank reads what it needs from all slots into its own tensors: one wait per piece. For small
-// messages, which all ranks reduce whole, and for collectives whose results differ by rank.
+// Each rank reads all slots and writes its own tensors, with one wait per piece. Used for small
+// all-reduces, which each rank computes whole, and for all other collectives. Engine also provides:
 //   void combine(piece, n)      all slots -> own tensor
 template <class Engine>
 bool run_staged_exchange(Engine& engine, const StagedProgram& program) {

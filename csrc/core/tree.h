@@ -1,8 +1,7 @@
 // tree: the order of addition that core/fold.h calls "tree".
-//
-// Contract  T(lo, lo + 1) = x[lo], and else T(lo, hi) = T(lo, mid) + T(mid, hi), where mid - lo is
-//           the largest power of two below hi - lo. Of six: ((0 1) (2 3)) (4 5). So k ranks that
-//           add m numbers each, m a power of two, have the bits of km ranks.
+// Contract  T(lo, lo + 1) = x[lo], and T(lo, hi) = T(lo, mid) + T(mid, hi) otherwise, where
+//           mid - lo is the largest power of two below hi - lo. Six ranks: ((0 1) (2 3)) (4 5). If
+//           each of k ranks adds m numbers, m a power of two, the bits equal those of km ranks.
 // Source    pairwise summation (Higham 1993), cut at powers of two; the error grows with log2(k).
 // Tests     the static_asserts below, tests/conformance/test_bits.py
 #pragma once
@@ -22,7 +21,7 @@ PYRINGAR_HD constexpr int tree_split(int lo, int hi) {
 static_assert(tree_split(0, 2) == 1 && tree_split(0, 8) == 4 && tree_split(0, 7) == 4);
 static_assert(tree_split(8, 13) == 12 && tree_split(4, 7) == 6, "T(0, 7) = T(0, 4) + T(4, 7)");
 
-// T(lo, lo + kNum): leaf(r) gives x[r], add(a, b) their sum.
+// Return T(lo, lo + kNum). leaf(r) returns x[r]; add(a, b) returns a + b.
 PYRINGAR_ANY_SIDE
 template <int kNum, typename Leaf, typename Add>
 PYRINGAR_HD_INLINE constexpr auto tree_of(int lo, const Leaf& leaf, const Add& add) {
@@ -35,9 +34,9 @@ PYRINGAR_HD_INLINE constexpr auto tree_of(int lo, const Leaf& leaf, const Add& a
   }
 }
 
-inline constexpr int kTreeGroup = 8;  // leaves that are added without a loop
+inline constexpr int kTreeGroup = 8;  // leaves added by unrolled code
 
-// Calls visit<num>(), num from 1 to kMost.
+// Call visit<num>(): turn a number from 1 to kMost into a template argument.
 PYRINGAR_ANY_SIDE
 template <int kMost, typename Visit>
 PYRINGAR_HD_INLINE constexpr auto with_count(int num, const Visit& visit) {
@@ -53,10 +52,10 @@ PYRINGAR_HD_INLINE constexpr auto tree_of_few(int lo, int num, const Leaf& leaf,
   return with_count<kTreeGroup>(num, [&]<int kNum>() { return tree_of<kNum>(lo, leaf, add); });
 }
 
-// T(0, num), for any num, by calls of put(lo, n, to, end) that make slot s[to] of
-// s[to] + (... + (s[end - 1] + T(lo, lo + n))), n at most kGroup, a power of two; the last call
-// makes s[0]. Sums of whole groups wait in slots, the larger ones first, until one of their size
-// stands beside them: a binary counter. m slots are enough for kGroup << m leaves.
+// Compute T(0, num) for any num with an array s of partial sums, which works as a binary counter:
+// two sums of equal size are added into one. put(lo, n, to, end) must set
+// s[to] = s[to] + (... + (s[end - 1] + T(lo, lo + n))), with n <= kGroup, a power of two. The last
+// call sets s[0] to the result. m entries are enough for kGroup << m leaves.
 PYRINGAR_ANY_SIDE
 template <int kGroup, typename Put>
 PYRINGAR_HD_INLINE constexpr void tree_of_any(int num, const Put& put) {
@@ -73,7 +72,7 @@ PYRINGAR_HD_INLINE constexpr void tree_of_any(int num, const Put& put) {
 
 namespace tree_test {
 
-// The equation, with an addition that neither commutes nor associates.
+// T(lo, hi) as in the header, with an addition that is neither commutative nor associative.
 constexpr std::uint64_t sum_of(std::uint64_t a, std::uint64_t b) {
   return (a * 0x9E3779B97F4A7C15u ^ b) * 3 + (a >> 31);
 }

@@ -1,5 +1,4 @@
-// fused: cuts all tensors of a call, laid end to end, into blocks that threads take one by one.
-
+// fused: cuts all tensors of a call, laid end to end, into blocks that threads take.
 #include "cpu/fused.h"
 
 #include <algorithm>
@@ -14,13 +13,13 @@ namespace pyringar {
 
 namespace {
 
-// Bytes per rank of a block. Threads do not start together, so a small call is cut finely enough
-// for the faster one to take more; a large one coarsely, since every block opens new streams.
+// Bytes per rank of a block. Threads start at different times, so small blocks balance a small
+// call. A large call has large blocks, since each block starts new prefetch streams.
 constexpr std::size_t kMinBlockBytes = 8 * 1024;
 constexpr std::size_t kBlocksPerThread = 8;
-// Below this much traffic a helper costs more to wake than it saves.
+// Below this traffic, waking a helper costs more than it saves.
 constexpr std::size_t kAloneBytes = 512 * 1024;
-// The same for one that sleeps: between the steps of a training run all do.
+// The same limit for helpers that sleep, as they do between the steps of a training run.
 constexpr std::size_t kAloneWhenColdBytes = 8 * 1024 * 1024;
 constexpr int kMaxRanksOnStack = 16;
 constexpr std::size_t kLineBytes = 64;
@@ -51,8 +50,8 @@ void fuse_range(const Buffers& tensor, Fold fold, Range range) {
   }
 }
 
-// All tensors of a call as one line of bytes (of one rank), cut into a part for each thread, and
-// parts into blocks. Each begins at a whole cache line: vectors that straddle lines cost a tenth.
+// The tensors of a call, laid end to end and cut into blocks, with a queue of blocks per thread.
+// Blocks begin at cache lines: vectors that straddle lines cost a tenth.
 class BlockList {
  public:
   BlockList(std::span<const Buffers> tensors, Fold fold, int num_threads)
@@ -62,41 +61,40 @@ class BlockList {
       total_bytes_ += padded_bytes(tensor);
       ends_.push_back(total_bytes_);
     }
-    const auto most_parts = static_cast<std::size_t>(num_threads);
-    const std::size_t even = total_bytes_ / (kBlocksPerThread * most_parts);
+    const auto max_queues = static_cast<std::size_t>(num_threads);
+    const std::size_t even = total_bytes_ / (kBlocksPerThread * max_queues);
     block_bytes_ = std::clamp(even, kMinBlockBytes, kMaxBlockBytes) / kLineBytes * kLineBytes;
     num_blocks_ = (total_bytes_ + block_bytes_ - 1) / block_bytes_;
-    parts_ = std::vector<Part>(std::min(most_parts, num_blocks_));
+    queues_ = std::vector<BlockQueue>(std::min(max_queues, num_blocks_));
   }
 
   std::size_t num_blocks() const { return num_blocks_; }
 
-  // Takes the blocks of the thread's own part, from the front, then those of parts that no thread
-  // has begun, from the back: a buffer that is reduced again finds itself in the caches where it
-  // was left, and a late thread holds no other up. A thread ends the part that it has begun.
+  // Run the blocks of the thread's own queue from the front, so that a repeated call finds them in
+  // this core's cache. Then run queues that no thread has started, from the back.
   void take_blocks(int thread) {
     const auto own = static_cast<std::size_t>(thread);
-    for (std::size_t i = 0; i < parts_.size(); ++i) {
-      const std::size_t at = (own + i) % parts_.size();
-      Part& part = parts_[at];
-      if (at != own && part.taken.load(std::memory_order_relaxed) > 0) continue;
-      const std::size_t begin = num_blocks_ * at / parts_.size();
-      const std::size_t end = num_blocks_ * (at + 1) / parts_.size();
-      take_part(part, begin, end, at == own);
+    for (std::size_t i = 0; i < queues_.size(); ++i) {
+      const std::size_t at = (own + i) % queues_.size();
+      BlockQueue& queue = queues_[at];
+      if (at != own && queue.taken.load(std::memory_order_relaxed) > 0) continue;
+      const std::size_t begin = num_blocks_ * at / queues_.size();
+      const std::size_t end = num_blocks_ * (at + 1) / queues_.size();
+      run_queue(queue, begin, end, at == own);
     }
   }
 
  private:
-  struct alignas(kLineBytes) Part {
+  struct alignas(kLineBytes) BlockQueue {
     std::atomic<std::size_t> taken{0};
     std::atomic<std::size_t> from_back{0};
   };
 
-  void take_part(Part& part, std::size_t begin, std::size_t end, bool is_own) const {
+  void run_queue(BlockQueue& queue, std::size_t begin, std::size_t end, bool is_own) const {
     std::size_t front = begin;
-    while (part.taken.fetch_add(1, std::memory_order_relaxed) < end - begin) {
+    while (queue.taken.fetch_add(1, std::memory_order_relaxed) < end - begin) {
       const std::size_t block =
-          is_own ? front++ : end - 1 - part.from_back.fetch_add(1, std::memory_order_relaxed);
+          is_own ? front++ : end - 1 - queue.from_back.fetch_add(1, std::memory_order_relaxed);
       const std::size_t first = block * block_bytes_;
       run_bytes(first, std::min(first + block_bytes_, total_bytes_));
     }
@@ -127,7 +125,7 @@ class BlockList {
   std::size_t total_bytes_ = 0;
   std::size_t block_bytes_ = 0;
   std::size_t num_blocks_ = 0;
-  std::vector<Part> parts_;
+  std::vector<BlockQueue> queues_;
 };
 
 std::size_t traffic_bytes_of(std::span<const Buffers> tensors) {
@@ -136,11 +134,10 @@ std::size_t traffic_bytes_of(std::span<const Buffers> tensors) {
   return bytes;
 }
 
-// How many threads may work on a call at once. One that its caller waits for keeps no more of them
-// busy than an operation of torch's would. While torch computes there is no such number.
-int most_threads(std::size_t traffic_bytes, Beside beside) {
+// A blocking call uses at most as many threads as a torch operation; a background call any number.
+int most_threads(std::size_t traffic_bytes, CallMode mode) {
   if (traffic_bytes < kAloneBytes) return 1;
-  const int in_torch = beside == Beside::kTorch ? 0 : torch_team::num_threads();
+  const int in_torch = mode == CallMode::kBackground ? 0 : torch_team::num_threads();
   return in_torch == 0 ? std::numeric_limits<int>::max() : in_torch;
 }
 
@@ -150,16 +147,16 @@ void fuse_alone(std::span<const Buffers> tensors, Fold fold) {
 
 }  // namespace
 
-void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside) {
+void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, CallMode mode) {
   const std::size_t traffic_bytes = traffic_bytes_of(tensors);
-  const int most = most_threads(traffic_bytes, beside);
+  const int most = most_threads(traffic_bytes, mode);
   if (most == 1) return fuse_alone(tensors, fold);
-  const bool may_join = beside == Beside::kNothing && torch_team::is_ready();
+  const bool may_join = mode == CallMode::kBlocking && torch_team::is_ready();
   if (may_join) {
     BlockList blocks(tensors, fold, most);
     if (torch_team::try_run([&](int thread, int) { blocks.take_blocks(thread); })) return;
   }
-  const int num_helpers = std::min(pool.look_for_helpers(), most - 1);
+  const int num_helpers = std::min(pool.count_helpers(), most - 1);
   const bool is_small = traffic_bytes < kAloneWhenColdBytes;
   if (num_helpers == 0 || (is_small && pool.is_cold())) return fuse_alone(tensors, fold);
   BlockList blocks(tensors, fold, 1 + num_helpers);

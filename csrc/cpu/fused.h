@@ -1,10 +1,8 @@
-// fused: ranks that share a memory, reduced in one pass: read k, add in registers, write k.
-//
-// Units     elements; pointers borrowed for the call.
-// Contract  Rank order: one thread folds each element. Tensors of one call touch disjoint memory.
-// Threads   the caller's, and when there is enough to do torch's own (os/torch_team.h), or helpers
-//           of the pool where torch computes meanwhile or has no threads that can be joined.
-// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
+// fused: the reduction of ranks in one memory, in one pass: read k, add in registers, write k.
+// Units     elements; pointers are borrowed for the call.
+// Contract  One thread reduces each element, in rank order. Tensors of a call must not overlap.
+// Threads   The caller's thread, and for larger calls torch's team (os/torch_team.h) or helpers.
+// Tests     tests/conformance/test_bits.py, tests/cpp/pool_test.cpp
 #pragma once
 
 #include <cstddef>
@@ -18,9 +16,10 @@ namespace pyringar {
 
 inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 
-void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, Beside beside);
+void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, CallMode mode);
 
-// Whether an asynchronous call runs at once: it is small, or medium while torch's threads idle.
+// Return true if an asynchronous call should run at once: it is below 512 KiB, or torch's team
+// is ready and it is below 8 MiB.
 bool is_best_done_at_once(std::span<const Buffers> tensors);
 
 }  // namespace pyringar

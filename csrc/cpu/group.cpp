@@ -1,5 +1,4 @@
-// group: locks, queues and dispatch.
-
+// group: locks, the queue, and the choice of the algorithm's code.
 #include "cpu/group.h"
 
 #include "core/error.h"
@@ -16,37 +15,37 @@ Group::Group(int world_size, std::chrono::nanoseconds timeout, OnNap on_nap)
 
 void Group::check() {
   check_usable();
-  const Turn::Held turn(turn_, std::try_to_lock);
-  if (turn.owns_lock()) check_not_failed();
+  const CallLock::Held held(call_lock_, std::try_to_lock);
+  if (held.owns_lock()) check_not_failed();
 }
 
-Turn::Held Group::take_turn() {
+CallLock::Held Group::lock_calls() {
   check_usable();
   queue_.wait_until_idle(on_nap_);
-  return turn_.take(on_nap_);
+  return call_lock_.acquire(on_nap_);
 }
 
 bool Group::try_run(const Collective& collective) {
   check_usable();
   if (queue_.has_work()) return false;
-  const Turn::Held turn(turn_, std::try_to_lock);
-  if (!turn.owns_lock()) return false;
-  run_locked(collective, Beside::kNothing);
+  const CallLock::Held held(call_lock_, std::try_to_lock);
+  if (!held.owns_lock()) return false;
+  run_locked(collective, CallMode::kBlocking);
   return true;
 }
 
-void Group::run_locked(const Collective& collective, Beside beside) {
+void Group::run_locked(const Collective& collective, CallMode mode) {
   check_usable();
   check_not_failed();
-  const DefaultFloatMode mode;
+  const DefaultFloatMode float_mode;
   const auto start = Clock::now();
   for (const PackedTensor& tensor : collective.packed) {
     if (tensor.is_input) pack(tensor.view, tensor.dense.get());
   }
   if (collective.algorithm == Algorithm::kRing) {
-    run_ring(collective, beside);
-  } else {  // in one memory `direct` is the same pass
-    run_fused(collective.tensors, collective.fold, *pool_, beside);
+    run_ring(collective, mode);
+  } else {  // in one memory `direct` equals `fused`
+    run_fused(collective.tensors, collective.fold, *pool_, mode);
   }
   for (const PackedTensor& tensor : collective.packed) {
     if (tensor.is_output) unpack(tensor.dense.get(), tensor.view);
@@ -56,7 +55,7 @@ void Group::run_locked(const Collective& collective, Beside beside) {
   stats_.add(collective.algorithm, collective.bytes, busy);
 }
 
-void Group::run_ring(const Collective& collective, Beside beside) {
+void Group::run_ring(const Collective& collective, CallMode mode) {
   if (!team_) team_ = std::make_unique<RankTeam>(world_size_);
   if (!ring_) ring_ = std::make_unique<RingLinks>(world_size_);
   Watch watch(world_size_, timeout_);
@@ -68,7 +67,7 @@ void Group::run_ring(const Collective& collective, Beside beside) {
       base += ring_num_messages(ring_program(rank, tensor, *ring_, base));
     }
   };
-  team_->run(program, beside);
+  team_->run(program, mode);
   for (const Buffers& tensor : collective.tensors) {
     ring_->messages += ring_num_messages(ring_program(0, tensor, *ring_, ring_->messages));
   }
@@ -82,12 +81,12 @@ void Group::run_ring(const Collective& collective, Beside beside) {
 
 void Group::delay_rank(int rank, std::chrono::nanoseconds delay) {
   check_usable();
-  const Turn::Held turn = turn_.take(on_nap_);
+  const CallLock::Held held = call_lock_.acquire(on_nap_);
   delayed_rank_ = rank;
   delay_ = delay;
 }
 
-// Null where it is for the background.
+// Run a small call in the caller's thread. Return null if it should run in the background.
 std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
   const bool is_fused = collective.algorithm == Algorithm::kFused && collective.packed.empty();
   if (!is_fused || !is_best_done_at_once(collective.tensors)) return nullptr;
@@ -96,7 +95,7 @@ std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
     if (!try_run(collective)) return nullptr;
   } catch (...) {
     error = std::current_exception();
-    check_usable();  // closed meanwhile: there is no call
+    check_usable();  // a call that close() refused has no Work
   }
   auto work = std::make_shared<Work>();
   work->complete(std::move(error));
@@ -109,8 +108,8 @@ std::shared_ptr<Work> Group::submit(Collective given) {
   const auto collective = std::make_shared<const Collective>(std::move(given));
   return queue_.submit(
       [this, collective] {
-        const Turn::Held turn = turn_.take([this] { check_usable(); });
-        run_locked(*collective, Beside::kTorch);
+        const CallLock::Held held = call_lock_.acquire([this] { check_usable(); });
+        run_locked(*collective, CallMode::kBackground);
       },
       [this, collective](bool has_begun) {
         return join(collective->operation, " of ", collective->bytes, " bytes per rank over ",
@@ -121,10 +120,10 @@ std::shared_ptr<Work> Group::submit(Collective given) {
 
 bool Group::close() {
   if (forked()) return false;
-  Turn::Held turn;
+  CallLock::Held held;
   try {
     queue_.close(on_nap_);
-    turn = turn_.take(on_nap_);
+    held = call_lock_.acquire(on_nap_);
   } catch (...) {
     closed_.store(true, std::memory_order_release);
     throw;

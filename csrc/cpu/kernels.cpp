@@ -1,5 +1,4 @@
-// kernels: the loops of each dtype; for floats, also in the order of core/tree.h.
-
+// kernels: instantiates the loops for each dtype and reduction, in rank order and tree order.
 #include "cpu/kernels.h"
 
 #include <iterator>
@@ -12,10 +11,10 @@ namespace pyringar {
 
 namespace {
 
-constexpr int kSlots = 28;      // for 2^31 sources
-constexpr int kMostFixed = 16;  // sources of a loop without branches
+constexpr int kSlots = 28;     // enough for 2^31 sources
+constexpr int kMaxFixed = 16;  // each number of sources up to this has a loop without branches
 
-// Keeps the compiler from moving a computation past the next one that is kept in its place.
+// Keep the compiler from reordering computations, which would need more registers.
 template <typename V>
 PYRINGAR_INLINE void keep_in_place(V& v) {
 #if defined(__x86_64__)
@@ -29,10 +28,10 @@ PYRINGAR_INLINE void keep_in_place(BFloat16PairLanes::Vector& v) {
   keep_in_place(v.odd);
 }
 
-// Trees of kNum leaves, in registers; 0: of any number, where sums wait in memory. A leaf is all of
-// a block's vectors of one source: a source at a time takes up to a sixth less time.
+// Tree order for kNum sources, with partial sums in registers; for kNum 0 any number of sources,
+// with partial sums in memory. A leaf is all vectors of one source in a block, which is faster.
 template <int kNum>
-struct InTree {
+struct InTreeOrder {
   template <typename L>
   static constexpr int kVectors = PairedLanes<L> ? 2 : kUnroll<L>;  // four registers
 
@@ -72,16 +71,15 @@ struct InTree {
   }
 };
 
-// Up to three are a left fold, too.
+// A tree of up to three sources is a left fold.
 template <int kNum>
-using Way = std::conditional_t<kNum >= 1 && kNum <= 3, InRankOrder, InTree<kNum>>;
+using OrderFor = std::conditional_t<kNum >= 1 && kNum <= 3, InRankOrder, InTreeOrder<kNum>>;
 
-// kNums are 0 and all the numbers of sources that have a loop of their own.
 template <typename L, typename Op, int... kNums>
 constexpr FusedKernel with_loops_for(std::integer_sequence<int, kNums...>) {
   return [](const void* const* sources, int num_sources, void* const* destinations,
             int num_destinations, std::size_t n, int divisor) {
-    static constexpr FusedKernel kKernels[] = {&fused_kernel<L, Op, Way<kNums>>...};
+    static constexpr FusedKernel kKernels[] = {&fused_kernel<L, Op, OrderFor<kNums>>...};
     const bool is_fixed = num_sources < static_cast<int>(std::size(kKernels));
     kKernels[is_fixed ? num_sources : 0](sources, num_sources, destinations, num_destinations, n,
                                          divisor);
@@ -93,14 +91,14 @@ constexpr Kernels kKernelsOf = {
     &fused_kernel<FusedLanesOf<dtype>, Op, InRankOrder>, &widen_kernel<LanesOf<dtype>>,
     &accumulate_kernel<LanesOf<dtype>, Op>, &finish_kernel<LanesOf<dtype>, Op>};
 
-// Products are rare: loops of their own for more than three would take a third of the compilation.
+// Products are rare: separate loops for more than three sources would take a third of the build.
 FusedKernel tree_kernel(DType dtype, ReduceOp op) {
   return with_dtype(dtype, [op]<DType kDType>() -> FusedKernel {
     if constexpr (is_float(kDType)) {
       using L = FusedLanesOf<kDType>;
       return op == ReduceOp::kProd
                  ? with_loops_for<L, Prod>(std::make_integer_sequence<int, 4>())
-                 : with_loops_for<L, Sum>(std::make_integer_sequence<int, kMostFixed + 1>());
+                 : with_loops_for<L, Sum>(std::make_integer_sequence<int, kMaxFixed + 1>());
     } else {
       return nullptr;
     }
@@ -125,7 +123,7 @@ const Kernels& kernels(DType dtype, ReduceOp op) {
 }
 
 FusedKernel fused_kernel(DType dtype, const Fold& fold) {
-  // What is the same in every order goes in that of ranks.
+  // Integers, max and min have the same result in each order.
   const bool is_selection = fold.op == ReduceOp::kMax || fold.op == ReduceOp::kMin;
   if (fold.order != Order::kRank && is_float(dtype) && !is_selection) {
     return fold.order == Order::kTree ? tree_kernel(dtype, fold.op) : exact_kernel(dtype);

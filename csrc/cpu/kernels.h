@@ -1,10 +1,8 @@
-// kernels: the loops over elements, one set per dtype and reduction, chosen once per call.
-//
-// Units     n in elements; every pointer to n of them: elements as in memory, or partials
-//           (partial_bytes(dtype) each). Nothing is owned or kept.
-// Contract  The sum that core/fold.h defines, for every n, alignment and cut of a range. A
-//           destination may be one of the sources, not overlap one halfway.
-// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
+// kernels: the loops over elements, one set per dtype and reduction.
+// Units     n in elements. Pointers point to n elements, or n partials of partial_bytes(dtype).
+// Contract  The sum that core/fold.h defines, for each n, alignment and cut of a range. A
+//           destination may equal a source, but must not overlap it partially.
+// Tests     tests/conformance/test_bits.py, tests/cpp/pool_test.cpp
 #pragma once
 
 #include <cstddef>
@@ -13,15 +11,15 @@
 
 namespace pyringar {
 
-// All sources in one pass to all destinations. divisor: of a mean, whose kernels are kSum's.
+// Reduce all sources into all destinations in one pass. A mean uses the kernel of kSum.
 using FusedKernel = void (*)(const void* const* sources, int num_sources, void* const* destinations,
                              int num_destinations, std::size_t n, int divisor);
 FusedKernel fused_kernel(DType dtype, const Fold& fold);
 
-// In rank order only: what a ring needs besides.
+// Kernels in rank order. A ring needs widen, accumulate and finish too.
 struct Kernels {
   FusedKernel fused;
-  // element -> partial; partial + element -> partial; partial + element -> finished elements.
+  // element -> partial; partial + element -> partial; partial + element -> result elements.
   void (*widen)(const void* own, void* partial_out, std::size_t n);
   void (*accumulate)(const void* partial_in, const void* own, void* partial_out, std::size_t n);
   void (*finish)(const void* partial_in, const void* own, void* const* destinations,
@@ -30,7 +28,7 @@ struct Kernels {
 
 const Kernels& kernels(DType dtype, ReduceOp op);
 
-// In exact order, which has sums of floats only.
+// Kernel of exact sums of floats; null for integers.
 FusedKernel exact_kernel(DType dtype);
 
 }  // namespace pyringar

@@ -1,10 +1,9 @@
 // kernels_exact: the fused loop of correctly rounded sums, for floats.
-//
-// Contract  core/fold.h, "exact". Vectors of partial sums prove as they go that they lost nothing;
-//           lanes of which they cannot are added again, one by one, as core/exact_sum.h does.
-// Cost      of an addition: two operations with AVX-512, else five; six more for fp32 and fp64.
-//           100 ns for an element that is added again, since exponents lie far apart (a factor of
-//           2^24 for fp32, 2^53 for fp64, 2^16 for bf16) or a number is infinite.
+// Contract  core/fold.h, "exact". The vector code proves for each lane that its sum is exact. Lanes
+//           without proof are recomputed one by one with core/exact_sum.h.
+// Cost      Two operations per addition with AVX-512, else five; six more for fp32 and fp64. A
+//           recomputed element costs 100 ns: its terms differ by 2^24 (fp32), 2^53 (fp64) or 2^16
+//           (bf16), or one is infinite.
 // Source    TwoSum: Knuth, "The Art of Computer Programming" 2, 4.2.2; Ogita, Rump and Oishi 2005.
 // Tests     tests/conformance/test_bits.py
 
@@ -21,7 +20,7 @@ namespace {
 
 #if defined(__AVX512F__)
 
-// With a mask of all lanes: of the plain ones g++ warns that they use what was never set.
+// Masked intrinsics with a full mask: g++ warns about uninitialized values in the unmasked ones.
 template <int kDirection>
 PYRINGAR_INLINE __m512 add_towards(__m512 a, __m512 b) {
   return _mm512_maskz_add_round_ps(0xffff, a, b, kDirection | _MM_FROUND_NO_EXC);
@@ -31,7 +30,7 @@ PYRINGAR_INLINE __m512d add_towards(__m512d a, __m512d b) {
   return _mm512_maskz_add_round_pd(0xff, a, b, kDirection | _MM_FROUND_NO_EXC);
 }
 
-// A sum that was rounded up wherever it had to be, and one rounded down: exact if they are equal.
+// A sum rounded up and a sum rounded down: exact if both are equal.
 template <typename V>
 struct ProvedSum {
   V up;
@@ -48,7 +47,7 @@ struct ProvedSum {
 
 #else
 
-// A sum, and whether all additions were exact: taking the larger term away again finds every loss.
+// A sum, and whether each addition was exact: subtracting a term again reveals any loss.
 template <typename V>
 struct ProvedSum {
   V sum;
@@ -66,7 +65,7 @@ struct ProvedSum {
 
 #endif
 
-// Sums of fp32 or fp64, and of what they lose.
+// A sum of fp32 or fp64, and the sum of its rounding errors.
 template <typename V>
 struct LongSum {
   V sum;
@@ -114,14 +113,14 @@ PYRINGAR_INLINE bool are_all(const V& mask) {
   return all == -1;
 }
 
-// Lane i of a vector of partial sums; of pairs the even and the odd ones stand apart.
+// Return lane i of a vector. Paired lanes store even and odd lanes in separate vectors.
 template <typename L>
 auto& lane_of(typename L::Vector& v, int i) {
   auto* partials = reinterpret_cast<typename L::Partial*>(&v);
   return partials[PairedLanes<L> ? i % 2 * (L::kLanes / 2) + i / 2 : i];
 }
 
-// As partial sums of L are; is_last: they are rounded to elements next.
+// Round to the partial type of L. is_last: rounding to elements follows, so round to odd.
 template <typename L>
 typename L::Partial rounded(const ExactSum& sum, bool is_last) {
   if constexpr (sizeof(typename L::Partial) == 8) {
@@ -133,7 +132,7 @@ typename L::Partial rounded(const ExactSum& sum, bool is_last) {
   }
 }
 
-// Adds again the lanes that were not proved; vector(r) is that of source r.
+// Recompute the lanes without a proof; vector(r) returns the vector of source r.
 template <typename L, typename Vector>
 __attribute__((noinline)) void add_again(typename L::Vector* result, const SumOf<L>& fast,
                                          int num_sources, bool is_last, Vector&& vector) {
@@ -148,7 +147,7 @@ __attribute__((noinline)) void add_again(typename L::Vector* result, const SumOf
   }
 }
 
-struct Exactly {
+struct InExactOrder {
   template <typename L>
   static constexpr int kVectors = 2;  // each has up to three registers of sums
 
@@ -174,12 +173,12 @@ struct Exactly {
   }
 };
 
-// Of two numbers their sum in the type of partial sums has all bits that a rounding could need.
+// A sum of two numbers needs no proof: one addition in the partial type is correctly rounded.
 template <typename L>
 void exact_kernel(const void* const* sources, int num_sources, void* const* destinations,
                   int num_destinations, std::size_t n, int divisor) {
   const FusedKernel kernel =
-      num_sources <= 2 ? &fused_kernel<L, Sum, InRankOrder> : &fused_kernel<L, Sum, Exactly>;
+      num_sources <= 2 ? &fused_kernel<L, Sum, InRankOrder> : &fused_kernel<L, Sum, InExactOrder>;
   kernel(sources, num_sources, destinations, num_destinations, n, divisor);
 }
 

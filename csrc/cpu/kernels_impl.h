@@ -1,7 +1,6 @@
-// kernels_impl: the loops themselves, as templates over lanes and reduction.
-//
-// Contract  see cpu/kernels.h. Full blocks and tails use the same vector instructions.
-// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp
+// kernels_impl: the loops over elements, as templates over lanes, reduction and order.
+// Contract  See cpu/kernels.h. Full blocks and tails use the same vector instructions.
+// Tests     tests/conformance/test_bits.py, tests/cpp/pool_test.cpp
 #pragma once
 
 #include <algorithm>
@@ -11,8 +10,8 @@
 
 namespace pyringar {
 
-// Vectors in flight per source. Four hide the latency of the additions; what widens and rounds has
-// enough other work: two of 64 bytes do, more leave less room for loads that wait for memory.
+// Vectors in flight per source. Four hide the latency of additions. Types that widen and round have
+// other work in between: two vectors of 64 bytes suffice and leave room for pending loads.
 template <typename L>
 inline constexpr int kUnroll =
     sizeof(typename L::Element) == sizeof(typename L::Partial) || kVectorBytes < 64 ? 4 : 2;
@@ -30,7 +29,7 @@ PYRINGAR_INLINE typename L::Vector combine(typename L::Vector a, typename L::Vec
   }
 }
 
-// No instruction divides a vector of integers: a loop of its own keeps it out of every kernel.
+// Kept out of line, since no instruction divides a vector of integers.
 template <typename L>
 __attribute__((noinline)) void divide_integers(typename L::Vector* v, int divisor) {
   typename L::Partial lanes[L::kLanes];
@@ -39,7 +38,7 @@ __attribute__((noinline)) void divide_integers(typename L::Vector* v, int diviso
   std::memcpy(v, lanes, sizeof lanes);
 }
 
-// Only the mean divides, and the mean is Sum's.
+// Only a mean divides, and it uses Sum.
 template <typename L, typename Op>
 PYRINGAR_INLINE typename L::Vector divided(typename L::Vector v, int divisor) {
   if constexpr (PairedLanes<L>) {
@@ -57,7 +56,7 @@ PYRINGAR_INLINE typename L::Vector divided(typename L::Vector v, int divisor) {
   return v;
 }
 
-// Calls block(begin) for full blocks of kCount vectors, then tail(begin, count) for what is left.
+// Call block(begin) for full blocks of kCount vectors, then tail(begin, count) for the rest.
 template <typename L, int kCount, typename Block, typename Tail>
 PYRINGAR_INLINE void for_each_block(std::size_t n, Block&& block, Tail&& tail) {
   constexpr std::size_t kBlock = std::size_t{kCount} * L::kLanes;
@@ -79,8 +78,8 @@ PYRINGAR_INLINE void store_some(typename L::Vector v, typename L::Element* to, s
   std::memcpy(to, &packed, count * sizeof *to);
 }
 
-// How a block of kVectors<L> vectors per source, or of one, becomes one; load(r, u) gives vector u
-// of source r. The flag: whether it is divided before it is rounded to elements.
+// Left fold of the sources. load(r, u) returns vector u of source r. The unnamed flag, used by
+// other orders, says that a division follows.
 struct InRankOrder {
   template <typename L>
   static constexpr int kVectors = kUnroll<L>;
@@ -95,23 +94,23 @@ struct InRankOrder {
   }
 };
 
-template <typename L, typename Op, typename Way>
+template <typename L, typename Op, typename FoldOrder>
 void fused_kernel(const void* const* sources, int num_sources, void* const* destinations,
                   int num_destinations, std::size_t n, int divisor) {
   using Element = typename L::Element;
   using Vector = typename L::Vector;
   const auto source = [&](int r) { return static_cast<const Element*>(sources[r]); };
   const auto destination = [&](int r) { return static_cast<Element*>(destinations[r]); };
-  constexpr int kCount = Way::template kVectors<L>;
-  // The block inline: as a function of its own it would look up each pointer through its captures.
+  constexpr int kCount = FoldOrder::template kVectors<L>;
+  // Inlined: a separate function would read each pointer through its captures.
   for_each_block<L, kCount>(
       n,
       [&](std::size_t i) PYRINGAR_INLINE_LAMBDA {
         Vector sum[kCount];
-        Way::template fold<L, Op>(sum, num_sources, divisor != 1,
-                                  [&](int r, int u) PYRINGAR_INLINE_LAMBDA {
-                                    return L::load(source(r) + i + u * L::kLanes);
-                                  });
+        FoldOrder::template fold<L, Op>(sum, num_sources, divisor != 1,
+                                        [&](int r, int u) PYRINGAR_INLINE_LAMBDA {
+                                          return L::load(source(r) + i + u * L::kLanes);
+                                        });
         typename L::Packed packed[kCount];
         for (int u = 0; u < kCount; ++u) packed[u] = L::pack(divided<L, Op>(sum[u], divisor));
         for (int r = 0; r < num_destinations; ++r) {
@@ -122,7 +121,7 @@ void fused_kernel(const void* const* sources, int num_sources, void* const* dest
       },
       [&](std::size_t i, std::size_t count) {
         Vector sum[1];
-        Way::template fold<L, Op>(
+        FoldOrder::template fold<L, Op>(
             sum, num_sources, divisor != 1,
             [&](int r, int) PYRINGAR_INLINE_LAMBDA { return load_some<L>(source(r) + i, count); });
         const Vector result = divided<L, Op>(sum[0], divisor);

@@ -1,10 +1,7 @@
 // lanes: vectors of elements: load and widen, compute, narrow and store.
-//
-// Floor     cpu: compiler vector extensions (g++ and clang, any instruction set), and F16C.
-// Units     kLanes elements, one register of accumulators, kVectorBytes wide.
-// Contract  The bits of core/half.h for every input that is not a NaN. No alignment is required.
-// Threads   pure functions, any.
-// Tests     tests/cpp/stress.cpp compares every half; tests/conformance/test_bits.py
+// Units     A vector holds kLanes elements as partials, in kVectorBytes.
+// Contract  The bits of core/half.h for all inputs except NaN. No alignment is required.
+// Tests     tests/cpp/half_test.cpp tries all 16-bit floats; tests/conformance/test_bits.py
 #pragma once
 
 #include <bit>
@@ -24,7 +21,7 @@
 
 namespace pyringar {
 
-// As wide as the registers: g++ keeps wider vectors on the stack, three times as slow with AVX2.
+// Register width: g++ keeps wider vectors on the stack, which is three times slower with AVX2.
 #if defined(__AVX512F__)
 inline constexpr int kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -57,7 +54,6 @@ PYRINGAR_INLINE void store_vector(V v, void* to) {
   std::memcpy(to, &v, sizeof v);
 }
 
-// Types that are added as they are.
 template <typename T>
 struct PlainLanes {
   using Element = T;
@@ -71,7 +67,6 @@ struct PlainLanes {
 
 inline constexpr int kWords = kVectorBytes / 4;
 
-// 16-bit floats, added as fp32.
 struct HalfLanes {
   using Partial = float;
   static constexpr int kLanes = kWords;
@@ -95,8 +90,8 @@ struct BFloat16Lanes : HalfLanes {
   }
 };
 
-// The same, twice as wide, for loops in which no partial leaves the registers: a shift widens the
-// even elements, the low halves of words, and a mask the odd ones.
+// Pairs of bf16 elements in 32-bit words, for the fused loop: a shift widens the even elements,
+// which are the low halves of words, and a mask widens the odd elements.
 struct BFloat16PairLanes {
   using Element = BFloat16;
   using Partial = float;
@@ -118,7 +113,7 @@ struct BFloat16PairLanes {
   }
 
  private:
-  // To the nearest, ties to even, in the high half; the low half is left over.
+  // Round to nearest even in the high half of each word; the low half is garbage.
   static PYRINGAR_INLINE U32 rounded(F32 v) {
     const U32 bits = (U32)v;
     return v != v ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u);
@@ -148,7 +143,7 @@ struct Float16Lanes : HalfLanes {
 #endif
 
  private:
-  // The branches of core/half.h, all computed, then chosen lane by lane.
+  // Compute all branches of core/half.h, then select per lane.
   static PYRINGAR_INLINE Vector load_plainly(const Float16* from) {
     const U32 bits = __builtin_convertvector(load_vector<U16>(from), U32);
     const U32 sign = (bits & 0x8000u) << 16;
@@ -180,7 +175,7 @@ struct LanesOf<DType::kFloat16> : Float16Lanes {};
 template <>
 struct LanesOf<DType::kBFloat16> : BFloat16Lanes {};
 
-// What the fused loop takes; only the low half of a little-endian word comes first in memory.
+// Lanes of the fused loop. Pairs need little-endian words, whose low half comes first in memory.
 template <DType dtype>
 struct FusedLanesOf : LanesOf<dtype> {};
 template <>

@@ -1,5 +1,4 @@
-// rank_team: persistent threads, woken together, counted as they return.
-
+// rank_team: persistent threads that start together, and a count of the threads that returned.
 #include "cpu/rank_team.h"
 
 #include <system_error>
@@ -25,8 +24,8 @@ RankTeam::~RankTeam() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void RankTeam::run(const std::function<void(int rank)>& program, Beside beside) {
-  const bool may_join = beside == Beside::kNothing && torch_team::is_ready();
+void RankTeam::run(const std::function<void(int rank)>& program, CallMode mode) {
+  const bool may_join = mode == CallMode::kBlocking && torch_team::is_ready();
   if (may_join && run_in_torch_team(program)) return;
   run_in_own_threads(program);
 }
@@ -52,18 +51,18 @@ void RankTeam::run_in_own_threads(const std::function<void(int rank)>& program) 
   const std::uint32_t epoch = started_.value.load(std::memory_order_relaxed) + 1;
   program_ = &program;
   start_threads(epoch - 1);
-  affinity_.look();
+  affinity_.update_cores();
   affinity_.spread_from_caller(threads_);
   started_.set(epoch);
-  // The other ranks use what lies on this stack.
+  // noexcept: other ranks use objects on this stack.
   [&]() noexcept { program(0); }();
   for (int rank = 1; rank < world_size_; ++rank) {
-    // Without a deadline of its own: the program lies on this stack, and all its waits have one.
+    // No deadline: all waits inside the program have one.
     wait_for_flag(finished_[static_cast<std::size_t>(rank)], epoch);
   }
 }
 
-// Where the system refuses one, nothing has run, and the next run() goes on from there.
+// If the system refuses a thread, throw; the next run() starts the missing threads.
 void RankTeam::start_threads(std::uint32_t seen) {
   threads_.reserve(static_cast<std::size_t>(world_size_));
   for (int rank = static_cast<int>(threads_.size()) + 1; rank < world_size_; ++rank) {

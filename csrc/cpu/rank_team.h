@@ -1,12 +1,11 @@
-// rank_team: one native thread per rank, for the algorithms in which ranks wait for each other.
-//
-// Contract  run(program) calls program(rank) for every rank at the same time, rank 0 on the
-//           caller's thread, and returns when all have returned. Where OpenMP gives enough of them
-//           the threads are torch's, which would otherwise spin on the ranks' cores. Programs wait
-//           only through Watch, whose waits end when no rank has moved for the timeout. A program
-//           that throws ends the process: other ranks do not know how far the links have come.
-// Threads   one run() at a time per team. They start at first use; the destructor joins them.
-// Tests     tests/cpp/stress.cpp, tests/conformance/test_bits.py
+// rank_team: one thread per rank, for algorithms in which ranks wait for each other.
+// Contract  run(program) calls program(rank) for all ranks at the same time, rank 0 on the caller's
+//           thread, and returns when all have returned. If OpenMP gives enough threads, it uses
+//           torch's team, which would otherwise spin on the ranks' cores. Programs wait only
+//           through Watch, which ends waits if no rank progresses for the timeout. A program that
+//           throws ends the process, since the links' counters would no longer agree.
+// Threads   One run() at a time per team. Threads start at first use; the destructor joins them.
+// Tests     tests/cpp/ring_test.cpp, tests/cpp/group_test.cpp
 #pragma once
 
 #include <functional>
@@ -24,9 +23,8 @@
 
 namespace pyringar {
 
-// The deadline of one collective, and its failure: when no rank moves, the rank that waits for the
-// earliest turn waits for the culprit. The first rank whose wait times
-// out makes the others give up.
+// The waits of one collective, with a timeout, and the failure. If no rank progresses, the rank
+// that waits for the lowest message number names the culprit. After one timeout all ranks give up.
 class Watch {
  public:
   Watch(int world_size, std::chrono::nanoseconds timeout)
@@ -37,19 +35,20 @@ class Watch {
     count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
 
-  // Waits, as `rank`, for a counter of another. turn: which message or barrier this rank is at.
-  // False on timeout; of all ranks' describe() the one with the lowest turn is kept.
+  // Wait, as `rank`, for the counter of another rank. Return false on timeout. describe() makes the
+  // failure text; the text with the lowest message number is kept.
   template <typename Describe>
-  bool wait(int rank, Flag& flag, std::uint32_t wanted, std::uint32_t turn, Describe&& describe) {
+  bool wait(int rank, Flag& flag, std::uint32_t wanted, std::uint32_t message,
+            Describe&& describe) {
     if (try_for_flag(flag, wanted) || nap(rank, flag, wanted)) {
       progressed(rank);
       return true;
     }
-    report(turn, describe());
+    report(message, describe());
     return false;
   }
 
-  // "... over 4 ranks: rank 0 waited 30 s for rank 3 to send"; call: which one, what: to do what.
+  // Return "CALL over 4 ranks: rank 0 waited 30 s for rank 3 WHAT".
   std::string late(const std::string& call, int rank, int peer, const std::string& what) const {
     return join(call, " over ", moves_.size(), " ranks: rank ", rank, " waited ",
                 std::chrono::duration<double>(timeout_).count(), " s for rank ", peer, " ", what);
@@ -67,11 +66,11 @@ class Watch {
 
   bool nap(int rank, Flag& flag, std::uint32_t wanted);
 
-  void report(std::uint32_t turn, std::string text) {
+  void report(std::uint32_t message, std::string text) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (failure_.empty() || !reached(turn, failed_turn_)) {
+    if (failure_.empty() || !reached(message, failed_message_)) {
       failure_ = std::move(text);
-      failed_turn_ = turn;
+      failed_message_ = message;
     }
     given_up_.store(1, std::memory_order_release);
   }
@@ -81,7 +80,7 @@ class Watch {
   std::atomic<std::uint32_t> given_up_{0};
   std::mutex mutex_;
   std::string failure_;
-  std::uint32_t failed_turn_ = 0;
+  std::uint32_t failed_message_ = 0;
 };
 
 class RankTeam {
@@ -89,7 +88,7 @@ class RankTeam {
   explicit RankTeam(int world_size) : world_size_(world_size) {}
   ~RankTeam();
 
-  void run(const std::function<void(int rank)>& program, Beside beside);
+  void run(const std::function<void(int rank)>& program, CallMode mode);
 
  private:
   bool run_in_torch_team(const std::function<void(int rank)>& program);
@@ -101,7 +100,7 @@ class RankTeam {
   std::vector<std::thread> threads_;
   Affinity affinity_;
   const std::function<void(int)>* program_ = nullptr;
-  Flag started_;  // one tick per run
+  Flag started_;  // counts runs
   std::vector<Flag> finished_ = std::vector<Flag>(static_cast<std::size_t>(world_size_));
   std::atomic<std::uint32_t> stop_{0};
 };

@@ -1,5 +1,4 @@
-// ring: memory and arithmetic of a thread for the ring program.
-
+// ring: memory and arithmetic of the ring program on CPU threads.
 #include "cpu/ring.h"
 
 #include "core/error.h"
@@ -9,6 +8,7 @@ namespace pyringar {
 
 namespace {
 
+// The Engine of core/ring_program.h for one rank on a CPU thread.
 class ThreadRing {
  public:
   ThreadRing(int rank, const Buffers& tensor, Fold fold, RingLinks& ring, Watch& watch)
@@ -39,7 +39,7 @@ class ThreadRing {
   void publish(std::uint32_t n) { out_.flag.set(n); }
   void free_message(std::uint32_t n) { in_.taken.set(n); }
 
-  void send_own(Range, std::uint32_t) {}  // it lies in the input
+  void send_own(Range, std::uint32_t) {}  // the next rank reads the input of this rank
   void reduce_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
     void* partial = ring_.slot(rank_, n_out);
     if (!is_input_of_prev(range)) {
@@ -70,22 +70,20 @@ class ThreadRing {
   void copy_last(Range range, std::uint32_t) { copy_to_output(range, output(prev_, range)); }
 
  private:
-  // Ranks of one process can read each other's tensors, so only partial sums need a slot: a rank's
-  // own part is read in its input, a result in its output. Both stay: a result comes to a rank only
-  // after its input has gone all the way round, and is never written again.
-  //
-  // Whether what prev sends to be reduced is its own part: that of the chunk which it sends first.
+  // Only partial sums need a slot: ranks read inputs and results in the tensors of other ranks.
+  // Both stay valid: a result reaches a rank only after all ranks used that rank's input.
+  // Return true if prev sends its own input, which is the case for its first chunk.
   bool is_input_of_prev(Range range) const {
     return first_of_prev_.begin <= range.begin && range.begin < first_of_prev_.end;
   }
 
   void copy_to_output(Range range, const void* from) {
-    // Not memcpy: that takes rep movsb, which is slow on lines that another core has just written.
-    // As bytes: loading a 16-bit float as fp32 would quieten a NaN.
+    // Not memcpy: it uses rep movsb, which is slow on lines that another core just wrote. As bytes:
+    // widening a 16-bit float would quieten a NaN.
     void* to = output(rank_, range);
     kernels(DType::kUInt8, ReduceOp::kSum).fused(&from, 1, &to, 1, range.size() * item_, 1);
   }
-  // A rank's part of a gather, and its result of a scatter, is its own chunk alone.
+  // The input of an all-gather, and the output of a reduce-scatter, holds the rank's chunk only.
   std::size_t first_elem(int rank, RingPhases one_chunk) const {
     return tensor_.phases == one_chunk ? chunk_range(tensor_.numel, world_size_, rank).begin : 0;
   }

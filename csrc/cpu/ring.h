@@ -1,11 +1,9 @@
-// ring: the ring program on one native thread per rank, through slots in shared memory.
-//
-// Units     elements; pointers borrowed for the call. kLinkBytes of slots per link.
-// Contract  Every rank sends 2 (k-1)/k of the buffer in an all-reduce, half of that in the others.
-// Threads   ring_rank() is called once per rank, all at once, with the same arguments otherwise.
-//           It returns false when a wait failed; the Watch says whose.
-// Source    core/ring_program.h
-// Tests     tests/conformance/test_bits.py, tests/cpp/stress.cpp (ThreadSanitizer, random delays)
+// ring: the ring program on one CPU thread per rank, with slots in shared memory.
+// Units     elements; pointers are borrowed for the call.
+// Contract  Each rank sends 2 (k-1)/k of the buffer in an all-reduce, half of that otherwise.
+// Threads   Call ring_rank() once per rank, all at once, with equal arguments. It returns false if
+//           a wait failed; Watch holds the reason.
+// Tests     tests/conformance/test_bits.py, tests/cpp/ring_test.cpp (ThreadSanitizer, delays)
 #pragma once
 
 #include <algorithm>
@@ -20,7 +18,7 @@
 
 namespace pyringar {
 
-// All slots of a link together: what a rank reads and writes in a tick stays in its core's L2.
+// All slots of a link together: the data of one tick stays in a core's L2.
 inline constexpr std::size_t kLinkBytes = 512 * 1024;
 
 constexpr std::size_t ring_slot_bytes(int world_size) {
@@ -28,11 +26,11 @@ constexpr std::size_t ring_slot_bytes(int world_size) {
 }
 
 struct Link {
-  Flag flag;   // messages published, by the writer
-  Flag taken;  // messages consumed, by the reader
+  Flag flag;   // messages published; the writer sets it
+  Flag taken;  // messages consumed; the reader sets it
 };
 
-// links[r] leads from rank r to rank r + 1; all have carried `messages` messages.
+// The links of a ring. links[r] leads from rank r to rank r + 1; each carried `messages` messages.
 struct RingLinks {
   explicit RingLinks(int world_size)
       : links(static_cast<std::size_t>(world_size)),
@@ -53,7 +51,7 @@ struct RingLinks {
   }
 };
 
-// What rank `rank` does with a tensor when all links have carried `base` messages.
+// Return the program of `rank` for one tensor, if all links have carried `base` messages.
 inline RingProgram ring_program(int rank, const Buffers& tensor, const RingLinks& ring,
                                 std::uint32_t base) {
   const std::size_t piece_elems = ring.slot_bytes / partial_bytes(tensor.dtype);

@@ -1,5 +1,4 @@
-// strided: an odometer over all dimensions but the last, a plain loop over that.
-
+// strided: iterates over the last dimension in a loop, and over the others with an index counter.
 #include "cpu/strided.h"
 
 #include <algorithm>
@@ -11,7 +10,7 @@ namespace {
 
 constexpr std::int64_t kProgressElems = 1 << 17;
 
-// Calls visit(pointer) for every element, in the order of the index; stops when it returns false.
+// Call visit(pointer) for each element in index order, until it returns false.
 template <typename Visit>
 void for_each_element(const StridedView& view, Visit&& visit, const Progressed& progressed) {
   const std::size_t ndim = view.shape.size();
@@ -47,7 +46,7 @@ void for_each_element(const StridedView& view, Visit&& visit, const Progressed& 
   }
 }
 
-// Calls run(word) with an unsigned type of the element's size: a copy is then an instruction.
+// Call run(word) with an unsigned integer of the element's size.
 template <typename Run>
 void with_word(std::size_t item, Run&& run) {
   switch (item) {
@@ -89,7 +88,7 @@ std::vector<std::size_t> by_stride(const StridedView& view) {
   return dims;
 }
 
-// Every stride steps over all that the smaller ones reach, as in any slice of a dense tensor.
+// Return true if each stride exceeds the extent of all smaller dims, as in slices of dense tensors.
 bool is_nested(const StridedView& view, const std::vector<std::size_t>& dims) {
   std::int64_t reach = 0;
   for (const std::size_t dim : dims) {
@@ -99,8 +98,8 @@ bool is_nested(const StridedView& view, const std::vector<std::size_t>& dims) {
   return true;
 }
 
-// Is there an element of the first `count` dims, and another, that lie `distance` bytes apart, or
-// nearly? In nested dims only two differences of indices come near: the smaller dims reach no more.
+// Return true if two elements of the first `count` dims lie less than an item from `distance` bytes
+// apart. Dims are nested, so only two index differences per dim are candidates.
 bool comes_near(const StridedView& view, const std::vector<std::size_t>& dims, std::size_t count,
                 std::int64_t distance) {
   const auto item = static_cast<std::int64_t>(view.item);
@@ -115,7 +114,7 @@ bool comes_near(const StridedView& view, const std::vector<std::size_t>& dims, s
   return false;
 }
 
-// Marks the bytes of a view inside a window; false as soon as one was marked before.
+// Mark the bytes of a view inside a window; return false if a byte was marked already.
 bool mark(const StridedView& view, ByteSpan window, std::vector<bool>& marked) {
   bool fresh = true;
   for_each_element(
@@ -134,7 +133,6 @@ bool mark(const StridedView& view, ByteSpan window, std::vector<bool>& marked) {
   return fresh;
 }
 
-// Copies the elements to `dense`, or from there.
 template <bool kToDense>
 void copy_elements(const StridedView& view, std::byte* dense, const Progressed& progressed) {
   with_sign(view, [&](auto word, auto change) {

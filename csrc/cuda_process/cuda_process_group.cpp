@@ -21,7 +21,7 @@ constexpr std::size_t kSliceBytes = 256;
 // Slots on GPUs. A write is enqueued before the host counter is set, a wait after the host's wait.
 class StreamMemory : public StagedCounters {
  public:
-  static constexpr std::size_t kPartAlignment = 16;
+  static constexpr std::size_t kChunkAlignment = 16;
 
   StreamMemory(const Fold& fold, ProcessRank& self, const ProcessStaging& staging,
                cudaStream_t stream)
@@ -99,11 +99,11 @@ bool run_staged(const Collective& call, bool is_direct, ProcessRank& self,
   };
   if (call.kind == CallKind::kBarrier) return run(EmptyEngine(memory), 1);
   if (call.kind != CallKind::kAllReduce) {
-    const ShareEngine shares(memory, call, slot_bytes);
+    const ChunkEngine shares(memory, call, slot_bytes);
     return run(shares, shares.num_pieces());
   }
-  self.line.view(call);
-  return run(ReduceEngine(memory, is_direct, slot_bytes), pieces_of(self.line.bytes(), slot_bytes));
+  self.flat.view(call);
+  return run(ReduceEngine(memory, is_direct, slot_bytes), pieces_of(self.flat.bytes(), slot_bytes));
 }
 
 }  // namespace
@@ -302,7 +302,7 @@ bool CudaProcessGroup::enqueue(const Collective& call, ProcessRank& self, cudaSt
   const std::lock_guard<std::mutex> staging_lock(staging_mutex_);
   if (staging_ == nullptr) fail_closed();
   if (!cuda::run_staged(call, is_direct, self, *staging_, stream)) {
-    if (!self.lies_otherwise) return false;
+    if (!self.layouts_differ) return false;
     fail(ErrorKind::kUnsupported, call_name(call.kind),
          ": the ranks' tensors have different strides, which ranks in processes do not support on "
          "GPUs; pass .contiguous() tensors");
@@ -415,22 +415,22 @@ bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const 
 // End calls that wait inside CUDA for a late rank, after all ranks were told why.
 void CudaProcessGroup::release_streams() {
   if (host_->forked()) return;
-  host_->leave_at_once("has aborted the group");
+  host_->abort("has aborted the group");
   const std::lock_guard<std::mutex> lock(abort_mutex_);
   if (abortable_ != nullptr) abortable_->abort();
 }
 
-bool CudaProcessGroup::close(Leaving leaving) {
-  if (leaving == Leaving::kAborting) release_streams();
-  if (!host_->end_calls(leaving)) return false;
-  const Turn::Held turn = close_turn_.take(options_.on_nap);
+bool CudaProcessGroup::close(CloseMode mode) {
+  if (mode == CloseMode::kAborting) release_streams();
+  if (!host_->end_calls(mode)) return false;
+  const CallLock::Held held = close_lock_.acquire(options_.on_nap);
   if (!is_closed_) {
-    release(leaving);
+    release(mode);
     is_closed_ = true;
   }
   free_slots();
   const bool is_idle = !is_left_running(*host_);
-  if (leaving != Leaving::kAfterCalls) {
+  if (mode != CloseMode::kAfterCalls) {
     has_reported_.store(true);  // the caller chose not to wait
   } else if (!is_idle && !has_reported_.exchange(true)) {
     const PeerWatch& watch = host_->watch();
@@ -444,9 +444,9 @@ bool CudaProcessGroup::close(Leaving leaving) {
   return is_idle;
 }
 
-void CudaProcessGroup::release(Leaving leaving) {
-  const auto patience = leaving == Leaving::kAborting ? kPatienceOfClose
-                                                      : host_->watch().timeout() + kPatienceOfClose;
+void CudaProcessGroup::release(CloseMode mode) {
+  const auto patience =
+      mode == CloseMode::kAborting ? kPatienceOfClose : host_->watch().timeout() + kPatienceOfClose;
   bool is_idle = true;
   {
     const std::lock_guard<std::mutex> staging_lock(staging_mutex_);

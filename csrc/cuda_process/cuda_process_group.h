@@ -17,7 +17,7 @@
 #include <mutex>
 
 #include "cuda_process/process_staging.h"
-#include "process/group.h"
+#include "process/process_group.h"
 
 namespace pyringar {
 
@@ -67,7 +67,7 @@ class CudaProcessGroup {
   // Raise, once, if a call that had returned ended without its data.
   void raise_unreported();
   // As ProcessGroup::close(). Also false while the GPU runs calls: their tensors must be kept.
-  bool close(Leaving leaving = Leaving::kAfterCalls);
+  bool close(CloseMode mode = CloseMode::kAfterCalls);
 
  private:
   struct ConnectStatus;
@@ -77,7 +77,7 @@ class CudaProcessGroup {
   void raise_first(const ConnectStatus& own, const std::vector<ConnectStatus>& all) const;
   bool enqueue(const Collective& call, ProcessRank& self, cudaStream_t stream);
   void release_streams();
-  void release(Leaving leaving);
+  void release(CloseMode mode);
   Error void_error() const;
   void check_not_captured(const Collective& call, cudaStream_t stream) const;
   void check_connected() const;
@@ -96,7 +96,7 @@ class CudaProcessGroup {
   std::mutex abort_mutex_;                           // held briefly
   const cuda::ProcessStaging* abortable_ = nullptr;  // null before connect() and after close()
 
-  Turn close_turn_;
+  CallLock close_lock_;
   bool is_closed_ = false;
   std::atomic<std::uint32_t> last_;        // last message of the last enqueued call
   std::atomic<bool> has_reported_{false};  // a call or work has raised a peer's failure

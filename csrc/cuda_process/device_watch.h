@@ -26,7 +26,7 @@
 #include <thread>
 
 #include "os/stillness.h"
-#include "process/watch.h"
+#include "process/peer_watch.h"
 
 namespace pyringar {
 

@@ -1,10 +1,9 @@
-// float_mode: nearest rounding, denormals kept, whatever the calling thread has set.
-//
-// Contract  While a DefaultFloatMode lives, its thread computes by IEEE's defaults, and so do the
-//           threads that it starts. torch.set_flush_denormal() and fesetround() change the calling
-//           thread alone: without this, bits would depend on which thread took which block.
-// Threads   one per thread; the thread that makes it destroys it. Some nanoseconds.
-// Tests     tests/cpp/stress.cpp, part float-mode
+// float_mode: round to nearest and keep denormals, regardless of the thread's settings.
+// Contract  While a DefaultFloatMode exists, its thread computes in the IEEE default mode, as do
+//           threads that it starts. torch.set_flush_denormal() and fesetround() set the calling
+//           thread only: without this class, bits would depend on which thread reduced a block.
+// Threads   Construct and destroy it on one thread. Costs some nanoseconds.
+// Tests     tests/conformance/test_layouts.py, tests/test_torch_team.py
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// process: /proc/PID/stat, affinity masks.
-
+// process: reads /proc/PID/stat, and moves threads by affinity masks.
 #include "os/process.h"
 
 #include <errno.h>
@@ -29,7 +28,7 @@ struct Stat {
   std::uint64_t start_ticks = 0;
 };
 
-// "PID (name) S ...", flags and start time as fields 9 and 22; the name may hold a ')'.
+// The file holds "PID (name) S ...", flags in field 9, start time in 22. The name may contain ')'.
 Stat read_stat(std::int32_t pid) {
   const std::string path = join("/proc/", pid, "/stat");
   std::FILE* file = std::fopen(path.c_str(), "re");
@@ -52,7 +51,7 @@ ProcessId read_own() {
   return {pid, read_stat(pid).start_ticks};
 }
 
-// Once for all threads: under qemu each is told another time.
+// Read once for all threads: qemu reports a different start time to each thread.
 const ProcessId process_at_load = read_own();
 
 }  // namespace
@@ -69,7 +68,7 @@ bool is_alive(const ProcessId& process) {
     const bool is_same = process.start_ticks == 0 || process.start_ticks == stat.start_ticks;
     return is_same && stat.state != 'Z' && stat.state != 'X';
   }
-  // No /proc, or hidden from us: a process of somebody else's is alive, too.
+  // Without a readable /proc: EPERM means that the process lives and belongs to another user.
   return kill(process.pid, 0) == 0 || errno == EPERM;
 }
 
@@ -102,7 +101,7 @@ void move_off_core(int core) {
   cpu_set_t others = allowed;
   CPU_CLR(static_cast<unsigned>(core), &others);
   if (CPU_COUNT(&others) == 0) return;
-  // Where a cgroup forbids it the thread stays, which is slower and nothing else.
+  // If a cgroup forbids the change, the thread stays on its core: slower, but correct.
   if (sched_setaffinity(0, sizeof others, &others) == 0) {
     static_cast<void>(sched_setaffinity(0, sizeof allowed, &allowed));
   }

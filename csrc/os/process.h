@@ -1,7 +1,6 @@
-// process: which process this is, and whether another one still lives.
-//
-// Contract  a process id names another process once the first is gone; with the time at which it
-//           started it does not. One that has ended and was not waited for yet (a zombie) is gone.
+// process: identity of a process, liveness, fork detection, and the core of a thread.
+// Contract  The kernel reuses process ids. A ProcessId therefore holds the start time too. A zombie
+//           (ended, but not waited for) counts as dead.
 // Tests     tests/conformance/test_bits.py, tests/test_process_deaths.py
 #pragma once
 
@@ -14,17 +13,16 @@ namespace pyringar {
 
 struct ProcessId {
   std::int32_t pid = 0;
-  std::uint64_t start_ticks = 0;  // since boot; 0: not known
+  std::uint64_t start_ticks = 0;  // since boot; 0: unknown
 };
 
 ProcessId this_process();
 bool is_alive(const ProcessId& process);
 std::string host_name();
 
-// Another number in a forked child than in its parent, once both or the parent have asked.
+// Return a number that changes in a forked child, if the parent called this before fork().
 std::uint32_t fork_generation();
 
-// Remembers the process that made it: a forked child is another one.
 class ForkGuard {
  public:
   bool forked() const { return fork_generation() != generation_; }
@@ -36,12 +34,12 @@ class ForkGuard {
   const std::uint32_t generation_ = fork_generation();
 };
 
-// Whether this process was forked, also before this library was loaded, with no exec since.
+// Return true if this process was forked and has not called exec() since.
 bool is_forked_process();
 
 int current_core();
 
-// Has this thread run on another core than this one, if it may.
+// Move the calling thread to another core that its affinity mask allows, if there is one.
 void move_off_core(int core);
 
 }  // namespace pyringar

@@ -1,5 +1,4 @@
-// shared_memory: memfd_create, /proc/PID/fd.
-
+// shared_memory: memfd_create(), and /proc/PID/fd to open the memory of another process.
 #include "os/shared_memory.h"
 
 #include <errno.h>
@@ -31,7 +30,6 @@ void SharedMemory::close_fd() {
 
 namespace {
 
-// "MemAvailable: N kB" of /proc/meminfo, in bytes; without it, no limit.
 std::size_t available_bytes() {
   std::size_t kib = std::numeric_limits<std::size_t>::max() / 1024;
   if (std::FILE* file = std::fopen("/proc/meminfo", "re")) {
@@ -58,9 +56,9 @@ std::byte* map(int fd, std::size_t bytes, const char* purpose) {
   return static_cast<std::byte*>(data);
 }
 
-// Returns an errno, or 0. To find too many pages the kernel would kill processes: hence the check.
-// A signal undoes a search: hence the small steps.
-int find_pages(int fd, std::size_t bytes) {
+// Allocate all pages; return 0 or an errno. Check the available memory first: the kernel would kill
+// processes to find more pages. Allocate in small steps: a signal undoes a whole posix_fallocate().
+int allocate_pages(int fd, std::size_t bytes) {
   constexpr std::size_t kStep = std::size_t{2} << 20;
   if (bytes > available_bytes()) return ENOMEM;
   for (std::size_t at = 0; at < bytes;) {
@@ -73,9 +71,9 @@ int find_pages(int fd, std::size_t bytes) {
   return 0;
 }
 
-constexpr const char* kWhoMayOpen =
+constexpr const char* kOpenRequirements =
     ". Processes that share memory must run as one user, in one user namespace, see each other in "
-    "/proc, and must not have forbidden others to look into them (PR_SET_DUMPABLE 0, as setuid "
+    "/proc, and must not forbid other processes to inspect them (PR_SET_DUMPABLE 0, as setuid "
     "programs and file capabilities do)";
 
 }  // namespace
@@ -83,7 +81,7 @@ constexpr const char* kWhoMayOpen =
 SharedMemory SharedMemory::create(std::size_t bytes, const char* purpose) {
   SharedMemory memory(nullptr, bytes, memfd_create("pyringar", MFD_CLOEXEC));
   if (memory.fd_ < 0) fail_with(errno, purpose, bytes, "create");
-  const int error = find_pages(memory.fd_, bytes);
+  const int error = allocate_pages(memory.fd_, bytes);
   if (error != 0) fail_with(error, purpose, bytes, "allocate");
   memory.data_ = map(memory.fd_, bytes, purpose);
   return memory;
@@ -94,10 +92,10 @@ SharedMemory SharedMemory::open(std::int32_t pid, int fd, std::size_t bytes, con
   SharedMemory memory(nullptr, bytes, ::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (memory.fd_ < 0) {
     fail(ErrorKind::kState, "cannot open ", path, ", the ", bytes, " bytes of shared memory for ",
-         purpose, ": ", std::strerror(errno), kWhoMayOpen);
+         purpose, ": ", std::strerror(errno), kOpenRequirements);
   }
   struct stat status;
-  if (fstat(memory.fd_, &status) != 0) fail_with(errno, purpose, bytes, "look at");
+  if (fstat(memory.fd_, &status) != 0) fail_with(errno, purpose, bytes, "inspect");
   if (static_cast<std::size_t>(status.st_size) != bytes) {
     fail(ErrorKind::kState, path, " is not the shared memory for ", purpose, ": expected ", bytes,
          " bytes, found ", status.st_size);
@@ -111,7 +109,7 @@ SharedMemory SharedMemory::open(std::int32_t pid, int fd, std::size_t bytes, con
 
 SharedMemory SharedMemory::create(std::size_t, const char* purpose) {
   fail(ErrorKind::kUnsupported, "no shared memory for ", purpose,
-       ": ranks in processes of their own need Linux; one process can drive all ranks everywhere");
+       ": ranks in separate processes need Linux; one process can run all ranks on every system");
 }
 
 SharedMemory SharedMemory::open(std::int32_t, int, std::size_t bytes, const char* purpose) {

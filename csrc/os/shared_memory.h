@@ -1,9 +1,7 @@
-// shared_memory: memory that several processes map and that no file system knows.
-//
-// Contract  The pages are there when create() returns: what does not fit is an error then, not a
-//           crash later. The kernel frees them with the last mapping. Only processes of the same
-//           user that may look into the creator can open it, by its process id and descriptor.
-// Threads   any; one object belongs to one thread at a time.
+// shared_memory: anonymous memory that several processes map. It has no name in a file system.
+// Contract  create() allocates all pages: too little memory is an error there, not a crash later.
+//           The kernel frees the pages with the last mapping. open() takes the creator's process id
+//           and descriptor, and needs the same user and permission to look into the creator.
 // Tests     tests/cpp/process_test.cpp
 #pragma once
 
@@ -16,7 +14,7 @@ namespace pyringar {
 class SharedMemory {
  public:
   static SharedMemory create(std::size_t bytes, const char* purpose);
-  // Maps what process `pid` holds as descriptor `fd`: memory of `bytes`.
+  // Map `bytes` of memory that process `pid` has open as descriptor `fd`.
   static SharedMemory open(std::int32_t pid, int fd, std::size_t bytes, const char* purpose);
 
   SharedMemory(SharedMemory&& other) noexcept
@@ -29,7 +27,7 @@ class SharedMemory {
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
   int fd() const { return fd_; }  // -1 once closed
-  // Others can open it no more; mappings stay.
+  // Close the descriptor. Other processes cannot open the memory any more; mappings stay valid.
   void close_fd();
 
  private:

@@ -1,11 +1,10 @@
-// stillness: for how long other ranks have stood still, as seen by one that waits for them.
-//
+// stillness: the time for which each rank has made no progress, as measured by a rank that waits.
 // Units     nanoseconds.
-// Contract  A rank stands still while its mark, a number that changes with all that it gets done,
-//           stays the same. Time counts only while the waiting rank looks. It starts anew when that
-//           rank has moved, since others may have waited for it, and for a rank that is ahead: see
-//           excuse(). The last rank is found within the timeout and two naps.
-// Threads   one thread at a time; any may set the timeout.
+// Contract  Each rank has a progress mark, a number that changes as it works. While the mark
+//           is unchanged, the rank's time grows, but only between calls of look(). All times
+//           restart when the calling rank progressed: the other ranks may have waited for it. The
+//           slowest rank is late after the timeout and two naps at most.
+// Threads   One thread at a time; any thread may set the timeout.
 // Tests     tests/cpp/stillness_test.cpp, tests/test_deadlines.py
 #pragma once
 
@@ -25,23 +24,22 @@ class Stillness {
       : timeout_(timeout), seen_(static_cast<std::size_t>(world_size)) {}
 
   std::chrono::nanoseconds timeout() const { return timeout_.load(std::memory_order_relaxed); }
-  // From any thread.
   void set_timeout(std::chrono::nanoseconds timeout) {
     timeout_.store(timeout, std::memory_order_relaxed);
   }
-  // How long to sleep between two looks.
+  // Return the time to sleep between two calls of look().
   std::chrono::nanoseconds nap() const {
     return std::clamp<std::chrono::nanoseconds>(timeout() / 4, std::chrono::milliseconds(1),
                                                 std::chrono::milliseconds(50));
   }
 
-  // All ranks begin anew at the next look.
+  // Restart the time of all ranks at the next look().
   void forget() { has_looked_ = false; }
 
-  // mark_of(rank): see above. own: the rank that looks.
+  // Read the progress mark of each rank and update its time. `own` is the calling rank.
   template <typename MarkOf>
   void look(int own, MarkOf&& mark_of, Clock::time_point now = Clock::now()) {
-    // Who slept for much longer than a nap was stopped, and perhaps all were.
+    // After a sleep much longer than a nap, the machine was stopped: count two naps at most.
     const auto looked = has_looked_
                             ? std::min<std::chrono::nanoseconds>(now - last_look_, 2 * nap())
                             : std::chrono::nanoseconds(0);
@@ -62,7 +60,7 @@ class Stillness {
     last_look_ = now;
   }
 
-  // After a look that found this rank ahead of another: its time begins when that has caught up.
+  // Restart the time of a rank that waits for a slower rank.
   void excuse(int rank) { seen_[static_cast<std::size_t>(rank)].still = {}; }
 
   std::chrono::nanoseconds still(int rank) const { return at(rank).still; }
@@ -71,7 +69,7 @@ class Stillness {
     return std::all_of(seen_.begin(), seen_.end(),
                        [this](const Seen& seen) { return seen.still >= timeout(); });
   }
-  // When a look found that the rank had moved; the clock's zero if none has.
+  // Return when look() last saw progress of the rank; the zero of the clock if it never did.
   Clock::time_point moved_at(int rank) const { return at(rank).moved_at; }
 
  private:

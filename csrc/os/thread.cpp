@@ -1,5 +1,4 @@
-// thread: affinity masks.
-
+// thread: affinity masks of threads.
 #include "os/thread.h"
 
 #include <algorithm>
@@ -19,12 +18,13 @@ namespace pyringar {
 
 namespace {
 
-// A cgroup may forbid it: then the thread stays where it is, which is slower and nothing else.
+// If a cgroup forbids the change, the thread stays on its cores: slower, but correct.
 void run_on(std::thread& thread, const cpu_set_t& cores) {
   static_cast<void>(pthread_setaffinity_np(thread.native_handle(), sizeof cores, &cores));
 }
 
-// 0: of the caller. Empty if there is no such thread, or more cores than a CoreSet holds.
+// Return the affinity mask of a thread; id 0 is the caller. Empty if there is no such thread, or if
+// the machine has more cores than a CoreSet holds.
 CoreSet cores_of_thread(int id) {
   static_assert(sizeof(cpu_set_t) == sizeof(CoreSet));
   CoreSet cores;
@@ -36,7 +36,6 @@ CoreSet cores_of_thread(int id) {
   return cores;
 }
 
-// Whether one of the variables is set by which OpenMP libraries are told to bind threads to cores.
 bool is_bound_by_openmp() {
   const auto value_of = [](const char* name) {
     const char* value = std::getenv(name);
@@ -52,7 +51,7 @@ CoreSet cores_of_process() {
   CoreSet cores;
   DIR* tasks = opendir("/proc/self/task");
   if (tasks == nullptr) return cores;
-  while (const dirent* task = readdir(tasks)) {  // of "." and "..", 0: the caller's cores
+  while (const dirent* task = readdir(tasks)) {  // atoi("."): 0, the caller, which is harmless
     cores |= cores_of_thread(std::atoi(task->d_name));
   }
   closedir(tasks);
@@ -70,7 +69,7 @@ CoreSet usable_cores(CoreSet own) {
 
 CoreSet allowed_cores() { return usable_cores(cores_of_thread(0)); }
 
-int Affinity::look() {
+int Affinity::update_cores() {
   const CoreSet own = cores_of_thread(0);
   if (cores_.empty() || own != own_) {
     own_ = own;
@@ -129,7 +128,7 @@ CoreSet allowed_cores() {
   return cores;
 }
 
-int Affinity::look() {
+int Affinity::update_cores() {
   static const int count = static_cast<int>(allowed_cores().count());
   return count;
 }

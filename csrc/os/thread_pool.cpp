@@ -1,5 +1,4 @@
-// thread_pool: open a job, let helpers in, close the door, wait for those inside.
-
+// thread_pool: open a job, let helpers join, close the job, wait for the helpers that joined.
 #include "os/thread_pool.h"
 
 #include <algorithm>
@@ -10,7 +9,7 @@ namespace pyringar {
 
 namespace {
 
-// Jobs that follow each other faster than this are a series, for which helpers are woken.
+// Helpers are woken for small jobs too if jobs follow each other faster than this.
 constexpr auto kStaysWarm = std::chrono::milliseconds(1);
 
 }  // namespace
@@ -21,8 +20,8 @@ ThreadPool::~ThreadPool() {
   for (std::thread& helper : helpers_) helper.join();
 }
 
-int ThreadPool::look_for_helpers() {
-  const int num_cores = affinity_.look();
+int ThreadPool::count_helpers() {
+  const int num_cores = affinity_.update_cores();
   if (follows_cores_) num_helpers_ = num_cores - 1;
   return num_helpers_;
 }
@@ -37,7 +36,7 @@ void ThreadPool::start_helpers() {
       helpers_.emplace_back([this, thread, seen] { help(thread, seen); });
     }
   } catch (const std::system_error&) {
-    // The system gives no more threads: those that started help.
+    // No more threads: continue with the helpers that started.
   }
 }
 
@@ -60,7 +59,7 @@ void ThreadPool::run(const std::function<void(int)>& work, std::size_t max_helpe
   generation_.set(generation_.value.load(std::memory_order_relaxed) + 1, most);
   attempt_work(0);
   const std::uint32_t inside = state_.fetch_or(kClosed, std::memory_order_acq_rel);
-  // Without a deadline: the job lies on this stack, and blocks are short.
+  // No deadline: helpers use the job on this stack, and they finish soon.
   if (inside > 0) wait_for_flag(left_, left_before + 1);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
@@ -89,7 +88,7 @@ void ThreadPool::help(int thread, std::uint32_t seen) {
     if (stop_.load(std::memory_order_acquire) != 0) return;
     if (!join_open_job()) continue;
     attempt_work(thread);
-    // The last helper to leave a closed job tells the caller; it must not touch the job afterwards.
+    // The last helper of a closed job wakes the caller. It must not touch the job afterwards.
     if (state_.fetch_sub(1, std::memory_order_acq_rel) == (kClosed | 1u)) {
       left_.set(left_.value.load(std::memory_order_relaxed) + 1);
     }

@@ -1,11 +1,10 @@
-// thread_pool: helpers that may join the caller's loop; it never waits for one that has not joined.
-//
-// Contract  run(work) calls work(0) on the caller's thread and work(i), i > 0, on every helper that
-//           joins before work(0) has returned. It returns when all calls have, and throws the first
-//           exception. work() shares out its own items.
-// Threads   one run() at a time per pool (its owner holds a lock). Helpers start at first use,
-//           sleep between jobs, and are joined by the destructor.
-// Tests     tests/cpp/stress.cpp, under ThreadSanitizer
+// thread_pool: helper threads that may join a loop of the caller.
+// Contract  run(work) calls work(0) on the caller's thread. It calls work(i), i > 0, on each helper
+//           that joins before work(0) returns, and never waits for a helper that did not join. It
+//           returns after all calls, and throws the first exception. work() divides the items.
+// Threads   One run() at a time per pool: its owner holds a lock. Helpers start at first use and
+//           sleep between jobs; the destructor joins them.
+// Tests     tests/cpp/pool_test.cpp, under ThreadSanitizer
 #pragma once
 
 #include <atomic>
@@ -24,16 +23,16 @@ namespace pyringar {
 
 class ThreadPool {
  public:
-  // num_helpers; kByCores: for each job one per core that the caller may use, except its own.
+  // kByCores: one helper per core of the caller, except the caller's current core.
   static constexpr int kByCores = -1;
   explicit ThreadPool(int num_helpers = kByCores)
       : follows_cores_(num_helpers == kByCores), num_helpers_(follows_cores_ ? 0 : num_helpers) {}
   ~ThreadPool();
 
-  int look_for_helpers();
-  // Whether helpers sleep, and jobs are rare: then waking them pays for large jobs only.
+  int count_helpers();
+  // Return true if helpers sleep and jobs are rare: waking helpers then pays for large jobs only.
   bool is_cold();
-  // At most max_helpers join, and as many as the last look found.
+  // At most max_helpers join, and no more than count_helpers() returned last.
   void run(const std::function<void(int thread)>& work, std::size_t max_helpers = SIZE_MAX);
 
  private:
@@ -42,20 +41,20 @@ class ThreadPool {
   void attempt_work(int thread) noexcept;
   bool join_open_job();
 
-  // state_: kClosed, or the number of helpers inside the open job.
+  // state_ is the number of helpers inside the job, with bit kClosed if no more may join.
   static constexpr std::uint32_t kClosed = 1u << 31;
   const bool follows_cores_;
-  int num_helpers_;                   // of the job at hand, at most
-  std::vector<std::thread> helpers_;  // as many as any job had
+  int num_helpers_;                   // result of the last count_helpers()
+  std::vector<std::thread> helpers_;  // never shrinks
   Affinity affinity_;
   Deadline last_asked_{};
-  const std::function<void(int)>* work_ = nullptr;  // written while closed, read by who joined
-  std::mutex error_mutex_;                          // taken by who fails
+  const std::function<void(int)>* work_ = nullptr;  // written by run() while the job is closed
+  std::mutex error_mutex_;                          // guards error_
   std::exception_ptr error_;
   std::atomic<std::uint32_t> most_inside_{0};
   alignas(64) std::atomic<std::uint32_t> state_{kClosed};
-  Flag generation_;  // one tick per job
-  Flag left_;        // one tick per helper that was the last to leave a closed job
+  Flag generation_;  // counts jobs; the caller sets it
+  Flag left_;        // counts jobs that helpers finished; the last helper of a job sets it
   std::atomic<std::uint32_t> stop_{0};
 };
 

@@ -1,5 +1,4 @@
-// torch_team: symbols of libraries that are loaded, and one parallel region.
-
+// torch_team: looks up symbols of loaded libraries, and runs one parallel region.
 #include "os/torch_team.h"
 
 #if defined(__linux__) && !defined(__SANITIZE_THREAD__)
@@ -48,15 +47,14 @@ bool find(void* where, const char* name, Function* function) {
   return *function != nullptr;
 }
 
-// The path of the library in which a symbol lies; empty for none.
 std::string library_of(void* symbol) {
   Dl_info info{};
   const bool is_known = symbol != nullptr && dladdr(symbol, &info) != 0;
   return is_known && info.dli_fname != nullptr ? info.dli_fname : "";
 }
 
-// The OpenMP library that torch calls: global symbols (LD_PRELOAD) come before its dependencies.
-// LLVM's and Intel's runtimes have GNU's names, too. Null if there is none, or two.
+// Return the OpenMP library that torch calls, or null if there is none or there are two. Global
+// symbols (LD_PRELOAD) come before torch's dependencies. All runtimes define GOMP_parallel.
 void* find_openmp(void* torch) {
   void* parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
   if (parallel == nullptr) parallel = dlsym(torch, "GOMP_parallel");
@@ -80,7 +78,7 @@ Runtime look_for_runtime(void* torch) {
   return found;
 }
 
-// Kept from when torch is there: nobody calls with tensors before.
+// Cached once torch is loaded; calls with tensors come only after that.
 const Runtime& runtime() {
   static const Runtime no_torch;
   static std::atomic<void*> torch{nullptr};
@@ -101,11 +99,11 @@ bool is_forked() {
 
 std::atomic<bool> is_taken{false};
 
-// The processor time of a thread of this thread's team; known once it has been in a region.
+// CPU clock of thread 1 in this thread's team; empty before the first region.
 thread_local std::optional<clockid_t> worker_clock;
 
-// A thread that spins uses time between two looks; a thread that sleeps, or waits for a core, none.
-// If its clock is gone the team has another thread by now, which try_run() will see.
+// Return true if the team's thread 1 spins: its CPU clock then advances between two reads. A thread
+// that sleeps or waits for a core uses no time. If the clock is gone the thread was replaced; true.
 bool is_awake() {
   timespec before{};
   timespec after{};
@@ -123,7 +121,7 @@ struct Region {
   std::mutex mutex{};
   std::exception_ptr error{};
 
-  // No exception may leave it: OpenMP's frames do not know any.
+  // OpenMP cannot unwind exceptions.
   static void body(void* data) noexcept {
     auto& region = *static_cast<Region*>(data);
     const int thread = region.runtime.thread_num();
@@ -152,7 +150,7 @@ int num_threads() {
   return std::min(found.torch_threads(), limit);
 }
 
-// Other numbers of threads: torch computes with threads of another kind.
+// If torch and OpenMP disagree about the number of threads, torch uses another thread pool.
 bool is_ready() {
   const Runtime& found = runtime();
   if (found.parallel == nullptr || is_forked() || found.in_parallel() != 0) return false;

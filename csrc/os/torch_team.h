@@ -1,12 +1,11 @@
-// torch_team: the OpenMP threads with which torch computes, joined for one loop.
-//
-// Contract  After an operation torch's threads spin for milliseconds, each on a core, where a
-//           helper of ours would have to wait. try_run(work) calls work(thread, num_threads) on all
-//           of them, the caller being thread 0, in IEEE's default mode. It returns when all calls
-//           have, and throws the first exception. It asks for torch's number of threads, since
-//           libgomp ends and starts threads where that changes; it may get fewer.
-// Threads   any. One region at a time in the process: two teams are more threads than cores.
-// Forks     a forked process has no team: its threads stayed behind.
+// torch_team: runs a loop on the OpenMP threads of torch.
+// Contract  After an operation the OpenMP threads spin for milliseconds, each on a core, and slow
+//           down other threads. try_run(work) calls work(thread, num_threads) on all of them, in
+//           IEEE default mode; the caller is thread 0. It returns after all calls and throws the
+//           first exception. It asks for torch's number of threads, since libgomp ends and starts
+//           threads if the number changes. OpenMP may give fewer.
+// Threads   Any. One region at a time in the process: two teams would outnumber the cores.
+// Forks     A forked process has no team: its threads exist only in the parent.
 // Tests     tests/test_torch_team.py
 #pragma once
 
@@ -14,22 +13,23 @@
 
 namespace pyringar {
 
-// What goes on while a call runs: its caller waits for it, or torch may compute.
-enum class Beside { kNothing, kTorch };
+// kBlocking: the caller waits for the call. kBackground: torch may compute meanwhile.
+enum class CallMode { kBlocking, kBackground };
 
 }  // namespace pyringar
 
 namespace pyringar::torch_team {
 
-// How many threads an operation of torch's has at most in this thread (torch.set_num_threads, and
-// OMP_THREAD_LIMIT); 1 inside of a parallel region; 0 where no torch is loaded.
+// Return how many threads a torch operation in this thread may use (torch.set_num_threads and
+// OMP_THREAD_LIMIT); 1 inside a parallel region; 0 if torch is not loaded.
 int num_threads();
 
-// Whether this thread's team has two threads at least, and they are awake or have never worked for
-// us. Waking them costs up to milliseconds. Asked once for each job: two system calls.
+// Return true if this thread's OpenMP team has at least two threads, and they are awake or were
+// never used here. Waking them takes up to milliseconds. Two system calls: call it once per job.
 bool is_ready();
 
-// False, and nothing done, where another thread has its team at work. Only where is_ready().
+// Run work on the team, or return false without running it if another thread uses its team. Call it
+// only after is_ready() returned true.
 bool try_run(const std::function<void(int thread, int num_threads)>& work);
 
 }  // namespace pyringar::torch_team

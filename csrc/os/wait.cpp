@@ -1,5 +1,4 @@
-// wait: futex or condition variables, and the policy spin - yield - sleep.
-
+// wait: futexes or condition variables, and the policy: pause, yield, sleep.
 #include "os/wait.h"
 
 #include <thread>
@@ -30,7 +29,7 @@ void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Dea
     timeout.tv_sec = static_cast<time_t>(left / 1'000'000'000);
     timeout.tv_nsec = static_cast<long>(left % 1'000'000'000);
   }
-  // Returns at once when the word has changed already; early returns are the caller's to check.
+  // Returns at once if the word has already changed. Callers check for early returns.
   syscall(SYS_futex, &word, scope == Scope::kThreads ? FUTEX_WAIT_PRIVATE : FUTEX_WAIT, expected,
           deadline != kNoDeadline ? &timeout : nullptr, nullptr, 0);
 }
@@ -44,6 +43,7 @@ void os_wake(const std::atomic<std::uint32_t>& word, int count, Scope scope) {
 
 namespace {
 
+// Condition variables for waits, selected by a hash of the address.
 struct ParkingLot {
   std::mutex mutex;
   std::condition_variable changed;
@@ -70,8 +70,8 @@ void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Dea
 
 void os_wake(const std::atomic<std::uint32_t>& word, int, Scope) {
   ParkingLot& lot = lot_of(&word);
-  // The waiter checks the word under this lock: it either sees the new value or hears the call;
-  // all, since they share the variable.
+  // The waiter checks the word under this lock, so it sees the new value or the notification.
+  // Notify all: waiters of other words share the variable.
   const std::lock_guard<std::mutex> lock(lot.mutex);
   lot.changed.notify_all();
 }
@@ -86,7 +86,7 @@ constexpr auto kLongYield = std::chrono::microseconds(200);
 constexpr int kWaitsAfterLongYield = 64;
 thread_local int waits_without_yields = 0;
 
-// Counts this thread as asleep on a flag. A forked child leaves the count alone.
+// Counts this thread as a sleeper on a flag. A forked child does not change the count.
 class Sleeper {
  public:
   explicit Sleeper(Flag& flag) : flag_(flag) {

@@ -1,5 +1,4 @@
-// work_queue: a deque, a thread, and when waiters are notified.
-
+// work_queue: a deque of jobs, one thread, and the notification of waiters.
 #include "os/work_queue.h"
 
 #include <system_error>
@@ -12,9 +11,10 @@ namespace pyringar {
 bool Work::is_completed() const {
   if (done_.load(std::memory_order_acquire)) return true;
   if (process_.forked()) {
-    fail(ErrorKind::kState,
-         "this work was begun before fork() and is the parent process's; its end is not seen in "
-         "the child");
+    fail(
+        ErrorKind::kState,
+        "this work was begun before fork() and belongs to the parent process; the child cannot see "
+        "its end");
   }
   return false;
 }
@@ -46,14 +46,14 @@ void Work::complete(std::exception_ptr error) {
 
 std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe describe,
                                         std::function<void()> interrupt) {
-  turn_.check_not_mine();  // who waited for the work would wait for itself
+  call_lock_.check_not_held_by_caller();  // waiting for the work would deadlock
   auto work = std::make_shared<Work>(std::move(describe), std::move(interrupt));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_closing_) fail_closed();
   try {
-    if (!thread_) thread_ = std::make_unique<std::thread>([this] { work_off(); });
+    if (!thread_) thread_ = std::make_unique<std::thread>([this] { run_jobs(); });
   } catch (const std::system_error& error) {
-    fail(ErrorKind::kState, "cannot start a thread for work in the background: ", error.what());
+    fail(ErrorKind::kState, "cannot start the background thread: ", error.what());
   }
   jobs_.push_back({std::move(job), work});
   num_waiting_.fetch_add(1, std::memory_order_release);
@@ -61,7 +61,7 @@ std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe desc
   return work;
 }
 
-void WorkQueue::work_off() {
+void WorkQueue::run_jobs() {
   worker_.store(std::this_thread::get_id());
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
@@ -82,10 +82,10 @@ void WorkQueue::work_off() {
     lock.lock();
     is_busy_ = false;
     num_waiting_.fetch_sub(1, std::memory_order_release);
-    // Under the lock: a thread that sees the work done may close the queue, which joins this one.
+    // Under the lock: a thread that sees the work done may close the queue and join this thread.
     next.work->complete(std::move(error));
     changed_.notify_all();
-    // Frees what a step raised in Python, which takes the GIL: threads that submit hold that.
+    // Without the lock: destroying a Python exception takes the GIL, and submitters hold the GIL.
     lock.unlock();
     next.work.reset();
     lock.lock();
@@ -112,7 +112,7 @@ void WorkQueue::close(const OnNap& on_nap) {
   wait_until_idle(on_nap);
   const std::lock_guard<std::mutex> closing(close_mutex_);
   if (thread_) thread_->join();
-  worker_.store({});  // the system gives ids again
+  worker_.store({});  // thread ids are reused
   thread_.reset();
 }
 

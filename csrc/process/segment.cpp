@@ -1,5 +1,4 @@
 // segment: offsets, and the checks of a segment that another process laid out.
-
 #include "process/segment.h"
 
 #include <cstring>
@@ -11,12 +10,12 @@ namespace pyringar {
 
 namespace {
 
-constexpr std::uint32_t kVersion = 8;  // of the layout
+constexpr std::uint32_t kVersion = 8;  // of the memory layout
 constexpr std::size_t kPage = 4096;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
                   std::atomic<std::int64_t>::is_always_lock_free,
-              "a lock would be one process's own");
+              "a lock would not work between processes");
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
@@ -102,7 +101,7 @@ Segment Segment::attach(std::byte* memory, int world_size, const SegmentToken& t
   const auto* header = std::launder(reinterpret_cast<const SegmentHeader*>(memory));
   if (header->version != kVersion || header->token != token) {
     fail(ErrorKind::kState,
-         "the group's shared memory is another group's, or of another version of pyringar");
+         "the shared memory is another group's, or belongs to another version of pyringar");
   }
   return {memory, world_size};
 }

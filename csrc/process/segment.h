@@ -1,17 +1,14 @@
 // segment: the layout of the memory that the processes of one group share.
-//
 // Contract  One writer per word: rank r writes line r and its slots, which two ranks swap as
-//           core/staged_program.h says; only `failure` is written by the first rank that fails.
+//           core/staged_program.h says. The first rank that fails writes `failure`.
 //
 //             header    version, token, failure
 //             lines     one per rank: counters, the calls it makes, its process
-//             devices   one per rank: the counters that its GPU writes, on pages of their own,
-//                       which CUDA can register; of a rank that is lost, others raise them
-//             heads     one per slot of staging: what its message is, or holds if it is small
+//             devices   one per rank: counters that its GPU writes, on separate pages that CUDA can
+//                       register; other ranks raise the counters of a lost rank
+//             heads     one per staging slot: message number, digest, or a small message
 //             staging   kStagingSlots per rank
-//
-//           The rank that makes the segment allocates all pages: too little memory is its error.
-// Threads   counters and states are atomic; the rest of a line is published by them.
+// Threads   Counters and states are atomic. They publish the other members of a line.
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp
 #pragma once
 
@@ -30,12 +27,12 @@
 
 namespace pyringar {
 
-// What a rank has called, for the others to compare with their own.
+// The call that a rank makes. Other ranks compare it with their own call.
 struct alignas(64) CallRecord {
-  std::uint64_t sequence = 0;  // calls of this rank, this one included; 0: not made yet
-  std::uint64_t numel = 0;     // of all its tensors
-  std::uint64_t shapes = 0;    // digest of sizes and dtypes of all its tensors
-  std::uint64_t strides = 0;   // of those not in the order of their index; 0: all are
+  std::uint64_t sequence = 0;  // number of the call on this rank, from 1; 0: no call yet
+  std::uint64_t numel = 0;     // elements of all tensors
+  std::uint64_t shapes = 0;    // digest of sizes and dtypes of all tensors
+  std::uint64_t strides = 0;   // digest of tensors not in index order; 0: all are in index order
   std::uint32_t num_tensors = 0;
   std::int32_t root = 0;
   CallKind kind = CallKind::kBarrier;
@@ -43,46 +40,47 @@ struct alignas(64) CallRecord {
   ReduceOp op = ReduceOp::kSum;
   std::uint16_t divisor = 1;
   Order order = Order::kRank;
-  std::array<char, 80> what{};  // the call that it stands for, in words; empty: it is that call
+  std::array<char, 80> what{};  // the call that the user made, if this call implements it
 
   bool operator==(const CallRecord&) const = default;
-  // Whether it is the same call. How each rank's own tensors lie is another question.
+  // Return true if both are the same call; strides may differ.
   bool agrees(CallRecord other) const {
     other.strides = strides;
     return *this == other;
   }
-  bool lies_like(const CallRecord& other) const { return strides == other.strides; }
-  std::uint64_t digest() const;  // equal digests: the same call, and tensors that lie alike
+  bool has_same_layout(const CallRecord& other) const { return strides == other.strides; }
+  std::uint64_t digest() const;  // of all fields, strides included
   std::string text() const;
 };
 static_assert(sizeof(CallRecord) == 128, "two cache lines");
 
 enum class RankState : std::uint32_t { kAbsent, kJoined, kLeft };
 
+// The shared state of one rank, which only that rank writes.
 struct alignas(64) RankLine {
   Flag announced;  // see core/staged_program.h
   Flag reduced;
-  std::array<CallRecord, 2> calls;  // of call s in calls[s % 2]: a rank is at most one call ahead
+  std::array<CallRecord, 2> calls;  // call s in calls[s % 2]: a rank is at most one call ahead
   alignas(64) std::atomic<RankState> state{RankState::kAbsent};
-  std::atomic<std::int32_t> core{-1};      // where it ran when it last looked
-  std::atomic<std::int64_t> heard_ns{0};   // on the monotonic clock; 0: never
-  std::atomic<std::uint32_t> progress{0};  // grows within long work on a piece, or on none
-  CoreSet cores;                           // it may use
+  std::atomic<std::int32_t> core{-1};      // core at the last begin_call() or sleep
+  std::atomic<std::int64_t> heard_ns{0};   // last sign of life, monotonic clock; 0: never
+  std::atomic<std::uint32_t> progress{0};  // grows during long work between messages
+  CoreSet cores;                           // affinity mask
   ProcessId process;
   std::array<char, 64> host{};
 };
 
-// What the others look at first: one line in place of three (counter, record, slot), each of which
-// takes 0.1 us to come from another core. Written before `announced`; free when the slot is.
+// The first cache line that other ranks poll: it saves reading three lines (counter, record, slot),
+// each of which takes 0.1 us from another core. Written before `announced`; reused with its slot.
 struct alignas(64) MessageHead {
   static constexpr std::size_t kPayloadBytes = 48;
-  std::atomic<std::uint32_t> number{0};  // of the message; written last
+  std::atomic<std::uint32_t> number{0};  // number of the message; written last
   std::uint64_t call_digest = 0;
-  std::array<std::byte, kPayloadBytes> payload{};  // in place of the slot, if all of it fits
+  std::array<std::byte, kPayloadBytes> payload{};  // replaces the slot if the message fits
 };
 static_assert(sizeof(MessageHead) == 64, "one cache line");
 
-// How far a rank's GPU is (cuda_process/device_watch.h). The GPU writes one word per cache line.
+// Progress of a rank's GPU (cuda_process/device_watch.h). The GPU writes one word per cache line.
 struct DeviceLine {
   struct alignas(64) Word {
     std::atomic<std::uint32_t> value{0};
@@ -90,12 +88,12 @@ struct DeviceLine {
   Word announced;
   Word reduced;
   Word finished;
-  Word probe;                                          // before the first message: do words arrive?
-  alignas(64) std::atomic<std::uint64_t> released{0};  // 0: the words are the GPU's own
+  Word probe;  // written before the first message, to test that GPU writes arrive
+  alignas(64) std::atomic<std::uint64_t> released{0};  // nonzero: a host has raised the words
 };
 static_assert(sizeof(DeviceLine) == 5 * 64 && sizeof(DeviceLine::Word) == 64);
 
-// By how much a rank, or its GPU, has done more than another, in the first counter that differs.
+// Return how many messages a is ahead of b, in the first counter that differs.
 template <typename Line>
 std::int32_t lead_of(const Line& a, const Line& b) {
   const auto ahead = [](const auto& x, const auto& y) {
@@ -106,6 +104,7 @@ std::int32_t lead_of(const Line& a, const Line& b) {
   return announced != 0 ? announced : ahead(a.reduced, b.reduced);
 }
 
+// The first failure of any rank, which all ranks report.
 struct SharedFailure {
   enum State : std::uint32_t { kNone, kWriting, kThere };
   std::atomic<std::uint32_t> state{kNone};
@@ -113,7 +112,7 @@ struct SharedFailure {
   std::array<char, 504> text{};
 };
 
-// Of a staging slot: small enough that own tensor, own slot and the others' stay in a core's L2.
+// Size of a staging slot: the own tensor, own slot and other slots stay in a core's L2.
 inline constexpr std::size_t kSlotBytes = 256 * 1024;
 
 inline constexpr std::size_t kTokenBytes = 32;
@@ -128,7 +127,7 @@ struct SegmentHeader {
 class Segment {
  public:
   static std::size_t bytes_for(int world_size);
-  // The first process lays it out; attach() throws where another token or version stands.
+  // One process calls lay_out(), the others attach(), which throws if token or version differ.
   static Segment lay_out(std::byte* memory, int world_size, const SegmentToken& token);
   static Segment attach(std::byte* memory, int world_size, const SegmentToken& token);
 
@@ -136,7 +135,7 @@ class Segment {
 
   RankLine& line(int rank) const { return lines_[rank]; }
   DeviceLine& device(int rank) const { return devices_[rank]; }
-  std::size_t devices_bytes() const;  // of all ranks' device lines, in whole pages
+  std::size_t devices_bytes() const;  // size of all device lines, in whole pages
   SharedFailure& failure() const { return header_->failure; }
   MessageHead& head(int rank, std::uint32_t message) const {
     return heads_[slot_index(rank, message)];

@@ -1,16 +1,14 @@
-// staged_engines: the copies and folds of a rank in a staged program, written once for the memory
-// of the host (process/call) and of a GPU (cuda_process/cuda_process_group).
-//
-// Contract  Rank order, for every size and cut into pieces. A rank reads its part in its tensors,
-//           and the parts of other ranks in their slots. Memory is StagedCounters and brings
-//             slot(rank, n), own_slot(n)     where message n of a rank lies
-//             slice_of(range, owner)         what a rank reduces of a piece in a direct call
+// staged_engines: engines for core/staged_program.h, written once for host memory
+// (process/process_call) and GPU memory (cuda_process).
+// Contract  Rank order for each size and cut into pieces. A rank reads its own data in its tensors,
+//           and the data of other ranks in their slots. Memory is a StagedCounters and provides
+//             slot(rank, n), own_slot(n)     address of message n of a rank
+//             slice_of(range, owner)         the slice that a rank reduces in a direct call
 //             to_slot(), from_slot()         batches: add_copy(to, from, bytes, dtype)
 //             folds(num_destinations, ahead) a batch: add(dtype, sources, destinations, numel);
-//                                            ahead: where the elements lie that follow; 0: nowhere
-//             launch(batch)                  runs what was added, or enqueues it
-//             kPartAlignment                 of a rank's part of a slot
-// Source    core/staged_program.h
+//                                            ahead: distance in bytes to prefetch, or 0
+//             launch(batch)                  runs or enqueues the batch
+//             kChunkAlignment                alignment of a rank's chunk in a slot
 // Tests     tests/conformance/test_bits.py, tests/cpp/process_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
@@ -22,7 +20,7 @@
 
 #include "core/error.h"
 #include "core/schedule.h"
-#include "process/call.h"
+#include "process/process_call.h"
 
 namespace pyringar {
 
@@ -30,14 +28,13 @@ constexpr std::size_t pieces_of(std::size_t bytes, std::size_t piece_bytes) {
   return std::max<std::size_t>(1, (bytes + piece_bytes - 1) / piece_bytes);
 }
 
-// The owner's part of a range of bytes; parts begin at multiples of `unit` from its begin.
+// Return the owner's slice of a range of bytes. Slices begin at multiples of `unit` from its begin.
 constexpr Range slice_in_units(Range range, int world_size, int owner, std::size_t unit) {
   const Range units = chunk_range((range.size() + unit - 1) / unit, world_size, owner);
   return {std::min(range.begin + units.begin * unit, range.end),
           std::min(range.begin + units.end * unit, range.end)};
 }
 
-// The counters and waits of core/staged_program.h, and the comparison of calls.
 class StagedCounters {
  public:
   explicit StagedCounters(ProcessRank& self)
@@ -86,7 +83,7 @@ class StagedCounters {
 inline bool StagedCounters::agree(std::uint32_t n) {
   const std::uint64_t parity = self_.sequence % 2;
   const CallRecord& own = line(self_.rank).calls[parity];
-  bool lies_otherwise = false;
+  bool layouts_differ = false;
   for (int rank = 0; rank < world_size_; ++rank) {
     if (segment_.head(rank, n).call_digest == self_.call_digest) continue;
     const CallRecord& other = line(rank).calls[parity];
@@ -94,10 +91,10 @@ inline bool StagedCounters::agree(std::uint32_t n) {
       self_.watch.report(ErrorKind::kArgument, mismatch(own, rank, other));
       return false;
     }
-    lies_otherwise |= !own.lies_like(other);
+    layouts_differ |= !own.has_same_layout(other);
   }
-  self_.lies_otherwise = lies_otherwise;
-  if (lies_otherwise) return false;
+  self_.layouts_differ = layouts_differ;
+  if (layouts_differ) return false;
   self_.sleep_in(Phase::kReduce);
   return true;
 }
@@ -109,7 +106,7 @@ inline std::string StagedCounters::mismatch(const CallRecord& own, int rank,
               "; ", self_.watch.name_of(rank), " ", other.text(), hint);
 }
 
-// Tensors reduced in place, self.line: every rank its slice of every piece, or all of it.
+// Reduces self.flat in place: in a direct call a slice of each piece per rank, else whole pieces.
 template <class Memory>
 class ReduceEngine : public Memory {
  public:
@@ -123,8 +120,8 @@ class ReduceEngine : public Memory {
     auto copies = this->to_slot();
     const auto add = [&](Range range) {
       std::byte* to = own_slot(n) + (range.begin - piece * piece_bytes_);
-      self_.line.for_each_part(range, [&](const FlatView::Part& part) {
-        copies.add_copy(to + part.offset, part.data, part.bytes, part.dtype);
+      self_.flat.for_each_slice(range, [&](const FlatView::Slice& slice) {
+        copies.add_copy(to + slice.offset, slice.data, slice.bytes, slice.dtype);
       });
     };
     if (!is_direct_) add(range_of(piece));
@@ -146,8 +143,8 @@ class ReduceEngine : public Memory {
       if (owner == self_.rank) continue;
       const Range range = slice_of(range_of(piece), owner);
       const std::byte* from = slot(owner, n) + (range.begin - piece * piece_bytes_);
-      self_.line.for_each_part(range, [&](const FlatView::Part& part) {
-        copies.add_copy(part.data, from + part.offset, part.bytes, part.dtype);
+      self_.flat.for_each_slice(range, [&](const FlatView::Slice& slice) {
+        copies.add_copy(slice.data, from + slice.offset, slice.bytes, slice.dtype);
       });
     }
     this->launch(copies);
@@ -158,30 +155,30 @@ class ReduceEngine : public Memory {
 
   Range range_of(std::size_t piece) const {
     const std::size_t begin = piece * piece_bytes_;
-    return {begin, std::min(begin + piece_bytes_, self_.line.bytes())};
+    return {begin, std::min(begin + piece_bytes_, self_.flat.bytes())};
   }
-  // The piece that is copied in next; this one and the one after it are in their slots already.
+  // Distance to the next piece to prefetch: this piece and the next are in their slots already.
   std::size_t ahead_of(std::size_t piece) const {
     const std::size_t ahead = 2 * piece_bytes_;
-    const bool is_there = range_of(piece).end + ahead <= self_.line.bytes();
-    return is_there && self_.line.bytes() >= kReadsAheadBytes ? ahead : 0;
+    const bool is_there = range_of(piece).end + ahead <= self_.flat.bytes();
+    return is_there && self_.flat.bytes() >= kReadsAheadBytes ? ahead : 0;
   }
 
   void fold(std::size_t piece, std::uint32_t n, Range range, bool into_slot) {
     auto folds = into_slot ? this->folds(2, 0) : this->folds(1, ahead_of(piece));
     const std::size_t in_slot = range.begin - piece * piece_bytes_;
     std::vector<const void*>& sources = self_.sources;
-    self_.line.for_each_part(range, [&](const FlatView::Part& part) {
-      const std::size_t at = in_slot + part.offset;
+    self_.flat.for_each_slice(range, [&](const FlatView::Slice& slice) {
+      const std::size_t at = in_slot + slice.offset;
       for (int rank = 0; rank < world_size_; ++rank) {
         sources[static_cast<std::size_t>(rank)] =
-            rank == self_.rank ? part.data : slot(rank, n) + at;
+            rank == self_.rank ? slice.data : slot(rank, n) + at;
       }
-      const std::size_t numel = part.bytes / item_bytes(part.dtype);
+      const std::size_t numel = slice.bytes / item_bytes(slice.dtype);
       if (into_slot) {
-        folds.add(part.dtype, sources, {part.data, own_slot(n) + at}, numel);
+        folds.add(slice.dtype, sources, {slice.data, own_slot(n) + at}, numel);
       } else {
-        folds.add(part.dtype, sources, {part.data}, numel);
+        folds.add(slice.dtype, sources, {slice.data}, numel);
       }
     });
     this->launch(folds);
@@ -191,43 +188,45 @@ class ReduceEngine : public Memory {
   const std::size_t piece_bytes_;
 };
 
-// Results that differ by rank. Slots hold, for every piece, the same part of each rank's share.
+// Collectives other than all-reduce. A chunk is the data of one rank: the input of an all-gather or
+// broadcast, the output of a reduce-scatter. Slots hold the same piece of each chunk.
 template <class Memory>
-class ShareEngine : public Memory {
+class ChunkEngine : public Memory {
  public:
-  ShareEngine(const Memory& memory, const Collective& call, std::size_t slot_bytes)
+  ChunkEngine(const Memory& memory, const Collective& call, std::size_t slot_bytes)
       : Memory(memory),
         call_(call),
         is_scatter_(call.kind == CallKind::kReduceScatter),
-        share_(is_scatter_ ? call.local_destination(0) : call.local_source(0)),
-        part_bytes_(slot_bytes / static_cast<std::size_t>(is_scatter_ ? world_size_ : 1) /
-                    Memory::kPartAlignment * Memory::kPartAlignment) {}
+        chunk_(is_scatter_ ? call.local_destination(0) : call.local_source(0)),
+        piece_bytes_(slot_bytes / static_cast<std::size_t>(is_scatter_ ? world_size_ : 1) /
+                     Memory::kChunkAlignment * Memory::kChunkAlignment) {}
 
-  std::size_t num_pieces() const { return pieces_of(share_.bytes(), part_bytes_); }
+  std::size_t num_pieces() const { return pieces_of(chunk_.bytes(), piece_bytes_); }
 
   void copy_in(std::size_t piece, std::uint32_t n) {
     auto copies = this->to_slot();
     if (is_scatter_) {
       for (int rank = 0; rank < world_size_; ++rank) {
         if (rank == self_.rank) continue;
-        copies.add_copy(own_slot(n) + part_of(rank), input() + share_of(rank) + begin(piece),
-                        size(piece), share_.dtype);
+        copies.add_copy(own_slot(n) + slot_offset(rank), input() + chunk_begin(rank) + begin(piece),
+                        size(piece), chunk_.dtype);
       }
     } else if (call_.kind == CallKind::kAllGather || self_.rank == call_.root) {
-      copies.add_copy(own_slot(n), input() + begin(piece), size(piece), share_.dtype);
+      copies.add_copy(own_slot(n), input() + begin(piece), size(piece), chunk_.dtype);
     }
     this->launch(copies);
   }
   void combine(std::size_t piece, std::uint32_t n) {
-    if (is_scatter_) return combine_share(piece, n);
+    if (is_scatter_) return reduce_chunk(piece, n);
     auto copies = this->from_slot();
     if (call_.kind == CallKind::kAllGather) {
       for (int rank = 0; rank < world_size_; ++rank) {
         const std::byte* from = rank == self_.rank ? input() + begin(piece) : slot(rank, n);
-        copies.add_copy(output() + share_of(rank) + begin(piece), from, size(piece), share_.dtype);
+        copies.add_copy(output() + chunk_begin(rank) + begin(piece), from, size(piece),
+                        chunk_.dtype);
       }
     } else if (self_.rank != call_.root) {
-      copies.add_copy(output() + begin(piece), slot(call_.root, n), size(piece), share_.dtype);
+      copies.add_copy(output() + begin(piece), slot(call_.root, n), size(piece), chunk_.dtype);
     }
     this->launch(copies);
   }
@@ -235,30 +234,32 @@ class ShareEngine : public Memory {
  private:
   using Memory::own_slot, Memory::self_, Memory::slot, Memory::world_size_;
 
-  void combine_share(std::size_t piece, std::uint32_t n) {
+  void reduce_chunk(std::size_t piece, std::uint32_t n) {
     std::vector<const void*> sources;
     for (int rank = 0; rank < world_size_; ++rank) {
-      sources.push_back(rank == self_.rank ? input() + share_of(rank) + begin(piece)
-                                           : slot(rank, n) + part_of(self_.rank));
+      sources.push_back(rank == self_.rank ? input() + chunk_begin(rank) + begin(piece)
+                                           : slot(rank, n) + slot_offset(self_.rank));
     }
     auto folds = this->folds(1, 0);
-    folds.add(share_.dtype, sources, {output() + begin(piece)},
-              size(piece) / item_bytes(share_.dtype));
+    folds.add(chunk_.dtype, sources, {output() + begin(piece)},
+              size(piece) / item_bytes(chunk_.dtype));
     this->launch(folds);
   }
   std::byte* input() const { return call_.local_source(0).data; }
   std::byte* output() const { return call_.local_destination(0).data; }
-  std::size_t begin(std::size_t piece) const { return piece * part_bytes_; }
+  std::size_t begin(std::size_t piece) const { return piece * piece_bytes_; }
   std::size_t size(std::size_t piece) const {
-    return std::min(part_bytes_, share_.bytes() - begin(piece));
+    return std::min(piece_bytes_, chunk_.bytes() - begin(piece));
   }
-  std::size_t share_of(int rank) const { return static_cast<std::size_t>(rank) * share_.bytes(); }
-  std::size_t part_of(int rank) const { return static_cast<std::size_t>(rank) * part_bytes_; }
+  std::size_t chunk_begin(int rank) const {
+    return static_cast<std::size_t>(rank) * chunk_.bytes();
+  }
+  std::size_t slot_offset(int rank) const { return static_cast<std::size_t>(rank) * piece_bytes_; }
 
   const Collective& call_;
   const bool is_scatter_;
-  const TensorSpan share_;
-  const std::size_t part_bytes_;  // of one rank's share in a piece
+  const TensorSpan chunk_;
+  const std::size_t piece_bytes_;  // bytes of each chunk in one slot
 };
 
 template <class Memory>

@@ -1,6 +1,4 @@
-// group_test: collectives through a Group: mixed back to back, from several threads, queued and
-// closed, and without memory.
-
+// group_test: blocking and submitted collectives of a Group, from several threads; low memory.
 #include "cpu/group.h"
 
 #include <sys/resource.h>
@@ -16,7 +14,6 @@ namespace pyringar::stress {
 
 namespace {
 
-// Sanitizers need address space without end.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kSanitized = true;
 #elif defined(__has_feature)
@@ -33,7 +30,6 @@ Algorithm random_algorithm(Random& random) {
   return static_cast<Algorithm>(random.below(kNumAlgorithms));
 }
 
-// Several tensors of every rank, and one all-reduce of all of them.
 class Call {
  public:
   Call(Random& random, int world_size, std::size_t most_elems = 20'000)
@@ -74,7 +70,7 @@ void submit_and_wait(Group& group, const Call& call) {
   CHECK(group.submit(call.collective())->wait(kLong), "not done after minutes");
 }
 
-// Leaves room for this much more; returns the limit that held before.
+// Limit the address space to `room` more bytes; return the old limit.
 rlimit limit_memory_bytes(std::size_t room) {
   std::size_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
@@ -86,7 +82,7 @@ rlimit limit_memory_bytes(std::size_t room) {
   return before;
 }
 
-void delay_somebody(Random& random, Group& group) {
+void delay_random_rank(Random& random, Group& group) {
   if (!random.one_in(3)) return;
   group.delay_rank(random.between(0, group.world_size() - 1),
                    std::chrono::microseconds(random.below(2000)));
@@ -95,7 +91,7 @@ void delay_somebody(Random& random, Group& group) {
 void run_some(Random& random, Group& group, int calls) {
   for (int i = 0; i < calls; ++i) {
     const Call call(random, group.world_size());
-    delay_somebody(random, group);
+    delay_random_rank(random, group);
     if (random.one_in(2)) {
       group.run(call.collective());
     } else if (!group.try_run(call.collective())) {
@@ -106,7 +102,7 @@ void run_some(Random& random, Group& group, int calls) {
   }
 }
 
-// False: the group was closed before it took the call, which is untouched then.
+// Return false, and check that tensors are unchanged, if the group was closed before the call.
 template <typename Ask>
 bool ask(const Call& call, Ask&& ask_group) {
   try {
@@ -120,7 +116,7 @@ bool ask(const Call& call, Ask&& ask_group) {
   }
 }
 
-// Submits until it has enough or the group is closed; what was accepted must be done, and right.
+// Submit calls until the group is closed; all accepted calls must complete with correct results.
 void submit_some(Random random, Group& group) {
   std::deque<std::pair<Call, std::shared_ptr<Work>>> jobs;
   for (int i = random.between(1, 10); i > 0; --i) {
@@ -132,7 +128,7 @@ void submit_some(Random random, Group& group) {
   }
   for (const auto& [call, work] : jobs) {
     CHECK(work->wait(kLong), "not done after minutes");
-    CHECK(work->is_completed() && !work->exception(), "done, and not");
+    CHECK(work->is_completed() && !work->exception(), "the work is not completed, or failed");
     call.check_done();
   }
 }
@@ -182,14 +178,13 @@ void async_round(Random& random) {
   threads.emplace_back(run_between, random.fork(), std::ref(group));
   if (random.one_in(2)) {
     std::this_thread::sleep_for(std::chrono::microseconds(random.below(3000)));
-    group.close();  // while some work waits and some is still being submitted
+    group.close();  // while threads still submit
     threads.emplace_back([&] { group.close(); });
   }
   for (std::thread& thread : threads) thread.join();
 }
 
-// In a process that has memory for some threads' stacks, but not for all ranks': an error or, if
-// the stacks fit after all, the sum; and the sum once there is room.
+// A call without memory for all ranks' stacks throws or succeeds; with memory it succeeds.
 void no_threads_round(Random& random) {
   in_child([&] {
     const Call call(random, 8, 300);
@@ -201,7 +196,7 @@ void no_threads_round(Random& random) {
       random.one_in(2) ? group.run(call.collective()) : submit_and_wait(group, call);
       done = true;
     } catch (const std::exception&) {
-      // Which one depends on what did not fit: a thread, or memory.
+      // std::bad_alloc or Error: memory or a thread is missing.
     }
     setrlimit(RLIMIT_AS, &before);
     done ? call.check_done() : call.check_untouched();

@@ -1,5 +1,4 @@
-// half_test: every 16-bit float, every rounding boundary between two of them, and random floats,
-// through core/half.h and through the vectors of cpu/lanes.h.
+// half_test: all 16-bit floats and all rounding boundaries, in core/half.h and cpu/lanes.h.
 
 #include <cmath>
 #include <cstdio>
@@ -39,7 +38,7 @@ struct Traits<BFloat16> {
   static BFloat16 nearest(float x) { return nearest_bfloat16(x); }
 };
 
-// kLanes floats in the order of memory, as a vector of L and back.
+// Convert kLanes floats in memory order to a vector of L. floats_of() is the inverse.
 template <typename L>
 typename L::Vector vector_of(const float* from) {
   if constexpr (requires { typename L::Half; }) {
@@ -83,7 +82,6 @@ void check_narrowed(float x, H got, H expected, const char* by) {
   }
 }
 
-// Scalar and vector code; kLanes floats at a time, each in every lane position over the calls.
 template <typename H, typename Lanes>
 void check_narrowing(const std::vector<float>& values) {
   std::vector<float> padded = values;
@@ -124,13 +122,13 @@ void check_all_halves() {
       const H half = halves[lane];
       check_widened(half, widen(half), "core/half.h");
       check_widened(half, widened[lane], "cpu/lanes.h");
-      check_narrowed(widen(half), Traits<H>::narrow(widen(half)), half, "there and back");
+      check_narrowed(widen(half), Traits<H>::narrow(widen(half)), half, "a round trip");
     }
   }
 }
 
-// Between every two neighbours, and between the largest and what would come next: the middle goes
-// to the even one, anything nearer goes to the nearer one.
+// Return the rounding boundaries: between two neighboring halves the middle rounds to the even one,
+// and the floats beside the middle round to the nearer one.
 template <typename H>
 std::vector<float> boundaries() {
   std::vector<float> values;

@@ -1,4 +1,4 @@
-// pool_test: flags and how waits end, the join pool, fused reductions on it, and the work queue.
+// pool_test: flags and waits, the thread pool, fused reductions, and the work queue.
 
 #include <atomic>
 #include <new>
@@ -7,8 +7,8 @@
 #include "core/ring_program.h"
 #include "cpu/fused.h"
 #include "oracle.h"
+#include "os/call_lock.h"
 #include "os/thread_pool.h"
-#include "os/turn.h"
 #include "os/wait.h"
 #include "os/work_queue.h"
 #include "stress.h"
@@ -19,35 +19,36 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Two threads hand a plain counter to each other; the flags' counters wrap on the way.
+// Two threads alternately increment a plain counter. The flags' values wrap meanwhile.
 void play_ping_pong(Random& random) {
-  constexpr std::uint32_t kTurns = 60;
+  constexpr std::uint32_t kRallies = 60;
   const auto start = static_cast<std::uint32_t>(0) - static_cast<std::uint32_t>(random.below(100));
   Flag ping, pong;
   ping.value = pong.value = start;
-  std::uint32_t ball = 0;  // plain: only the flags order who touches it
+  std::uint32_t ball = 0;  // not atomic: the flags order all accesses
   Random other = random.fork();
   std::thread player([&] {
-    for (std::uint32_t turn = 1; turn <= kTurns; ++turn) {
-      wait_for_flag(ping, start + turn);
-      CHECK(ball == 2 * turn - 1, "the ball is at ", ball, " in turn ", turn);
+    for (std::uint32_t rally = 1; rally <= kRallies; ++rally) {
+      wait_for_flag(ping, start + rally);
+      CHECK(ball == 2 * rally - 1, "the ball is at ", ball, " in rally ", rally);
       ++ball;
       dawdle(other);
-      pong.set(start + turn);
+      pong.set(start + rally);
     }
   });
-  for (std::uint32_t turn = 1; turn <= kTurns; ++turn) {
+  for (std::uint32_t rally = 1; rally <= kRallies; ++rally) {
     ++ball;
     dawdle(random);
-    ping.set(start + turn);
+    ping.set(start + rally);
     const auto never = [] { return false; };
-    CHECK(try_for_flag(pong, start + turn) || nap_for_flag(pong, start + turn, kLong, never), turn);
-    CHECK(ball == 2 * turn, "the ball is at ", ball, " after turn ", turn);
+    CHECK(try_for_flag(pong, start + rally) || nap_for_flag(pong, start + rally, kLong, never),
+          rally);
+    CHECK(ball == 2 * rally, "the ball is at ", ball, " after rally ", rally);
   }
   player.join();
 }
 
-// Asked after every nap, and not before; an exception passes and leaves no sleeper.
+// give_up() is called after each nap, not before. Its exception propagates and leaves no sleeper.
 void give_up_waiting(Random& random) {
   Flag flag;
   const auto nap = milliseconds(random.between(0, 3));
@@ -62,7 +63,7 @@ void give_up_waiting(Random& random) {
   if (throws) {
     check_throws(ErrorKind::kState, "enough", [&] { nap_for_flag(flag, 1, nap, give_up); });
   } else {
-    CHECK(!nap_for_flag(flag, 1, nap, give_up), "nobody set it");
+    CHECK(!nap_for_flag(flag, 1, nap, give_up), "no thread set the flag");
   }
   const double least = 1e-3 * static_cast<double>(nap.count() * naps);
   CHECK(watch.seconds() >= least, naps, " naps took ", watch.seconds(), " s, expected ", least);
@@ -89,9 +90,9 @@ void wake_many(Random& random) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Every item of a job is done exactly once, by somebody, before run() returns.
+// Each item of a job runs exactly once before run() returns.
 void run_job(Random& random, ThreadPool& pool) {
-  std::vector<std::uint32_t> items(random.below(200), 0);  // plain: one thread per item
+  std::vector<std::uint32_t> items(random.below(200), 0);  // not atomic: one thread per item
   std::atomic<std::size_t> next{0};
   const auto work = [&](int) {
     while (true) {
@@ -106,7 +107,7 @@ void run_job(Random& random, ThreadPool& pool) {
   }
 }
 
-// What work() throws, on whichever threads, comes out of run() once; the pool goes on.
+// If work() throws on several threads, run() throws once; the pool stays usable.
 void run_failing_job(Random& random, ThreadPool& pool) {
   std::atomic<int> inside{0};
   const auto work = [&](int) {
@@ -130,7 +131,6 @@ struct Job {
   std::vector<Buffers> buffers;
 };
 
-// Many tensors of any dtype, often enough for the pool's helpers to be asked.
 Job random_job(Random& random, int world_size) {
   Job job;
   const bool large = world_size <= 4 && random.one_in(2);
@@ -164,7 +164,7 @@ void pool_round(Random& random) {
     if (random.one_in(8)) run_failing_job(random, pool);
     dawdle(random);
   }
-  // The caller may be another thread each time; and the pool dies while helpers still wake up.
+  // Another caller thread. The destructor may run while helpers wake up.
   if (random.one_in(2)) {
     std::thread other([&] { run_job(random, pool); });
     other.join();
@@ -176,20 +176,21 @@ void fused_round(Random& random) {
   const int world_size = random.one_in(4) ? random.between(1, 20) : random.between(1, 4);
   const Fold fold = random_fold(random, world_size);
   Job job = random_job(random, world_size);
-  run_fused(job.buffers, fold, pool, random.one_in(2) ? Beside::kNothing : Beside::kTorch);
+  run_fused(job.buffers, fold, pool,
+            random.one_in(2) ? CallMode::kBlocking : CallMode::kBackground);
   for (const Tensors& t : job.tensors) t.check_all_reduced(fold, false, "fused");
 }
 
 struct Interruption {};
 
-// A queue's close() that is interrupted takes nothing new, does what it has, and can be repeated.
+// After an interrupted close() the queue refuses new jobs, runs queued jobs, and can be closed.
 void queue_round(Random& random) {
-  Turn turn;
-  WorkQueue queue(turn);
+  CallLock call_lock;
+  WorkQueue queue(call_lock);
   std::atomic<bool> may_end{false};
   const auto slow = queue.submit(
       [&] {
-        const Turn::Held held = turn.take(&ignore_naps);
+        const CallLock::Held held = call_lock.acquire(&ignore_naps);
         while (!may_end.load()) std::this_thread::yield();
       },
       nullptr);
@@ -200,12 +201,12 @@ void queue_round(Random& random) {
   } catch (const Interruption&) {
     is_interrupted = true;
   }
-  CHECK(is_interrupted, "close() went on");
+  CHECK(is_interrupted, "close() ignored the exception");
   CHECK(!slow->is_completed(), "the slow job has not ended");
   check_throws(ErrorKind::kState, "closed", [&] { queue.submit([] {}, nullptr); });
   may_end = true;
   queue.close(&ignore_naps);
-  CHECK(slow->is_completed() && later->is_completed(), "something has not run");
+  CHECK(slow->is_completed() && later->is_completed(), "a submitted job has not run");
 }
 
 const Part kWaits("waits", &waits_round);

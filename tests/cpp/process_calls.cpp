@@ -1,12 +1,10 @@
-// process_calls: see the header.
-
+// process_calls: see process_calls.h.
 #include "process_calls.h"
 
 namespace pyringar::stress {
 
 namespace {
 
-// What result i of this rank must be.
 std::vector<std::byte> expected_of(const Case& made, const std::vector<const CallTensors*>& all,
                                    int rank, std::size_t i) {
   std::vector<const void*> sources;

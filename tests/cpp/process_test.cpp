@@ -1,5 +1,4 @@
-// process_test: ranks of processes, run as threads: each has a group of its own on one segment, so
-// that ThreadSanitizer sees what they share.
+// process_test: ranks of processes, run as threads on one segment for ThreadSanitizer.
 
 #include <sys/types.h>
 #include <unistd.h>
@@ -11,7 +10,7 @@
 #include <thread>
 
 #include "os/process.h"
-#include "process/group.h"
+#include "process/process_group.h"
 #include "process_calls.h"
 #include "stress.h"
 
@@ -28,7 +27,6 @@ struct Free {
   void operator()(std::byte* memory) const { std::free(memory); }
 };
 
-// What processes would map: here one block at one address, or mapped once more for every rank.
 class SharedSegment {
  public:
   SharedSegment(int world_size, bool is_mapped) : world_size_(world_size) {
@@ -62,7 +60,7 @@ SharedSegment random_segment(Random& random, int most_ranks) {
   return {random.between(2, most_ranks), random.one_in(4)};
 }
 
-// A rank: the group holds no memory of its own but a page, the segment is the test's.
+// The test owns the segment; the group only gets an unused page.
 std::unique_ptr<ProcessGroup> make_group(const SharedSegment& shared, int rank,
                                          std::chrono::nanoseconds timeout) {
   return std::make_unique<ProcessGroup>(SharedMemory::create(1, "a test"), shared.attach(rank),
@@ -80,7 +78,6 @@ Case random_case(Random& random, int world_size) {
   return made;
 }
 
-// One call of all ranks.
 struct Call {
   Call(Random& random, int world_size) : made(random_case(random, world_size)) {
     for (int rank = 0; rank < world_size; ++rank) {
@@ -115,7 +112,6 @@ void delay_somewhere(Random& random, ProcessGroup& group) {
               std::chrono::microseconds(random.below(2000)));
 }
 
-// What a rank's program does: all calls in order, some of them in the background.
 void run_all(Random random, ProcessGroup& group, const std::deque<Call>& calls) {
   std::deque<std::shared_ptr<Work>> works;
   for (const Call& call : calls) {
@@ -130,7 +126,6 @@ void run_all(Random random, ProcessGroup& group, const std::deque<Call>& calls) 
   for (const auto& work : works) CHECK(work->wait(kLong), "not done after minutes");
 }
 
-// Random calls of random ranks, each compared with the oracle.
 void processes_round(Random& random) {
   const SharedSegment shared = random_segment(random, 5);
   const int k = shared.world_size();
@@ -150,11 +145,11 @@ void processes_round(Random& random) {
     check_throws(ErrorKind::kState, "closed", [&] { group->run(calls[0].of_rank(rank)); });
     num_gone.fetch_add(1);
   });
-  CHECK(num_gone.load() == k, "somebody is missing");
+  CHECK(num_gone.load() == k, num_gone.load(), " of ", k, " ranks closed");
   for (const Call& call : calls) call.check_done();
 }
 
-// Counters of messages at the end of their 32 bits, and `reduced` far behind `announced`.
+// Message counters wrap at 2^32, and `reduced` is far behind `announced`.
 void process_counters_round(Random& random) {
   const SharedSegment shared = random_segment(random, 4);
   const int k = shared.world_size();
@@ -187,9 +182,8 @@ void process_counters_round(Random& random) {
   for (const Call& call : calls) call.check_done();
 }
 
-// Ranks 0 and 1 are through with their parts and wait for rank 2, which is slow but moves, for
-// longer than the timeout. Nobody is late then, rank 1 no more than rank 0.
-void check_that_to_wait_is_not_to_be_late() {
+// Ranks 0 and 1 wait longer than the timeout for rank 2, which progresses. No rank is late.
+void check_waiting_rank_is_not_late() {
   const SharedSegment shared(3, false);
   std::vector<std::unique_ptr<ProcessGroup>> joined;
   for (int rank = 0; rank < 3; ++rank) joined.push_back(make_group(shared, rank, kLong));
@@ -206,12 +200,12 @@ void check_that_to_wait_is_not_to_be_late() {
 }
 
 void process_failures_round(Random&) {
-  // Emulators of a processor show each thread another start of its process: nobody seems alive.
+  // Under qemu each thread reads a different start time, so all processes seem dead.
   const ProcessId self = this_process();
   bool is_seen = false;
   std::thread([&] { is_seen = is_alive(self); }).join();
   if (!is_seen) return;
-  check_that_to_wait_is_not_to_be_late();
+  check_waiting_rank_is_not_late();
 }
 
 const Part kProcesses("processes", &processes_round);

@@ -1,6 +1,4 @@
-// ring_test: ring_rank() on threads of the test's own, which come and go when they like; counters
-// that wrap; a rank that does not come.
-
+// ring_test: ring_rank() on threads with random delays, wrapping counters, and an absent rank.
 #include "cpu/ring.h"
 
 #include <atomic>
@@ -15,7 +13,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A collective of one phase, and the tables of its pointers.
 struct RingCall {
   RingCall(Random& random, int world_size) : tensors(random_tensors(random, world_size)) {
     for (int rank = 0; rank < world_size; ++rank) {
@@ -50,7 +47,6 @@ void start_at(RingLinks& ring, std::uint32_t base) {
   for (Link& link : ring.links) link.flag.value = link.taken.value = base;
 }
 
-// Mostly so that the counter wraps within the round.
 std::uint32_t random_base(Random& random) {
   if (random.one_in(3)) return 0;
   return static_cast<std::uint32_t>(0) - static_cast<std::uint32_t>(random.below(200));
@@ -60,7 +56,7 @@ int random_world_size(Random& random) {
   return random.one_in(8) ? random.between(1, 13) : random.between(1, 5);
 }
 
-// Nobody comes for `absent`: the others return in time, and the failure names it. "" or not.
+// Omit rank `absent`: the other ranks give up in time and name it. Return "" or an error.
 template <typename Call>
 std::string withhold(int world_size, int absent, const char* operation, Call&& call) {
   Watch watch(world_size, milliseconds(60));
@@ -88,7 +84,7 @@ void ring_round(Random& random) {
   for (int i = random.between(1, 5); i > 0; --i) calls.emplace_back(random, world_size);
   std::vector<Random> randoms = random.forks(world_size);
   Watch watch(world_size, kLong);
-  // All calls without a meeting in between: fast ranks are a call or two ahead.
+  // No barrier between calls: fast ranks run ahead.
   on_all_ranks(world_size, [&](int rank) {
     std::uint32_t base = ring.messages;
     for (const RingCall& call : calls) {
@@ -104,7 +100,7 @@ void ring_round(Random& random) {
 void withheld_round(Random& random) {
   const int world_size = random.between(2, 6);
   const int absent = random.between(0, world_size - 1);
-  // From a few bytes to many pieces: it is noticed in the first step or when slots run out.
+  // Small tensors fail in the first step, large tensors when slots run out.
   const Tensors tensors(random, DType::kFloat32, static_cast<std::size_t>(world_size),
                         random.one_in(2) ? 100 : 1'000'000);
   const Buffers buffers = tensors.buffers();

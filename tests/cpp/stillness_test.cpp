@@ -1,5 +1,4 @@
-// stillness_test: which ranks stand still, and from when on, on a clock of the test's own.
-
+// stillness_test: which ranks are late, and when, on a simulated clock.
 #include "os/stillness.h"
 
 #include <vector>
@@ -12,7 +11,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Ranks that move when the test says so, and rank 0, which looks at every nap.
+// Simulated ranks and a simulated clock; rank 0 calls look().
 class Scene {
  public:
   Scene(int world_size, milliseconds timeout)
@@ -25,7 +24,7 @@ class Scene {
     now_ += time;
     stillness_.look(0, [this](int rank) { return marks_[static_cast<std::size_t>(rank)]; }, now_);
   }
-  // Looks for so long, `moving` moving before every look (-1: nobody).
+  // Call look() at each nap for `time`; rank `moving` progresses before each call (-1: no rank).
   void watch(std::chrono::nanoseconds time, int moving) {
     for (std::chrono::nanoseconds passed{}; passed < time; passed += stillness_.nap()) {
       if (moving >= 0) move(moving);
@@ -44,33 +43,32 @@ void stillness_round(Random& random) {
   Scene scene(3, timeout);
   const Stillness& stillness = scene.stillness();
 
-  // A rank that moves is never late, however long it takes; one that does not is, in time.
+  // A rank that progresses is never late. A rank that does not is late after the timeout.
   scene.look_after(milliseconds(0));
   scene.watch(timeout - stillness.nap(), 1);
   CHECK(!stillness.is_late(2), "late after less than ", timeout.count(), " ms");
   scene.watch(stillness.nap() + stillness.nap(), 1);
-  CHECK(stillness.is_late(2) && !stillness.is_late(1), "rank 2 stands still, rank 1 does not");
+  CHECK(stillness.is_late(2) && !stillness.is_late(1), "only rank 2 makes no progress");
   CHECK(!stillness.all_are_late(), "rank 1 moves");
   scene.watch(20 * timeout, 1);
   CHECK(!stillness.is_late(1) && stillness.still(1) == milliseconds(0), "rank 1 moves");
 
-  // Who has waited for another rank until now has all its time before it.
   scene.excuse(2);
   scene.watch(timeout - stillness.nap(), 1);
-  CHECK(!stillness.is_late(2), "rank 2 has waited, which is not to stand still");
+  CHECK(!stillness.is_late(2), "rank 2 was excused");
   scene.watch(stillness.nap() + stillness.nap(), 1);
-  CHECK(stillness.is_late(2), "rank 2 waits for nobody and stands still");
+  CHECK(stillness.is_late(2), "rank 2 makes no progress");
 
-  // Whoever looks has moved itself: the others may have waited for that.
+  // Progress of the calling rank restarts all times.
   scene.move(0);
   scene.look_after(stillness.nap());
   CHECK(!stillness.is_late(2), "rank 2 has had no time since rank 0 moved");
 
-  // Time in which nobody looked is nobody's: a whole machine may have slept.
+  // Time between two distant calls counts as two naps: the machine may have slept.
   scene.look_after(100 * timeout + std::chrono::hours(random.between(0, 3)));
   CHECK(!stillness.is_late(1) && !stillness.is_late(2), "late in ", timeout.count(), " ms asleep");
   scene.watch(timeout, -1);
-  CHECK(stillness.all_are_late(), "nobody moves");
+  CHECK(stillness.all_are_late(), "no rank progresses");
 }
 
 const Part kStillness("stillness", &stillness_round);

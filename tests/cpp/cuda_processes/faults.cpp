@@ -306,7 +306,7 @@ void check_abort(Random& random) {
     while (num_enqueued < setup.world_size) std::this_thread::yield();
     if (calls.rank == aborting) {
       const Stopwatch watch;
-      CHECK(calls.group.close(Leaving::kAborting), "close() returned false");
+      CHECK(calls.group.close(CloseMode::kAborting), "close() returned false");
       CHECK(watch.seconds() < kGraceSeconds, "abort waited for long");
       has_aborted = true;
     } else {

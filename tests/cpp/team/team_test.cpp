@@ -1,11 +1,10 @@
-// team_test: os/torch_team on a stand-in for torch, with two threads of a real OpenMP runtime.
-// Tests in Python look at bits, forks and denormals.
+// team_test: os/torch_team with a stand-in for torch, and two threads of a real OpenMP runtime.
 //
-//   team_test PATH         PATH: the stand-in
-//   team_test PATH alone   an incomplete stand-in: the team must stay unused
+//   team_test PATH         PATH: the library that stands in for torch
+//   team_test PATH alone   the stand-in is incomplete: the team must stay unused
 //
-// Build     tests/test_torch_team.py
-// Output    the first failed check ends it with status 1.
+// Build     tests/test_torch_team.py, which also tests bits, forks and denormals
+// Output    The first failed check ends the program with status 1.
 
 #include <dlfcn.h>
 #include <unistd.h>
@@ -24,7 +23,7 @@ namespace pyringar {
 
 namespace {
 
-constexpr int kThreads = 2;  // no more than cores: OpenMP's threads spin for less time then
+constexpr int kThreads = 2;  // not more than cores: OpenMP threads spin shorter then
 
 #define CHECK(condition)                                                   \
   do {                                                                     \
@@ -46,14 +45,14 @@ void* load(const char* path) {
   return library;
 }
 
-// The machine may be busy, and the team's threads not on a core just now.
+// On a busy machine the team's threads may not be on a core.
 void wait_until_ready(const Torch& torch) {
   for (int i = 0; i < 20'000; ++i) {
     torch.operate();
     if (torch_team::is_ready()) return;
     usleep(100);
   }
-  CHECK(!"the team never got ready");
+  CHECK(!"the team is never ready");
 }
 
 void run(const Torch& torch, const std::function<void(int, int)>& work) {
@@ -75,7 +74,7 @@ void every_thread_works_once(const Torch& torch) {
   CHECK(ids[0] != ids[1]);
 }
 
-void one_error_comes_out(const Torch& torch) {
+void run_throws_one_error(const Torch& torch) {
   for (const int thrower : {0, 1, -1}) {
     std::atomic<int> calls{0};
     bool has_thrown = false;
@@ -92,7 +91,7 @@ void one_error_comes_out(const Torch& torch) {
   every_thread_works_once(torch);
 }
 
-void nobody_joins_twice(const Torch& torch) {
+void team_is_exclusive(const Torch& torch) {
   std::atomic<int> others{0};
   run(torch, [&](int thread, int) {
     CHECK(torch_team::num_threads() == 1);
@@ -120,7 +119,7 @@ int main(int argc, char** argv) {
   const Torch torch = {library, reinterpret_cast<void (*)()>(dlsym(library, "operate"))};
   CHECK(torch.operate != nullptr);
   every_thread_works_once(torch);
-  one_error_comes_out(torch);
-  nobody_joins_twice(torch);
+  run_throws_one_error(torch);
+  team_is_exclusive(torch);
   return 0;
 }

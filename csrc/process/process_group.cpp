@@ -1,6 +1,5 @@
-// group: joining, locks, refusals.
-
-#include "process/group.h"
+// process_group: joins and closes the group, locks, and refuses calls.
+#include "process/process_group.h"
 
 #include <algorithm>
 #include <cstring>
@@ -29,7 +28,7 @@ ProcessGroup::ProcessGroup(SharedMemory memory, Segment segment, int rank,
   line.process = this_process();
   const std::string host = host_name();
   std::memcpy(line.host.data(), host.data(), std::min(host.size(), line.host.size() - 1));
-  // All ranks' counters begin alike, wherever that is.
+  // A test may start all counters at another value than 0.
   self_.messages = line.announced.value.load(std::memory_order_relaxed);
   line.cores = allowed_cores();
   line.state.store(RankState::kJoined, std::memory_order_release);
@@ -46,29 +45,29 @@ std::vector<int> ProcessGroup::absent_ranks() const {
   return absent;
 }
 
-Turn::Held ProcessGroup::take_turn() {
+CallLock::Held ProcessGroup::lock_calls() {
   check_usable();
-  turn_.check_not_mine();
-  if (!queue_.has_work() && turn_.try_lock()) return {turn_, std::adopt_lock};
+  call_lock_.check_not_held_by_caller();
+  if (!queue_.has_work() && call_lock_.try_lock()) return {call_lock_, std::adopt_lock};
   watch_.before_wait();
   try {
     queue_.wait_until_idle(on_nap_);
-    return turn_.take(on_nap_);
+    return call_lock_.acquire(on_nap_);
   } catch (...) {
-    leave_at_once(kInterrupted);
+    abort(kInterrupted);
     throw;
   }
 }
 
-// Runs a job under the lock; an interrupt of a wait for it ends the group.
+// Queue a job that runs under the lock. If a signal ends a wait for it, the group is aborted.
 std::shared_ptr<Work> ProcessGroup::enqueue(std::function<void()> job, Describe describe) {
   check_usable();
   return queue_.submit(
       [this, job = std::move(job)] {
-        const Turn::Held turn = turn_.take([this] { check_usable(); });
+        const CallLock::Held held = call_lock_.acquire([this] { check_usable(); });
         job();
       },
-      std::move(describe), [this] { leave_at_once(kInterrupted); });
+      std::move(describe), [this] { abort(kInterrupted); });
 }
 
 std::shared_ptr<Work> ProcessGroup::submit(Collective call) {
@@ -109,7 +108,7 @@ void ProcessGroup::run_program_locked(const Program& program) {
   try {
     is_done = program(self_);
   } catch (const std::exception& error) {
-    // The others may know of this call, and must not take this rank's next one for it.
+    // Other ranks may know this call, and must not mistake this rank's next call for it.
     const auto* ours = dynamic_cast<const Error*>(&error);
     watch_.report(ours != nullptr ? ours->kind() : ErrorKind::kState,
                   join(watch_.name_of(rank_), ": ", error.what()));
@@ -124,9 +123,9 @@ void ProcessGroup::run_program_locked(const Program& program) {
 
 bool ProcessGroup::run_call(const Collective& call, bool is_background) {
   if (attempt(call, is_background)) return true;
-  if (!self_.lies_otherwise) return false;
+  if (!self_.layouts_differ) return false;
   if (attempt(in_index_order(call), is_background)) return true;
-  if (self_.lies_otherwise) fail(ErrorKind::kState, "the other ranks are at another call");
+  if (self_.layouts_differ) fail(ErrorKind::kState, "the other ranks make another call");
   return false;
 }
 
@@ -139,34 +138,34 @@ bool ProcessGroup::attempt(const Collective& call, bool is_background) {
   return true;
 }
 
-bool ProcessGroup::end_calls(Leaving leaving) {
+bool ProcessGroup::end_calls(CloseMode mode) {
   if (forked()) return false;
-  if (leaving == Leaving::kAborting) leave_at_once("has aborted the group");
-  if (queue_.is_mine()) {
-    leave_at_once(kInterrupted);
+  if (mode == CloseMode::kAborting) abort("has aborted the group");
+  if (queue_.is_worker_thread()) {
+    abort(kInterrupted);
     return false;
   }
-  turn_.check_not_mine();
+  call_lock_.check_not_held_by_caller();
   try {
     queue_.close(on_nap_);
-    const Turn::Held turn = turn_.take(on_nap_);
+    const CallLock::Held held = call_lock_.acquire(on_nap_);
     closed_.store(true, std::memory_order_release);
   } catch (...) {
-    leave_at_once(kInterrupted);
+    abort(kInterrupted);
     throw;
   }
   return true;
 }
 
-bool ProcessGroup::close(Leaving leaving) {
-  if (!end_calls(leaving)) return false;
+bool ProcessGroup::close(CloseMode mode) {
+  if (!end_calls(mode)) return false;
   segment_.line(rank_).state.store(RankState::kLeft, std::memory_order_release);
   memory_.close_fd();
   return true;
 }
 
-// Calls under way find it at their next nap; those that were submitted are refused.
-void ProcessGroup::leave_at_once(const std::string& how) {
+// Running calls see the failure at their next nap; queued calls are refused.
+void ProcessGroup::abort(const std::string& how) {
   if (forked() || closed_.exchange(true)) return;
   tell_failure(segment_, ErrorKind::kPeerLost,
                join(watch_.name_of(rank_), " ", how, "; ", watch_.last_call_of(rank_)));
@@ -180,7 +179,7 @@ ProcessStats ProcessGroup::stats() {
 
 void ProcessGroup::delay(Phase phase, std::chrono::nanoseconds time) {
   check_usable();
-  const Turn::Held turn = turn_.take(on_nap_);
+  const CallLock::Held held = call_lock_.acquire(on_nap_);
   self_.delay = {phase, time};
 }
 

@@ -1,12 +1,10 @@
-// group: one rank of a group of processes, and its calls, now or in the background.
-//
+// process_group: one rank of a group of processes. It runs calls, blocking or in the background.
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until it has run.
-// Contract  All ranks make the same calls in the same order. A difference is found before data
-//           moves, and raised on all ranks. A group that failed, and a forked child's, refuses all
-//           calls. Waits call on_nap. An exception from it ends the wait and the group, and the
-//           other ranks are told; in the destructor it must not throw. While on_nap runs in a wait,
-//           calls and close() of that thread are refused (os/turn).
-// Threads   any thread may call; calls run one at a time, in the order in which they came.
+// Contract  All ranks make the same calls in the same order. All ranks raise if calls differ,
+//           before data moves. A failed group, and a forked child, refuses all calls. Waits call
+//           on_nap; an exception from it fails the group on all ranks. In the destructor it must
+//           not throw. on_nap must not make calls or close() the group (os/call_lock).
+// Threads   Any thread may call. Calls run one at a time, in the order in which they came.
 // Tests     tests/test_process_deaths.py, tests/cpp/process_test.cpp
 #pragma once
 
@@ -18,29 +16,29 @@
 #include <string>
 #include <vector>
 
+#include "os/call_lock.h"
 #include "os/shared_memory.h"
-#include "os/turn.h"
 #include "os/work_queue.h"
-#include "process/call.h"
+#include "process/process_call.h"
 
 namespace pyringar {
 
 struct ProcessGroupOptions {
   std::chrono::nanoseconds timeout{};
-  bool compares_shapes = true;  // or only numbers of elements, which correspond by index
+  bool compares_shapes = true;  // false: compare numbers of elements only
   OnNap on_nap = &ignore_naps;
-  void (*on_wait)() = &ignore_naps;  // before a wait that may take longer than some microseconds
-  void (*on_announce)() = &ignore_naps;  // after a call is announced, before it writes
+  void (*on_wait)() = &ignore_naps;      // before waits that may take long
+  void (*on_announce)() = &ignore_naps;  // after an announcement, before writes
 };
 
-// Calls under way end first; or at once, with an error, here and on the other ranks.
-enum class Leaving { kAfterCalls, kAborting };
+// kAfterCalls: close after running calls. kAborting: fail running calls, also on other ranks.
+enum class CloseMode { kAfterCalls, kAborting };
 
 using ProcessStats = CallStats<kNumProcessAlgorithms>;
 
 class ProcessGroup : public ForkGuard {
  public:
-  // memory: laid out or attached by its caller, for world_size ranks.
+  // segment: laid out or attached in `memory` by the caller.
   ProcessGroup(SharedMemory memory, Segment segment, int rank, ProcessGroupOptions options);
   ~ProcessGroup() { close(); }
 
@@ -51,33 +49,32 @@ class ProcessGroup : public ForkGuard {
   std::vector<int> absent_ranks() const;
   void seal() { memory_.close_fd(); }
 
-  const PeerWatch& watch() const { return watch_; }  // for what any thread may ask
+  const PeerWatch& watch() const { return watch_; }  // for the methods that any thread may call
   void wait_until_idle(const OnNap& on_nap) { queue_.wait_until_idle(on_nap); }
   void run(const Collective& call) {
     run_program([&](ProcessRank&) { return run_call(call, false); });
   }
   std::shared_ptr<Work> submit(Collective call);
-  // The same for a program that moves the data by other means. False: the watch says why. What it
-  // throws ends the group, and the others are told.
+  // A function that moves the data of a call in its own way. It returns false if the watch failed.
+  // If it throws, the group fails on all ranks.
   using Program = std::function<bool(ProcessRank& self)>;
   void run_program(const Program& program) {
-    const Turn::Held turn = take_turn();
+    const CallLock::Held held = lock_calls();
     run_program_locked(program);
   }
   std::shared_ptr<Work> submit_program(Program program, std::shared_ptr<const Collective> call);
-  // A step on this rank alone, after all that was submitted before and before what comes later.
   std::shared_ptr<Work> submit_step(std::function<void()> step);
-  // Waits for calls that run; refuses all that come later. False in a forked child, and in the
-  // thread of the background, which cannot wait for itself: there the rank leaves at once.
-  bool end_calls(Leaving leaving);
-  // The same, then leaves the group. Unless it was false: then the next close() does.
-  bool close(Leaving leaving = Leaving::kAfterCalls);
-  // Throws if the group has failed, or one of these ranks is gone or has left. Does not wait.
+  // Wait for running calls, and refuse later calls. Return false in a forked child, and on the
+  // queue's thread, which cannot wait for itself: there the group is aborted.
+  bool end_calls(CloseMode mode);
+  // Call end_calls(); if it returns true, mark this rank as closed for the other ranks.
+  bool close(CloseMode mode = CloseMode::kAfterCalls);
+  // Throw if the group has failed, or one of these ranks has died or closed. Does not wait.
   void check_peers(const std::vector<int>& peers) const {
     check_usable();
     watch_.check_peers(peers);
   }
-  // What this rank found by other means: the others hear it before they find this one gone.
+  // Publish a failure that this rank found outside the engine, before other ranks see it exit.
   void tell(ErrorKind kind, const std::string& text) const {
     check_not_forked();
     if (!closed_.load(std::memory_order_acquire)) tell_failure(segment_, kind, text);
@@ -94,12 +91,11 @@ class ProcessGroup : public ForkGuard {
     check_not_forked();
     if (closed_.load(std::memory_order_acquire)) fail_closed(watch_.shared_failure());
   }
-  // Tells the others that this rank `how`, such as "has aborted the group", unless it has left
-  // before; fails the call that runs, and refuses those that have not begun. From any thread.
-  void leave_at_once(const std::string& how);
-  bool has_this_thread() const { return queue_.is_mine(); }
+  // Fail the group on all ranks unless this rank has closed. `how` completes the sentence "rank r
+  // ...", such as "has aborted the group". Queued calls are refused. Any thread may call.
+  void abort(const std::string& how);
+  bool has_this_thread() const { return queue_.is_worker_thread(); }
 
-  // For tests: stops before the given phase of the next call.
   void delay(Phase phase, std::chrono::nanoseconds time);
 
  private:
@@ -108,7 +104,7 @@ class ProcessGroup : public ForkGuard {
   bool run_call(const Collective& call, bool is_background);
   bool attempt(const Collective& call, bool is_background);
   void run_program_locked(const Program& program);
-  Turn::Held take_turn();
+  CallLock::Held lock_calls();
 
   SharedMemory memory_;
   const Segment segment_;
@@ -116,14 +112,14 @@ class ProcessGroup : public ForkGuard {
   const bool compares_shapes_;
   const OnNap on_nap_;
 
-  Turn turn_;  // held while a call runs; guards the two below
+  CallLock call_lock_;  // held while a call runs; guards watch_ and self_
   PeerWatch watch_;
   ProcessRank self_;
 
-  std::mutex stats_mutex_;  // never held while one waits
+  std::mutex stats_mutex_;  // never held during a wait
   ProcessStats stats_;
 
-  WorkQueue queue_{turn_};
+  WorkQueue queue_{call_lock_};
   std::atomic<bool> closed_{false};
 };
 

@@ -1,6 +1,5 @@
-// call: the engines that give the staged programs a process's memory and arithmetic.
-
-#include "process/call.h"
+// process_call: runs the staged programs on host memory.
+#include "process/process_call.h"
 
 #include <algorithm>
 #include <initializer_list>
@@ -10,7 +9,7 @@
 #include "cpu/kernels.h"
 #include "process/staged_engines.h"
 
-// Sanitizers do not see what assembly does.
+// Sanitizers do not see the memory accesses of inline assembly.
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
 #define PYRINGAR_SANITIZED 1
@@ -27,12 +26,12 @@ void copy_from_slot(void* to, const void* from, std::size_t bytes) {
   kernels(DType::kUInt8, ReduceOp::kSum).fused(&from, 1, &to, 1, bytes, 1);
 }
 
-// `rep movsb` announces whole lines: it stores to lines that another core has read at 90 GB/s, not
-// 35 (AMD EPYC, Zen 5). For reading lines that another core has written it is the other way round.
+// `rep movsb` stores to cache lines that another core has read at 90 GB/s instead of 35 (AMD EPYC,
+// Zen 5). It is slower for reading lines that another core has written.
 void copy_to_slot(void* to, const void* from, std::size_t bytes) {
 #if defined(__x86_64__) && !defined(PYRINGAR_SANITIZED)
-  constexpr std::size_t kWorthStarting = 16 * 1024;
-  if (bytes >= kWorthStarting) {
+  constexpr std::size_t kMinBytes = 16 * 1024;  // `rep movsb` starts slowly
+  if (bytes >= kMinBytes) {
     __asm__ __volatile__("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes) : : "memory");
     return;
   }
@@ -42,7 +41,7 @@ void copy_to_slot(void* to, const void* from, std::size_t bytes) {
 
 constexpr std::size_t kAheadStepBytes = 1024;
 
-// Touches nothing: any address will do.
+// Prefetch; an invalid address is harmless.
 void read_ahead(const std::byte* from, std::size_t bytes) {
   constexpr std::size_t kLineBytes = 64;
   for (std::size_t at = 0; at < bytes; at += kLineBytes) {
@@ -59,7 +58,7 @@ struct HostCopies {
   }
 };
 
-// Runs each fold at once. ahead: bytes from an element to the one that is read into the cache.
+// Runs each fold at once. Prefetches `ahead` bytes beyond the destination; 0: no prefetch.
 struct HostFolds {
   const Fold& fold;
   std::size_t ahead;
@@ -87,14 +86,13 @@ struct HostFolds {
   }
 };
 
-// Slots of the segment, or, for short messages, their heads.
+// The slots of the segment; for short messages the payloads of message heads.
 class HostMemory : public StagedCounters {
  public:
-  static constexpr std::size_t kPartAlignment = 64;
+  static constexpr std::size_t kChunkAlignment = 64;
 
-  // most_bytes: that a message has.
-  HostMemory(ProcessRank& self, const Fold& fold, std::size_t most_bytes)
-      : StagedCounters(self), fold_(fold), fits_head_(most_bytes <= MessageHead::kPayloadBytes) {}
+  HostMemory(ProcessRank& self, const Fold& fold, std::size_t max_bytes)
+      : StagedCounters(self), fold_(fold), fits_head_(max_bytes <= MessageHead::kPayloadBytes) {}
 
  protected:
   std::byte* slot(int rank, std::uint32_t n) const {
@@ -135,8 +133,8 @@ ProcessAlgorithm staged_algorithm(std::size_t bytes, const Segment& segment) {
 }
 
 bool run_all_reduce(const Collective& call, ProcessRank& self) {
-  self.line.view(call);
-  const std::size_t bytes = self.line.bytes();
+  self.flat.view(call);
+  const std::size_t bytes = self.flat.bytes();
   const std::size_t piece_bytes = piece_bytes_for(bytes, self.segment);
   const std::size_t num_pieces = pieces_of(bytes, piece_bytes);
   const bool is_direct = algorithm_of(call, self.segment) == ProcessAlgorithm::kDirect;
@@ -146,16 +144,16 @@ bool run_all_reduce(const Collective& call, ProcessRank& self) {
   return self.count_messages(program, run_staged_direct(engine, program));
 }
 
-bool run_shares(const Collective& call, ProcessRank& self) {
+bool run_chunked(const Collective& call, ProcessRank& self) {
   const bool is_scatter = call.kind == CallKind::kReduceScatter;
   const std::size_t most_bytes = is_scatter ? kSlotBytes : call.local_source(0).bytes();
-  ShareEngine engine(HostMemory(self, call.fold, most_bytes), call, kSlotBytes);
+  ChunkEngine engine(HostMemory(self, call.fold, most_bytes), call, kSlotBytes);
   return exchange(engine, self, engine.num_pieces());
 }
 
 bool move_data(const Collective& call, ProcessRank& self) {
   if (call.kind == CallKind::kAllReduce) return run_all_reduce(call, self);
-  if (call.kind != CallKind::kBarrier) return run_shares(call, self);
+  if (call.kind != CallKind::kBarrier) return run_chunked(call, self);
   EmptyEngine engine(HostMemory(self, call.fold, 0));
   return exchange(engine, self, 1);
 }
@@ -176,13 +174,13 @@ void ProcessRank::sleep_in(Phase phase) {
   if (delay.phase != phase || delay.delay <= delay.delay.zero()) return;
   watch.before_wait();
   const auto time = delay.delay;
-  delay = {};  // once
+  delay = {};
   std::this_thread::sleep_for(time);
 }
 
 bool ProcessRank::count_messages(const StagedProgram& program, bool is_done) {
   messages = program.base +
-             (lies_otherwise ? kMostRefused : static_cast<std::uint32_t>(program.num_pieces));
+             (layouts_differ ? kMaxRefused : static_cast<std::uint32_t>(program.num_pieces));
   return is_done;
 }
 
@@ -222,7 +220,7 @@ void begin_call(const Collective& call, ProcessRank& self, bool is_background) {
   record = record_of(call);
   record.sequence = self.sequence;
   self.call_digest = record.digest();
-  self.lies_otherwise = false;
+  self.layouts_differ = false;
   self.watch.begin_call(is_background);
 }
 

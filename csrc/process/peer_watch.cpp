@@ -1,6 +1,5 @@
-// watch: pauses, yields, naps; liveness; the failure that all ranks share.
-
-#include "process/watch.h"
+// peer_watch: pauses, yields and naps, liveness of peers, and the failure that all ranks share.
+#include "process/peer_watch.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,12 +12,12 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// Measured on two cores: see the notes on each in benchmarks/processes.py.
+// Measured on two cores.
 constexpr int kPausesWithCore = 1000;
 constexpr int kYieldsWithCore = 200;
 constexpr int kYieldsCrowded = 500;
-// The number of waits that sleep at once after a vain series of yields: ranks that yield to each
-// other keep a core that another rank needs.
+// Waits that skip yields after a series of yields without success: ranks that yield to each other
+// keep a core that another rank needs.
 constexpr int kWaitsAfterVainYields = 16;
 
 template <std::size_t kSize>
@@ -31,12 +30,12 @@ std::string text_of(const std::array<char, kSize>& chars) {
 PeerWatch::PeerWatch(const Segment& segment, int rank, std::chrono::nanoseconds timeout)
     : segment_(segment), rank_(rank), stillness_(segment.world_size(), timeout) {}
 
-// Ranks that are bound to a core each have as many cores as ranks that may roam over them.
+// Count the union of all ranks' affinity masks, so that bound and unbound ranks count alike.
 void PeerWatch::count_cores() {
   CoreSet all;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     const RankLine& line = segment_.line(rank);
-    if (line.state.load() == RankState::kAbsent) return;  // not yet
+    if (line.state.load() == RankState::kAbsent) return;  // retry at the next call
     all |= line.cores;
   }
   has_counted_cores_ = true;
@@ -56,7 +55,7 @@ void PeerWatch::begin_call(bool is_background) {
   line.heard_ns.store(Clock::now().time_since_epoch() / 1ns, std::memory_order_relaxed);
 }
 
-// Ranks that slept together are woken on one core and stay there: those with high numbers move.
+// The kernel wakes ranks that slept on one core. Ranks with high numbers move to another core.
 void PeerWatch::keep_apart() {
   const int core = current_core();
   if (core < 0) return;
@@ -74,7 +73,7 @@ bool PeerWatch::wait_slowly(Flag& flag, std::uint32_t wanted, int peer, const ch
   before_wait();
   if (pause_for(flag.value, wanted, num_pauses() - kPausesAtOnce)) return true;
   keep_apart();
-  // Another rank's backward may take long to come here; what it does then does not.
+  // A background call skips yields in its first wait, in which a peer may still run backward.
   if (is_background_ && !peers_have_come_) {
     peers_have_come_ = true;
   } else if (waits_without_yields_ > 0) {
@@ -112,7 +111,7 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
       throw;
     }
   }
-  // First: a rank that reported a failure may be gone by now, without being the cause.
+  // Before is_lost(): a rank that reported a failure may have exited, without being the cause.
   if (adopt_shared_failure()) return true;
   return is_lost(flag, wanted, peer, what) || is_late(peer, what);
 }
@@ -133,7 +132,7 @@ int PeerWatch::first_gone(const std::vector<int>& ranks) const {
 
 bool PeerWatch::is_lost(const Flag& flag, std::uint32_t wanted, int peer, const char* what) {
   const char* how = how_gone(peer);
-  // What it did before it went counts.
+  // The peer may have exited after it did its part.
   if (how == nullptr || reached(flag.value.load(std::memory_order_acquire), wanted)) return false;
   report(ErrorKind::kPeerLost,
          join(waited_for(peer, what), ", which ", how, "; ", last_call_of(peer)));
@@ -147,7 +146,7 @@ std::string PeerWatch::shared_failure() const {
 }
 
 void PeerWatch::check_peers(const std::vector<int>& peers) const {
-  // In this order: who leaves because of a failure has told it before.
+  // Look for exited ranks first: a rank that closes after a failure has published it before.
   const int gone = first_gone(peers);
   const SharedFailure& shared = segment_.failure();
   if (shared.state.load(std::memory_order_acquire) == SharedFailure::kThere) {
@@ -173,7 +172,6 @@ bool PeerWatch::is_late(int peer, const char* what) {
   return true;
 }
 
-// All that a rank gets done moves one of these.
 std::uint64_t PeerWatch::mark_of(int rank) const {
   const RankLine& line = segment_.line(rank);
   std::uint64_t mark = line.progress.load(std::memory_order_relaxed);
@@ -187,7 +185,7 @@ std::uint64_t PeerWatch::progress() const {
   return all;
 }
 
-// The culprit of a wait: the rank that has done least; of several, the one still for longest.
+// Return the rank with the lowest counters; of several, the rank without progress for longest.
 int PeerWatch::most_behind(int suspect) const {
   int last = suspect;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
@@ -234,13 +232,14 @@ void tell_failure(const Segment& segment, ErrorKind kind, const std::string& tex
   SharedFailure& shared = segment.failure();
   std::uint32_t none = SharedFailure::kNone;
   if (!shared.state.compare_exchange_strong(none, SharedFailure::kWriting)) return;
-  // A CUDA error of this rank, for instance, is not one of the others' devices.
+  // Other ranks report a CUDA error of this rank as kState, since their devices are fine.
   const bool concerns_all =
       kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost || kind == ErrorKind::kArgument;
   shared.kind = concerns_all ? kind : ErrorKind::kState;
   std::size_t size = std::min(text.size(), shared.text.size() - 1);
   const auto continues = [](char byte) { return (byte & 0xC0) == 0x80; };
-  while (size > 0 && size < text.size() && continues(text[size])) --size;  // whole UTF-8 characters
+  while (size > 0 && size < text.size() && continues(text[size]))
+    --size;  // cut between UTF-8 characters
   std::memcpy(shared.text.data(), text.data(), size);
   shared.text[size] = '\0';
   shared.state.store(SharedFailure::kThere, std::memory_order_release);
