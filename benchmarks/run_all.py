@@ -1,74 +1,121 @@
-"""Measure, on this machine, how fast pyringar is beside its peers, and write a report.
+"""Measure how fast pyringar is on this machine, beside other libraries, and write a report.
 
     python benchmarks/run_all.py                      # every section that this machine can run
-    python benchmarks/run_all.py --quick              # under 4 minutes on two cores, rough figures
+    python benchmarks/run_all.py --quick              # a few minutes, rough figures
     python benchmarks/run_all.py ddp training         # these sections
     python benchmarks/run_all.py allreduce --only "1 MiB" --ranks 2,4
-    python benchmarks/run_all.py --out DIR            # also results files, pictures and report.md
+    python benchmarks/run_all.py --out DIR            # writes to DIR instead of ./bench
 
-Every section prints its table when it ends. With --out, its results file is rewritten after each
-case, so an interrupted run keeps what it has measured. Leave the machine alone meanwhile.
+Each section prints its table when it ends. The folder of --out gets the results files, pictures and
+report.md. Without --out it is a new folder: ./bench, else ./bench-2 and so on. A results file is
+rewritten after each case, so an interrupted run keeps the finished cases. A dry run writes files
+only with --out. Close other programs before you measure.
 
-Exit status: 0; 1 if a result was wrong or something failed; 2 for a wrong argument.
+Exit status: 0; 1 if a result was wrong or a case raised an error; 2 for a wrong argument.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
+import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: prefer an installed pyringar
 
-from benchmarks import plots, report
-from benchmarks.bench import Benchmark, Case, Run
+from benchmarks import report_figures, report_page
+from benchmarks.bench import Benchmark, BenchmarkCase, Run
 from benchmarks.machine import describe_machine, machine_in_words
 from benchmarks.rows import Results
 from benchmarks.sections import SECTIONS
 
-START_S = 1.0  # what a case takes beside its budget: checks, and warming up
+CHECK_S = 1.0  # seconds of a case beside its time budget: checks and warm-up
+PROBABLE_COST = 1.5  # estimate before the first case ends: seconds per planned second
 BAR_WIDTH = 20
+LINE_WIDTH = 99
+TERMINAL_PERIOD_S, LOG_PERIOD_S = 1.0, 8.0
 
 
-class Progress:
-    """A line on a terminal: the share that is done, the time left, and the last case.
+class SectionProgress:
+    """Progress over all sections, shown on stderr by a thread.
+
+    A terminal gets one line with a bar, rewritten every second. Any other stderr gets a line every
+    8 seconds.
 
     Args:
-        planned_s: Seconds that each section should take per case, by section.
-        cases: The number of cases, by section.
+        planned_s: Planned seconds per case, by section.
+        cases: Number of cases, by section.
     """
 
     def __init__(self, planned_s: dict[str, float], cases: dict[str, int]) -> None:
         self._planned_s = planned_s
         self._total_s = sum(planned_s[name] * count for name, count in cases.items())
-        self._done_s, self._begin_s = 0.0, time.monotonic()
-        self._is_shown = sys.stderr.isatty()
+        self._sections = list(cases)
+        self._begin_s = self._advance_s = time.monotonic()
+        self._done_s = 0.0
+        self._activity = "compiling the engine, unless it is cached"
+        self._is_terminal = sys.stderr.isatty()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._show_regularly, daemon=True)
 
-    def advance(self, section: str, case: Case) -> None:
-        """Count a case of a section that has ended."""
+    def __enter__(self) -> SectionProgress:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop the thread and clear the line."""
+        self._stop.set()
+        self._thread.join()
+        self.clear()
+
+    def begin(self, section: str) -> None:
+        """Name the section that is measured from now on."""
+        number = self._sections.index(section) + 1
+        self._activity = f"section {number} of {len(self._sections)} ({section})"
+
+    def write_report(self) -> None:
+        """Name the last activity, the pictures and the report."""
+        self._activity, self._done_s = "writing the report", self._total_s
+
+    def advance(self, section: str) -> None:
+        """Count a finished case of a section."""
         self._done_s = min(self._total_s, self._done_s + self._planned_s[section])
-        if self._is_shown:
-            line = f"{self.line(time.monotonic() - self._begin_s)}  {section}: {case.name}"
-            print(f"\r{line:<100.100}", end="\r", file=sys.stderr, flush=True)
+        self._advance_s = time.monotonic()
 
-    def line(self, spent_s: float) -> str:
-        """Return the bar and the time left, if the rest goes on as the part that is done."""
-        share = self._done_s / self._total_s
-        left_s = round(spent_s / share * (1 - share))
+    def line(self, now_s: float) -> str:
+        """Return the bar, the section and the time left, at a time of `time.monotonic`."""
+        share = self._done_s / self._total_s if self._total_s else 1.0
+        spent_s = self._advance_s - self._begin_s
+        cost = spent_s / self._done_s if self._done_s else PROBABLE_COST
+        left_s = (self._total_s - self._done_s) * cost - (now_s - self._advance_s)
+        left = f"about {left_s / 60:.0f} min left" if left_s >= 90 else "less than 2 min left"
         bar = "#" * round(share * BAR_WIDTH)
-        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {left_s // 60}:{left_s % 60:02} left"
+        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {self._activity}, {left}"
 
     def clear(self) -> None:
-        """Remove the line, for other output."""
-        if self._is_shown:
-            print(f"\r{'':<100}", end="\r", file=sys.stderr, flush=True)
+        """Clear the terminal's line before other output."""
+        if self._is_terminal:
+            with self._lock:
+                print(f"\r{'':{LINE_WIDTH}}", end="\r", file=sys.stderr, flush=True)
+
+    def _show_regularly(self) -> None:
+        while not self._stop.wait(TERMINAL_PERIOD_S if self._is_terminal else LOG_PERIOD_S):
+            line = self.line(time.monotonic())
+            with self._lock:
+                if self._is_terminal:
+                    line = f"\r{line:<{LINE_WIDTH}.{LINE_WIDTH}}\r"
+                print(line, end="" if self._is_terminal else "\n", file=sys.stderr, flush=True)
 
 
-def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Case]:
-    """Return the cases of a section that the command line asks for."""
+def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[BenchmarkCase]:
+    """Return the cases of a section that the command line selects."""
     return [
         case
         for case in benchmark.cases(args.effort)
@@ -76,23 +123,41 @@ def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Case]:
     ]
 
 
-def measure(sections: Sequence[Benchmark], args: argparse.Namespace) -> dict[str, Results]:
-    """Measure one section after the other, and print its table."""
-    cases = {
+def planned_cases(
+    sections: Sequence[Benchmark], args: argparse.Namespace
+) -> dict[str, list[BenchmarkCase]]:
+    """Return the selected cases by section; none for a section that cannot run here."""
+    return {
         benchmark.section: [] if benchmark.why_not(args.effort) else chosen_cases(benchmark, args)
         for benchmark in sections
     }
-    planned_s = {b.section: b.efforts[args.effort].budget_s + START_S for b in sections}
-    progress = Progress(planned_s, {name: len(found) for name, found in cases.items()})
+
+
+def progress_of(
+    sections: Sequence[Benchmark], cases: dict[str, list[BenchmarkCase]], effort: str
+) -> SectionProgress:
+    """Return the progress display of a run."""
+    planned_s = {b.section: b.efforts[effort].budget_s + CHECK_S for b in sections}
+    return SectionProgress(planned_s, {name: len(found) for name, found in cases.items()})
+
+
+def measure(
+    sections: Sequence[Benchmark],
+    cases: dict[str, list[BenchmarkCase]],
+    args: argparse.Namespace,
+    progress: SectionProgress,
+) -> dict[str, Results]:
+    """Measure the sections in order; print each table."""
     found: dict[str, Results] = {}
     for benchmark in sections:
         name = benchmark.section
+        progress.begin(name)
         run = Run(
             benchmark,
             args.effort,
             cases=cases[name],
             folder=args.out,
-            tell=lambda case, name=name: progress.advance(name, case),
+            tell=lambda case, name=name: progress.advance(name),
         )
         found[name] = run.measure()
         progress.clear()
@@ -101,10 +166,10 @@ def measure(sections: Sequence[Benchmark], args: argparse.Namespace) -> dict[str
 
 
 def print_section(results: Results) -> None:
-    """Print a section's table, and what went wrong."""
+    """Print a section's table, its errors and its wrong results."""
     print(f"\n## {SECTIONS[results.section].title}\n", flush=True)
     if results.rows:
-        print(report.table(results))
+        print(report_page.table(results))
     for item in results.not_run:
         print(f"not run: {item['what']}: {item['why']}")
     for item in results.failed:
@@ -115,21 +180,28 @@ def print_section(results: Results) -> None:
 
 
 def write_report(folder: Path, sections: dict[str, Results]) -> None:
-    """Write report.md, and the pictures where matplotlib is installed."""
+    """Write report.md, and pictures if matplotlib is installed."""
     can_draw = importlib.util.find_spec("matplotlib") is not None
     if can_draw:
-        plots.draw(sections, folder / "figures")
+        report_figures.draw(sections, folder / "figures")
     figures = Path("figures") if can_draw else None
-    (folder / "report.md").write_text(report.render(sections, figures), encoding="utf-8")
-    print(f"\n{folder / 'report.md'}{'' if can_draw else ' (no pictures: matplotlib is missing)'}")
+    (folder / "report.md").write_text(report_page.render(sections, figures), encoding="utf-8")
+    note = "" if can_draw else " (no pictures: matplotlib is not installed)"
+    print(f"\nWrote {folder / 'report.md'}{note}")
+
+
+def new_folder() -> Path:
+    """Return ./bench, or ./bench-2, ./bench-3 and so on if earlier results exist."""
+    names = itertools.chain(["bench"], (f"bench-{number}" for number in itertools.count(2)))
+    return next(path for path in map(Path, names) if not path.exists())
 
 
 def numbers(text: str) -> list[int]:
-    """Read numbers of ranks; argparse names the option that is wrong."""
+    """Read a list of world sizes; argparse adds the option's name to the error."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not numbers such as 2,4") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,4") from None
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -137,18 +209,23 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
+    names = ", ".join(SECTIONS)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"default: all of {names}")
     effort = parser.add_mutually_exclusive_group()
     effort.add_argument("--quick", action="store_true", help="few sizes, few rounds")
-    effort.add_argument("--dry-run", action="store_true", help="tiny, on the CPU: only a trial")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
-    parser.add_argument("--ranks", type=numbers, metavar="2,4", help="cases of so many ranks")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write results and report there")
+    effort.add_argument("--dry-run", action="store_true", help="tiny sizes, CPU only: a smoke test")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
+    parser.add_argument("--ranks", type=numbers, metavar="2,4", help="cases with these world sizes")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of results and report (default: ./bench)"
+    )
     args = parser.parse_args(argv)
     for name in args.sections:
         if name not in SECTIONS:
-            parser.error(f"SECTION: {name!r} is none of {', '.join(SECTIONS)}")
+            parser.error(f"SECTION is {name!r}, expected one of {names}")
     args.effort = "trial" if args.dry_run else "quick" if args.quick else "full"
+    if args.out is None and not args.dry_run:
+        args.out = new_folder()
     return args
 
 
@@ -158,16 +235,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [SECTIONS[name] for name in args.sections or SECTIONS]
     chosen = [benchmark for benchmark in chosen if chosen_cases(benchmark, args)]
     if not chosen:
-        print("no case has such a name and number of ranks", file=sys.stderr)
+        print(f"no case matches --only {args.only!r} and --ranks {args.ranks}", file=sys.stderr)
         return 2
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        for name in SECTIONS:  # of an earlier run into the same folder
+        for name in SECTIONS:  # results of an earlier run would get into this report
             (args.out / f"{name}.jsonl").unlink(missing_ok=True)
-    print(machine_in_words(describe_machine()))
-    found = measure(chosen, args)
-    if args.out:
-        write_report(args.out, found)
+        print(f"Results, pictures and report.md go to {args.out}{os.sep}")
+    cases = planned_cases(chosen, args)
+    with progress_of(chosen, cases, args.effort) as progress:
+        machine = machine_in_words(describe_machine())
+        progress.clear()
+        print(machine)
+        found = measure(chosen, cases, args, progress)
+        progress.write_report()
+        if args.out:
+            write_report(args.out, found)
     return int(any(results.wrong or results.failed for results in found.values()))
 
 
