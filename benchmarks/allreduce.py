@@ -41,7 +41,6 @@ def naive(lists: Sequence[Sequence[Tensor]]) -> None:
 
 
 def call_of(name: str, comm: pr.Communicator, lists: Lists) -> Callable[[], object]:
-    """Return the call that a candidate makes on these tensors."""
     column = [tensors[0] for tensors in lists]
     is_list = len(lists[0]) > 1
     if name == NAIVE:
@@ -78,7 +77,6 @@ def zeros(case: BenchmarkCase, device: str = "cpu") -> Lists:
 
 
 def run_case(run: Run, case: BenchmarkCase) -> None:
-    """Check every candidate; then time all candidates and both limits in each round."""
     buffers = [tensor for tensors in zeros(case) for tensor in tensors]
     one_buffer = torch.zeros(sum(map(torch.numel, buffers)), dtype=DTYPES[case.dtype])
     with pr.Communicator(["cpu"] * case.world_size) as comm:
@@ -93,7 +91,6 @@ def run_case(run: Run, case: BenchmarkCase) -> None:
 
 
 def cases_of(effort: str) -> list[BenchmarkCase]:
-    """Return the cases: tensor sizes, other dtypes, all parameters of a model."""
     if effort == "trial":
         return [flat_case(size, 2, (*CANDIDATES, "bound")) for size in (4 * KIB, 16 * KIB)]
     if effort == "quick":
@@ -111,7 +108,6 @@ def cases_of(effort: str) -> list[BenchmarkCase]:
 
 
 def candidates_of(size_bytes: int, k: int) -> tuple[str, ...]:
-    """Return the candidates of a size. Only small tensors show the overhead of a call."""
     names = (NAIVE, "fused", "auto") if k > 8 else CANDIDATES
     if size_bytes <= 4 * KIB:
         names += ("allreduce",)

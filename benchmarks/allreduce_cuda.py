@@ -48,7 +48,6 @@ def copy_of(run: Run) -> tuple[Call, int]:
 
 
 def run_case(run: Run, case: BenchmarkCase) -> None:
-    """Check every candidate, then time its throughput or its latencies."""
     with pr.Communicator([run.device] * case.world_size) as comm:
         correct = {name: is_correct(name, comm, case, run.device) for name in case.candidates}
         if case.settings.get("is_latency"):
@@ -62,7 +61,6 @@ def run_case(run: Run, case: BenchmarkCase) -> None:
 def time_throughput(
     run: Run, case: BenchmarkCase, comm: pr.Communicator, correct: dict[str, bool]
 ) -> None:
-    """Time all candidates and a copy on the clock ``device``."""
     all_ranks_bytes = case.world_size * case.size_bytes
     rotated_bytes = 2**16 if run.is_trial else ROTATED_BYTES
     sets = [zeros(case, run.device) for _ in range(max(1, -(-rotated_bytes // all_ranks_bytes)))]
@@ -109,7 +107,6 @@ def replays_of(calls: dict[str, Callable[[], object]], count: int) -> dict[str, 
 
 
 def cases_of(effort: str) -> list[BenchmarkCase]:
-    """Return the cases. A trial cuts each first dimension to 1000 elements."""
     large = (NAIVE, "fused", "ring", "auto")
     cases = [
         *(flat_case(256 * MIB, k, large, dtype) for dtype in ("fp32", "bf16") for k in (2, 4, 8)),

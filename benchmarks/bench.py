@@ -48,7 +48,6 @@ class BenchmarkCase:
 def flat_case(
     size_bytes: int, k: int, candidates: Sequence[str], dtype: str = "fp32"
 ) -> BenchmarkCase:
-    """Return a case with one flat tensor per rank."""
     shape = (size_bytes // DTYPES[dtype].itemsize,)
     return BenchmarkCase(
         f"{format_size(size_bytes)} {dtype}", k, tuple(candidates), (shape,), dtype
@@ -56,14 +55,12 @@ def flat_case(
 
 
 def resnet18_shapes() -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the parameters of the book's ResNet-18."""
     from pyringar.train.model_resnet18 import resnet18
 
     return tuple(tuple(param.shape) for param in resnet18().parameters())
 
 
 def format_size(size_bytes: int) -> str:
-    """Write 1048576 as "1 MiB"."""
     for unit, factor in (("MiB", MIB), ("KiB", KIB)):
         if size_bytes >= factor:
             return f"{size_bytes / factor:g} {unit}"

@@ -107,7 +107,6 @@ MODELS = {"lenet": make_lenet, "small": make_small, "resnet18": make_resnet18}
 
 
 def after_backward(model: Model, call: Callable[[list[list[Tensor]]], object]) -> Candidate:
-    """Return a candidate that reduces after backward, so that all reduction time is exposed."""
 
     def reduce() -> dict[str, float]:
         gradients = model.gradients
@@ -117,7 +116,6 @@ def after_backward(model: Model, call: Callable[[list[list[Tensor]]], object]) -
 
 
 def bucketed(model: Model, comm: pr.Communicator, cap_mb: float) -> Candidate:
-    """Return a candidate that reduces buckets during backward."""
     bucketer = pr.GradientBucketer(model.params, comm=comm, bucket_cap_mb=cap_mb, overlap=True)
 
     def reduce() -> dict[str, float]:
@@ -129,7 +127,6 @@ def bucketed(model: Model, comm: pr.Communicator, cap_mb: float) -> Candidate:
 
 
 def make_candidate(name: str, model: Model, comm: pr.Communicator) -> Candidate:
-    """Return the candidate with this name, such as "bucketed, 1 MB"."""
 
     def per_tensor(lists: list[list[Tensor]]) -> None:
         for tensors in zip(*lists, strict=True):
@@ -143,7 +140,6 @@ def make_candidate(name: str, model: Model, comm: pr.Communicator) -> Candidate:
 
 
 def run_case(run: Run, case: BenchmarkCase) -> None:
-    """Check all candidates, then time a step of each per round."""
     with pr.Communicator(["cpu"] * case.world_size, order="rank") as comm:
         candidates = {
             name: make_candidate(name, MODELS[case.name](case.world_size), comm)
@@ -158,7 +154,6 @@ def run_case(run: Run, case: BenchmarkCase) -> None:
 
 
 def check(candidates: dict[str, Candidate]) -> dict[str, bool]:
-    """Return, by candidate, whether all gradients equal the sums of `naive` bit for bit."""
     for candidate in candidates.values():
         candidate.sample()
     want = candidates["naive"].model.gradients[0]
@@ -194,13 +189,11 @@ def hook_cost_s(num_params: int = 2000, rounds: int = 31) -> float:
 
 
 def measure(run: Run) -> None:
-    """Measure the cost of a gradient hook, then run the cases."""
     run.results.facts["hook_s"] = hook_cost_s(rounds=3 if run.is_trial else 31)
     each_case(run_case)(run)
 
 
 def cases_of(effort: str) -> list[BenchmarkCase]:
-    """Return all models with 2 and 4 ranks."""
     names = ("naive", "fused per tensor", "coalesced")
     if effort == "trial":
         return [BenchmarkCase("lenet", 2, (*names, "bucketed, 1 MB"))]

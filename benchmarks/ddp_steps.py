@@ -14,7 +14,6 @@ MODELS = ("ResNet-18, width 8", "MLP, 25 M parameters")
 
 
 def measure(run: Run) -> None:
-    """Run all cases in the same two processes."""
     with start_ranks("DDP", [sys.executable, str(HERE / "ddp_rank.py")], 2) as group:
         groups = dict.fromkeys((LIMIT, *CANDIDATES), group)
         for case in run.cases:
@@ -22,7 +21,6 @@ def measure(run: Run) -> None:
 
 
 def cases_of(effort: str) -> list[BenchmarkCase]:
-    """Return the models, with 2 ranks."""
     names = MODELS[:1] if effort == "trial" else MODELS
     return [BenchmarkCase(name, 2, (LIMIT, *CANDIDATES)) for name in names]
 

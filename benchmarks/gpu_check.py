@@ -150,7 +150,6 @@ def plan(folder: Path, *, is_trial: bool) -> list[list[CheckStep]]:
 
 
 def test_files() -> list[str]:
-    """Return the test files that use the marker ``cuda``."""
     marker = re.compile(r"pytest\.mark\.cuda|gpu\.needed")
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(file.relative_to(ROOT)) for file in files if marker.search(file.read_text())]
@@ -249,7 +248,6 @@ def judge(step: CheckStep) -> None:
 
 
 def judge_build(step: CheckStep) -> None:
-    """Read the description of the machine."""
     if step.state == OK:
         step.facts = {"machine": json.loads(step.output.splitlines()[-1])}
 
@@ -277,7 +275,6 @@ def judge_leftovers(step: CheckStep, before: set[str]) -> None:
 
 
 def shared_memory() -> set[str]:
-    """Return the names of the files in /dev/shm."""
     return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
 
 
@@ -296,7 +293,6 @@ def judge_rows(step: CheckStep) -> None:
 
 
 def judge_sanitizer(step: CheckStep) -> None:
-    """Read the summary and the first error of a sanitizer."""
     step.add_note(*re.findall(r"\w+ SUMMARY: .*", step.output)[-1:])
     found = re.findall(r"^========= ((?!COMPUTE-SANITIZER|.*SUMMARY)\S.*)", step.output, re.M)
     step.add_note(f"first: {found[0]}" if found else "")
@@ -345,7 +341,6 @@ def results_of(machine: dict[str, Any], steps: Sequence[CheckStep]) -> Results:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout, or None without git."""
     with contextlib.suppress(OSError):
         command = ["git", "rev-parse", "HEAD"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -354,7 +349,6 @@ def commit() -> str | None:
 
 
 def last_lines(steps: Sequence[CheckStep]) -> list[str]:
-    """Return the final output: failures first, then a line per step."""
     lines: list[str] = []
     for step in steps:
         failures = step.facts.get("failures", [])
@@ -374,7 +368,6 @@ def last_lines(steps: Sequence[CheckStep]) -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables of all steps."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     found = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if "PYRINGAR_CACHE_DIR" not in found and not importlib.util.find_spec("platformdirs"):
@@ -383,7 +376,6 @@ def variables() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None, make_plan: Callable[..., Any] = plan) -> int:
-    """Run the steps, write the report and print the outcome; return the exit status."""
     about, _, more = str(__doc__).partition("\n\n")
     parser = argparse.ArgumentParser(
         description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -442,7 +434,6 @@ def run_all(stages: Sequence[Sequence[CheckStep]], out: Path) -> int:
 
 
 def print_plan(stages: Sequence[Sequence[CheckStep]]) -> None:
-    """Print each step, its limit and its command."""
     for number, stage in enumerate(stages, start=1):
         for step in stage:
             command = shlex.join(step.command) if step.command else f"not run: {step.note}"

@@ -27,7 +27,6 @@ def describe_machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def describe_host() -> dict[str, Any]:
-    """Return the date, processor, memory and versions."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
@@ -50,7 +49,6 @@ def machine_in_words(machine: Mapping[str, Any]) -> str:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -63,7 +61,6 @@ def _cpu_model() -> str:
 
 
 def describe_gpu() -> dict[str, Any]:
-    """Return the name, memory and capability of GPU 0, the number of GPUs, and versions."""
     facts = torch.cuda.get_device_properties(0)
     return {
         "gpu": facts.name,

@@ -42,7 +42,6 @@ def sampler(order: str, comm: pr.Communicator, case: BenchmarkCase) -> Sampler:
 
 
 def run_case(run: Run, case: BenchmarkCase) -> None:
-    """Check every order, then time a call of each per round."""
     with pr.Communicator(["cpu"] * case.world_size) as comm:
         correct = {name: is_correct(name, comm, case) for name in case.candidates}
         samplers = {name: sampler(name, comm, case) for name in case.candidates}
@@ -50,7 +49,6 @@ def run_case(run: Run, case: BenchmarkCase) -> None:
 
 
 def cases_of(effort: str) -> list[BenchmarkCase]:
-    """Return the cases by dtype, size and world size."""
     if effort == "trial":
         return [flat_case(4 * KIB, 3, ORDERS)]
     if effort == "quick":

@@ -19,7 +19,6 @@ PEERS, OURS, LIMIT = ("gloo", "nccl"), "auto", "limit"
 
 
 def measure(run: Run) -> None:
-    """Start the ranks once per world size and run its cases, without NCCL if it refuses."""
     device = "cpu" if run.is_trial else "cuda"
     for k, cases in by_key(run.cases, lambda case: case.world_size).items():
         with ExitStack() as stack:
@@ -36,7 +35,6 @@ def measure(run: Run) -> None:
 
 
 def cases_of(effort: str) -> list[BenchmarkCase]:
-    """Return the cases by world size and tensor size."""
     sizes = {"full": (2**16, 2**20, 2**24, 2**28), "quick": (2**16, 2**24), "trial": (2**16,)}
     return [
         case_of(size, k, *PEERS, OURS, LIMIT)

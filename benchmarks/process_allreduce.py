@@ -31,7 +31,6 @@ OURS = (
 
 
 def measure(run: Run) -> None:
-    """Start the ranks of all libraries once per world size, and run its cases."""
     present = []
     for name, peer in PEERS.items():
         if why := peer.why_not():
@@ -50,7 +49,6 @@ def measure(run: Run) -> None:
 
 
 def run_case(run: Run, case: BenchmarkCase, groups: Mapping[str, LibraryRanks]) -> None:
-    """Time and check a sample of each started candidate per round."""
     wrong = dict.fromkeys(case.candidates, 0)
     is_busy = case.name.endswith(BESIDE)
 
@@ -86,7 +84,6 @@ while os.getppid() == parent:  # exits after a killed benchmark
 
 @contextmanager
 def busy_process() -> Iterator[None]:
-    """Run a process that keeps one core busy."""
     program = subprocess.Popen([sys.executable, "-c", BUSY])
     try:
         yield
@@ -96,12 +93,10 @@ def busy_process() -> Iterator[None]:
 
 
 def case_of(size_bytes: int, k: int, *candidates: str, suffix: str = "") -> BenchmarkCase:
-    """Return a case with one flat tensor per rank."""
     return BenchmarkCase(f"{format_size(size_bytes)}{suffix}", k, candidates, ((size_bytes // 4,),))
 
 
 def cases_of(effort: str) -> list[BenchmarkCase]:
-    """Return the cases in order of world size."""
     crowded = 2 * num_cores()  # more ranks than cores on every machine
     sizes: Sequence[int] = (8, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
     busy_sizes, all_ranks = (4 * KIB, MIB, 16 * MIB), sorted({2, 4, crowded})

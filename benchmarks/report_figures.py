@@ -62,12 +62,10 @@ STYLES = {
 
 
 def style_of(candidate: str) -> Style:
-    """Return the style of a candidate."""
     return STYLES.get(candidate) or Style(candidate, BLUE)
 
 
 def draw(sections: Sections, folder: Path) -> None:
-    """Draw the pictures of all sections with rows, unless a file shows the same results."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, results in figures_of(sections).items():
         path = folder / name
@@ -85,12 +83,10 @@ def figures_of(sections: Sections) -> dict[str, Results]:
 
 
 def filename_of(section: str) -> str:
-    """Return the file name of a section's picture."""
     return f"{section}-time.png"
 
 
 def source_in(path: Path) -> str | None:
-    """Return the hash that a picture stores, or None."""
     from PIL import Image
 
     if not path.exists():
@@ -101,7 +97,6 @@ def source_in(path: Path) -> str | None:
 
 
 def draw_section(results: Results) -> Any:
-    """Return a figure of time against tensor size if the cases are sizes, else of bars."""
     panels = size_panels(results.rows)
     return _lines(panels) if panels else _bars(results)
 
@@ -249,7 +244,6 @@ def _panels(count: int, columns: int, *, sharey: bool) -> tuple[Any, list[Any]]:
 
 
 def pyplot() -> Any:
-    """Return matplotlib.pyplot for files, with the style of the report."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)

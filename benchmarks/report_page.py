@@ -16,12 +16,12 @@ from benchmarks.sections import SECTIONS
 
 METHOD = """How to read the tables:
 
-- A time is the median of one candidate in one case. All candidates of a case are timed in the same
-  run, one after the other in random order. Each result was checked in the run that timed it.
+- A time is the median over rounds. Each round times all candidates in random order. All results \
+were checked.
 - **Bold** is the fastest implementation of pyringar.
 - *Speedup* is the time of the fastest competitor divided by the time of pyringar.
-- *Limit* is the time of the least memory traffic or computation that the case needs, measured in
-  the same run. The column stays empty if a call was faster than that measurement.
+- *Limit* is the time of the least memory traffic or computation that a case needs. It is empty if \
+a call was faster.
 - *Share of limit* is the limit divided by the time of pyringar: 100% cannot be improved."""
 SLOW_RATIO = 1.10  # time of `auto` over time of the best algorithm that counts as slow
 LARGE_BYTES = 16 * MIB
@@ -70,10 +70,9 @@ def _head(sections: Sections) -> Iterator[str]:
     machines = by_key(on_cpu, lambda results: _machine(results.machine))
     for machine, measured in machines.items():
         dates = sorted({results.machine["date"] for results in measured})
-        yield f"Machine: {machine}. Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
-        if len(machines) > 1:
-            titles = ", ".join(SECTIONS[results.section].title for results in measured)
-            yield f"Sections measured on it: {titles}."
+        titles = ", ".join(SECTIONS[results.section].title for results in measured)
+        text = f"Machine: {machine}. Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+        yield f"{text}: {titles}." if len(machines) > 1 else f"{text}."
         yield _effort(measured[0])
 
 
@@ -120,13 +119,11 @@ def _not_run(sections: Sections) -> list[str]:
 
 
 def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table."""
     rows = [columns, ["---"] * len(columns), *lines]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def table(results: Results) -> str:
-    """Return a table with a column per candidate, and a line per case, world size and clock."""
     benchmark = SECTIONS[results.section]
     names = list(dict.fromkeys(row.candidate for row in results.rows))
     lines = []
@@ -166,13 +163,11 @@ def speedup(rows: Sequence[Row]) -> float | None:
 
 
 def sentences(sections: Sections) -> list[str]:
-    """Return the summary sentences of all measured sections."""
     lines = [line for results in sections.values() for line in section_lines(results)]
     return [*lines, *auto_lines(sections)]
 
 
 def section_lines(results: Results) -> list[str]:
-    """Return the summary sentences of one section."""
     lines = [speedup_line(results)]
     if results.section == "processes":
         lines = [
@@ -198,7 +193,6 @@ def section_lines(results: Results) -> list[str]:
 def speedup_line(
     results: Results, keep: Callable[[Row], bool] = lambda row: True, about: str = ""
 ) -> str:
-    """Return the median, smallest and largest speedup over the fastest peer of each case."""
     benchmark = SECTIONS[results.section]
     rows = [row for row in results.rows if row.clock in (None, "device") and keep(row)]
     found = []
@@ -221,7 +215,7 @@ def speedup_line(
 
 
 def share_line(results: Results, candidate: str) -> str:
-    """Return the share of the limit that a candidate reaches on large tensors."""
+    """Return a sentence about the share of the limit that a candidate reaches on large tensors."""
     rows = [row for row in results.rows if row.clock in (None, "device")]
     shares = [
         min(1.0, limit_s / row.median_s)
@@ -242,7 +236,6 @@ def share_line(results: Results, candidate: str) -> str:
 
 
 def auto_lines(sections: Sections) -> list[str]:
-    """Return the sentence that compares `auto` with the fastest algorithm."""
     found = []
     for section, names in ALGORITHMS.items():
         rows = sections[section].rows if section in sections else []

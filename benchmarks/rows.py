@@ -105,7 +105,6 @@ Sections = Mapping[str, Results]
 
 
 def num_ranks(count: int) -> str:
-    """Return a count of ranks in words."""
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
@@ -129,7 +128,6 @@ def limit_of(rows: Sequence[Row]) -> float | None:
 
 
 def text_of(results: Results) -> str:
-    """Return the text of a results file."""
     head = {"version": VERSION, **{k: v for k, v in asdict(results).items() if k != "rows" and v}}
     lines = [head]
     for rows in by_key(results.rows, attrgetter(*SHARED)).values():

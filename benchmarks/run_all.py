@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import os
 import sys
 import threading
@@ -37,31 +36,27 @@ from benchmarks.sections import SECTIONS
 CHECK_S = 1.0  # seconds of a case beside its time budget: checks and warm-up
 PROBABLE_COST = 1.5  # estimate before the first case ends: seconds per planned second
 BAR_WIDTH = 20
-LINE_WIDTH = 99
+WIDTH = 99  # columns of the line on a terminal
 TERMINAL_PERIOD_S, LOG_PERIOD_S = 1.0, 8.0
 
 
 class SectionProgress:
     """Progress over all sections, shown on stderr by a thread.
 
-    A terminal gets one line with a bar, rewritten every second. Any other stderr gets a line every
-    8 seconds.
+    A terminal gets one line, rewritten every second. Any other stderr gets a line every 8 seconds.
 
     Args:
         planned_s: Planned seconds per case, by section.
-        cases: Number of cases, by section.
+        cases: Cases by section.
     """
 
-    def __init__(self, planned_s: dict[str, float], cases: dict[str, int]) -> None:
-        self._planned_s = planned_s
-        self._total_s = sum(planned_s[name] * count for name, count in cases.items())
-        self._sections = list(cases)
+    def __init__(self, planned_s: dict[str, float], cases: dict[str, list[BenchmarkCase]]) -> None:
+        self._planned_s, self._sections = planned_s, list(cases)
+        self._total_s = sum(planned_s[name] * len(found) for name, found in cases.items())
         self._begin_s = self._advance_s = time.monotonic()
-        self._done_s = 0.0
-        self._activity = "compiling the engine, unless it is cached"
+        self._done_s, self._activity = 0.0, "compiling the engine unless it is cached"
         self._is_terminal = sys.stderr.isatty()
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
+        self._stop, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._show_regularly, daemon=True)
 
     def __enter__(self) -> SectionProgress:
@@ -76,13 +71,9 @@ class SectionProgress:
         self.clear()
 
     def begin(self, section: str) -> None:
-        """Name the section that is measured from now on."""
+        """Show the name and number of a section that begins."""
         number = self._sections.index(section) + 1
         self._activity = f"section {number} of {len(self._sections)} ({section})"
-
-    def write_report(self) -> None:
-        """Name the last activity, the pictures and the report."""
-        self._activity, self._done_s = "writing the report", self._total_s
 
     def advance(self, section: str) -> None:
         """Count a finished case of a section."""
@@ -102,20 +93,19 @@ class SectionProgress:
     def clear(self) -> None:
         """Clear the terminal's line before other output."""
         if self._is_terminal:
-            with self._lock:
-                print(f"\r{'':{LINE_WIDTH}}", end="\r", file=sys.stderr, flush=True)
+            self._print("")
+
+    def _print(self, line: str) -> None:
+        text = f"\r{line:<{WIDTH}.{WIDTH}}\r" if self._is_terminal else f"{line}\n"
+        with self._lock:
+            print(text, end="", file=sys.stderr, flush=True)
 
     def _show_regularly(self) -> None:
         while not self._stop.wait(TERMINAL_PERIOD_S if self._is_terminal else LOG_PERIOD_S):
-            line = self.line(time.monotonic())
-            with self._lock:
-                if self._is_terminal:
-                    line = f"\r{line:<{LINE_WIDTH}.{LINE_WIDTH}}\r"
-                print(line, end="" if self._is_terminal else "\n", file=sys.stderr, flush=True)
+            self._print(self.line(time.monotonic()))
 
 
 def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[BenchmarkCase]:
-    """Return the cases of a section that the command line selects."""
     return [
         case
         for case in benchmark.cases(args.effort)
@@ -123,50 +113,34 @@ def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Benchma
     ]
 
 
-def planned_cases(
-    sections: Sequence[Benchmark], args: argparse.Namespace
-) -> dict[str, list[BenchmarkCase]]:
-    """Return the selected cases by section; none for a section that cannot run here."""
-    return {
+def measure(sections: Sequence[Benchmark], args: argparse.Namespace) -> dict[str, Results]:
+    cases = {
         benchmark.section: [] if benchmark.why_not(args.effort) else chosen_cases(benchmark, args)
         for benchmark in sections
     }
-
-
-def progress_of(
-    sections: Sequence[Benchmark], cases: dict[str, list[BenchmarkCase]], effort: str
-) -> SectionProgress:
-    """Return the progress display of a run."""
-    planned_s = {b.section: b.efforts[effort].budget_s + CHECK_S for b in sections}
-    return SectionProgress(planned_s, {name: len(found) for name, found in cases.items()})
-
-
-def measure(
-    sections: Sequence[Benchmark],
-    cases: dict[str, list[BenchmarkCase]],
-    args: argparse.Namespace,
-    progress: SectionProgress,
-) -> dict[str, Results]:
-    """Measure the sections in order; print each table."""
+    planned_s = {b.section: b.efforts[args.effort].budget_s + CHECK_S for b in sections}
     found: dict[str, Results] = {}
-    for benchmark in sections:
-        name = benchmark.section
-        progress.begin(name)
-        run = Run(
-            benchmark,
-            args.effort,
-            cases=cases[name],
-            folder=args.out,
-            tell=lambda case, name=name: progress.advance(name),
-        )
-        found[name] = run.measure()
+    with SectionProgress(planned_s, cases) as progress:
+        machine = machine_in_words(describe_machine())
         progress.clear()
-        print_section(found[name])
+        print(machine)
+        for benchmark in sections:
+            name = benchmark.section
+            progress.begin(name)
+            run = Run(
+                benchmark,
+                args.effort,
+                cases=cases[name],
+                folder=args.out,
+                tell=lambda case, name=name: progress.advance(name),
+            )
+            found[name] = run.measure()
+            progress.clear()
+            print_section(found[name])
     return found
 
 
 def print_section(results: Results) -> None:
-    """Print a section's table, its errors and its wrong results."""
     print(f"\n## {SECTIONS[results.section].title}\n", flush=True)
     if results.rows:
         print(report_page.table(results))
@@ -180,7 +154,6 @@ def print_section(results: Results) -> None:
 
 
 def write_report(folder: Path, sections: dict[str, Results]) -> None:
-    """Write report.md, and pictures if matplotlib is installed."""
     can_draw = importlib.util.find_spec("matplotlib") is not None
     if can_draw:
         report_figures.draw(sections, folder / "figures")
@@ -192,7 +165,7 @@ def write_report(folder: Path, sections: dict[str, Results]) -> None:
 
 def new_folder() -> Path:
     """Return ./bench, or ./bench-2, ./bench-3 and so on if earlier results exist."""
-    names = itertools.chain(["bench"], (f"bench-{number}" for number in itertools.count(2)))
+    names = ("bench", *(f"bench-{number}" for number in range(2, 1000)))
     return next(path for path in map(Path, names) if not path.exists())
 
 
@@ -205,7 +178,6 @@ def numbers(text: str) -> list[int]:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -230,7 +202,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; return the exit status."""
     args = parse_arguments(argv)
     chosen = [SECTIONS[name] for name in args.sections or SECTIONS]
     chosen = [benchmark for benchmark in chosen if chosen_cases(benchmark, args)]
@@ -242,15 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in SECTIONS:  # results of an earlier run would get into this report
             (args.out / f"{name}.jsonl").unlink(missing_ok=True)
         print(f"Results, pictures and report.md go to {args.out}{os.sep}")
-    cases = planned_cases(chosen, args)
-    with progress_of(chosen, cases, args.effort) as progress:
-        machine = machine_in_words(describe_machine())
-        progress.clear()
-        print(machine)
-        found = measure(chosen, cases, args, progress)
-        progress.write_report()
-        if args.out:
-            write_report(args.out, found)
+    found = measure(chosen, args)
+    if args.out:
+        write_report(args.out, found)
     return int(any(results.wrong or results.failed for results in found.values()))
 
 

@@ -53,7 +53,6 @@ def sections() -> Sections:
 
 
 def readme() -> str:
-    """Return README.md with a new summary."""
     text, found, summary = README.read_text(), sections(), ""
     for counts in (ON_CPU, ON_GPU):
         machine = found[next(iter(counts))].machine
@@ -68,13 +67,11 @@ def readme() -> str:
 
 
 def page() -> str:
-    """Return the text of docs/report.md."""
     notes = (RESULTS / GPU_NOTES).read_text()
     return PAGE_NOTE + report_page.render(sections(), Path(FIGURES.name), notes)
 
 
 def stale() -> list[str]:
-    """Return the outdated files: README.md, docs/report.md and pictures."""
     found = [README.name] if readme() != README.read_text() else []
     if not PAGE.exists() or PAGE.read_text() != page():
         found.append(f"docs/{PAGE.name}")
@@ -85,13 +82,11 @@ def stale() -> list[str]:
 
 
 def extra_figures() -> list[Path]:
-    """Return the pictures that belong to no section with results."""
     wanted = report_figures.figures_of(sections())
     return [path for path in sorted(FIGURES.glob("*.png")) if path.name not in wanted]
 
 
 def rewrite() -> None:
-    """Rewrite all outdated files, and delete extra pictures."""
     README.write_text(readme())
     PAGE.write_text(page())
     report_figures.draw(sections(), FIGURES)
@@ -100,7 +95,6 @@ def rewrite() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite or report the outdated files; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

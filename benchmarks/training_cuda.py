@@ -86,7 +86,6 @@ def images(count: int) -> ImageData:
 
 
 def run_epochs(run: Run, case: BenchmarkCase) -> None:
-    """Time an epoch of each candidate per round, and check that the loss falls."""
     is_resnet = case.settings.get("model") == "resnet18"
     count = 96 if run.is_trial else RESNET_IMAGES if is_resnet else NUM_IMAGES
     scale = 1.0 if run.is_trial else count / NUM_IMAGES
@@ -124,7 +123,6 @@ def epoch_of(
     batch_size: int,
     stack: contextlib.ExitStack,
 ) -> Callable[[], TimedEpoch | EpochResult]:
-    """Return the function that trains a candidate for one epoch."""
     if name == BOOK:
         is_resnet = case.settings.get("model") == "resnet18"
         net = resnet18(width=case.settings.get("width", 64)) if is_resnet else LeNet()
@@ -139,7 +137,6 @@ def epoch_of(
 
 
 def run_step(run: Run, case: BenchmarkCase) -> None:
-    """Time a step of ResNet-18 with buckets, with one reduction and without a reduction."""
     size, width = (8, 4) if run.is_trial else (BATCH_SIZE, 64)
     devices = [torch.device(run.device)] * case.world_size
     nets = [resnet18(width=width, seed=0).to(run.device) for _ in devices]
@@ -192,7 +189,6 @@ def run_step(run: Run, case: BenchmarkCase) -> None:
 
 
 def run_case(run: Run, case: BenchmarkCase) -> None:
-    """Time a step or epochs; skip CUDA graphs on the CPU."""
     if case.name == STEP:
         run_step(run, case)
     elif run.device != "cpu" or "cuda_graph" not in case.settings:
@@ -200,7 +196,6 @@ def run_case(run: Run, case: BenchmarkCase) -> None:
 
 
 def cases_of(effort: str) -> list[BenchmarkCase]:
-    """Return the epochs with 1 and 2 ranks, then the step."""
     resnet = {"model": "resnet18", **({"width": 4} if effort == "trial" else {})}
     models: dict[str, dict[str, Any]] = {
         "LeNet": {},

@@ -125,7 +125,6 @@ class TrainerLoop:
 def loop_of(
     name: str, model: str, world_size: int, data: ImageData, stack: contextlib.ExitStack
 ) -> Any:
-    """Return the training loop of a candidate."""
     if name in ("undivided", "book"):
         return BookLoop(model, 1 if name == "undivided" else world_size, data)
     shards = {"shards": NUM_SHARDS} if name == SHARDS else {}
@@ -135,7 +134,6 @@ def loop_of(
 
 
 def run_case(run: Run, case: BenchmarkCase) -> None:
-    """Check all candidates after one epoch, then time an epoch of each per round."""
     steps = 1 if run.is_trial else 4
     images, labels = synthetic_images(steps * MODELS[case.name]["batch_size"], 30)
     data = ImageData("synthetic garments", images, labels, images[:8], labels[:8])
@@ -155,7 +153,6 @@ def run_case(run: Run, case: BenchmarkCase) -> None:
 
 
 def check(loops: dict[str, Any], model: str, data: ImageData) -> dict[str, bool]:
-    """Return, by candidate, whether the parameters of all ranks are right after one epoch."""
     book = loops["book"].replicas[0]
     found = {}
     for name, loop in loops.items():
@@ -176,7 +173,6 @@ def check(loops: dict[str, Any], model: str, data: ImageData) -> dict[str, bool]
 
 
 def cases_of(effort: str) -> list[BenchmarkCase]:
-    """Return the models with 1, 2 and 4 ranks."""
     if effort == "trial":
         return [BenchmarkCase(next(iter(MODELS)), 2, CANDIDATES)]
     return [BenchmarkCase(model, k, CANDIDATES) for model in MODELS for k in (1, 2, 4)]

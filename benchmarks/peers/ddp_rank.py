@@ -19,7 +19,6 @@ from pyringar.train.model_resnet18 import resnet18
 
 
 def mlp() -> nn.Module:
-    """Return a network of six linear layers with 25 million parameters."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
     return nn.Sequential(*layers)
 

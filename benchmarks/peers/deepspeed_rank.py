@@ -36,7 +36,6 @@ def prepare(candidate: str, numel: int) -> CheckedSum:
 
 
 def load(name: str) -> Any:
-    """Load a compiled torch extension."""
     path = Path(os.environ["TORCH_EXTENSIONS_DIR"], name, f"{name}.so")
     spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

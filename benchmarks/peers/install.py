@@ -54,7 +54,6 @@ def install(peer: Peer, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Install the named peers; return 1 if an installation failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

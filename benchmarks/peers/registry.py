@@ -148,5 +148,4 @@ PEERS = {peer.name: peer for peer in _ALL}
 
 
 def default_folder() -> Path:
-    """Return the folder that holds all environments."""
     return Path(os.environ.get(VARIABLE) or "~/.cache/pyringar-peers").expanduser()

@@ -91,7 +91,6 @@ def prepare(
 
 
 def main(address: str) -> None:
-    """Answer requests until the benchmark closes the connection."""
     device = os.environ["DEVICE"]
     if device == "cuda":
         device = f"cuda:{RANK % torch.cuda.device_count()}"
