@@ -100,9 +100,6 @@ class CheckStep:
         return f"{self.name:<15} {self.state:<11} {self.seconds:>6.1f} s  {self.note}".rstrip()
 
 
-# -- the plan --------------------------------------------------------------------------------------
-
-
 def plan(folder: Path, *, is_trial: bool) -> list[list[CheckStep]]:
     """Return the stages. The steps of a stage run in parallel."""
     runs = [sys.executable, "benchmarks/gpu_runs.py"]
@@ -160,9 +157,6 @@ def find_tool(name: str) -> str | None:
     homes = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
     places = [str(Path(home, "bin", name)) for home in homes if home]
     return next(filter(None, map(shutil.which, (name, *places))), None)
-
-
-# -- running ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -230,9 +224,6 @@ def run_stage(
                     running.remove(item)
                     save()
                     print(step.summary, flush=True)
-
-
-# -- judging ---------------------------------------------------------------------------------------
 
 
 def judge(step: CheckStep) -> None:
@@ -321,9 +312,6 @@ def judge_profile(step: CheckStep) -> None:
         step.add_note("ncu profiled no launch of the kernel")
 
 
-# -- the report ------------------------------------------------------------------------------------
-
-
 def results_of(machine: dict[str, Any], steps: Sequence[CheckStep]) -> Results:
     """Return the machine, the outcomes and the rows as the contents of a results file."""
     not_run = [{"what": step.name, "why": step.note} for step in steps if step.state == NOT_RUN]
@@ -362,9 +350,6 @@ def last_lines(steps: Sequence[CheckStep]) -> list[str]:
     missing = [item for step in steps for item in step.facts.get("not_run", [])]
     lines += [f"not run: {item['what']}: {item['why']}" for item in missing]
     return [line[:PRINTED_COLUMNS] for line in lines]
-
-
-# -- the command line ------------------------------------------------------------------------------
 
 
 def variables() -> dict[str, str]:

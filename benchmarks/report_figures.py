@@ -101,9 +101,6 @@ def draw_section(results: Results) -> Any:
     return _lines(panels) if panels else _bars(results)
 
 
-# -- speedup over the book's loop, for README ------------------------------------------------------
-
-
 def draw_speedup(results: Results) -> Any:
     """Return a figure of bars: time of the book's loop over time of `auto`, by size and ranks."""
     panels = size_panels(results.rows)
@@ -120,19 +117,11 @@ def draw_speedup(results: Results) -> Any:
     labels = [format_size(size).replace(" ", "\n") for size in sizes]
     axes.set_xticks(range(len(sizes)), labels)
     axes.yaxis.set_major_formatter("{x:g}x")
-    axes.set(xlabel="size of each rank's tensor", ylabel="times as fast as the book's loop")
+    axes.tick_params(labelsize=README_FONT_SIZE)
+    axes.set_xlabel("size of each rank's tensor", fontsize=README_FONT_SIZE)
+    axes.set_ylabel("times as fast as the book's loop", fontsize=README_FONT_SIZE)
     axes.grid(visible=False, axis="x")
-    for text in (
-        axes.xaxis.label,
-        axes.yaxis.label,
-        *axes.get_xticklabels(),
-        *axes.get_yticklabels(),
-    ):
-        text.set_fontsize(README_FONT_SIZE)
     return figure
-
-
-# -- time against size -----------------------------------------------------------------------------
 
 
 def size_panels(rows: Sequence[Row]) -> dict[int, list[Row]]:
@@ -189,9 +178,6 @@ def _lines(panels: dict[int, list[Row]]) -> Any:
     return figure
 
 
-# -- bars ------------------------------------------------------------------------------------------
-
-
 def _bars(results: Results) -> Any:
     cases = by_key(results.rows, lambda row: row.case)
     figure, grid = _panels(len(cases), min(3, len(cases)), sharey=False)
@@ -224,9 +210,6 @@ def _bar(axes: Any, place: int, row: Row, factor: float) -> None:
         yerr=[[below * factor], [above * factor]],
         error_kw={"ecolor": RED, "elinewidth": 1, "capsize": 2},
     )
-
-
-# -- the look --------------------------------------------------------------------------------------
 
 
 def _panels(count: int, columns: int, *, sharey: bool) -> tuple[Any, list[Any]]:

@@ -154,13 +154,14 @@ def print_section(results: Results) -> None:
 
 
 def write_report(folder: Path, sections: dict[str, Results]) -> None:
+    print("\nWriting the pictures and the report", flush=True)
     can_draw = importlib.util.find_spec("matplotlib") is not None
     if can_draw:
         report_figures.draw(sections, folder / "figures")
     figures = Path("figures") if can_draw else None
     (folder / "report.md").write_text(report_page.render(sections, figures), encoding="utf-8")
     note = "" if can_draw else " (no pictures: matplotlib is not installed)"
-    print(f"\nWrote {folder / 'report.md'}{note}")
+    print(f"Wrote {folder / 'report.md'}{note}")
 
 
 def new_folder() -> Path:

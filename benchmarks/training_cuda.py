@@ -82,9 +82,6 @@ def images(count: int) -> ImageData:
     return ImageData("synthetic garments", *train, *synthetic_images(256, 21))
 
 
-# -- epochs ----------------------------------------------------------------------------------------
-
-
 def run_epochs(run: Run, case: BenchmarkCase) -> None:
     is_resnet = case.settings.get("model") == "resnet18"
     count = 96 if run.is_trial else RESNET_IMAGES if is_resnet else NUM_IMAGES
@@ -131,9 +128,6 @@ def epoch_of(
     ringar = TrainerLoop(devices, data, lr=LR, batch_size=batch_size, **case.settings)
     stack.callback(ringar.close)
     return ringar.epoch
-
-
-# -- one step's communication ----------------------------------------------------------------------
 
 
 def run_step(run: Run, case: BenchmarkCase) -> None:
@@ -183,9 +177,6 @@ def run_step(run: Run, case: BenchmarkCase) -> None:
     without_s = timings["without"].median_s
     parts_s = {"bucketed": {"exposed": max(0.0, timings["bucketed"].median_s - without_s)}}
     run.add(case, timings, dict.fromkeys(timings, is_equal), limit_s=without_s, parts_s=parts_s)
-
-
-# -- cases -----------------------------------------------------------------------------------------
 
 
 def run_case(run: Run, case: BenchmarkCase) -> None:

@@ -74,9 +74,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)
-    if (
-        not torch.cuda.is_available()
-    ):  # without it, forked ranks cannot run backward after torch.compile
+    if not torch.cuda.is_available():  # else torch.compile breaks backward in forked ranks
         torch.zeros((), requires_grad=True).backward()
     gc.freeze()  # without frozen modules, each gc.collect() of a test takes 0.4 s
 

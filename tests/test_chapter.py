@@ -47,9 +47,6 @@ def test_notebook_is_valid_and_small():
         assert 0 < len(cell.source.splitlines()) <= MAX_CELL_LINES, cell.id
 
 
-# -- outputs ---------------------------------------------------------------------------------------
-
-
 def test_outputs_match_code():
     stale = [
         cell.id
@@ -71,9 +68,6 @@ def test_cells_have_expected_outputs():
             png = base64.b64decode(picture.data["image/png"])
             assert png.startswith(b"\x89PNG")
             assert len(png) <= MAX_PICTURE_BYTES, cell.id
-
-
-# -- the run ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -39,8 +39,6 @@ def states(out):
     return {step["name"]: step["state"] for step in read(out).facts["steps"]}
 
 
-# -- processes -------------------------------------------------------------------------------------
-
 SIGNALLED = "ended by a signal to gpu_check.py"
 # Blocks the signal of pytest-timeout, as a hanging CUDA call does.
 HANG = "import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM}); "
@@ -97,8 +95,6 @@ def test_judge_error_fails_one_step():
     assert (a.state, a.note, b.state) == ("FAILED", "KeyError: 'planted'", "ok")
 
 
-# -- tests -----------------------------------------------------------------------------------------
-
 # `mark.cuda` instead of the full name, so that gpu_check.py does not select this file.
 HEAD = "import os, signal, time\nimport pytest\nfrom pytest import mark\npytestmark = mark.cuda\n"
 HEAD += "def test_good(): pass\n"
@@ -140,8 +136,6 @@ def test_gpu_tests_pass_on_cpu_ranks(tmp_path):
     assert step.state == "ok", gpu_check.last_lines([step])
 
 
-# -- benchmarks ------------------------------------------------------------------------------------
-
 MACHINE = {"cpu": "none"}
 GOOD = Results("training_cuda", MACHINE, rows=[ROW])
 WRONG = Results("training_cuda", MACHINE, rows=[replace(ROW, correct=False)])
@@ -163,8 +157,6 @@ def test_benchmark_rows_set_state(tmp_path, results, code, state, note):
     gpu_check.judge(step)
     assert (step.state, step.note) == (state, note)
 
-
-# -- sanitizers and profiles -----------------------------------------------------------------------
 
 NCU = """==PROF== Connected to process 1
 "ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
@@ -188,9 +180,6 @@ def test_tool_output_sets_state(name, printed, code, state, note):
     step = CheckStep(name, [], 1.0, judge, code=code, output=printed)
     gpu_check.judge(step)
     assert (step.state, step.note) == (state, note)
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 def check(out, *stages, argv=()):

@@ -46,9 +46,6 @@ def fake(fault="", k=2, **options):
     return LibraryRanks("Fake", commands, k, environment={}, each=each, **options)
 
 
-# -- one library -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fault", ["", "one element", "two swapped", "the call before"])
 def test_wrong_sums_are_counted(fault):
     with fake(fault, k=2 if fault else 3) as group:
@@ -109,9 +106,6 @@ def test_launched_ranks_exit(fault):
     assert not fake_ranks()
 
 
-# -- beside pyringar -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def peer(monkeypatch, tmp_path):
     made = Peer("impi", "Fake MPI", ("fake==1",), FAKE)
@@ -141,9 +135,6 @@ def test_wrong_peer_sets_exit_status(peer, monkeypatch, capsys):
     monkeypatch.setitem(PEERS, "impi", replace(peer, variables={"FAULT": "dies"}))
     (failed,) = measured("auto", "impi").results.failed
     assert failed["why"].startswith("LibraryRanksError: Fake MPI, 2 ranks: impi, 4: rank 1: exited")
-
-
-# -- installed or not ------------------------------------------------------------------------------
 
 
 def test_missing_peers_are_listed(monkeypatch, tmp_path, capsys):

@@ -53,8 +53,6 @@ def change_section(monkeypatch, section, **changes):
     monkeypatch.setitem(SECTIONS, section, replace(SECTIONS[section], **changes))
 
 
-# -- the command -----------------------------------------------------------------------------------
-
 CANDIDATES = {
     "allreduce": {"naive", "fused", "direct", "ring", "sharded", "auto", "bound"},
     "orders": {"rank", "tree", "exact"},
@@ -129,7 +127,20 @@ def test_failed_case_skips_no_case(trial, monkeypatch):
     assert "FAILED: 4 KiB fp32, 2 ranks: ZeroDivisionError: division by zero" in run.printed
 
 
-# -- checks ----------------------------------------------------------------------------------------
+def test_progress_shows_section_and_time():
+    progress = run_all.SectionProgress({"a": 60.0, "b": 60.0}, {"a": [None] * 2, "b": [None] * 2})
+    progress.begin("b")
+    progress._begin_s, progress._advance_s, progress._done_s = 0.0, 240.0, 120.0
+    bar = "[##########          ]"
+    assert progress.line(300.0) == f"{bar}  50%, section 2 of 2 (b), about 3 min left"
+
+
+def test_default_folder_is_new(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert str(run_all.parse_arguments(["--quick"]).out) == "bench"
+    (tmp_path / "bench").mkdir()
+    assert str(run_all.parse_arguments([]).out) == "bench-2"
+    assert run_all.parse_arguments(["--dry-run"]).out is None
 
 
 def test_wrong_sum_is_caught(trial, monkeypatch):
@@ -170,9 +181,6 @@ def test_exact_sum_mistake_is_caught():
     assert not sums.is_nearest(exact, terms)
 
 
-# -- the timing loop -------------------------------------------------------------------------------
-
-
 def test_rounds_end_at_time_budget():
     counts = {"a": 0, "b": 0}
 
@@ -189,9 +197,6 @@ def test_rounds_end_at_time_budget():
     assert in_turns(samplers, Effort(100, 0.0))["b"].rounds == 5
     assert in_turns(samplers, Effort(100, 0.0), least_rounds=1)["b"].rounds == 1
     assert counts["a"] == counts["b"] == 13
-
-
-# -- tables and pictures ---------------------------------------------------------------------------
 
 
 FACTORS = {"median_s": 1, "min_s": 0.8, "q1_s": 0.9, "q3_s": 1.1}
@@ -232,9 +237,6 @@ def test_speedup_uses_fastest_peer():
     alone, *_ = report_page.section_lines(results)
     assert "2.5 times as fast as" in alone
     assert "(median of 2 cases; from 2.00 for 1 MiB fp32, 2 ranks" in alone
-
-
-# -- results files, and pages made from them -------------------------------------------------------
 
 
 RESULTS = ROOT / "benchmarks/results"

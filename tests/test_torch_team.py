@@ -43,8 +43,6 @@ def run_torch_op() -> None:
     torch.ones(1 << 17).mul_(2)
 
 
-# -- fake torch libraries --------------------------------------------------------------------------
-
 THREAD_COUNT = (
     "#include <omp.h>\nnamespace at { int get_num_threads() { return omp_get_max_threads(); } }"
 )
@@ -53,7 +51,7 @@ FAKE_LIBRARIES = {
     "whole": f"{THREAD_COUNT}\n{OPERATES}",
     "two runtimes": f'{THREAD_COUNT}\n{OPERATES}\nextern "C" void __kmpc_fork_call() {{}}',
     "no runtime": "namespace at { int get_num_threads() { return 3; } }",
-    "no thread count": f"#include <omp.h>\nint number() {{ return omp_get_max_threads(); }}\n{OPERATES}",
+    "no count": f"#include <omp.h>\nint number() {{ return omp_get_max_threads(); }}\n{OPERATES}",
 }
 
 
@@ -76,9 +74,6 @@ def test_team_needs_one_openmp_runtime(tmp_path, name):
     assert done.returncode == 0, done.stderr
 
 
-# -- bits ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_threads", mostly_slow([1, 2, 3, 5], 3))
 def test_thread_count_keeps_bits(torch_threads, num_threads):
     torch_threads(num_threads)
@@ -95,9 +90,6 @@ def test_thread_count_keeps_bits(torch_threads, num_threads):
                     if async_op:
                         work.wait()
                     assert_all_ranks(given, wanted, f"{dtype} {numel} {num_threads}")
-
-
-# -- number of new threads -------------------------------------------------------------------------
 
 
 def new_threads(comm: pr.Communicator, *, async_op: bool = False) -> int:
@@ -223,9 +215,6 @@ def test_call_in_parallel_region(torch_threads):
     assert found == [(0, True)] * 2
     for comm in comms:
         comm.close()
-
-
-# -- tests in a new process ------------------------------------------------------------------------
 
 
 @pytest.mark.slow

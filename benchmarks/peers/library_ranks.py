@@ -182,7 +182,7 @@ class LibraryRanks:
                     stdin=subprocess.DEVNULL,
                     stdout=errors,
                     stderr=errors,
-                    start_new_session=True,  # Ctrl-C is for the benchmark to handle
+                    start_new_session=True,  # only the benchmark handles Ctrl-C
                 )
             except OSError as error:
                 raise LibraryRanksError(f"{self._about}: did not start: {error}") from error
@@ -195,18 +195,15 @@ class LibraryRanks:
             if ended or time.monotonic() > deadline_s:
                 why = f"exited with {ended[0]}" if ended else "not all ranks connected in time"
                 raise LibraryRanksError(f"{self._about}: did not start: {why}{self._last_words()}")
-            with contextlib.suppress(
-                TimeoutError, ValueError
-            ):  # no rank yet, or a rank exited before its first message
+            # Suppressed: no rank has connected yet, or a rank exited before its first message.
+            with contextlib.suppress(TimeoutError, ValueError):
                 connection, _ = listener.accept()
                 connection.settimeout(max(0.1, deadline_s - time.monotonic()))
                 answers = connection.makefile("r")
-                greeting = json.loads(answers.readline())
+                hello = json.loads(answers.readline())
                 connection.settimeout(None)
-                pidfd = os.pidfd_open(greeting["pid"])
-                self._ranks[greeting["rank"]] = _RankConnection(
-                    connection, answers, pidfd, greeting["version"]
-                )
+                pidfd, version = os.pidfd_open(hello["pid"]), hello["version"]
+                self._ranks[hello["rank"]] = _RankConnection(connection, answers, pidfd, version)
 
     def _kill(self) -> None:
         for rank in self._ranks.values():

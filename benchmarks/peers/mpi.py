@@ -18,10 +18,11 @@ WORLD = MPI.COMM_WORLD
 def prepare(candidate: str, numel: int) -> CheckedSum:
     """Return the in-place call of `MPI_Allreduce`."""
     array = np.zeros(numel, np.float32)
-    reduce, in_place, add = WORLD.Allreduce, MPI.IN_PLACE, MPI.SUM
-    return CheckedSum(
-        array, WORLD.rank, WORLD.size, WORLD.Barrier, lambda: reduce(in_place, array, add)
-    )
+
+    def call() -> None:
+        WORLD.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
+
+    return CheckedSum(array, WORLD.rank, WORLD.size, WORLD.Barrier, call)
 
 
 VERSION = MPI.Get_library_version().splitlines()[0].partition(", ")[0].rstrip("\0")
