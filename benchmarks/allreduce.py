@@ -27,7 +27,7 @@ from benchmarks.timing import Effort, after_operation, in_turns
 NAIVE = "naive"
 CANDIDATES = (NAIVE, "fused", "direct", "ring", "sharded", "auto")
 LIMITS = ("each buffer", "one buffer")
-Lists = list[list[Tensor]]  # lists[rank][i]
+Lists = list[list[Tensor]]  # lists[rank][i] is tensor i of a rank
 
 
 def naive(lists: Sequence[Sequence[Tensor]]) -> None:

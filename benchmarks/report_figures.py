@@ -125,7 +125,7 @@ def draw_speedup(results: Results) -> Any:
 
 
 def size_panels(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """Return rows of one fp32 tensor per rank, by world size, for two sizes or more."""
+    """Return rows of single fp32 tensors by world size, if a world size has several sizes."""
     flat = [
         row
         for row in rows

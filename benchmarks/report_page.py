@@ -182,7 +182,7 @@ def section_lines(results: Results) -> list[str]:
         lines += [f"**Gradient hook**: {format_s(results.facts['hook_s'])} per parameter and step."]
     elif results.section == "training_cuda":
         epochs = [
-            f"{row.case} {format_s(row.median_s)}"
+            f"{row.case.replace(', graph', ' in a CUDA graph')} {format_s(row.median_s)}"
             for row in results.rows
             if row.candidate == "ringar" and row.world_size == 1
         ]
@@ -230,8 +230,8 @@ def share_line(results: Results, candidate: str) -> str:
     title, median = SECTIONS[results.section].title, statistics.median(shares)
     spread = f", {min(shares):.0%} to {max(shares):.0%}" if shares[1:] else ""
     return (
-        f"**{title}**, tensors of 16 MiB and more: `{candidate}` reaches {median:.0%} of the speed "
-        f"at which memory is read and written once (median of {len(shares)} cases{spread})."
+        f"**{title}**, tensors of 16 MiB and more: `{candidate}` reaches {median:.0%} of the memory "
+        f"limit: one read and one write per buffer (median of {len(shares)} cases{spread})."
     )
 
 

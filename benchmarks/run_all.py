@@ -60,12 +60,10 @@ class SectionProgress:
         self._thread = threading.Thread(target=self._show_regularly, daemon=True)
 
     def __enter__(self) -> SectionProgress:
-        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop the thread and clear the line."""
         self._stop.set()
         self._thread.join()
         self.clear()

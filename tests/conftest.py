@@ -20,7 +20,7 @@ import pyringar as pr
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 # For tests that import modules of tests/conformance.
 sys.path.append(str(Path(__file__).resolve().parent / "conformance"))
-# Background jobs of a shell inherit an ignored SIGINT, which tests of Ctrl-C need.
+# Background jobs of a shell inherit an ignored SIGINT; tests of Ctrl-C need the handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:

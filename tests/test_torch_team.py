@@ -194,7 +194,7 @@ def test_user_threads_call_concurrently(torch_threads):
         list(users.map(work, range(4)))
 
 
-def test_call_in_parallel_region(torch_threads):
+def test_parallel_region_starts_no_thread(torch_threads):
     torch_threads(2)
     run_torch_op()
     runtime = ctypes.CDLL(None)
@@ -218,7 +218,7 @@ def test_call_in_parallel_region(torch_threads):
 
 
 @pytest.mark.slow
-def test_forked_child_sums():
+def test_forked_child_gets_right_sums():
     done = run_fresh(
         """
 import os, numpy, torch, pyringar as pr
@@ -246,7 +246,7 @@ in_child("after the engine was loaded")
 
 
 @pytest.mark.slow
-def test_team_keeps_denormals():
+def test_torch_threads_keep_denormals():
     """Torch threads inherit flush-to-zero from the thread that starts them."""
     done = run_fresh(
         """

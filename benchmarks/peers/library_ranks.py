@@ -95,11 +95,9 @@ class LibraryRanks:
             raise
 
     def __enter__(self) -> LibraryRanks:
-        """Return self."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the ranks."""
         self.close()
 
     @property

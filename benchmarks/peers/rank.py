@@ -112,7 +112,7 @@ def run(timed: Any, calls: int, warm_up: int) -> tuple[int, list[int]]:
         begin_ns = time.perf_counter_ns()
         timed.call()
         end_ns = time.perf_counter_ns()
-        timed.barrier()  # a check must not take the core of a rank that still sums
+        timed.barrier()  # ranks may share cores: no rank checks while another rank sums
         times_ns.append(end_ns - begin_ns)
         wrong += not timed.is_right(shift)
     return wrong, times_ns[warm_up:]
