@@ -229,10 +229,9 @@ def share_line(results: Results, candidate: str) -> str:
         return ""
     title, median = SECTIONS[results.section].title, statistics.median(shares)
     spread = f", {min(shares):.0%} to {max(shares):.0%}" if shares[1:] else ""
-    return (
-        f"**{title}**, tensors of 16 MiB and more: `{candidate}` reaches {median:.0%} of the memory "
-        f"limit: one read and one write per buffer (median of {len(shares)} cases{spread})."
-    )
+    method = f"one read and one write per buffer; median of {len(shares)} cases{spread}"
+    share = f"`{candidate}` reaches {median:.0%} of the memory limit ({method})"
+    return f"**{title}**, tensors of 16 MiB and more: {share}."
 
 
 def auto_lines(sections: Sections) -> list[str]:
