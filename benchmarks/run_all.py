@@ -51,7 +51,7 @@ class SectionProgress:
     """
 
     def __init__(self, planned_s: dict[str, float], cases: dict[str, list[BenchmarkCase]]) -> None:
-        self._planned_s, self._sections = planned_s, list(cases)
+        self._planned_s, self._sections = planned_s, [name for name in cases if cases[name]]
         self._total_s = sum(planned_s[name] * len(found) for name, found in cases.items())
         self._begin_s = self._advance_s = time.monotonic()
         self._done_s, self._activity = 0.0, "compiling the engine unless it is cached"
@@ -69,9 +69,10 @@ class SectionProgress:
         self.clear()
 
     def begin(self, section: str) -> None:
-        """Show the name and number of a section that begins."""
-        number = self._sections.index(section) + 1
-        self._activity = f"section {number} of {len(self._sections)} ({section})"
+        """Show the name and number of a section that begins, unless it has no cases."""
+        if section in self._sections:
+            number = self._sections.index(section) + 1
+            self._activity = f"section {number} of {len(self._sections)} ({section})"
 
     def advance(self, section: str) -> None:
         """Count a finished case of a section."""
