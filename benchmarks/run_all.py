@@ -1,7 +1,7 @@
 """Measure how fast pyringar is on this machine, beside other libraries, and write a report.
 
     python benchmarks/run_all.py                      # every section that this machine can run
-    python benchmarks/run_all.py --quick              # a few minutes, rough figures
+    python benchmarks/run_all.py --quick              # 4 to 10 minutes, rough figures
     python benchmarks/run_all.py ddp training         # these sections
     python benchmarks/run_all.py allreduce --only "1 MiB" --ranks 2,4
     python benchmarks/run_all.py --out DIR            # writes to DIR instead of ./bench
