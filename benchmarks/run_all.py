@@ -54,7 +54,8 @@ class SectionProgress:
         self._planned_s, self._sections = planned_s, [name for name in cases if cases[name]]
         self._total_s = sum(planned_s[name] * len(found) for name, found in cases.items())
         self._begin_s = self._advance_s = time.monotonic()
-        self._done_s, self._activity = 0.0, "compiling the engine unless it is cached"
+        self._done_s, self._case_s = 0.0, 0.0  # planned seconds: finished cases, the current case
+        self._activity = "compiling the engine unless it is cached"
         self._is_terminal = sys.stderr.isatty()
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._show_regularly, daemon=True)
@@ -70,6 +71,7 @@ class SectionProgress:
 
     def begin(self, section: str) -> None:
         """Show the name and number of a section that begins, unless it has no cases."""
+        self._case_s = self._planned_s[section]
         if section in self._sections:
             number = self._sections.index(section) + 1
             self._activity = f"section {number} of {len(self._sections)} ({section})"
@@ -84,7 +86,8 @@ class SectionProgress:
         share = self._done_s / self._total_s if self._total_s else 1.0
         spent_s = self._advance_s - self._begin_s
         cost = spent_s / self._done_s if self._done_s else PROBABLE_COST
-        left_s = (self._total_s - self._done_s) * cost - (now_s - self._advance_s)
+        case_s = min(now_s - self._advance_s, cost * self._case_s)  # later cases remain in the sum
+        left_s = (self._total_s - self._done_s) * cost - case_s
         left = f"about {left_s / 60:.0f} min left" if left_s >= 90 else "less than 2 min left"
         bar = "#" * round(share * BAR_WIDTH)
         return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {self._activity}, {left}"

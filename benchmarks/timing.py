@@ -84,7 +84,6 @@ def in_turns(
 
 
 def host_s(call: Call, repeats: int = 1) -> float:
-    """Return the seconds per call on the host clock."""
     begin = time.perf_counter()
     for _ in range(repeats):
         call()

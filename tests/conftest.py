@@ -142,7 +142,6 @@ def ranks_of(device: str) -> Iterator[Callable[[int], pr.Communicator]]:
 
 @pytest.fixture(scope="session")
 def store_port() -> int:
-    """The port of a store that all groups share."""
     return store().port
 
 

@@ -27,7 +27,6 @@ PICTURE = re.compile(r"figures\.(draw|images|splits|ring_steps)\(|LivePlot\(")
 MAX_CELL_LINES = 35  # fits a screen
 MAX_RUN_S = 600  # processor time; 220 s on a fast machine, 370 s on a slow one
 MAX_WAIT_S = 1500  # timeout on a busy machine
-# Cells with the same output on all machines.
 SAME_EVERYWHERE = {"lenet", "params", "naive", "bug-verdict", "init", "ex3-sharded", "machines"}
 
 spec = importlib.util.spec_from_file_location("run_chapter", ROOT / "docs/run_chapter.py")
