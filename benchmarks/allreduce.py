@@ -1,4 +1,4 @@
-"""Time all_reduce over CPU ranks of one process: ours by algorithm, plain torch, and a copy."""
+"""Time all_reduce with all CPU ranks in one process, by algorithm and beside plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.bench import (
     LENET,
     MIB,
     Benchmark,
-    Case,
+    BenchmarkCase,
     Run,
     each_case,
     flat_case,
@@ -27,11 +27,11 @@ from benchmarks.timing import Effort, after_operation, in_turns
 NAIVE = "naive"
 CANDIDATES = (NAIVE, "fused", "direct", "ring", "sharded", "auto")
 LIMITS = ("each buffer", "one buffer")
-Lists = list[list[Tensor]]  # lists[rank][i]
+Lists = list[list[Tensor]]  # lists[rank][i] is tensor i of a rank
 
 
 def naive(lists: Sequence[Sequence[Tensor]]) -> None:
-    """Sum as the book does, with its bug fixed: through rank 0, tensor by tensor."""
+    """Sum through rank 0, tensor by tensor, as the book's loop; results go into all tensors."""
     for data in zip(*lists, strict=True):
         first = data[0]
         for other in data[1:]:
@@ -41,7 +41,6 @@ def naive(lists: Sequence[Sequence[Tensor]]) -> None:
 
 
 def call_of(name: str, comm: pr.Communicator, lists: Lists) -> Callable[[], object]:
-    """Return the call of a candidate on these tensors."""
     column = [tensors[0] for tensors in lists]
     is_list = len(lists[0]) > 1
     if name == NAIVE:
@@ -55,8 +54,8 @@ def call_of(name: str, comm: pr.Communicator, lists: Lists) -> Callable[[], obje
     return lambda: comm.all_reduce(column, algorithm=name)
 
 
-def is_correct(name: str, comm: pr.Communicator, case: Case, device: str = "cpu") -> bool:
-    """Return whether every rank holds the sums after one call. Ours must have the promised bits."""
+def is_correct(name: str, comm: pr.Communicator, case: BenchmarkCase, device: str = "cpu") -> bool:
+    """Return whether every rank holds the sums; pyringar's must be equal bit for bit."""
     inputs, lists = random_lists(case, device), random_lists(case, device)
     call_of(name, comm, lists)()
     promised = ring_order if name == "ring" else rank_order
@@ -68,8 +67,8 @@ def is_correct(name: str, comm: pr.Communicator, case: Case, device: str = "cpu"
     return True
 
 
-def zeros(case: Case, device: str = "cpu") -> Lists:
-    """Return tensors for one candidate, whose sums stay zeros in any number of calls."""
+def zeros(case: BenchmarkCase, device: str = "cpu") -> Lists:
+    """Return tensors of zeros, which do not overflow however often they are summed."""
     dtype = DTYPES[case.dtype]
     return [
         [torch.zeros(shape, dtype=dtype, device=device) for shape in case.shapes]
@@ -77,8 +76,7 @@ def zeros(case: Case, device: str = "cpu") -> Lists:
     ]
 
 
-def run_case(run: Run, case: Case) -> None:
-    """Check every candidate, then time all of them and the limits in turns."""
+def run_case(run: Run, case: BenchmarkCase) -> None:
     buffers = [tensor for tensors in zeros(case) for tensor in tensors]
     one_buffer = torch.zeros(sum(map(torch.numel, buffers)), dtype=DTYPES[case.dtype])
     with pr.Communicator(["cpu"] * case.world_size) as comm:
@@ -92,8 +90,7 @@ def run_case(run: Run, case: Case) -> None:
     run.add(case, timings, correct, limit_s=limit_s)
 
 
-def cases_of(effort: str) -> list[Case]:
-    """Return the cases: sizes, then other dtypes, then all parameters of a model."""
+def cases_of(effort: str) -> list[BenchmarkCase]:
     if effort == "trial":
         return [flat_case(size, 2, (*CANDIDATES, "bound")) for size in (4 * KIB, 16 * KIB)]
     if effort == "quick":
@@ -107,11 +104,10 @@ def cases_of(effort: str) -> list[Case]:
         cases += [flat_case(64 * MIB, k, (NAIVE, "fused"), dtype) for dtype, k in halves]
     models = {"LeNet": LENET, "ResNet-18": resnet18_shapes()}
     names = (*CANDIDATES, "bound")
-    return cases + [Case(m, k, names, models[m]) for m in models for k in all_ranks[:3]]
+    return cases + [BenchmarkCase(m, k, names, models[m]) for m in models for k in all_ranks[:3]]
 
 
 def candidates_of(size_bytes: int, k: int) -> tuple[str, ...]:
-    """Return the candidates of a size: a call's overhead is seen on small tensors only."""
     names = (NAIVE, "fused", "auto") if k > 8 else CANDIDATES
     if size_bytes <= 4 * KIB:
         names += ("allreduce",)
@@ -120,14 +116,16 @@ def candidates_of(size_bytes: int, k: int) -> tuple[str, ...]:
 
 BENCHMARK = Benchmark(
     section="allreduce",
-    title="Ranks that are lists of one process",
-    about="Single calls, each just after a small operation of torch on all threads. Every "
-    "candidate has buffers of its own. `bound` is a call whose arguments were checked before. The "
-    "limit reads and writes every buffer once, the least that an allreduce can do.",
+    title="All ranks in one process",
+    about="Time of one call on CPU tensors, one tensor per rank or all parameters of a model. A "
+    "small torch operation on all threads comes before each call. `naive` is the book's loop; "
+    "`fused`, `direct`, `ring` and `sharded` are the [algorithms](algorithms.md), `auto` is the "
+    "default. `allreduce` is the function `pr.allreduce`; `bound` is a prepared call "
+    "(`comm.bind`), which checks its arguments once. The limit reads and writes every buffer once.",
     efforts={"full": Effort(1000, 6.0), "quick": Effort(200, 0.5), "trial": Effort(5, 0.0)},
     cases=cases_of,
     measure=each_case(run_case),
     ours="auto",
     peers=(NAIVE,),
-    threads=num_cores(),  # plain torch and the limit get all cores, as ours do
+    threads=num_cores(),  # the book's loop and the limit use all cores, as pyringar does
 )

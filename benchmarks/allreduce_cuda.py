@@ -1,16 +1,16 @@
-"""Time all_reduce with k ranks on one GPU against plain torch and the rate of a copy.
+"""Time all_reduce with k ranks on one GPU, beside plain torch and a copy within the GPU.
 
-Rows say by which clock they were timed:
+Clocks of a row:
 
-    device    CUDA events around calls in a row, time per call
-    done      from the host's call until the stream has finished
-    enqueue   until the call has returned, the device still at work
+    device    CUDA events around consecutive calls, time per call
+    done      host time from the call until the stream has finished
+    enqueue   host time until the call returns; the GPU may still compute
     graph     CUDA events around replays of a graph of many calls, time per call
-    replay    from the replay of a graph of one call until the stream has finished
+    replay    host time from the replay of a one-call graph until the stream has finished
 
-The limit is the time to read and write every buffer once (2 k N bytes) at the rate of a copy within
-the device, measured in the same run. On the device's clock, calls go round through sets of tensors
-that no cache holds.
+The limit is the time to read and write every buffer once (2 k N bytes) at the copy rate, which is
+measured in the same run. Calls on the clock ``device`` rotate through tensors larger than the L2
+cache.
 """
 
 from __future__ import annotations
@@ -26,29 +26,28 @@ from benchmarks.bench import (
     LENET,
     MIB,
     Benchmark,
-    Case,
+    BenchmarkCase,
     Run,
     each_case,
     flat_case,
     resnet18_shapes,
 )
-from benchmarks.timing import Call, Clock, Effort, in_turns, rotating
+from benchmarks.timing import Call, DeviceClock, Effort, in_turns, rotating
 
 CALLS_IN_GRAPH = 100
-ROTATED_BYTES = 256 * MIB  # of all ranks together; the largest L2 cache has a quarter of it
+ROTATED_BYTES = 256 * MIB  # of all ranks together: four times the largest L2 cache
 COPY = "copy"
 
 
 def copy_of(run: Run) -> tuple[Call, int]:
-    """Return a copy within the device, which reads and writes each byte once, and its bytes."""
+    """Return a copy within the GPU, and its number of bytes."""
     size_bytes = MIB if run.is_trial else 512 * MIB
     source = torch.zeros(size_bytes, dtype=torch.uint8, device=run.device)
     target = torch.zeros_like(source)
     return lambda: target.copy_(source), size_bytes
 
 
-def run_case(run: Run, case: Case) -> None:
-    """Check every candidate, then time all of them and a copy in turns."""
+def run_case(run: Run, case: BenchmarkCase) -> None:
     with pr.Communicator([run.device] * case.world_size) as comm:
         correct = {name: is_correct(name, comm, case, run.device) for name in case.candidates}
         if case.settings.get("is_latency"):
@@ -59,8 +58,9 @@ def run_case(run: Run, case: Case) -> None:
         torch.cuda.empty_cache()
 
 
-def time_throughput(run: Run, case: Case, comm: pr.Communicator, correct: dict[str, bool]) -> None:
-    """Time all candidates on the device's clock."""
+def time_throughput(
+    run: Run, case: BenchmarkCase, comm: pr.Communicator, correct: dict[str, bool]
+) -> None:
     all_ranks_bytes = case.world_size * case.size_bytes
     rotated_bytes = 2**16 if run.is_trial else ROTATED_BYTES
     sets = [zeros(case, run.device) for _ in range(max(1, -(-rotated_bytes // all_ranks_bytes)))]
@@ -68,15 +68,17 @@ def time_throughput(run: Run, case: Case, comm: pr.Communicator, correct: dict[s
     calls: dict[str, Call] = {COPY: copy}
     for name in case.candidates:
         calls[name] = rotating([call_of(name, comm, lists) for lists in sets])
-    clock = Clock(run.device)
+    clock = DeviceClock(run.device)
     timings = in_turns({name: clock.sampler(call) for name, call in calls.items()}, run.effort)
     limit_s = timings.pop(COPY).median_s * all_ranks_bytes / copy_bytes
     run.add(case, timings, correct, clock="device", limit_s=limit_s)
 
 
-def time_latencies(run: Run, case: Case, comm: pr.Communicator, correct: dict[str, bool]) -> None:
-    """Time the same small call by the other clocks: to its end, on the host alone, in a graph."""
-    clock = Clock(run.device)
+def time_latencies(
+    run: Run, case: BenchmarkCase, comm: pr.Communicator, correct: dict[str, bool]
+) -> None:
+    """Time small calls on the clocks ``done``, ``enqueue``, ``graph`` and ``replay``."""
+    clock = DeviceClock(run.device)
     calls = {name: call_of(name, comm, zeros(case, run.device)) for name in case.candidates}
     ways = {"done": (calls, "done", 1), "enqueue": (calls, "enqueue", 1)}
     if clock.is_cuda:
@@ -91,7 +93,7 @@ def time_latencies(run: Run, case: Case, comm: pr.Communicator, correct: dict[st
 
 
 def replays_of(calls: dict[str, Callable[[], object]], count: int) -> dict[str, Call]:
-    """Return each call's replay of a CUDA graph of so many calls."""
+    """Return, by candidate, the replay of a CUDA graph that holds `count` calls."""
     replays: dict[str, Call] = {}
     for name, call in calls.items():
         call()
@@ -104,19 +106,18 @@ def replays_of(calls: dict[str, Callable[[], object]], count: int) -> dict[str, 
     return replays
 
 
-def cases_of(effort: str) -> list[Case]:
-    """Return all cases; those of a trial have at most 1000 elements a dimension."""
+def cases_of(effort: str) -> list[BenchmarkCase]:
     large = (NAIVE, "fused", "ring", "auto")
     cases = [
         *(flat_case(256 * MIB, k, large, dtype) for dtype in ("fp32", "bf16") for k in (2, 4, 8)),
-        flat_case(256 * MIB, 16, (NAIVE, "fused")),  # in groups of four
+        flat_case(256 * MIB, 16, (NAIVE, "fused")),  # reduced in groups of four ranks
         *(flat_case(size, k, large) for size in (2**16, MIB, 16 * MIB) for k in (2, 4)),
-        Case("LeNet", 4, (NAIVE, "auto"), LENET),
-        *(Case("ResNet-18", k, (NAIVE, "auto"), resnet18_shapes()) for k in (2, 4)),
+        BenchmarkCase("LeNet", 4, (NAIVE, "auto"), LENET),
+        *(BenchmarkCase("ResNet-18", k, (NAIVE, "auto"), resnet18_shapes()) for k in (2, 4)),
     ]
     latencies = [
         flat_case(4096, 4, (NAIVE, "fused", "allreduce", "bound", "ring")),
-        Case("LeNet calls", 4, (NAIVE, "auto"), LENET),
+        BenchmarkCase("LeNet calls", 4, (NAIVE, "auto"), LENET),
     ]
     cases += [replace(case, settings={"is_latency": True}) for case in latencies]
     if effort != "trial":
@@ -131,9 +132,11 @@ def cases_of(effort: str) -> list[Case]:
 BENCHMARK = Benchmark(
     section="allreduce_cuda",
     title="Several ranks on one GPU",
-    about="Clocks: `device` and `graph` by events on the stream, `done` and `replay` until the "
-    "stream has finished, `enqueue` on the host alone. The limit moves every byte once at the rate "
-    "of a copy within the device.",
+    about="Time of one call, all ranks on the same GPU. `naive` is the book's loop. Clocks: "
+    "`device` is GPU time per call in a row of calls, `graph` the same in a CUDA graph. `done` is "
+    "host time from the call until the GPU has finished, `replay` the same for a CUDA graph. "
+    "`enqueue` is host time until the call returns. The limit reads and writes every buffer once "
+    "at the rate of a copy within the GPU.",
     efforts={"full": Effort(31, 1.5), "quick": Effort(7, 0.3), "trial": Effort(2, 0.1)},
     cases=cases_of,
     measure=each_case(run_case),

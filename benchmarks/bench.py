@@ -1,4 +1,4 @@
-"""What all benchmarks share: a case, a section of the report, and a run of a section."""
+"""Data classes of all benchmarks: a case, a section of the report, a run of a section."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LENET = ((20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 
 
 
 @dataclass(frozen=True)
-class Case:
-    """Tensors of these shapes on every rank, and the candidates that take turns.
+class BenchmarkCase:
+    """Tensor shapes of every rank, and the candidates to time.
 
-    ``settings`` holds what only one benchmark knows.
+    ``settings`` holds options that a single section reads.
     """
 
     name: str
@@ -40,26 +40,27 @@ class Case:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of one rank's tensors."""
+        """Size of all tensors of one rank, in bytes."""
         numel = sum(torch.Size(shape).numel() for shape in self.shapes)
         return numel * DTYPES[self.dtype].itemsize
 
 
-def flat_case(size_bytes: int, k: int, candidates: Sequence[str], dtype: str = "fp32") -> Case:
-    """Return a case with one flat tensor per rank."""
+def flat_case(
+    size_bytes: int, k: int, candidates: Sequence[str], dtype: str = "fp32"
+) -> BenchmarkCase:
     shape = (size_bytes // DTYPES[dtype].itemsize,)
-    return Case(f"{format_size(size_bytes)} {dtype}", k, tuple(candidates), (shape,), dtype)
+    return BenchmarkCase(
+        f"{format_size(size_bytes)} {dtype}", k, tuple(candidates), (shape,), dtype
+    )
 
 
 def resnet18_shapes() -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the parameters of the book's ResNet-18."""
     from pyringar.train.model_resnet18 import resnet18
 
     return tuple(tuple(param.shape) for param in resnet18().parameters())
 
 
 def format_size(size_bytes: int) -> str:
-    """Write 1048576 as "1 MiB"."""
     for unit, factor in (("MiB", MIB), ("KiB", KIB)):
         if size_bytes >= factor:
             return f"{size_bytes / factor:g} {unit}"
@@ -67,7 +68,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_s(seconds: float) -> str:
-    """Write a time with three digits, in the unit that suits it."""
+    """Write a time with three significant digits, in us, ms or s."""
     for factor, unit in ((1e6, "us"), (1e3, "ms")):
         if abs(seconds) * factor < 1e3:
             return f"{seconds * factor:.3g} {unit}"
@@ -79,23 +80,24 @@ class Benchmark:
     """A section of the report: its cases, and the function that measures them.
 
     Attributes:
-        title: The heading of the section.
-        about: Stands above the table; says how it was measured and what the limit is.
-        efforts: By name: ``full``, ``quick``, and ``trial``, which only tries the program.
+        section: Name on the command line and of the results file.
+        title: Heading in the report.
+        about: Text above the table: the method, the candidates and the limit.
+        efforts: Round and time limits by effort: ``full``, ``quick``, ``trial`` (a smoke test).
         cases: Maps the name of an effort to the cases.
-        measure: Runs the cases of a `Run`, and gives it their rows.
-        ours: The candidate that is compared with the peers.
-        peers: The candidates that are not ours.
-        limit: The candidate that is the limit of the others.
-        threads: Number of torch's threads; None leaves it.
-        device: ``cpu`` or ``cuda``. A trial runs on the CPU.
+        measure: Measures the cases of a `Run` and adds their rows to it.
+        ours: The candidate of pyringar that is compared with the peers.
+        peers: The candidates of other implementations.
+        limit: The candidate whose time is the limit; None if the limit is no candidate.
+        threads: Number of torch threads; None keeps torch's number.
+        device: ``cpu`` or ``cuda``. A trial always runs on the CPU.
     """
 
     section: str
     title: str
     about: str
     efforts: Mapping[str, Effort]
-    cases: Callable[[str], list[Case]]
+    cases: Callable[[str], list[BenchmarkCase]]
     measure: Callable[[Run], None]
     ours: str
     peers: tuple[str, ...] = ()
@@ -104,7 +106,7 @@ class Benchmark:
     device: str = "cpu"
 
     def why_not(self, effort: str) -> str | None:
-        """Return the reason why it cannot run on this machine, or None."""
+        """Return why the section cannot run on this machine, or None."""
         needs_gpu = self.device == "cuda" and effort != "trial"
         return "no CUDA device" if needs_gpu and not torch.cuda.is_available() else None
 
@@ -116,8 +118,8 @@ class Run:
         benchmark: The section.
         effort: One of its efforts.
         cases: Replaces the cases of that effort.
-        folder: Gets the results file, which is rewritten after each case.
-        tell: Called with the name of each case that has ended.
+        folder: Folder of the results file, which is rewritten after each case.
+        tell: Called with each finished case.
     """
 
     def __init__(
@@ -125,9 +127,9 @@ class Run:
         benchmark: Benchmark,
         effort: str = "full",
         *,
-        cases: Sequence[Case] | None = None,
+        cases: Sequence[BenchmarkCase] | None = None,
         folder: Path | None = None,
-        tell: Callable[[Case], None] = lambda case: None,
+        tell: Callable[[BenchmarkCase], None] = lambda case: None,
     ) -> None:
         self.benchmark, self.effort = benchmark, benchmark.efforts[effort]
         self.cases = benchmark.cases(effort) if cases is None else list(cases)
@@ -139,20 +141,20 @@ class Run:
             self.results = Results(benchmark.section, describe_machine(self.device), effort)
 
     def measure(self) -> Results:
-        """Run all cases. An error ends the section; its rows until then stay."""
+        """Run all cases. An error ends the section and keeps the rows of finished cases."""
         if why := self.benchmark.why_not(self.results.effort):
             self.skip("the section", why)
             return self.results
         try:
             with torch_threads(self.benchmark.threads):
                 self.benchmark.measure(self)
-        except Exception as error:  # other sections can still be measured
+        except Exception as error:  # the other sections still run
             self.fail("the section", error)
         return self.results
 
     def add(
         self,
-        case: Case,
+        case: BenchmarkCase,
         timings: Mapping[str, Timing],
         correct: Mapping[str, bool],
         *,
@@ -160,7 +162,7 @@ class Run:
         clock: str | None = None,
         parts_s: Mapping[str, dict[str, float]] | None = None,
     ) -> None:
-        """Take one row per timing of a case that has ended."""
+        """Add a row per timing of a finished case."""
         self.results.rows += [
             Row(
                 section=self.benchmark.section,
@@ -180,12 +182,12 @@ class Run:
         self._tell(case)
 
     def skip(self, what: str, why: str) -> None:
-        """Note what could not be measured, and the reason."""
+        """Record an item that cannot be measured here, and the reason."""
         self.results.not_run.append({"what": what, "why": why})
         self.save()
 
     def fail(self, what: str, error: Exception) -> None:
-        """Record an error. It makes the run a failure."""
+        """Record an error, which makes the exit status 1."""
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         self.results.failed.append({"what": what, "why": why})
         self.save()
@@ -196,11 +198,8 @@ class Run:
             files.write(self._folder / self.results.filename, self.results)
 
 
-def each_case(run_case: Callable[[Run, Case], None]) -> Callable[[Run], None]:
-    """Return a `Benchmark.measure` that runs one case after the other.
-
-    A case that ends with an error costs no other case.
-    """
+def each_case(run_case: Callable[[Run, BenchmarkCase], None]) -> Callable[[Run], None]:
+    """Return a `Benchmark.measure` that runs all cases, including those after a failed case."""
 
     def measure(run: Run) -> None:
         for case in run.cases:

@@ -1,8 +1,8 @@
-"""Time a training step with gradients reduced after backward, or in buckets while it runs.
+"""Time a training step whose gradients are reduced after backward, or in buckets during it.
 
 A step is forward and backward of all ranks and the reduction of their gradients, without the
-optimizer. CPU ranks run one after the other on all cores, so no idle core can hide a reduction:
-on a CPU this shows that buckets cost nothing.
+optimizer. CPU ranks run one after the other and use all cores, so no idle core can hide a
+reduction. The benchmark shows whether buckets slow a step down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import pyringar as pr
 from benchmarks.allreduce import naive
-from benchmarks.bench import Benchmark, Case, Run, each_case
+from benchmarks.bench import Benchmark, BenchmarkCase, Run, each_case
 from benchmarks.machine import num_cores
 from benchmarks.timing import Effort, host_s, in_turns
 from pyringar.train import lenet, lenet_params
@@ -26,23 +26,23 @@ from pyringar.train.model_resnet18 import resnet18
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters of every rank, and the loss of one rank's shard."""
+    """Parameters of every rank, and the function that computes the loss of one rank."""
 
     params: list[list[Tensor]]
     loss: Callable[[int], Tensor]
 
     @property
     def gradients(self) -> list[list[Tensor]]:
-        """The gradients of every rank."""
+        """Gradients of every rank."""
         return [[param.grad for param in params] for params in self.params]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to reduce, and the known parts of its steps' times.
+    """A model, its way to reduce gradients, and the time of parts of each step.
 
-    ``reduce`` runs after backward. It returns seconds: ``exposed``, the reductions' time after
-    backward, and in buckets also ``reductions``, all of their time.
+    ``reduce`` runs after backward and returns seconds. ``exposed`` is the time from the end of
+    backward until all sums are complete. Buckets add ``reductions``, the time of all reductions.
     """
 
     model: Model
@@ -69,7 +69,7 @@ class Candidate:
 
 
 def make_lenet(world_size: int) -> Model:
-    """Return LeNet with 64 images over all ranks."""
+    """Return LeNet with 64 images, divided among the ranks."""
     initial = lenet_params(generator=torch.Generator().manual_seed(0))
     params = [[p.clone().requires_grad_() for p in initial] for _ in range(world_size)]
     shards = _images(world_size, 64)
@@ -77,7 +77,7 @@ def make_lenet(world_size: int) -> Model:
 
 
 def make_resnet18(world_size: int) -> Model:
-    """Return ResNet-18, all 11 million parameters, with 8 images over all ranks."""
+    """Return ResNet-18 (11 million parameters) with 8 images, divided among the ranks."""
     nets = [resnet18(seed=0) for _ in range(world_size)]
     shards = _images(world_size, 8)
     params = [list(net.parameters()) for net in nets]
@@ -85,7 +85,7 @@ def make_resnet18(world_size: int) -> Model:
 
 
 def make_small(world_size: int) -> Model:
-    """Return 1,000 vectors of 64 numbers."""
+    """Return a model of 1,000 parameters of 64 elements."""
     generator = torch.Generator().manual_seed(1)
     params = [
         [torch.full((64,), 1e-2 * (i % 7)).requires_grad_() for i in range(1000)]
@@ -107,7 +107,6 @@ MODELS = {"lenet": make_lenet, "small": make_small, "resnet18": make_resnet18}
 
 
 def after_backward(model: Model, call: Callable[[list[list[Tensor]]], object]) -> Candidate:
-    """Return the candidate that reduces after backward: all of the time is exposed."""
 
     def reduce() -> dict[str, float]:
         gradients = model.gradients
@@ -117,7 +116,6 @@ def after_backward(model: Model, call: Callable[[list[list[Tensor]]], object]) -
 
 
 def bucketed(model: Model, comm: pr.Communicator, cap_mb: float) -> Candidate:
-    """Return the candidate that reduces while backward runs."""
     bucketer = pr.GradientBucketer(model.params, comm=comm, bucket_cap_mb=cap_mb, overlap=True)
 
     def reduce() -> dict[str, float]:
@@ -129,7 +127,6 @@ def bucketed(model: Model, comm: pr.Communicator, cap_mb: float) -> Candidate:
 
 
 def make_candidate(name: str, model: Model, comm: pr.Communicator) -> Candidate:
-    """Return the candidate of a name, such as "bucketed, 1 MB"."""
 
     def per_tensor(lists: list[list[Tensor]]) -> None:
         for tensors in zip(*lists, strict=True):
@@ -142,15 +139,14 @@ def make_candidate(name: str, model: Model, comm: pr.Communicator) -> Candidate:
     return bucketed(model, comm, float(cap_mb))
 
 
-def run_case(run: Run, case: Case) -> None:
-    """Check all candidates, then time their steps in turns."""
+def run_case(run: Run, case: BenchmarkCase) -> None:
     with pr.Communicator(["cpu"] * case.world_size, order="rank") as comm:
         candidates = {
             name: make_candidate(name, MODELS[case.name](case.world_size), comm)
             for name in case.candidates
         }
         correct = check(candidates)
-        for candidate in candidates.values():  # the first step is slower
+        for candidate in candidates.values():  # drop the first step, which is slower
             candidate.parts_s.clear()
         timings = in_turns({name: c.sample for name, c in candidates.items()}, run.effort)
     parts_s = {name: candidate.median_parts_s() for name, candidate in candidates.items()}
@@ -158,7 +154,6 @@ def run_case(run: Run, case: Case) -> None:
 
 
 def check(candidates: dict[str, Candidate]) -> dict[str, bool]:
-    """Return whether each leaves the naive sum, bit for bit, in every rank's gradients."""
     for candidate in candidates.values():
         candidate.sample()
     want = candidates["naive"].model.gradients[0]
@@ -173,8 +168,8 @@ def check(candidates: dict[str, Candidate]) -> dict[str, bool]:
 
 
 def hook_cost_s(num_params: int = 2000, rounds: int = 31) -> float:
-    """Return the cost of a gradient hook: a parameter with one against one without, by minima."""
-    hooked, other, bare = (
+    """Return the seconds that a gradient hook adds per parameter (difference of minima)."""
+    hooked, idle_rank, bare = (
         [torch.zeros(1, requires_grad=True) for _ in range(num_params)] for _ in range(3)
     )
 
@@ -184,8 +179,8 @@ def hook_cost_s(num_params: int = 2000, rounds: int = 31) -> float:
         return host_s(sum(param * 2.0 for param in params).backward)
 
     with_hook, without = [], []
-    # Of two ranks only one has gradients: no bucket is complete, and the hooks only count.
-    with pr.GradientBucketer([hooked, other], overlap=False) as bucketer:
+    # Only rank 0 of 2 has gradients. No bucket becomes complete, so hooks do nothing but count.
+    with pr.GradientBucketer([hooked, idle_rank], overlap=False) as bucketer:
         for _ in range(rounds):
             with_hook.append(backward_s(hooked))
             bucketer.wait()
@@ -194,30 +189,31 @@ def hook_cost_s(num_params: int = 2000, rounds: int = 31) -> float:
 
 
 def measure(run: Run) -> None:
-    """Measure a hook, then run the cases."""
     run.results.facts["hook_s"] = hook_cost_s(rounds=3 if run.is_trial else 31)
     each_case(run_case)(run)
 
 
-def cases_of(effort: str) -> list[Case]:
-    """Return all models on two and four ranks."""
+def cases_of(effort: str) -> list[BenchmarkCase]:
     names = ("naive", "fused per tensor", "coalesced")
     if effort == "trial":
-        return [Case("lenet", 2, (*names, "bucketed, 1 MB"))]
+        return [BenchmarkCase("lenet", 2, (*names, "bucketed, 1 MB"))]
     caps_mb = (1, 10) if effort == "quick" else (0.1, 1, 10)
     names += tuple(f"bucketed, {cap_mb:g} MB" for cap_mb in caps_mb)
-    return [Case(model, k, names) for model in MODELS for k in (2, 4)]
+    return [BenchmarkCase(model, k, names) for model in MODELS for k in (2, 4)]
 
 
 BENCHMARK = Benchmark(
     section="bucketing",
-    title="Gradients while backward runs",
-    about="A training step without the optimizer, gradients checked bit for bit. `exposed` is "
-    "the part of the reductions' time after backward.",
+    title="Gradient buckets",
+    about="Time of a training step without the optimizer, CPU ranks in one process. Gradients are "
+    "checked bit for bit. `naive` (the book's loop), `fused per tensor` and `coalesced` (one call "
+    "for all tensors) reduce after backward. `bucketed` reduces during backward, in buckets of the "
+    "named size. `exposed` is the time from the end of backward until all sums are complete, "
+    "`reductions` the time of all reductions. `small` is 1,000 parameters of 64 elements.",
     efforts={"full": Effort(61, 12.0), "quick": Effort(5, 0.5), "trial": Effort(5, 0.0)},
     cases=cases_of,
     measure=measure,
     ours="bucketed, 10 MB",
     peers=("naive",),
-    threads=num_cores(),  # with one thread, a reduction could use an idle core
+    threads=num_cores(),  # with one thread, a reduction would run on an idle core
 )

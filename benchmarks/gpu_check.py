@@ -1,17 +1,17 @@
-"""Check a machine with a GPU in one command of 5 to 6 minutes, and write one report.
+"""Check a machine with a GPU in 5 to 6 minutes, and write one report.
 
     python benchmarks/gpu_check.py --out DIR/gpu.jsonl
     python benchmarks/gpu_check.py --only training_cuda,ncu_ring
-    python benchmarks/gpu_check.py --dry-run                               # prints the plan
-    PYRINGAR_TEST_CUDA_ON_CPU=1 python benchmarks/gpu_check.py             # a trial without a GPU
+    python benchmarks/gpu_check.py --dry-run                               # print the steps
+    PYRINGAR_TEST_CUDA_ON_CPU=1 python benchmarks/gpu_check.py             # try it without a GPU
 
-Builds the engines; runs the GPU tests and the sanitizers at the same time; then, alone, each
-benchmark; then profiles two kernels. Each step is a process group with a time limit, so a hang, a
-crash or a lost CUDA context costs one step. The report is a results file: its first line holds the
-outcome of each step, and each further line a benchmark's row. It is rewritten after each step.
+Order of the steps: build the engines; run the GPU tests and the sanitizers in parallel; run each
+benchmark alone; profile two kernels. Each step is a process group with a time limit, so a hang, a
+crash or a lost CUDA context ends only that step. The report is a results file, rewritten after each
+step. Its first line holds the outcome of all steps, and each further line a benchmark case.
 
-Needs no network and no installed pyringar, but torch, pybind11, ninja, filelock, a C++ compiler,
-nvcc, pytest, pytest-xdist and pytest-timeout. Exit status: 0, or 1 if a step failed.
+Needs torch, pybind11, ninja, filelock, a C++ compiler, nvcc, pytest, pytest-xdist and
+pytest-timeout, but no network and no installed pyringar. Exit status: 0, or 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = Path("/dev/shm")
 OK, FAILED, CUT_OFF, NOT_RUN, NOT_REACHED = "ok", "FAILED", "cut off", "not run", "not reached"
 ON_CPU = "PYRINGAR_TEST_CUDA_ON_CPU"
-TEST_S = 60  # limit of a test that sets none itself
+TEST_S = 60  # time limit of a test without its own limit
 ABORT_S, KILL_S, POLL_S = 3.0, 10.0, 0.1
 PRINTED_FAILURES, PRINTED_LINES, PRINTED_COLUMNS = 8, 15, 140
 BENCHMARKS_S = {"allreduce_cuda": 70.0, "training_cuda": 120.0, "peers_cuda": 70.0}
@@ -57,24 +57,24 @@ NCU_METRICS = ("Duration", "DRAM Throughput", "Registers Per Thread", "Achieved 
 
 
 @dataclass
-class Step:
-    """A process to run, and its outcome.
+class CheckStep:
+    """A process to run, with its time limit and its outcome.
 
     Attributes:
-        command: The program and its arguments; empty if the program is missing.
+        command: The program and its arguments; empty if the program is not installed.
         limit_s: Seconds after which the process is killed.
-        judge: Reads what the process printed or wrote, and completes the outcome.
-        file: Where the process writes what ``judge`` reads.
-        code: Exit status; None if the process was killed here.
+        judge: Reads the output or the file of the process, and completes the outcome.
+        file: File that the process writes and ``judge`` reads.
+        code: Exit status; None if gpu_check.py killed the process.
         note: One line about the outcome.
-        output: What the process printed, stdout and stderr together.
-        facts: What ``judge`` found, as JSON.
+        output: Stdout and stderr of the process.
+        facts: JSON values that ``judge`` extracted.
     """
 
     name: str
     command: list[str]
     limit_s: float
-    judge: Callable[[Step], None]
+    judge: Callable[[CheckStep], None]
     variables: dict[str, str] = field(default_factory=dict)
     file: Path | None = None
     state: str = NOT_REACHED
@@ -86,34 +86,31 @@ class Step:
     rows: list[Row] = field(default_factory=list)
 
     def add_note(self, *notes: str) -> None:
-        """Append to the note."""
+        """Append the nonempty notes."""
         self.note = "; ".join(filter(None, (self.note, *notes)))
 
     @property
     def tail(self) -> str:
-        """The end of the output of a step that is not well."""
+        """The end of the output, unless the state is ok."""
         return "" if self.state == OK else self.output[-20_000:]
 
     @property
     def summary(self) -> str:
-        """One line: the name, the state, the seconds and the note."""
+        """The name, the state, the seconds and the note in one line."""
         return f"{self.name:<15} {self.state:<11} {self.seconds:>6.1f} s  {self.note}".rstrip()
 
 
-# -- the plan --------------------------------------------------------------------------------------
-
-
-def plan(folder: Path, *, is_trial: bool) -> list[list[Step]]:
-    """Return the stages, each a list of steps that run at the same time."""
+def plan(folder: Path, *, is_trial: bool) -> list[list[CheckStep]]:
+    """Return the stages. The steps of a stage run in parallel."""
     runs = [sys.executable, "benchmarks/gpu_runs.py"]
 
-    def benchmark(name: str) -> Step:
+    def benchmark(name: str) -> CheckStep:
         out = folder / name
         effort = "--dry-run" if is_trial else "--quick"
         command = [sys.executable, "benchmarks/run_all.py", name, effort, "--out", str(out)]
-        return Step(name, command, BENCHMARKS_S[name], judge_rows, file=out / f"{name}.jsonl")
+        return CheckStep(name, command, BENCHMARKS_S[name], judge_rows, file=out / f"{name}.jsonl")
 
-    def tool(step: Step, program: str, options: Sequence[str], *run: str) -> Step:
+    def tool(step: CheckStep, program: str, options: Sequence[str], *run: str) -> CheckStep:
         path = None if is_trial else find_tool(program)
         if path is None:
             step.state, step.note = NOT_RUN, "no GPU" if is_trial else f"no {program}"
@@ -121,27 +118,28 @@ def plan(folder: Path, *, is_trial: bool) -> list[list[Step]]:
             step.command = [path, *options, *runs, *run]
         return step
 
-    def sanitizer(name: str) -> Step:
-        step = Step(name, [], 110.0, judge_sanitizer, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    def sanitizer(name: str) -> CheckStep:
+        step = CheckStep(name, [], 110.0, judge_sanitizer, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
         options = ["--tool", name, "--error-exitcode", "9"]
         return tool(step, "compute-sanitizer", options, "reduce")
 
-    def profile(algorithm: str) -> Step:
+    def profile(algorithm: str) -> CheckStep:
         options = ["--csv", "--clock-control", "none", "-k", f"regex:{algorithm}"]
         options += ["--launch-skip", "2", "--launch-count", "1"]
         options += [word for name in NCU_SECTIONS for word in ("--section", name)]
-        step = Step(f"ncu_{algorithm}", [], 40.0, judge_profile)
+        step = CheckStep(f"ncu_{algorithm}", [], 40.0, judge_profile)
         return tool(step, "ncu", options, "launch", algorithm)
 
-    # addopts is for the whole suite. A hang in CUDA runs no signal handler, but a thread ends it.
+    # addopts are options for the whole suite. In a hanging CUDA call no signal handler runs, so
+    # pytest-timeout must use a thread.
     tests = [sys.executable, "-m", "pytest", *test_files(), "-m", "cuda", "-o", "addopts="]
     tests += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu_plugin", "-v", "--tb=no"]
     tests += [f"--timeout={TEST_S}", "--timeout-method=thread"]
     tests += ["-n", str(max(2, num_cores() - 5)), "--dist", "worksteal"]
     tests_s = 600.0 if is_trial else 110.0
     return [
-        [Step("build", [*runs, "build"], 150.0, judge_build)],
-        [Step("tests", tests, tests_s, judge_tests), *map(sanitizer, SANITIZERS)],
+        [CheckStep("build", [*runs, "build"], 150.0, judge_build)],
+        [CheckStep("tests", tests, tests_s, judge_tests), *map(sanitizer, SANITIZERS)],
         *([benchmark(name)] for name in BENCHMARKS_S),
         [profile("fused")],
         [profile("ring")],
@@ -149,28 +147,24 @@ def plan(folder: Path, *, is_trial: bool) -> list[list[Step]]:
 
 
 def test_files() -> list[str]:
-    """Return the files with tests that carry the marker ``cuda``."""
     marker = re.compile(r"pytest\.mark\.cuda|gpu\.needed")
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(file.relative_to(ROOT)) for file in files if marker.search(file.read_text())]
 
 
 def find_tool(name: str) -> str | None:
-    """Find a program on PATH, in CUDA_HOME, or in the usual folder of CUDA."""
+    """Find a program in PATH, CUDA_HOME or /usr/local/cuda."""
     homes = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
     places = [str(Path(home, "bin", name)) for home in homes if home]
     return next(filter(None, map(shutil.which, (name, *places))), None)
 
 
-# -- running ---------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def process_of(step: Step, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a step in a new process group; at the end of the block, kill the group and judge it."""
+def process_of(step: CheckStep, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a step in a new process group; kill the group and judge it at the end of the block."""
     with tempfile.TemporaryFile() as output:
         begin = time.monotonic()
-        step.note = "ended from outside"
+        step.note = "ended by a signal to gpu_check.py"
         process = subprocess.Popen(
             step.command,
             cwd=ROOT,
@@ -192,10 +186,10 @@ def process_of(step: Step, environment: dict[str, str]) -> Iterator[subprocess.P
 
 
 def kill(process: subprocess.Popen[bytes]) -> str:
-    """Kill a process group. SIGABRT makes Python print its stacks, also within a CUDA call.
+    """Kill a process group. SIGABRT makes Python print its stacks, even in a CUDA call.
 
     Returns:
-        A note if the process survived, which it does while it is stuck in the driver.
+        A note if the process survived SIGKILL, which happens inside the GPU driver; else "".
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if process.poll() is None:
@@ -210,12 +204,14 @@ def kill(process: subprocess.Popen[bytes]) -> str:
     return ""
 
 
-def run_stage(steps: Sequence[Step], environment: dict[str, str], save: Callable[[], None]) -> None:
-    """Run steps at the same time; save the report and print a line when one has ended."""
-    with contextlib.ExitStack() as all_of_them:
+def run_stage(
+    steps: Sequence[CheckStep], environment: dict[str, str], save: Callable[[], None]
+) -> None:
+    """Run steps in parallel; after each step save the report and print its summary."""
+    with contextlib.ExitStack() as processes:
         begin, running = time.monotonic(), []
         for step in steps:
-            own = all_of_them.enter_context(contextlib.ExitStack())
+            own = processes.enter_context(contextlib.ExitStack())
             running.append((step, own, own.enter_context(process_of(step, environment))))
         while running:
             time.sleep(POLL_S)
@@ -223,36 +219,32 @@ def run_stage(steps: Sequence[Step], environment: dict[str, str], save: Callable
             for item in list(running):
                 step, own, process = item
                 if process.poll() is not None or seconds > step.limit_s:
-                    step.note = "" if process.poll() is not None else "ended at its limit"
+                    step.note = "" if process.poll() is not None else "killed at its time limit"
                     own.close()
                     running.remove(item)
                     save()
                     print(step.summary, flush=True)
 
 
-# -- judging ---------------------------------------------------------------------------------------
-
-
-def judge(step: Step) -> None:
-    """Set a step's state by the end of its process, then by its output."""
+def judge(step: CheckStep) -> None:
+    """Set the state of a step from its exit status, then from its output."""
     step.state = OK if step.code == 0 else CUT_OFF if step.code is None else FAILED
     if step.code is not None and step.code < 0:
         step.add_note(f"ended by {signal.Signals(-step.code).name}")
     try:
         step.judge(step)
-    except Exception as error:  # output that cannot be read fails this step alone
+    except Exception as error:  # unreadable output fails only this step
         step.state = FAILED
         step.add_note(f"{type(error).__name__}: {error}")
 
 
-def judge_build(step: Step) -> None:
-    """Take the machine's description."""
+def judge_build(step: CheckStep) -> None:
     if step.state == OK:
         step.facts = {"machine": json.loads(step.output.splitlines()[-1])}
 
 
-def judge_tests(step: Step) -> None:
-    """Take the outcomes that pytest-xdist and gpu_plugin.py have printed until the end."""
+def judge_tests(step: CheckStep) -> None:
+    """Count the test outcomes that pytest-xdist and gpu_plugin.py printed."""
     ended = re.findall(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (.+?) *$", step.output, re.M)
     begun = re.findall(r"^(\S+::.+?) *$", step.output, re.M)
     failures = re.findall(r"^FAILURE OF (.+)\n((?: {4}.*\n)*)", step.output, re.M)
@@ -266,20 +258,19 @@ def judge_tests(step: Step) -> None:
         step.state = FAILED
 
 
-def judge_leftovers(step: Step, before: set[str]) -> None:
-    """Fail the tests if they left a file in shared memory."""
+def judge_leftovers(step: CheckStep, before: set[str]) -> None:
+    """Fail the step `tests` if it left a file in /dev/shm."""
     if step.command and (left := sorted(shared_memory() - before)):
         step.state, step.facts["left_in_dev_shm"] = FAILED, left
         step.add_note(f"left in {SHARED_MEMORY}: {', '.join(left)}")
 
 
 def shared_memory() -> set[str]:
-    """Return the names of the files in shared memory."""
     return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
 
 
-def judge_rows(step: Step) -> None:
-    """Take the rows that a benchmark wrote until its end."""
+def judge_rows(step: CheckStep) -> None:
+    """Read the rows that a benchmark wrote, complete or not."""
     results = read(step.file or Path())
     step.rows = results.rows
     step.facts = {"not_run": results.not_run, "failed": results.failed}
@@ -292,8 +283,7 @@ def judge_rows(step: Step) -> None:
         step.state = NOT_RUN
 
 
-def judge_sanitizer(step: Step) -> None:
-    """Take the summary and the first error."""
+def judge_sanitizer(step: CheckStep) -> None:
     step.add_note(*re.findall(r"\w+ SUMMARY: .*", step.output)[-1:])
     found = re.findall(r"^========= ((?!COMPUTE-SANITIZER|.*SUMMARY)\S.*)", step.output, re.M)
     step.add_note(f"first: {found[0]}" if found else "")
@@ -303,8 +293,8 @@ def judge_sanitizer(step: Step) -> None:
         step.state = FAILED
 
 
-def judge_profile(step: Step) -> None:
-    """Take ncu's metrics by name, each with its unit."""
+def judge_profile(step: CheckStep) -> None:
+    """Read the metrics of ncu, with units."""
     lines = [line for line in step.output.splitlines() if line.startswith('"')]
     metrics = {
         row["Metric Name"]: f"{row['Metric Value']} {row['Metric Unit']}".strip()
@@ -314,19 +304,16 @@ def judge_profile(step: Step) -> None:
     step.facts = {"metrics": metrics}
     step.add_note(*(f"{name} {metrics[name]}" for name in NCU_METRICS if name in metrics))
     refusal = re.search("==ERROR== (?!The application)(.*)", step.output)
-    if refusal:  # counters are for administrators, or absent on this machine
+    if refusal:  # counters need administrator rights, or do not exist on this GPU
         step.state = NOT_RUN
         step.add_note(refusal[1])
     elif step.state == OK and not metrics:
         step.state = FAILED
-        step.add_note("ncu saw no launch of the kernel")
+        step.add_note("ncu profiled no launch of the kernel")
 
 
-# -- the report ------------------------------------------------------------------------------------
-
-
-def results_of(machine: dict[str, Any], steps: Sequence[Step]) -> Results:
-    """Return all that is known, as a results file holds it."""
+def results_of(machine: dict[str, Any], steps: Sequence[CheckStep]) -> Results:
+    """Return the machine, the outcomes and the rows as the contents of a results file."""
     not_run = [{"what": step.name, "why": step.note} for step in steps if step.state == NOT_RUN]
     for step in steps:
         not_run += step.facts.get("not_run", [])
@@ -342,7 +329,6 @@ def results_of(machine: dict[str, Any], steps: Sequence[Step]) -> Results:
 
 
 def commit() -> str | None:
-    """Return git's name of the checkout; None in a copy without git."""
     with contextlib.suppress(OSError):
         command = ["git", "rev-parse", "HEAD"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -350,8 +336,7 @@ def commit() -> str | None:
     return None
 
 
-def last_lines(steps: Sequence[Step]) -> list[str]:
-    """Return the last lines to print: failures first, then a line per step."""
+def last_lines(steps: Sequence[CheckStep]) -> list[str]:
     lines: list[str] = []
     for step in steps:
         failures = step.facts.get("failures", [])
@@ -360,18 +345,14 @@ def last_lines(steps: Sequence[Step]) -> list[str]:
         if len(failures) > PRINTED_FAILURES:
             lines.append(f"... and {len(failures) - PRINTED_FAILURES} more: see the report")
         if step.state == FAILED and not failures:
-            lines += [f"-- the end of {step.name}:", *step.output.splitlines()[-PRINTED_LINES:]]
+            lines += [f"-- last output of {step.name}:", *step.output.splitlines()[-PRINTED_LINES:]]
     lines += [step.summary for step in steps]
     missing = [item for step in steps for item in step.facts.get("not_run", [])]
     lines += [f"not run: {item['what']}: {item['why']}" for item in missing]
     return [line[:PRINTED_COLUMNS] for line in lines]
 
 
-# -- the command line ------------------------------------------------------------------------------
-
-
 def variables() -> dict[str, str]:
-    """Return the environment of all steps."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     found = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if "PYRINGAR_CACHE_DIR" not in found and not importlib.util.find_spec("platformdirs"):
@@ -380,14 +361,15 @@ def variables() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None, make_plan: Callable[..., Any] = plan) -> int:
-    """Run the stages, keep the report, print the outcome; return the exit status."""
     about, _, more = str(__doc__).partition("\n\n")
     parser = argparse.ArgumentParser(
         description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("gpu.jsonl"))
-    parser.add_argument("--only", metavar="STEP,...", help="these steps, after the build")
-    parser.add_argument("--dry-run", action="store_true", help="print the steps, and run nothing")
+    parser.add_argument("--only", metavar="STEP,...", help="only these steps, after the build")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the steps without running them"
+    )
     args = parser.parse_args(argv)
     is_trial = os.environ.get(ON_CPU) == "1"
     with tempfile.TemporaryDirectory() as folder, exiting_on_signals():
@@ -395,7 +377,7 @@ def main(argv: Sequence[str] | None = None, make_plan: Callable[..., Any] = plan
         names = [step.name for step in itertools.chain(*stages)]
         only = args.only.split(",") if args.only else names
         if unknown := sorted(set(only) - set(names)):
-            parser.error(f"--only: no step {', '.join(unknown)}; there are {', '.join(names)}")
+            parser.error(f"--only names no step {', '.join(unknown)}, expected {', '.join(names)}")
         chosen = [[s for s in stage if s.name in (*only, "build")] for stage in stages]
         if args.dry_run:
             print_plan(chosen)
@@ -403,8 +385,8 @@ def main(argv: Sequence[str] | None = None, make_plan: Callable[..., Any] = plan
         return run_all(list(filter(None, chosen)), args.out)
 
 
-def run_all(stages: Sequence[Sequence[Step]], out: Path) -> int:
-    """Run the stages one after the other; without a build, none but the first."""
+def run_all(stages: Sequence[Sequence[CheckStep]], out: Path) -> int:
+    """Run the stages in order. A failed build ends the run."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     steps = list(itertools.chain(*stages))
     environment, machine = variables(), describe_host() | {"commit": commit()}
@@ -413,7 +395,7 @@ def run_all(stages: Sequence[Sequence[Step]], out: Path) -> int:
     def save() -> None:
         write(out, results_of(machine, steps))
 
-    save()  # a file that cannot be written ends the command before it runs anything
+    save()  # raises before the first step if the report cannot be written
     begin = time.monotonic()
     try:
         for stage in stages:
@@ -429,15 +411,14 @@ def run_all(stages: Sequence[Sequence[Step]], out: Path) -> int:
                     environment["PYRINGAR_CUDA_ARCHS"] = arch
     finally:
         save()
-    print(f"\n{time.monotonic() - begin:.0f} s in all; the report is {out}")
+    print(f"\n{time.monotonic() - begin:.0f} s in total; the report is {out}")
     print("\n".join(last_lines(steps)))
     failed = [step.name for step in steps if step.state in (FAILED, CUT_OFF, NOT_REACHED)]
-    print(f"FAILED: {', '.join(failed)}" if failed else "all well")
+    print(f"FAILED: {', '.join(failed)}" if failed else "all steps passed")
     return int(bool(failed))
 
 
-def print_plan(stages: Sequence[Sequence[Step]]) -> None:
-    """Print each step, its limit and its command."""
+def print_plan(stages: Sequence[Sequence[CheckStep]]) -> None:
     for number, stage in enumerate(stages, start=1):
         for step in stage:
             command = shlex.join(step.command) if step.command else f"not run: {step.note}"
@@ -446,7 +427,7 @@ def print_plan(stages: Sequence[Sequence[Step]]) -> None:
 
 @contextlib.contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """Let a signal kill the process groups and save the report."""
+    """Exit on SIGINT, SIGTERM and SIGHUP, which kills the steps and saves the report."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in numbers]
     try:

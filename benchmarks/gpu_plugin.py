@@ -1,8 +1,8 @@
-"""What gpu_check.py adds to pytest: pytest -p benchmarks.gpu_plugin.
+"""Pytest plugin of gpu_check.py: pytest -p benchmarks.gpu_plugin.
 
-A failure is printed at once: pytest prints it at its end, which a killed run never reaches. After a
-sticky CUDA error every CUDA call of the process fails, so the worker exits, and pytest-xdist starts
-another worker for the rest of the tests.
+The plugin prints a failure at once, since a killed pytest never prints its summary. It also ends a
+pytest-xdist worker after a sticky CUDA error, because all later CUDA calls of that process fail.
+pytest-xdist then starts a new worker for the remaining tests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ STICKY = re.compile(
 
 def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
-    config.pluginmanager.register(_Leaver() if is_worker else _Printer())
+    config.pluginmanager.register(_WorkerExit() if is_worker else _FailurePrinter())
 
 
-class _Printer:
-    """Prints the end of each failure: ``FAILURE OF`` and the test, then indented lines."""
+class _FailurePrinter:
+    """Prints ``FAILURE OF`` and the test, then the last lines of the error, indented."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -34,7 +34,7 @@ class _Printer:
             print("", f"FAILURE OF {report.nodeid}", *(f"    {line}" for line in lines), sep="\n")
 
 
-class _Leaver:
+class _WorkerExit:
     """Ends a worker after a sticky CUDA error."""
 
     _is_lost = False

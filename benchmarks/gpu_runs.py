@@ -1,7 +1,7 @@
-"""Short programs that gpu_check.py runs, one process each.
+"""Small programs for gpu_check.py.
 
-python benchmarks/gpu_runs.py build              # both engines; prints the machine
-python benchmarks/gpu_runs.py reduce             # every path of the engines, for a sanitizer
+python benchmarks/gpu_runs.py build              # compile both engines; print the machine
+python benchmarks/gpu_runs.py reduce             # run all kernels, for a sanitizer
 python benchmarks/gpu_runs.py launch ALGORITHM   # three large calls, for a profiler
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: prefer an installed pyringar
 
 import pyringar as pr
 from benchmarks.machine import describe_machine
@@ -25,14 +25,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8)
 
 
 def build_engines() -> None:
-    """Compile the engines at the same time; print the machine."""
+    """Compile the engines in parallel; print the machine as JSON."""
     if os.environ.get("PYRINGAR_TEST_CUDA_ON_CPU") == "1":
         machine = describe_machine()
     else:
         if not torch.cuda.is_available():
-            sys.exit(f"no CUDA device here (torch {torch.__version__})")
+            sys.exit(f"torch {torch.__version__} finds no CUDA device")
         major, minor = torch.cuda.get_device_capability()
-        os.environ["PYRINGAR_CUDA_ARCHS"] = f"{major}.{minor}"  # as the steps after this one
+        os.environ["PYRINGAR_CUDA_ARCHS"] = f"{major}.{minor}"  # as in all other steps
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda load_engine: load_engine(), (load.cuda_engine, load.engine)))
         machine = describe_machine("cuda")
@@ -40,9 +40,9 @@ def build_engines() -> None:
 
 
 def reduce_all() -> None:
-    """Call every engine with vector and element paths, lists and a strided tensor.
+    """Run all kernels on aligned, odd-sized, strided tensors and lists of tensors.
 
-    Every tensor is an allocation of its own, so that a sanitizer sees a read past its end.
+    Every tensor is a separate allocation, so that a sanitizer detects reads past its end.
     """
     with pr.Communicator(["cuda:0"] * 3, timeout=100.0) as comm:
         for algorithm in ("fused", "direct", "ring"):
@@ -68,7 +68,7 @@ def reduce_all() -> None:
 
 
 def launch(algorithm: str) -> None:
-    """Launch a kernel three times: at the third, caches and clocks are as in a loop."""
+    """Launch a kernel three times; a profiler reads the third, with warm caches and clocks."""
     with pr.Communicator(["cuda:0"] * 4, timeout=100.0) as comm:
         tensors = [torch.ones(2**24, device="cuda") for _ in range(4)]
         for _ in range(3):

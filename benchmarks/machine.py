@@ -1,4 +1,4 @@
-"""Describe the machine that results were measured on."""
+"""Describe the machine that runs the benchmarks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from pyringar.engine import load
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
-    """Return the facts of `describe_host`, of the engine's build and, for CUDA, of the GPU.
-
-    Builds the engines that are not built yet.
-    """
+    """Return facts about the host, the engine and, for CUDA, the GPU. Compile the engines."""
     facts = describe_host() | {"engine": load.engine().build_info()}
     if device.startswith("cuda"):
         facts |= describe_gpu() | {"engine_cuda": load.cuda_engine().runtime_version()}
@@ -30,7 +27,6 @@ def describe_machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def describe_host() -> dict[str, Any]:
-    """Return processor, memory and versions."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
@@ -46,14 +42,13 @@ def describe_host() -> dict[str, Any]:
 
 
 def machine_in_words(machine: Mapping[str, Any]) -> str:
-    """Name the GPU, the processor, its cores, torch, and the commit where it is known."""
+    """Return the GPU, processor, cores, torch version and, if known, commit in words."""
     gpu = f"{machine['gpu']}, " if machine.get("gpu") else ""
     commit = f", commit {machine['commit'][:7]}" if machine.get("commit") else ""
     return f"{gpu}{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}{commit}"
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -66,7 +61,6 @@ def _cpu_model() -> str:
 
 
 def describe_gpu() -> dict[str, Any]:
-    """Return the first GPU's name and capability, their number, driver and CUDA."""
     facts = torch.cuda.get_device_properties(0)
     return {
         "gpu": facts.name,

@@ -1,7 +1,7 @@
-"""Results files: one JSON line about the section and its machine, then one JSON line per case.
+"""Results files: a JSON line about the section and its machine, then a JSON line per case.
 
-A case's line holds what its rows share, and the rows by candidate. A folder of results files, one
-per section, is a report. ``benchmarks/results`` is such a folder.
+The line of a case holds the fields that all its rows share, and the rows by candidate. A report is
+made from a folder of results files, one per section, such as ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 3
-NOISE = 0.02  # a row may be this much faster than its limit
+NOISE = 0.02  # relative amount by which a row may be faster than its limit
 SHARED = ("section", "case", "world_size", "size_bytes", "clock", "limit_s")
 TIMES = ("median_s", "min_s", "q1_s", "q3_s")
 
 
 class InputError(ValueError):
-    """A file that cannot be used; the message names the file and the fault."""
+    """An unusable results file; the message names the file and the fault."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate in one case, checked and timed. Times are seconds per call.
+    """Times and check of one candidate in one case. Times are seconds per call.
 
     Attributes:
-        case: What is reduced or trained, such as ``1 MiB fp32``.
-        candidate: The implementation: an algorithm of ours, or a peer.
-        correct: The result was checked in the run that timed it.
+        case: Name of the tensors or the model, such as ``1 MiB fp32``.
+        candidate: The implementation: an algorithm of pyringar, or a peer.
+        correct: Whether the result was right, checked in the run that timed it.
         limit_s: The physical limit of the case, measured in the same run.
         size_bytes: Bytes of one rank's tensors.
-        clock: Set where a section times one call in several ways, see allreduce_cuda.py.
-        parts_s: Seconds of known parts of the time, by name.
+        clock: How the call was timed, see allreduce_cuda.py; None if the section has one clock.
+        parts_s: Seconds of parts of the time, by name.
     """
 
     section: str
@@ -56,12 +56,12 @@ class Row:
 
     @property
     def group(self) -> tuple[str, int, str | None]:
-        """The fields that rows share when they may be compared with each other."""
+        """The case, world size and clock, which comparable rows share."""
         return self.case, self.world_size, self.clock
 
     @property
     def about(self) -> str:
-        """Case, ranks, candidate and clock in words."""
+        """Case, world size, candidate and clock in words."""
         clock = f", {self.clock}" if self.clock else ""
         return f"{self.case}, {num_ranks(self.world_size)}, {self.candidate}{clock}"
 
@@ -72,9 +72,9 @@ class Results:
 
     Attributes:
         effort: ``full``, ``quick`` or ``trial``.
-        not_run: ``{"what", "why"}`` of everything that could not be measured.
-        failed: ``{"what", "why"}`` of everything that ended with an error.
-        facts: What only this section knows.
+        not_run: ``{"what", "why"}`` of each item that cannot be measured on this machine.
+        failed: ``{"what", "why"}`` of each item that raised an error.
+        facts: Values that only this section has, such as library versions.
     """
 
     section: str
@@ -87,17 +87,17 @@ class Results:
 
     @property
     def wrong(self) -> list[Row]:
-        """The rows that did not pass their check."""
+        """The rows with a wrong result."""
         return [row for row in self.rows if not row.correct]
 
     @property
     def digest(self) -> str:
-        """A hash of all contents. A picture holds the hash of the results that it shows."""
+        """A hash of all contents, which the picture of these results stores."""
         return hashlib.sha256(text_of(self).encode()).hexdigest()[:16]
 
     @property
     def filename(self) -> str:
-        """The name in a folder of results."""
+        """The file name of this section."""
         return f"{self.section}.jsonl"
 
 
@@ -105,12 +105,11 @@ Sections = Mapping[str, Results]
 
 
 def num_ranks(count: int) -> str:
-    """Write a number of ranks."""
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def by_key(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
-    """Group items by a key, in the order in which keys come."""
+    """Group items by a key, in order of first occurrence."""
     found: dict[Any, list[Any]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -118,10 +117,10 @@ def by_key(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
 
 
 def limit_of(rows: Sequence[Row]) -> float | None:
-    """Return the limit of the rows of one group, or None where no row has a true limit.
+    """Return the limit of the rows of one group, or None if the limit says nothing.
 
-    The limit is measured with a call of its own, and the overhead of that call is in it. If a row
-    is faster, the measured time is no limit. On the host's clocks most of a time is overhead.
+    The limit is the time of a torch call and includes the overhead of that call. A row that is
+    faster disproves the limit. Host clocks measure mostly overhead, so they have no limit.
     """
     limit_s = max((row.limit_s or 0.0 for row in rows), default=0.0)
     is_true = limit_s and min(row.median_s for row in rows) > limit_s * (1 - NOISE)
@@ -129,7 +128,6 @@ def limit_of(rows: Sequence[Row]) -> float | None:
 
 
 def text_of(results: Results) -> str:
-    """Return the text of a results file."""
     head = {"version": VERSION, **{k: v for k, v in asdict(results).items() if k != "rows" and v}}
     lines = [head]
     for rows in by_key(results.rows, attrgetter(*SHARED)).values():
@@ -143,7 +141,7 @@ def text_of(results: Results) -> str:
 
 
 def write(path: str | Path, results: Results) -> None:
-    """Write a results file atomically: a killed process leaves the old file or the new one."""
+    """Replace a results file atomically, so that a killed process leaves a complete file."""
     partial = Path(f"{path}.partial")
     partial.write_text(text_of(results), encoding="utf-8")
     os.replace(partial, path)
@@ -177,10 +175,10 @@ def read(path: str | Path) -> Results:
 
 
 def read_folder(folder: str | Path) -> dict[str, Results]:
-    """Read the results files of a folder, by section. The file of gpu_check.py has several.
+    """Read the results files of a folder, by section. The file of gpu_check.py has 3 sections.
 
     Raises:
-        InputError: A file cannot be used, or there is none.
+        InputError: A file is unusable, or the folder has no results file.
     """
     files = sorted(Path(folder).glob("*.jsonl"))
     if not files:

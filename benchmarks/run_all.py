@@ -1,74 +1,113 @@
-"""Measure, on this machine, how fast pyringar is beside its peers, and write a report.
+"""Measure how fast pyringar is on this machine, beside other libraries, and write a report.
 
     python benchmarks/run_all.py                      # every section that this machine can run
-    python benchmarks/run_all.py --quick              # under 4 minutes on two cores, rough figures
+    python benchmarks/run_all.py --quick              # 4 to 10 minutes, rough figures
     python benchmarks/run_all.py ddp training         # these sections
     python benchmarks/run_all.py allreduce --only "1 MiB" --ranks 2,4
-    python benchmarks/run_all.py --out DIR            # also results files, pictures and report.md
+    python benchmarks/run_all.py --out DIR            # writes to DIR instead of ./bench
 
-Every section prints its table when it ends. With --out, its results file is rewritten after each
-case, so an interrupted run keeps what it has measured. Leave the machine alone meanwhile.
+Each section prints its table when it ends. The folder of --out gets the results files, pictures and
+report.md. Without --out it is a new folder: ./bench, else ./bench-2 and so on. A results file is
+rewritten after each case, so an interrupted run keeps the finished cases. A dry run writes files
+only with --out. Close other programs before you measure.
 
-Exit status: 0; 1 if a result was wrong or something failed; 2 for a wrong argument.
+Exit status: 0; 1 if a result was wrong or a case raised an error; 2 for a wrong argument.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: prefer an installed pyringar
 
-from benchmarks import plots, report
-from benchmarks.bench import Benchmark, Case, Run
+from benchmarks import report_figures, report_page
+from benchmarks.bench import Benchmark, BenchmarkCase, Run
 from benchmarks.machine import describe_machine, machine_in_words
 from benchmarks.rows import Results
 from benchmarks.sections import SECTIONS
 
-START_S = 1.0  # what a case takes beside its budget: checks, and warming up
+CHECK_S = 1.0  # seconds of a case beside its time budget: checks and warm-up
+PROBABLE_COST = 1.5  # estimate before the first case ends: seconds per planned second
 BAR_WIDTH = 20
+WIDTH = 99  # columns of the line on a terminal
+TERMINAL_PERIOD_S, LOG_PERIOD_S = 1.0, 8.0
 
 
-class Progress:
-    """A line on a terminal: the share that is done, the time left, and the last case.
+class SectionProgress:
+    """Progress over all sections, shown on stderr by a thread.
+
+    A terminal gets one line, rewritten every second. Any other stderr gets a line every 8 seconds.
 
     Args:
-        planned_s: Seconds that each section should take per case, by section.
-        cases: The number of cases, by section.
+        planned_s: Planned seconds per case, by section.
+        cases: Cases by section.
     """
 
-    def __init__(self, planned_s: dict[str, float], cases: dict[str, int]) -> None:
-        self._planned_s = planned_s
-        self._total_s = sum(planned_s[name] * count for name, count in cases.items())
-        self._done_s, self._begin_s = 0.0, time.monotonic()
-        self._is_shown = sys.stderr.isatty()
+    def __init__(self, planned_s: dict[str, float], cases: dict[str, list[BenchmarkCase]]) -> None:
+        self._planned_s, self._sections = planned_s, [name for name in cases if cases[name]]
+        self._total_s = sum(planned_s[name] * len(found) for name, found in cases.items())
+        self._begin_s = self._advance_s = time.monotonic()
+        self._done_s, self._case_s = 0.0, 0.0  # planned seconds: finished cases, the current case
+        self._activity = "compiling the engine unless it is cached"
+        self._is_terminal = sys.stderr.isatty()
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._show_regularly, daemon=True)
 
-    def advance(self, section: str, case: Case) -> None:
-        """Count a case of a section that has ended."""
+    def __enter__(self) -> SectionProgress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.clear()
+
+    def begin(self, section: str) -> None:
+        """Show the name and number of a section that begins, unless it has no cases."""
+        self._case_s = self._planned_s[section]
+        if section in self._sections:
+            number = self._sections.index(section) + 1
+            self._activity = f"section {number} of {len(self._sections)} ({section})"
+
+    def advance(self, section: str) -> None:
+        """Count a finished case of a section."""
         self._done_s = min(self._total_s, self._done_s + self._planned_s[section])
-        if self._is_shown:
-            line = f"{self.line(time.monotonic() - self._begin_s)}  {section}: {case.name}"
-            print(f"\r{line:<100.100}", end="\r", file=sys.stderr, flush=True)
+        self._advance_s = time.monotonic()
 
-    def line(self, spent_s: float) -> str:
-        """Return the bar and the time left, if the rest goes on as the part that is done."""
-        share = self._done_s / self._total_s
-        left_s = round(spent_s / share * (1 - share))
+    def line(self, now_s: float) -> str:
+        """Return the bar, the section and the time left, at a time of `time.monotonic`."""
+        share = self._done_s / self._total_s if self._total_s else 1.0
+        spent_s = self._advance_s - self._begin_s
+        cost = spent_s / self._done_s if self._done_s else PROBABLE_COST
+        case_s = min(now_s - self._advance_s, cost * self._case_s)  # later cases remain in the sum
+        left_s = (self._total_s - self._done_s) * cost - case_s
+        left = f"about {left_s / 60:.0f} min left" if left_s >= 90 else "less than 2 min left"
         bar = "#" * round(share * BAR_WIDTH)
-        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {left_s // 60}:{left_s % 60:02} left"
+        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {self._activity}, {left}"
 
     def clear(self) -> None:
-        """Remove the line, for other output."""
-        if self._is_shown:
-            print(f"\r{'':<100}", end="\r", file=sys.stderr, flush=True)
+        """Clear the terminal's line before other output."""
+        if self._is_terminal:
+            self._print("")
+
+    def _print(self, line: str) -> None:
+        text = f"\r{line:<{WIDTH}.{WIDTH}}\r" if self._is_terminal else f"{line}\n"
+        with self._lock:
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def _show_regularly(self) -> None:
+        while not self._stop.wait(TERMINAL_PERIOD_S if self._is_terminal else LOG_PERIOD_S):
+            self._print(self.line(time.monotonic()))
 
 
-def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Case]:
-    """Return the cases of a section that the command line asks for."""
+def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[BenchmarkCase]:
     return [
         case
         for case in benchmark.cases(args.effort)
@@ -77,34 +116,36 @@ def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Case]:
 
 
 def measure(sections: Sequence[Benchmark], args: argparse.Namespace) -> dict[str, Results]:
-    """Measure one section after the other, and print its table."""
     cases = {
         benchmark.section: [] if benchmark.why_not(args.effort) else chosen_cases(benchmark, args)
         for benchmark in sections
     }
-    planned_s = {b.section: b.efforts[args.effort].budget_s + START_S for b in sections}
-    progress = Progress(planned_s, {name: len(found) for name, found in cases.items()})
+    planned_s = {b.section: b.efforts[args.effort].budget_s + CHECK_S for b in sections}
     found: dict[str, Results] = {}
-    for benchmark in sections:
-        name = benchmark.section
-        run = Run(
-            benchmark,
-            args.effort,
-            cases=cases[name],
-            folder=args.out,
-            tell=lambda case, name=name: progress.advance(name, case),
-        )
-        found[name] = run.measure()
+    with SectionProgress(planned_s, cases) as progress:
+        machine = machine_in_words(describe_machine())
         progress.clear()
-        print_section(found[name])
+        print(machine)
+        for benchmark in sections:
+            name = benchmark.section
+            progress.begin(name)
+            run = Run(
+                benchmark,
+                args.effort,
+                cases=cases[name],
+                folder=args.out,
+                tell=lambda case, name=name: progress.advance(name),
+            )
+            found[name] = run.measure()
+            progress.clear()
+            print_section(found[name])
     return found
 
 
 def print_section(results: Results) -> None:
-    """Print a section's table, and what went wrong."""
     print(f"\n## {SECTIONS[results.section].title}\n", flush=True)
     if results.rows:
-        print(report.table(results))
+        print(report_page.table(results))
     for item in results.not_run:
         print(f"not run: {item['what']}: {item['why']}")
     for item in results.failed:
@@ -115,56 +156,66 @@ def print_section(results: Results) -> None:
 
 
 def write_report(folder: Path, sections: dict[str, Results]) -> None:
-    """Write report.md, and the pictures where matplotlib is installed."""
+    print("\nWriting the pictures and the report", flush=True)
     can_draw = importlib.util.find_spec("matplotlib") is not None
     if can_draw:
-        plots.draw(sections, folder / "figures")
+        report_figures.draw(sections, folder / "figures")
     figures = Path("figures") if can_draw else None
-    (folder / "report.md").write_text(report.render(sections, figures), encoding="utf-8")
-    print(f"\n{folder / 'report.md'}{'' if can_draw else ' (no pictures: matplotlib is missing)'}")
+    (folder / "report.md").write_text(report_page.render(sections, figures), encoding="utf-8")
+    note = "" if can_draw else " (no pictures: matplotlib is not installed)"
+    print(f"Wrote {folder / 'report.md'}{note}")
+
+
+def new_folder() -> Path:
+    """Return ./bench, or ./bench-2, ./bench-3 and so on if earlier results exist."""
+    names = ("bench", *(f"bench-{number}" for number in range(2, 1000)))
+    return next(path for path in map(Path, names) if not path.exists())
 
 
 def numbers(text: str) -> list[int]:
-    """Read numbers of ranks; argparse names the option that is wrong."""
+    """Read a list of world sizes; argparse adds the option's name to the error."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not numbers such as 2,4") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,4") from None
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
+    names = ", ".join(SECTIONS)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"default: all of {names}")
     effort = parser.add_mutually_exclusive_group()
     effort.add_argument("--quick", action="store_true", help="few sizes, few rounds")
-    effort.add_argument("--dry-run", action="store_true", help="tiny, on the CPU: only a trial")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
-    parser.add_argument("--ranks", type=numbers, metavar="2,4", help="cases of so many ranks")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write results and report there")
+    effort.add_argument("--dry-run", action="store_true", help="tiny sizes, CPU only: a smoke test")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
+    parser.add_argument("--ranks", type=numbers, metavar="2,4", help="cases with these world sizes")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of results and report (default: ./bench)"
+    )
     args = parser.parse_args(argv)
     for name in args.sections:
         if name not in SECTIONS:
-            parser.error(f"SECTION: {name!r} is none of {', '.join(SECTIONS)}")
+            parser.error(f"SECTION is {name!r}, expected one of {names}")
     args.effort = "trial" if args.dry_run else "quick" if args.quick else "full"
+    if args.out is None and not args.dry_run:
+        args.out = new_folder()
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; return the exit status."""
     args = parse_arguments(argv)
     chosen = [SECTIONS[name] for name in args.sections or SECTIONS]
     chosen = [benchmark for benchmark in chosen if chosen_cases(benchmark, args)]
     if not chosen:
-        print("no case has such a name and number of ranks", file=sys.stderr)
+        print(f"no case matches --only {args.only!r} and --ranks {args.ranks}", file=sys.stderr)
         return 2
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        for name in SECTIONS:  # of an earlier run into the same folder
+        for name in SECTIONS:  # results of an earlier run would get into this report
             (args.out / f"{name}.jsonl").unlink(missing_ok=True)
-    print(machine_in_words(describe_machine()))
+        print(f"Results, pictures and report.md go to {args.out}{os.sep}")
     found = measure(chosen, args)
     if args.out:
         write_report(args.out, found)

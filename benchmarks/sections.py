@@ -1,4 +1,4 @@
-"""The sections of the report, in its order."""
+"""All sections of the report, in the order of the report."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from benchmarks import (
     allreduce,
     allreduce_cuda,
     bucketing,
-    ddp,
-    orders,
+    ddp_steps,
+    order_cost,
     peers_cuda,
-    processes,
-    training,
+    process_allreduce,
     training_cuda,
+    training_steps,
 )
 from benchmarks.bench import Benchmark
 
 _MODULES = (
     allreduce,
-    orders,
-    processes,
-    ddp,
+    order_cost,
+    process_allreduce,
+    ddp_steps,
     bucketing,
-    training,
+    training_steps,
     allreduce_cuda,
     peers_cuda,
     training_cuda,

@@ -1,4 +1,4 @@
-"""Inputs of the ranks, and the sums that they must give, for the checks of all benchmarks."""
+"""Random inputs of the ranks, and expected sums, for the checks of all benchmarks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from benchmarks.bench import DTYPES, Case
+from benchmarks.bench import DTYPES, BenchmarkCase
 from pyringar.comm.orders import tree
 
-NUM_EXACT = 1000  # elements of an exact sum that are compared as fractions
+NUM_EXACT = 1000  # number of elements that `is_nearest` compares
 
 
-def random_lists(case: Case, device: str = "cpu") -> list[list[Tensor]]:
-    """Return ``lists[rank][i]`` of random numbers, with another seed on every rank."""
+def random_lists(case: BenchmarkCase, device: str = "cpu") -> list[list[Tensor]]:
+    """Return random tensors ``lists[rank][i]``; each rank has a different seed."""
     lists = []
     for rank in range(case.world_size):
         generator = torch.Generator(device).manual_seed(1000 + rank)
@@ -30,17 +30,17 @@ def random_lists(case: Case, device: str = "cpu") -> list[list[Tensor]]:
 
 
 def rank_order(terms: Sequence[Tensor]) -> Tensor:
-    """Return the sum from left to right in fp32 or wider, rounded once."""
+    """Return the sum in rank order, in fp32 or wider, rounded once to the input dtype."""
     return functools.reduce(torch.add, _wide(terms)).to(terms[0].dtype)
 
 
 def tree_order(terms: Sequence[Tensor]) -> Tensor:
-    """Return the sum by the tree in fp32 or wider, rounded once."""
+    """Return the sum in tree order, in fp32 or wider, rounded once to the input dtype."""
     return tree(_wide(terms), torch.add).to(terms[0].dtype)
 
 
 def ring_order(terms: Sequence[Tensor]) -> Tensor:
-    """Return the sum of flat tensors as the ring adds: chunk c begins with rank c + 1."""
+    """Return the sum of flat tensors in ring order: chunk c begins with rank c + 1."""
     k = len(terms)
     chunks = zip(*(term.tensor_split(k) for term in terms), strict=True)
     return torch.cat(
@@ -57,16 +57,16 @@ def _wide(terms: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_close(found: Tensor, want: Tensor) -> bool:
-    """Return whether a peer's sum is right.
+    """Return whether a peer's sum is right up to rounding.
 
-    The order of a peer is its own, and it may round 16 bits after every addition.
+    Peers add in any order, and may round 16-bit sums after every addition.
     """
     far = 0.1 if found.dtype.itemsize < 4 else 1e-5
     return torch.allclose(found.float(), want.float(), rtol=far, atol=far)
 
 
 def is_nearest(found: Tensor, terms: Sequence[Tensor]) -> bool:
-    """Return whether no neighbor of a number is nearer to the exact sum of the terms."""
+    """Return whether every sum is the floating-point number nearest to the exact sum."""
     above, below = (
         torch.nextafter(found, torch.full_like(found, e)) for e in (torch.inf, -torch.inf)
     )

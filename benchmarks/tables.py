@@ -1,11 +1,11 @@
-"""Write README's summary, docs/report.md and its pictures from the results files.
+"""Write README's benchmark summary, docs/report.md and its pictures from benchmarks/results.
 
-    python benchmarks/tables.py              # rewrite what is out of date
-    python benchmarks/tables.py --check      # exit status 1 if that would change anything
+    python benchmarks/tables.py              # rewrite the outdated files
+    python benchmarks/tables.py --check      # exit status 1 if a file is outdated
 
 To publish new results, copy them into benchmarks/results first: all files of
 `python benchmarks/run_all.py --out DIR`, or the file of
-`python benchmarks/gpu_check.py --out DIR/gpu_check.jsonl`. Edit gpu_check.md there by hand.
+`python benchmarks/gpu_check.py --out DIR/gpu_check.jsonl`. gpu_check.md there is written by hand.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: an installed one comes first
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: prefer an installed pyringar
 
-from benchmarks import plots, report
+from benchmarks import report_figures, report_page
 from benchmarks.machine import machine_in_words
 from benchmarks.rows import InputError, Sections, read_folder
 from benchmarks.sections import SECTIONS
@@ -27,19 +27,19 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "report.md"
 FIGURES = ROOT / "docs" / "figures"
-GPU_NOTES = "gpu_check.md"  # what is known beside the rows of gpu_check.py
+GPU_NOTES = "gpu_check.md"  # remarks about the results of gpu_check.py
 BEGIN, END = "<!-- benchmark:summary -->", "<!-- /benchmark:summary -->"
 PAGE_NOTE = "<!-- Written by benchmarks/tables.py from benchmarks/results; do not edit. -->\n\n"
-# The sections that README shows, and the number of sentences about each.
+# Sections in README's summary, and the number of sentences about each.
 ON_CPU = {"allreduce": 1, "processes": 1, "ddp": 1}
 ON_GPU = {"allreduce_cuda": 3, "training_cuda": 1}
 
 
 def sections() -> Sections:
-    """Return the results that are published.
+    """Return the published results.
 
     Raises:
-        InputError: They are not to be published: wrong, failed, or not of a full run.
+        InputError: A result is wrong, failed, or is not from a full run.
     """
     found = read_folder(RESULTS)
     for name, results in found.items():
@@ -53,14 +53,13 @@ def sections() -> Sections:
 
 
 def readme() -> str:
-    """Return README with its summary made anew."""
     text, found, summary = README.read_text(), sections(), ""
     for counts in (ON_CPU, ON_GPU):
         machine = found[next(iter(counts))].machine
         lines = [
             f"- {line}"
             for n, count in counts.items()
-            for line in report.section_lines(found[n])[:count]
+            for line in report_page.section_lines(found[n])[:count]
         ]
         summary += "\n".join(["\n", f"On {machine_in_words(machine)}:", "", *lines])
     head, rest = text.split(BEGIN)
@@ -68,44 +67,40 @@ def readme() -> str:
 
 
 def page() -> str:
-    """Return docs/report.md."""
     notes = (RESULTS / GPU_NOTES).read_text()
-    return PAGE_NOTE + report.render(sections(), Path(FIGURES.name), notes)
+    return PAGE_NOTE + report_page.render(sections(), Path(FIGURES.name), notes)
 
 
 def stale() -> list[str]:
-    """Return the files that would change: README, the page, pictures of other results."""
     found = [README.name] if readme() != README.read_text() else []
     if not PAGE.exists() or PAGE.read_text() != page():
         found.append(f"docs/{PAGE.name}")
-    for name, results in sections().items():
-        figure = plots.filename_of(name)
-        if plots.source_in(FIGURES / figure) != results.digest:
+    for figure, results in report_figures.figures_of(sections()).items():
+        if report_figures.source_in(FIGURES / figure) != results.digest:
             found.append(f"docs/figures/{figure}")
     return found + [f"docs/figures/{path.name} (no results for it)" for path in extra_figures()]
 
 
 def extra_figures() -> list[Path]:
-    """Return the pictures of sections without results."""
-    wanted = {plots.filename_of(name) for name in sections()}
+    wanted = report_figures.figures_of(sections())
     return [path for path in sorted(FIGURES.glob("*.png")) if path.name not in wanted]
 
 
 def rewrite() -> None:
-    """Bring everything up to date."""
     README.write_text(readme())
     PAGE.write_text(page())
-    plots.draw(sections(), FIGURES)
+    report_figures.draw(sections(), FIGURES)
     for path in extra_figures():
         path.unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite what is out of date, or report it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if it would")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if a file is outdated"
+    )
     args = parser.parse_args(argv)
     try:
         if not args.check:

@@ -1,4 +1,4 @@
-"""The timing loop: candidates take turns, so that drift of the machine hits all of them alike."""
+"""Timing loop: each round samples all candidates, so that machine drift affects all alike."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from dataclasses import dataclass
 import torch
 
 Call = Callable[[], object]
-Sampler = Callable[[], Sequence[float]]  # takes one sample: the seconds of one call or of several
+Sampler = Callable[
+    [], Sequence[float]
+]  # times calls; returns seconds per call, one or several values
 
 LEAST_ROUNDS = 5
-MOST_REPEATS = 100  # a thousand launches fill a device's queue, and the host would wait
-SAMPLE_S = 5e-3  # time that one sample on a device's clock should take
+MOST_REPEATS = 100  # a full launch queue (about 1000 launches) blocks the host
+SAMPLE_S = 5e-3  # duration of one sample on a device clock
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Limits of one case: the most rounds, and the seconds after which no round begins."""
+    """Limits of one case: maximum rounds, and seconds after which no new round begins."""
 
     rounds: int
     budget_s: float
@@ -40,7 +42,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float], rounds: int) -> Timing:
-        """Summarize samples of seconds."""
+        """Return the median, minimum and quartiles of samples in seconds."""
         ordered = sorted(samples)
         q1_s = median_s = q3_s = ordered[0]
         if len(ordered) > 1:
@@ -48,7 +50,7 @@ class Timing:
         return cls(median_s, ordered[0], q1_s, q3_s, rounds)
 
     def divided_by(self, calls: float) -> Timing:
-        """Return the timing of one of several calls that were timed together."""
+        """Return the timing per call, of samples that each timed `calls` calls."""
         seconds = (self.median_s, self.min_s, self.q1_s, self.q3_s)
         return Timing(*(s / calls for s in seconds), self.rounds)
 
@@ -58,36 +60,30 @@ def in_turns(
     effort: Effort,
     *,
     least_rounds: int = LEAST_ROUNDS,
-    agree: Callable[[float], float] = lambda spent_s: spent_s,
-    reduce: Callable[[Sequence[float]], Sequence[float]] = lambda samples: samples,
 ) -> dict[str, Timing]:
-    """Take a sample of every candidate once per round.
+    """Sample every candidate once per round, in random order.
 
-    The order of a round is drawn anew, with the same draws in every process: a candidate that
-    always followed the same other one would always find the caches as that one leaves them.
+    A fixed order would give each candidate the caches that the same predecessor left.
 
     Args:
-        samplers: Takes one sample, by candidate.
-        effort: The most rounds and seconds.
-        least_rounds: Rounds that run even when they outlast the seconds.
-        agree: Maps the seconds spent here to those by which all ranks stop.
-        reduce: Maps the samples of this rank to those of the slowest rank.
+        samplers: Function that takes one sample, by candidate.
+        effort: Maximum rounds and seconds.
+        least_rounds: Rounds that run even if they take longer than the seconds of `effort`.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     draw, order = random.Random(0), list(samplers)
     begin, rounds = time.perf_counter(), 0
     while rounds < effort.rounds:
-        if agree(time.perf_counter() - begin) > effort.budget_s and rounds >= least_rounds:
+        if time.perf_counter() - begin > effort.budget_s and rounds >= least_rounds:
             break
         draw.shuffle(order)
         for name in order:
             samples[name] += samplers[name]()
         rounds += 1
-    return {name: Timing.of(reduce(seconds), rounds) for name, seconds in samples.items()}
+    return {name: Timing.of(seconds, rounds) for name, seconds in samples.items()}
 
 
 def host_s(call: Call, repeats: int = 1) -> float:
-    """Return the seconds per call on the host's clock."""
     begin = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -95,16 +91,16 @@ def host_s(call: Call, repeats: int = 1) -> float:
 
 
 def after_operation(call: Call, prepare: Call = lambda: None) -> Sampler:
-    """Return a sampler of single calls, each just after a small operation of torch.
+    """Return a sampler of single calls, each right after a small torch operation.
 
-    Calls come like this in training: the OpenMP threads of torch spin for milliseconds after an
-    operation, and no call finds the caches as its own last call left them.
+    This is the state in training: torch's OpenMP threads spin for milliseconds after an operation,
+    and the operation has replaced a part of the caches.
 
     Args:
-        call: What is timed.
+        call: The timed call.
         prepare: Runs before the operation, untimed.
     """
-    operand = torch.zeros(2**16)  # twice what torch gives to a single thread
+    operand = torch.zeros(2**16)  # twice the size below which torch uses a single thread
     prepare()
     call()
 
@@ -116,19 +112,19 @@ def after_operation(call: Call, prepare: Call = lambda: None) -> Sampler:
     return sample
 
 
-class Clock:
-    """The clocks of one device. On the CPU all of them are the host's."""
+class DeviceClock:
+    """The clocks of one device. On the CPU, all of them are the host clock."""
 
     def __init__(self, device: str) -> None:
         self.is_cuda = device.startswith("cuda")
 
     def synchronize(self) -> None:
-        """Wait until the current stream has finished."""
+        """Wait for the current stream."""
         if self.is_cuda:
             torch.cuda.current_stream().synchronize()
 
     def device_s(self, call: Call, repeats: int) -> float:
-        """Return the seconds per call between two events on the stream."""
+        """Return the seconds per call between two CUDA events around `repeats` calls."""
         if not self.is_cuda:
             return host_s(call, repeats)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -140,7 +136,7 @@ class Clock:
         return begin.elapsed_time(end) / 1e3 / repeats
 
     def done_s(self, call: Call, repeats: int) -> float:
-        """Return the median seconds from a call until the stream has finished."""
+        """Return the median seconds from a call to the end of its work on the stream."""
 
         def finish() -> None:
             call()
@@ -149,17 +145,17 @@ class Clock:
         return statistics.median(host_s(finish) for _ in range(repeats))
 
     def enqueue_s(self, call: Call, repeats: int) -> float:
-        """Return the seconds until a call has returned; the device may still be at work."""
+        """Return the host seconds until a call returns; its kernels may still run."""
         self.synchronize()
         seconds = host_s(call, repeats)
         self.synchronize()
         return seconds
 
     def sampler(self, call: Call, clock: str = "device") -> Sampler:
-        """Return a sampler of as many calls as fill some milliseconds.
+        """Return a sampler of several calls, which together take about 5 ms.
 
         Args:
-            call: What is timed.
+            call: The timed call.
             clock: ``device``, ``done`` or ``enqueue``.
         """
         measure = {"device": self.device_s, "done": self.done_s, "enqueue": self.enqueue_s}[clock]
@@ -175,14 +171,14 @@ class Clock:
 
 
 def rotating(calls: Iterable[Call]) -> Call:
-    """Return a function that makes one call after the other, so that no cache helps."""
-    turn = itertools.cycle(calls)
-    return lambda: next(turn)()
+    """Return a function that cycles through the calls, so that their data are not cached."""
+    cycle = itertools.cycle(calls)
+    return lambda: next(cycle)()
 
 
 @contextlib.contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Set the number of torch threads inside the block; None keeps it."""
+    """Set the number of torch threads inside the block; None keeps the number."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

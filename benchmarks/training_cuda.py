@@ -1,14 +1,14 @@
-"""Time epochs on one GPU, eager and as a CUDA graph, on one rank and on two, beside torch.
+"""Time training epochs on one GPU, eager and as a CUDA graph, with 1 and 2 ranks.
 
-An epoch has 60,000 images in batches of 256, which are on the GPU before it begins. It goes from an
-idle GPU to an idle GPU, without the test. ResNet-18 runs a quarter of the images, and its time is
-scaled.
+An epoch has 60,000 images in batches of 256, which are in GPU memory before it begins. The GPU is
+idle at its beginning and at its end. The test is not included. ResNet-18 trains on a quarter of the
+images, and the time is multiplied by four.
 
     ringar            the Trainer of `pyringar train`
-    nn.DataParallel   the book's loop as printed: nn.DataParallel over one GPU, torch's SGD
+    nn.DataParallel   the book's loop: nn.DataParallel over one GPU with torch.optim.SGD
 
 Then a step of ResNet-18 is timed with buckets, with one reduction after backward, and without a
-reduction. The difference of the first and the last is exposed.
+reduction. The exposed time is the difference between the first and the last.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import torch
 from torch import Tensor, nn
 
 import pyringar as pr
-from benchmarks.bench import Benchmark, Case, Run, each_case
-from benchmarks.timing import Clock, Effort, Sampler, in_turns
-from benchmarks.training import Ringar
+from benchmarks.bench import Benchmark, BenchmarkCase, Run, each_case
+from benchmarks.timing import DeviceClock, Effort, Sampler, in_turns
+from benchmarks.training_steps import TrainerLoop
 from pyringar.train import EpochResult, ImageData, LeNet
 from pyringar.train.data import batches
 from pyringar.train.model_resnet18 import resnet18
 from pyringar.train.synthetic import synthetic_images
 
-NUM_IMAGES, NUM_DRAWN = 60_000, 6_000  # drawn once, and repeated: drawing is not measured
+NUM_IMAGES, NUM_DRAWN = 60_000, 6_000  # distinct images, repeated to fill an epoch
 BATCH_SIZE = 256
 RESNET_IMAGES = 60 * BATCH_SIZE
 LR = 0.05
@@ -40,24 +40,24 @@ STEP = "ResNet-18, one step"
 RINGAR, BOOK = "ringar", "nn.DataParallel"
 
 
-class Epoch(NamedTuple):
+class TimedEpoch(NamedTuple):
     """Seconds and mean loss of one pass over the images."""
 
     seconds: float
     loss: float
 
 
-class BookLoop:
-    """The book's loop: nn.DataParallel, cross entropy and SGD."""
+class DataParallelLoop:
+    """The book's loop: nn.DataParallel, cross entropy and torch.optim.SGD."""
 
     def __init__(self, net: nn.Module, device: str, data: ImageData, batch_size: int) -> None:
         self._net = nn.DataParallel(net.to(device), device_ids=[0] if device != "cpu" else None)
         self._data = data.to(torch.device(device), torch.float32)
-        self._clock, self._batch_size = Clock(device), batch_size
+        self._clock, self._batch_size = DeviceClock(device), batch_size
         self._optimizer = torch.optim.SGD(net.parameters(), LR)
         self._shuffle = torch.Generator().manual_seed(0)
 
-    def epoch(self) -> Epoch:
+    def epoch(self) -> TimedEpoch:
         """Train for one epoch."""
         images, labels = self._data.train_images, self._data.train_labels
         total = torch.zeros((), device=images.device)
@@ -70,23 +70,19 @@ class BookLoop:
             self._optimizer.step()
             total += loss.detach() * len(y)
         self._clock.synchronize()
-        return Epoch(time.perf_counter() - begin, total.item() / len(labels))
+        return TimedEpoch(time.perf_counter() - begin, total.item() / len(labels))
 
 
 @functools.cache
 def images(count: int) -> ImageData:
-    """Return training images, of which 6,000 are drawn and repeated."""
+    """Return synthetic training images, of which the first 6,000 are distinct."""
     drawn, labels = synthetic_images(min(count, NUM_DRAWN), 20)
     times = -(-count // len(labels))
     train = drawn.repeat(times, 1, 1, 1)[:count], labels.repeat(times)[:count]
     return ImageData("synthetic garments", *train, *synthetic_images(256, 21))
 
 
-# -- epochs ----------------------------------------------------------------------------------------
-
-
-def run_epochs(run: Run, case: Case) -> None:
-    """Check that the loss falls, and time epochs of all candidates in turns."""
+def run_epochs(run: Run, case: BenchmarkCase) -> None:
     is_resnet = case.settings.get("model") == "resnet18"
     count = 96 if run.is_trial else RESNET_IMAGES if is_resnet else NUM_IMAGES
     scale = 1.0 if run.is_trial else count / NUM_IMAGES
@@ -112,34 +108,29 @@ def run_epochs(run: Run, case: Case) -> None:
     }
     mine = case.name, RINGAR
     before = [r.median_s for r in run.results.rows if (r.case, r.candidate) == mine]
-    # Of several ranks on one GPU the limit is the epoch of one rank, which was measured before.
+    # The limit of several ranks on one GPU is the epoch of one rank, measured in an earlier case.
     run.add(case, timings, correct, limit_s=before[0] if before else None)
 
 
 def epoch_of(
     name: str,
     run: Run,
-    case: Case,
+    case: BenchmarkCase,
     data: ImageData,
     batch_size: int,
     stack: contextlib.ExitStack,
-) -> Callable[[], Epoch | EpochResult]:
-    """Return a function that trains for an epoch."""
+) -> Callable[[], TimedEpoch | EpochResult]:
     if name == BOOK:
         is_resnet = case.settings.get("model") == "resnet18"
         net = resnet18(width=case.settings.get("width", 64)) if is_resnet else LeNet()
-        return BookLoop(net, run.device, data, batch_size).epoch
+        return DataParallelLoop(net, run.device, data, batch_size).epoch
     devices = [run.device] * case.world_size
-    ringar = Ringar(devices, data, lr=LR, batch_size=batch_size, **case.settings)
+    ringar = TrainerLoop(devices, data, lr=LR, batch_size=batch_size, **case.settings)
     stack.callback(ringar.close)
     return ringar.epoch
 
 
-# -- one step's communication ----------------------------------------------------------------------
-
-
-def run_step(run: Run, case: Case) -> None:
-    """Time a step of ResNet-18 on two ranks with its gradients reduced in different ways."""
+def run_step(run: Run, case: BenchmarkCase) -> None:
     size, width = (8, 4) if run.is_trial else (BATCH_SIZE, 64)
     devices = [torch.device(run.device)] * case.world_size
     nets = [resnet18(width=width, seed=0).to(run.device) for _ in devices]
@@ -155,7 +146,7 @@ def run_step(run: Run, case: Case) -> None:
             return [[param.grad for param in mine] for mine in params]
 
         def step(reduce: Callable[[], object]) -> None:
-            """Run all of a step but its update, so that every step is the same."""
+            """Run a step without the optimizer, so that all steps are equal."""
             for net in nets:
                 net.zero_grad()
             losses = [
@@ -180,7 +171,7 @@ def run_step(run: Run, case: Case) -> None:
                 calls[name]()
                 found.append([grad.clone() for mine in gradients() for grad in mine])
         is_equal = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-        clock = Clock(run.device)
+        clock = DeviceClock(run.device)
         effort = Effort(5 + 5 * run.effort.rounds, 4.0)
         timings = in_turns({name: clock.sampler(call) for name, call in calls.items()}, effort)
     without_s = timings["without"].median_s
@@ -188,42 +179,42 @@ def run_step(run: Run, case: Case) -> None:
     run.add(case, timings, dict.fromkeys(timings, is_equal), limit_s=without_s, parts_s=parts_s)
 
 
-# -- cases -----------------------------------------------------------------------------------------
-
-
-def run_case(run: Run, case: Case) -> None:
-    """Time epochs, or a step's communication. A graph needs a GPU."""
+def run_case(run: Run, case: BenchmarkCase) -> None:
     if case.name == STEP:
         run_step(run, case)
     elif run.device != "cpu" or "cuda_graph" not in case.settings:
         run_epochs(run, case)
 
 
-def cases_of(effort: str) -> list[Case]:
-    """Return the epochs on one rank and on two, then the step."""
+def cases_of(effort: str) -> list[BenchmarkCase]:
     resnet = {"model": "resnet18", **({"width": 4} if effort == "trial" else {})}
     models: dict[str, dict[str, Any]] = {
         "LeNet": {},
         "LeNet, graph": {"cuda_graph": True},
         "ResNet-18": resnet,
         "ResNet-18, graph": resnet | {"cuda_graph": True},
-        "ResNet-18, amp": resnet | {"amp": True},  # on a GPU a graph, too
+        "ResNet-18, amp": resnet | {"amp": True},  # also a CUDA graph if on a GPU
     }
     cases = [
-        Case(name, k, (RINGAR, BOOK) if k == 1 and "," not in name else (RINGAR,), settings=options)
+        BenchmarkCase(
+            name, k, (RINGAR, BOOK) if k == 1 and "," not in name else (RINGAR,), settings=options
+        )
         for name, options in models.items()
         for k in (1, 2)
     ]
-    return [*cases, Case(STEP, 2, ("bucketed", "coalesced", "without"))]
+    return [*cases, BenchmarkCase(STEP, 2, ("bucketed", "coalesced", "without"))]
 
 
 BENCHMARK = Benchmark(
     section="training_cuda",
     title="Training on one GPU",
-    about="Epochs of 60,000 images, from an idle GPU to an idle GPU; the limit of two ranks is the "
-    "epoch of one. ResNet-18 runs a quarter of the images, and its time is scaled. "
-    "`nn.DataParallel` is the book's loop. Of one step, `exposed` is what buckets add to the step "
-    "without reductions, its limit.",
+    about="Time of an epoch of 60,000 images in GPU memory, without the test. ResNet-18 trains on "
+    "a quarter of the images, and its time is multiplied by four. `ringar` is the trainer of "
+    "`pyringar train`, `nn.DataParallel` the book's loop. *Graph* replays a CUDA graph; *amp* "
+    "computes in bfloat16. The limit of 2 ranks is the epoch of 1 rank. `ResNet-18, one step` is a "
+    "step with `bucketed` gradients, with one `coalesced` reduction after backward, and `without` "
+    "a reduction, which is its limit. `exposed` is the difference between `bucketed` and "
+    "`without`.",
     efforts={"full": Effort(5, 20.0), "quick": Effort(2, 5.0), "trial": Effort(2, 5.0)},
     cases=cases_of,
     measure=each_case(run_case),

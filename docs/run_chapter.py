@@ -1,10 +1,10 @@
 """Run the chapter from top to bottom and write its outputs: ``python docs/run_chapter.py``.
 
-Writes docs/chapter.ipynb, which is committed with its outputs. Pictures are stored with a palette,
-which takes a third of the bytes. Each cell of code stores a hash of itself and of all code before
-it, by which tests/test_chapter.py knows that the outputs belong to the code.
+Writes docs/chapter.ipynb with outputs. Pictures are stored with a palette, which takes a third of
+the bytes. Each code cell stores a hash of its source and of all code cells before it.
+tests/test_chapter.py compares the hashes to detect outdated outputs.
 
-Takes minutes. Reads the images of PYRINGAR_TEST_DATA, if that is set, else those of the user.
+Takes minutes. Reads the images in PYRINGAR_TEST_DATA if it is set, else in the user's data folder.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ from typing import Any
 import nbformat
 
 CHAPTER = Path(__file__).with_name("chapter.ipynb")
-FINGERPRINT = "ran"  # the key in a cell's metadata
+FINGERPRINT = "ran"  # metadata key of a cell's hash
 CELL_TIMEOUT_S = 1200
-COLORS = 64  # of a picture's palette
+COLORS = 64  # size of a picture's palette
 
 
 def fingerprints(notebook: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every cell of code, and a hash of its source and of all before it."""
-    so_far = hashlib.sha256()
+    """Yield every code cell, and a hash of its source and of all code cells before it."""
+    digest = hashlib.sha256()
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            so_far.update(cell.source.encode() + b"\0")
-            yield cell, so_far.hexdigest()[:16]
+            digest.update(cell.source.encode() + b"\0")
+            yield cell, digest.hexdigest()[:16]
 
 
 def private_words() -> list[str]:
-    """Return the names and folders of this machine, which no output may contain."""
+    """Return names and folders of this machine, which outputs must not contain."""
     folders = [str(Path.home()), str(CHAPTER.parents[1]), tempfile.gettempdir()]
     names = [socket.gethostname(), getpass.getuser(), os.environ.get("PYRINGAR_TEST_DATA", "")]
     return [word for word in folders + names if len(word) > 2 and word != "root"]
 
 
 def execute(notebook: Any) -> None:
-    """Run all cells in a new kernel, in the chapter's folder."""
+    """Run all cells in a new kernel, in the folder of the chapter."""
     from nbclient import NotebookClient
 
-    where = {"metadata": {"path": str(CHAPTER.parent)}}
-    NotebookClient(notebook, timeout=CELL_TIMEOUT_S, record_timing=False, resources=where).execute()
+    folder = {"metadata": {"path": str(CHAPTER.parent)}}
+    client = NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources=folder, record_timing=False)
+    client.execute()
 
 
 def tidy(notebook: Any) -> None:
-    """Make the outputs small, refuse warnings and names of this machine, and store the hashes."""
+    """Shrink the outputs, store the hashes, and raise for warnings and names of this machine."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -73,7 +74,7 @@ def tidy(notebook: Any) -> None:
 
 
 def _merge_streams(outputs: list[Any]) -> list[Any]:
-    """Join text that was printed in several writes."""
+    """Join consecutive outputs of the same stream."""
     merged: list[Any] = []
     for output in outputs:
         last = merged[-1] if merged else {}
@@ -86,15 +87,15 @@ def _merge_streams(outputs: list[Any]) -> list[Any]:
 
 def _refuse_noise(cell_id: str, output: Any) -> None:
     if output.output_type == "error" or output.get("name") == "stderr":
-        raise RuntimeError(f"cell {cell_id} has written to stderr:\n{output}")
+        raise RuntimeError(f"cell {cell_id} wrote to stderr:\n{output}")
     texts = [output.get("text", ""), *output.get("data", {}).values()]
     for word in private_words():
         if any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", str(text)) for text in texts):
-            raise RuntimeError(f"cell {cell_id} names this machine: {word!r}")
+            raise RuntimeError(f"output of cell {cell_id} has a name of this machine: {word!r}")
 
 
 def shrink(png: str) -> str:
-    """Store a picture, which is in base64, with a palette."""
+    """Return a base64 PNG with a palette."""
     from PIL import Image  # comes with matplotlib
 
     with Image.open(io.BytesIO(base64.b64decode(png))) as image:
@@ -105,12 +106,12 @@ def shrink(png: str) -> str:
 
 
 def main() -> int:
-    """Run the command."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=CHAPTER, help="where the notebook is written")
+    parser.add_argument("--out", type=Path, default=CHAPTER, help="default: docs/chapter.ipynb")
     out = parser.parse_args().out
     if out.is_dir() or not out.parent.is_dir():
-        parser.error(f"--out is '{out}', expected a file in a folder that is there")
+        parser.error(f"--out is '{out}', expected a file in an existing folder")
     notebook = nbformat.read(CHAPTER, as_version=4)
     execute(notebook)
     tidy(notebook)

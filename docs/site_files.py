@@ -1,8 +1,8 @@
-"""Hook of MkDocs: make the site of README.md and the other pages where the repository has them.
+"""MkDocs hook: build the site from README.md and all other pages at their repository paths.
 
-MkDocs takes pages of one folder. This hook gives it the Markdown pages of the whole repository, the
-chapter, and each file that these pages link to, all by their path in the repository. So a relative
-link leads to the same file on the site and in the repository.
+MkDocs reads pages from one folder. This hook adds the Markdown pages of the whole repository, the
+chapter, and each file that these pages link to. A relative link has the same target on the site and
+in the repository.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ PAGES = ("*.md", "docs/**/*.md", "docs/*.ipynb", "*/README.md")
 _LINK = re.compile(r"\]\(([^)#\s:]+)")
 
 
-@event_priority(100)  # before plugins choose their files
+@event_priority(100)  # before plugins select files
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Replace the files of ``docs/`` by those of the repository, and keep the theme's."""
+    """Replace the files of ``docs/`` by pages of the repository; keep the theme's files."""
     theme = [file for file in files if file.src_dir != config.docs_dir]
     pages = {path.relative_to(ROOT).as_posix() for glob in PAGES for path in ROOT.glob(glob)}
     linked = {name for page in pages for name in _linked_files(page)}
@@ -34,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _linked_files(page: str) -> list[str]:
-    """Return the files of the repository that a page links to. MkDocs reports broken links."""
+    """Return the existing files of the repository that a page links to."""
     folder = posixpath.dirname(page)
     links = _LINK.findall((ROOT / page).read_text(encoding="utf-8"))
     names = [posixpath.normpath(posixpath.join(folder, link)) for link in links]

@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, communicators that are closed, the number of workers."""
+"""Fixtures and hooks of all tests: torch threads, communicators, processes, worker count."""
 
 import contextlib
 import functools
@@ -16,24 +16,23 @@ from ranks import Crew, crews, store
 
 import pyringar as pr
 
-# For tests of benchmarks/. Last: an installed pyringar comes first.
+# For tests of benchmarks/. Appended, so that an installed pyringar has priority.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-# For tests that run calls of the conformance suite.
+# For tests that import modules of tests/conformance.
 sys.path.append(str(Path(__file__).resolve().parent / "conformance"))
-# A shell's background jobs are started with Ctrl-C ignored, and hand that down.
+# Background jobs of a shell inherit an ignored SIGINT; tests of Ctrl-C need the handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:
     from hypothesis import settings
-except ImportError:  # the tests that need it skip themselves
+except ImportError:  # tests that need hypothesis skip themselves
     pass
 else:
-    # The same examples in every run: a red test must stay red until it is mended.
+    # The same examples in every run, so that a failure is reproducible.
     settings.register_profile("pyringar", deadline=None, derandomize=True, database=None)
     settings.load_profile("pyringar")
 
-
-# The files that take longest begin first, so that no core waits for the last one.
+# Long files run first, so that no worker idles while the last file runs.
 LONG = """
 test_stress test_symbols test_cuda_emulated
 test_compiled test_layouts test_distributed_machines test_rendezvous
@@ -44,12 +43,12 @@ test_cluster_failures test_cluster test_launch_processes
 test_cluster_run test_distributed test_prepared test_entries test_docs
 test_deadlines test_private_cache test_examples
 """
-MOST_WORKERS = 8  # each imports torch, and tests have several ranks
+MAX_WORKERS = 8  # each imports torch, and tests start several ranks
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark thorough tests slow, too, and let long files begin first."""
+    """Mark thorough tests as slow, and run long files first."""
     for item in items:
         if item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.slow)
@@ -60,27 +59,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two workers a core, for many tests wait. None for tests that were picked, or with a GPU."""
+    """Return two workers per core; 0 for selected files or keywords, and on a GPU."""
     option = config.option
-    is_picked = any("::" in word or word.endswith(".py") for word in config.args) or option.keyword
-    if is_picked or option.collectonly or option.markexpr != "not slow":
+    is_selection = (
+        any("::" in word or word.endswith(".py") for word in config.args) or option.keyword
+    )
+    if is_selection or option.collectonly or option.markexpr != "not slow":
         return 0
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # all workers would share the GPU
         return 0
-    return min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
+    return min(2 * len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():  # before torch.compile, or ranks that are forked could not
+    if not torch.cuda.is_available():  # else torch.compile breaks backward in forked ranks
         torch.zeros((), requires_grad=True).backward()
-    gc.freeze()  # the modules imported so far: each gc.collect() of a test takes 0.4 s with them
+    gc.freeze()  # without frozen modules, each gc.collect() of a test takes 0.4 s
 
 
 @pytest.fixture
 def two_torch_threads() -> Iterator[None]:
-    """Two torch threads, which large calls join: else they are their caller's alone."""
+    """Set two torch threads, which large calls use; with one, a call uses only its caller."""
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -88,25 +89,25 @@ def two_torch_threads() -> Iterator[None]:
 
 @pytest.fixture
 def make_comm() -> Iterator[Callable[..., pr.Communicator]]:
-    """``make_comm(k, **kwargs)``: a communicator of k CPU ranks, closed after the test."""
+    """``make_comm(k, **kwargs)``: a new communicator of k CPU ranks, closed after the test."""
     with contextlib.ExitStack() as made:
         yield lambda k, **options: made.enter_context(pr.Communicator(["cpu"] * k, **options))
 
 
 @pytest.fixture(scope="session")
 def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
-    """``comm_of(k)``: one communicator of k CPU ranks for all tests that leave it as it was."""
+    """``comm_of(k)``: a shared communicator of k CPU ranks, which tests must not break."""
     with contextlib.ExitStack() as made:
         yield functools.cache(lambda k: made.enter_context(pr.Communicator(["cpu"] * k)))
 
 
-# For tests/conformance and tests/cuda. In a conftest.py of such a folder, pytest 9.1 does not find
-# them for files that are named on the command line after a file of another folder.
+# The next fixtures are for tests/conformance and tests/cuda. In a conftest.py of these folders,
+# pytest 9.1 misses them if the command line names a file of another folder first.
 
 
 @pytest.fixture(scope="session")
 def transport_of() -> Iterator[Callable[[str], Any]]:
-    """``transport_of(name)``: one of `transports.TRANSPORTS`, with groups for all tests."""
+    """``transport_of(name)``: a shared transport of `transports.TRANSPORTS`."""
     from transports import TRANSPORTS
 
     with contextlib.ExitStack() as made:
@@ -127,41 +128,40 @@ def device() -> str:
 
 @pytest.fixture
 def make_ranks(device: str) -> Iterator[Callable[..., pr.Communicator]]:
-    """``make_ranks(k, **kwargs)``: a communicator of k ranks on the device, closed afterwards."""
+    """``make_ranks(k, **kwargs)``: a new communicator of k ranks on `device`."""
     with contextlib.ExitStack() as made:
         yield lambda k, **options: made.enter_context(pr.Communicator([device] * k, **options))
 
 
 @pytest.fixture(scope="session")
 def ranks_of(device: str) -> Iterator[Callable[[int], pr.Communicator]]:
-    """``ranks_of(k)``: one communicator of k ranks for all tests that leave it as it was."""
+    """``ranks_of(k)``: a shared communicator of k ranks on `device`."""
     with contextlib.ExitStack() as made:
         yield functools.cache(lambda k: made.enter_context(pr.Communicator([device] * k)))
 
 
 @pytest.fixture(scope="session")
 def store_port() -> int:
-    """The port of a store for all groups."""
     return store().port
 
 
 @pytest.fixture(scope="session")
 def crew_of() -> Iterator[Callable[[int], Crew]]:
-    """``crew_of(k)``: k processes with a communicator, for all tests that leave it as it was."""
+    """``crew_of(k)``: k shared processes with a communicator, which tests must not break."""
     with crews(timeout=60) as get:
         yield get
 
 
 @pytest.fixture
 def new_crew() -> Iterator[Callable[[int], Crew]]:
-    """``new_crew(k)``: k processes for one test to do with as it likes; gone afterwards."""
+    """``new_crew(k)``: k new processes, killed after the test."""
     with contextlib.ExitStack() as made:
         yield lambda world_size: made.enter_context(Crew(world_size))
 
 
 @pytest.fixture
 def joined_crew(new_crew: Callable[[int], Crew]) -> Callable[..., Crew]:
-    """``joined_crew(k, **options)``: a new crew with a communicator."""
+    """``joined_crew(k, **options)``: k new processes with a communicator."""
 
     def make(world_size: int, **options: object) -> Crew:
         crew = new_crew(world_size)
@@ -175,5 +175,5 @@ def joined_crew(new_crew: Callable[[int], Crew]) -> Callable[..., Crew]:
 def real_data_dir():
     folder = os.environ.get("PYRINGAR_TEST_DATA")
     if not folder:
-        pytest.skip("no real images: PYRINGAR_TEST_DATA may name a folder that holds some")
+        pytest.skip("needs PYRINGAR_TEST_DATA, a folder with Fashion-MNIST")
     return Path(folder)

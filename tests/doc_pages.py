@@ -1,15 +1,14 @@
-"""Runs the code on a page of documentation, as a reader would.
+"""Run the code on a documentation page: python doc_pages.py PAGE runs its python blocks.
 
-A page holds, in fenced blocks:
+Fenced blocks of a page:
 
-    python      run in order, in one namespace; one that begins with ``# name.py`` is that file
-    sh          commands, run where the page's files are
-    text        what the block before it prints; ``...`` stands for anything
-    diff        a change of the page's first file. The next command runs with it; if there is none
-                before the next diff, the page's first command does
+    python      runs in order in one namespace; a block that begins with ``# name.py`` is that file
+    sh          commands, run in the folder that holds the page's files
+    text        output of the block before it; ``...`` matches any text
+    diff        a change of the page's first file. The next command runs with the change. Without a
+                command before the next diff, the page's first command runs with the change
 
-A block after a line ``<!-- not run: REASON -->`` is left out.
-``python doc_pages.py PAGE`` runs a page's python blocks.
+A block after a line ``<!-- not run: REASON -->`` is not run.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Block:
     kind: str
     code: str
     line: int
-    printed: str | None  # the text block that follows it
+    printed: str | None  # the text block after this block
 
     @property
     def file_name(self) -> str | None:
@@ -74,7 +73,7 @@ def commands_of(page: Path) -> Iterator[tuple[Block, dict[str, str]]]:
 
 
 def changed(code: str, diff: str) -> str:
-    """``code`` after a diff without line numbers, which may leave out lines that stay."""
+    """Apply a diff without line numbers, which may omit unchanged lines."""
     rest, done = code.splitlines(), []
     for line in diff.splitlines():
         mark, text = line[:1] or " ", line[1:]
@@ -82,7 +81,9 @@ def changed(code: str, diff: str) -> str:
             done.append(text)
             continue
         if text not in rest:
-            raise ValueError(f"the diff has {text!r}, which does not follow in the file")
+            raise ValueError(
+                f"the diff has the line {text!r}, which the rest of the file does not have"
+            )
         at = rest.index(text)
         done += rest[: at + (mark == " ")]
         del rest[: at + 1]
@@ -93,18 +94,17 @@ def check_printed(page: Path, block: Block, printed: str) -> None:
     expected = block.printed
     if expected and not doctest.OutputChecker().check_output(expected, printed, _AS_PRINTED):
         raise AssertionError(
-            f"{page.name}:{block.line}: the page says that this prints\n\n{expected}\n"
-            f"but it printed\n\n{printed}"
+            f"{page.name}:{block.line}: expected output\n\n{expected}\nprinted output\n\n{printed}"
         )
 
 
 def run_python(page: Path) -> None:
-    """Run the python blocks of a page, and compare what they print with what the page says."""
+    """Run the python blocks of a page, and compare their output with the page."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks_of(page):
         if block.kind != "python" or block.file_name:
             continue
-        # Blank lines before, so that a traceback has the page's line numbers.
+        # Blank lines give tracebacks the line numbers of the page.
         code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

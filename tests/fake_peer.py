@@ -1,4 +1,4 @@
-"""A rank of a library for tests: it knows what the other ranks hold, and fails as FAULT says."""
+"""A rank of a fake library for tests. It computes the sum alone and fails as FAULT says."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.peers.rank import Sum, serve
+from benchmarks.peers.rank import CheckedSum, serve
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FAULT = os.environ.get("FAULT", "")
 IS_LAST = RANK == WORLD_SIZE - 1
 
 
-def prepare(candidate: str, numel: int) -> Sum:
+def prepare(candidate: str, numel: int) -> CheckedSum:
     array = np.zeros(numel, np.float32)
     earlier: list[Any] = []
 
@@ -41,7 +41,7 @@ def prepare(candidate: str, numel: int) -> Sum:
             earlier.append(array.copy())
             array[...] = earlier[-2 if len(earlier) > 1 else -1]
 
-    return Sum(array, RANK, WORLD_SIZE, lambda: None, call)
+    return CheckedSum(array, RANK, WORLD_SIZE, lambda: None, call)
 
 
 if FAULT == "does not start":

@@ -1,4 +1,4 @@
-"""Do threads and waits follow the cores that a process may use now, and not when it began?"""
+"""Threads and waits follow the current CPU affinity of the process."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def reduce(comm, beside_torch=False, **options):
 
 
 def run(code: str, **environment: str) -> None:
-    """In a process of its own: masks are inherited, and OpenMP reads its variables once."""
+    """Run code in a new process, because OpenMP reads its variables once."""
     done = run_fresh(PRELUDE + code, timeout_s=300, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_helpers", [False, True])
-def test_threads_stay_on_the_cores_that_are_left(has_helpers):
+@pytest.mark.parametrize("start_helpers", [False, True])
+def test_threads_move_to_allowed_cores(start_helpers):
     run(
         f"""
 torch.set_num_threads(1)
 before = threads()
 comm = pr.Communicator(["cpu"] * 3)
-if {has_helpers}:
+if {start_helpers}:
     reduce(comm, beside_torch=True, algorithm="fused")
     reduce(comm, algorithm="ring")
 os.sched_setaffinity(0, {{{CORES[1]}}})
@@ -59,7 +59,7 @@ assert any(os.sched_getaffinity(t) != {{{CORES[1]}}} for t in threads() - before
 
 
 @pytest.mark.slow
-def test_openmp_binds_its_own_threads_and_not_the_process():
+def test_openmp_binding_keeps_helper_threads():
     run(
         """
 torch.set_num_threads(2)

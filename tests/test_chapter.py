@@ -1,6 +1,6 @@
-"""The chapter: its outputs belong to its code, and it runs from top to bottom.
+"""The chapter runs from top to bottom, and its outputs belong to its code.
 
-The cells of docs/chapter.ipynb assert what the text claims. docs/run_chapter.py writes the outputs.
+Cells of docs/chapter.ipynb assert the claims of the text. docs/run_chapter.py writes the outputs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ CHAPTER = ROOT / "docs" / "chapter.ipynb"
 MAX_BYTES = 700_000
 MAX_PICTURE_BYTES = 60_000
 PICTURE = re.compile(r"figures\.(draw|images|splits|ring_steps)\(|LivePlot\(")
-MAX_CELL_LINES = 35  # of a screen
-MAX_RUN_S = 600  # of a processor; it took 220 on a fast one, 370 on a slow one
-MAX_WAIT_S = 1500  # on a busy machine
-# The cells that print the same on all machines.
-SAME_EVERYWHERE = {"lenet", "params", "naive", "bug-verdict", "init", "ex3-sharded"}
-SAME_EVERYWHERE |= {"machines"}
+MAX_CELL_LINES = 35  # fits a screen
+MAX_RUN_S = 600  # processor time; 220 s on a fast machine, 370 s on a slow one
+MAX_WAIT_S = 1500  # timeout on a busy machine
+SAME_EVERYWHERE = {"lenet", "params", "naive", "bug-verdict", "init", "ex3-sharded", "machines"}
 
 spec = importlib.util.spec_from_file_location("run_chapter", ROOT / "docs/run_chapter.py")
 run_chapter = importlib.util.module_from_spec(spec)
@@ -43,25 +41,22 @@ def test_notebook_is_valid_and_small():
     assert CHAPTER.stat().st_size <= MAX_BYTES
     assert set(NOTEBOOK.metadata) == {"kernelspec", "language_info"}
     for cell in NOTEBOOK.cells:
-        assert re.fullmatch(r"[a-z][a-z0-9-]+", cell.id), "a name, not a random id"
+        assert re.fullmatch(r"[a-z][a-z0-9-]+", cell.id), "expected a readable id, not a random one"
         assert set(cell.metadata) == ({run_chapter.FINGERPRINT} if cell in CODE else set())
         assert 0 < len(cell.source.splitlines()) <= MAX_CELL_LINES, cell.id
 
 
-# -- outputs ---------------------------------------------------------------------------------------
-
-
-def test_outputs_belong_to_the_code():
+def test_outputs_match_code():
     stale = [
         cell.id
         for cell, fingerprint in run_chapter.fingerprints(NOTEBOOK)
         if cell.metadata.get(run_chapter.FINGERPRINT) != fingerprint
     ]
-    assert stale == [], "run `python docs/run_chapter.py` after a change of code"
+    assert stale == [], "run `python docs/run_chapter.py` after you change code"
     assert [cell.execution_count for cell in CODE] == list(range(1, len(CODE) + 1))
 
 
-def test_cells_show_their_pictures_and_prints():
+def test_cells_have_expected_outputs():
     for cell in CODE:
         pictures = [out for out in cell.outputs if "image/png" in out.get("data", {})]
         texts = [out for out in cell.outputs if out.get("name") == "stdout"]
@@ -74,16 +69,10 @@ def test_cells_show_their_pictures_and_prints():
             assert len(png) <= MAX_PICTURE_BYTES, cell.id
 
 
-# -- cells -----------------------------------------------------------------------------------------
-
-
-# -- the run ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def notebook(monkeypatch, tmp_path):
-    beside = ROOT.parent / "shared/data/fashion-mnist-subset"
-    folder = Path(os.environ.get("PYRINGAR_TEST_DATA", beside))
+    default = ROOT.parent / "shared/data/fashion-mnist-subset"
+    folder = Path(os.environ.get("PYRINGAR_TEST_DATA", default))
     chapter = copy.deepcopy(NOTEBOOK)
     if folder.is_dir():
         monkeypatch.setenv("PYRINGAR_TEST_DATA", str(folder))
@@ -91,7 +80,7 @@ def notebook(monkeypatch, tmp_path):
         (cell,) = (cell for cell in chapter.cells if cell.id == "data")
         assert 'load_data("auto", folder)' in cell.source
         cell.source = cell.source.replace('load_data("auto", folder)', 'load_data("synthetic")')
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # no settings of the user
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # ignore the user's settings
     return chapter
 
 
@@ -99,7 +88,7 @@ def notebook(monkeypatch, tmp_path):
 @pytest.mark.timeout(MAX_WAIT_S)
 def test_chapter_runs(notebook):
     pytest.importorskip("nbclient")
-    load.engine()  # compiled before the time is taken
+    load.engine()  # compile before the measurement
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run_chapter.execute(notebook)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

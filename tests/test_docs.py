@@ -1,4 +1,4 @@
-"""Code on the pages of docs/ and the scripts of examples/ run and print what the pages say.
+"""The code of docs/ and the scripts of examples/ run, and print the output on the page.
 
 `mkdocs build --strict` checks links.
 """
@@ -23,7 +23,7 @@ from doc_pages import Block, check_printed, commands_of
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-# A gloo thread may free a Python object after the interpreter's end. Of 90 runs 11 ended so.
+# gloo itself may abort when a thread frees a Python object after interpreter exit (11 of 90 runs).
 GLOO_ABORT = "terminate called without an active exception"
 
 
@@ -37,7 +37,7 @@ def run(command: list[str], folder: Path) -> str:
         try:
             status = process.wait(300)
         finally:
-            process.terminate()  # torchrun ends its ranks, whose groups are their own
+            process.terminate()  # torchrun kills its ranks, which are in other process groups
             process.wait(60)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -71,7 +71,7 @@ def check_commands(page: Path, folder: Path) -> None:
     before: dict[int, list[str]] = {}
     for block, files in commands_of(page):
         printed = run_command(block, files, folder)
-        lines = sorted(printed.splitlines())  # ranks print when they are ready
+        lines = sorted(printed.splitlines())  # ranks print in any order
         assert before.setdefault(block.line, lines) == lines, f"{page.name}:{block.line}"
         check_printed(page, block, printed)
 
@@ -88,7 +88,7 @@ def test_page_runs(page, tmp_path):
     check_page(page, tmp_path)
 
 
-# With the folder, or with a folder of csrc or tests.
+# Paths from the root, or from csrc/ or tests/.
 _PATH = re.compile(
     r"(?<![\w./-])(?:csrc|pyringar|tests|benchmarks|docs|core|cpu|cuda|bucket|bindings|cpp|build)"
     r"/[\w./*-]*\w"
@@ -109,14 +109,14 @@ def test_named_files_exist(page):
 
 SCRIPTS = ("book_loop.py", "ddp.py", "grade_class.py")
 EXAMPLES = (ROOT / "examples/README.md").read_text(encoding="utf-8")
-# The command and the output of every script.
+# The command and the output of each script in examples/README.md.
 SHOWN = {
     name: re.search(rf"\$ (.*examples/{name}.*)\n([^`]*)", EXAMPLES).groups() for name in SCRIPTS
 }
 
 
 def shape(text: str) -> list[str]:
-    """Lines with # for numbers and digests: another processor may round otherwise."""
+    """Replace numbers and digests by #, because another processor may round differently."""
     return sorted(re.sub(r" *(\b[0-9a-f]{12}\b|\d+(\.\d+)?)", "#", text).splitlines())
 
 

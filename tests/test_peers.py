@@ -1,4 +1,4 @@
-"""Are ranks of other libraries timed in turns, checked, named if they fail, and ended?"""
+"""Ranks of other libraries: times, checks, errors that name the rank, and no leftover process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import processes, run_all
+from benchmarks import process_allreduce, run_all
 from benchmarks.bench import Run
 from benchmarks.peers import registry
-from benchmarks.peers.group import Group, GroupError
-from benchmarks.peers.rank import ROW, Sum
+from benchmarks.peers.library_ranks import LibraryRanks, LibraryRanksError
+from benchmarks.peers.rank import ROW, CheckedSum
 from benchmarks.peers.registry import PEERS, STAMP, Peer, start_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +26,7 @@ FAKE = (sys.executable, str(ROOT / "tests" / "fake_peer.py"))
 def fake_ranks():
     found = set()
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # an ended process, or of another user
+        with contextlib.suppress(OSError):  # the process exited, or belongs to another user
             if f"STARTED_BY={os.getpid()}\0".encode() in path.read_bytes():
                 is_zombie = ") Z " in path.with_name("stat").read_text()
                 found |= set() if is_zombie else {int(path.parent.name)}
@@ -34,7 +34,7 @@ def fake_ranks():
 
 
 @pytest.fixture(autouse=True)
-def all_ended(monkeypatch):
+def no_leftover_ranks(monkeypatch):
     monkeypatch.setenv("STARTED_BY", str(os.getpid()))
     yield
     assert not fake_ranks()
@@ -43,10 +43,7 @@ def all_ended(monkeypatch):
 def fake(fault="", k=2, **options):
     each = [{"RANK": str(r), "WORLD_SIZE": str(k), "FAULT": fault} for r in range(k)]
     commands = [(*FAKE, "{address}")] * k
-    return Group("Fake", commands, k, environment={}, each=each, **options)
-
-
-# -- one library -----------------------------------------------------------------------------------
+    return LibraryRanks("Fake", commands, k, environment={}, each=each, **options)
 
 
 @pytest.mark.parametrize("fault", ["", "one element", "two swapped", "the call before"])
@@ -62,7 +59,7 @@ def test_wrong_sums_are_counted(fault):
 @pytest.mark.parametrize("place", [0, ROW - 1, ROW, 2 * ROW, 2 * ROW + 3])
 def test_each_element_is_compared(place):
     array = np.zeros(2 * ROW + 4, np.float32)
-    timed = Sum(array, 1, 2, lambda: None, lambda: None)
+    timed = CheckedSum(array, 1, 2, lambda: None, lambda: None)
     timed.fill(3)
     array[...] = 2 * (array - 1) + 1
     assert timed.is_right(3)
@@ -71,7 +68,7 @@ def test_each_element_is_compared(place):
     assert not timed.is_right(3)
 
 
-def test_slowest_rank_counts():
+def test_slowest_rank_sets_time():
     with fake("is slow") as group:
         assert min(group.measure("any", 4, 3, 0).seconds) >= 0.02
 
@@ -80,36 +77,33 @@ def test_slowest_rank_counts():
     ("fault", "text"),
     [
         ("dies", "any, 4: rank 1: exited"),
-        ("hangs", "any, 4: no answer of rank 1 within its deadline"),
+        ("hangs", "any, 4: no answer of rank 1 within 0.5 s"),
         ("raises", "any, 4: rank 1: ValueError: planted in two lines"),
         ("does not start", "did not start: exited with 1: planted: no such fabric"),
         ("leaves", "did not start: exited with 1: planted: left"),
-        ("never comes", "did not start: not all ranks came in time"),
+        ("never comes", "did not start: not all ranks connected in time"),
     ],
 )
 def test_failed_rank_is_named(fault, text):
     begin_s = time.monotonic()
     start_s = 1.5 if fault == "never comes" else 30.0
-    with pytest.raises(GroupError, match=f"^Fake, 2 ranks: {text}"):
+    with pytest.raises(LibraryRanksError, match=f"^Fake, 2 ranks: {text}"):
         fake(fault, answer_s=0.5, start_s=start_s).measure("any", 4, 3, 0)
     assert time.monotonic() - begin_s < 10
 
 
 @pytest.mark.parametrize("fault", ["hangs", "dies", ""])
-def test_ranks_below_launcher_end(fault):
+def test_launched_ranks_exit(fault):
     ranks = " & ".join(f"RANK={r} setsid {' '.join(FAKE)} $0" for r in range(2))
     shell = ["sh", "-c", f"{ranks} & wait", "{address}"]
     variables = {"WORLD_SIZE": "2", "FAULT": fault}
-    group = Group("Fake", [shell], 2, environment=variables, each=[{}], answer_s=0.5)
+    group = LibraryRanks("Fake", [shell], 2, environment=variables, each=[{}], answer_s=0.5)
     assert len(fake_ranks()) >= 2
     if fault:
-        with pytest.raises(GroupError, match=r"rank 1"):
+        with pytest.raises(LibraryRanksError, match=r"rank 1"):
             group.measure("any", 4, 1, 0)
     group.close()
     assert not fake_ranks()
-
-
-# -- beside ours -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -119,34 +113,35 @@ def peer(monkeypatch, tmp_path):
     (tmp_path / made.name / STAMP).write_text(made.stamp)
     monkeypatch.setenv(registry.VARIABLE, str(tmp_path))
     monkeypatch.setitem(PEERS, made.name, made)
-    monkeypatch.setattr(processes, "start_our_ranks", lambda k: start_ranks("ours", FAKE, k))
+    monkeypatch.setattr(
+        process_allreduce, "start_our_ranks", lambda k: start_ranks("ours", FAKE, k)
+    )
     return made
 
 
 def measured(*candidates, suffix=""):
-    case = processes.case_of(16, 2, *candidates, suffix=suffix)
-    run = Run(processes.BENCHMARK, "trial", cases=[case])
+    case = process_allreduce.case_of(16, 2, *candidates, suffix=suffix)
+    run = Run(process_allreduce.BENCHMARK, "trial", cases=[case])
     run.measure()
     return run
 
 
 @pytest.mark.slow
-def test_wrong_peer_fails_the_run(peer, monkeypatch, capsys):
+def test_wrong_peer_sets_exit_status(peer, monkeypatch, capsys):
     assert run_all.main(["--dry-run", "processes"]) == 0
     monkeypatch.setitem(PEERS, "impi", replace(peer, variables={"FAULT": "one element"}))
     assert run_all.main(["--dry-run", "processes"]) == 1
     assert "WRONG: 4 KiB, 2 ranks, impi\n" in capsys.readouterr().out
     monkeypatch.setitem(PEERS, "impi", replace(peer, variables={"FAULT": "dies"}))
     (failed,) = measured("auto", "impi").results.failed
-    assert failed["why"].startswith("GroupError: Fake MPI, 2 ranks: impi, 4: rank 1: exited")
-
-
-# -- installed or not ------------------------------------------------------------------------------
+    assert failed["why"].startswith("LibraryRanksError: Fake MPI, 2 ranks: impi, 4: rank 1: exited")
 
 
 def test_missing_peers_are_listed(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv(registry.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(processes, "start_our_ranks", lambda k: start_ranks("ours", FAKE, k))
+    monkeypatch.setattr(
+        process_allreduce, "start_our_ranks", lambda k: start_ranks("ours", FAKE, k)
+    )
     assert run_all.main(["--dry-run", "processes", "--out", str(tmp_path / "out")]) == 0
     printed, page = capsys.readouterr().out, (tmp_path / "out/report.md").read_text()
     for name, peer in PEERS.items():

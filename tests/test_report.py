@@ -1,4 +1,4 @@
-"""Does one command measure everything, say what is wrong, and keep pages and results equal?"""
+"""The benchmarks, their checks, results files, report and README summary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks import allreduce, orders, report, run_all, sums, tables
+from benchmarks import allreduce, order_cost, report_page, run_all, sums, tables
 from benchmarks.peers import registry
 from benchmarks.rows import InputError, Results, Row, limit_of, read, read_folder, text_of, write
 from benchmarks.sections import SECTIONS
@@ -49,11 +49,9 @@ def trial(tmp_path, capsys):
     return run
 
 
-def changed(monkeypatch, section, **changes):
+def change_section(monkeypatch, section, **changes):
     monkeypatch.setitem(SECTIONS, section, replace(SECTIONS[section], **changes))
 
-
-# -- the command -----------------------------------------------------------------------------------
 
 CANDIDATES = {
     "allreduce": {"naive", "fused", "direct", "ring", "sharded", "auto", "bound"},
@@ -70,7 +68,7 @@ CANDIDATES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS)
-def test_section_is_measured_and_right(trial, section):
+def test_dry_run_measures_section(trial, section):
     run = trial(section)
     results = run.results(section)
     assert (run.status, results.failed, results.wrong) == (0, [], [])
@@ -80,7 +78,7 @@ def test_section_is_measured_and_right(trial, section):
         has_limit = section not in ("orders", "bucketing")
         is_call = row.clock in (None, "device") and section != "training_cuda"
         assert (row.limit_s is not None) == has_limit or not is_call, row.about
-    assert report.table(results) in run.page
+    assert report_page.table(results) in run.page
     (link,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", run.page)
     assert (run.folder / link).read_bytes().startswith(b"\x89PNG")
 
@@ -95,7 +93,7 @@ def test_cases_name_all_candidates(effort):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted\nin two lines"), KeyboardInterrupt()])
-def test_ended_section_keeps_its_rows(trial, monkeypatch, tmp_path, error):
+def test_error_keeps_finished_cases(trial, monkeypatch, tmp_path, error):
     measure = SECTIONS["allreduce"].measure
 
     def fail(run):
@@ -103,7 +101,7 @@ def test_ended_section_keeps_its_rows(trial, monkeypatch, tmp_path, error):
         measure(run)
         raise error
 
-    changed(monkeypatch, "allreduce", measure=fail)
+    change_section(monkeypatch, "allreduce", measure=fail)
     if isinstance(error, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             trial("allreduce")
@@ -116,7 +114,7 @@ def test_ended_section_keeps_its_rows(trial, monkeypatch, tmp_path, error):
     assert {row.case for row in read(tmp_path / "out/allreduce.jsonl").rows} == {"4 KiB fp32"}
 
 
-def test_failed_case_stops_no_other(trial, monkeypatch):
+def test_failed_case_skips_no_case(trial, monkeypatch):
     right = allreduce.call_of
 
     def fail(name, comm, lists):
@@ -129,7 +127,20 @@ def test_failed_case_stops_no_other(trial, monkeypatch):
     assert "FAILED: 4 KiB fp32, 2 ranks: ZeroDivisionError: division by zero" in run.printed
 
 
-# -- checks ----------------------------------------------------------------------------------------
+def test_progress_shows_section_and_time():
+    progress = run_all.SectionProgress({"a": 60.0, "b": 60.0}, {"a": [None] * 2, "b": [None] * 2})
+    progress.begin("b")
+    progress._begin_s, progress._advance_s, progress._done_s = 0.0, 240.0, 120.0
+    bar = "[##########          ]"
+    assert progress.line(300.0) == f"{bar}  50%, section 2 of 2 (b), about 3 min left"
+
+
+def test_default_folder_is_new(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert str(run_all.parse_arguments(["--quick"]).out) == "bench"
+    (tmp_path / "bench").mkdir()
+    assert str(run_all.parse_arguments([]).out) == "bench-2"
+    assert run_all.parse_arguments(["--dry-run"]).out is None
 
 
 def test_wrong_sum_is_caught(trial, monkeypatch):
@@ -157,8 +168,8 @@ def test_wrong_sum_is_caught(trial, monkeypatch):
 
 
 def test_wrong_order_is_caught(trial, monkeypatch):
-    """Sums in another order differ in the last bits only."""
-    monkeypatch.setattr(orders, "rank_order", lambda terms: sums.rank_order(terms[::-1]))
+    """Another order changes only the last bits of a sum."""
+    monkeypatch.setattr(order_cost, "rank_order", lambda terms: sums.rank_order(terms[::-1]))
     assert {row.candidate for row in trial("orders").results("orders").wrong} == {"rank"}
 
 
@@ -170,10 +181,7 @@ def test_exact_sum_mistake_is_caught():
     assert not sums.is_nearest(exact, terms)
 
 
-# -- the timing loop -------------------------------------------------------------------------------
-
-
-def test_rounds_end_at_the_budget():
+def test_rounds_end_at_time_budget():
     counts = {"a": 0, "b": 0}
 
     def sampler(name):
@@ -189,9 +197,6 @@ def test_rounds_end_at_the_budget():
     assert in_turns(samplers, Effort(100, 0.0))["b"].rounds == 5
     assert in_turns(samplers, Effort(100, 0.0), least_rounds=1)["b"].rounds == 1
     assert counts["a"] == counts["b"] == 13
-
-
-# -- tables and pictures ---------------------------------------------------------------------------
 
 
 FACTORS = {"median_s": 1, "min_s": 0.8, "q1_s": 0.9, "q3_s": 1.1}
@@ -210,30 +215,28 @@ def timed(limit_us=None, section="allreduce", **times_us):
 @pytest.mark.parametrize(
     ("limit_us", "is_limit"), [(10.0, True), (19.9, True), (20.3, True), (20.5, False)]
 )
-def test_limit_that_a_row_beats_is_none(limit_us, is_limit):
+def test_faster_row_removes_limit(limit_us, is_limit):
     results = timed(limit_us, naive=90.0, auto=20.0)
     assert limit_of(results.rows) == (limit_us * 1e-6 if is_limit else None)
-    text = report.table(results)
+    text = report_page.table(results)
     assert ("%" in text) is is_limit
     assert ("| limit |" in text) is is_limit
 
 
-def test_best_peer_of_each_case_counts():
+def test_speedup_uses_fastest_peer():
     results = timed(section="processes", gloo=90.0, impi=60.0, limit=7.0, bound=29.0, auto=30.0)
     results.rows += [
         replace(row, case="4 KiB", median_s=row.median_s * (3 if row.candidate == "impi" else 1))
         for row in results.rows
     ]
-    header, _, first, second = report.table(results).splitlines()
-    columns = "`gloo` | `impi` | `limit` | `bound` | `auto` | best peer / `auto` |"
+    header, _, first, second = report_page.table(results).splitlines()
+    columns = "`gloo` | `impi` | `limit` | `bound` | `auto` | speedup of `auto` |"
     assert header == f"| case | ranks | {columns}"
     assert first == "| 1 MiB fp32 | 2 | 90 us | 60 us | 7 us | **29 us** | 30 us | 2.00 |"
     assert second.endswith("| 3.00 |")
-    alone, *_ = report.section_lines(results)
-    assert "2.5 times as fast in the median of 2 cases, from 2.00 (1 MiB fp32, 2 ranks)" in alone
-
-
-# -- files of results, and pages made of them ------------------------------------------------------
+    alone, *_ = report_page.section_lines(results)
+    assert "2.5 times as fast as" in alone
+    assert "(median of 2 cases; from 2.00 for 1 MiB fp32, 2 ranks" in alone
 
 
 RESULTS = ROOT / "benchmarks/results"
@@ -261,7 +264,7 @@ def test_generated_files_are_up_to_date():
     ("name", "old", "new"),
     [("README.md", " times as fast", "0 times as fast"), ("docs/report.md", " ms ", "1 ms ")],
 )
-def test_edited_figure_is_noticed(copies, name, old, new, capsys):
+def test_check_detects_edits(copies, name, old, new, capsys):
     text = (copies / name).read_text()
     summary = text[text.index("<!-- benchmark:summary -->" if "README" in name else "##") :]
     (copies / name).write_text(text.replace(summary, summary.replace(old, new, 1)))
@@ -271,7 +274,7 @@ def test_edited_figure_is_noticed(copies, name, old, new, capsys):
     assert (copies / name).read_text() == text
 
 
-def test_new_results_change_all_pages(copies):
+def test_new_results_outdate_all_pages(copies):
     path = copies / "benchmarks/results/ddp.jsonl"
     path.write_text(path.read_text().replace('_s": 0.', '_s": 1.'))
     (copies / "docs/figures/left-over.png").write_bytes(b"")
@@ -290,7 +293,7 @@ def test_new_results_change_all_pages(copies):
         ("allreduce", {}, "allreduce is wrong or failed: 4 KiB fp32, 2 ranks, naive"),
     ],
 )
-def test_half_a_report_is_not_published(copies, name, changes, text, capsys):
+def test_incomplete_results_are_refused(copies, name, changes, text, capsys):
     path = copies / f"benchmarks/results/{name}.jsonl"
     head, rest = path.read_text().split("\n", 1)
     path.write_text(f"{json.dumps(json.loads(head) | changes)}\n{rest}")
@@ -302,7 +305,7 @@ def test_half_a_report_is_not_published(copies, name, changes, text, capsys):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_rows_survive_their_file(path, tmp_path):
+def test_results_file_round_trip(path, tmp_path):
     results = read(path)
     write(tmp_path / "copy", results)
     assert (tmp_path / "copy").read_text() == path.read_text()
@@ -329,7 +332,7 @@ GOOD = text_of(one_row())
         (GOOD.replace('"median_s": 1.0', '"median_s": 0'), "median_s is 0, expected > 0"),
     ],
 )
-def test_bad_file_is_named(tmp_path, text, error):
+def test_bad_results_file_raises(tmp_path, text, error):
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(InputError, match=f"bad.jsonl: .*{error}"):

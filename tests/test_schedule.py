@@ -1,4 +1,4 @@
-"""The ring without arithmetic: which contributions are in which chunk, and in which order?"""
+"""The ring schedule moves every chunk to every rank, in the documented order of addition."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from pyringar.engine.load import engine
 
 
 @pytest.mark.parametrize("world_size", [*range(1, 18), 33])
-def test_every_contribution_arrives_once_in_order(world_size):
-    # held[rank][chunk] lists the ranks inside, in the order in which they were added.
+def test_ring_adds_ranks_in_order(world_size):
+    # held[rank][chunk] lists the ranks in the partial sum, in order of addition.
     held = [[[rank] for _ in range(world_size)] for rank in range(world_size)]
     for step in range(2 * (world_size - 1)):
         before = [list(chunks) for chunks in held]  # entries are replaced, never changed
@@ -33,7 +33,7 @@ def test_every_contribution_arrives_once_in_order(world_size):
 
 
 @given(numel=st.integers(0, 70) | st.integers(0, 2**40), world_size=st.integers(1, 300))
-def test_chunks_cover_exactly(numel, world_size):
+def test_chunks_cover_tensor(numel, world_size):
     found = chunk_slices(numel, world_size)
     assert found == [chunk(numel, world_size, i) for i in range(world_size)]
 
@@ -43,17 +43,17 @@ def test_python_schedule_matches_engine(comm_of, world_size):
     parts = inputs(1003, torch.float64, world_size)
     expected = [part.clone() for part in parts]
     comm_of(world_size).all_reduce(expected, algorithm="ring")
-    where = chunk_slices(1003, world_size)
+    slices = chunk_slices(1003, world_size)
     for moves in ring_schedule(world_size):
-        sent = [parts[move.src][where[move.chunk]].clone() for move in moves]
+        sent = [parts[move.src][slices[move.chunk]].clone() for move in moves]
         for move, arrived in zip(moves, sent, strict=True):
-            own = parts[move.dst][where[move.chunk]]
+            own = parts[move.dst][slices[move.chunk]]
             own.copy_(arrived + own if move.is_reduction else arrived)
     for ours, theirs in zip(parts, expected, strict=True):
         assert same_bits(ours.nan_to_num(), theirs.nan_to_num())
 
 
-def test_bad_sizes_raise():
+def test_invalid_sizes_raise():
     for call, words in (
         (lambda: ring_schedule(0), "world_size is 0"),
         (lambda: chunk_slices(3, 0), "world_size is 0"),

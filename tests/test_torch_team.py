@@ -1,4 +1,4 @@
-"""Do calls in one memory join torch's own threads, and leave them alone where they must?"""
+"""Calls in one process run on torch's OpenMP threads, unless these are not available."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from programs import run_fresh
 import pyringar as pr
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_S = 40.0  # a busy machine may put torch's thread off its core, and then nobody joins
-LARGE = 1 << 21  # elements: helpers would be woken for so many, also where they sleep
+RETRY_S = 40.0  # a busy machine may deschedule torch's threads, so that they miss a call
+LARGE = 1 << 21  # elements; large enough to wake sleeping helper threads
 
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 pytestmark = pytest.mark.skipif(CORES < 2, reason="needs Linux and two cores")
@@ -39,29 +39,29 @@ def torch_threads():
     torch.set_num_threads(before)
 
 
-def operate() -> None:
+def run_torch_op() -> None:
     torch.ones(1 << 17).mul_(2)
 
 
-# -- stand-ins for torch ---------------------------------------------------------------------------
-
-TELLS = "#include <omp.h>\nnamespace at { int get_num_threads() { return omp_get_max_threads(); } }"
+THREAD_COUNT = (
+    "#include <omp.h>\nnamespace at { int get_num_threads() { return omp_get_max_threads(); } }"
+)
 OPERATES = 'extern "C" void operate() {\n#pragma omp parallel\n  {}\n}'
-STAND_INS = {
-    "whole": f"{TELLS}\n{OPERATES}",
-    "two runtimes": f'{TELLS}\n{OPERATES}\nextern "C" void __kmpc_fork_call() {{}}',
+FAKE_LIBRARIES = {
+    "whole": f"{THREAD_COUNT}\n{OPERATES}",
+    "two runtimes": f'{THREAD_COUNT}\n{OPERATES}\nextern "C" void __kmpc_fork_call() {{}}',
     "no runtime": "namespace at { int get_num_threads() { return 3; } }",
-    "no number": f"#include <omp.h>\nint number() {{ return omp_get_max_threads(); }}\n{OPERATES}",
+    "no count": f"#include <omp.h>\nint number() {{ return omp_get_max_threads(); }}\n{OPERATES}",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-@pytest.mark.parametrize("name", STAND_INS)
-def test_team_runs_one_job_or_is_absent(tmp_path, name):
+@pytest.mark.parametrize("name", FAKE_LIBRARIES)
+def test_team_needs_one_openmp_runtime(tmp_path, name):
     csrc, test = ROOT / "csrc", ROOT / "tests/cpp/team/team_test.cpp"
     library, program = tmp_path / "libtorch_cpu.so", tmp_path / "team_test"
-    (tmp_path / "torch.cpp").write_text(STAND_INS[name])
+    (tmp_path / "torch.cpp").write_text(FAKE_LIBRARIES[name])
     openmp = ["-fopenmp"] if name != "no runtime" else []
     shared = ["-shared", "-fPIC", *openmp, "-Wl,-soname,libtorch_cpu.so"]
     subprocess.run(["g++", *shared, tmp_path / "torch.cpp", "-o", library], check=True)
@@ -74,11 +74,8 @@ def test_team_runs_one_job_or_is_absent(tmp_path, name):
     assert done.returncode == 0, done.stderr
 
 
-# -- bits ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_threads", mostly_slow([1, 2, 3, 5], 3))
-def test_bits_do_not_depend_on_threads(torch_threads, num_threads):
+def test_thread_count_keeps_bits(torch_threads, num_threads):
     torch_threads(num_threads)
     with pr.Communicator(["cpu"] * 3) as comm:
         for dtype in DTYPES:
@@ -88,19 +85,16 @@ def test_bits_do_not_depend_on_threads(torch_threads, num_threads):
                 wanted = expected(parts, "sum", "fused")
                 for async_op in (False, True):
                     given = [part.clone() for part in parts]
-                    operate()
+                    run_torch_op()
                     work = comm.all_reduce(given, async_op=async_op)
                     if async_op:
                         work.wait()
                     assert_all_ranks(given, wanted, f"{dtype} {numel} {num_threads}")
 
 
-# -- whose threads ---------------------------------------------------------------------------------
-
-
 def new_threads(comm: pr.Communicator, *, async_op: bool = False) -> int:
     tensors = [torch.ones(LARGE) for _ in range(2)]
-    operate()
+    run_torch_op()
     before = threads()
     work = comm.all_reduce(tensors, async_op=async_op)
     if async_op:
@@ -108,32 +102,32 @@ def new_threads(comm: pr.Communicator, *, async_op: bool = False) -> int:
     return len(threads() - before)
 
 
-def test_a_call_starts_no_thread_beside_torchs(torch_threads):
+def test_call_starts_no_thread(torch_threads):
     torch_threads(2)
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + RETRY_S
     while time.monotonic() < end:
         with pr.Communicator(["cpu"] * 2) as comm:
             if new_threads(comm) == 0:
                 return
         time.sleep(0.01)
-    pytest.fail("every call has started threads")
+    pytest.fail("every call started threads")
 
 
 def start_ranks(comm: pr.Communicator, algorithm: str) -> int:
     parts = inputs(10_007, torch.float32, comm.world_size)
     given = [part.clone() for part in parts]
-    operate()
+    run_torch_op()
     before = threads()
     comm.all_reduce(given, algorithm=algorithm)
     started = len(threads() - before)
-    operate()
+    run_torch_op()
     assert_all_ranks(given, expected(parts, "sum", algorithm), algorithm)
     return started
 
 
-def test_ranks_run_on_torchs_threads(torch_threads):
+def test_ranks_run_on_torch_threads(torch_threads):
     torch_threads(2)
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + RETRY_S
     started = {2: 1}
     while started[2] and time.monotonic() < end:
         for k in (2, 3, 5):
@@ -143,26 +137,26 @@ def test_ranks_run_on_torchs_threads(torch_threads):
 
 
 @pytest.mark.parametrize("k", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_late_rank_is_named(torch_threads, k):
+def test_timeout_names_late_rank(torch_threads, k):
     torch_threads(2)
     with pr.Communicator(["cpu"] * k, timeout=0.3) as comm:
         comm._group.delay_rank(1, 1.5)
-        operate()
+        run_torch_op()
         with pytest.raises(pr.CollectiveTimeout, match="for rank 1"):
             comm.all_reduce([torch.ones(100) for _ in range(k)], algorithm="ring")
-        operate()
+        run_torch_op()
 
 
-def test_one_torch_thread_and_helpers(torch_threads):
+def test_one_torch_thread_starts_helpers(torch_threads):
     for count in (1, 2):
         torch_threads(count)
         with pr.Communicator(["cpu"] * 2) as comm:
             if count == 1:
                 assert [new_threads(comm) for _ in range(3)] == [0, 0, 0]
-            assert new_threads(comm, async_op=True) >= 2  # the background's, and a helper
+            assert new_threads(comm, async_op=True) >= 2  # the background thread and a helper
 
 
-def test_small_asynchronous_calls_run_at_once():
+def test_small_async_call_runs_in_caller():
     with pr.Communicator(["cpu"] * 2) as comm:
         tensors = [torch.full((1000,), rank + 1.0) for rank in range(2)]
         before = threads()
@@ -181,7 +175,7 @@ def test_small_asynchronous_calls_run_at_once():
         assert all(bool((tensor == 6).all()) for tensor in tensors)
 
 
-def test_user_threads_call_at_once(torch_threads):
+def test_user_threads_call_concurrently(torch_threads):
     torch_threads(2)
     start = threading.Barrier(4)
 
@@ -200,14 +194,14 @@ def test_user_threads_call_at_once(torch_threads):
         list(users.map(work, range(4)))
 
 
-def test_inside_of_a_parallel_region_the_caller_is_alone(torch_threads):
+def test_parallel_region_starts_no_thread(torch_threads):
     torch_threads(2)
-    operate()
+    run_torch_op()
     runtime = ctypes.CDLL(None)
     if not hasattr(runtime, "GOMP_parallel"):
-        pytest.skip("torch's runtime is not visible to all")
+        pytest.skip("torch's OpenMP runtime is not a global symbol")
     comms = [pr.Communicator(["cpu"] * 2) for _ in range(2)]
-    found: list[tuple[int, bool]] = []  # threads started, whether sums are right
+    found: list[tuple[int, bool]] = []  # number of new threads, whether the sums are right
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def body(_: object) -> None:
@@ -223,11 +217,8 @@ def test_inside_of_a_parallel_region_the_caller_is_alone(torch_threads):
         comm.close()
 
 
-# -- a process of its own --------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_forked_children_do_without():
+def test_forked_child_gets_right_sums():
     done = run_fresh(
         """
 import os, numpy, torch, pyringar as pr
@@ -245,9 +236,9 @@ def in_child(name):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, name
 torch.set_num_threads(2)
 torch.ones(1 << 20).mul_(2)
-in_child("the engine not loaded")
+in_child("before the engine was loaded")
 pr.allreduce([torch.ones(1 << 21), torch.ones(1 << 21)])
-in_child("the engine loaded")
+in_child("after the engine was loaded")
 """,
         timeout_s=60,
     )
@@ -255,8 +246,8 @@ in_child("the engine loaded")
 
 
 @pytest.mark.slow
-def test_team_keeps_denormals():
-    """torch's threads flush denormals if the thread that starts them does."""
+def test_torch_threads_keep_denormals():
+    """Torch threads inherit flush-to-zero from the thread that starts them."""
     done = run_fresh(
         """
 import torch, pyringar as pr
@@ -284,7 +275,7 @@ with pr.Communicator(["cpu"] * 2) as comm:
         ("OMP_DYNAMIC", "true"),
     ],
 )
-def test_openmp_gives_fewer_threads(variable, value):
+def test_openmp_limits_keep_sums_right(variable, value):
     done = run_fresh(
         """
 import torch, pyringar as pr

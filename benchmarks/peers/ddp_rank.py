@@ -1,4 +1,4 @@
-"""A rank that trains under DistributedDataParallel: ddp_rank.py ADDRESS, RANK and WORLD_SIZE."""
+"""A rank that trains under DistributedDataParallel: RANK=r WORLD_SIZE=k ddp_rank.py ADDRESS."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: an installed one comes first
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: prefer an installed pyringar
 
 from benchmarks.peers.rank import serve
-from benchmarks.peers.torch_rank import RANK, WORLD_SIZE, Groups
+from benchmarks.peers.torch_rank import RANK, WORLD_SIZE, ProcessGroups
 from pyringar.train.model_resnet18 import resnet18
 
 
 def mlp() -> nn.Module:
-    """Return 25 million parameters in six matrices."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
     return nn.Sequential(*layers)
 
@@ -31,16 +30,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def step(model: nn.Module, x: Tensor) -> Tensor:
-    """Run forward and backward; return all gradients end to end."""
+    """Run forward and backward; return all gradients, concatenated."""
     model.zero_grad()
     model(x).square().mean().backward()
     return torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
 
 
-class Step:
-    """A step of a model; each rank has other data."""
+class DdpStep:
+    """A training step of one candidate, with the methods that `serve` calls."""
 
-    def __init__(self, groups: Groups, candidate: str, model: str) -> None:
+    def __init__(self, groups: ProcessGroups, candidate: str, model: str) -> None:
         make, shape = MODELS[model]
         torch.manual_seed(0)
         module = make()
@@ -54,22 +53,22 @@ class Step:
                 module, process_group=group, gradient_as_bucket_view=True
             )
         self._module, self.barrier = module, groups.comm.barrier
-        for _ in range(2):  # DDP makes its buckets anew after the first
+        for _ in range(2):  # DDP rebuilds its buckets after the first step
             step(self._module, self._x)
 
     def fill(self, shift: int) -> None:
-        """Do nothing: gradients are made anew in each step."""
+        """Do nothing, because each step computes new gradients."""
 
     def call(self) -> None:
         """Run a step."""
         self._found = step(self._module, self._x)
 
     def is_right(self, shift: int) -> bool:
-        """Return whether the gradients are the mean over ranks of those without DDP."""
+        """Return whether the gradients are the mean of all ranks' gradients without DDP."""
         return torch.allclose(self._found, self._want, rtol=1e-3, atol=1e-5)
 
 
 if __name__ == "__main__":
-    groups = Groups(Path(sys.argv[1]).parent)
-    serve(sys.argv[1], RANK, "DDP", lambda candidate, model: Step(groups, candidate, model))
+    groups = ProcessGroups(Path(sys.argv[1]).parent)
+    serve(sys.argv[1], RANK, "DDP", lambda candidate, model: DdpStep(groups, candidate, model))
     groups.close()

@@ -1,7 +1,8 @@
-"""A rank of DeepSpeed's shared-memory op: deepspeed_rank.py ADDRESS, with RANK and WORLD_SIZE.
+"""A rank of DeepSpeed's shared-memory all-reduce: RANK=r WORLD_SIZE=k deepspeed_rank.py ADDRESS.
 
-The op has no barrier: the sum of one element serves as one. Its segments have MASTER_PORT in their
-names. The compiled op is loaded directly: DeepSpeed's own loader would compile it again.
+DeepSpeed's op has no barrier, so the sum of one element serves as the barrier. DeepSpeed puts
+MASTER_PORT into the names of its shared-memory segments. The compiled op is loaded directly,
+because DeepSpeed's loader would compile it again.
 """
 
 from __future__ import annotations
@@ -17,25 +18,24 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.peers.rank import Sum, serve
+from benchmarks.peers.rank import CheckedSum, serve
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ADDRESS = sys.argv[1]
-NAME = Path(ADDRESS).parent.name  # unique to this group
+NAME = Path(ADDRESS).parent.name  # unique to these ranks
 os.environ |= {"LOCAL_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "ranks", "MASTER_PORT": NAME}
 
 
-def prepare(candidate: str, numel: int) -> Sum:
-    """Return the call of the op that sums in place."""
+def prepare(candidate: str, numel: int) -> CheckedSum:
+    """Return the call of DeepSpeed's in-place op."""
     for segment in Path("/dev/shm").glob(f"*_{NAME}_{RANK}"):
-        segment.unlink()  # all ranks have it mapped, and DeepSpeed does not remove it
+        segment.unlink()  # all ranks have mapped it, and DeepSpeed never removes it
     tensor, one = torch.zeros(numel), torch.zeros(1)
     reduce = torch.ops.deepspeed.inference_all_reduce_
-    return Sum(tensor.numpy(), RANK, WORLD_SIZE, lambda: reduce(one), lambda: reduce(tensor))
+    return CheckedSum(tensor.numpy(), RANK, WORLD_SIZE, lambda: reduce(one), lambda: reduce(tensor))
 
 
 def load(name: str) -> Any:
-    """Return a compiled extension of torch."""
     path = Path(os.environ["TORCH_EXTENSIONS_DIR"], name, f"{name}.so")
     spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

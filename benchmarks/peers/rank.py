@@ -1,12 +1,12 @@
-"""What a rank of a measured library does: fill, meet, time one call, check, and answer.
+"""The loop of a rank that is measured: write inputs, barrier, time one call, check, answer.
 
-It needs only NumPy, so that it works in the environment of any peer. Between two requests a rank
-waits in the kernel, and uses no processor. A request is a line of JSON, and so is its answer:
+The module needs only NumPy, so that it works in the environment of every library. A rank sleeps
+between two requests. A request is a line of JSON, and so is its answer:
 
     {"candidate": NAME, "what": WHAT, "calls": NUMBER, "warm_up": NUMBER}
     {"wrong": NUMBER, "ns": [NUMBER, ...]}                     (or: {"error": TEXT})
 
-``wrong`` counts the calls, warm-up included, after which the result was not what it must be.
+``wrong`` is the number of calls with a wrong result, warm-up included.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any
 import numpy as np
 
 PERIOD, SHIFTS = 17, 8
-ROW = PERIOD * 240  # elements that are written at a time: 16 KiB, which leaves the caches alone
+ROW = PERIOD * 240  # elements per write: 16 KiB, small enough for the L1 cache
 PATTERN = (np.arange(ROW) % PERIOD).astype(np.float32)
 
 
-class Sum:
+class CheckedSum:
     """The sum over ranks of one float32 tensor, in place.
 
-    Element ``i`` of rank ``r`` is ``i % 17 + shift % 8 + r``: integers, so that every order of
-    additions gives the same bits. They differ between calls, ranks and places, so that no old or
-    misplaced number passes for the sum.
+    Element ``i`` of rank ``r`` is ``i % 17 + shift % 8 + r``. Sums of integers have the same bits
+    in every order of addition. The values differ between calls, ranks and elements, so that the
+    check detects old and misplaced sums.
 
     Args:
         array: This rank's tensor, flat.
         rank: The number of this rank.
-        world_size: Number of ranks; 1: the call leaves the values as they are.
-        barrier: The library's own.
-        call: Sums the array over ranks.
+        world_size: Number of ranks to sum over; 1 if the call does not change the array.
+        barrier: Barrier of the library.
+        call: Function that sums the array over ranks.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Sum:
         self._flags = np.empty(self._rows.shape, bool)
 
     def fill(self, shift: int) -> None:
-        """Write this rank's numbers."""
+        """Write the inputs of this rank."""
         row = self._row + np.float32(self._rank + shift % SHIFTS)
         self._rows[...] = row
         self._rest[...] = row[: self._rest.size]
 
     def is_right(self, shift: int) -> bool:
-        """Return whether every element is the sum of what the ranks wrote."""
+        """Return whether every element is the sum of the inputs of all ranks."""
         k = self._world_size
         ranks = k * (k - 1) // 2 if k > 1 else self._rank
         row = (self._row + np.float32(shift % SHIFTS)) * np.float32(k) + np.float32(ranks)
@@ -74,11 +74,12 @@ def serve(address: str, rank: int, version: str, prepare: Callable[[str, Any], A
     """Answer requests until the benchmark closes the connection.
 
     Args:
-        address: The benchmark's Unix socket.
+        address: Path of the benchmark's Unix socket.
         rank: The number of this rank.
         version: The name and version of the library.
-        prepare: Maps a candidate, and a number of elements or a model, to an object with the four
-            methods of `Sum`, which is kept until a request names another number or model.
+        prepare: Maps a candidate, and a number of elements or the name of a model, to an object
+            with the methods ``fill``, ``barrier``, ``call`` and ``is_right`` of `CheckedSum`. The
+            object is kept until a request has another number or model.
     """
     ready: dict[tuple[str, Any], Any] = {}
     with socket.socket(socket.AF_UNIX) as connection:
@@ -92,7 +93,7 @@ def serve(address: str, rank: int, version: str, prepare: Callable[[str, Any], A
             request = json.loads(line)
             key = request["candidate"], request["what"]
             try:
-                ready = {other: timed for other, timed in ready.items() if other[1] == key[1]}
+                ready = {k: timed for k, timed in ready.items() if k[1] == key[1]}
                 if key not in ready:
                     ready[key] = prepare(*key)
                 wrong, times_ns = run(ready[key], request["calls"], request["warm_up"])
@@ -103,7 +104,7 @@ def serve(address: str, rank: int, version: str, prepare: Callable[[str, Any], A
 
 
 def run(timed: Any, calls: int, warm_up: int) -> tuple[int, list[int]]:
-    """Make calls, each after a barrier; return the number of wrong results, and the timed ns."""
+    """Run the calls; return the number of wrong results, and the ns of each timed call."""
     times_ns, wrong = [], 0
     for shift in range(warm_up + calls):
         timed.fill(shift)
@@ -111,7 +112,7 @@ def run(timed: Any, calls: int, warm_up: int) -> tuple[int, list[int]]:
         begin_ns = time.perf_counter_ns()
         timed.call()
         end_ns = time.perf_counter_ns()
-        timed.barrier()  # a rank that shares its core does not wait for another rank's check
+        timed.barrier()  # ranks may share cores: no rank checks while another rank sums
         times_ns.append(end_ns - begin_ns)
         wrong += not timed.is_right(shift)
     return wrong, times_ns[warm_up:]

@@ -1,4 +1,4 @@
-"""The peers with an environment of their own: requirements, start of the ranks, presence."""
+"""The libraries in separate environments: requirements, commands, and whether installed."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.peers.group import Group
+from benchmarks.peers.library_ranks import LibraryRanks
 
 HERE = Path(__file__).resolve().parent
 VARIABLE = "PYRINGAR_PEERS"
-STAMP = "requirements.txt"  # in a complete environment: what it was made of
-# Where there are fewer GPUs than ranks, NCCL may let ranks share one; NCCL 2.28 refuses.
+STAMP = "requirements.txt"  # file in a complete environment that lists its requirements
+# With fewer GPUs than ranks, some NCCL versions let ranks share a GPU; NCCL 2.28 refuses.
 NCCL_SETTINGS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "16"}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library that sums over ranks.
+    """A library with an allreduce to compare with pyringar.
 
-    In commands, ``{env}`` is its environment, ``{here}`` this folder, and ``{k}`` the number of
-    ranks.
+    In commands, ``{env}`` is the environment, ``{here}`` this folder, and ``{k}`` the world size.
 
     Attributes:
-        label: The name for people.
-        requirements: For pip.
-        program: The command of a rank; the benchmark's address follows.
-        launcher: Starts all ranks. Without one, ranks are started one by one with RANK and
-            WORLD_SIZE.
+        label: Name in the report.
+        requirements: Requirements for pip.
+        program: Command of a rank, without the address of the benchmark's socket.
+        launcher: Command that starts all ranks; empty: start each rank with RANK and WORLD_SIZE.
         alone: Requirements that pip installs without their dependencies.
-        build: Completes the environment.
+        build: Last command of the installation.
         variables: Environment variables of the ranks and of ``build``.
-        shares_torch: The environment uses the torch that runs this.
+        shares_torch: Whether the environment uses the torch of the benchmark's process.
     """
 
     name: str
@@ -48,12 +46,12 @@ class Peer:
 
     @property
     def stamp(self) -> str:
-        """What the environment is made of."""
+        """Requirements and Python version, as the stamp file lists them."""
         parts = (*self.requirements, *self.alone, f"# Python {sys.version.split()[0]}")
         return "\n".join(parts) + "\n"
 
     def why_not(self, folder: Path | None = None) -> str | None:
-        """Return why it cannot run, with the command that helps, or None."""
+        """Return why the library cannot run, with the command to install it, or None."""
         made_of = (folder or default_folder()) / self.name / STAMP
         if made_of.is_file() and made_of.read_text() == self.stamp:
             return None
@@ -61,23 +59,23 @@ class Peer:
         return f"{why}: python benchmarks/peers/install.py {self.name}"
 
     def filled(self, command: Sequence[str], place: Path, k: int = 0) -> list[str]:
-        """Return a command with all words replaced."""
+        """Return a command with all placeholders replaced."""
         filled = list(command)
         for word, value in {"{env}": str(place), "{here}": str(HERE), "{k}": str(k)}.items():
             filled = [part.replace(word, value) for part in filled]
         return filled
 
     def environment(self, place: Path) -> dict[str, str]:
-        """Return its variables, with its programs first on the path."""
+        """Return the variables, and a PATH that begins with the programs of the environment."""
         values = self.filled(list(self.variables.values()), place)
         path = os.pathsep.join((str(place / "bin"), os.environ.get("PATH", os.defpath)))
         return {"PATH": path, **dict(zip(self.variables, values, strict=True))}
 
-    def start(self, k: int) -> Group:
-        """Start its ranks.
+    def start(self, k: int) -> LibraryRanks:
+        """Start the ranks of the library.
 
         Raises:
-            GroupError: The ranks did not start.
+            LibraryRanksError: The ranks did not start.
         """
         place = default_folder() / self.name
         command = self.filled((*self.launcher, *self.program), place, k)
@@ -91,22 +89,22 @@ def start_ranks(
     k: int,
     has_launcher: bool = False,
     environment: Mapping[str, str] | None = None,
-) -> Group:
-    """Start ranks by one command that launches all, or by one command per rank.
+) -> LibraryRanks:
+    """Start k ranks, with one command for all (`has_launcher`) or one command per rank.
 
     Raises:
-        GroupError: The ranks did not start.
+        LibraryRanksError: The ranks did not start.
     """
     each = [{}] if has_launcher else [{"RANK": str(r), "WORLD_SIZE": str(k)} for r in range(k)]
     commands = [[*command, "{address}"]] * len(each)
-    return Group(name, commands, k, environment=environment or {}, each=each)
+    return LibraryRanks(name, commands, k, environment=environment or {}, each=each)
 
 
-def start_our_ranks(k: int, device: str = "cpu", backend: str = "gloo") -> Group:
-    """Start ranks of pyringar, with torch's default group of this backend, a process per rank.
+def start_our_ranks(k: int, device: str = "cpu", backend: str = "gloo") -> LibraryRanks:
+    """Start k processes with a ProcessCommunicator and a default process group of `backend`.
 
     Raises:
-        GroupError: The ranks did not start.
+        LibraryRanksError: The ranks did not start.
     """
     variables = {"DEVICE": device, "BACKEND": backend, **NCCL_SETTINGS}
     command = [sys.executable, str(HERE / "torch_rank.py")]
@@ -150,5 +148,4 @@ PEERS = {peer.name: peer for peer in _ALL}
 
 
 def default_folder() -> Path:
-    """Return the folder of all environments."""
     return Path(os.environ.get(VARIABLE) or "~/.cache/pyringar-peers").expanduser()

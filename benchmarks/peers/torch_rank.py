@@ -1,6 +1,6 @@
-"""A rank of pyringar, and of torch.distributed beside it: torch_rank.py ADDRESS.
+"""A rank of pyringar and of torch.distributed: torch_rank.py ADDRESS.
 
-RANK and WORLD_SIZE are its environment, with DEVICE (cpu or cuda) and BACKEND (gloo or nccl).
+Environment: RANK, WORLD_SIZE, DEVICE (cpu or cuda) and BACKEND (gloo or nccl).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: an installed one comes first
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: prefer an installed pyringar
 
 import pyringar as pr
 import pyringar.distributed  # registers the backend
-from benchmarks.peers.rank import Sum, serve
+from benchmarks.peers.rank import CheckedSum, serve
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-class Groups:
-    """The groups of one rank: torch's default group, ours, and torch's of backend ``ringar``."""
+class ProcessGroups:
+    """The default process group, the ProcessCommunicator and the group of backend ``ringar``."""
 
     def __init__(self, folder: Path, device: str = "cpu", backend: str = "gloo") -> None:
         torch.set_num_threads(1)
@@ -36,37 +36,39 @@ class Groups:
         self.ringar = dist.new_group(backend="ringar") if device == "cpu" else None
 
     def close(self) -> None:
-        """Close our group, and torch's."""
+        """Close the communicator and all process groups."""
         self.comm.close()
         dist.destroy_process_group()
 
 
 class SumOnDevice:
-    """A sum of a GPU's tensor, whose numbers are written and checked in the host's memory."""
+    """The sum of a GPU tensor, with inputs and check in host memory."""
 
-    def __init__(self, tensor: Tensor, call: Callable[[], object], on_host: Sum) -> None:
+    def __init__(self, tensor: Tensor, call: Callable[[], object], on_host: CheckedSum) -> None:
         self._tensor, self._call, self._on_host = tensor, call, on_host
         self.barrier = on_host.barrier
 
     def fill(self, shift: int) -> None:
-        """Write this rank's numbers."""
+        """Write the inputs of this rank."""
         self._on_host.fill(shift)
         self._tensor.copy_(torch.from_numpy(self._on_host.array))
         torch.cuda.synchronize()
 
     def call(self) -> None:
-        """Sum, and wait for the device."""
+        """Sum, and wait for the GPU."""
         self._call()
         torch.cuda.synchronize()
 
     def is_right(self, shift: int) -> bool:
-        """Return whether every element is the sum of what the ranks wrote."""
+        """Return whether every element is the sum of the inputs of all ranks."""
         self._on_host.array[...] = self._tensor.cpu().numpy()
         return self._on_host.is_right(shift)
 
 
-def prepare(groups: Groups, device: str, candidate: str, numel: int) -> Sum | SumOnDevice:
-    """Return the call of a candidate on its own tensor."""
+def prepare(
+    groups: ProcessGroups, device: str, candidate: str, numel: int
+) -> CheckedSum | SumOnDevice:
+    """Return the call of a candidate on a new tensor."""
     tensor = torch.zeros(numel, device=device)
     comm, barrier, world_size = groups.comm, groups.comm.barrier, WORLD_SIZE
     call: Callable[[], object]
@@ -84,17 +86,16 @@ def prepare(groups: Groups, device: str, candidate: str, numel: int) -> Sum | Su
         call = lambda: comm.all_reduce(tensor, algorithm=candidate)  # noqa: E731
     if tensor.is_cuda:
         array = torch.zeros(numel).numpy()
-        return SumOnDevice(tensor, call, Sum(array, RANK, world_size, barrier, call))
-    return Sum(tensor.numpy(), RANK, world_size, barrier, call)
+        return SumOnDevice(tensor, call, CheckedSum(array, RANK, world_size, barrier, call))
+    return CheckedSum(tensor.numpy(), RANK, world_size, barrier, call)
 
 
 def main(address: str) -> None:
-    """Serve until the benchmark closes the connection."""
     device = os.environ["DEVICE"]
     if device == "cuda":
         device = f"cuda:{RANK % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    groups = Groups(Path(address).parent, device, os.environ["BACKEND"])
+    groups = ProcessGroups(Path(address).parent, device, os.environ["BACKEND"])
     version = f"pyringar {pr.__version__}"
     serve(address, RANK, version, lambda name, numel: prepare(groups, device, name, numel))
     groups.close()

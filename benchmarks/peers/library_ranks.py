@@ -1,4 +1,4 @@
-"""Drive the ranks of one library from the benchmark's process. A lost rank is an error in time."""
+"""Start the ranks of one library, send them requests, and detect lost ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-START_S = 60.0  # deadline for the hello of all ranks
-ANSWER_S = 60.0  # deadline for the answers to a request
-END_S = 5.0  # time that ranks get to exit by themselves
-FAST_CALLS, FEW_CALLS = 2000, 2  # most and least calls of a sample
-SAMPLE_S = 20e-3  # time that a sample should take, barriers and checks included
+START_S = 60.0  # timeout for the first message of all ranks
+ANSWER_S = 60.0  # timeout for the answers to a request
+END_S = 5.0  # timeout for ranks to exit before they are killed
+FAST_CALLS, FEW_CALLS = 2000, 2  # maximum and minimum calls of a sample
+SAMPLE_S = 20e-3  # duration of a sample, with barriers and checks
 
 
-class GroupError(RuntimeError):
+class LibraryRanksError(RuntimeError):
     """The ranks of a library did not start, exited, or did not answer in time."""
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankConnection:
     connection: socket.socket
     answers: TextIO
-    pidfd: int  # a process id may be used again
+    pidfd: int  # a process id may be reused
     version: str
 
 
@@ -45,20 +45,20 @@ class Answer:
     wrong: int
 
 
-class Group:
+class LibraryRanks:
     """The ranks of one library, in processes that wait for requests.
 
     Args:
-        name: The library, with which errors begin.
-        commands: Programs that together make the ranks. ``{address}`` is replaced.
-        ranks: Number of ranks that say hello.
-        environment: Variables beside those of this process.
-        each: More variables, a mapping per command.
-        start_s: Deadline for the hello of all ranks.
-        answer_s: Deadline for the answers to a request.
+        name: Name of the library, used in errors.
+        commands: Commands that start the ranks, with ``{address}`` for the address of the socket.
+        ranks: Number of ranks that connect.
+        environment: Environment variables to add for all commands.
+        each: Environment variables to add for each command.
+        start_s: Timeout in seconds for the first message of all ranks.
+        answer_s: Timeout in seconds for the answers to a request.
 
     Raises:
-        GroupError: The ranks did not start.
+        LibraryRanksError: The ranks did not start.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Group:
     ) -> None:
         self.name, self._answer_s = name, answer_s
         self._about = f"{name}, {ranks} ranks"
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RankConnection] = {}
         self._programs: list[subprocess.Popen[bytes]] = []
         self._stack = contextlib.ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
@@ -94,53 +94,51 @@ class Group:
             self.close()
             raise
 
-    def __enter__(self) -> Group:
-        """Return the group itself."""
+    def __enter__(self) -> LibraryRanks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the group."""
         self.close()
 
     @property
     def version(self) -> str:
-        """The name and version of the library, as rank 0 says."""
+        """The name and version of the library, reported by rank 0."""
         return self._ranks[0].version
 
     def close(self) -> None:
-        """Let the ranks exit, and kill those that do not."""
+        """Let the ranks exit; kill the remaining ranks after 5 seconds."""
         self._stack.close()
 
     def sampler(self, candidate: str, what: int | str) -> Callable[[], Answer]:
-        """Return a function that takes a sample: as many calls as fit some milliseconds."""
+        """Return a function that times several calls, which together take about 20 ms."""
 
         def each_s(calls: int) -> float:
             begin_s = time.perf_counter()
             self.measure(candidate, what, calls, 1)
             return max(time.perf_counter() - begin_s, 1e-6) / (1 + calls)
 
-        # One lucky measurement would give too many calls, one late measurement too few.
+        # The median of three estimates avoids an unusually short or long one.
         once_s = each_s(1)
         once_s = once_s if once_s > SAMPLE_S else statistics.median(each_s(3) for _ in range(3))
         calls = max(FEW_CALLS, min(FAST_CALLS, round(SAMPLE_S / once_s)))
         return lambda: self.measure(candidate, what, calls, 1 + calls // 4)
 
     def measure(self, candidate: str, what: int | str, calls: int, warm_up: int) -> Answer:
-        """Make all ranks call, and return the times and the checks.
+        """Run calls on all ranks; return their times and the number of wrong sums.
 
         Args:
-            candidate: A name that the library's ranks know.
-            what: Elements of each rank's float32 tensor, or the name of a model.
-            calls: Timed calls, each after a barrier.
-            warm_up: Calls before the timed ones, which are checked only.
+            candidate: Name of a candidate that these ranks implement.
+            what: Number of elements of each rank's float32 tensor, or the name of a model.
+            calls: Number of timed calls, each after a barrier.
+            warm_up: Number of untimed calls before the timed calls; their sums are checked.
 
         Raises:
-            GroupError: A rank failed, exited, or was too late.
+            LibraryRanksError: A rank raised an error, exited, or did not answer in time.
         """
         request = {"candidate": candidate, "what": what, "calls": calls, "warm_up": warm_up}
         line = f"{json.dumps(request)}\n"
         deadline_s = time.monotonic() + self._answer_s
-        with contextlib.suppress(BrokenPipeError):  # a rank is lost: `_answers` says which
+        with contextlib.suppress(BrokenPipeError):  # a rank exited: `_answers` names it
             for rank in self._ranks.values():
                 rank.connection.sendall(line.encode())
         answers = self._answers(f"{candidate}, {what}", deadline_s)
@@ -157,7 +155,7 @@ class Group:
                 ready = selector.select(max(0.0, deadline_s - time.monotonic()))
                 if not ready:
                     late = ", ".join(str(r) for r in self._ranks if r not in answers)
-                    self._fail(f"{what}: no answer of rank {late} within its deadline")
+                    self._fail(f"{what}: no answer of rank {late} within {self._answer_s:g} s")
                 for key, _ in ready:
                     line = self._ranks[key.data].answers.readline()
                     if not line:
@@ -171,7 +169,7 @@ class Group:
     def _fail(self, why: str) -> None:
         self._kill()
         self.close()
-        raise GroupError(f"{self._about}: {why}")
+        raise LibraryRanksError(f"{self._about}: {why}")
 
     def _start(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         with open(self._errors, "ab") as errors:
@@ -182,10 +180,10 @@ class Group:
                     stdin=subprocess.DEVNULL,
                     stdout=errors,
                     stderr=errors,
-                    start_new_session=True,  # Ctrl-C is for the benchmark to handle
+                    start_new_session=True,  # only the benchmark handles Ctrl-C
                 )
             except OSError as error:
-                raise GroupError(f"{self._about}: did not start: {error}") from error
+                raise LibraryRanksError(f"{self._about}: did not start: {error}") from error
         self._programs.append(program)
 
     def _meet(self, listener: socket.socket, ranks: int, deadline_s: float) -> None:
@@ -193,16 +191,17 @@ class Group:
         while len(self._ranks) < ranks:
             ended = [p.returncode for p in self._programs if p.poll() is not None]
             if ended or time.monotonic() > deadline_s:
-                why = f"exited with {ended[0]}" if ended else "not all ranks came in time"
-                raise GroupError(f"{self._about}: did not start: {why}{self._last_words()}")
-            with contextlib.suppress(TimeoutError, ValueError):  # no rank yet; or lost before hello
+                why = f"exited with {ended[0]}" if ended else "not all ranks connected in time"
+                raise LibraryRanksError(f"{self._about}: did not start: {why}{self._last_words()}")
+            # Suppressed: no rank has connected yet, or a rank exited before its first message.
+            with contextlib.suppress(TimeoutError, ValueError):
                 connection, _ = listener.accept()
                 connection.settimeout(max(0.1, deadline_s - time.monotonic()))
                 answers = connection.makefile("r")
                 hello = json.loads(answers.readline())
                 connection.settimeout(None)
-                pidfd = os.pidfd_open(hello["pid"])
-                self._ranks[hello["rank"]] = _Rank(connection, answers, pidfd, hello["version"])
+                pidfd, version = os.pidfd_open(hello["pid"]), hello["version"]
+                self._ranks[hello["rank"]] = _RankConnection(connection, answers, pidfd, version)
 
     def _kill(self) -> None:
         for rank in self._ranks.values():
@@ -213,7 +212,7 @@ class Group:
                 os.killpg(program.pid, signal.SIGKILL)
 
     def _end(self) -> None:
-        """Close the connections, on which ranks exit; wait for the programs; kill what is left."""
+        """Close the connections, which makes ranks exit; kill the remaining processes."""
         deadline_s = time.monotonic() + (END_S if self._ranks else 0.0)
         for rank in self._ranks.values():
             rank.answers.close()

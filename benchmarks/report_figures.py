@@ -1,4 +1,4 @@
-"""Draw one picture per section. Each PNG holds a hash of the results that it was drawn from."""
+"""Draw the pictures of the report. Each PNG stores a hash of the results that it shows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from benchmarks.machine import machine_in_words
 from benchmarks.rows import Results, Row, Sections, by_key, limit_of
 from benchmarks.sections import SECTIONS
 
-SOURCE = "Source"  # the text field of the PNG that holds the hash
+SOURCE = "Source"  # PNG text field with the hash
+SPEEDUP = "allreduce-speedup.png"  # README's picture
+README_FONT_SIZE = 11  # readable on a phone
 DPI = 110
 TICKS = (8, 4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB)
-# The colors of Okabe and Ito, which color-blind people can tell apart.
+# The palette of Okabe and Ito, which color-blind people can tell apart.
 GREY, BLACK, ORANGE, SKY = "#8c8c8c", "#000000", "#e69f00", "#56b4e9"
 GREEN, YELLOW, BLUE, RED, PINK = "#009e73", "#d9c400", "#0072b2", "#d55e00", "#cc79a7"
 
+SHADES = ("#a6cee3", "#56b4e9", "#0072b2", "#003f66")  # of world sizes, small to large
+
 
 class Style(NamedTuple):
-    """How a candidate is named and drawn."""
+    """Label, color and marker of a candidate."""
 
     label: str
     color: str
@@ -48,7 +52,7 @@ STYLES = {
     "auto": Style("pyringar, auto", BLUE),
     "ringar": Style("pyringar", BLUE),
     "ringar, shards": Style("pyringar, shards", GREEN),
-    "bound": Style("bound (checked before)", RED, "*"),
+    "bound": Style("prepared call (bound)", RED, "*"),
     "backend": Style('backend "ringar"', PINK, "v"),
     "rank": Style("rank order", GREY, "s"),
     "exact": Style("exact", RED, "*"),
@@ -58,26 +62,31 @@ STYLES = {
 
 
 def style_of(candidate: str) -> Style:
-    """Return the style of a candidate."""
     return STYLES.get(candidate) or Style(candidate, BLUE)
 
 
 def draw(sections: Sections, folder: Path) -> None:
-    """Draw the pictures of all sections with rows; leave a picture of the same results alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, results in sections.items():
-        path = folder / filename_of(name)
+    for name, results in figures_of(sections).items():
+        path = folder / name
         if results.rows and source_in(path) != results.digest:
-            draw_section(results, path)
+            figure = draw_speedup(results) if name == SPEEDUP else draw_section(results)
+            _save(figure, path, results)
+
+
+def figures_of(sections: Sections) -> dict[str, Results]:
+    """Return the results that each picture shows, by file name."""
+    figures = {filename_of(name): results for name, results in sections.items()}
+    if "allreduce" in sections and size_panels(sections["allreduce"].rows):
+        figures[SPEEDUP] = sections["allreduce"]
+    return figures
 
 
 def filename_of(section: str) -> str:
-    """Return the name of a section's picture."""
     return f"{section}-time.png"
 
 
 def source_in(path: Path) -> str | None:
-    """Return the hash of the results that a picture was drawn from, or None."""
     from PIL import Image
 
     if not path.exists():
@@ -87,18 +96,36 @@ def source_in(path: Path) -> str | None:
         return dict(getattr(image, "text", {})).get(SOURCE)
 
 
-def draw_section(results: Results, path: Path) -> None:
-    """Draw time against size where the cases of a section are sizes, else bars."""
+def draw_section(results: Results) -> Any:
     panels = size_panels(results.rows)
-    figure = _lines(panels) if panels else _bars(results)
-    _save(figure, path, results)
+    return _lines(panels) if panels else _bars(results)
 
 
-# -- time against size -----------------------------------------------------------------------------
+def draw_speedup(results: Results) -> Any:
+    """Return a figure of bars: time of the book's loop over time of `auto`, by size and ranks."""
+    panels = size_panels(results.rows)
+    sizes = sorted({row.size_bytes or 0 for rows in panels.values() for row in rows})
+    figure, axes = pyplot().subplots(figsize=(6, 4.2))
+    width = 0.84 / len(panels)
+    for number, ((k, rows), color) in enumerate(zip(panels.items(), SHADES)):  # noqa: B905
+        times = {(row.candidate, row.size_bytes): row.median_s for row in rows}
+        measured = [size for size in sizes if ("auto", size) in times]
+        places = [sizes.index(size) + (number - (len(panels) - 1) / 2) * width for size in measured]
+        ratios = [times["naive", size] / times["auto", size] for size in measured]
+        axes.bar(places, ratios, width, color=color, label=f"{k} ranks")
+    axes.axhline(1, color=BLACK, linestyle="--", linewidth=1.2, label="book's loop")
+    labels = [format_size(size).replace(" ", "\n") for size in sizes]
+    axes.set_xticks(range(len(sizes)), labels)
+    axes.yaxis.set_major_formatter("{x:g}x")
+    axes.tick_params(labelsize=README_FONT_SIZE)
+    axes.set_xlabel("size of each rank's tensor", fontsize=README_FONT_SIZE)
+    axes.set_ylabel("times as fast as the book's loop", fontsize=README_FONT_SIZE)
+    axes.grid(visible=False, axis="x")
+    return figure
 
 
 def size_panels(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """Return rows of one fp32 tensor per rank by number of ranks, where they make a line."""
+    """Return rows of single fp32 tensors by world size, if a world size has several sizes."""
     flat = [
         row
         for row in rows
@@ -112,7 +139,7 @@ def size_panels(rows: Sequence[Row]) -> dict[int, list[Row]]:
 
 
 def limit_line(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the limit by size; not a number where no limit is known."""
+    """Return the limit by size; NaN if a size has no limit."""
     sizes = by_key(rows, lambda row: row.size_bytes)
     return {size: limit_of(found) or math.nan for size, found in sizes.items()}
 
@@ -151,9 +178,6 @@ def _lines(panels: dict[int, list[Row]]) -> Any:
     return figure
 
 
-# -- bars ------------------------------------------------------------------------------------------
-
-
 def _bars(results: Results) -> Any:
     cases = by_key(results.rows, lambda row: row.case)
     figure, grid = _panels(len(cases), min(3, len(cases)), sharey=False)
@@ -168,7 +192,7 @@ def _bars(results: Results) -> Any:
                 place += 1
             place += 1
         axes.set_xticks(list(ticks.values()), list(map(str, ticks)))
-        axes.set(title=case, xlabel="ranks", ylabel=f"{unit} (lines: quartiles)")
+        axes.set(title=case, xlabel="ranks", ylabel=f"median time in {unit} (lines: quartiles)")
         axes.grid(visible=False, axis="x")
     return figure
 
@@ -188,9 +212,6 @@ def _bar(axes: Any, place: int, row: Row, factor: float) -> None:
     )
 
 
-# -- the look --------------------------------------------------------------------------------------
-
-
 def _panels(count: int, columns: int, *, sharey: bool) -> tuple[Any, list[Any]]:
     lines = math.ceil(count / columns)
     figure, grid = pyplot().subplots(
@@ -206,7 +227,6 @@ def _panels(count: int, columns: int, *, sharey: bool) -> tuple[Any, list[Any]]:
 
 
 def pyplot() -> Any:
-    """Return matplotlib without a screen."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
@@ -219,9 +239,10 @@ def pyplot() -> Any:
 
 
 def _save(figure: Any, path: Path, results: Results) -> None:
-    """Add one legend and the machine, and write the file with few colors and the hash."""
+    """Add a legend and the machine; write a PNG with a palette of 128 colors and the hash."""
     from PIL import Image, PngImagePlugin
 
+    font_size = README_FONT_SIZE if path.name == SPEEDUP else 8
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -230,12 +251,12 @@ def _save(figure: Any, path: Path, results: Results) -> None:
         list(found.values()),
         list(found),
         loc="outside lower center",
-        ncols=4,
+        ncols=3 if path.name == SPEEDUP else 4,
         frameon=False,
-        fontsize=8,
+        fontsize=font_size,
     )
     title = f"{machine_in_words(results.machine)}, {results.machine['date']}"
-    figure.suptitle(title, fontsize=8, color="#555555")
+    figure.suptitle(title, fontsize=font_size, color="#555555")
     figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=DPI)
     pyplot().close(figure)

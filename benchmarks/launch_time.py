@@ -1,4 +1,4 @@
-"""Time four ranks of `pyringar.launch`, from the call to the sums: python benchmarks/launch.py."""
+"""Time `pyringar.launch` of four ranks and one all_reduce: python benchmarks/launch_time.py."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ import pyringar as pr
 
 
 def program() -> None:
-    """Make a group and add a number of each rank."""
+    """Make a process group and sum one element over the ranks."""
     dist.init_process_group()
     dist.all_reduce(torch.ones(1))
 
@@ -21,8 +21,8 @@ for processes in (False, True):
         start_s = time.perf_counter()
         pr.launch(program, 4, processes=processes)
         times_ms.append(1e3 * (time.perf_counter() - start_s))
-    first, *others = times_ms  # the first one compiles and imports
+    first, *later = times_ms  # the first launch compiles and imports
     print(
         f"{'processes' if processes else 'threads'}: first {first:.0f} ms, then "
-        f"{statistics.median(others):.1f} ms ({min(others):.1f} to {max(others):.1f})"
+        f"{statistics.median(later):.1f} ms ({min(later):.1f} to {max(later):.1f})"
     )

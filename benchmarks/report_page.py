@@ -1,4 +1,4 @@
-"""Write the report: sentences, one table and one picture per section, and what was not run."""
+"""Write the report: summary sentences, a table and a picture per section, missing results."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Any
 
 from benchmarks.bench import MIB, format_s
 from benchmarks.machine import machine_in_words
-from benchmarks.plots import filename_of, style_of
-from benchmarks.processes import BESIDE
+from benchmarks.process_allreduce import BESIDE
+from benchmarks.report_figures import filename_of, style_of
 from benchmarks.rows import Results, Row, Sections, by_key, limit_of, num_ranks
 from benchmarks.sections import SECTIONS
 
-METHOD = (
-    "Candidates take turns in one run; times are medians, their spread is in the pictures and in "
-    "the results files. Every row was checked for the right result in the same run. The limit is "
-    "physical, and was measured in the same process: no implementation can be faster. It is left "
-    "out where a call was faster than the call that stands for the limit. Bold: the fastest of "
-    "ours."
-)
-FAR = 1.10  # auto's time over the best algorithm's, from which on auto is called slow
+METHOD = """How to read the tables:
+
+- A time is the median over rounds. Each round times all candidates in random order. All results \
+were checked.
+- **Bold** is the fastest implementation of pyringar.
+- *Speedup* is the time of the fastest competitor divided by the time of pyringar.
+- *Limit* is the time of the least memory traffic or computation that a case needs. It is empty if \
+a call was faster.
+- *Share of limit* is the limit divided by the time of pyringar: 100% cannot be improved."""
+SLOW_RATIO = 1.10  # time of `auto` over time of the best algorithm that counts as slow
 LARGE_BYTES = 16 * MIB
 ALGORITHMS = {
     "allreduce": ("fused", "direct", "ring", "sharded", "naive"),
@@ -34,13 +36,13 @@ def render(sections: Sections, figures: Path | None, gpu_notes: str = "") -> str
 
     Args:
         sections: Results by section.
-        figures: The folder of the pictures, as the page's links name it; None: no pictures.
-        gpu_notes: Stands above the sections of a GPU.
+        figures: Folder of the pictures, relative to the page; None: no pictures.
+        gpu_notes: Markdown text above the sections of a GPU.
     """
     measured = {name: sections[name] for name in SECTIONS if name in sections}
     on_gpu = [name for name, found in measured.items() if found.rows and found.machine.get("gpu")]
     parts = ["# Benchmark report", *_head(measured), *_faults(measured)]
-    parts += ["\n".join(f"- {line}" for line in sentences(measured))]
+    parts += ["Summary:", "\n".join(f"- {line}" for line in sentences(measured)), METHOD]
     for name, results in measured.items():
         if not results.rows:
             continue
@@ -68,16 +70,16 @@ def _head(sections: Sections) -> Iterator[str]:
     machines = by_key(on_cpu, lambda results: _machine(results.machine))
     for machine, measured in machines.items():
         dates = sorted({results.machine["date"] for results in measured})
-        names = f"{', '.join(r.section for r in measured)}: " if len(machines) > 1 else ""
-        yield f"{names}{machine}. Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+        titles = ", ".join(SECTIONS[results.section].title for results in measured)
+        text = f"Machine: {machine}. Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+        yield f"{text}: {titles}." if len(machines) > 1 else f"{text}."
         yield _effort(measured[0])
-    yield METHOD
 
 
 def _effort(results: Results) -> str:
     if results.effort == "full":
         return ""
-    return f"A **{results.effort}** run: few rounds, so that figures are rough."
+    return f"This was a **{results.effort}** run with few rounds, so the times are rough."
 
 
 def _faults(sections: Sections) -> Iterator[str]:
@@ -105,7 +107,7 @@ def _gpu_head(results: Results, notes: str) -> Iterator[str]:
 
 def _versions(results: Results) -> str:
     versions = results.facts.get("versions", {})
-    return f"Measured: {'; '.join(versions.values())}." if versions else ""
+    return f"Versions: {'; '.join(versions.values())}." if versions else ""
 
 
 def _not_run(sections: Sections) -> list[str]:
@@ -113,17 +115,15 @@ def _not_run(sections: Sections) -> list[str]:
     for name, results in sections.items():
         about = "GPU" if results.machine.get("gpu") else name
         lines += [f"- {about}: {item['what']}: {item['why']}" for item in results.not_run]
-    return ["## What was not run, and why", "\n".join(dict.fromkeys(lines))] if lines else []
+    return ["## Not run", "\n".join(dict.fromkeys(lines))] if lines else []
 
 
 def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    """Return cells between bars."""
     rows = [columns, ["---"] * len(columns), *lines]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def table(results: Results) -> str:
-    """Return a line per case, number of ranks and clock, with a column per candidate."""
     benchmark = SECTIONS[results.section]
     names = list(dict.fromkeys(row.candidate for row in results.rows))
     lines = []
@@ -136,9 +136,9 @@ def table(results: Results) -> str:
         line["limit"] = format_s(limit_s) if limit_s and benchmark.limit not in found else ""
         line |= {f"`{name}`": _cell(found.get(name), min(ours, default=0)) for name in names}
         if ratio := speedup(rows):
-            line[f"best peer / `{benchmark.ours}`"] = f"{ratio:.2f}"
+            line[f"speedup of `{benchmark.ours}`"] = f"{ratio:.2f}"
         if own and limit_s:
-            line[f"limit / `{benchmark.ours}`"] = f"{limit_s / own.median_s:.0%}"
+            line[f"`{benchmark.ours}`: share of limit"] = f"{limit_s / own.median_s:.0%}"
         lines.append(line)
     names = list(dict.fromkeys(name for line in lines for name in line))
     columns = [name for name in names if any(line.get(name) for line in lines)]
@@ -155,7 +155,7 @@ def _cell(row: Row | None, best_s: float) -> str:
 
 
 def speedup(rows: Sequence[Row]) -> float | None:
-    """Return the time of the fastest peer over ours, in the rows of one group."""
+    """Return the time of the fastest peer divided by ours, in the rows of one group."""
     benchmark = SECTIONS[rows[0].section]
     own = [row.median_s for row in rows if row.candidate == benchmark.ours]
     peers = [row.median_s for row in rows if row.candidate in benchmark.peers]
@@ -163,13 +163,11 @@ def speedup(rows: Sequence[Row]) -> float | None:
 
 
 def sentences(sections: Sections) -> list[str]:
-    """Return one sentence or more about every section that was measured."""
     lines = [line for results in sections.values() for line in section_lines(results)]
     return [*lines, *auto_lines(sections)]
 
 
 def section_lines(results: Results) -> list[str]:
-    """Return the sentences about one section."""
     lines = [speedup_line(results)]
     if results.section == "processes":
         lines = [
@@ -181,21 +179,20 @@ def section_lines(results: Results) -> list[str]:
     elif results.section == "allreduce_cuda":
         lines += [share_line(results, "fused"), share_line(results, "ring")]
     elif results.section == "bucketing" and "hook_s" in results.facts:
-        lines += [f"Counting a gradient in its hook costs {format_s(results.facts['hook_s'])}."]
+        lines += [f"**Gradient hook**: {format_s(results.facts['hook_s'])} per parameter and step."]
     elif results.section == "training_cuda":
         epochs = [
-            f"{row.case} {format_s(row.median_s)}"
+            f"{row.case.replace(', graph', ' in a CUDA graph')} {format_s(row.median_s)}"
             for row in results.rows
             if row.candidate == "ringar" and row.world_size == 1
         ]
-        lines = [f"An epoch of 60,000 images, one rank on one GPU: {'; '.join(epochs)}.", *lines]
+        lines = [f"**An epoch** of 60,000 images, 1 rank on 1 GPU: {'; '.join(epochs)}.", *lines]
     return [line for line in lines if line]
 
 
 def speedup_line(
     results: Results, keep: Callable[[Row], bool] = lambda row: True, about: str = ""
 ) -> str:
-    """Return how ours compares with the fastest peer of each case."""
     benchmark = SECTIONS[results.section]
     rows = [row for row in results.rows if row.clock in (None, "device") and keep(row)]
     found = []
@@ -208,17 +205,17 @@ def speedup_line(
     measured = {row.candidate for row in rows}
     peers = [style_of(name).label for name in benchmark.peers if name in measured]
     others = ", ".join(peers[:-1])
-    against = f"the best of {others} and {peers[-1]}" if others else peers[0]
+    against = f"the fastest of {others} and {peers[-1]}" if others else peers[0]
     median = statistics.median(ratio for ratio, _ in found)
-    how = f"{median:.1f} times as fast" if abs(median - 1) >= 0.05 else "equally fast"
-    (low, where_low), (high, where_high) = min(found), max(found)
-    spread = f", from {low:.2f} ({where_low}) to {high:.3g} ({where_high})" if found[1:] else ""
-    cases = f"in the median of {len(found)} cases" if found[1:] else f"({where_low})"
-    return f"{benchmark.title}{about}, against {against}: {how} {cases}{spread}."
+    speed = f"{median:.1f} times as fast" if abs(median - 1) >= 0.05 else "as fast"
+    (low, low_case), (high, high_case) = min(found), max(found)
+    spread = f"from {low:.2f} for {low_case}, to {high:.3g} for {high_case}"
+    cases = f"median of {len(found)} cases; {spread}" if found[1:] else low_case
+    return f"**{benchmark.title}{about}**: {speed} as {against} ({cases})."
 
 
 def share_line(results: Results, candidate: str) -> str:
-    """Return which share of the limit a candidate reaches on large tensors."""
+    """Return a sentence about the share of the limit that a candidate reaches on large tensors."""
     rows = [row for row in results.rows if row.clock in (None, "device")]
     shares = [
         min(1.0, limit_s / row.median_s)
@@ -231,14 +228,13 @@ def share_line(results: Results, candidate: str) -> str:
     if not shares:
         return ""
     title, median = SECTIONS[results.section].title, statistics.median(shares)
-    return (
-        f"{title}: from 16 MiB on `{candidate}` reaches {min(shares):.0%} to {max(shares):.0%} of "
-        f"the limit, {median:.0%} in the median."
-    )
+    spread = f", {min(shares):.0%} to {max(shares):.0%}" if shares[1:] else ""
+    method = f"one read and one write per buffer; median of {len(shares)} cases{spread}"
+    share = f"`{candidate}` reaches {median:.0%} of the memory limit ({method})"
+    return f"**{title}**, tensors of 16 MiB and more: {share}."
 
 
 def auto_lines(sections: Sections) -> list[str]:
-    """Return how far `auto` is from the best algorithm."""
     found = []
     for section, names in ALGORITHMS.items():
         rows = sections[section].rows if section in sections else []
@@ -246,12 +242,13 @@ def auto_lines(sections: Sections) -> list[str]:
             times = {row.candidate: row.median_s for row in group}
             named = [times[name] for name in names if name in times]
             if "auto" in times and times.keys() & set(names) - {"naive"}:
-                found.append((times["auto"] / min(named), f"{section}, {case}, {num_ranks(k)}"))
+                found.append((times["auto"] / min(named), f"{case}, {num_ranks(k)}"))
     if not found:
         return []
-    slow = sum(ratio > FAR for ratio, _ in found)
-    worst, where = max(found)
+    slow = sum(ratio > SLOW_RATIO for ratio, _ in found)
+    worst, worst_case = max(found)
     return [
-        f"`auto` is more than {FAR - 1:.0%} slower than the best algorithm in {slow} of "
-        f"{len(found)} cases; at worst it takes {worst:.2f} times as long ({where})."
+        f"**Choice of algorithm**: `auto` was more than {SLOW_RATIO - 1:.0%} slower than the "
+        f"fastest algorithm in {slow} of {len(found)} cases. Its worst case took {worst:.2f} times "
+        f"as long ({worst_case})."
     ]

@@ -1,16 +1,16 @@
-"""Time training steps of the trainer against the book's loop, for 1, 2 and 4 CPU ranks.
+"""Time training steps of the Trainer and of the book's loop, for 1, 2 and 4 CPU ranks.
 
-All candidates train on the same images in the same batches, an epoch of four steps at a time:
+All candidates train on the same batches, four steps at a time:
 
-    undivided       one replica, the whole batch: all arithmetic and no communication, the limit
-    book            the book's loop on k replicas: backward of one after the other, an allreduce per
+    undivided       one replica trains on the whole batch, without communication: the limit
+    book            the book's loop on k replicas: one backward after the other, an allreduce per
                     parameter through rank 0, SGD
     ringar          the Trainer of `pyringar train`
-    ringar, shards  the same with `--shards 8`
+    ringar, shards  the Trainer with `--shards 8`
 
-A step is everything from the batch to updated parameters. After a first epoch all ranks must have
-equal parameters, and `ringar` those of the book. With shards they must have the bits of the book's
-loop on one replica per shard, added in tree order.
+A step goes from the batch to the updated parameters. After the first epoch all ranks must have
+equal parameters, and those of `ringar` must be close to those of the book. Parameters with shards
+must equal those of the book's loop on one replica per shard, added in tree order, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import pyringar as pr
 from benchmarks.allreduce import naive
-from benchmarks.bench import Benchmark, Case, Run, each_case
+from benchmarks.bench import Benchmark, BenchmarkCase, Run, each_case
 from benchmarks.sums import tree_order
 from benchmarks.timing import Effort, Sampler, in_turns, torch_threads
 from pyringar.train import EpochResult, ImageData, TrainConfig, Trainer
@@ -46,15 +46,15 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def naive_tree(lists: Sequence[Sequence[Tensor]]) -> None:
-    """Write the sum in tree order into all tensors of a column."""
+    """Sum tensor by tensor in tree order; write each sum into the tensors of all ranks."""
     for data in zip(*lists, strict=True):
         total = tree_order(data)
         for tensor in data:
             tensor.copy_(total)
 
 
-class Book:
-    """The book's loop; with one replica it is the undivided step."""
+class BookLoop:
+    """The book's training loop; with one replica it is the candidate ``undivided``."""
 
     def __init__(
         self, model: str, world_size: int, data: ImageData, reduce: Callable[..., None] = naive
@@ -79,7 +79,7 @@ class Book:
         return functools.partial(lenet, params=params), params
 
     def epoch_s(self) -> float:
-        """Return the seconds of one pass over the images."""
+        """Train on all images once; return the seconds."""
         images, labels = self._data.train_images, self._data.train_labels
         begin = time.perf_counter()
         for X, y in batches(images, labels, self._batch_size, self._shuffle):  # noqa: N806
@@ -104,8 +104,8 @@ class Book:
                     param.grad.zero_()
 
 
-class Ringar:
-    """The trainer, an epoch at a time."""
+class TrainerLoop:
+    """The Trainer of pyringar, one epoch at a time."""
 
     def __init__(self, devices: list[str], data: ImageData, **options: Any) -> None:
         config = TrainConfig(devices=devices, epochs=1, lr_schedule="constant", **options)
@@ -114,28 +114,26 @@ class Ringar:
         self.replicas = self._trainer.replicas
 
     def epoch(self) -> EpochResult:
-        """Train on all images once, then test; the seconds are without the test."""
+        """Train on all images once, then test; the result's seconds exclude the test."""
         return self._trainer.run().epochs[0]
 
     def epoch_s(self) -> float:
-        """Return the seconds of one pass over the images."""
+        """Train on all images once; return the seconds."""
         return self.epoch().seconds
 
 
 def loop_of(
     name: str, model: str, world_size: int, data: ImageData, stack: contextlib.ExitStack
 ) -> Any:
-    """Return the training loop of a candidate."""
     if name in ("undivided", "book"):
-        return Book(model, 1 if name == "undivided" else world_size, data)
+        return BookLoop(model, 1 if name == "undivided" else world_size, data)
     shards = {"shards": NUM_SHARDS} if name == SHARDS else {}
-    loop = Ringar(["cpu"] * world_size, data, lr=LR, seed=SEED, **shards, **MODELS[model])
+    loop = TrainerLoop(["cpu"] * world_size, data, lr=LR, seed=SEED, **shards, **MODELS[model])
     stack.callback(loop.close)
     return loop
 
 
-def run_case(run: Run, case: Case) -> None:
-    """Check all candidates in their first epoch, then time epochs of them in turns."""
+def run_case(run: Run, case: BenchmarkCase) -> None:
     steps = 1 if run.is_trial else 4
     images, labels = synthetic_images(steps * MODELS[case.name]["batch_size"], 30)
     data = ImageData("synthetic garments", images, labels, images[:8], labels[:8])
@@ -155,7 +153,6 @@ def run_case(run: Run, case: Case) -> None:
 
 
 def check(loops: dict[str, Any], model: str, data: ImageData) -> dict[str, bool]:
-    """Return whether each loop has the right parameters on all ranks after one epoch."""
     book = loops["book"].replicas[0]
     found = {}
     for name, loop in loops.items():
@@ -163,11 +160,11 @@ def check(loops: dict[str, Any], model: str, data: ImageData) -> dict[str, bool]
         is_right = all(math.isfinite(param.detach().sum().item()) for param in first)
         for params in loop.replicas[1:]:
             is_right &= all(torch.equal(p, q) for p, q in zip(params, first, strict=True))
-        if name == "ringar":  # batch norm of the other loops sees other parts of a batch
+        if name == "ringar":  # batch norm of other candidates sees other parts of a batch
             pairs = zip(first, book, strict=True)
             is_right &= all(torch.allclose(p, q, rtol=1e-3, atol=1e-4) for p, q in pairs)
         found[name] = is_right
-    of_shards = Book(model, NUM_SHARDS, data, naive_tree)
+    of_shards = BookLoop(model, NUM_SHARDS, data, naive_tree)
     with torch_threads(1):
         of_shards.epoch_s()
     pairs = zip(loops[SHARDS].replicas[0], of_shards.replicas[0], strict=True)
@@ -175,20 +172,20 @@ def check(loops: dict[str, Any], model: str, data: ImageData) -> dict[str, bool]
     return found
 
 
-def cases_of(effort: str) -> list[Case]:
-    """Return the models on all numbers of ranks."""
+def cases_of(effort: str) -> list[BenchmarkCase]:
     if effort == "trial":
-        return [Case(next(iter(MODELS)), 2, CANDIDATES)]
-    return [Case(model, k, CANDIDATES) for model in MODELS for k in (1, 2, 4)]
+        return [BenchmarkCase(next(iter(MODELS)), 2, CANDIDATES)]
+    return [BenchmarkCase(model, k, CANDIDATES) for model in MODELS for k in (1, 2, 4)]
 
 
 BENCHMARK = Benchmark(
     section="training",
     title="Training steps",
-    about="From the batch to updated parameters; parameters checked against the book's. The limit, "
-    "`undivided`, is the whole batch on one replica: all of the arithmetic and no communication. "
-    "`book` reduces each parameter through rank 0 after backward. `ringar, shards` computes a "
-    "batch in eight parts, each with one thread.",
+    about="Time from the batch to the updated parameters, CPU ranks in one process. Parameters are "
+    "compared with those of the book's loop. `book` is that loop, which reduces each parameter "
+    "through rank 0 after backward. `ringar` is the trainer of `pyringar train`; `ringar, shards` "
+    "is the trainer with `--shards 8`, one thread per shard. The limit, `undivided`, is one "
+    "replica that trains on the whole batch without communication.",
     efforts={"full": Effort(25, 20.0), "quick": Effort(5, 1.0), "trial": Effort(5, 0.0)},
     cases=cases_of,
     measure=each_case(run_case),

@@ -1,9 +1,6 @@
-"""Time one rank per process: ours, gloo, and the libraries that peers/install.py can install.
+"""Time all_reduce with one process per rank: pyringar, gloo, and the libraries of peers/.
 
-Each library has its own ranks, which are started once per number of ranks, and which wait in
-the kernel while another library is measured. A rank writes its tensor before each call, so that
-its own cache holds it, and all ranks meet at the library's own barrier. The slowest rank's time
-counts. Every sum is checked, element by element, after the call that was timed.
+benchmarks/README.md describes the method.
 """
 
 from __future__ import annotations
@@ -14,20 +11,26 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
-from benchmarks.bench import KIB, MIB, Benchmark, Case, Run, format_size
+from benchmarks.bench import KIB, MIB, Benchmark, BenchmarkCase, Run, format_size
 from benchmarks.machine import num_cores
-from benchmarks.peers.group import Group
+from benchmarks.peers.library_ranks import LibraryRanks
 from benchmarks.peers.registry import PEERS, start_our_ranks
 from benchmarks.rows import by_key
 from benchmarks.timing import Effort, Sampler, in_turns
 
-BESIDE = ", beside a busy process"  # how the names of cases with another program end
+BESIDE = ", beside a busy process"  # suffix of cases that run beside a busy process
 LIMIT = "limit"
-OURS = ("gloo", "auto", "bound", "direct", "backend", LIMIT)  # in the same processes
+OURS = (
+    "gloo",
+    "auto",
+    "bound",
+    "direct",
+    "backend",
+    LIMIT,
+)  # candidates of torch_rank.py, in the same processes
 
 
 def measure(run: Run) -> None:
-    """Start the ranks of all libraries once per number of ranks, and run the cases."""
     present = []
     for name, peer in PEERS.items():
         if why := peer.why_not():
@@ -45,8 +48,7 @@ def measure(run: Run) -> None:
             run.results.facts["versions"] = versions
 
 
-def run_case(run: Run, case: Case, groups: Mapping[str, Group]) -> None:
-    """Time and check the candidates that have ranks, in turns."""
+def run_case(run: Run, case: BenchmarkCase, groups: Mapping[str, LibraryRanks]) -> None:
     wrong = dict.fromkeys(case.candidates, 0)
     is_busy = case.name.endswith(BESIDE)
 
@@ -57,7 +59,7 @@ def run_case(run: Run, case: Case, groups: Mapping[str, Group]) -> None:
         def sample() -> Sequence[float]:
             answer = measure_calls()
             wrong[name] += answer.wrong
-            # Few calls bear all that another process costs: a median of calls would not show it.
+            # The busy process delays a few calls by much, which a median would hide.
             return [statistics.fmean(answer.seconds)] if is_busy else answer.seconds
 
         return sample
@@ -74,7 +76,7 @@ def run_case(run: Run, case: Case, groups: Mapping[str, Group]) -> None:
 BUSY = """
 import os
 parent = os.getppid()
-while os.getppid() == parent:  # nobody else would end it when the benchmark is killed
+while os.getppid() == parent:  # exits after a killed benchmark
     for _ in range(100_000):
         pass
 """
@@ -82,7 +84,6 @@ while os.getppid() == parent:  # nobody else would end it when the benchmark is 
 
 @contextmanager
 def busy_process() -> Iterator[None]:
-    """Run a process that never sleeps."""
     program = subprocess.Popen([sys.executable, "-c", BUSY])
     try:
         yield
@@ -91,14 +92,12 @@ def busy_process() -> Iterator[None]:
         program.wait()
 
 
-def case_of(size_bytes: int, k: int, *candidates: str, suffix: str = "") -> Case:
-    """Return a case with one flat tensor per rank."""
-    return Case(f"{format_size(size_bytes)}{suffix}", k, candidates, ((size_bytes // 4,),))
+def case_of(size_bytes: int, k: int, *candidates: str, suffix: str = "") -> BenchmarkCase:
+    return BenchmarkCase(f"{format_size(size_bytes)}{suffix}", k, candidates, ((size_bytes // 4,),))
 
 
-def cases_of(effort: str) -> list[Case]:
-    """Return the cases, those of one number of ranks together."""
-    crowded = 2 * num_cores()  # ranks that share cores, whatever the machine
+def cases_of(effort: str) -> list[BenchmarkCase]:
+    crowded = 2 * num_cores()  # more ranks than cores on every machine
     sizes: Sequence[int] = (8, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
     busy_sizes, all_ranks = (4 * KIB, MIB, 16 * MIB), sorted({2, 4, crowded})
     if effort == "trial":
@@ -119,14 +118,14 @@ def cases_of(effort: str) -> list[Case]:
 BENCHMARK = Benchmark(
     section="processes",
     title="One process per rank",
-    about="A call is timed by itself, and the slowest rank's time counts. Every rank has just "
-    "written its tensor and met the other ranks at the library's own barrier. The ranks of each "
-    "library are processes of their own, which wait in the kernel while another library is "
-    "measured. `auto` is the call that users make, `bound` a call whose arguments were checked "
-    "before, `backend` a call of torch.distributed. Libraries run with the settings that they come "
-    "with. Beside a busy process, which the benchmark starts, times are means of a round's calls. "
-    "In the limit all ranks write their own tensors in place, once, at the same time; it says "
-    "much only for sizes well beyond the caches.",
+    about="Time of one call on the slowest rank, float32 tensors in the memory of one machine. "
+    "Before each call, every rank writes its tensor and waits at the library's barrier. Each "
+    "library has its own processes, which sleep while another library is measured, and runs with "
+    "its default settings. `auto` is pyringar's default call, `bound` a prepared call, `direct` an "
+    "algorithm, `backend` a call of torch.distributed on the backend `ringar`. Beside a busy "
+    "process, which keeps one core busy, times are means over the calls of a round. In `limit`, "
+    "all ranks multiply their own tensors by 1 at the same time; it means little for tensors that "
+    "fit in a cache.",
     efforts={"full": Effort(31, 8.0), "quick": Effort(7, 1.0), "trial": Effort(5, 0.0)},
     cases=cases_of,
     measure=measure,

@@ -1,4 +1,4 @@
-"""Time what the order of a sum costs: rank order, a tree, and the correctly rounded sum."""
+"""Time sums in rank order, in tree order and exactly rounded, to compare their cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 import pyringar as pr
-from benchmarks.bench import KIB, MIB, Benchmark, Case, Run, each_case, flat_case
+from benchmarks.bench import KIB, MIB, Benchmark, BenchmarkCase, Run, each_case, flat_case
 from benchmarks.machine import num_cores
 from benchmarks.sums import is_nearest, random_lists, rank_order, tree_order
 from benchmarks.timing import Effort, Sampler, after_operation, in_turns
@@ -15,8 +15,8 @@ from benchmarks.timing import Effort, Sampler, after_operation, in_turns
 ORDERS = ("rank", "tree", "exact")
 
 
-def is_correct(order: str, comm: pr.Communicator, case: Case) -> bool:
-    """Return whether every rank holds the sum of that order after one call."""
+def is_correct(order: str, comm: pr.Communicator, case: BenchmarkCase) -> bool:
+    """Return whether every rank holds the sum in that order, bit for bit."""
     inputs, results = ([own[0] for own in random_lists(case)] for _ in range(2))
     comm.all_reduce(results, order=order)
     if not all(torch.equal(result, results[0]) for result in results):
@@ -26,10 +26,10 @@ def is_correct(order: str, comm: pr.Communicator, case: Case) -> bool:
     return torch.equal(results[0], {"rank": rank_order, "tree": tree_order}[order](inputs))
 
 
-def sampler(order: str, comm: pr.Communicator, case: Case) -> Sampler:
-    """Return a sampler of calls on inputs that are written anew before each call.
+def sampler(order: str, comm: pr.Communicator, case: BenchmarkCase) -> Sampler:
+    """Return a sampler of calls that restores the random inputs before each call.
 
-    Sums of sums would grow, and a sum of equal numbers is found to be exact too easily.
+    Without it, sums of sums would grow. Equal inputs would take a shortcut of the exact sum.
     """
     inputs = [tensors[0] for tensors in random_lists(case)]
     tensors = [x.clone() for x in inputs]
@@ -41,16 +41,14 @@ def sampler(order: str, comm: pr.Communicator, case: Case) -> Sampler:
     return after_operation(partial(comm.all_reduce, tensors, order=order), fill)
 
 
-def run_case(run: Run, case: Case) -> None:
-    """Check every order, then time all of them in turns."""
+def run_case(run: Run, case: BenchmarkCase) -> None:
     with pr.Communicator(["cpu"] * case.world_size) as comm:
         correct = {name: is_correct(name, comm, case) for name in case.candidates}
         samplers = {name: sampler(name, comm, case) for name in case.candidates}
         run.add(case, in_turns(samplers, run.effort), correct)
 
 
-def cases_of(effort: str) -> list[Case]:
-    """Return the cases by dtype, size and number of ranks."""
+def cases_of(effort: str) -> list[BenchmarkCase]:
     if effort == "trial":
         return [flat_case(4 * KIB, 3, ORDERS)]
     if effort == "quick":
@@ -64,8 +62,9 @@ def cases_of(effort: str) -> list[Case]:
 BENCHMARK = Benchmark(
     section="orders",
     title="What the order of a sum costs",
-    about="Lists of one process, whose numbers are written anew before each call. `tree` has the "
-    "same bits on any number of ranks; `exact` is the real number, rounded once.",
+    about="Time of one call, all CPU ranks in one process, new inputs before each call. `rank` "
+    "adds from rank 0 on, `tree` gives the same bits with any number of ranks, `exact` is the "
+    "exact sum, rounded once.",
     efforts={"full": Effort(101, 4.0), "quick": Effort(31, 0.5), "trial": Effort(5, 0.0)},
     cases=cases_of,
     measure=each_case(run_case),

@@ -1,12 +1,12 @@
-"""Time a step of DistributedDataParallel on the backends gloo and ringar, in the same processes."""
+"""Time a DistributedDataParallel step on the backends gloo and ringar, in the same processes."""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.bench import Benchmark, Case, Run
+from benchmarks.bench import Benchmark, BenchmarkCase, Run
 from benchmarks.peers.registry import HERE, start_ranks
-from benchmarks.processes import run_case
+from benchmarks.process_allreduce import run_case
 from benchmarks.timing import Effort
 
 LIMIT, CANDIDATES = "bare", ("gloo", "ringar")
@@ -14,24 +14,23 @@ MODELS = ("ResNet-18, width 8", "MLP, 25 M parameters")
 
 
 def measure(run: Run) -> None:
-    """Run the models in the same processes."""
     with start_ranks("DDP", [sys.executable, str(HERE / "ddp_rank.py")], 2) as group:
         groups = dict.fromkeys((LIMIT, *CANDIDATES), group)
         for case in run.cases:
             run_case(run, case, groups)
 
 
-def cases_of(effort: str) -> list[Case]:
-    """Return the models, on two ranks."""
+def cases_of(effort: str) -> list[BenchmarkCase]:
     names = MODELS[:1] if effort == "trial" else MODELS
-    return [Case(name, 2, (LIMIT, *CANDIDATES)) for name in names]
+    return [BenchmarkCase(name, 2, (LIMIT, *CANDIDATES)) for name in names]
 
 
 BENCHMARK = Benchmark(
     section="ddp",
     title="DistributedDataParallel",
-    about="A step without the optimizer: forward, backward and the all-reduces of DDP, time of the "
-    "slowest rank. The limit is the same step without DDP.",
+    about="Time of a DDP step without the optimizer (forward, backward, all-reduces) on the "
+    "slowest of 2 CPU ranks. `gloo` and `ringar` are the backends. The limit, `bare`, is the same "
+    "step without DDP.",
     efforts={"full": Effort(31, 60.0), "quick": Effort(7, 10.0), "trial": Effort(2, 60.0)},
     cases=cases_of,
     measure=measure,
