@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyringar.choices import ALGORITHMS, ORDERS, check_choice, kind_of
+from pyringar.choices import ALGORITHMS, ORDERS, Algorithm, Op, Order, check_choice, kind_of
 from pyringar.comm import operators
 from pyringar.comm.arguments import check_list, check_lists
 from pyringar.comm.communicator import Communicator
@@ -26,10 +26,10 @@ __all__ = ["all_reduce", "all_reduce_coalesced"]
 def all_reduce(
     comm: Communicator | ProcessCommunicator,
     tensors: Sequence[Tensor],
-    op: Any = "sum",
+    op: Op = "sum",
     *,
-    algorithm: str | None = None,
-    order: str | None = None,
+    algorithm: Algorithm | None = None,
+    order: Order | None = None,
 ) -> list[Tensor]:
     """Return what `Communicator.all_reduce` would write, in new tensors.
 
@@ -73,10 +73,10 @@ def all_reduce(
 def all_reduce_coalesced(
     comm: Communicator,
     lists: Sequence[Sequence[Tensor]],
-    op: Any = "sum",
+    op: Op = "sum",
     *,
-    algorithm: str | None = None,
-    order: str | None = None,
+    algorithm: Algorithm | None = None,
+    order: Order | None = None,
 ) -> list[list[Tensor]]:
     """Return what `Communicator.all_reduce_coalesced` would write, in new tensors.
 

@@ -6,12 +6,12 @@ It shows the methods that a transport implements. Tests compare other transports
 import torch
 import torch.distributed as dist
 
+from pyringar.comm.background_work import Work
 from pyringar.comm.collective_call import tensors_of
-from pyringar.comm.orders import engine_order
 from pyringar.comm.plain_group import check_tensors_of_rank
 from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.reference import naive_all_reduce
-from pyringar.comm.work import Work
+from pyringar.comm.sum_orders import engine_order
 
 REFUSED = {
     **RankCommunicator._refused,

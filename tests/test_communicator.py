@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from process_checks import settled, thread_ids
 from torch import nn
 from torch._subclasses import FakeTensorMode

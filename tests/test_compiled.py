@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from oracle import bits
 from programs import run_fresh
 from ranks import on_ranks

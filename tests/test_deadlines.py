@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from oracle import assert_bits
 from process_checks import stop_in
 from ranks import LONG_S, Rank, value_of

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from process_checks import LARGE
 from programs import programs, run_programs
 from ranks import value_of
 
 import pyringar as pr
 from pyringar.comm import exits
-from pyringar.comm.work import Work
+from pyringar.comm.background_work import Work
 
 # Python 3.12: threads and fork
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -20,7 +20,7 @@ from torch import nn
 
 import pyringar as pr
 from pyringar import cli, errors
-from pyringar.comm.work import Work
+from pyringar.comm.background_work import Work
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -134,7 +134,7 @@ from torch import nn
 import pyringar as pr
 from pyringar import *
 from pyringar.comm.topology import Plan
-from pyringar.comm.work import Work
+from pyringar.comm.background_work import Work
 
 tensors = [torch.ones(3), torch.ones(3)]
 allreduce(tensors, op="mean")

@@ -21,13 +21,13 @@ import process_checks
 import pytest
 import torch
 import torch.distributed as dist
-from cases import mostly_slow
+from case_marks import mostly_slow
 from process_checks import mapped_memories, needs_linux, open_memories, settled
 from programs import ROOT
 from ranks import connect, free_port, join, new_name, value_of
 
 import pyringar as pr
-from pyringar.comm.member import Member, read
+from pyringar.comm.rank_info import RankInfo, read
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.engine import load
 
@@ -59,7 +59,7 @@ def meet_only(state, port: int, name: str, rank: int, world_size: int) -> None:
 
 
 def call_only(state, port: int, name: str) -> None:
-    caller = Member.this_process(0, attempt="ca11" * 8)
+    caller = RankInfo.this_process(0, attempt="ca11" * 8)
     connect(port).set(f"pyringar/{name}/call", caller.text())
 
 
@@ -295,7 +295,7 @@ GARBAGE = [b"", b"\0\xff\xfe", b"null", b"[]", b"3", b"{", b"{}", b"[" * 4000, b
 
 
 def member(rank: int) -> str:
-    return Member.this_process(rank, attempt=ATTEMPT).text()
+    return RankInfo.this_process(rank, attempt=ATTEMPT).text()
 
 
 def wait_for(store, key: str) -> bytes:
@@ -404,7 +404,7 @@ def test_pause_is_short_beside_the_wait(monkeypatch):
 @pytest.mark.parametrize("given", ["\udcff", "\N{SNOWMAN}" * 200, "a\nb"])
 def test_node_id_may_be_any_text(monkeypatch, given):
     monkeypatch.setenv("PYRINGAR_NODE_ID", given)
-    member = Member.this_process(0)
-    assert read(member.text().encode(), 0, Member) == member
+    member = RankInfo.this_process(0)
+    assert read(member.text().encode(), 0, RankInfo) == member
     monkeypatch.setenv("PYRINGAR_NODE_ID", given + "!")
-    assert Member.this_process(0).node != member.node
+    assert RankInfo.this_process(0).node != member.node

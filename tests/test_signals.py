@@ -15,13 +15,13 @@ from datetime import timedelta
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from process_checks import BUSY_S, PROMPT_S, SMALL, leave_nothing, reduce
 from programs import run_programs
 from ranks import LONG_S, connect, value_of
 
 import pyringar as pr
-from pyringar.comm.work import Work
+from pyringar.comm.background_work import Work
 
 # Of a wait that a signal ends.
 ENDS_S = 0.2 + BUSY_S

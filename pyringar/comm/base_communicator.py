@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from pyringar.choices import ALGORITHMS, ORDERS, check_choice
+from pyringar.choices import ALGORITHMS, ORDERS, Algorithm, Op, Order, check_choice
 from pyringar.comm.arguments import (
     are_lists,
     check_plan,
@@ -22,11 +22,11 @@ from pyringar.comm.arguments import (
     is_list,
     op_name,
 )
+from pyringar.comm.background_work import Work
 from pyringar.comm.collective_call import WITH_ROOT, WITHOUT_ALGORITHM, CollectiveCall
 from pyringar.comm.handles import is_traced
-from pyringar.comm.orders import Guarantee, engine_order
+from pyringar.comm.sum_orders import Guarantee, engine_order
 from pyringar.comm.topology import Plan
-from pyringar.comm.work import Work
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class BaseCommunicator:
     _world_size: int
     _refused: Mapping[str, str] = {}
     _takes_bare_tensors = False
-    _algorithm = "auto"
-    _order = "any"
+    _algorithm: Algorithm = "auto"
+    _order: Order = "any"
     _auto, _why = "direct", ""  # the algorithm of "auto", and the reason for it
     _default = ("direct", "rank")  # algorithm and order of calls that name neither
     _has_gpus = False
@@ -95,10 +95,10 @@ class BaseCommunicator:
     def all_reduce(
         self,
         tensors: Tensors,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
         async_op: bool = False,
     ) -> Work | None:
         """Reduce tensors over all ranks, in place: every rank gets the result.
@@ -139,10 +139,10 @@ class BaseCommunicator:
     def all_reduce_coalesced(
         self,
         lists: Lists,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
         async_op: bool = False,
     ) -> Work | None:
         """Reduce many tensors per rank in one call, such as all gradients of all replicas.
@@ -161,7 +161,7 @@ class BaseCommunicator:
         return self._all_reduce(operation, lists, op, algorithm, order, async_op)
 
     def reduce_scatter(
-        self, outputs: Tensors, inputs: Tensors, op: Any = "sum", *, async_op: bool = False
+        self, outputs: Tensors, inputs: Tensors, op: Op = "sum", *, async_op: bool = False
     ) -> Work | None:
         """Reduce ``inputs`` over all ranks and leave part ``r`` of the result on rank ``r``.
 
@@ -217,11 +217,11 @@ class BaseCommunicator:
         self,
         output: Tensor,
         inputs: Sequence[Tensor],
-        op: Any = "sum",
+        op: Op = "sum",
         *,
         root: int = 0,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
         async_op: bool = False,
     ) -> Work | None:
         """Reduce ``inputs`` over all ranks into one tensor on the device of rank ``root``.
@@ -243,11 +243,11 @@ class BaseCommunicator:
         self,
         outputs: Sequence[Tensor],
         lists: Sequence[Sequence[Tensor]],
-        op: Any = "sum",
+        op: Op = "sum",
         *,
         root: int = 0,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
         async_op: bool = False,
     ) -> Work | None:
         """Reduce many tensors per rank into the tensors of one rank, all in one call.
@@ -277,10 +277,10 @@ class BaseCommunicator:
     def bind(
         self,
         tensors: Tensors,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
     ) -> Callable[[], None]:
         """Check an `all_reduce` once, to call it again and again on the same tensors.
 
@@ -303,10 +303,10 @@ class BaseCommunicator:
     def bind_coalesced(
         self,
         lists: Lists,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
     ) -> Callable[[], None]:
         """Check an `all_reduce_coalesced` once, to call it again and again on the same tensors.
 
@@ -440,14 +440,14 @@ class BaseCommunicator:
                 f"{feature}: a {type(self).__name__} does not offer this; {self._refused[feature]}"
             )
 
-    def _check_algorithm(self, algorithm: Any) -> str:
-        check_choice("algorithm", algorithm, ALGORITHMS)
+    def _check_algorithm(self, algorithm: Any) -> Algorithm:
+        checked = check_choice("algorithm", algorithm, ALGORITHMS)
         self._check_offered(f"algorithm is {algorithm!r}")
-        return str(algorithm)
+        return checked
 
     def _resolve(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
-        name = self._algorithm if algorithm is None else self._check_algorithm(algorithm)
-        name = self._auto if name == "auto" else name
+        chosen = self._algorithm if algorithm is None else self._check_algorithm(algorithm)
+        name = self._auto if chosen == "auto" else chosen
         order = self._order if order is None else check_choice("order", order, ORDERS)
         return name, self._order_of(name, order)
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.choices import Algorithm, OpName, Order
 from pyringar.comm import arrays, reference
+from pyringar.comm.background_work import Work
 from pyringar.comm.base_communicator import PLAIN_ALGORITHMS
 from pyringar.comm.collective_call import CollectiveCall
 from pyringar.comm.engine_communicator import EngineCommunicator
 from pyringar.comm.plain_group import PlainGroup
 from pyringar.comm.topology import Plan, Topology, check_devices, choose
-from pyringar.comm.work import Work
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CompilerNotFoundError
 
@@ -77,8 +78,8 @@ class Communicator(EngineCommunicator):
         self,
         devices: Sequence[str | torch.device],
         *,
-        algorithm: str = "auto",
-        order: str = "any",
+        algorithm: Algorithm = "auto",
+        order: Order = "any",
         timeout: float = 30.0,
     ) -> None:
         self._devices = check_devices(devices)
@@ -116,7 +117,7 @@ class Communicator(EngineCommunicator):
         self._plain_calls[call.algorithm] += 1
         return Work(None, {}, *call.words()) if async_op else None
 
-    def _begin_bucket(self, lists: list[list[Tensor]], op: str, after: Any) -> Work | None:
+    def _begin_bucket(self, lists: list[list[Tensor]], op: OpName, after: Any) -> Work | None:
         """Begin an `all_reduce_coalesced`; ``after``: the GPU events of gradients, and a bucket."""
         algorithm, order = self._default
         # torch packs, and the plain algorithms reduce, on the current streams.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from pyringar.choices import Op
 from pyringar.comm import arrays
 from pyringar.comm.arguments import is_list, op_name
 from pyringar.comm.base_communicator import decline
@@ -88,7 +89,7 @@ class _Default:
 _default = _Default()
 
 
-def allreduce(data: TensorList, op: Any = "sum") -> None:
+def allreduce(data: TensorList, op: Op = "sum") -> None:
     """Sum one tensor per rank into all of them, in place: the book's function, made right.
 
     Args:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from pyringar.comm import exits  # noqa: F401  its exit handler ends the engine's use of torch
+from pyringar.comm.background_work import Work
 from pyringar.comm.base_communicator import LATE_ERRORS, PLAIN_ALGORITHMS, BaseCommunicator
 from pyringar.comm.collective_call import CollectiveCall
 from pyringar.comm.handles import handle_of
-from pyringar.comm.work import Work
 
 logger = logging.getLogger(__name__)
 

@@ -68,7 +68,7 @@ class Jobs:
 
 
 class Job:
-    """A call of `Jobs`, which ``what`` names; `pyringar.comm.work.Work` waits for it."""
+    """A call of `Jobs`, which ``what`` names; `pyringar.comm.background_work.Work` waits for it."""
 
     def __init__(self, jobs: Jobs, call: Callable[[], object], what: str) -> None:
         self._jobs = jobs

@@ -17,7 +17,7 @@ from torch._library.effects import EffectType
 from torch.autograd import forward_ad
 
 from pyringar.choices import kind_of
-from pyringar.comm.arguments import op_name
+from pyringar.comm.arguments import SHARED_MEMORY_HINT, op_name
 from pyringar.comm.handles import communicator_of
 from pyringar.errors import ArgumentError, UnsupportedError
 
@@ -144,30 +144,30 @@ _library.define(
 
 
 def _write(tensors: list[Tensor], num_lists: int, *arguments: Any) -> None:
-    """Refuse what only shows while a graph is made: later nothing requires grad, or is shared."""
+    """Reduce by `all_reduce` and copy back. Check gradients and shared memory while tracing."""
+    operation = "all_reduce_coalesced" if num_lists else "all_reduce"
 
-    def refuse(i: int, why: str) -> None:
-        if num_lists == 0:
-            raise ArgumentError(f"all_reduce: tensors[{i}] {why.format('all_reduce')}")
-        length = len(tensors) // num_lists
-        what = f"lists[{i // length}][{i % length}] {why.format('all_reduce_coalesced')}"
-        raise ArgumentError(f"all_reduce_coalesced: {what}")
+    def name(i: int) -> str:
+        length = len(tensors) // max(num_lists, 1)
+        return f"lists[{i // length}][{i % length}]" if num_lists else f"tensors[{i}]"
 
     for i, tensor in enumerate(tensors):
         if torch.is_grad_enabled() and tensor.requires_grad:
-            refuse(
-                i,
-                "requires grad, and autograd would not see this in-place change; take "
-                "pyringar.ops.{}, torch.no_grad(), or .detach()",
+            raise ArgumentError(
+                f"{operation}: {name(i)} requires grad, and autograd would not see this in-place "
+                f"change; take pyringar.ops.{operation}, torch.no_grad(), or .detach()"
             )
-        if any(_begin_alike(tensor, other) for other in tensors[:i]):
-            refuse(i, "shares memory with one before it, expected a tensor of its own")
+        for j in range(i):
+            if _has_same_start(tensor, tensors[j]):
+                raise ArgumentError(
+                    f"{operation}: {name(i)} shares memory with {name(j)}; {SHARED_MEMORY_HINT}"
+                )
     results = torch.ops.pyringar.all_reduce(tensors, num_lists, *arguments)
     for tensor, result in zip(tensors, results, strict=True):
         tensor.copy_(result)
 
 
-def _begin_alike(one: Tensor, other: Tensor) -> bool:
+def _has_same_start(one: Tensor, other: Tensor) -> bool:
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
         return False
     return bool(one.numel() > 0 and one.storage_offset() == other.storage_offset())

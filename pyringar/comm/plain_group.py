@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from pyringar.choices import kind_of
-from pyringar.comm.arguments import DTYPE_NAMES, DTYPES, check_lists, check_parts, is_list
+from pyringar.comm.arguments import (
+    DTYPE_NAMES,
+    DTYPES,
+    SHARED_MEMORY_HINT,
+    check_lists,
+    check_parts,
+    is_list,
+)
 from pyringar.comm.arrays import as_tensor, is_array
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
@@ -147,7 +154,7 @@ def check_disjoint(named: dict[str, Tensor]) -> None:
     for i, (_, end, before) in enumerate(spans):
         for _, _, name in itertools.takewhile(lambda span: span[0] < end, spans[i + 1 :]):  # noqa: B023
             if torch.isin(_bytes(named[name]), _bytes(named[before])).any():
-                raise ArgumentError(f"{name} shares memory with {before}")
+                raise ArgumentError(f"{name} shares memory with {before}; {SHARED_MEMORY_HINT}")
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

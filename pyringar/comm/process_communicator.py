@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from pyringar import choices
+from pyringar.choices import Algorithm, Order
+from pyringar.comm.background_work import Work
 from pyringar.comm.engine_communicator import EngineCommunicator
 from pyringar.comm.exits import close_at_exit
-from pyringar.comm.member import Member, check_agreed, check_one_node
 from pyringar.comm.rank_communicator import RankCommunicator
+from pyringar.comm.rank_info import RankInfo, check_agreed, check_one_node
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device, choose
-from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, CollectiveTimeout
 
 ALGORITHMS = ("auto", "direct")
@@ -74,8 +75,8 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         world_size: int | None = None,
         *,
         name: str = "default",
-        algorithm: str = "auto",
-        order: str = "any",
+        algorithm: Algorithm = "auto",
+        order: Order = "any",
         timeout: float = 30.0,
         device: str | torch.device | int | None = None,
         compares_shapes: bool = True,
@@ -97,7 +98,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             raise ArgumentError(f"name is {name!r}, expected a string")
         self._name = name
 
-    def _join(self, meeting: Rendezvous, members: list[Member], compares_shapes: bool) -> None:
+    def _join(self, meeting: Rendezvous, members: list[RankInfo], compares_shapes: bool) -> None:
         self._rank, self._world_size = meeting.rank, meeting.world_size
         self._members = members
         check_one_node(members)

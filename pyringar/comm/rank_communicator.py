@@ -9,7 +9,7 @@ import torch
 
 from pyringar.comm.arguments import check_list, check_timeout
 from pyringar.comm.base_communicator import BaseCommunicator
-from pyringar.comm.member import Member
+from pyringar.comm.rank_info import RankInfo
 
 
 class RankCommunicator(BaseCommunicator):
@@ -29,7 +29,7 @@ class RankCommunicator(BaseCommunicator):
     }
     _rank: int
     _store: Any
-    _members: Sequence[Member]
+    _members: Sequence[RankInfo]
     _device = torch.device("cpu")
     _name: str
     _place = ""  # text for repr()
@@ -50,7 +50,7 @@ class RankCommunicator(BaseCommunicator):
         return self._device
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[RankInfo, ...]:
         """Process and host of every rank, in rank order."""
         return tuple(self._members)
 

@@ -1,7 +1,7 @@
 """Let ranks in processes find each other through a torch store, and share rank 0's memory.
 
 A store may outlive the processes that wrote into it: torchrun keeps one for all restarts. So every
-attempt to meet draws a random name, ``Member.attempt``, and rank 0 decides which attempts make a
+attempt to meet draws a random name, ``RankInfo.attempt``, and rank 0 decides which attempts make a
 group. The keys, below ``pyringar/NAME``:
 
 ================== ================================== =============================================
@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from pyringar.comm.member import Member, read
+from pyringar.comm.rank_info import RankInfo, read
 from pyringar.comm.stores import PatientStore
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
@@ -75,7 +75,7 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         prefixed = PrefixStore(f"pyringar/{name}", store)
         self._store = PatientStore(prefixed, name, rank, self._deadline)
-        self._own = Member.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES))
+        self._own = RankInfo.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES))
         self._members = {rank: self._own}  # the known members; of rank 0, that of its last call
         self._has_answered = False
         self._may_tell = rank == 0  # the other ranks why there will be no group
@@ -97,7 +97,7 @@ class Rendezvous:
         """The part of the store that belongs to this group alone, once the members have met."""
         return self._prefixed(self._members[0].attempt, self._store.store)
 
-    def exchange_members(self) -> list[Member]:
+    def exchange_members(self) -> list[RankInfo]:
         if self.rank == 0:
             self._store.set("call", self._own.text())
             members = self._poll(self._read_answers, self._missing, "to join")
@@ -150,7 +150,7 @@ class Rendezvous:
 
     # -- rank 0 ------------------------------------------------------------------------------------
 
-    def _read_answers(self) -> list[Member] | None:
+    def _read_answers(self) -> list[RankInfo] | None:
         self._members |= self._answers(self._missing())
         if self._missing():
             self._check_alive()
@@ -162,19 +162,19 @@ class Rendezvous:
     def _missing(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self._members]
 
-    def _answers(self, ranks: Sequence[int]) -> dict[int, Member]:
+    def _answers(self, ranks: Sequence[int]) -> dict[int, RankInfo]:
         texts = self._store.look_up([self._key(f"member/{rank}") for rank in ranks])
         answers = zip(ranks, texts, strict=True)
-        return {rank: read(text, rank, Member) for rank, text in answers if text is not None}
+        return {rank: read(text, rank, RankInfo) for rank, text in answers if text is not None}
 
     # -- other ranks -------------------------------------------------------------------------------
 
-    def _answer(self) -> list[Member] | None:
+    def _answer(self) -> list[RankInfo] | None:
         """Answer the call, and return the members of the group that names this attempt."""
         (text,) = self._store.look_up(["call"])
         if text is None:
             return None
-        caller = read(text, 0, Member)
+        caller = read(text, 0, RankInfo)
         if self._members.get(0) != caller:  # rank 0 has called, or called anew
             self._members[0] = caller
             self._has_answered = False
@@ -183,7 +183,7 @@ class Rendezvous:
         failed, members = self._store.look_up([self._key("failed"), self._key("members")])
         if members is not None:
             self._has_answered = False  # the call is over, perhaps without this rank
-            group = read(members, 0, lambda members: [Member(**each) for each in members])
+            group = read(members, 0, lambda members: [RankInfo(**each) for each in members])
             return group if self._own in group else None
         if not self._has_answered:
             if failed is None and is_alive:
@@ -229,7 +229,7 @@ class Rendezvous:
         self._may_tell = False
         raise error
 
-    def _is_alive(self, member: Member) -> bool:
+    def _is_alive(self, member: RankInfo) -> bool:
         is_here = member.node == self._own.node
         return not is_here or load.engine().is_alive(member.pid, member.start_ticks)
 

@@ -36,8 +36,8 @@ from pyringar.engine.compile import (
     COMPILE_DEADLINE_S,
     CPU,
     CUDA,
+    BuildPlan,
     EngineKind,
-    Plan,
     Recipe,
     compile_into,
     plan_build,
@@ -125,7 +125,7 @@ def _engine_in_cache(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
         return next(filter(None, found), None)
 
 
-def _key(plan: Plan) -> str:
+def _key(plan: BuildPlan) -> str:
     return f"{_digest(plan.content, 16)}-{_digest(plan.toolchain, 8)}"
 
 

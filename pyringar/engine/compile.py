@@ -1,7 +1,7 @@
 """Compile a native engine with ninja, into any folder.
 
-There are two engines, `CPU` and `CUDA`, each a Python module. A `Recipe` names the sources, a
-`Plan` the compilers. No engine includes torch headers, so one build serves every torch version.
+There are two engines, `CPU` and `CUDA`, each a Python module. A `Recipe` names the sources and a
+`BuildPlan` the compilers. No engine includes torch headers: one build serves every torch version.
 They share sources, but a digest covers only what its engine may include: an edit of csrc/cuda
 leaves the CPU engine alone.
 """
@@ -205,7 +205,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """A recipe and the compilers for it; ``content`` and ``toolchain`` tell builds apart."""
 
     recipe: Recipe
@@ -219,7 +219,7 @@ class Plan:
         return " and ".join(str(found) for found in (self.nvcc, self.compiler) if found)
 
 
-def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> Plan:
+def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> BuildPlan:
     """Find the compilers for a recipe with this content. CompilerNotFoundError if there is none."""
     nvcc = toolchain.find_nvcc() if recipe.kind.cuda else None
     compiler = toolchain.find_compiler()
@@ -230,10 +230,10 @@ def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> Plan:
     }
     if nvcc is not None:
         made_with |= {"nvcc": list(nvcc.command), "nvcc_identity": list(nvcc.identity)}
-    return Plan(recipe, compiler, nvcc, content, made_with)
+    return BuildPlan(recipe, compiler, nvcc, content, made_with)
 
 
-def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
+def compile_into(folder: Path, plan: BuildPlan, *, verbose: bool = False) -> None:
     """Compile into ``folder``: first the record, then the engine. The caller holds the lock.
 
     BuildError, with the compiler's output, if it cannot be compiled.
@@ -279,7 +279,7 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
     log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / kind.file)
 
 
-def _copy_sources(plan: Plan, root: Path) -> None:
+def _copy_sources(plan: BuildPlan, root: Path) -> None:
     """Copy the sources: an edit during the build does not change what is compiled."""
     for source in plan.recipe.files():
         target = root / source.relative_to(plan.recipe.root())
@@ -287,7 +287,7 @@ def _copy_sources(plan: Plan, root: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _accepted_flags(plan: Plan, work: Path) -> list[str]:
+def _accepted_flags(plan: BuildPlan, work: Path) -> list[str]:
     """Return the C++ compiler's flags, without those for this very CPU if it refuses them."""
     compiler = plan.compiler
     tuning = () if plan.recipe.kind.cuda else plan.content["cpu"]["flags"]
@@ -332,7 +332,11 @@ def _translation_units(work: Path, kind: EngineKind) -> list[str]:
 
 
 def _ninja_script(
-    work: Path, plan: Plan, toolkit: CudaToolkit | None, archs: Sequence[str], flags: Sequence[str]
+    work: Path,
+    plan: BuildPlan,
+    toolkit: CudaToolkit | None,
+    archs: Sequence[str],
+    flags: Sequence[str],
 ) -> str:
     kind = plan.recipe.kind
     inputs = _translation_units(work, kind)
@@ -377,7 +381,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: bool) -> None:
+def _run_ninja(ninja: str, work: Path, log_path: Path, plan: BuildPlan, *, verbose: bool) -> None:
     command = [ninja, "-v", "-j", str(toolchain.cores_allowed())]
     ending = ""
     with open(log_path, "wb") as output:

@@ -1,4 +1,4 @@
-"""Make a `Call` over any transport, and compare the results with the oracle."""
+"""Make a `CallCase` over any transport, and compare the results with the oracle."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED
+from call_cases import ALL_REDUCES, BROADCASTS, LISTS, ROOTED
 from oracle import assert_words
 
 import pyringar as pr

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from calls import Call, Part
-from cases import mostly_slow
+from call_cases import CallCase, TensorCase
+from case_marks import mostly_slow
 from oracle import DTYPES, FLOATS, OPS, limit_bytes
 from promises import promise
 
@@ -16,8 +16,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 def calls_of(transport, numel, dtype, k, op, *, draw="random"):
     choices = [(algorithm, "any") for algorithm in transport.algorithms]
     choices += [("direct", "tree"), ("auto", "tree"), ("auto", "exact")]
-    part = Part(dtype, (numel,), seed=numel, draw=draw)
-    calls = [Call("all_reduce", k, (part,), op, *choice) for choice in choices]
+    part = TensorCase(dtype, (numel,), seed=numel, draw=draw)
+    calls = [CallCase("all_reduce", k, (part,), op, *choice) for choice in choices]
     return [call for call in calls if transport.can_run(call)]
 
 
@@ -117,9 +117,12 @@ def test_orders_by_hand(transport):
 @promise("order-tree", "same-bits")
 def test_tree_order(transport):
     made = [
-        Call("all_reduce", k, (part,), op, order="tree", by_communicator=True)
+        CallCase("all_reduce", k, (part,), op, order="tree", by_communicator=True)
         for k in {*transport.world_sizes, 8}
-        for part in (Part(F32, (257,), draw="masked"), Part(BF16, (1031,), draw="masked"))
+        for part in (
+            TensorCase(F32, (257,), draw="masked"),
+            TensorCase(BF16, (1031,), draw="masked"),
+        )
         for op in ("sum", "mean")
     ]
     calls = [call for call in made if transport.can_run(call)]
@@ -146,16 +149,18 @@ def test_exact_sums_of_hard_numbers(transport, dtype):
     numbers += [math.inf, -math.inf, math.nan, info.smallest_normal, 3.0, -2.0, info.max / 2]
     columns = itertools.product(numbers, repeat=3)
     given = [torch.tensor(row, dtype=torch.float64).to(dtype) for row in zip(*columns, strict=True)]
-    part = Part(dtype, (len(given[0]),), given=tuple(given))
-    transport.check([Call("all_reduce", 3, (part,), op, order="exact") for op in ("sum", "mean")])
+    part = TensorCase(dtype, (len(given[0]),), given=tuple(given))
+    transport.check(
+        [CallCase("all_reduce", 3, (part,), op, order="exact") for op in ("sum", "mean")]
+    )
     # Of many numbers that are added fast a few that are not: each at another place of its block.
-    hard = Part(dtype, (131,), draw="masked")
+    hard = TensorCase(dtype, (131,), draw="masked")
     given = [torch.ones(131 * 131, dtype=dtype) for _ in range(3)]
     for rank, tensor in enumerate(given):
         values = hard.values(rank, 3).view(f"i{dtype.itemsize}")
         tensor[::131] = torch.from_numpy(values).view(dtype)
-    part = Part(dtype, (131 * 131,), given=tuple(given))
-    transport.check([Call("all_reduce", 3, (part,), order="exact")])
+    part = TensorCase(dtype, (131 * 131,), given=tuple(given))
+    transport.check([CallCase("all_reduce", 3, (part,), order="exact")])
 
 
 @pytest.fixture
@@ -174,7 +179,10 @@ def test_more_ranks(threads, k):
 def test_large_trees(threads):
     numel = limit_bytes("fused_block") // 4 + 77
     threads.check(
-        [Call("all_reduce", k, (Part(F32, (numel,)),), "mean", order="tree") for k in (4, 33, 70)]
+        [
+            CallCase("all_reduce", k, (TensorCase(F32, (numel,)),), "mean", order="tree")
+            for k in (4, 33, 70)
+        ]
     )
 
 

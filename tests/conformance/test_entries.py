@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import LISTS, SHARES, Call, Layout, Part
+from call_cases import LISTS, SHARES, CallCase, TensorCase, TensorLayout
 from oracle import limit_bytes
 from promises import promise
 
@@ -29,9 +29,9 @@ def check_entry(transport, entry):
         strict=True,
     ):
         for numel, root in ((0, 0), (k, k - 1), (17 * k, k // 2)):
-            parts = tuple(Part(dtype, (numel + i,), seed=i) for i in range(3))
+            parts = tuple(TensorCase(dtype, (numel + i,), seed=i) for i in range(3))
             is_list = entry in LISTS or entry.endswith("coalesced")
-            call = Call(entry, k, parts if is_list else parts[:1], op, root=root)
+            call = CallCase(entry, k, parts if is_list else parts[:1], op, root=root)
             ways = (False, True) if numel == k or entry in SHARES else (False,)
             transport.check(choices(transport, call, ways))
 
@@ -70,7 +70,9 @@ def test_other_reductions(transport, op):
     calls = [
         call
         for entry in transport.entries
-        for call in choices(transport, Call(entry, 3, (Part(torch.float16, (33,)),), op, root=1))
+        for call in choices(
+            transport, CallCase(entry, 3, (TensorCase(torch.float16, (33,)),), op, root=1)
+        )
     ]
     transport.check(calls)
 
@@ -83,8 +85,14 @@ def test_large_shares(transport):
         for numel in (part - 1, part + 1, 4 * part + 3, 70_001):
             for dtype in (F32, torch.uint8):
                 for entry in SHARES:
-                    gaps = (Layout(), Layout((1,), 1)) if dtype == F32 else (Layout(),)
-                    call = Call(entry, k, (Part(dtype, (k * numel,), gaps),), by_communicator=True)
+                    gaps = (
+                        (TensorLayout(), TensorLayout((1,), 1))
+                        if dtype == F32
+                        else (TensorLayout(),)
+                    )
+                    call = CallCase(
+                        entry, k, (TensorCase(dtype, (k * numel,), gaps),), by_communicator=True
+                    )
                     calls += [call, replace(call, algorithm="ring")]
     transport.check([call for call in calls if call.algorithm in transport.algorithms])
 
@@ -93,17 +101,21 @@ def test_large_shares(transport):
 @pytest.mark.parametrize("numel", [100, 200_003])
 def test_large_broadcasts(transport, numel):
     for entry in ("broadcast", "async broadcast"):
-        parts = (Part(torch.float16, (numel,)),)
-        transport.check([Call(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
+        parts = (TensorCase(torch.float16, (numel,)),)
+        transport.check([CallCase(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
 
 
 @promise("coalesced", "mixed-lists")
 def test_lists_have_bits_of_single_calls(transport):
     dtypes = (F32, torch.float64, torch.float16, BF16, torch.int64)
-    parts = tuple(Part(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33)))
+    parts = tuple(
+        TensorCase(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33))
+    )
     for op in ("sum", "max"):
-        transport.check(choices(transport, Call("coalesced", 3, parts[:3], op)))
-        calls = [Call("coalesced", 3, parts, op, algorithm) for algorithm in transport.algorithms]
+        transport.check(choices(transport, CallCase("coalesced", 3, parts[:3], op)))
+        calls = [
+            CallCase("coalesced", 3, parts, op, algorithm) for algorithm in transport.algorithms
+        ]
         transport.check(calls)
 
 

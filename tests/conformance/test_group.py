@@ -72,7 +72,7 @@ def test_background_calls_run_in_order(transport):
         transport.on_ranks(k, call_in_background)
 
 
-Call = Callable[[Any, torch.Tensor], object]
+RankCall = Callable[[Any, torch.Tensor], object]
 
 
 def usual(c: Any, x: torch.Tensor) -> object:
@@ -84,7 +84,7 @@ def gathered(c: Any, x: torch.Tensor) -> object:
 
 
 # What one rank calls, what all others call, and words of both calls.
-DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
+DIFFERENT: dict[str, tuple[RankCall, RankCall, str, str]] = {
     "size": (lambda c, x: c.all_reduce(x[:10]), usual, "600", "300"),
     "many more": (lambda c, x: c.all_reduce(torch.ones(200_000)), usual, "600", "200000"),
     "dtype": (lambda c, x: c.all_reduce(x.view(torch.int32)), usual, "float32", "int32"),
@@ -107,7 +107,7 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
     "async": (lambda c, x: c.all_reduce(x[:5], async_op=True).wait(), usual, "600", "150"),
 }
 # Of tensors and options that torch.distributed does not take.
-DIFFERENT_LISTS: dict[str, tuple[Call, Call, str, str]] = {
+DIFFERENT_LISTS: dict[str, tuple[RankCall, RankCall, str, str]] = {
     "other sizes": (lambda c, x: c.all_reduce(x.view(30, 20)), usual, "600", "sizes|shapes"),
     "two tensors": (lambda c, x: c.all_reduce([x[:10], x[10:]]), usual, "600", "in 2 tensors"),
     "empty tensor": (lambda c, x: c.all_reduce([x, x[:0]]), usual, "600", "in 2 tensors"),
@@ -124,7 +124,7 @@ DIFFERENT_LISTS: dict[str, tuple[Call, Call, str, str]] = {
         "int32",
     ),
 }
-DIFFERENT_ORDERS: dict[str, tuple[Call, Call, str, str]] = {
+DIFFERENT_ORDERS: dict[str, tuple[RankCall, RankCall, str, str]] = {
     "order": (lambda c, x: c.all_reduce(x, order="tree"), usual, r"sum\) of 600", "in tree order"),
     "bound op": (lambda c, x: c.bind(x, "max")(), lambda c, x: c.bind(x)(), "sum", "max"),
 }

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import pyringar as pr
 from pyringar.choices import ALGORITHMS, ORDERS
 from pyringar.comm import process_communicator
-from pyringar.comm.orders import engine_order
+from pyringar.comm.sum_orders import engine_order
 from pyringar.engine import load
 
 

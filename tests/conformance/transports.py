@@ -18,7 +18,7 @@ from typing import Any
 import oracle
 import torch
 import torch.distributed as dist
-from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Placed
+from call_cases import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Placed
 from naive_transport import NaiveTransport
 from oracle import NATIVE, limit_bytes, piece_elems
 from ranks import Crew, another, connect, crews, join

@@ -1,6 +1,6 @@
 """A collective call as plain data: its tensors on every rank, and what each must hold afterwards.
 
-A `Call` is made by a table or by Hypothesis, pickled to ranks in processes, and run by every
+A `CallCase` is made by a table or by Hypothesis, pickled to ranks in processes, and run by every
 transport (transports.py). Each rank draws its own tensors from the seed.
 """
 
@@ -14,7 +14,7 @@ from oracle import FOLDS, KINDS, chunk, is_nan, negated, positional, random, wor
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """Where the elements of a rank's tensor lie; without strides in the order of the index."""
 
     strides: tuple[int, ...] | None = None
@@ -27,11 +27,11 @@ class Layout:
         return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-PLAIN = Layout()
+PLAIN = TensorLayout()
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorCase:
     """One tensor over all ranks.
 
     Attributes:
@@ -42,7 +42,7 @@ class Part:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    layouts: tuple[Layout, ...] = (PLAIN,)
+    layouts: tuple[TensorLayout, ...] = (PLAIN,)
     seed: int = 0
     draw: str = "random"
     given: tuple[torch.Tensor, ...] = ()
@@ -156,18 +156,18 @@ SHARES = ("reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Field:
-    part: Part
+    part: TensorCase
     rank: int  # whose layout it has
     is_read: bool = True
     is_written: bool = True
-    source: Part | None = None  # of whose values it holds the first
+    source: TensorCase | None = None  # of whose values it holds the first
 
     def values(self, world_size):
         return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]
 
 
 @dataclass(frozen=True)
-class Call:
+class CallCase:
     """One collective call of ``k`` ranks.
 
     Attributes:
@@ -179,7 +179,7 @@ class Call:
 
     entry: str
     k: int
-    parts: tuple[Part, ...]
+    parts: tuple[TensorCase, ...]
     op: str = "sum"
     algorithm: str = "auto"
     order: str = "any"
@@ -216,8 +216,8 @@ class Call:
     def _shares(self, rank):
         """Return the fields of a call between whole tensors and one share of each rank."""
         [whole] = self.parts
-        gaps = Layout((2,)) if whole.layout(rank).strides else PLAIN
-        share = Part(whole.dtype, (whole.numel // self.k,), (gaps,))
+        gaps = TensorLayout((2,)) if whole.layout(rank).strides else PLAIN
+        share = TensorCase(whole.dtype, (whole.numel // self.k,), (gaps,))
         if self.entry == "reduce_scatter":
             read, written = whole, share
         else:

@@ -35,7 +35,7 @@ def node_id() -> str:
 
 
 @dataclass(frozen=True)
-class Member:
+class RankInfo:
     """One rank, as it describes itself to the others."""
 
     rank: int
@@ -47,7 +47,7 @@ class Member:
     attempt: str = ""  # random: tells this attempt to meet from all others
 
     @classmethod
-    def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> Member:
+    def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> RankInfo:
         """Return this process, as rank ``rank``, with tensors on this kind of device."""
         pid, start_ticks = load.engine().process_id()
         return cls(rank, node_id(), platform.node(), pid, start_ticks, kind, attempt)
@@ -72,7 +72,7 @@ def read(text: bytes, rank: int, make: Callable[..., T]) -> T:
         ) from error
 
 
-def ranks_by_node(members: Sequence[Member]) -> list[list[int]]:
+def ranks_by_node(members: Sequence[RankInfo]) -> list[list[int]]:
     """Return the ranks of every machine, machines in the order of their first ranks."""
     nodes: dict[str, list[int]] = {}
     for member in members:
@@ -80,7 +80,7 @@ def ranks_by_node(members: Sequence[Member]) -> list[list[int]]:
     return list(nodes.values())
 
 
-def check_agreed(members: Sequence[Member]) -> None:
+def check_agreed(members: Sequence[RankInfo]) -> None:
     """Raise ArgumentError if a rank's device is of another kind than rank 0's."""
     first = members[0]
     for other in members:
@@ -91,7 +91,7 @@ def check_agreed(members: Sequence[Member]) -> None:
             )
 
 
-def check_one_node(members: Sequence[Member]) -> None:
+def check_one_node(members: Sequence[RankInfo]) -> None:
     """Raise ArgumentError, with the machines' names, if the ranks are on several."""
     nodes = ranks_by_node(members)
     if len(nodes) == 1:
