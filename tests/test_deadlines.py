@@ -114,7 +114,7 @@ def test_long_call_is_not_late(joined_crew, world_size, how):
     pytest.fail("too fast a call: it shows nothing")
 
 
-def test_stopped_group_goes_on(joined_crew):
+def test_stopped_group_continues(joined_crew):
     """As on a laptop that sleeps, for longer than the timeout: nobody could have come."""
     crew = joined_crew(3, timeout=TIMEOUT_S)
     crew.run(prepare, numel=SMALL, how="")
@@ -130,7 +130,7 @@ def test_stopped_group_goes_on(joined_crew):
 
 
 @pytest.mark.slow
-def test_stopped_rank_is_named_beside_busy_rank(joined_crew):
+def test_timeout_names_stopped_rank(joined_crew):
     crew = joined_crew(3, timeout=TIMEOUT_S)
     crew.run(prepare, numel=LARGE, how="strided")  # to be packed for several timeouts
     crew[2].call(stop_in, phase="announce", seconds=LONG_S)

@@ -38,7 +38,7 @@ def begin_call(crew: Crew, victim: int, phase: str, numel: int, function=reduce)
     return [rank for rank in range(crew.world_size) if rank != victim]
 
 
-def test_death_after_announcement_fails_next_call(joined_crew):
+def test_late_death_fails_next_call(joined_crew):
     """A small call has one wait: the victim has announced its data, so that nothing is missing."""
     crew = joined_crew(3)
     crew.run(reduce)
@@ -74,7 +74,7 @@ def reduce_and_leave(state, **arguments) -> None:
         state.comm.close()
 
 
-def test_leavers_after_death_are_not_blamed(joined_crew):
+def test_error_names_dead_rank_only(joined_crew):
     """The first to hear of it leaves at once; others wait for that one, and hear of the dead."""
     crew = joined_crew(4)
     others = begin_call(crew, 1, "reduce", LARGE, reduce_and_leave)
@@ -103,7 +103,7 @@ def join_without_room(state, limit: int, **options) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_no_room_for_segment(new_crew):
+def test_segment_without_room_raises(new_crew):
     crew = new_crew(3)
     name = crew.start_group([0], join_without_room, world_size=3, limit=100_000)
     crew.start_group([1, 2], world_size=3, name=name)

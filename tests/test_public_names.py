@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 
 import pyringar as pr
-from pyringar import cli, errors
+from pyringar import choices, cli, errors
+from pyringar.comm import arguments
 from pyringar.comm.background_work import Work
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,6 +125,38 @@ def test_docstrings_name_all_arguments(package):
 
 # -- types ---------------------------------------------------------------------------------------
 
+CHOOSING = (
+    pr.allreduce,
+    pr.Communicator.__init__,
+    pr.Communicator.all_reduce,
+    pr.ProcessCommunicator.__init__,
+    pr.GradientBucketer.__init__,
+    pr.DataParallel.__init__,
+    pr.distributed.HierarchicalCommunicator.__init__,
+    pr.ops.all_reduce,
+    pr.ops.all_reduce_coalesced,
+)
+CHOICES = {"op": choices.OPS, "algorithm": choices.ALGORITHMS, "order": choices.ORDERS}
+
+
+@pytest.mark.parametrize("function", CHOOSING, ids=lambda function: function.__qualname__)
+def test_choices_have_literal_types(function):
+    names = CHOICES.keys() & inspect.signature(function).parameters
+    assert names
+    for name in names:
+        [found] = {CHOICES[name]} & literals(inspect.signature(function, eval_str=True), name)
+        assert found == CHOICES[name]
+
+
+def literals(signature: inspect.Signature, name: str) -> set[tuple[Any, ...]]:
+    kind = signature.parameters[name].annotation
+    return {typing.get_args(kind), *map(typing.get_args, typing.get_args(kind))}
+
+
+def test_reduce_ops_match_op_names():
+    assert tuple(arguments.REDUCE_OPS.values()) == choices.OPS
+
+
 PACKAGES = {"pr": pr, "pr.train": pr.train, "pr.distributed": pr.distributed}
 
 PROGRAM = """
@@ -167,7 +201,7 @@ except (CollectiveTimeout, PeerLostError) as late:
 
 
 @pytest.mark.slow  # half a minute where mypy has not read torch
-def test_a_program_that_uses_every_public_name(tmp_path):
+def test_typed_program_passes_mypy(tmp_path):
     pytest.importorskip("mypy")
     names = [f"{where}.{name}" for where, package in PACKAGES.items() for name in package.__all__]
     reveal = "".join(f"reveal_type({name})\n" for name in names)

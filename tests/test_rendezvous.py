@@ -156,7 +156,7 @@ assert_all_lost = functools.partial(process_checks.assert_all_lost, within_s=PRO
 @pytest.mark.parametrize(
     ("phase", "dead"), [("called", 0), ("answered", 2), ("met", 0), ("met", 1), ("met", 2)]
 )
-def test_death_while_meeting_is_told(new_crew, phase, dead):
+def test_death_during_rendezvous_raises(new_crew, phase, dead):
     crew, name = new_crew(3), new_name()
     options = {"world_size": 4 if phase == "answered" else 3, "name": name, "timeout": 60.0}
     if phase == "called":
@@ -220,7 +220,7 @@ def fail_when_mapped(state, why: str, **options) -> None:
 @pytest.mark.parametrize(
     "why", ["planted \udcff", "planted" + 1000 * "\U0001f600"], ids=["odd", "long"]
 )
-def test_rank_that_fails_last_tells_others(new_crew, why):
+def test_late_failure_reaches_all_ranks(new_crew, why):
     crew = new_crew(3)
     name = crew.start_group([0, 2], meet, world_size=3, timeout=60.0)
     crew.start_group([1], fail_when_mapped, world_size=3, name=name, why=why)
@@ -345,7 +345,7 @@ def test_malformed_value_raises(store_port, key):
 
 
 @pytest.mark.parametrize("words", ["cannot open", "another group's"])
-def test_wrong_memory_raises(store_port, words):
+def test_wrong_segment_raises(store_port, words):
     name, memory = new_name(), load.engine().create_segment(2, b"t" * 32)
     fd = 1_000_000 if words == "cannot open" else memory.fd
     with written(store_port, name, "segment", b'{"fd": %d}' % fd) as store:
@@ -386,7 +386,7 @@ def test_silent_store_ends_at_deadline():
     gate.set()
 
 
-def test_pause_is_short_beside_the_wait(monkeypatch):
+def test_poll_pause_grows_with_wait(monkeypatch):
     pauses = []
     began_s = time.monotonic()
 

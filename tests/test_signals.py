@@ -221,7 +221,7 @@ print("the end")
 
 
 @pytest.mark.slow
-def test_daemon_threads_do_not_abort_exit():
+def test_daemon_threads_allow_exit():
     """Python ends them where they come back into the interpreter."""
     for ended in run_programs(DAEMONS, [], [], []):
         assert ended.returncode == 0, ended

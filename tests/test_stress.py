@@ -166,7 +166,7 @@ def check(variant: Variant, program: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", some(VARIANTS, "plain", "thread", "memory"))
-def test_variant(stress: Callable[[Variant], Path], name: str) -> None:
+def test_stress_variant(stress: Callable[[Variant], Path], name: str) -> None:
     if name.startswith("x86") and platform.machine() != "x86_64":
         pytest.skip(f"for x86-64, this is {platform.machine()}")
     if "f16c" in name and not {"avx2", "f16c"} <= set(cpu_flags()):

@@ -31,13 +31,13 @@ def test_repeated_sum_is_right(comm: pr.Communicator) -> None:
     assert reduced(comm, [torch.ones(3), torch.ones(3)]) == [8, 8]
 
 
-def test_sign_is_seen(comm: pr.Communicator) -> None:
+def test_negation_is_detected(comm: pr.Communicator) -> None:
     first, second = torch.ones(3), torch.ones(3)
     assert reduced(comm, [first, second]) == [8, 8]
     assert reduced(comm, [torch._neg_view(first), second], times=1) == [0, 0]
 
 
-def test_grad_is_refused_while_recording(comm: pr.Communicator) -> None:
+def test_requires_grad_raises_in_grad_mode(comm: pr.Communicator) -> None:
     tensors = [torch.ones(3), torch.ones(3)]
     reduced(comm, tensors)
     tensors[1].requires_grad_()
@@ -71,14 +71,14 @@ def test_version_counts_calls(comm: pr.Communicator) -> None:
     assert [tensor._version for tensor in tensors] == [version + 3 for version in before]
 
 
-def test_inference_tensors(comm: pr.Communicator) -> None:
+def test_inference_tensors_are_reduced(comm: pr.Communicator) -> None:
     with torch.inference_mode():
         tensors = [torch.ones(3), torch.ones(3)]
         assert reduced(comm, tensors) == [8, 8]
     assert reduced(comm, tensors) == [64, 64]
 
 
-def test_dispatch_mode_is_seen(comm: pr.Communicator) -> None:
+def test_dispatch_mode_skips_prepared_call(comm: pr.Communicator) -> None:
     class Counts(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             return func(*args, **(kwargs or {}))

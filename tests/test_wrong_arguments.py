@@ -183,7 +183,7 @@ def test_table_has_every_public_callable():
         (lambda: pr.train.TrainConfig(dtype="float"), "float64"),
     ],
 )
-def test_nearest_name_is_told(call, near):
+def test_error_suggests_nearest_name(call, near):
     with pytest.raises(pr.ArgumentError, match=rf"; did you mean '{near}'\?$"):
         call()
 

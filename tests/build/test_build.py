@@ -44,7 +44,7 @@ from pyringar.errors import BuildError, CompilerNotFoundError
 
 
 @needs_compiler
-def test_builds_once_then_finds_it(cache, tiny):
+def test_second_call_finds_engine(cache, tiny):
     assert build.find_engine(tiny) is None
     assert not cache.exists(), "looking for an engine must write nothing"
     built = build.ensure_engine(tiny)
@@ -88,7 +88,7 @@ def test_key_covers_content_and_toolchain(cache, tiny, monkeypatch, wrapper):
 
 
 @needs_compiler
-def test_edit_during_build_is_built_anew(cache, tiny, wrapper):
+def test_edit_during_build_rebuilds(cache, tiny, wrapper):
     header = tiny.root() / "core/value.h"
     wrapper(f'case "$*" in *module.cpp*) sed -i.bak s/42/43/ {header};; esac')
     before = build.ensure_engine(tiny)
@@ -143,7 +143,7 @@ def test_four_processes_build_once(cache, tiny, wrapper):
 
 
 @needs_compiler
-def test_killed_build_blocks_nobody(cache, tiny, tmp_path, wrapper):
+def test_build_after_killed_build(cache, tiny, tmp_path, wrapper):
     slow = tmp_path / "slow"
     log = wrapper(f'case "$*" in *module.cpp*) [ -e {slow} ] && exec sleep 2;; esac')
     slow.touch()
@@ -180,7 +180,7 @@ def test_wait_for_lock_is_announced_and_ends(cache, tiny, monkeypatch, caplog):
 
 
 @needs_compiler
-def test_hanging_compiler_is_ended(cache, tiny, wrapper, monkeypatch, tmp_path):
+def test_hanging_compiler_is_killed(cache, tiny, wrapper, monkeypatch, tmp_path):
     wrapper(f'case "$*" in *module.cpp*) echo $$ > {tmp_path}/pid; exec sleep 60;; esac')
     monkeypatch.setattr(compile, "COMPILE_DEADLINE_S", 1.5)
     assert "was ended after" in refusal(tiny)
@@ -192,7 +192,7 @@ def test_hanging_compiler_is_ended(cache, tiny, wrapper, monkeypatch, tmp_path):
 # --- builds that fail ---
 
 
-def test_no_compiler_says_what_to_install(cache, tiny, tmp_path, monkeypatch):
+def test_missing_compiler_error_names_package(cache, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     told = refusal(tiny, CompilerNotFoundError)
     assert all(word in told for word in ("c++, g++, clang++", str(tmp_path), "apt", "CXX"))
@@ -200,7 +200,7 @@ def test_no_compiler_says_what_to_install(cache, tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("cxx", ["/no/such/g++ -O1", "ccache", "g++ 'open"])
-def test_missing_cxx_is_not_passed_over(cache, monkeypatch, cxx):
+def test_missing_cxx_raises(cache, monkeypatch, cxx):
     monkeypatch.setenv("CXX", cxx)
     with pytest.raises(CompilerNotFoundError, match="CXX="):
         toolchain.find_compiler()
@@ -223,7 +223,7 @@ def test_built_engine_serves_without_compiler(cache, tiny, tmp_path, monkeypatch
         ("*-shared*|*-bundle*", "cannot link", ["build.log"]),
     ],
 )
-def test_broken_compiler_is_shown(cache, tiny, wrapper, call, says, told):
+def test_broken_compiler_output_is_shown(cache, tiny, wrapper, call, says, told):
     wrapper(f'case "$*" in {call}) echo {says}; exit 1;; esac')
     error = refusal(tiny)
     assert [words for words in (says, *told) if words not in error] == []
@@ -334,7 +334,7 @@ def test_threads_load_one_engine(cache, tiny, unloaded, monkeypatch):
 
 
 @needs_compiler
-def test_unloadable_engine_says_what_to_do(cache, tiny, unloaded, monkeypatch):
+def test_unloadable_engine_suggests_force(cache, tiny, unloaded, monkeypatch):
     built = build.ensure_engine(tiny)
     built.path.write_bytes(b"no machine code")
     monkeypatch.setattr(build, "ensure_engine", lambda recipe: built)

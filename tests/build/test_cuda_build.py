@@ -46,7 +46,7 @@ def nvcc_in(tmp_path):
 
 @needs_compiler
 @needs_nvcc
-def test_builds_links_and_imports_without_a_gpu(cache, tiny_cuda, unloaded, monkeypatch):
+def test_cuda_engine_imports_without_gpu(cache, tiny_cuda, unloaded, monkeypatch):
     built = _build.ensure_engine(tiny_cuda)
     assert built.path.name == f"_cuda_engine{toolchain.extension_suffix()}"
     assert built.record["archs"] == ["9.0"]
@@ -154,7 +154,7 @@ def test_nvcc_is_searched_in_order(cache, tmp_path, monkeypatch, nvcc_in):
         monkeypatch.delenv("PYRINGAR_NVCC", raising=False)
 
 
-def test_missing_nvcc_says_what_to_install(cache, tiny_cuda, no_nvcc, monkeypatch):
+def test_missing_nvcc_error_names_package(cache, tiny_cuda, no_nvcc, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/no/cuda")
     with pytest.raises(CompilerNotFoundError) as caught:
         _build.ensure_engine(tiny_cuda)
@@ -210,7 +210,7 @@ TOOLKIT = toolchain.CudaToolkit(
         ("", ("all",), ("8.0", "9.0", "12.0+PTX")),
     ],
 )
-def test_archs(cache, monkeypatch, chosen, wanted, built):
+def test_cuda_archs_are_parsed(cache, monkeypatch, chosen, wanted, built):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", chosen)
     assert toolchain.cuda_archs_wanted() == wanted
@@ -248,7 +248,7 @@ def test_default_archs_are_the_gpus(cache, monkeypatch):
 
 
 @needs_compiler
-def test_build_command_says_why_cuda_is_missing(cache, tiny_cuda, no_nvcc, monkeypatch, capsys):
+def test_build_names_reason_without_cuda(cache, tiny_cuda, no_nvcc, monkeypatch, capsys):
     own = tiny_cuda.source_root
     monkeypatch.setattr(_build.Recipe, "root", lambda self: self.source_root or own)
 

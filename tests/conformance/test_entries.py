@@ -1,4 +1,4 @@
-"""Does every entry of a group keep its promise: whose tensor is written, with which bits?"""
+"""Every method of a group: written tensors and their bits."""
 
 import time
 from dataclasses import replace
@@ -37,7 +37,7 @@ def check_entry(transport, entry):
 
 
 def entry_test(*rows, entries):
-    """Make a test of entries that all transports of these rows have."""
+    """Create a test of ``entries`` on all transports that keep ``rows``."""
 
     @promise(*rows, "versions")
     @pytest.mark.parametrize("entry", entries)
@@ -60,13 +60,13 @@ test_reduce_scatter = entry_test("reduce_scatter", entries=["reduce_scatter"])
 test_all_gather = entry_test("all_gather", entries=["all_gather"])
 
 
-def test_book_entry(transport_of):
+def test_allreduce_function(transport_of):
     check_entry(transport_of("threads"), "book")
 
 
 @promise("ops")
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
-def test_other_reductions(transport, op):
+def test_max_min_and_prod(transport, op):
     calls = [
         call
         for entry in transport.entries
@@ -78,7 +78,7 @@ def test_other_reductions(transport, op):
 
 
 @promise("reduce_scatter", "all_gather")
-def test_large_shares(transport):
+def test_large_gathers_and_scatters(transport):
     calls = []
     for k in (2, 3):
         part = limit_bytes("process_slot") // k // 4
@@ -106,7 +106,7 @@ def test_large_broadcasts(transport, numel):
 
 
 @promise("coalesced", "mixed-lists")
-def test_lists_have_bits_of_single_calls(transport):
+def test_list_has_bits_of_single_calls(transport):
     dtypes = (F32, torch.float64, torch.float16, BF16, torch.int64)
     parts = tuple(
         TensorCase(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33))
@@ -129,6 +129,6 @@ def crowd_on_rank(state, calls):
     return time.monotonic() - start
 
 
-def test_more_processes_than_cores_do_not_crawl(joined_crew):
-    """Blind spinning on few cores takes a time slice per wait: minutes for this many calls."""
+def test_more_processes_than_cores(joined_crew):
+    """Spinning without yielding would take a time slice per wait: minutes in total."""
     assert max(joined_crew(10).run(crowd_on_rank, calls=20)) < 20

@@ -1,4 +1,4 @@
-"""Do elements belong together by index, in any layout, and is no byte between them touched?"""
+"""Layouts: elements correspond by index, and bytes between elements stay unchanged."""
 
 import itertools
 from dataclasses import replace
@@ -17,7 +17,7 @@ from running import PYTHON
 import pyringar as pr
 
 F32 = torch.float32
-# Shapes with the strides of views of a tensor of shape (4, 6, 5, 3), and of others.
+# Shape, strides and offset, mostly of views of a tensor of shape (4, 6, 5, 3).
 LAYOUTS = {
     "whole": ((4, 6, 5, 3), (90, 15, 3, 1), 0),
     "channels last": ((4, 3, 6, 5), (90, 1, 15, 3), 0),
@@ -40,7 +40,7 @@ MIXES = {
     "steps beside dense": ((6, 7), [(7, 1), (14, 2)]),
     "columns of wider rows": ((6, 7), [(14, 1), (21, 1)]),
     "large": ((100, 402), [(402, 1), (1, 100), (804, 2)]),
-    # The strides of dimensions of one element mean nothing.
+    # Strides of dimensions with one element are arbitrary.
     "one row": ((1, 1, 5), [(5, 9, 1), (77, 999, 1), (0, 0, 1)]),
     "one permuted row": ((1, 4, 3), [(12, 1, 4), (17, 1, 4), (22, 1, 4)]),
     "one element": ((1, 1), [(0, 9), (1, 9), (2, 9)]),
@@ -79,15 +79,15 @@ def test_layouts(transport, name):
 
 
 @promise("layouts")
-def test_layouts_of_several_parts(transport):
-    """Ranks in processes pack 1 MiB at a time, here two rows, one row and one plane."""
+def test_packed_layouts_in_pieces(transport):
+    """Ranks in processes pack pieces of 1 MiB: here two rows, one row or one plane."""
     part = TensorCase(F32, (2, 3, 100_000), (TensorLayout((700_000, 210_000, 2), 1),))
     transport.check([CallCase("all_reduce", 2, (part,)), CallCase("broadcast", 2, (part,), root=1)])
 
 
 @promise("layouts-differ")
 @pytest.mark.parametrize("name", MIXES)
-def test_layouts_that_differ_by_rank(transport, name):
+def test_layouts_differ_between_ranks(transport, name):
     shape, strides = MIXES[name]
     layouts = tuple(TensorLayout(s, offset) for offset, s in enumerate(strides))
     for dtype, mixed in ((F32, layouts), (torch.int64, layouts[::-1])):
@@ -114,7 +114,9 @@ def test_lists_of_mixed_dtypes(transport):
         transport.check(calls_of(transport, parts, k, entries=entries))
     many = tuple(TensorCase(DTYPES[i % 8], (i % 3,)) for i in range(1500))
     calls = calls_of(transport, many, 2, entries=["coalesced"])
-    transport.check([call for call in calls if call.algorithm not in PYTHON])  # a tensor at a time
+    transport.check(
+        [call for call in calls if call.algorithm not in PYTHON]
+    )  # these reduce one tensor at a time
 
 
 def check_containers(transport, holds):
@@ -139,7 +141,7 @@ def test_arrays(transport):
 
 @promise("float-mode")
 @pytest.mark.usefixtures("two_torch_threads")
-def test_threads_that_flush_denormals(transport):
+def test_flushing_denormals_changes_no_bit(transport):
     for dtype in (F32, torch.float64, torch.float16):
         parts = (TensorCase(dtype, (36,)), TensorCase(dtype, (36_000,)))
         calls = calls_of(transport, parts, 3, ops=("sum", "mean"))
@@ -148,7 +150,7 @@ def test_threads_that_flush_denormals(transport):
 
 @pytest.mark.parametrize("dtype", [torch.float64, F32, torch.float16], ids=str)
 def test_misaligned_memory(comm_of, dtype):
-    """Memory from elsewhere may begin at any byte."""
+    """Memory of other libraries may start at any byte."""
     parts = inputs(1009, dtype, 3)
     for algorithm in ("fused", "direct", "ring"):
         buffers = [bytearray(1009 * dtype.itemsize + 1) for _ in range(3)]
@@ -163,7 +165,7 @@ def test_misaligned_memory(comm_of, dtype):
 
 @hypothesis.settings(max_examples=200)
 @hypothesis.given(data=st.data())
-def test_overlap_is_found_exactly(comm_of, data):
+def test_overlap_check_is_exact(comm_of, data):
     ndim = data.draw(st.integers(1, 3))
     shape = [data.draw(st.integers(1, 4)) for _ in range(ndim)]
     strides = [data.draw(st.integers(0, 9)) for _ in range(ndim)]
@@ -196,7 +198,7 @@ def random_layouts(draw, shape, *, can_be_negated):
         strides[dim] = reach * draw(steps)
         reach = strides[dim] * max(1, shape[dim])
         if shape[dim] == 1:
-            strides[dim] = draw(st.integers(0, 50))  # means nothing
+            strides[dim] = draw(st.integers(0, 50))  # arbitrary
     is_negated = can_be_negated and draw(st.integers(0, 15)) == 15
     return TensorLayout(tuple(strides), draw(st.integers(0, 3)), is_negated=is_negated)
 

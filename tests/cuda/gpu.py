@@ -1,4 +1,4 @@
-"""Ranks on a GPU, their tensors there and back, and what a test needs to run at all.
+"""GuardedRanks on a GPU, their tensors there and back, and what a test needs to run at all.
 
 With ``PYRINGAR_TEST_CUDA_ON_CPU=1`` the tests run over CPU ranks instead, but for those about
 streams, graphs and the device: a trial of the tests themselves on a machine that has no GPU.
@@ -103,7 +103,7 @@ def captured(function):
     return graph
 
 
-class Ranks:
+class GuardedRanks:
     """A tensor per rank in one buffer with guard bytes between: one copy there, one back."""
 
     def __init__(self, parts, device, shifts=ALIGNED):
@@ -132,7 +132,7 @@ class Ranks:
 
 
 def check(comm, parts, op, algorithm, shifts=ALIGNED):
-    ranks = Ranks(parts, comm.devices[0], shifts)
+    ranks = GuardedRanks(parts, comm.devices[0], shifts)
     assert comm.all_reduce(ranks.tensors, op, algorithm=algorithm) is None
     context = f"{algorithm} {op} {parts[0].dtype} k={len(parts)} n={parts[0].numel()} {shifts}"
     ranks.check(expected(parts, op, algorithm), context)

@@ -57,7 +57,7 @@ def test_many_ranks(make_ranks):
     ("world_size", "algorithm", "words"),
     [(641, "fused", r"641 ranks .*640"), (65, "ring", "65 ranks")],
 )
-def test_more_ranks_than_a_launch_takes(make_ranks, world_size, algorithm, words):
+def test_too_many_ranks_raise(make_ranks, world_size, algorithm, words):
     comm = make_ranks(world_size)
     with pytest.raises(pr.UnsupportedError, match=words):
         comm.all_reduce(gpu.ones(comm, 1), algorithm=algorithm)
@@ -66,7 +66,7 @@ def test_more_ranks_than_a_launch_takes(make_ranks, world_size, algorithm, words
 @pytest.mark.parametrize(
     ("num_tensors", "world_size"), [(24, 4), (25, 2), (121, 2), (1000, 4), (50, 16)]
 )
-def test_more_tensors_than_a_launch_takes(ranks_of, num_tensors, world_size):
+def test_many_tensors_in_several_launches(ranks_of, num_tensors, world_size):
     """Around the small table's 24 tensors, past the large one's 120, past its 640 pointers."""
     shapes = [(1 + 7 * i % 90,) for i in range(num_tensors)]
     dtypes = (torch.float32, torch.float32, torch.bfloat16) if num_tensors > 500 else FLOATS[1:2]

@@ -178,7 +178,7 @@ def run_alone(code, **environment):
 
 
 @gpu.two
-def test_no_context_on_other_devices():
+def test_other_gpus_get_no_context():
     """A thread that has used no GPU closes, waits and asks; cuda:0 has no context of ours."""
     assert run_alone(ALONE) == ["[False,", "True]"]
 

@@ -86,7 +86,7 @@ def test_dropped_work_keeps_its_tensors(make_ranks):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_threads(make_ranks, is_shared):
+def test_threads_on_gpu(make_ranks, is_shared):
     shared = make_ranks(3)
 
     def work(number):
@@ -105,7 +105,7 @@ def test_threads(make_ranks, is_shared):
 
 
 @gpu.only
-def test_rings_of_many_communicators(make_ranks):
+def test_rings_of_many_communicators_finish(make_ranks):
     """On streams of their own, enqueued before any has run: none may wait for another for ever."""
     comms = [make_ranks(4, timeout=10.0) for _ in range(6)]
     parts = inputs(200_003, torch.float32, 4)
@@ -144,7 +144,7 @@ def test_withheld_rank_times_out(make_ranks, withheld):
 
 
 @gpu.only
-def test_failure_of_last_call_raises(make_ranks):
+def test_close_raises_late_failure(make_ranks):
     def late(comm):
         comm._group.withhold_rank(1)
         comm.all_reduce(gpu.ones(comm, 100), algorithm="ring")
