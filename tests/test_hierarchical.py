@@ -53,11 +53,11 @@ PLACES = ["abab", "abbb", "aaba", "abca", "abcd", "aaaa"]
 @pytest.mark.parametrize("machines", mostly_slow(PLACES, "abab"))
 def test_calls_on_any_machines(machines):
     """The calls of tests/conformance, which has other machines, with a size of each kind."""
-    machines_of = Machines.__new__(Machines)
+    machines_of = MachinesTransport.__new__(MachinesTransport)
     parts = [TensorCase(dtype, (numel,)) for dtype in oracle.DTYPES for numel in (0, 4, 28, 30_004)]
     made = [
         CallCase(entry, 4, (part,), op, by_communicator=True, root=root)
-        for entry in Machines.entries
+        for entry in MachinesTransport.entries
         for i, part in enumerate(parts)
         for op, root in (("sum", i % 4), ("mean", 3))
     ]

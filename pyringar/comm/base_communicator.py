@@ -270,8 +270,8 @@ class BaseCommunicator:
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until all ranks have called `barrier`. For groups with one local rank.
 
-        On GPUs the current streams of the ranks wait for each other; the host does not wait. See
-        `all_reduce` for ``async_op`` and errors.
+        On GPUs the current streams of the ranks wait for each other; the host does not wait.
+        See `all_reduce` for ``async_op`` and errors.
         """
         if self._run_barrier is None or async_op:
             return self._run(self._checked("barrier", []), async_op=async_op)
