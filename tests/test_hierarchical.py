@@ -18,7 +18,7 @@ from process_checks import error_of
 from ranks import Crew
 from running import check_same
 from torch import Tensor
-from transports import check_on_rank, join_machines
+from transports import MachinesTransport, check_on_rank, join_machines
 
 import pyringar as pr
 from pyringar.distributed import HierarchicalCommunicator, between, hierarchical
