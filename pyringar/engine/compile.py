@@ -33,7 +33,7 @@ BASE_FLAGS = (
     "-DNDEBUG",
     "-fPIC",
     "-fvisibility=hidden",
-    "-ffp-contract=off",  # the bits of a sum are a contract: no fused multiply-add
+    "-ffp-contract=off",  # a fused multiply-add would change the bits of sums
     "-pthread",
     "-Wall",
     "-Wextra",
@@ -42,7 +42,7 @@ NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
     "-DNDEBUG",
-    "-fmad=false",  # the same contract
+    "-fmad=false",  # as -ffp-contract=off
     "-prec-div=true",
     "-prec-sqrt=true",
     "-ftz=false",
@@ -65,7 +65,7 @@ log = logging.getLogger("pyringar")
 
 @dataclass(frozen=True)
 class EngineKind:
-    """One of the native modules: its sources, and how they are compiled.
+    """One native module: its sources and the way to compile them.
 
     ``compiled``, ``included`` and ``left_out`` are patterns of files below the source root, the
     slow ones first. ``joined``: groups of sources by the beginnings of their names; each group is
@@ -147,10 +147,10 @@ CUDA = EngineKind(
 
 @dataclass(frozen=True)
 class Recipe:
-    """An engine to build: by default pyringar's own for the CPU; tests build tiny ones.
+    """An engine to build; by default pyringar's CPU engine.
 
     ``_prebuilt`` beside ``source_root`` may hold engines. ``baseline``: compile for any CPU of this
-    architecture, not for this very CPU.
+    architecture, not for this CPU.
     """
 
     source_root: Path | None = None
@@ -206,7 +206,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """A recipe and the compilers for it; ``content`` and ``toolchain`` tell builds apart."""
+    """A recipe with its compilers. ``content`` and ``toolchain`` form the key of the build."""
 
     recipe: Recipe
     compiler: Compiler
@@ -220,7 +220,7 @@ class BuildPlan:
 
 
 def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> BuildPlan:
-    """Find the compilers for a recipe with this content. CompilerNotFoundError if there is none."""
+    """Find the compilers for a recipe. Raises CompilerNotFoundError."""
     nvcc = toolchain.find_nvcc() if recipe.kind.cuda else None
     compiler = toolchain.find_compiler()
     made_with: dict[str, Any] = {
@@ -234,9 +234,9 @@ def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> BuildPlan:
 
 
 def compile_into(folder: Path, plan: BuildPlan, *, verbose: bool = False) -> None:
-    """Compile into ``folder``: first the record, then the engine. The caller holds the lock.
+    """Compile into ``folder``, which gets the record, then the engine. Needs the lock.
 
-    BuildError, with the compiler's output, if it cannot be compiled.
+    Raises BuildError with the compiler's output.
     """
     started, kind = time.monotonic(), plan.recipe.kind
     version, ninja = toolchain.compiler_version(plan.compiler), toolchain.find_ninja()
@@ -280,7 +280,7 @@ def compile_into(folder: Path, plan: BuildPlan, *, verbose: bool = False) -> Non
 
 
 def _copy_sources(plan: BuildPlan, root: Path) -> None:
-    """Copy the sources: an edit during the build does not change what is compiled."""
+    """Copy the sources, so that an edit during the build has no effect."""
     for source in plan.recipe.files():
         target = root / source.relative_to(plan.recipe.root())
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -288,7 +288,7 @@ def _copy_sources(plan: BuildPlan, root: Path) -> None:
 
 
 def _accepted_flags(plan: BuildPlan, work: Path) -> list[str]:
-    """Return the C++ compiler's flags, without those for this very CPU if it refuses them."""
+    """Return the C++ flags, without the flags for this CPU if the compiler refuses them."""
     compiler = plan.compiler
     tuning = () if plan.recipe.kind.cuda else plan.content["cpu"]["flags"]
     probe = work / "probe.cpp"
@@ -310,7 +310,7 @@ def _accepted_flags(plan: BuildPlan, work: Path) -> list[str]:
 
 
 def _translation_units(work: Path, kind: EngineKind) -> list[str]:
-    """Return the files to compile, relative to ``work``/csrc; write those that join others."""
+    """Return the files to compile, relative to ``work``/csrc. Writes the joined files."""
     root = work / "csrc"
     names = [file.relative_to(root).as_posix() for file in kind.files(root, kind.compiled)]
     units = []
