@@ -14,11 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import (
-    assert_bits,
-    inputs,
-    reduced,
-)
+from oracle import assert_bits, inputs, reduced
 from ranks import Crew
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
@@ -110,11 +106,7 @@ def stop_in(state, phase: str, seconds: float = 50.0) -> None:
 
 
 def assert_all_lost(
-    crew: Crew,
-    survivors: Sequence[int],
-    dead: int,
-    died_at: float,
-    within_s: float = PROMPT_S,
+    crew: Crew, survivors: Sequence[int], dead: int, died_at: float, within_s: float = PROMPT_S
 ) -> None:
     for outcome in crew.outcomes(survivors):
         assert outcome.error == "PeerLostError", outcome

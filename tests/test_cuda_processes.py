@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from call_cases import SHARES, CallCase, TensorCase
+from call_cases import SHARES, CallCase, Operand
 from oracle import same_bits
 from ranks import crews, new_name
 from transports import check_on_rank
@@ -116,7 +116,7 @@ def test_two_gpus(new_crew):
         assert outcome.error is None, outcome.trace
     sizes = (1000, limit_bytes("process_slot") // 4 + 1)
     calls = [
-        CallCase(entry, 2, (TensorCase(torch.float32, (2 * numel,)),), by_communicator=True)
+        CallCase(entry, 2, (Operand(torch.float32, (2 * numel,)),), by_communicator=True)
         for entry in ("all_reduce", "broadcast", *SHARES)
         for numel in sizes
     ]

@@ -97,8 +97,7 @@ def stopped_again_and_again(rank: Rank) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "how"),
-    [(2, "exchange"), (2, "strided"), (3, "direct"), (1, "local ring")],
+    ("world_size", "how"), [(2, "exchange"), (2, "strided"), (3, "direct"), (1, "local ring")]
 )
 def test_long_call_is_not_late(joined_crew, world_size, how):
     """The last rank is stopped in calls that grow until one takes longer than the timeout."""

@@ -12,7 +12,7 @@ from unittest import mock
 import oracle
 import pytest
 import torch
-from call_cases import CallCase, TensorCase
+from call_cases import CallCase, Operand
 from case_marks import mostly_slow
 from process_checks import error_of
 from ranks import Crew
@@ -54,7 +54,7 @@ PLACES = ["abab", "abbb", "aaba", "abca", "abcd", "aaaa"]
 def test_calls_on_any_machines(machines):
     """The calls of tests/conformance, which has other machines, with a size of each kind."""
     machines_of = MachinesTransport.__new__(MachinesTransport)
-    parts = [TensorCase(dtype, (numel,)) for dtype in oracle.DTYPES for numel in (0, 4, 28, 30_004)]
+    parts = [Operand(dtype, (numel,)) for dtype in oracle.DTYPES for numel in (0, 4, 28, 30_004)]
     made = [
         CallCase(entry, 4, (part,), op, by_communicator=True, root=root)
         for entry in MachinesTransport.entries

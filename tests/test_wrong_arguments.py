@@ -11,11 +11,7 @@ import torch
 from torch import nn
 
 import pyringar as pr
-from pyringar.parallel.shards import (
-    check_replicas_equal,
-    mismatch_flags,
-    shard_sizes,
-)
+from pyringar.parallel.shards import check_replicas_equal, mismatch_flags, shard_sizes
 
 T = torch.ones(3)
 WRONG = {

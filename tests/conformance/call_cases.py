@@ -14,7 +14,7 @@ from oracle import FOLDS, KINDS, chunk, is_nan, negated, positional, random, wor
 
 
 @dataclass(frozen=True)
-class TensorLayout:
+class Strides:
     """Strides, offset and sign of a rank's tensor. None: contiguous."""
 
     strides: tuple[int, ...] | None = None
@@ -27,11 +27,11 @@ class TensorLayout:
         return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-PLAIN = TensorLayout()
+PLAIN = Strides()
 
 
 @dataclass(frozen=True)
-class TensorCase:
+class Operand:
     """One tensor on all ranks.
 
     Attributes:
@@ -42,7 +42,7 @@ class TensorCase:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    layouts: tuple[TensorLayout, ...] = (PLAIN,)
+    layouts: tuple[Strides, ...] = (PLAIN,)
     seed: int = 0
     draw: str = "random"
     given: tuple[torch.Tensor, ...] = ()
@@ -157,11 +157,11 @@ SHARES = ("reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Field:
-    part: TensorCase
+    part: Operand
     rank: int  # index into the layouts
     is_read: bool = True
     is_written: bool = True
-    source: TensorCase | None = None  # takes the first values of this tensor
+    source: Operand | None = None  # takes the first values of this tensor
 
     def values(self, world_size):
         return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]
@@ -180,7 +180,7 @@ class CallCase:
 
     entry: str
     k: int
-    parts: tuple[TensorCase, ...]
+    parts: tuple[Operand, ...]
     op: str = "sum"
     algorithm: str = "auto"
     order: str = "any"
@@ -217,8 +217,8 @@ class CallCase:
     def _shares(self, rank):
         """Return the fields of reduce_scatter or all_gather."""
         [whole] = self.parts
-        gaps = TensorLayout((2,)) if whole.layout(rank).strides else PLAIN
-        share = TensorCase(whole.dtype, (whole.numel // self.k,), (gaps,))
+        gaps = Strides((2,)) if whole.layout(rank).strides else PLAIN
+        share = Operand(whole.dtype, (whole.numel // self.k,), (gaps,))
         if self.entry == "reduce_scatter":
             read, written = whole, share
         else:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from call_cases import CallCase, TensorCase
+from call_cases import CallCase, Operand
 from case_marks import mostly_slow
 from oracle import DTYPES, FLOATS, OPS, limit_bytes
 from promises import promise
@@ -16,7 +16,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 def calls_of(transport, numel, dtype, k, op, *, draw="random"):
     choices = [(algorithm, "any") for algorithm in transport.algorithms]
     choices += [("direct", "tree"), ("auto", "tree"), ("auto", "exact")]
-    part = TensorCase(dtype, (numel,), seed=numel, draw=draw)
+    part = Operand(dtype, (numel,), seed=numel, draw=draw)
     calls = [CallCase("all_reduce", k, (part,), op, *choice) for choice in choices]
     return [call for call in calls if transport.can_run(call)]
 
@@ -119,10 +119,7 @@ def test_tree_order_is_bit_exact(transport):
     made = [
         CallCase("all_reduce", k, (part,), op, order="tree", by_communicator=True)
         for k in {*transport.world_sizes, 8}
-        for part in (
-            TensorCase(F32, (257,), draw="masked"),
-            TensorCase(BF16, (1031,), draw="masked"),
-        )
+        for part in (Operand(F32, (257,), draw="masked"), Operand(BF16, (1031,), draw="masked"))
         for op in ("sum", "mean")
     ]
     calls = [call for call in made if transport.can_run(call)]
@@ -149,17 +146,17 @@ def test_exact_sum_of_special_values(transport, dtype):
     numbers += [math.inf, -math.inf, math.nan, info.smallest_normal, 3.0, -2.0, info.max / 2]
     columns = itertools.product(numbers, repeat=3)
     given = [torch.tensor(row, dtype=torch.float64).to(dtype) for row in zip(*columns, strict=True)]
-    part = TensorCase(dtype, (len(given[0]),), given=tuple(given))
+    part = Operand(dtype, (len(given[0]),), given=tuple(given))
     transport.check(
         [CallCase("all_reduce", 3, (part,), op, order="exact") for op in ("sum", "mean")]
     )
     # A few elements need the slow path, each at another position of its block.
-    hard = TensorCase(dtype, (131,), draw="masked")
+    hard = Operand(dtype, (131,), draw="masked")
     given = [torch.ones(131 * 131, dtype=dtype) for _ in range(3)]
     for rank, tensor in enumerate(given):
         values = hard.values(rank, 3).view(f"i{dtype.itemsize}")
         tensor[::131] = torch.from_numpy(values).view(dtype)
-    part = TensorCase(dtype, (131 * 131,), given=tuple(given))
+    part = Operand(dtype, (131 * 131,), given=tuple(given))
     transport.check([CallCase("all_reduce", 3, (part,), order="exact")])
 
 
@@ -180,7 +177,7 @@ def test_tree_sum_of_many_ranks(threads):
     numel = limit_bytes("fused_block") // 4 + 77
     threads.check(
         [
-            CallCase("all_reduce", k, (TensorCase(F32, (numel,)),), "mean", order="tree")
+            CallCase("all_reduce", k, (Operand(F32, (numel,)),), "mean", order="tree")
             for k in (4, 33, 70)
         ]
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from call_cases import LISTS, SHARES, CallCase, TensorCase, TensorLayout
+from call_cases import LISTS, SHARES, CallCase, Operand, Strides
 from oracle import limit_bytes
 from promises import promise
 
@@ -29,7 +29,7 @@ def check_entry(transport, entry):
         strict=True,
     ):
         for numel, root in ((0, 0), (k, k - 1), (17 * k, k // 2)):
-            parts = tuple(TensorCase(dtype, (numel + i,), seed=i) for i in range(3))
+            parts = tuple(Operand(dtype, (numel + i,), seed=i) for i in range(3))
             is_list = entry in LISTS or entry.endswith("coalesced")
             call = CallCase(entry, k, parts if is_list else parts[:1], op, root=root)
             ways = (False, True) if numel == k or entry in SHARES else (False,)
@@ -71,7 +71,7 @@ def test_max_min_and_prod(transport, op):
         call
         for entry in transport.entries
         for call in choices(
-            transport, CallCase(entry, 3, (TensorCase(torch.float16, (33,)),), op, root=1)
+            transport, CallCase(entry, 3, (Operand(torch.float16, (33,)),), op, root=1)
         )
     ]
     transport.check(calls)
@@ -85,13 +85,9 @@ def test_large_gathers_and_scatters(transport):
         for numel in (part - 1, part + 1, 4 * part + 3, 70_001):
             for dtype in (F32, torch.uint8):
                 for entry in SHARES:
-                    gaps = (
-                        (TensorLayout(), TensorLayout((1,), 1))
-                        if dtype == F32
-                        else (TensorLayout(),)
-                    )
+                    gaps = (Strides(), Strides((1,), 1)) if dtype == F32 else (Strides(),)
                     call = CallCase(
-                        entry, k, (TensorCase(dtype, (k * numel,), gaps),), by_communicator=True
+                        entry, k, (Operand(dtype, (k * numel,), gaps),), by_communicator=True
                     )
                     calls += [call, replace(call, algorithm="ring")]
     transport.check([call for call in calls if call.algorithm in transport.algorithms])
@@ -101,7 +97,7 @@ def test_large_gathers_and_scatters(transport):
 @pytest.mark.parametrize("numel", [100, 200_003])
 def test_large_broadcasts(transport, numel):
     for entry in ("broadcast", "async broadcast"):
-        parts = (TensorCase(torch.float16, (numel,)),)
+        parts = (Operand(torch.float16, (numel,)),)
         transport.check([CallCase(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
 
 
@@ -109,7 +105,7 @@ def test_large_broadcasts(transport, numel):
 def test_list_has_bits_of_single_calls(transport):
     dtypes = (F32, torch.float64, torch.float16, BF16, torch.int64)
     parts = tuple(
-        TensorCase(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33))
+        Operand(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33))
     )
     for op in ("sum", "max"):
         transport.check(choices(transport, CallCase("coalesced", 3, parts[:3], op)))

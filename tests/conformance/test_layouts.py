@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 from call_cases import LISTS as COALESCED
-from call_cases import PLAIN, ROOTED, SHARES, CallCase, TensorCase, TensorLayout
+from call_cases import PLAIN, ROOTED, SHARES, CallCase, Operand, Strides
 from hypothesis import strategies as st
 from oracle import DTYPES, OPS, assert_all_ranks, assert_bits, folded, inputs
 from promises import promise
@@ -46,7 +46,7 @@ MIXES = {
     "one element": ((1, 1), [(0, 9), (1, 9), (2, 9)]),
 }
 LISTS = (*COALESCED, "reduce_coalesced", "broadcast_coalesced")
-NEGATED = (TensorLayout(is_negated=True), TensorLayout((2,), 1, is_negated=True), PLAIN)
+NEGATED = (Strides(is_negated=True), Strides((2,), 1, is_negated=True), PLAIN)
 
 
 def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
@@ -71,17 +71,14 @@ def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
 def test_layouts(transport, name):
     shape, strides, offset = LAYOUTS[name]
     for dtype, k in ((F32, 3), (torch.int8, 3), (torch.bfloat16, 1)):
-        parts = (
-            TensorCase(dtype, shape, (TensorLayout(strides, offset),)),
-            TensorCase(torch.float64, (5,)),
-        )
+        parts = (Operand(dtype, shape, (Strides(strides, offset),)), Operand(torch.float64, (5,)))
         transport.check(calls_of(transport, parts, k))
 
 
 @promise("layouts")
 def test_packed_layouts_in_pieces(transport):
     """Ranks in processes pack pieces of 1 MiB: here two rows, one row or one plane."""
-    part = TensorCase(F32, (2, 3, 100_000), (TensorLayout((700_000, 210_000, 2), 1),))
+    part = Operand(F32, (2, 3, 100_000), (Strides((700_000, 210_000, 2), 1),))
     transport.check([CallCase("all_reduce", 2, (part,)), CallCase("broadcast", 2, (part,), root=1)])
 
 
@@ -89,30 +86,30 @@ def test_packed_layouts_in_pieces(transport):
 @pytest.mark.parametrize("name", MIXES)
 def test_layouts_differ_between_ranks(transport, name):
     shape, strides = MIXES[name]
-    layouts = tuple(TensorLayout(s, offset) for offset, s in enumerate(strides))
+    layouts = tuple(Strides(s, offset) for offset, s in enumerate(strides))
     for dtype, mixed in ((F32, layouts), (torch.int64, layouts[::-1])):
-        part = TensorCase(dtype, shape, mixed)
-        transport.check(calls_of(transport, (part, TensorCase(F32, (3,)), part), 3))
+        part = Operand(dtype, shape, mixed)
+        transport.check(calls_of(transport, (part, Operand(F32, (3,)), part), 3))
 
 
 @promise("negated")
 @pytest.mark.parametrize("dtype", [F32, torch.float16, torch.int64, torch.uint8], ids=str)
 def test_negated_views(transport, dtype):
     for layouts in (NEGATED, NEGATED[:1], NEGATED[::-1]):
-        part = TensorCase(dtype, (36,), layouts)
+        part = Operand(dtype, (36,), layouts)
         transport.check(calls_of(transport, (part, part), 3, ops=("sum", "max")))
-    permuted = (TensorLayout((1, 2)), TensorLayout((1, 2), is_negated=True), TensorLayout((1, 2)))
-    transport.check(calls_of(transport, (TensorCase(dtype, (2, 3), permuted),), 3))
+    permuted = (Strides((1, 2)), Strides((1, 2), is_negated=True), Strides((1, 2)))
+    transport.check(calls_of(transport, (Operand(dtype, (2, 3), permuted),), 3))
 
 
 @promise("mixed-lists")
 def test_lists_of_mixed_dtypes(transport):
     shapes = [(20, 1, 3, 3), (20,), (), (0,), (40, 128), (1,), (9001,), (2,) * 7, (0, 3)]
-    mixed = tuple(TensorCase(DTYPES[i % 8], shape) for i, shape in enumerate(shapes * 2))
+    mixed = tuple(Operand(DTYPES[i % 8], shape) for i, shape in enumerate(shapes * 2))
     entries = [entry for entry in LISTS if entry in transport.entries]
     for parts, k in itertools.product((mixed, (), mixed[:1]), (1, 2, 3)):
         transport.check(calls_of(transport, parts, k, entries=entries))
-    many = tuple(TensorCase(DTYPES[i % 8], (i % 3,)) for i in range(1500))
+    many = tuple(Operand(DTYPES[i % 8], (i % 3,)) for i in range(1500))
     calls = calls_of(transport, many, 2, entries=["coalesced"])
     transport.check(
         [call for call in calls if call.algorithm not in PYTHON]
@@ -121,7 +118,7 @@ def test_lists_of_mixed_dtypes(transport):
 
 def check_containers(transport, holds):
     parts = tuple(
-        TensorCase(dtype, (36,), (TensorLayout((2,), 1), PLAIN)) for dtype in (F32, torch.float16)
+        Operand(dtype, (36,), (Strides((2,), 1), PLAIN)) for dtype in (F32, torch.float16)
     )
     calls = calls_of(transport, parts, 3)
     if holds == "arrays":
@@ -143,7 +140,7 @@ def test_arrays(transport):
 @pytest.mark.usefixtures("two_torch_threads")
 def test_flushing_denormals_changes_no_bit(transport):
     for dtype in (F32, torch.float64, torch.float16):
-        parts = (TensorCase(dtype, (36,)), TensorCase(dtype, (36_000,)))
+        parts = (Operand(dtype, (36,)), Operand(dtype, (36_000,)))
         calls = calls_of(transport, parts, 3, ops=("sum", "mean"))
         transport.check([replace(call, flushes=True) for call in calls])
 
@@ -200,7 +197,7 @@ def random_layouts(draw, shape, *, can_be_negated):
         if shape[dim] == 1:
             strides[dim] = draw(st.integers(0, 50))  # arbitrary
     is_negated = can_be_negated and draw(st.integers(0, 15)) == 15
-    return TensorLayout(tuple(strides), draw(st.integers(0, 3)), is_negated=is_negated)
+    return Strides(tuple(strides), draw(st.integers(0, 3)), is_negated=is_negated)
 
 
 @st.composite
@@ -216,7 +213,7 @@ def random_parts(draw, k, *, seed=0, is_small, num_shares=1):
         shape = (*shape, num_shares)
     layout = partial(random_layouts, shape, can_be_negated=True)
     lying = draw(st.just((PLAIN,)) | st.tuples(layout()) | st.tuples(*[layout() for _ in range(k)]))
-    return TensorCase(
+    return Operand(
         draw(st.sampled_from(DTYPES)), shape, lying, seed=4 * draw(st.integers(0, 100)) + seed
     )
 
