@@ -55,7 +55,6 @@ class NaiveTransport(RankCommunicator):
         return Work(None, {}, *call.words()) if async_op else None
 
     def _gathered(self, tensor):
-        """Return every rank's tensor, flat, in rank order."""
         own = tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
         rows = [torch.empty_like(own) for _ in range(self._world_size)]
         dist.all_gather([row.view(torch.uint8) for row in rows], own.view(torch.uint8))

@@ -25,8 +25,6 @@ def ranks(k: int, numel: int = 1000) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_call_releases_gil(async_op):
-    """The GIL is released: it is another thread that ends what the call waits for."""
-
     def tick() -> None:
         for _ in range(20):
             time.sleep(0.005)
@@ -117,7 +115,7 @@ def test_close_keeps_tensors_of_running_gpu():
 
 
 def call_until_closed(comm: pr.Communicator, seed: int) -> int:
-    """Return the number of calls that were right before the communicator was closed."""
+    """Return the number of calls before the communicator was closed."""
     choice, k, bound = random.Random(seed), comm.world_size, ranks(comm.world_size)
     prepared = comm.bind(bound)
     calls = [

@@ -88,7 +88,7 @@ class Seen:
 @pytest.mark.slow  # compiles C++, as inductor does; only it changes the order
 @pytest.mark.parametrize("how", ["in place", "new tensors", "both", "backward"])
 def test_graph_keeps_call_order(monkeypatch, how):
-    """Ranks in processes find each other's calls by their order; less memory is another one."""
+    """Inductor could reorder calls to save memory, but ranks match calls by order."""
     one = pr.Communicator(["cpu"])
 
     def reduced(x, i):

@@ -100,7 +100,7 @@ def stopped_again_and_again(rank: Rank) -> Iterator[None]:
     ("world_size", "how"), [(2, "exchange"), (2, "strided"), (3, "direct"), (1, "local ring")]
 )
 def test_long_call_is_not_late(joined_crew, world_size, how):
-    """The last rank is stopped in calls that grow until one takes longer than the timeout."""
+    """Stop the last rank repeatedly, until a call takes longer than the timeout."""
     crew = joined_crew(world_size, timeout=TIMEOUT_S)
     for numel in (LARGE, 2 * LARGE, 4 * LARGE):
         crew.run(prepare, numel=numel, how=how)
@@ -114,7 +114,7 @@ def test_long_call_is_not_late(joined_crew, world_size, how):
 
 
 def test_stopped_group_continues(joined_crew):
-    """As on a laptop that sleeps, for longer than the timeout: nobody could have come."""
+    """All ranks stop, as on a laptop that sleeps: no rank is late."""
     crew = joined_crew(3, timeout=TIMEOUT_S)
     crew.run(prepare, numel=SMALL, how="")
     crew.start(reduce, [0, 1])

@@ -248,7 +248,6 @@ step()
 
 @pytest.mark.slow
 def test_exit_after_failed_backward():
-    """What it leaves behind holds Python objects, and torch 2.15 keeps it until Python is gone."""
     [done] = run_programs(FAILED_PASS, [])
     assert "in backward" in done.stderr
     assert done.returncode == 1

@@ -39,7 +39,7 @@ def begin_call(crew: Crew, victim: int, phase: str, numel: int, function=reduce)
 
 
 def test_late_death_fails_next_call(joined_crew):
-    """A small call has one wait: the victim has announced its data, so that nothing is missing."""
+    """After its announcement a rank is not needed for a small call."""
     crew = joined_crew(3)
     crew.run(reduce)
     others = begin_call(crew, 1, "reduce", SMALL)
@@ -75,7 +75,7 @@ def reduce_and_leave(state, **arguments) -> None:
 
 
 def test_error_names_dead_rank_only(joined_crew):
-    """The first to hear of it leaves at once; others wait for that one, and hear of the dead."""
+    """The first survivor closes at once; later errors must still name the dead rank."""
     crew = joined_crew(4)
     others = begin_call(crew, 1, "reduce", LARGE, reduce_and_leave)
     assert_all_lost(crew, others, 1, crew[1].kill())
@@ -157,7 +157,7 @@ def used_bytes() -> int:
 
 
 def run_out_of_memory(state) -> list[str]:
-    """Rank 0 has no memory for the dense copies that ranks make whose tensors lie otherwise."""
+    """Limit the memory of rank 0 during a call that packs its tensor."""
     shape = (8, 4, 1024, 512)  # more than malloc keeps in its heap
     tensors = [torch.full(shape, float(10 * i + state.rank)) for i in range(2)]
     if state.rank == 0:

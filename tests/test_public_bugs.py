@@ -30,7 +30,7 @@ def parallel(module, **options):
 
 
 class Builds(nn.Module):
-    """Returns what ``build`` makes of the layer, the input, and whether it has positive samples."""
+    """Return ``build(layer, x, has_positive_samples)``."""
 
     def __init__(self, build):
         super().__init__()

@@ -53,7 +53,7 @@ def meet(state, **arguments) -> None:
 
 
 def meet_only(state, port: int, name: str, rank: int, world_size: int) -> None:
-    """As far as the others know it has come; it never maps the memory."""
+    """Join the group without mapping the segment."""
     with Rendezvous(connect(port), rank, world_size, name, LONG_S) as meeting:
         meeting.exchange_members()
 
@@ -89,7 +89,6 @@ class CountingStore(dist.Store):
 @pytest.mark.parametrize("late", mostly_slow([0, 1], 0))
 @pytest.mark.parametrize("killed", mostly_slow([False, True], True))
 def test_restart_on_old_store(new_crew, late, killed):
-    """As after restarts by torchrun: its agent keeps the store."""
     before = new_crew(2)
     name = before.join(timeout=LONG_S)
     before.run(reduce)
@@ -119,7 +118,6 @@ def test_dead_call_is_ignored(new_crew):
 
 
 def test_last_answer_of_rank_counts(new_crew):
-    """Rank 1 gives up and comes again while rank 0 still waits for rank 2."""
     crew = new_crew(3)
     options = {"function": meet, "world_size": 3, "name": new_name()}
     crew.start_group([0], timeout=LONG_S, **options)
@@ -359,7 +357,6 @@ def test_wrong_segment_raises(store_port, words):
 
 
 def test_store_calls_and_threads_are_bounded():
-    """Most calls are polls. Their number grows with the logarithm of the wait."""
     world_size = 48
     store = CountingStore(dist.HashStore())
     name = new_name()

@@ -28,7 +28,7 @@ ENDS_S = 0.2 + BUSY_S
 
 
 class Alarm(BaseException):
-    """What handlers of these tests raise: no Exception, as KeyboardInterrupt is none."""
+    """Exception of signal handlers; like KeyboardInterrupt not an Exception."""
 
 
 WAITS = {
@@ -144,7 +144,7 @@ def test_handler_cannot_use_waiting_group(new_crew, where):
 
 @contextlib.contextmanager
 def signal_after(seconds: float, handle) -> Iterator[None]:
-    """SIGUSR1 to this process, once. (pytest-timeout has SIGALRM.)"""
+    """Send SIGUSR1 to this process once (pytest-timeout uses SIGALRM)."""
     before = signal.signal(signal.SIGUSR1, handle)
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
     timer.start()
@@ -166,7 +166,6 @@ def delayed(comm: pr.Communicator) -> Work:
 
 @pytest.mark.parametrize("what", ["close", "call", "work", "check"])
 def test_signal_ends_wait_in_one_process(what):
-    """What runs in the background goes on; after close() nothing begins."""
     comm = pr.Communicator(["cpu"] * 2)
     group = comm._group
     work = delayed(comm)
@@ -222,7 +221,6 @@ print("the end")
 
 @pytest.mark.slow
 def test_daemon_threads_allow_exit():
-    """Python ends them where they come back into the interpreter."""
     for ended in run_programs(DAEMONS, [], [], []):
         assert ended.returncode == 0, ended
         assert ended.stdout == "the end\n"

@@ -94,7 +94,7 @@ def require(*programs: str) -> None:
 
 
 def some(names: Iterable[str], *each_time: str) -> list[Any]:
-    """All names, those that are not tried each time marked thorough: a build takes long."""
+    """Mark all names except ``each_time`` thorough, since a build is slow."""
     names = list(names)
     assert set(each_time) <= set(names), f"{each_time} are not all of {names}"
     return [
@@ -194,7 +194,7 @@ template void fold<Lanes>(const Lanes::Element* const*, int, Lanes::Element*);
 @pytest.mark.parametrize("dtype", ["kFloat32", "kFloat64", "kBFloat16", "kFloat16", "kInt32"])
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_vectors_stay_in_registers(level: str, dtype: str, tmp_path: Path) -> None:
-    """With vectors wider than the registers g++ put each on the stack: three times as slow."""
+    """Vectors wider than registers spill to the stack: three times slower."""
     require("g++")
     source = tmp_path / "fold.cpp"
     source.write_text(ONE_FOLD % dtype)

@@ -21,7 +21,6 @@ def comm(request: pytest.FixtureRequest) -> Iterator[pr.Communicator]:
 
 
 def reduced(comm: pr.Communicator, tensors: list[torch.Tensor], times: int = 3) -> list[float]:
-    """Reduce ones in place, prepared from the second call on, and return the values."""
     for _ in range(times):
         comm.all_reduce(tensors)
     return [tensor.flatten()[0].item() for tensor in tensors]

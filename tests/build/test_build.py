@@ -236,7 +236,7 @@ def test_broken_compiler_output_is_shown(cache, tiny, wrapper, call, says, told)
 
 
 def pretend_wheel(recipe: build.Recipe, **changes: Any) -> Path:
-    """Put an engine where ``PYRINGAR_PREBUILD=1`` puts one: beside the sources."""
+    """Create the files of a wheel's engine beside the sources."""
     folder = recipe.root().parent / build._IN_WHEEL / recipe.kind.module
     folder.mkdir(parents=True, exist_ok=True)
     content = replace(recipe, baseline=True).content() | changes

@@ -293,7 +293,6 @@ print(built.record["nvcc"], load.load(built).count_error())
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="pip has nvcc for Linux")
 def test_nvcc_from_pip_builds_engine(tmp_path, cache, tiny_cuda, python):
-    """What the extra ``cuda`` brings is enough: compiler, headers, the CUDA runtime to link."""
     project = (REPO / "pyproject.toml").read_text(encoding="utf-8")
     wanted = re.search(r'^cuda = .*"(cuda-toolkit\[.+?)"', project, re.MULTILINE)
     assert wanted is not None

@@ -37,18 +37,16 @@ SLEEP_CYCLES = 200_000_000  # a tenth of a second of a GPU's clock
 
 @functools.cache
 def pool(dtype):
-    """Random values, drawn once: drawing takes longer than reducing."""
     return torch.stack([random(POOL_ELEMS, dtype, 100 + row) for row in range(POOL_ROWS)])
 
 
 def drawn(numel, dtype, world_size):
-    """One flat tensor per rank out of the pool, elsewhere for every size, no two the same."""
+    """Return one flat tensor per rank; all differ."""
     begins = [numel % 61 + rank // POOL_ROWS for rank in range(world_size)]
     return [pool(dtype)[i % POOL_ROWS, at : at + numel] for i, at in enumerate(begins)]
 
 
 def lists_of(shapes, dtypes, world_size, seed=0):
-    """``lists[rank][i]`` on the CPU, dtypes in turn."""
     return [
         [
             random(math.prod(shape), dtypes[i % len(dtypes)], 31 * i + rank + seed).view(shape)
@@ -104,7 +102,7 @@ def captured(function):
 
 
 class GuardedRanks:
-    """A tensor per rank in one buffer with guard bytes between: one copy there, one back."""
+    """One tensor per rank in a buffer with guard bytes between them."""
 
     def __init__(self, parts, device, shifts=ALIGNED):
         self._dtype = parts[0].dtype

@@ -101,7 +101,6 @@ def test_batchnorm_statistics(device, where, batchnorm):
 @gpu.only
 @pytest.mark.parametrize("where", ["one", two])
 def test_backward_on_side_stream(device, where):
-    """Backward on another stream than the current one, behind kernels that take their time."""
     plain = make_net(device)
     net = pr.DataParallel(copy.deepcopy(plain), devices_of(where, device), bucket_cap_mb=1e-6)
     train(plain, device)

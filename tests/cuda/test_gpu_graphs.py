@@ -88,7 +88,6 @@ def test_graph_replays_many_calls(make_ranks):
 
 
 def test_graph_outlives_communicator(make_ranks):
-    """It is replayed beside other calls, and after close(). A ring is refused."""
     comm = make_ranks(2)
     tensors, others = gpu.zeros(comm, 20_011), gpu.zeros(comm, 20_011)
     graph = torch.cuda.CUDAGraph()

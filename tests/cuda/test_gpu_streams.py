@@ -26,7 +26,7 @@ pytestmark = gpu.needed
 @pytest.mark.parametrize("algorithm", NATIVE)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_producer_call_consumer(make_ranks, algorithm, stream, is_async):
-    """The producer is late and the consumer early; only the stream's order makes it right."""
+    """The producer is slow, so only the stream order gives the right result."""
     comm = make_ranks(3)
     parts = gpu.drawn(30_011, torch.float32, 3)
     sources = gpu.placed(comm, parts)
@@ -106,7 +106,6 @@ def test_threads_on_gpu(make_ranks, is_shared):
 
 @gpu.only
 def test_rings_of_many_communicators_finish(make_ranks):
-    """On streams of their own, enqueued before any has run: none may wait for another for ever."""
     comms = [make_ranks(4, timeout=10.0) for _ in range(6)]
     parts = inputs(200_003, torch.float32, 4)
     streams = [torch.cuda.Stream() for _ in comms]
@@ -185,7 +184,7 @@ def test_abort_ends_waits(make_ranks, wait):
 
 
 class Late(torch.autograd.Function):
-    """The identity, whose gradient comes late, on the stream of its forward pass."""
+    """Identity with a slow backward on the stream of its forward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -199,7 +198,6 @@ class Late(torch.autograd.Function):
 
 @gpu.only
 def test_gradients_of_other_streams(make_ranks, device):
-    """Each replica's forward ran on a stream of its own; the bucket waits for all of them."""
     torch.manual_seed(3)
     replicas = pr.replicate(torch.nn.Linear(64, 64, bias=False), [device] * 2)
     inputs = [torch.randn(8, 64, device=device) for _ in replicas]
