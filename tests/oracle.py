@@ -1,9 +1,4 @@
-"""The promised results of a reduction, computed in NumPy.
-
-Nothing here adds with torch or with pyringar, which give only the memory of tensors and the sizes
-at which the engine changes what it does. Elements are kept as unsigned words; 16-bit floats are
-widened and rounded bit by bit. Comparisons are of bits, but any NaN equals any other.
-"""
+"""Expected results of reductions, computed bit by bit in NumPy. Any NaN equals any other NaN."""
 
 import math
 from collections.abc import Callable, Sequence

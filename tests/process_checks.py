@@ -1,4 +1,4 @@
-"""Shared by tests of one rank per process: checked sums, memory left open, who is named."""
+"""Checks for tests with one rank per process."""
 
 from __future__ import annotations
 

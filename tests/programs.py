@@ -1,4 +1,4 @@
-"""Python programs for tests of what only an interpreter of its own can show."""
+"""Python programs that run in separate interpreters."""
 
 from __future__ import annotations
 

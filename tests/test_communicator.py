@@ -1,4 +1,4 @@
-"""Life of a communicator: background work, threads, deadlines, closing, leaks."""
+"""Communicator: background work, threads, timeouts, close, leaks."""
 
 import gc
 import itertools

@@ -1,4 +1,4 @@
-"""Does torch.compile keep all-reduce in its graphs, with eager's bits, errors and gradients?"""
+"""all_reduce under torch.compile: bits, errors and gradients."""
 
 import gc
 from functools import partial

@@ -1,7 +1,6 @@
-"""A deadline is for a rank that stands still, not for a long call; what a wait says.
+"""Timeouts apply to stopped ranks, not to long calls.
 
-Calls are made long by stopping ranks again and again, each time for less than the timeout, so that
-no speed of a machine decides. Everything runs in processes of its own.
+Ranks are stopped repeatedly to make calls long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""At exit everything is closed, newest first; a forked child leaves the parent's groups alone."""
+"""Cleanup at exit and after fork."""
 
 from __future__ import annotations
 

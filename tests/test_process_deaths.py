@@ -1,7 +1,4 @@
-"""How a group of processes begins and ends, where the table of faults does not say it.
-
-`tests/conformance/test_faults.py` holds the table: victim, phase, event, error.
-"""
+"""Deaths, timeouts and lost stores of process groups, beyond conformance/test_faults.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank per process: refused arguments, stores, members, and two groups at once."""
+"""One rank per process: arguments, stores, two groups at once."""
 
 from __future__ import annotations
 

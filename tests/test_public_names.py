@@ -1,4 +1,4 @@
-"""The public names: which there are, imports at first use, docstrings, types and reprs."""
+"""Public names: list, lazy imports, docstrings, types and reprs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Ranks in processes find each other, and each other only, on stores that outlive attempts.
-
-Restarts on one store, survivors on a new one, ranks that give up and come again, ranks that die.
-"""
+"""Rendezvous of ranks in processes: restarts, repeated attempts, deaths, malformed values."""
 
 from __future__ import annotations
 

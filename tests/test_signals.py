@@ -1,7 +1,4 @@
-"""Signals while the engine waits: they end the wait within 0.2 s, and the group on all ranks.
-
-A handler cannot use the communicator that waits. Other communicators are as usable as ever.
-"""
+"""Signals during a wait end it within 0.2 s, and fail the group on all ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Builds and runs tests/cpp/stress.cpp, the CPU engine without Python, under what finds its bugs.
-
-Sanitizers, both compilers, every path of the vector code, Arm64 under qemu. One build per test;
-all are slow, most are thorough.
-"""
+"""tests/cpp/stress.cpp under sanitizers, compilers and instruction sets. Slow or thorough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine asks torch about tensors: in C++, and through Python where that is missing."""
+"""Tensor properties that the engine reads from torch, in C++ or through Python."""
 
 from __future__ import annotations
 

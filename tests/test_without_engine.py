@@ -1,4 +1,4 @@
-"""Without compiler and engine: do plain torch algorithms run, and do all other calls say why?"""
+"""Without compiler and engine plain torch algorithms run; other calls raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every public callable answer what is plainly wrong with an ArgumentError that names it?"""
+"""Each public callable raises an ArgumentError that names a wrong argument."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""A cache and a compiler of each test's own, and the sources of a tiny engine."""
+"""Fixtures: a private cache, a compiler wrapper, sources of a tiny engine."""
 
 from __future__ import annotations
 

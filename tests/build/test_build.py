@@ -1,7 +1,4 @@
-"""Which engine is found, when and by whom is one built, and how does a build fail?
-
-The engines built here are tiny: one C++ file with a few lines, so that a build takes a second.
-"""
+"""Cache, locks and failures of engine builds, with a tiny engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which nvcc and which GPUs is the CUDA engine built with and for, apart from the CPU engine?
-
-None of these tests needs a GPU; those that compile need nvcc, and take a tiny engine.
-"""
+"""nvcc, architectures and cache keys of the CUDA engine. Needs no GPU."""
 
 from __future__ import annotations
 

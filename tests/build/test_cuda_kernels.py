@@ -1,4 +1,4 @@
-"""Does the CUDA engine build for all architectures, and do its kernels fit into the registers?"""
+"""The CUDA engine builds for all architectures without register spills."""
 
 from __future__ import annotations
 

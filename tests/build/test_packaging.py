@@ -1,8 +1,4 @@
-"""Does pip make wheels, with and without the engine, and editable installs that work?
-
-Real pip, with build isolation, in fresh virtual environments. They borrow torch from the one that
-runs the tests, so that nothing large is downloaded; the build requirements come from the index.
-"""
+"""Wheels and editable installs by pip in virtual environments that borrow torch."""
 
 from __future__ import annotations
 

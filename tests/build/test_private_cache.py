@@ -1,4 +1,4 @@
-"""Which folders are caches, and is machine code loaded that another user could have written?"""
+"""Engines that another user could have written are not loaded."""
 
 from __future__ import annotations
 

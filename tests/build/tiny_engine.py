@@ -1,4 +1,4 @@
-"""A tiny engine to build in tests, and processes that build it."""
+"""A tiny engine for tests of builds."""
 
 from __future__ import annotations
 

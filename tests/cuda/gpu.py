@@ -1,8 +1,4 @@
-"""GuardedRanks on a GPU, their tensors there and back, and what a test needs to run at all.
-
-With ``PYRINGAR_TEST_CUDA_ON_CPU=1`` the tests run over CPU ranks instead, but for those about
-streams, graphs and the device: a trial of the tests themselves on a machine that has no GPU.
-"""
+"""Helpers of GPU tests. PYRINGAR_TEST_CUDA_ON_CPU=1 runs most of them on CPU ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: are bits right for every size and alignment, and are refusals, plans and arrays?"""
+"""GPU: bits for all sizes and alignments, errors, plans and arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: are ranks that are threads ranks of torch.distributed there, whatever their streams?"""
+"""GPU: torch.distributed on ranks that are threads."""
 
 from __future__ import annotations
 

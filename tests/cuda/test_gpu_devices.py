@@ -1,4 +1,4 @@
-"""Ranks in the memories of the host and of several GPUs: are bits, streams and failures right?"""
+"""Ranks on the host and on several GPUs: bits, streams and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: does a replayed CUDA graph give the bits of the calls that it was captured from?"""
+"""GPU: replayed CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: are calls in order with the streams around them, in the background and from threads?"""
+"""GPU: order with streams, background calls and threads."""
 
 from __future__ import annotations
 
