@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: ship ``csrc`` in the wheel, and compile it there when asked.
+"""Wheels with the C++ sources, and optionally with the compiled engine.
 
 ``pip install .`` makes a pure Python wheel with the C++ sources in ``pyringar/_csrc``; no compiler
 is needed. ``PYRINGAR_PREBUILD=1 python -m build --wheel`` also compiles the engine for any CPU of
@@ -31,17 +31,17 @@ def prebuild_wanted() -> bool:
 
 
 def load_builder() -> Any:
-    """Import ``pyringar.engine.build`` from here; torch is not needed."""
+    """Import ``pyringar.engine.build`` from this checkout, without torch."""
     sys.path.insert(0, str(HERE))
     return importlib.import_module("pyringar.engine.build")
 
 
 class BuildWithEngine(build_py):
-    """Copy the Python files, then compile the engine next to them if that is wanted."""
+    """Copy the Python files, then compile the engine if PYRINGAR_PREBUILD is 1."""
 
     def run(self) -> None:
         """Run the command."""
-        if not self.editable_mode:  # or a source deleted since the last build would be shipped
+        if not self.editable_mode:  # else the wheel would contain deleted sources
             shutil.rmtree(Path(self.build_lib) / "pyringar", ignore_errors=True)
         super().run()
         if not prebuild_wanted():
@@ -53,10 +53,10 @@ class BuildWithEngine(build_py):
 
 
 class MaybeBinaryDistribution(Distribution):
-    """A distribution whose wheel is tagged for this platform exactly when it holds the engine."""
+    """A distribution whose wheel has a platform tag only if it contains the engine."""
 
     def has_ext_modules(self) -> bool:
-        """Return whether the wheel holds machine code."""
+        """Return whether the wheel contains machine code."""
         return prebuild_wanted()
 
 

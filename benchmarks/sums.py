@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench import DTYPES, BenchmarkCase
-from pyringar.comm.orders import tree
+from pyringar.comm.sum_orders import tree
 
 NUM_EXACT = 1000  # number of elements that `is_nearest` compares
 

@@ -1,4 +1,4 @@
-"""pyringar: allreduce for many ranks in one process, on any hardware, with the same bits.
+"""Allreduce with reproducible bits, for ranks in one process or in several.
 
     import pyringar as pr
 
@@ -7,13 +7,16 @@
     with pr.Communicator(["cpu"] * 4) as comm:
         comm.all_reduce_coalesced(gradients)              # gradients[rank][i]
 
-The engine is C++, built by the first call for this very processor and kept in a cache. Importing
-pyringar builds and loads nothing, not even torch: every name is imported when it is first used.
+The first call compiles the C++ engine for this CPU and keeps it in a cache. ``import pyringar``
+loads neither the engine nor torch: every name is imported at its first use.
 
-Packages: ``pr.distributed``, the torch.distributed backend ``ringar`` and several machines;
-``pr.train``, trainers for LeNet and ResNet-18; ``pr.ops``, all-reduce for torch.compile and
-autograd; ``pr.figures``, pictures in a line or two. For teaching: `pyringar.comm.ring_schedule`,
-the ring's messages.
+Packages:
+
+- ``pr.distributed``: the torch.distributed backend ``ringar``, and groups over several machines.
+- ``pr.train``: trainers for LeNet and ResNet-18.
+- ``pr.ops``: all-reduce for torch.compile and autograd.
+- ``pr.figures``: charts.
+- `pyringar.comm.ring_schedule`: the messages of a ring, for teaching.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from pyringar.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-# The other public names, by the module that defines them.
+# Public names by module, without the errors.
 _HOMES = {
     "cluster.launch": ["launch"],
     "comm.communicator": ["Communicator"],
@@ -74,11 +77,11 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names, without the modules that importing them has set here."""
+    """Return the public names, without imported submodules."""
     return [*__all__, *_SUBPACKAGES, "__version__"]
 
 
-if TYPE_CHECKING:  # the same names, for those who read without running
+if TYPE_CHECKING:  # the same names, for type checkers and editors
     from pyringar import distributed as distributed
     from pyringar import figures as figures
     from pyringar import ops as ops
@@ -93,5 +96,5 @@ if TYPE_CHECKING:  # the same names, for those who read without running
     from pyringar.parallel.replicate import replicate
     from pyringar.parallel.sharded_step import ShardedStep
     from pyringar.parallel.shards import evaluate_accuracy_gpus, get_params, split_batch
-else:  # a type checker would take every name for one that exists
+else:  # a type checker that saw __getattr__ would accept every name
     __getattr__ = lazy_names(__name__, _HOMES, _SUBPACKAGES)

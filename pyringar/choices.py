@@ -1,22 +1,33 @@
-"""Names that a caller chooses from, and what is said of one that is not among them.
-
-Without torch: the command line shows them in its help.
-"""
+"""Choices for public arguments, and their checks. Needs no torch: the command line imports it."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 from pyringar.errors import ArgumentError
 
-ALGORITHMS = ("auto", "fused", "direct", "ring", "sharded", "naive")
-ORDERS = ("any", "rank", "tree", "exact")
+if TYPE_CHECKING:
+    from torch.distributed import ReduceOp
+
+Algorithm = Literal["auto", "fused", "direct", "ring", "sharded", "naive"]
+Order = Literal["any", "rank", "tree", "exact"]
+OpName = Literal["sum", "mean", "max", "min", "prod"]
+if TYPE_CHECKING:
+    Op: TypeAlias = OpName | ReduceOp | ReduceOp.RedOpType
+else:  # for typing.get_type_hints, without torch
+    Op = OpName
+
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+ORDERS: tuple[Order, ...] = get_args(Order)
+OPS: tuple[OpName, ...] = get_args(OpName)
 BATCHNORMS = ("local", "sync")
 
-# What other libraries call it.
-_ALSO_CALLED = {
+T = TypeVar("T", bound=str)
+
+# Names in other libraries, and pyringar's names for them.
+_SYNONYMS = {
     **{"avg": "mean", "average": "mean", "add": "sum", "plus": "sum"},
     **{"product": "prod", "mul": "prod", "multiply": "prod"},
     **{"gpu": "cuda", "syncbn": "sync", "fp32": "float32", "fp64": "float64"},
@@ -25,26 +36,26 @@ _ALSO_CALLED = {
 
 
 def did_you_mean(given: Any, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'mean'?"`` where a known name is near; else nothing."""
+    """Return ``"; did you mean 'mean'?"`` for a misspelled name; ``""`` if none is similar."""
     if not isinstance(given, str):
         return ""
     word, colon, index = given.strip().lower().partition(":")  # "gpu:0"
-    near = difflib.get_close_matches(_ALSO_CALLED.get(word, word) + colon + index, list(known), n=1)
+    near = difflib.get_close_matches(_SYNONYMS.get(word, word) + colon + index, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """Return an argument; ArgumentError, with the nearest choice, if it is none of the choices."""
-    if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(
-            f"{name} is {value!r}, expected one of {', '.join(choices)}"
-            f"{did_you_mean(value, choices)}"
-        )
-    return value
+def check_choice(name: str, value: Any, choices: tuple[T, ...]) -> T:
+    """Return ``value`` if it is a choice; else raise ArgumentError with the nearest choice."""
+    for choice in choices if isinstance(value, str) else ():
+        if value == choice:
+            return choice
+    raise ArgumentError(
+        f"{name} is {value!r}, expected one of {', '.join(choices)}{did_you_mean(value, choices)}"
+    )
 
 
 def check_count(name: str, value: Any, least: int) -> None:
-    """Raise ArgumentError unless an argument is a whole number, ``least`` or more."""
+    """Raise ArgumentError unless the argument is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         raise ArgumentError(
             f"{name} is {value!r}, expected a whole number, {least} or more and below 2**63"
@@ -52,13 +63,13 @@ def check_count(name: str, value: Any, least: int) -> None:
 
 
 def check_positive(name: str, value: Any, what: str = "number") -> None:
-    """Raise ArgumentError unless an argument is a positive number; ``what`` names its unit."""
+    """Raise ArgumentError, "expected a positive ``what``", unless the argument is positive."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ArgumentError(f"{name} is {value!r}, expected a positive {what}")
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value is, for messages: ``"an int"``, ``"a Tensor"``, ``"None"``."""
+    """Return the type of a value for messages: ``"an int"``, ``"a Tensor"``, ``"None"``."""
     if value is None:
         return "None"
     kind = type(value).__name__

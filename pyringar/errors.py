@@ -1,7 +1,6 @@
-"""Every exception pyringar raises on purpose, and nothing else.
+"""Exceptions of pyringar.
 
-All derive from `RingarError`, and each also from the built-in class that
-callers already catch for that kind of mistake.
+All derive from `RingarError`. Most also derive from the built-in class for that kind of error.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ __all__ = [
 
 
 class RingarError(RuntimeError):
-    """Base of all pyringar errors; raised itself when an object is used in a wrong state."""
+    """Base of all pyringar errors. Raised itself if an object is in the wrong state."""
 
 
 class ArgumentError(RingarError, ValueError):
-    """An argument is wrong. Names it, its value and what was expected; nothing was changed."""
+    """Wrong argument: names the argument, its value and the expected value. Nothing has changed."""
 
 
 class UnsupportedError(RingarError, NotImplementedError):
-    """The request makes sense, but no engine here can do it; nothing was changed."""
+    """Valid request that this engine or machine does not support. Nothing has changed."""
 
 
 class BuildError(RingarError):
-    """The native engine could not be built or loaded. Says what was tried and what to do."""
+    """Failed build or load of the native engine: names the failed step and a remedy."""
 
 
 class CompilerNotFoundError(BuildError):
-    """No usable compiler. Says what was looked for and what to install."""
+    """Missing compiler: names the places searched and the package to install."""
 
 
 class CudaError(RingarError):
-    """A CUDA call failed. Names the call, the device and the driver's own words."""
+    """Failed CUDA call: names the call, the device and the driver's message."""
 
 
 class CollectiveTimeout(RingarError, TimeoutError):  # noqa: N818
-    """A rank made no progress for the timeout, or all ranks wait. Names who waited for whom."""
+    """Timeout of a rank, or deadlock of all ranks: names the waiting and the awaited rank."""
 
 
 class PeerLostError(RingarError):
-    """A peer rank is gone. Names its rank, host, process and last operation."""
+    """Lost peer: names its rank, host, process and last operation."""

@@ -1,9 +1,9 @@
-"""All-reduce that returns new tensors: for functions without side effects, and for autograd.
+"""All-reduce into new tensors, for functional code and autograd.
 
 For example:
 
     first, second = pr.ops.all_reduce(comm, [x, y])
-    (first * w).sum().backward()  # through the sum, to x and y
+    (first * w).sum().backward()  # reaches x and y
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyringar.choices import ALGORITHMS, ORDERS, check_choice, kind_of
+from pyringar.choices import ALGORITHMS, ORDERS, Algorithm, Op, Order, check_choice, kind_of
 from pyringar.comm import operators
 from pyringar.comm.arguments import check_list, check_lists
 from pyringar.comm.communicator import Communicator
@@ -26,36 +26,35 @@ __all__ = ["all_reduce", "all_reduce_coalesced"]
 def all_reduce(
     comm: Communicator | ProcessCommunicator,
     tensors: Sequence[Tensor],
-    op: Any = "sum",
+    op: Op = "sum",
     *,
-    algorithm: str | None = None,
-    order: str | None = None,
+    algorithm: Algorithm | None = None,
+    order: Order | None = None,
 ) -> list[Tensor]:
-    """Return what `Communicator.all_reduce` would write, in new tensors.
+    """Reduce tensors over all ranks; return the results in new tensors.
 
-    The operator ``torch.ops.pyringar.all_reduce``, which torch.compile and torch.export keep in
-    their graphs.
+    torch.compile and torch.export keep the call in their graphs as the operator
+    ``torch.ops.pyringar.all_reduce``.
 
     Args:
-        comm: What reduces; each has graphs of its own. A graph knows it by its number in the
-            process, devices, algorithm and order: keep it as long as the graph. A program that is
-            saved and loaded by another process takes the one made alike there, at the same place
-            in the order of making.
-        tensors: One for each rank; of a `ProcessCommunicator` a list of this rank's. No arrays of
-            other libraries.
+        comm: The communicator; keep it as long as a graph that uses it. A saved program that
+            another process loads uses the communicator with the same settings and the same
+            position in the order of creation.
+        tensors: One tensor per rank; with a `ProcessCommunicator` a list of this rank's tensors.
+            No arrays of other libraries.
 
     Returns:
-        As many tensors, of the same shapes and dtypes.
+        A list of new tensors with the shapes and dtypes of ``tensors``.
 
     Raises:
-        UnsupportedError: In backward, through another reduction than sum and mean; compiled, such
-            a call is refused at once where a tensor requires grad. In forward mode
-            (``torch.func.jvp``), always; torch refuses its other transforms, and ``vmap``.
+        UnsupportedError: In backward if ``op`` is neither sum nor mean; a compiled call raises
+            already in forward if a tensor requires grad. Also in forward-mode autograd
+            (``torch.func.jvp``); torch itself refuses ``vmap`` and its other transforms.
 
     See `Communicator.all_reduce` for the other arguments and errors.
 
-    The gradient of every rank's tensor is the sum (mean) of the gradients of all ranks' results:
-    backward is one more all-reduce, which with a `ProcessCommunicator` all ranks must come to.
+    The gradient of each tensor is the sum (mean) of the gradients of all ranks' results. Backward
+    runs one more all-reduce: with a `ProcessCommunicator` all ranks must call it.
 
     Cost: one copy of every tensor, then the reduction in place.
     """
@@ -73,19 +72,19 @@ def all_reduce(
 def all_reduce_coalesced(
     comm: Communicator,
     lists: Sequence[Sequence[Tensor]],
-    op: Any = "sum",
+    op: Op = "sum",
     *,
-    algorithm: str | None = None,
-    order: str | None = None,
+    algorithm: Algorithm | None = None,
+    order: Order | None = None,
 ) -> list[list[Tensor]]:
-    """Return what `Communicator.all_reduce_coalesced` would write, in new tensors.
+    """Reduce many tensors per rank in one call; return the results in new tensors.
 
     Args:
-        comm: What reduces.
+        comm: The communicator.
         lists: ``lists[rank][i]``.
 
     Returns:
-        As many lists of as many tensors.
+        ``results[rank][i]``: new tensors with the shapes and dtypes of ``lists``.
 
     See `all_reduce` for the other arguments, gradients, errors and cost.
     """

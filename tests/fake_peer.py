@@ -1,4 +1,4 @@
-"""A rank of a fake library for tests. It computes the sum alone and fails as FAULT says."""
+"""A rank of a simulated library for tests of benchmarks; FAULT selects its failure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Processes for tests, forked in milliseconds: importing torch takes seconds of a core.
-
-One process imports torch, pyringar, and what optimizers take at first use, starts no thread, and
-forks ranks (tests/ranks.py). All die with the tests.
-"""
+"""Fork server for ranks of tests: it imports torch once, since that takes seconds."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ It shows the methods that a transport implements. Tests compare other transports
 import torch
 import torch.distributed as dist
 
+from pyringar.comm.background_work import Work
 from pyringar.comm.collective_call import tensors_of
-from pyringar.comm.orders import engine_order
 from pyringar.comm.plain_group import check_tensors_of_rank
 from pyringar.comm.rank_communicator import RankCommunicator
 from pyringar.comm.reference import naive_all_reduce
-from pyringar.comm.work import Work
+from pyringar.comm.sum_orders import engine_order
 
 REFUSED = {
     **RankCommunicator._refused,
@@ -55,7 +55,6 @@ class NaiveTransport(RankCommunicator):
         return Work(None, {}, *call.words()) if async_op else None
 
     def _gathered(self, tensor):
-        """Return every rank's tensor, flat, in rank order."""
         own = tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
         rows = [torch.empty_like(own) for _ in range(self._world_size)]
         dist.all_gather([row.view(torch.uint8) for row in rows], own.view(torch.uint8))

@@ -1,9 +1,4 @@
-"""The promised results of a reduction, computed in NumPy.
-
-Nothing here adds with torch or with pyringar, which give only the memory of tensors and the sizes
-at which the engine changes what it does. Elements are kept as unsigned words; 16-bit floats are
-widened and rounded bit by bit. Comparisons are of bits, but any NaN equals any other.
-"""
+"""Expected results of reductions, computed bit by bit in NumPy. Any NaN equals any other NaN."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -74,7 +69,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def limit_bytes(name: str) -> int:
-    """Return the size at which the CPU engine cuts buffers or changes what it does."""
+    """Return a size limit of the CPU engine."""
     limits: dict[str, int] = load.engine().limits()
     return limits[name]
 
@@ -141,7 +136,7 @@ def _finished(total: np.ndarray, op: str, count: int, kind: Kind) -> Words:
 
 @np.errstate(all="ignore")
 def in_rank_order(parts: Sequence[Words], op: str, kind: Kind) -> Words:
-    """``((x0 + x1) + x2) + ...``; on several machines of the sums of the machines."""
+    """``((x0 + x1) + x2) + ...``; on machines, of the sums of the machines."""
     places = machines if len(machines) == len(parts) else "a" * len(parts)
     sums: dict[str, np.ndarray] = {}
     for place, part in zip(places, parts, strict=True):
@@ -183,7 +178,7 @@ _UNIT = 1074  # every float is a multiple of 2^-1074
 
 
 def exact_sum(terms: Sequence[float], kind: Kind) -> float:
-    """Return the number of this kind that is nearest to the sum; of two the even one."""
+    """Return the sum, rounded to nearest, ties to even."""
     total = 0
     for term in terms:
         if not math.isfinite(term):
@@ -204,14 +199,13 @@ def exact_sum(terms: Sequence[float], kind: Kind) -> float:
 
 
 def chunk(numel: int, world_size: int, index: int) -> slice:
-    """Chunks are contiguous; their sizes differ by at most one; the longer come first."""
     sizes = [numel // world_size + (i < numel % world_size) for i in range(world_size)]
     begin = sum(sizes[:index])
     return slice(begin, begin + sizes[index])
 
 
 def in_ring_order(parts: Sequence[Words], op: str, kind: Kind) -> Words:
-    """Chunk ``c`` of flat parts in the order of ranks c+1, c+2, ..., c+k (mod k)."""
+    """Add chunk ``c`` in the order of ranks c+1, c+2, ..., c+k (mod k)."""
     k = len(parts)
     pieces = []
     for c in range(k):

@@ -1,4 +1,4 @@
-"""Shared by tests of one rank per process: checked sums, memory left open, who is named."""
+"""Checks for tests with one rank per process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import (
-    assert_bits,
-    inputs,
-    reduced,
-)
+from oracle import assert_bits, inputs, reduced
 from ranks import Crew
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
@@ -68,7 +64,6 @@ def mapped_memories(state=None) -> list[str]:
 
 
 def named_shared_memory() -> set[str]:
-    """What has a name; other programs' files come and go, ours would say so."""
     return {name for name in os.listdir("/dev/shm") if "ringar" in name}
 
 
@@ -81,12 +76,11 @@ def leave_nothing(state) -> None:
 
 
 def thread_ids() -> set[str]:
-    """Ids of this process's threads; the kernel lists one for a moment after it was joined."""
     return set(os.listdir("/proc/self/task"))
 
 
 def settled(read: Callable[[], Any], want: object) -> Any:
-    """What ``read`` returns as soon as that is ``want``, or else after five seconds."""
+    """Poll ``read`` until it returns ``want``, at most 5 s; return its value."""
     deadline = time.monotonic() + 5
     while (value := read()) != want and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -94,7 +88,6 @@ def settled(read: Callable[[], Any], want: object) -> Any:
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, list[str], str, float]:
-    """Return the class of a call's error, all its classes, its text, and the call's seconds."""
     began = time.monotonic()
     try:
         call()
@@ -105,16 +98,12 @@ def error_of(call: Callable[[], object]) -> tuple[str, list[str], str, float]:
 
 
 def stop_in(state, phase: str, seconds: float = 50.0) -> None:
-    """Stay in this phase of the next call, to be killed or stopped there."""
+    """Wait in this phase of the next call."""
     state.comm._group.delay(phase, seconds)
 
 
 def assert_all_lost(
-    crew: Crew,
-    survivors: Sequence[int],
-    dead: int,
-    died_at: float,
-    within_s: float = PROMPT_S,
+    crew: Crew, survivors: Sequence[int], dead: int, died_at: float, within_s: float = PROMPT_S
 ) -> None:
     for outcome in crew.outcomes(survivors):
         assert outcome.error == "PeerLostError", outcome

@@ -1,4 +1,4 @@
-"""Python programs for tests of what only an interpreter of its own can show."""
+"""Python programs that run in separate interpreters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(code: str, words: Sequence[object], environment: dict[str, str]) -> su
 def programs(
     code: str, *arguments: Sequence[object], **environment: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start a program for each list of words; afterwards kill them, and what they left behind."""
+    """Start a program for each argument list; kill their process groups at the end."""
     made = [start(code, words, environment) for words in arguments]
     try:
         yield made

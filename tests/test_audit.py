@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from torch import Tensor
 
 from pyringar.audit.probes import (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from programs import run_programs
 
 import pyringar as pr
-from pyringar.comm.work import Work
+from pyringar.comm.background_work import Work
 
 NUMEL = 5000
 Tensors = Sequence[torch.Tensor]

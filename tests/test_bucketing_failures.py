@@ -26,7 +26,7 @@ from bucketing_nets import (
 from torch import nn
 
 import pyringar as pr
-from pyringar.comm.work import Work
+from pyringar.comm.background_work import Work
 
 K = 3
 OURS = str(Path(pr.__file__).parent)

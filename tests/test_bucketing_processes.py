@@ -24,7 +24,7 @@ from bucketing_nets import (
     make_net,
     step_of,
 )
-from cases import mostly_slow
+from case_marks import mostly_slow
 from torch import Tensor, nn
 
 import pyringar as pr

@@ -17,7 +17,7 @@ import distributed_training
 import pytest
 import torch
 import torch.distributed as dist
-from cases import forks_run_backward, mostly_slow
+from case_marks import forks_run_backward, mostly_slow
 from ranks import begin
 from torch.nn.parallel import DistributedDataParallel
 

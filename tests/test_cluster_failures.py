@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, in a second
 import torch.distributed as dist
-from cases import mostly_slow
+from case_marks import mostly_slow
 from ranks import begin
 
 import pyringar as pr

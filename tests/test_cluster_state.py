@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from cases import mostly_slow
+from case_marks import mostly_slow
 from ranks import begin
 from torch import nn
 from torch.autograd import forward_ad

@@ -1,4 +1,4 @@
-"""Life of a communicator: background work, threads, deadlines, closing, leaks."""
+"""Communicator: background work, threads, timeouts, close, leaks."""
 
 import gc
 import itertools
@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from process_checks import settled, thread_ids
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -24,9 +24,7 @@ def ranks(k: int, numel: int = 1000) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_other_threads_run_meanwhile(async_op):
-    """The GIL is released: it is another thread that ends what the call waits for."""
-
+def test_call_releases_gil(async_op):
     def tick() -> None:
         for _ in range(20):
             time.sleep(0.005)
@@ -72,7 +70,7 @@ def test_late_rank_is_named(call, late):
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_check_tells_of_a_failure(in_background):
+def test_check_raises_earlier_error(in_background):
     with pr.Communicator(["cpu"] * 2, timeout=0.2) as comm:
         comm.check()
         comm._group.delay_rank(0, 1.0)
@@ -100,7 +98,7 @@ class BusyGroup:
         return self.is_done
 
 
-def test_tensors_stay_until_a_gpu_is_done_with_them():
+def test_close_keeps_tensors_of_running_gpu():
     for is_done in (True, False):
         comm = EngineCommunicator()
         comm._group, comm._in_flight = BusyGroup(), {"work": torch.ones(3)}
@@ -117,7 +115,7 @@ def test_tensors_stay_until_a_gpu_is_done_with_them():
 
 
 def call_until_closed(comm: pr.Communicator, seed: int) -> int:
-    """Return the number of calls that were right before the communicator was closed."""
+    """Return the number of calls before the communicator was closed."""
     choice, k, bound = random.Random(seed), comm.world_size, ranks(comm.world_size)
     prepared = comm.bind(bound)
     calls = [
@@ -155,7 +153,7 @@ def test_close_ends_calls_of_threads(rounds):
             assert sum(work.result() for work in works) > 0
 
 
-def test_threads_end_with_the_communicator():
+def test_closed_communicator_leaves_no_thread():
     pr.allreduce(ranks(2, 2_000_000))
     torch.zeros(10).sum()
     before = thread_ids()
@@ -183,7 +181,7 @@ def test_threads_end_with_the_communicator():
         (["cpu", "cpu"], None),
     ],
 )
-def test_allreduce_keeps_a_communicator_of_gpus(monkeypatch, devices, made):
+def test_allreduce_reuses_gpu_communicator(monkeypatch, devices, made):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     make = mock.Mock(side_effect=lambda devices, order: mock.Mock(devices=devices))
     monkeypatch.setattr(default_group, "Communicator", make)

@@ -1,11 +1,11 @@
-"""Does torch.compile keep all-reduce in its graphs, with eager's bits, errors and gradients?"""
+"""all_reduce under torch.compile: bits, errors and gradients."""
 
 import gc
 from functools import partial
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from oracle import bits
 from programs import run_fresh
 from ranks import on_ranks
@@ -63,7 +63,7 @@ def assert_alike(function, *, backend, inputs=ranks) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("op", mostly_slow(["sum", "mean", "max", "prod"], "sum", "mean"))
-def test_calls_with_the_bits_of_eager(comm, op, dtype, backend):
+def test_compiled_calls_match_eager(comm, op, dtype, backend):
     def function(x, y, z):
         doubled = [x * 2, y * 2, z * 2]
         comm.all_reduce(doubled, op)
@@ -87,8 +87,8 @@ class Seen:
 
 @pytest.mark.slow  # compiles C++, as inductor does; only it changes the order
 @pytest.mark.parametrize("how", ["in place", "new tensors", "both", "backward"])
-def test_independent_calls_keep_their_order(monkeypatch, how):
-    """Ranks in processes find each other's calls by their order; less memory is another one."""
+def test_graph_keeps_call_order(monkeypatch, how):
+    """Inductor could reorder calls to save memory, but ranks match calls by order."""
     one = pr.Communicator(["cpu"])
 
     def reduced(x, i):
@@ -110,7 +110,7 @@ def test_independent_calls_keep_their_order(monkeypatch, how):
     assert seen.sizes[:4] == [7000, 6000, 5000, 4000]
 
 
-def test_one_graph_holds_the_operators(comm):
+def test_one_graph_holds_all_calls(comm):
     def function(x, y, z):
         comm.all_reduce([x, y, z])
         comm.all_reduce_coalesced([[x], [y], [z]])
@@ -124,7 +124,7 @@ def test_one_graph_holds_the_operators(comm):
 
 
 @pytest.mark.parametrize("dynamic", [True, None])
-def test_new_sizes_make_no_new_graphs(comm, dynamic):
+def test_new_sizes_reuse_graph(comm, dynamic):
     def function(x, y, z):
         comm.all_reduce([x, y, z])
         return pr.ops.all_reduce(comm, [x + 1, y, z], "max")[0] * 2
@@ -157,7 +157,7 @@ UNTRACED_ERRORS = [
 @pytest.mark.parametrize(
     ("call", "words"), [*TRACED_ERRORS, *((call, None) for call in UNTRACED_ERRORS)]
 )
-def test_errors_are_those_of_eager(comm, call, words, backend):
+def test_compiled_errors_match_eager(comm, call, words, backend):
     x = torch.ones(K, 2) if words is None else torch.ones(4)
     compiled = torch.compile(lambda x: call(comm, x), fullgraph=bool(words), backend=backend)
     for run in (lambda x: call(comm, x), compiled):
@@ -166,7 +166,7 @@ def test_errors_are_those_of_eager(comm, call, words, backend):
     assert x.eq(1).all()
 
 
-def test_closed_and_deleted_communicators_are_named():
+def test_closed_communicator_raises_in_graph():
     comm = pr.Communicator(["cpu"] * 2)
     graphs, tensors = Graphs(), ranks(2)
     compiled = torch.compile(comm.all_reduce, fullgraph=True, backend=graphs)
@@ -193,7 +193,7 @@ REFUSED_WRITES = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("what", REFUSED_WRITES)
-def test_writes_are_refused_as_in_eager(comm, what, backend):
+def test_compiled_in_place_errors_match_eager(comm, what, backend):
     call, words = REFUSED_WRITES[what]
     x = torch.arange(4.0).requires_grad_("grad" in words)
     with pytest.raises(pr.ArgumentError, match=words):
@@ -205,7 +205,7 @@ def test_writes_are_refused_as_in_eager(comm, what, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_copies_and_leaves_may_be_written(comm, backend):
+def test_copies_and_leaves_are_written(comm, backend):
     def copied(x):
         comm.all_reduce([x, x.clone(), x.clone()])
         comm.all_reduce([x[:2], x[2:], x.new_ones(2)])
@@ -241,7 +241,7 @@ def test_results_are_new_tensors(comm, algorithm):
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_gradients(comm, op, backend):
+def test_gradients_match_torch(comm, op, backend):
     def function(x, y, z):
         a, b, c = pr.ops.all_reduce(comm, [x * x, y, z], op)
         (a1, a2), *_ = pr.ops.all_reduce_coalesced(comm, [[a, b], [b, c], [c, a]], op)
@@ -261,14 +261,14 @@ def test_gradients(comm, op, backend):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_second_gradients(comm):
+def test_second_gradients_match_numeric(comm):
     inputs = [t.double().requires_grad_() for t in ranks(shape=(2,))]
     assert torch.autograd.gradcheck(lambda *t: pr.ops.all_reduce(comm, t, "mean"), inputs)
     assert torch.autograd.gradgradcheck(lambda *t: pr.ops.all_reduce(comm, t)[1] ** 3, inputs)
 
 
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
-def test_other_reductions_have_no_gradient(comm, op):
+def test_gradient_of_other_reductions_raises(comm, op):
     tensors = [t.requires_grad_() for t in ranks()]
     found = pr.ops.all_reduce(comm, tensors, op)
     with pytest.raises(pr.UnsupportedError, match=f"op is '{op}'"):
@@ -276,7 +276,7 @@ def test_other_reductions_have_no_gradient(comm, op):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch.func.jvp's own
-def test_forward_mode_is_refused(comm):
+def test_forward_mode_raises(comm):
     x, y, z = ranks()
     with pytest.raises(pr.UnsupportedError, match="forward mode"):
         torch.func.jvp(lambda x: pr.ops.all_reduce(comm, [x, y, z])[0], (x,), (y,))
@@ -324,7 +324,7 @@ class Summed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(strict):
+def test_export_keeps_operator(strict):
     with pr.Communicator(["cpu"] * 2) as pair:
         x, y = ranks(2)
         program = torch.export.export(Summed(pair), (x, y), strict=strict)
@@ -352,7 +352,7 @@ torch.export.load({str(file)!r}).module()(torch.ones(5), torch.ones(5))
 
 
 @on_ranks(2)
-def test_ranks_in_processes(state):
+def test_compiled_process_ranks(state):
     def function(x, y):
         state.comm.all_reduce(x)
         state.comm.all_reduce_coalesced([x, y], "max")

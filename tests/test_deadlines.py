@@ -1,7 +1,6 @@
-"""A deadline is for a rank that stands still, not for a long call; what a wait says.
+"""Timeouts apply to stopped ranks, not to long calls.
 
-Calls are made long by stopping ranks again and again, each time for less than the timeout, so that
-no speed of a machine decides. Everything runs in processes of its own.
+Ranks are stopped repeatedly to make calls long.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from oracle import assert_bits
 from process_checks import stop_in
 from ranks import LONG_S, Rank, value_of
@@ -97,11 +96,10 @@ def stopped_again_and_again(rank: Rank) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "how"),
-    [(2, "exchange"), (2, "strided"), (3, "direct"), (1, "local ring")],
+    ("world_size", "how"), [(2, "exchange"), (2, "strided"), (3, "direct"), (1, "local ring")]
 )
 def test_long_call_is_not_late(joined_crew, world_size, how):
-    """The last rank is stopped in calls that grow until one takes longer than the timeout."""
+    """Stop the last rank repeatedly, until a call takes longer than the timeout."""
     crew = joined_crew(world_size, timeout=TIMEOUT_S)
     for numel in (LARGE, 2 * LARGE, 4 * LARGE):
         crew.run(prepare, numel=numel, how=how)
@@ -114,8 +112,8 @@ def test_long_call_is_not_late(joined_crew, world_size, how):
     pytest.fail("too fast a call: it shows nothing")
 
 
-def test_stopped_group_goes_on(joined_crew):
-    """As on a laptop that sleeps, for longer than the timeout: nobody could have come."""
+def test_stopped_group_continues(joined_crew):
+    """All ranks stop, as on a laptop that sleeps: no rank is late."""
     crew = joined_crew(3, timeout=TIMEOUT_S)
     crew.run(prepare, numel=SMALL, how="")
     crew.start(reduce, [0, 1])
@@ -130,7 +128,7 @@ def test_stopped_group_goes_on(joined_crew):
 
 
 @pytest.mark.slow
-def test_stopped_rank_is_named_beside_busy_rank(joined_crew):
+def test_timeout_names_stopped_rank(joined_crew):
     crew = joined_crew(3, timeout=TIMEOUT_S)
     crew.run(prepare, numel=LARGE, how="strided")  # to be packed for several timeouts
     crew[2].call(stop_in, phase="announce", seconds=LONG_S)

@@ -17,7 +17,7 @@ import distributed_works
 import pytest
 import torch
 import torch.distributed as dist
-from cases import mostly_slow
+from case_marks import mostly_slow
 from process_checks import error_of
 from programs import run_fresh
 from ranks import Died, Failed, run_cases, run_group

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import mostly_slow
+from case_marks import mostly_slow
 from process_checks import error_of
 from ranks import run_group
 

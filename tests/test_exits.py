@@ -1,4 +1,4 @@
-"""At exit everything is closed, newest first; a forked child leaves the parent's groups alone."""
+"""Cleanup at exit and after fork."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from process_checks import LARGE
 from programs import programs, run_programs
 from ranks import value_of
 
 import pyringar as pr
 from pyringar.comm import exits
-from pyringar.comm.work import Work
+from pyringar.comm.background_work import Work
 
 # Python 3.12: threads and fork
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -52,7 +52,7 @@ def test_owners_close_newest_first(said):
     assert said == ["c", "b", "a"]
 
 
-def test_child_leaves_owners_alone(said):
+def test_forked_child_closes_no_owner(said):
     owner, shared = threading.Event(), threading.Event()
     exits.close_at_exit(owner, lambda _: said.append("close"))
     exits.close_at_exit(
@@ -187,7 +187,7 @@ HOWS = ["communicator", "group", "gloo's", "machines"]
 
 @pytest.mark.parametrize("end", mostly_slow(["raise", "exit"], "raise"))
 @pytest.mark.parametrize("how", mostly_slow(HOWS, HOWS[0]))
-def test_failing_program_does_not_wait(how, end, tmp_path):
+def test_failing_program_exits_at_once(how, end, tmp_path):
     """Its peers hear of it now, and not when a call that they never join is late.
 
     Of sys.exit(1), and of what a launcher catches, Python says nothing at exit: some seconds.
@@ -202,7 +202,7 @@ def test_failing_program_does_not_wait(how, end, tmp_path):
 
 
 @pytest.mark.parametrize("how", mostly_slow(HOWS, HOWS[0]))
-def test_ending_program_waits_for_late_peer(how, tmp_path):
+def test_exit_waits_for_late_peer(how, tmp_path):
     with ending(tmp_path, how, "end") as (first, late):
         assert first.stdout.readline() == "ends\n"
         time.sleep(1.5)
@@ -247,8 +247,7 @@ step()
 
 
 @pytest.mark.slow
-def test_failed_backward_does_not_crash_exit():
-    """What it leaves behind holds Python objects, and torch 2.15 keeps it until Python is gone."""
+def test_exit_after_failed_backward():
     [done] = run_programs(FAILED_PASS, [])
     assert "in backward" in done.stderr
     assert done.returncode == 1
@@ -434,6 +433,6 @@ def on_rank_forks_in_a_handler(state) -> str:
     return said
 
 
-def test_handler_forks_while_rank_waits(joined_crew):
+def test_fork_in_signal_handler(joined_crew):
     said = joined_crew(2, timeout=60).run(on_rank_forks_in_a_handler)[0]
     assert "a signal handler has called fork() while" in said

@@ -12,13 +12,13 @@ from unittest import mock
 import oracle
 import pytest
 import torch
-from calls import Call, Part
-from cases import mostly_slow
+from call_cases import CallCase, Operand
+from case_marks import mostly_slow
 from process_checks import error_of
 from ranks import Crew
 from running import check_same
 from torch import Tensor
-from transports import Machines, check_on_rank, join_machines
+from transports import MachinesTransport, check_on_rank, join_machines
 
 import pyringar as pr
 from pyringar.distributed import HierarchicalCommunicator, between, hierarchical
@@ -53,11 +53,11 @@ PLACES = ["abab", "abbb", "aaba", "abca", "abcd", "aaaa"]
 @pytest.mark.parametrize("machines", mostly_slow(PLACES, "abab"))
 def test_calls_on_any_machines(machines):
     """The calls of tests/conformance, which has other machines, with a size of each kind."""
-    machines_of = Machines.__new__(Machines)
-    parts = [Part(dtype, (numel,)) for dtype in oracle.DTYPES for numel in (0, 4, 28, 30_004)]
+    machines_of = MachinesTransport.__new__(MachinesTransport)
+    parts = [Operand(dtype, (numel,)) for dtype in oracle.DTYPES for numel in (0, 4, 28, 30_004)]
     made = [
-        Call(entry, 4, (part,), op, by_communicator=True, root=root)
-        for entry in Machines.entries
+        CallCase(entry, 4, (part,), op, by_communicator=True, root=root)
+        for entry in MachinesTransport.entries
         for i, part in enumerate(parts)
         for op, root in (("sum", i % 4), ("mean", 3))
     ]

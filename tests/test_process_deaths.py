@@ -1,7 +1,4 @@
-"""How a group of processes begins and ends, where the table of faults does not say it.
-
-`tests/conformance/test_faults.py` holds the table: victim, phase, event, error.
-"""
+"""Deaths, timeouts and lost stores of process groups, beyond conformance/test_faults.py."""
 
 from __future__ import annotations
 
@@ -38,8 +35,8 @@ def begin_call(crew: Crew, victim: int, phase: str, numel: int, function=reduce)
     return [rank for rank in range(crew.world_size) if rank != victim]
 
 
-def test_death_after_announcement_fails_next_call(joined_crew):
-    """A small call has one wait: the victim has announced its data, so that nothing is missing."""
+def test_late_death_fails_next_call(joined_crew):
+    """After its announcement a rank is not needed for a small call."""
     crew = joined_crew(3)
     crew.run(reduce)
     others = begin_call(crew, 1, "reduce", SMALL)
@@ -74,8 +71,8 @@ def reduce_and_leave(state, **arguments) -> None:
         state.comm.close()
 
 
-def test_leavers_after_death_are_not_blamed(joined_crew):
-    """The first to hear of it leaves at once; others wait for that one, and hear of the dead."""
+def test_error_names_dead_rank_only(joined_crew):
+    """The first survivor closes at once; later errors must still name the dead rank."""
     crew = joined_crew(4)
     others = begin_call(crew, 1, "reduce", LARGE, reduce_and_leave)
     assert_all_lost(crew, others, 1, crew[1].kill())
@@ -103,7 +100,7 @@ def join_without_room(state, limit: int, **options) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_no_room_for_segment(new_crew):
+def test_segment_without_room_raises(new_crew):
     crew = new_crew(3)
     name = crew.start_group([0], join_without_room, world_size=3, limit=100_000)
     crew.start_group([1, 2], world_size=3, name=name)
@@ -157,7 +154,7 @@ def used_bytes() -> int:
 
 
 def run_out_of_memory(state) -> list[str]:
-    """Rank 0 has no memory for the dense copies that ranks make whose tensors lie otherwise."""
+    """Limit the memory of rank 0 during a call that packs its tensor."""
     shape = (8, 4, 1024, 512)  # more than malloc keeps in its heap
     tensors = [torch.full(shape, float(10 * i + state.rank)) for i in range(2)]
     if state.rank == 0:

@@ -1,4 +1,4 @@
-"""One rank per process: refused arguments, stores, members, and two groups at once."""
+"""One rank per process: arguments, stores, two groups at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = needs_linux
         ((0, 2.0), "world_size is 2.0"),
     ],
 )
-def test_wrong_numbers_raise(arguments, words):
+def test_wrong_rank_or_world_size_raises(arguments, words):
     start = time.monotonic()
     with pytest.raises(pr.ArgumentError, match=words):
         pr.ProcessCommunicator(torch.distributed.HashStore(), *arguments)

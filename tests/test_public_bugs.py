@@ -30,7 +30,7 @@ def parallel(module, **options):
 
 
 class Builds(nn.Module):
-    """Returns what ``build`` makes of the layer, the input, and whether it has positive samples."""
+    """Return ``build(layer, x, has_positive_samples)``."""
 
     def __init__(self, build):
         super().__init__()
@@ -62,7 +62,7 @@ def test_outputs_of_other_structure_raise(build, odd_rank):
 
 
 @pytest.mark.parametrize("lengths", [[6], [6, 4]], ids=str)
-def test_packed_input_raises(lengths):
+def test_packed_sequence_raises(lengths):
     packed = pack_sequence([torch.randn(n, 3) for n in lengths])
     with pytest.raises(pr.ArgumentError, match="PackedSequence"):
         parallel(nn.LSTM(3, 4))(packed)
@@ -91,7 +91,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_writes_into_input_are_right(write, requires_grad):
+def test_module_may_write_input(write, requires_grad):
     net, batch = Writes(write), torch.randn(4, 3)
     wanted = copy.deepcopy(net)
     for shard in batch.clone().chunk(2):
@@ -173,7 +173,7 @@ def test_containers_are_split_and_gathered(make, read):
 
 
 @pytest.mark.parametrize(("make", "read"), REFUSED.values(), ids=REFUSED)
-def test_hidden_batches_are_refused(make, read):
+def test_batch_in_object_raises(make, read):
     x = torch.arange(8.0).view(4, 2)
     with pytest.raises(pr.ArgumentError, match=r"args\[0\].* tensor of 4 samples"):
         parallel(Repacks(make, read))(make(x), x)
@@ -194,7 +194,7 @@ def test_tied_weights_load_and_train(assign, has_prefix):
     assert_same(net, source, 1e-5)
 
 
-def test_unknown_names_are_refused():
+def test_unknown_state_names_raise():
     net = parallel(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match=r'"module\.weight"'):
         net.load_state_dict({"w": torch.ones(2, 2), "bias": torch.ones(2)})
@@ -204,7 +204,7 @@ def test_unknown_names_are_refused():
 # -- 25 pytorch#36035, transformers#3936, pytorch#10537, #102981: modules that keep parameters ---
 
 
-class Lists(nn.Module):
+class ParameterLists(nn.Module):
     def __init__(self):
         super().__init__()
         self.ps = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(2)])
@@ -216,7 +216,7 @@ class Lists(nn.Module):
 
 
 KEEP = {
-    "parameter lists": Lists,
+    "parameter lists": ParameterLists,
     "old weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 2)),
     "attention": lambda: nn.TransformerEncoderLayer(3, 1, 8, dropout=0.0, batch_first=True),
 }
@@ -225,7 +225,7 @@ KEEP = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", KEEP.values(), ids=KEEP)
 @pytest.mark.parametrize("cap_mb", [None, 1e-6], ids=["one bucket", "many"])
-def test_modules_that_keep_weights_are_right(make, cap_mb):
+def test_modules_with_cached_weights(make, cap_mb):
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The public names: which there are, imports at first use, docstrings, types and reprs."""
+"""Public names: list, lazy imports, docstrings, types and reprs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 
 import pyringar as pr
-from pyringar import cli, errors
-from pyringar.comm.work import Work
+from pyringar import choices, cli, errors
+from pyringar.comm import arguments
+from pyringar.comm.background_work import Work
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,12 +32,7 @@ replicate get_params split_batch evaluate_accuracy_gpus check_allreduce launch
 RingarError ArgumentError UnsupportedError BuildError CompilerNotFoundError CudaError
 CollectiveTimeout PeerLostError
 """
-SUBPACKAGES = {
-    "distributed": "ddp_hook",
-    "figures": "draw",
-    "ops": "all_reduce",
-    "train": "train",
-}
+SUBPACKAGES = {"distributed": "ddp_hook", "figures": "draw", "ops": "all_reduce", "train": "train"}
 COMMANDS = "train run trace info build check audit"
 
 
@@ -123,6 +120,23 @@ def test_docstrings_name_all_arguments(package):
 
 # -- types ---------------------------------------------------------------------------------------
 
+CHOICES = {"op": choices.OPS, "algorithm": choices.ALGORITHMS, "order": choices.ORDERS}
+CHOOSING = [pr.Communicator, pr.ProcessCommunicator, pr.GradientBucketer, pr.DataParallel]
+CHOOSING += [pr.distributed.HierarchicalCommunicator, pr.allreduce, pr.Communicator.all_reduce]
+
+
+@pytest.mark.parametrize("function", [*CHOOSING, pr.ops.all_reduce, pr.ops.all_reduce_coalesced])
+def test_choices_have_literal_types(function):
+    parameters = inspect.signature(function, eval_str=True).parameters
+    for name in CHOICES.keys() & parameters:
+        kind = parameters[name].annotation
+        assert CHOICES[name] in [typing.get_args(k) for k in (kind, *typing.get_args(kind))]
+
+
+def test_reduce_ops_match_op_names():
+    assert tuple(arguments.REDUCE_OPS.values()) == choices.OPS
+
+
 PACKAGES = {"pr": pr, "pr.train": pr.train, "pr.distributed": pr.distributed}
 
 PROGRAM = """
@@ -134,7 +148,7 @@ from torch import nn
 import pyringar as pr
 from pyringar import *
 from pyringar.comm.topology import Plan
-from pyringar.comm.work import Work
+from pyringar.comm.background_work import Work
 
 tensors = [torch.ones(3), torch.ones(3)]
 allreduce(tensors, op="mean")
@@ -167,7 +181,7 @@ except (CollectiveTimeout, PeerLostError) as late:
 
 
 @pytest.mark.slow  # half a minute where mypy has not read torch
-def test_a_program_that_uses_every_public_name(tmp_path):
+def test_typed_program_passes_mypy(tmp_path):
     pytest.importorskip("mypy")
     names = [f"{where}.{name}" for where, package in PACKAGES.items() for name in package.__all__]
     reveal = "".join(f"reveal_type({name})\n" for name in names)

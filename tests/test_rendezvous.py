@@ -1,7 +1,4 @@
-"""Ranks in processes find each other, and each other only, on stores that outlive attempts.
-
-Restarts on one store, survivors on a new one, ranks that give up and come again, ranks that die.
-"""
+"""Rendezvous of ranks in processes: restarts, repeated attempts, deaths, malformed values."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ import process_checks
 import pytest
 import torch
 import torch.distributed as dist
-from cases import mostly_slow
+from case_marks import mostly_slow
 from process_checks import mapped_memories, needs_linux, open_memories, settled
 from programs import ROOT
 from ranks import connect, free_port, join, new_name, value_of
 
 import pyringar as pr
-from pyringar.comm.member import Member, read
+from pyringar.comm.rank_info import RankInfo, read
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.engine import load
 
@@ -53,13 +50,13 @@ def meet(state, **arguments) -> None:
 
 
 def meet_only(state, port: int, name: str, rank: int, world_size: int) -> None:
-    """As far as the others know it has come; it never maps the memory."""
+    """Join the group without mapping the segment."""
     with Rendezvous(connect(port), rank, world_size, name, LONG_S) as meeting:
         meeting.exchange_members()
 
 
 def call_only(state, port: int, name: str) -> None:
-    caller = Member.this_process(0, attempt="ca11" * 8)
+    caller = RankInfo.this_process(0, attempt="ca11" * 8)
     connect(port).set(f"pyringar/{name}/call", caller.text())
 
 
@@ -89,7 +86,6 @@ class CountingStore(dist.Store):
 @pytest.mark.parametrize("late", mostly_slow([0, 1], 0))
 @pytest.mark.parametrize("killed", mostly_slow([False, True], True))
 def test_restart_on_old_store(new_crew, late, killed):
-    """As after restarts by torchrun: its agent keeps the store."""
     before = new_crew(2)
     name = before.join(timeout=LONG_S)
     before.run(reduce)
@@ -119,7 +115,6 @@ def test_dead_call_is_ignored(new_crew):
 
 
 def test_last_answer_of_rank_counts(new_crew):
-    """Rank 1 gives up and comes again while rank 0 still waits for rank 2."""
     crew = new_crew(3)
     options = {"function": meet, "world_size": 3, "name": new_name()}
     crew.start_group([0], timeout=LONG_S, **options)
@@ -156,7 +151,7 @@ assert_all_lost = functools.partial(process_checks.assert_all_lost, within_s=PRO
 @pytest.mark.parametrize(
     ("phase", "dead"), [("called", 0), ("answered", 2), ("met", 0), ("met", 1), ("met", 2)]
 )
-def test_death_while_meeting_is_told(new_crew, phase, dead):
+def test_death_during_rendezvous_raises(new_crew, phase, dead):
     crew, name = new_crew(3), new_name()
     options = {"world_size": 4 if phase == "answered" else 3, "name": name, "timeout": 60.0}
     if phase == "called":
@@ -220,7 +215,7 @@ def fail_when_mapped(state, why: str, **options) -> None:
 @pytest.mark.parametrize(
     "why", ["planted \udcff", "planted" + 1000 * "\U0001f600"], ids=["odd", "long"]
 )
-def test_rank_that_fails_last_tells_others(new_crew, why):
+def test_late_failure_reaches_all_ranks(new_crew, why):
     crew = new_crew(3)
     name = crew.start_group([0, 2], meet, world_size=3, timeout=60.0)
     crew.start_group([1], fail_when_mapped, world_size=3, name=name, why=why)
@@ -295,7 +290,7 @@ GARBAGE = [b"", b"\0\xff\xfe", b"null", b"[]", b"3", b"{", b"{}", b"[" * 4000, b
 
 
 def member(rank: int) -> str:
-    return Member.this_process(rank, attempt=ATTEMPT).text()
+    return RankInfo.this_process(rank, attempt=ATTEMPT).text()
 
 
 def wait_for(store, key: str) -> bytes:
@@ -345,7 +340,7 @@ def test_malformed_value_raises(store_port, key):
 
 
 @pytest.mark.parametrize("words", ["cannot open", "another group's"])
-def test_wrong_memory_raises(store_port, words):
+def test_wrong_segment_raises(store_port, words):
     name, memory = new_name(), load.engine().create_segment(2, b"t" * 32)
     fd = 1_000_000 if words == "cannot open" else memory.fd
     with written(store_port, name, "segment", b'{"fd": %d}' % fd) as store:
@@ -359,7 +354,6 @@ def test_wrong_memory_raises(store_port, words):
 
 
 def test_store_calls_and_threads_are_bounded():
-    """Most calls are polls. Their number grows with the logarithm of the wait."""
     world_size = 48
     store = CountingStore(dist.HashStore())
     name = new_name()
@@ -386,7 +380,7 @@ def test_silent_store_ends_at_deadline():
     gate.set()
 
 
-def test_pause_is_short_beside_the_wait(monkeypatch):
+def test_poll_pause_grows_with_wait(monkeypatch):
     pauses = []
     began_s = time.monotonic()
 
@@ -404,7 +398,7 @@ def test_pause_is_short_beside_the_wait(monkeypatch):
 @pytest.mark.parametrize("given", ["\udcff", "\N{SNOWMAN}" * 200, "a\nb"])
 def test_node_id_may_be_any_text(monkeypatch, given):
     monkeypatch.setenv("PYRINGAR_NODE_ID", given)
-    member = Member.this_process(0)
-    assert read(member.text().encode(), 0, Member) == member
+    member = RankInfo.this_process(0)
+    assert read(member.text().encode(), 0, RankInfo) == member
     monkeypatch.setenv("PYRINGAR_NODE_ID", given + "!")
-    assert Member.this_process(0).node != member.node
+    assert RankInfo.this_process(0).node != member.node

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from oracle import assert_bits, tree_reduced
 from torch import nn
 from torch.nn import functional as F  # noqa: N812

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cases import mostly_slow
+from case_marks import mostly_slow
 from ranks import Crew
 from sharded_runs import KINDS, MODELS, TEST, TRAIN, as_rank, in_one_process
 from training import garments, run, same_results

@@ -14,7 +14,7 @@ from bucketing_nets import (
     make_net,
     summed,
 )
-from cases import mostly_slow
+from case_marks import mostly_slow
 from torch import Tensor, nn
 
 import pyringar as pr

@@ -1,7 +1,4 @@
-"""Signals while the engine waits: they end the wait within 0.2 s, and the group on all ranks.
-
-A handler cannot use the communicator that waits. Other communicators are as usable as ever.
-"""
+"""Signals during a wait end it within 0.2 s, and fail the group on all ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ from datetime import timedelta
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from process_checks import BUSY_S, PROMPT_S, SMALL, leave_nothing, reduce
 from programs import run_programs
 from ranks import LONG_S, connect, value_of
 
 import pyringar as pr
-from pyringar.comm.work import Work
+from pyringar.comm.background_work import Work
 
 # Of a wait that a signal ends.
 ENDS_S = 0.2 + BUSY_S
 
 
 class Alarm(BaseException):
-    """What handlers of these tests raise: no Exception, as KeyboardInterrupt is none."""
+    """Exception of signal handlers; like KeyboardInterrupt not an Exception."""
 
 
 WAITS = {
@@ -144,7 +141,7 @@ def test_handler_cannot_use_waiting_group(new_crew, where):
 
 @contextlib.contextmanager
 def signal_after(seconds: float, handle) -> Iterator[None]:
-    """SIGUSR1 to this process, once. (pytest-timeout has SIGALRM.)"""
+    """Send SIGUSR1 to this process once (pytest-timeout uses SIGALRM)."""
     before = signal.signal(signal.SIGUSR1, handle)
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
     timer.start()
@@ -166,7 +163,6 @@ def delayed(comm: pr.Communicator) -> Work:
 
 @pytest.mark.parametrize("what", ["close", "call", "work", "check"])
 def test_signal_ends_wait_in_one_process(what):
-    """What runs in the background goes on; after close() nothing begins."""
     comm = pr.Communicator(["cpu"] * 2)
     group = comm._group
     work = delayed(comm)
@@ -221,8 +217,7 @@ print("the end")
 
 
 @pytest.mark.slow
-def test_daemon_threads_do_not_abort_exit():
-    """Python ends them where they come back into the interpreter."""
+def test_daemon_threads_allow_exit():
     for ended in run_programs(DAEMONS, [], [], []):
         assert ended.returncode == 0, ended
         assert ended.stdout == "the end\n"

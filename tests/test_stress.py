@@ -1,8 +1,4 @@
-"""Builds and runs tests/cpp/stress.cpp, the CPU engine without Python, under what finds its bugs.
-
-Sanitizers, both compilers, every path of the vector code, Arm64 under qemu. One build per test;
-all are slow, most are thorough.
-"""
+"""tests/cpp/stress.cpp under sanitizers, compilers and instruction sets. Slow or thorough."""
 
 from __future__ import annotations
 
@@ -94,7 +90,7 @@ def require(*programs: str) -> None:
 
 
 def some(names: Iterable[str], *each_time: str) -> list[Any]:
-    """All names, those that are not tried each time marked thorough: a build takes long."""
+    """Mark all names except ``each_time`` thorough, since a build is slow."""
     names = list(names)
     assert set(each_time) <= set(names), f"{each_time} are not all of {names}"
     return [
@@ -166,7 +162,7 @@ def check(variant: Variant, program: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", some(VARIANTS, "plain", "thread", "memory"))
-def test_variant(stress: Callable[[Variant], Path], name: str) -> None:
+def test_stress_variant(stress: Callable[[Variant], Path], name: str) -> None:
     if name.startswith("x86") and platform.machine() != "x86_64":
         pytest.skip(f"for x86-64, this is {platform.machine()}")
     if "f16c" in name and not {"avx2", "f16c"} <= set(cpu_flags()):
@@ -194,7 +190,7 @@ template void fold<Lanes>(const Lanes::Element* const*, int, Lanes::Element*);
 @pytest.mark.parametrize("dtype", ["kFloat32", "kFloat64", "kBFloat16", "kFloat16", "kInt32"])
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_vectors_stay_in_registers(level: str, dtype: str, tmp_path: Path) -> None:
-    """With vectors wider than the registers g++ put each on the stack: three times as slow."""
+    """Vectors wider than registers spill to the stack: three times slower."""
     require("g++")
     source = tmp_path / "fold.cpp"
     source.write_text(ONE_FOLD % dtype)

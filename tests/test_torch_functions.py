@@ -1,4 +1,4 @@
-"""What the engine asks torch about tensors: in C++, and through Python where that is missing."""
+"""Tensor properties that the engine reads from torch, in C++ or through Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def comm(request: pytest.FixtureRequest) -> Iterator[pr.Communicator]:
 
 
 def reduced(comm: pr.Communicator, tensors: list[torch.Tensor], times: int = 3) -> list[float]:
-    """Reduce ones in place, prepared from the second call on, and return the values."""
     for _ in range(times):
         comm.all_reduce(tensors)
     return [tensor.flatten()[0].item() for tensor in tensors]
@@ -31,13 +30,13 @@ def test_repeated_sum_is_right(comm: pr.Communicator) -> None:
     assert reduced(comm, [torch.ones(3), torch.ones(3)]) == [8, 8]
 
 
-def test_sign_is_seen(comm: pr.Communicator) -> None:
+def test_negation_is_detected(comm: pr.Communicator) -> None:
     first, second = torch.ones(3), torch.ones(3)
     assert reduced(comm, [first, second]) == [8, 8]
     assert reduced(comm, [torch._neg_view(first), second], times=1) == [0, 0]
 
 
-def test_grad_is_refused_while_recording(comm: pr.Communicator) -> None:
+def test_requires_grad_raises_in_grad_mode(comm: pr.Communicator) -> None:
     tensors = [torch.ones(3), torch.ones(3)]
     reduced(comm, tensors)
     tensors[1].requires_grad_()
@@ -71,14 +70,14 @@ def test_version_counts_calls(comm: pr.Communicator) -> None:
     assert [tensor._version for tensor in tensors] == [version + 3 for version in before]
 
 
-def test_inference_tensors(comm: pr.Communicator) -> None:
+def test_inference_tensors_are_reduced(comm: pr.Communicator) -> None:
     with torch.inference_mode():
         tensors = [torch.ones(3), torch.ones(3)]
         assert reduced(comm, tensors) == [8, 8]
     assert reduced(comm, tensors) == [64, 64]
 
 
-def test_dispatch_mode_is_seen(comm: pr.Communicator) -> None:
+def test_dispatch_mode_skips_prepared_call(comm: pr.Communicator) -> None:
     class Counts(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             return func(*args, **(kwargs or {}))

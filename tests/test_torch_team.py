@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from oracle import DTYPES, assert_all_ranks, expected, inputs, limit_bytes
 from programs import run_fresh
 

@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from training import garments, same_results
 
 from pyringar.errors import ArgumentError, RingarError

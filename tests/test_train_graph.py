@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import garments, run, same_results

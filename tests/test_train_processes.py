@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from ranks import Crew
 from training import garments, run, same_results
 

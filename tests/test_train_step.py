@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from cases import mostly_slow
+from case_marks import mostly_slow
 from training import relative_error
 
 from pyringar import Communicator, GradientBucketer

@@ -1,4 +1,4 @@
-"""Without compiler and engine: do plain torch algorithms run, and do all other calls say why?"""
+"""Without compiler and engine plain torch algorithms run; other calls raise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_plain_torch_algorithms_run_and_warn(no_compiler, caplog, algorithm, dty
     assert comm.stats() == {algorithm: {"calls": 2}}
 
 
-def test_engine_calls_say_what_is_missing(no_compiler, monkeypatch):
+def test_engine_calls_raise_without_compiler(no_compiler, monkeypatch):
     # A process in which nobody has called allreduce yet.
     monkeypatch.setattr(default_group, "_default", type(default_group._default)())
     with pytest.raises(CompilerNotFoundError):

@@ -1,4 +1,4 @@
-"""Does every public callable answer what is plainly wrong with an ArgumentError that names it?"""
+"""Each public callable raises an ArgumentError that names a wrong argument."""
 
 import functools
 import inspect
@@ -11,11 +11,7 @@ import torch
 from torch import nn
 
 import pyringar as pr
-from pyringar.parallel.shards import (
-    check_replicas_equal,
-    mismatch_flags,
-    shard_sizes,
-)
+from pyringar.parallel.shards import check_replicas_equal, mismatch_flags, shard_sizes
 
 T = torch.ones(3)
 WRONG = {
@@ -183,7 +179,7 @@ def test_table_has_every_public_callable():
         (lambda: pr.train.TrainConfig(dtype="float"), "float64"),
     ],
 )
-def test_nearest_name_is_told(call, near):
+def test_error_suggests_nearest_name(call, near):
     with pytest.raises(pr.ArgumentError, match=rf"; did you mean '{near}'\?$"):
         call()
 

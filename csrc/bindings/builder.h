@@ -235,7 +235,9 @@ inline void Builder::check_disjoint(const std::vector<bool>& is_skipped) const {
       const bool dense = views_[i].is_dense && views_[j].is_dense;
       if (!dense && !overlap(views_[i].strided(), views_[j].strided())) continue;
       fail(ErrorKind::kArgument, operation_, ": ", names_[j].text(), " shares memory with ",
-           names_[i].text(), "; expected a tensor of its own for every rank (a .clone()?)");
+           names_[i].text(),
+           "; expected separate memory. If these are gradients, the ranks share their parameters: "
+           "copy parameters with pr.get_params(params, device)");
     }
   }
 }

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pyringar.comm.orders import tree as tree_of
+from pyringar.comm.sum_orders import tree as tree_of
 
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
 Pair = tuple[int, int]

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 from pyringar.cluster.calls import Call, Meeting, devices_of, plain_torch, seconds_of
 from pyringar.cluster.ranks import Rank
 from pyringar.comm.arguments import check_parts
+from pyringar.comm.background_work import Work
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.comm.plain_group import check_disjoint, check_no_overlap
 from pyringar.comm.rank_communicator import RankCommunicator
-from pyringar.comm.work import Work
 from pyringar.distributed.backend import PythonGroup, keep_dynamo_out
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.convert import (
@@ -130,7 +130,7 @@ class Transport(RankCommunicator):
         for rank, (each, total) in enumerate(zip(calls, row, strict=True)):
             _copy(each.args[0][0], total.tensor_split(len(row))[rank])
 
-    def _reduce(self, row: Sequence[Tensor], op: str) -> None:
+    def _reduce(self, row: Sequence[Tensor], op: Any) -> None:
         alike = [tensor.reshape(row[0].shape) for tensor in row]
         self._meeting.cluster.engine([tensor.device for tensor in row]).all_reduce(alike, op)
         for tensor, result in zip(row, alike, strict=True):

@@ -1,1 +1,1 @@
-"""Communicators: of ranks in one process, in processes, and what they share."""
+"""Communicators for ranks in one process or in several."""

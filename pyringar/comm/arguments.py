@@ -1,4 +1,4 @@
-"""Check arguments that all communicators take; name the values that these may have."""
+"""Checks of arguments that all communicators take."""
 
 from __future__ import annotations
 
@@ -7,27 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyringar.choices import check_positive, did_you_mean, kind_of
+from pyringar.choices import OPS as OPS
+from pyringar.choices import OpName, check_positive, did_you_mean, kind_of
 from pyringar.errors import ArgumentError
 
 REDUCE_OPS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
-"""The engine's names, by those of torch.distributed.ReduceOp."""
-OPS = tuple(REDUCE_OPS.values())
+"""The engine's name of each torch.distributed.ReduceOp."""
 DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 DTYPES = tuple(getattr(torch, name) for name in DTYPE_NAMES)
-"""Those that the engine reduces."""
+"""Dtypes that the engine reduces."""
+SHARED_MEMORY_HINT = (
+    "expected separate memory. If these are gradients, the ranks share their parameters: copy "
+    "parameters with pr.get_params(params, device)"
+)
 
 
-def op_name(op: Any) -> str:
-    """Return the name of a reduction given as a string or as torch.distributed.ReduceOp."""
+def op_name(op: Any) -> OpName:
+    """Return the name of a reduction, given as a string or a torch.distributed.ReduceOp."""
     if isinstance(op, str):
-        if op in OPS:
-            return op
+        for name in OPS:
+            if op == name:
+                return name
     elif torch.distributed.is_available():
         c10d = torch.distributed.ReduceOp
-        # By type first: ReduceOp.SUM equals 0, and a tensor given by mistake equals elementwise.
+        # Type first: ReduceOp.SUM == 0 is true, and == on a tensor returns a tensor.
         if isinstance(op, (c10d, c10d.RedOpType)):
-            for theirs, ours in REDUCE_OPS.items():
+            for theirs, ours in zip(REDUCE_OPS, OPS, strict=True):
                 if op == getattr(c10d, theirs):
                     return ours
     raise ArgumentError(
@@ -56,11 +61,11 @@ def is_list(value: Any) -> bool:
 
 
 def are_lists(value: Any) -> bool:
-    """Return whether it may be lists of one length, one for each rank."""
+    """Return whether ``value`` is a non-empty list of lists of equal length."""
     return (
         is_list(value)
         and len(value) > 0
-        and all(is_list(one) and len(one) == len(value[0]) for one in value)
+        and all(is_list(row) and len(row) == len(value[0]) for row in value)
     )
 
 
@@ -71,8 +76,8 @@ def check_list(operation: str, value: Any, name: str = "tensors") -> None:
 
 def check_lists(lists: Any) -> None:
     if not is_list(lists) or not lists:
-        what = "empty" if is_list(lists) else kind_of(lists)
-        raise ArgumentError(f"lists is {what}, expected one list of tensors per rank")
+        given = "empty" if is_list(lists) else kind_of(lists)
+        raise ArgumentError(f"lists is {given}, expected one list of tensors per rank")
     for rank, tensors in enumerate(lists):
         if not is_list(tensors):
             raise ArgumentError(f"lists[{rank}] is {kind_of(tensors)}, expected a list of tensors")
@@ -83,7 +88,7 @@ def check_lists(lists: Any) -> None:
 
 
 def check_parts(operation: str, outputs: Tensor, inputs: Tensor, world_size: int) -> None:
-    """Raise ArgumentError unless tensors of ``reduce_scatter`` or ``all_gather`` fit."""
+    """Raise ArgumentError unless dtypes and sizes fit ``reduce_scatter`` or ``all_gather``."""
     named = [("outputs", outputs), ("inputs", inputs)]
     (part_name, part), (whole_name, whole) = named[:: -1 if operation == "all_gather" else 1]
     if part.dtype != whole.dtype:

@@ -1,4 +1,4 @@
-"""Arrays of NumPy and of the CUDA array interface as tensors that share their memory."""
+"""Tensors that share the memory of NumPy or CUDA arrays."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from pyringar.choices import kind_of
 from pyringar.errors import ArgumentError
 
-_IMMUTABLE = ("jax", "jaxlib")  # their interface does not say so
+_IMMUTABLE = ("jax", "jaxlib")  # their array interface does not say that arrays are read-only
 
 
 def is_array(value: Any) -> bool:
-    """Return whether it is no tensor, but something that `as_tensor` takes."""
+    """Return whether `as_tensor` accepts ``value``. False for tensors."""
     return _is_numpy(value) or (
         not isinstance(value, Tensor) and hasattr(value, "__cuda_array_interface__")
     )
@@ -28,17 +28,17 @@ def _is_numpy(value: Any) -> bool:
 
 
 def as_tensor(array: Any, name: str = "array") -> Tensor:
-    """Return a tensor on the memory of ``array``: NumPy's, CuPy's or Numba's.
+    """Return a tensor that shares the memory of a NumPy, CuPy or Numba array.
 
     Args:
         array: A ``numpy.ndarray``, or an object with ``__cuda_array_interface__``.
-        name: What messages call it.
+        name: The name of the argument in messages.
 
     Raises:
-        ArgumentError: It is read-only or immutable, or torch cannot share it: negative strides,
-            another byte order, a dtype that torch does not have.
+        ArgumentError: The array is read-only or immutable, or torch cannot share it: negative
+            strides, another byte order, a dtype that torch does not have.
 
-    On a GPU calls run in order with torch's current stream; order other streams with that one.
+    On a GPU calls run on torch's current stream. Synchronise other streams with it.
     """
     interface = "__array_interface__" if _is_numpy(array) else "__cuda_array_interface__"
     try:
@@ -54,7 +54,7 @@ def as_tensor(array: Any, name: str = "array") -> Tensor:
 
 
 def as_tensors(values: Iterable[Any], name: str = "tensors") -> list[Any]:
-    """Return a list with a tensor for every array; what is neither stays as it is."""
+    """Return ``values`` with arrays replaced by tensors. Other values stay unchanged."""
     return [
         as_tensor(value, f"{name}[{i}]") if is_array(value) else value
         for i, value in enumerate(values)

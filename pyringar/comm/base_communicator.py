@@ -1,6 +1,6 @@
-"""The public calls of every communicator: names, arguments, checks, plans and errors.
+"""The public methods of all communicators, and the interface of transports.
 
-A subclass is a transport: it moves the data. `BaseCommunicator` says what a transport implements.
+A transport is a subclass of `BaseCommunicator` that moves the data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from pyringar.choices import ALGORITHMS, ORDERS, check_choice
+from pyringar.choices import ALGORITHMS, ORDERS, Algorithm, Op, Order, check_choice
 from pyringar.comm.arguments import (
     are_lists,
     check_plan,
@@ -22,11 +22,11 @@ from pyringar.comm.arguments import (
     is_list,
     op_name,
 )
+from pyringar.comm.background_work import Work
 from pyringar.comm.collective_call import WITH_ROOT, WITHOUT_ALGORITHM, CollectiveCall
 from pyringar.comm.handles import is_traced
-from pyringar.comm.orders import Guarantee, engine_order
+from pyringar.comm.sum_orders import Guarantee, engine_order
 from pyringar.comm.topology import Plan
-from pyringar.comm.work import Work
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 Tensors = Tensor | Sequence[Tensor]
 Lists = Sequence[Tensor] | Sequence[Sequence[Tensor]]
 
-# Errors of close() about calls that had returned, on GPUs.
+# Errors that close() raises for calls on GPUs that have already returned.
 LATE_ERRORS = (CollectiveTimeout, PeerLostError)
 
 PLAIN_ALGORITHMS = ("naive", "sharded")  # in plain torch
 _ROOTED_SUMS = {"reduce", "reduce_coalesced"}
 _OTHERS = {"reduce_scatter", "all_gather", "bind", "bind_coalesced", *_ROOTED_SUMS}
 _PLAIN_ONLY = "knows all_reduce and all_reduce_coalesced only; take auto, fused, direct or ring"
-# The operations that an algorithm does not know, and the rest of their error.
+# For each algorithm the operations that it does not support, and the end of the error message.
 _MISSING = {
     "ring": (_ROOTED_SUMS, "has no root; take auto or direct"),
     **dict.fromkeys(PLAIN_ALGORITHMS, (_OTHERS, _PLAIN_ONLY)),
@@ -55,28 +55,30 @@ def decline(*_call: object) -> bool:
 
 
 class BaseCommunicator:
-    """A group of ranks that reduce together.
+    """Base of all communicators.
 
-    A list group drives all ranks from one process: each call takes one tensor per rank, in rank
-    order. A group with one local rank takes its tensor bare: all ranks make equal calls in order.
+    A list group drives all ranks from one process: each call takes a list with one tensor per
+    rank. In a group with one local rank each call takes this rank's tensor, and all ranks make the
+    same calls in the same order.
 
-    A transport is a subclass. It sets ``_world_size`` and implements ``_run``, and ``_bind_call``,
-    ``_make_plan``, ``_check``, ``_abort`` and ``_close`` if it has them. ``_refused`` maps features
-    that it lacks, methods or text such as ``"algorithm is 'ring'"``, to the caller's alternatives.
+    A transport sets ``_world_size`` and implements ``_run``. ``_bind_call``, ``_make_plan``,
+    ``_check``, ``_abort`` and ``_close`` are optional. ``_refused`` maps a missing method, or a
+    text such as ``"algorithm is 'ring'"``, to the advice in the error message.
     """
 
     _world_size: int
     _refused: Mapping[str, str] = {}
     _takes_bare_tensors = False
-    _algorithm = "auto"
-    _order = "any"
-    _auto, _why = "direct", ""  # the algorithm of "auto", and the reason for it
-    _default = ("direct", "rank")  # algorithm and order of calls that name neither
+    _algorithm: Algorithm = "auto"
+    _order: Order = "any"
+    _auto, _why = "direct", ""  # the algorithm that "auto" selects, and the reason
+    _default = ("direct", "rank")  # algorithm and order of calls without these arguments
     _has_gpus = False
     _timeout_s = 30.0
     _is_closed = False
-    _handle = ""  # of this communicator in graphs; "": graphs cannot hold its calls
-    # Runs an all_reduce, (tensors, op, algorithm, order, are_lists=False) -> bool. False: not run.
+    _handle = ""  # identifies the communicator in graphs; "": graphs cannot hold its calls
+    # (tensors, op, algorithm, order, are_lists=False) -> bool: runs a prepared all_reduce, or
+    # returns False without running it.
     _run_prepared: Callable[..., bool] = staticmethod(decline)
     _run_barrier: Callable[[], None] | None = None  # a prepared barrier
 
@@ -87,7 +89,7 @@ class BaseCommunicator:
 
     @property
     def guarantee(self) -> Guarantee:
-        """Changes that keep the bits of calls which name no order."""
+        """The changes under which results of the default order keep their bits."""
         return Guarantee.of(self._order)
 
     # -- collectives -------------------------------------------------------------------------------
@@ -95,41 +97,44 @@ class BaseCommunicator:
     def all_reduce(
         self,
         tensors: Tensors,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce tensors over all ranks, in place: every rank gets the result.
+        """Reduce tensors over all ranks in place. Every rank gets the result.
 
         Args:
             tensors: List group: one tensor per rank. One local rank: its tensor, or a list of its
                 tensors. float64, float32, float16, bfloat16, int8, uint8, int32 or int64. Shapes
-                and dtypes agree over ranks. Layouts may differ if no elements overlap: elements
-                belong together by index. GPUs of several processes need equal strides.
+                and dtypes are equal on all ranks. Strides may differ, but elements may not
+                overlap; GPUs of several processes need equal strides.
             op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"`` or a
-                ``torch.distributed.ReduceOp``. Means divide once, at the end; integers towards 0.
-            algorithm: Overrides the communicator's.
-            order: Overrides the communicator's.
-            async_op: Return a `Work` and reduce in the background. ``naive``, ``sharded`` and a
-                short ``fused`` call reduce before they return.
+                ``torch.distributed.ReduceOp``. A mean divides the sum once; integer means round
+                towards 0.
+            algorithm: Overrides the communicator's algorithm.
+            order: Overrides the communicator's order.
+            async_op: Reduce in the background and return a `Work`. ``naive``, ``sharded`` and
+                small ``fused`` calls finish before they return.
 
         Raises:
-            ArgumentError: Names the index and value that is wrong; nothing was changed, and no
-                other rank was told. Or processes made different calls: names both, on every rank.
-            UnsupportedError: A layout, device, dtype, algorithm or operation that this
-                communicator does not offer. Names the alternative.
-            CollectiveTimeout, PeerLostError: A rank was late, or its process is gone: names it and
-                the rank that waited. Tensors may be half reduced.
+            ArgumentError: A tensor or argument is wrong: names its index and value. No tensor has
+                changed and no other rank is affected. Or ranks in processes made different calls:
+                names both calls, on every rank.
+            UnsupportedError: This communicator does not support the layout, device, dtype,
+                algorithm or operation. Names an alternative.
+            CollectiveTimeout, PeerLostError: A rank was late, or its process died: names this rank
+                and the rank that waited. Tensors may be partly reduced.
 
-        After an error that other ranks know of, the communicator refuses all calls.
+        After an error that concerns several ranks, the communicator refuses all calls.
 
         Cost for k ranks with N bytes each: ``fused`` reads and writes every byte once, ``2 k N``.
         ``ring`` takes ``2 (k - 1)`` steps; each rank sends ``2 (k - 1) / k`` of its bytes.
-        Processes: two ranks, or up to 32 KiB, read ``(k + 1) N`` and write ``2 N`` per rank, with
-        one wait per piece; else ``(3 - 2 / k) N`` and ``2 N``, with two waits. List groups and
-        GPUs pack tensors with gaps, and permuted tensors unless they lie alike on all ranks.
+        Processes: with two ranks, or up to 32 KiB, a rank reads ``(k + 1) N`` and writes ``2 N``
+        bytes and waits once per piece; else it reads ``(3 - 2 / k) N``, writes ``2 N`` and waits
+        twice. List groups and GPUs pack tensors with gaps. They also pack permuted tensors, unless
+        strides are equal on all ranks.
         """
         is_eager = not async_op and not is_dynamo_compiling()
         if is_eager and self._run_prepared(tensors, op, algorithm, order):
@@ -139,17 +144,17 @@ class BaseCommunicator:
     def all_reduce_coalesced(
         self,
         lists: Lists,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
         async_op: bool = False,
     ) -> Work | None:
         """Reduce many tensors per rank in one call, such as all gradients of all replicas.
 
         Args:
-            lists: List group: ``lists[rank][i]``. One local rank: ``lists[i]``. Tensor ``i`` agrees
-                over ranks as in `all_reduce`. No two tensors share memory.
+            lists: List group: ``lists[rank][i]``. One local rank: ``lists[i]``. Shape and dtype of
+                tensor ``i`` are equal on all ranks. No two tensors share memory.
 
         See `all_reduce` for the other arguments and errors. Cost: one dispatch for all tensors.
         """
@@ -161,14 +166,14 @@ class BaseCommunicator:
         return self._all_reduce(operation, lists, op, algorithm, order, async_op)
 
     def reduce_scatter(
-        self, outputs: Tensors, inputs: Tensors, op: Any = "sum", *, async_op: bool = False
+        self, outputs: Tensors, inputs: Tensors, op: Op = "sum", *, async_op: bool = False
     ) -> Work | None:
-        """Reduce ``inputs`` over all ranks and leave part ``r`` of the result on rank ``r``.
+        """Reduce ``inputs`` over all ranks; rank ``r`` gets part ``r`` of the result.
 
         Args:
             outputs: One tensor per rank; one local rank: its tensor. ``n`` elements each.
-            inputs: Alike, ``world_size * n`` elements each; not changed. Part ``r`` is elements
-                ``r * n`` to ``(r + 1) * n`` in index order.
+            inputs: One tensor per rank; one local rank: its tensor. ``world_size * n`` elements
+                each, not changed. Part ``r`` is elements ``r * n`` to ``(r + 1) * n``.
 
         See `all_reduce` for the other arguments and errors. Cost: ``fused`` reads ``k N`` and
         writes ``N`` bytes. ``ring`` takes ``k - 1`` steps.
@@ -178,11 +183,11 @@ class BaseCommunicator:
     def all_gather(
         self, outputs: Tensors, inputs: Tensors, *, async_op: bool = False
     ) -> Work | None:
-        """Put all ranks' ``inputs``, end to end in rank order, into every rank's output.
+        """Concatenate the ``inputs`` of all ranks, in rank order, into every output.
 
         Args:
             outputs: One tensor per rank; one local rank: its tensor. ``world_size * n`` elements.
-            inputs: Alike, ``n`` elements each; not changed.
+            inputs: One tensor per rank; one local rank: its tensor. ``n`` elements, not changed.
 
         See `all_reduce` for the other arguments and errors. Cost: ``fused`` reads ``k n`` and
         writes ``k k n`` elements. ``ring`` takes ``k - 1`` steps.
@@ -190,21 +195,21 @@ class BaseCommunicator:
         return self._run(self._checked("all_gather", outputs, inputs), async_op=async_op)
 
     def broadcast(self, tensors: Tensors, root: int = 0, *, async_op: bool = False) -> Work | None:
-        """Copy the tensor of rank ``root`` into every other rank's.
+        """Copy the tensor of rank ``root`` to all other ranks.
 
         Args:
             tensors: One tensor per rank; one local rank: its tensor.
-            root: The rank whose tensor is copied.
+            root: The source rank.
 
-        See `all_reduce` for the other arguments and errors. Cost: one pass, ``N`` bytes read and
-        ``(k - 1) N`` written, whatever the algorithm. Each of several GPUs copies a slice.
+        See `all_reduce` for the other arguments and errors. Cost with every algorithm: ``N`` bytes
+        read and ``(k - 1) N`` written, in one pass. Each of several GPUs copies a slice.
         """
         return self._run(self._checked("broadcast", tensors, root=root), async_op=async_op)
 
     def broadcast_coalesced(
         self, lists: Lists, root: int = 0, *, async_op: bool = False
     ) -> Work | None:
-        """Copy the tensors of rank ``root`` into every other rank's, all in one call.
+        """Copy many tensors of rank ``root`` to all other ranks in one call.
 
         Args:
             lists: ``lists[rank][i]``, as in `all_reduce_coalesced`. List groups only.
@@ -217,24 +222,25 @@ class BaseCommunicator:
         self,
         output: Tensor,
         inputs: Sequence[Tensor],
-        op: Any = "sum",
+        op: Op = "sum",
         *,
         root: int = 0,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
         async_op: bool = False,
     ) -> Work | None:
         """Reduce ``inputs`` over all ranks into one tensor on the device of rank ``root``.
 
         Args:
-            output: Of the inputs' shape and dtype: ``inputs[root]`` itself, or in other memory.
+            output: ``inputs[root]`` itself, or a tensor of the same shape and dtype in separate
+                memory.
             inputs: One tensor per rank, not changed. List groups only.
-            root: The rank on whose device ``output`` is.
+            root: The rank that gets the result, on its device.
             algorithm: Overrides the communicator's; not ``ring``, ``naive`` or ``sharded``.
 
         See `all_reduce` for the other arguments, errors and bits. Cost: reads ``k N`` and writes
-        ``N`` bytes. Each of several GPUs reduces a slice and writes it to the root: with a rank on
-        each no link carries more than ``2 N`` bytes each way.
+        ``N`` bytes. Each of several GPUs reduces a slice and writes it to the root; with one rank
+        per GPU a link carries at most ``2 N`` bytes each way.
         """
         call = self._checked("reduce", output, inputs, op, algorithm, order, root=root)
         return self._run(call, async_op=async_op)
@@ -243,17 +249,17 @@ class BaseCommunicator:
         self,
         outputs: Sequence[Tensor],
         lists: Sequence[Sequence[Tensor]],
-        op: Any = "sum",
+        op: Op = "sum",
         *,
         root: int = 0,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce many tensors per rank into the tensors of one rank, all in one call.
+        """Reduce many tensors per rank to one rank in one call.
 
         Args:
-            outputs: Tensor ``i`` is ``lists[root][i]`` itself, or shares no memory with another.
+            outputs: ``outputs[i]`` is ``lists[root][i]`` itself or a tensor in separate memory.
             lists: ``lists[rank][i]``, as in `all_reduce_coalesced`. List groups only.
 
         See `reduce` for the other arguments and errors. Cost: one dispatch for all tensors.
@@ -262,38 +268,38 @@ class BaseCommunicator:
         return self._run(call, async_op=async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Return when all ranks have called it. For groups with one local rank.
+        """Wait until all ranks have called `barrier`. For groups with one local rank.
 
-        On GPUs the ranks' current streams wait for each other, and the host does not wait for
-        them. See `all_reduce` for ``async_op`` and errors.
+        On GPUs the current streams of the ranks wait for each other; the host does not wait.
+        See `all_reduce` for ``async_op`` and errors.
         """
         if self._run_barrier is None or async_op:
             return self._run(self._checked("barrier", []), async_op=async_op)
         self._run_barrier()
         return None
 
-    # -- bound calls -------------------------------------------------------------------------------
+    # -- prepared calls ----------------------------------------------------------------------------
 
     def bind(
         self,
         tensors: Tensors,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
     ) -> Callable[[], None]:
-        """Check an `all_reduce` once, to call it again and again on the same tensors.
+        """Prepare an `all_reduce` that is called many times on the same tensors.
 
         Args:
             tensors: As for `all_reduce`. The returned callable keeps them alive.
-            algorithm: Overrides the communicator's; not ``naive`` or ``sharded``.
+            algorithm: Overrides the communicator's algorithm; not ``naive`` or ``sharded``.
 
         Returns:
-            A callable without arguments that reduces ``tensors`` in place; all ranks must call
-            theirs. It raises ArgumentError and reduces nothing if a tensor has another address,
-            shape, stride or dtype than when it was bound, as after ``resize_``, ``share_memory_``,
+            A callable without arguments that reduces ``tensors`` in place. Every rank must call
+            its callable. It raises ArgumentError and reduces nothing if the address, shape, stride
+            or dtype of a tensor has changed, for example after ``resize_``, ``share_memory_``,
             ``set_``, a new ``.data`` or ``torch.multiprocessing``. Bind again then. It does not
-            notice a new ``requires_grad``, a storage that shrank in place, or freed NumPy memory.
+            detect a new ``requires_grad``, a storage that shrank in place, or freed NumPy memory.
 
         See `all_reduce` for the other arguments and errors. Cost: 0.1 microseconds per tensor.
         """
@@ -303,12 +309,12 @@ class BaseCommunicator:
     def bind_coalesced(
         self,
         lists: Lists,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
-        algorithm: str | None = None,
-        order: str | None = None,
+        algorithm: Algorithm | None = None,
+        order: Order | None = None,
     ) -> Callable[[], None]:
-        """Check an `all_reduce_coalesced` once, to call it again and again on the same tensors.
+        """Prepare an `all_reduce_coalesced` that is called many times on the same tensors.
 
         Args:
             lists: As for `all_reduce_coalesced`. The returned callable keeps their tensors alive.
@@ -322,12 +328,12 @@ class BaseCommunicator:
     # -- state, plans, statistics ------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if the communicator is closed or a call has failed; wait for nothing.
+        """Raise if the communicator is closed or a call has failed. Does not wait.
 
-        It checks nothing while another thread is in a call of a list group.
+        Checks nothing while another thread is in a call of a list group.
 
         Raises:
-            CollectiveTimeout, PeerLostError: A rank was late or lost, also in a past call on a GPU.
+            CollectiveTimeout, PeerLostError: A rank was late or lost, perhaps in an earlier call.
             RingarError: The communicator is closed, or was aborted.
         """
         self._check()
@@ -335,49 +341,51 @@ class BaseCommunicator:
     def abort(self) -> None:
         """End running calls at once; every later call raises.
 
-        Groups with one local rank: running calls fail on all ranks with an error that names this
-        rank, and this rank closes. List groups on GPUs: waiting kernels end. Tensors of aborted
-        calls hold any values. May be called from any thread.
+        With one local rank, running calls fail on all ranks with an error that names this rank,
+        and this rank closes. In list groups on GPUs, waiting kernels end. The tensors of aborted
+        calls have undefined values. May be called from any thread.
 
         Raises:
-            UnsupportedError: A list group without GPUs: calls on the CPU end by themselves.
+            UnsupportedError: A list group without GPUs, whose calls always end by themselves.
         """
         self._check_offered("abort")
         self._abort("")
 
     def close(self) -> None:
-        """Wait for calls in the background, then end all threads. May be called again.
+        """Wait for background calls, then end all threads. May be called again.
 
-        Every later call raises `RingarError`. Ranks in other processes that go on calling get a
-        `PeerLostError`. An exception from a signal handler ends the wait within 0.2 s, except for
-        list groups on GPUs: use `abort` from another thread. Calls that have not begun then fail.
+        Every later call raises `RingarError`. Later calls of ranks in other processes raise
+        `PeerLostError`. An exception from a signal handler ends the wait within 0.2 s; calls that
+        have not begun then fail. List groups on GPUs do not react to signals: use `abort` from
+        another thread.
 
         Raises:
             CollectiveTimeout, PeerLostError: On GPUs, a rank was late or lost in one of the last
-                calls, or a GPU still runs: its tensors are kept. A second close() raises nothing.
+                calls, or a GPU still runs and its tensors are kept. A second close() does not
+                raise.
         """
         self._close()
 
     def plan(self, nbytes: int, dtype: torch.dtype = torch.float32) -> Plan:
-        """Describe an all_reduce of ``nbytes`` per rank: algorithm, order, traffic, reason.
+        """Return the `Plan` of an all_reduce: algorithm, order, steps, traffic and reason.
 
         Args:
-            nbytes: Bytes of one rank's tensors.
-            dtype: Their dtype.
+            nbytes: Size of one rank's tensors in bytes.
+            dtype: Dtype of the tensors.
 
         Raises:
-            ArgumentError: ``nbytes`` is no number of bytes, or ``dtype`` is none that is reduced.
+            ArgumentError: ``nbytes`` is not a size, or ``dtype`` is not supported.
         """
         self._check_offered("plan")
         check_plan(nbytes, dtype)
         return self._make_plan(nbytes, dtype)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Return the number of calls so far: ``{algorithm: {"calls", "bytes", "busy_s"}}``.
+        """Return statistics of past calls: ``{algorithm: {"calls", "bytes", "busy_s"}}``.
 
-        ``bytes`` counts one rank's data. GPUs have no ``busy_s``; ``naive`` and ``sharded`` count
-        calls only. Processes: ``exchange`` is ``direct`` for small tensors, and all other
-        collectives. Several machines: ``inter`` counts exchanges and bytes between machines.
+        ``bytes`` counts the data of one rank. GPUs have no ``busy_s``; ``naive`` and ``sharded``
+        count only calls. With ranks in processes, ``exchange`` counts small all-reduces and all
+        other collectives. On several machines, ``inter`` counts exchanges between machines.
         """
         return self._stats()
 
@@ -385,7 +393,7 @@ class BaseCommunicator:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # The error of the block matters more than a call that was late because of it.
+        # Keep the exception of the block: a late call may be its consequence.
         with nullcontext() if error is None else suppress(*LATE_ERRORS):
             self.close()
 
@@ -394,9 +402,9 @@ class BaseCommunicator:
     def _run(
         self, call: CollectiveCall, *, async_op: bool = False, what: object = ""
     ) -> Work | None:
-        """Run a call, whose tensors are not checked yet, and return None, or in the background.
+        """Check the tensors and run the call. Return a `Work` if ``async_op``.
 
-        ``what`` describes the call that this one stands for. Ranks compare it, messages show it.
+        ``what`` describes the user's call if ``call`` replaces it. Ranks compare this text.
         """
         raise NotImplementedError
 
@@ -423,7 +431,7 @@ class BaseCommunicator:
         return self._why if self._algorithm == "auto" else "asked for"
 
     def _order_of(self, algorithm: str, order: str) -> str:
-        """Return the order of additions; raise if this algorithm cannot keep ``order``."""
+        """Return the order of additions. Raise if ``algorithm`` cannot keep ``order``."""
         return engine_order(algorithm, order, has_gpus=self._has_gpus)
 
     # -- checks ------------------------------------------------------------------------------------
@@ -440,14 +448,14 @@ class BaseCommunicator:
                 f"{feature}: a {type(self).__name__} does not offer this; {self._refused[feature]}"
             )
 
-    def _check_algorithm(self, algorithm: Any) -> str:
-        check_choice("algorithm", algorithm, ALGORITHMS)
+    def _check_algorithm(self, algorithm: Any) -> Algorithm:
+        checked = check_choice("algorithm", algorithm, ALGORITHMS)
         self._check_offered(f"algorithm is {algorithm!r}")
-        return str(algorithm)
+        return checked
 
     def _resolve(self, algorithm: str | None, order: str | None) -> tuple[str, str]:
-        name = self._algorithm if algorithm is None else self._check_algorithm(algorithm)
-        name = self._auto if name == "auto" else name
+        chosen = self._algorithm if algorithm is None else self._check_algorithm(algorithm)
+        name = self._auto if chosen == "auto" else chosen
         order = self._order if order is None else check_choice("order", order, ORDERS)
         return name, self._order_of(name, order)
 
@@ -462,7 +470,7 @@ class BaseCommunicator:
         *,
         root: int = 0,
     ) -> CollectiveCall:
-        """Return the call, after checking all arguments but the tensors."""
+        """Check all arguments except the tensors, and return the call."""
         self._check_offered(operation)
         if operation in WITH_ROOT:
             check_root(root, self._world_size, operation)
@@ -477,7 +485,7 @@ class BaseCommunicator:
         return CollectiveCall(operation, outputs, inputs, op_name(op), chosen, added_in, root)
 
     def _of_lists(self, operation: str, lists: Any) -> str:
-        """Return the operation that reduces these lists; list groups check them later."""
+        """Return the operation that reduces ``lists``."""
         return "all_reduce_coalesced"
 
     def _all_reduce(

@@ -1,4 +1,4 @@
-"""One collective call as plain data, as the public methods hand it to a transport."""
+"""A collective call as plain data, passed from the public methods to a transport."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ WITHOUT_ALGORITHM = {"broadcast", "broadcast_coalesced", "barrier"}
 
 
 class CollectiveCall(NamedTuple):
-    """One collective call, whose arguments but the tensors were checked.
+    """A collective call with checked arguments; the tensors are not checked yet.
 
     Attributes:
         operation: Name of the method. A group with one local rank gets ``"all_reduce"`` for
             ``all_reduce_coalesced``, with a list as ``outputs``.
-        outputs: Tensors that the call writes or reduces in place; ``[]`` for a barrier. List
-            groups: one entry per rank. One local rank: its tensor, or a list of its tensors.
-        inputs: Tensors that the call reads; None if it works in place.
+        outputs: Destination tensors; ``[]`` for a barrier. List groups: one entry per rank. One
+            local rank: its tensor, or a list of its tensors.
+        inputs: Source tensors; None if the call works in place.
         op: Name of the reduction, such as ``"sum"``.
         algorithm: Algorithm that runs; never ``"auto"``.
         order: Order of additions: ``"rank"``, ``"tree"`` or ``"exact"``.
-        root: Rank that sends or receives.
+        root: Source rank of a broadcast, destination rank of a reduce.
     """
 
     operation: str
@@ -35,21 +35,21 @@ class CollectiveCall(NamedTuple):
 
     @property
     def is_reduction(self) -> bool:
-        """Whether ``op`` counts."""
+        """Whether the operation uses ``op``."""
         return self.operation in _REDUCING
 
     @property
     def has_inputs(self) -> bool:
-        """Whether ``inputs`` count."""
+        """Whether the operation uses ``inputs``."""
         return self.operation in _WITH_INPUTS
 
     @property
     def has_root(self) -> bool:
-        """Whether ``root`` counts."""
+        """Whether the operation uses ``root``."""
         return self.operation in WITH_ROOT
 
     def words(self) -> tuple[str, ...]:
-        """Return the operation, and the reduction and algorithm if they count."""
+        """Return the operation, then its reduction and algorithm if it has them."""
         op = (self.op,) if self.is_reduction else ()
         algorithm = () if self.operation in WITHOUT_ALGORITHM else (self.algorithm,)
         return (self.operation, *op, *algorithm)
@@ -61,5 +61,5 @@ class CollectiveCall(NamedTuple):
 
 
 def tensors_of(given: Any) -> list[Any]:
-    """Return one local rank's tensor, or its list of tensors, as a list."""
+    """Return a tensor or a list of tensors as a list."""
     return list(given) if isinstance(given, (list, tuple)) else [given]

@@ -1,4 +1,4 @@
-"""The communicator of ranks that one process drives, on the CPU and on GPUs."""
+"""Communicator whose ranks are all driven by one process, on the CPU and on GPUs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.choices import Algorithm, OpName, Order
 from pyringar.comm import arrays, reference
+from pyringar.comm.background_work import Work
 from pyringar.comm.base_communicator import PLAIN_ALGORITHMS
 from pyringar.comm.collective_call import CollectiveCall
 from pyringar.comm.engine_communicator import EngineCommunicator
 from pyringar.comm.plain_group import PlainGroup
 from pyringar.comm.topology import Plan, Topology, check_devices, choose
-from pyringar.comm.work import Work
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CompilerNotFoundError
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_group(devices: Sequence[torch.device], timeout_s: float) -> Any:
-    """Return the engine's group of these ranks; no devices: any number of ranks on the CPU."""
+    """Return an engine group for the ranks; without devices for any number of CPU ranks."""
     if all(device.type == "cpu" for device in devices):
         return load.engine().Group(len(devices), timeout_s)
     indices = [-1 if device.type == "cpu" else device.index for device in devices]
@@ -40,45 +41,46 @@ def make_group(devices: Sequence[torch.device], timeout_s: float) -> Any:
 
 
 class Communicator(EngineCommunicator):
-    """A group of ranks that reduce together; one process drives all of them.
+    """A group of ranks, all driven by this process.
 
     Args:
         devices: One device per rank, for example ``["cpu"] * 4``. Ranks may share a device.
-        algorithm: ``"auto"``, ``"fused"``, ``"direct"``, ``"ring"``, ``"sharded"`` or ``"naive"``,
-            for calls that name none. ``auto``: ``fused`` in one memory, else ``direct`` (`plan`).
-        order: ``"rank"`` promises the bits of ``((x0 + x1) + x2) + ...``; ``"tree"`` those of a
-            balanced tree, which may be the same on 1, 2, 4 or 8 ranks; ``"exact"`` the correctly
-            rounded sum, or the mean made of it, on the CPU. ``"any"`` lets the ring add in its own
-            order. `Guarantee` says what each keeps; bits are equal on all ranks in every run.
-        timeout: Seconds that a call waits for a rank which makes no progress.
+        algorithm: Default of calls: ``"auto"``, ``"fused"``, ``"direct"``, ``"ring"``,
+            ``"sharded"`` or ``"naive"``. ``auto`` is ``fused`` if all ranks share one memory, else
+            ``direct``; see `plan`.
+        order: Default of calls. ``"rank"``: the bits of ``((x0 + x1) + x2) + ...``. ``"tree"``: the
+            bits of a balanced tree, which 1, 2, 4 or 8 ranks can share. ``"exact"``, on the CPU:
+            the correctly rounded sum, or the mean of it. ``"any"``: rank order, but ``ring`` adds
+            in ring order. Bits are equal on all ranks and in every run; see `Guarantee`.
+        timeout: Seconds that a call waits for a rank without progress.
 
     Raises:
-        ArgumentError: An argument is wrong, such as a device that is not there.
-        BuildError: The engine cannot be built; ``naive`` and ``sharded`` run without it, and warn.
+        ArgumentError: An argument is wrong, for example a missing device.
+        BuildError: The engine cannot be built. ``naive`` and ``sharded`` warn and run without it.
 
-    On GPUs a call is enqueued on each device's current stream, and the host does not wait.
-    ``async_op`` uses streams of the communicator; ``Work.wait()`` orders the current streams after
-    it. A ``ring`` that timed out raises in the next call, in `check` or in `close`; a ``cudaFree``
-    in another thread can delay it. The host waits if ranks in its memory are beside GPUs.
+    On GPUs a call is enqueued on each device's current stream, and the host does not wait. It
+    waits if some ranks are on the CPU. ``async_op`` uses the communicator's streams, and
+    ``Work.wait()`` makes the current streams wait for them. After a timeout of a ``ring`` the next
+    call, `check` or `close` raises; a ``cudaFree`` in another thread can delay the ring.
 
-    A CUDA graph can capture the collectives, but not a ``ring``, if all ranks are on GPUs that
-    reach each other's tensors; else they raise `UnsupportedError`. The current streams of all GPUs
-    must be in the capture: let each wait for the captured stream first, and the captured stream for
-    each at the end. A graph may be replayed beside other calls, and after `close`.
+    A CUDA graph can capture all collectives except ``ring``, if all ranks are on GPUs with peer
+    access; otherwise they raise `UnsupportedError`. The current streams of all GPUs must be in the
+    capture: each waits for the captured stream at the start, and the captured stream for each at
+    the end. A graph may be replayed beside other calls, and after `close`.
 
-    Inside ``torch.compile``, `all_reduce` and `all_reduce_coalesced` stay in the graph as an
-    operator; other calls break it. `pyringar.ops` returns new tensors instead.
+    ``torch.compile`` keeps `all_reduce` and `all_reduce_coalesced` in its graph as an operator;
+    other calls break the graph. `pyringar.ops` returns new tensors instead.
 
-    Several threads may use one communicator; its collectives run one at a time. ``fused`` computes
-    on CPUs with torch's OpenMP threads, as many as ``torch.set_num_threads`` says.
+    Several threads may use one communicator; its collectives run one at a time. On CPUs ``fused``
+    uses torch's OpenMP threads; ``torch.set_num_threads`` sets their number.
     """
 
     def __init__(
         self,
         devices: Sequence[str | torch.device],
         *,
-        algorithm: str = "auto",
-        order: str = "any",
+        algorithm: Algorithm = "auto",
+        order: Order = "any",
         timeout: float = 30.0,
     ) -> None:
         self._devices = check_devices(devices)
@@ -116,10 +118,10 @@ class Communicator(EngineCommunicator):
         self._plain_calls[call.algorithm] += 1
         return Work(None, {}, *call.words()) if async_op else None
 
-    def _begin_bucket(self, lists: list[list[Tensor]], op: str, after: Any) -> Work | None:
-        """Begin an `all_reduce_coalesced`; ``after``: the GPU events of gradients, and a bucket."""
+    def _begin_bucket(self, lists: list[list[Tensor]], op: OpName, after: Any) -> Work | None:
+        """Launch a bucket. ``after``: the GPU events of the gradients, and the bucket."""
         algorithm, order = self._default
-        # torch packs, and the plain algorithms reduce, on the current streams.
+        # torch and the plain algorithms use the current streams, which must wait for the events.
         is_read_by_torch = algorithm in PLAIN_ALGORITHMS or any(
             tensor.is_neg() or not tensor.is_contiguous() for mine in lists for tensor in mine
         )

@@ -1,4 +1,4 @@
-"""The book's `allreduce`, and the communicators that it makes at first use."""
+"""`allreduce` without a communicator, and the groups behind it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from pyringar.choices import Op
 from pyringar.comm import arrays
 from pyringar.comm.arguments import is_list, op_name
 from pyringar.comm.base_communicator import decline
@@ -23,18 +24,20 @@ _FUSED = ("fused", "rank")  # algorithm and order of CPU ranks
 
 
 class _Default:
-    """Hold the groups behind `allreduce`, made at first use."""
+    """Groups behind `allreduce`, made at first use."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may come in between
+        self._lock = threading.RLock()  # reentrant: a signal handler may call allreduce
         self._group: Any = None
         self.run_prepared: Callable[..., bool] = decline
         self.handle = handle_of(self, "of allreduce()")
-        self._communicators: dict[tuple[int, ...], Communicator] = {}  # by GPU; -1: not on one
+        self._communicators: dict[
+            tuple[int, ...], Communicator
+        ] = {}  # by the GPU of each rank; -1: CPU
         close_at_exit(self, _Default._close, in_child=_Default._forget)
 
     def group(self) -> Any:
-        """Return the group that fuses any number of CPU ranks, and refuses what is no tensor."""
+        """Return the group for any number of CPU ranks. Its calls check the tensors."""
         if self._group is None:
             with self._lock:
                 if self._group is None:
@@ -46,7 +49,7 @@ class _Default:
         """Return the communicator for these tensors; None: use `group`."""
         if not isinstance(data, (list, tuple)) or not data:
             return None
-        # Tensors on a GPU need CUDA initialised; what is no tensor may be CuPy's.
+        # Without CUDA initialised no tensor is on a GPU, but a CuPy array may be.
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if not has_cuda and isinstance(data[0], Tensor):
             return None
@@ -73,7 +76,7 @@ class _Default:
             return self._communicators[gpus]
 
     def _forget(self) -> None:
-        # The parent's threads are not in this process, and its lock may be held for ever.
+        # The parent's threads are not in the forked child: its lock may be held for ever.
         self._lock = threading.RLock()
         self._group, self.run_prepared = None, decline
         self._communicators = {}
@@ -88,16 +91,16 @@ class _Default:
 _default = _Default()
 
 
-def allreduce(data: TensorList, op: Any = "sum") -> None:
-    """Sum one tensor per rank into all of them, in place: the book's function, made right.
+def allreduce(data: TensorList, op: Op = "sum") -> None:
+    """Reduce a list with one tensor per rank in place: every tensor gets the sum.
 
     Args:
-        data: One tensor per rank, any number of them, of equal shape and dtype, in any layout
-            without overlap, on the CPU or on GPUs. The caller's own tensors are written.
+        data: One tensor per rank, on the CPU or on GPUs. Equal shapes and dtypes; any strides
+            without overlap. Any number of ranks.
 
     See `Communicator.all_reduce` for ``op`` and errors.
 
-    Cost: in one memory ``fused``, one pass, ``2 k N`` bytes of traffic; between GPUs ``direct``.
+    Cost: one pass over memory, ``2 k N`` bytes of traffic (``fused``); between GPUs ``direct``.
 
     Source: Zhang, Lipton, Li, Smola, "Dive into Deep Learning", multiple GPUs, from scratch.
     """

@@ -1,4 +1,4 @@
-"""Run calls by a group of the engine, and end that group."""
+"""Communicators whose calls run in the C++ engine."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pyringar.comm import exits  # noqa: F401  its exit handler ends the engine's use of torch
+from pyringar.comm import exits  # noqa: F401  registers the exit handler
+from pyringar.comm.background_work import Work
 from pyringar.comm.base_communicator import LATE_ERRORS, PLAIN_ALGORITHMS, BaseCommunicator
 from pyringar.comm.collective_call import CollectiveCall
 from pyringar.comm.handles import handle_of
-from pyringar.comm.work import Work
 
 logger = logging.getLogger(__name__)
 
-# Tensors of communicators whose last close() a signal ended: the engine may still write them.
+# Tensors of communicators whose close() a signal interrupted: the engine may still write them.
 _interrupted: list[dict[Any, object]] = []
 
 
 class EngineCommunicator(BaseCommunicator):
-    """A communicator whose calls a group of the engine runs."""
+    """Base of communicators whose calls run in an engine group."""
 
     _group: Any
-    # The tensors of the engine's running works, by work; the engine adds them before it returns.
-    # No lock guards it: a signal handler or a fork may interrupt any step.
+    # Maps each running engine work to its tensors; the engine adds them before it returns.
+    # There is no lock: a signal handler or a fork may interrupt any step.
     _in_flight: dict[Any, object]
 
     def _use(self, group: Any, settings: str) -> None:
-        """Start with a group of the engine. ``settings`` are all that change its results."""
+        """Set the engine group. ``settings``: text of all settings that change results."""
         self._group = group
         self._in_flight = {}
         if self._default[0] not in PLAIN_ALGORITHMS:
@@ -46,13 +46,13 @@ class EngineCommunicator(BaseCommunicator):
         return self._begun(native, call)
 
     def _run_plain(self, call: CollectiveCall, async_op: bool) -> Work | None:
-        """Run a call by an algorithm in plain torch."""
+        """Run a call by an algorithm written in plain torch."""
         raise NotImplementedError
 
     def _begun(self, native: Any, call: CollectiveCall) -> Work:
-        """Return the work for the engine's work; release the tensors of works that are done."""
-        # list() is one step of the interpreter. tuple() may collect garbage in the middle, and
-        # other threads remove works then.
+        """Wrap an engine work in a `Work`; release the tensors of completed works."""
+        # list() is atomic. tuple() may run the garbage collector, and other threads could remove
+        # works meanwhile.
         for other in list(self._in_flight):
             if other.is_completed():
                 self._in_flight.pop(other, None)
@@ -72,7 +72,7 @@ class EngineCommunicator(BaseCommunicator):
         self._is_closed = True
         try:
             is_done = self._group.close()
-        except LATE_ERRORS:  # raised once, for the last calls, which may still run
+        except LATE_ERRORS:  # raised once; the last calls may still run
             if self._group.close():
                 self._in_flight.clear()
             raise
@@ -85,7 +85,7 @@ class EngineCommunicator(BaseCommunicator):
             try:
                 self.close()
             except LATE_ERRORS as error:
-                logger.error("a communicator was let go without close(), and %s", error)
+                logger.error("a communicator was deleted without close(), and %s", error)
             finally:
-                if self._in_flight:  # the engine or a GPU still uses them
+                if self._in_flight:  # the engine or a GPU still uses the tensors
                     _interrupted.append(self._in_flight)

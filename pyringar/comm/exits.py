@@ -1,7 +1,7 @@
-"""The end of a process: what holds threads or peers is closed at exit, and left alone after fork().
+"""Cleanup at process exit and after fork().
 
-A forked child has copies of its parent's objects, but not the threads behind them. To close such a
-copy, or to destroy it, would wait for these threads for ever, so the child does neither.
+At exit, objects with threads or peers are closed. A forked child has copies of these objects, but
+not their threads. Closing or destroying a copy would wait for ever, so the child does neither.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pyringar.engine.load import loaded_cuda_engine, loaded_engine
 
 _Call = Callable[[Any], object]
 
-# How long calls may stand still at exit: for ranks that reach their own end a little later. A rank
-# that fails without a traceback, as by sys.exit(1), keeps its peers waiting for no longer.
+# At exit, calls may make no progress for this time: other ranks may exit a little later. A rank
+# that fails without a traceback, for example by sys.exit(1), delays its peers by this time.
 _GRACE_S = 5.0
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 
 class _Living(NamedTuple):
@@ -35,7 +35,7 @@ class _Living(NamedTuple):
     progress: Callable[[Any], object] | None
 
 
-# By id, oldest first; each change is one operation, so that a fork finds no lock held.
+# By id, oldest first. Each change is atomic: a lock could be held during a fork.
 _living: dict[int, _Living] = {}
 _inherited: set[int] = set()
 
@@ -50,11 +50,16 @@ def close_at_exit(
 ) -> None:
     """Call ``close(owner)`` before the interpreter ends, unless ``owner`` was deleted.
 
-    Owners are held weakly, and closed newest first, since the newer may use the older. Without
-    ``in_child`` a child made by ``os.fork`` never closes or destroys ``owner``: there it is
-    `is_inherited`. Owners that wait for other processes give ``abort``. It comes before ``close``
-    if an uncaught exception ends the program, or if no owner's calls move for some seconds.
-    ``progress`` returns False if no such call runs, else a value that changes as calls move.
+    Owners are held weakly and closed newest first, since a newer owner may use an older one.
+
+    Args:
+        owner: The object to close.
+        close: Called with ``owner``.
+        in_child: Called with ``owner`` in a forked child. None: the child never closes or destroys
+            ``owner``, and `is_inherited` returns True.
+        abort: For owners that wait for other processes: called before ``close`` if an exception
+            ends the program, or if no call of any owner makes progress for some seconds.
+        progress: Returns False if no call runs, else a value that changes while calls progress.
     """
     key = id(owner)
     _living[key] = _Living(
@@ -63,45 +68,48 @@ def close_at_exit(
 
 
 def never_destroy(owner: Any) -> None:
-    """Leave ``owner``, and what it holds, in memory until the process is gone."""
+    """Keep ``owner`` in memory until the process ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 @functools.cache
 def empty_backward_at_exit() -> None:
-    """Before the interpreter ends, drop what a backward pass that fails leaves in torch's queue.
+    """Register `drop_failed_backward` at exit.
 
-    torch keeps it until the thread's next pass; 2.15 crashes if it drops hooks after Python's end.
+    torch 2.15 crashes if it destroys hooks of a failed backward pass after the interpreter's end.
     """
     atexit.register(drop_failed_backward)
 
 
 def drop_failed_backward() -> None:
-    """Drop what a backward pass that failed in this thread has left in torch's queue."""
+    """Clear torch's queue of a backward pass that failed in this thread.
+
+    torch clears it only at the start of the thread's next backward pass.
+    """
     import torch
 
     torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def is_inherited(owner: Any) -> bool:
-    """Return whether ``owner`` belongs to the process that this one was forked from."""
+    """Return whether ``owner`` belongs to the parent process of this forked child."""
     return id(owner) in _inherited
 
 
 def close_all() -> None:
-    """Close, newest first, all that `close_at_exit` knows; abort it if the program failed."""
-    with contextlib.ExitStack() as newest_first:  # and all of them, whatever one raises
-        newest_first.callback(_end_reading)  # no other thread may be in an engine's use of torch
+    """Close all registered owners, newest first; abort them if the program failed."""
+    with contextlib.ExitStack() as newest_first:  # continues after an exception
+        newest_first.callback(_end_reading)  # waits for threads that use torch
         entries = [(entry.owner(), entry) for entry in list(_living.values())]
         living = [(owner, entry) for owner, entry in entries if owner is not None]
         for owner, entry in living:
             newest_first.callback(entry.close, owner)
-        # Python notes what it has printed a traceback of; an interactive one goes on after it.
+        # sys.last_value: the uncaught exception. An interactive Python continues after it.
         has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
         is_over = False
         try:
             is_over = not has_failed and _are_over(living)
-        finally:  # also after Ctrl-C
+        finally:  # also after KeyboardInterrupt
             for owner, entry in living if not is_over else ():
                 if entry.abort is not None:
                     newest_first.callback(entry.abort, owner)
@@ -124,7 +132,7 @@ def _are_over(living: Sequence[tuple[Any, _Living]]) -> bool:
             last, ends = now, time.monotonic() + _GRACE_S
         elif time.monotonic() > ends:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _leave_to_parent() -> None:
@@ -133,7 +141,7 @@ def _leave_to_parent() -> None:
         if alive is not None and entry.in_child is not None:
             entry.in_child(alive)
         elif alive is not None:
-            never_destroy(alive)  # so that its id stays its own
+            never_destroy(alive)  # so that no other object gets its id
             _inherited.add(key)
             del _living[key]
 

@@ -1,4 +1,4 @@
-"""Let graphs of torch.compile name a communicator; tell whether a graph is being made."""
+"""Handles of communicators in torch.compile graphs, and detection of tracing."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.compiler import is_dynamo_compiling
 
 from pyringar.errors import RingarError
 
-# A graph holds no Python objects, so it holds the handle of its communicator.
+# A graph cannot hold Python objects: it holds the handle of its communicator.
 _by_handle: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 _MAKING_GRAPHS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def handle_of(communicator: Any, settings: str) -> str:
-    """Return a new handle under which `communicator_of` finds this communicator while it lives.
+    """Register a communicator and return its handle for `communicator_of`.
 
     Args:
-        communicator: The object to find.
-        settings: Text of all settings that change its results. A graph that is loaded by another
-            process, or from torch's cache, finds the communicator with that number and settings.
+        communicator: Held weakly.
+        settings: Text of all settings that change results. A graph from another process, or from
+            torch's cache, finds the communicator with the same number and settings.
     """
     handle = f"communicator {next(_numbers)} ({settings})"
     _by_handle[handle] = communicator
@@ -32,7 +32,7 @@ def handle_of(communicator: Any, settings: str) -> str:
 
 
 def communicator_of(handle: str) -> Any:
-    """Return the communicator of this process with that handle.
+    """Return this process's communicator with the handle.
 
     Raises:
         RingarError: The communicator was deleted.
@@ -47,7 +47,7 @@ def communicator_of(handle: str) -> Any:
 
 
 def is_traced() -> bool:
-    """Return whether torch.compile, torch.export or make_fx makes a graph of this code."""
+    """Return whether torch.compile, torch.export or make_fx traces the calling code."""
     return is_dynamo_compiling() or (
         num_modes() > 0
         and any(torch._C._get_dispatch_mode(key) is not None for key in _MAKING_GRAPHS)

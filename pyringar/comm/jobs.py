@@ -1,4 +1,4 @@
-"""Run calls in the background, one after the other in one thread."""
+"""A thread that runs calls in order."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from pyringar.errors import RingarError
 
 
 class Jobs:
-    """A thread that runs calls in order until `end`; RingarError if it cannot start."""
+    """A thread that runs calls in order until `end`. RingarError if it cannot start."""
 
     def __init__(self, name: str) -> None:
-        # Each use is one step, so that a signal handler may come in between.
+        # Each use of these attributes is atomic: a signal handler may interrupt it.
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._under_way: set[Job] = set()
-        self._waiting: list[int] = []  # threads, once for each of their waits
+        self._pending: set[Job] = set()
+        self._waiting: list[int] = []  # thread ids, one entry per wait
         self._thread = start_thread(name, self._run)
 
     def submit(self, call: Callable[[], object], what: str) -> Job:
-        """Call ``call`` after all that came before; ``what`` says in words what it is."""
+        """Queue a call; ``what`` describes it in messages."""
         job = Job(self, call, what)
-        self._under_way.add(job)
+        self._pending.add(job)
         self._queue.put(job)
         return job
 
     def num_under_way(self) -> int:
-        return len(self._under_way)
+        return len(self._pending)
 
     def is_awaited_here(self) -> bool:
-        """Return whether this thread waits: a signal handler asks, which interrupted the wait."""
+        """Return whether this thread waits. True only inside a signal handler."""
         return threading.get_ident() in self._waiting
 
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
     def end(self) -> None:
-        """Let the thread end after all calls. May be called again."""
+        """End the thread after all queued calls. May be called again."""
         self._queue.put(None)
 
     def close(self) -> None:
-        """Wait for all calls, then end the thread. May be called again."""
+        """Wait for all queued calls, then end the thread. May be called again."""
         self.end()
         with self.awaited():
             self._thread.join()
@@ -63,12 +63,12 @@ class Jobs:
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             job.run()
-            self._under_way.discard(job)
+            self._pending.discard(job)
             del job  # releases its tensors
 
 
 class Job:
-    """A call of `Jobs`, which ``what`` names; `pyringar.comm.work.Work` waits for it."""
+    """A queued call of `Jobs`. `Work` waits for it."""
 
     def __init__(self, jobs: Jobs, call: Callable[[], object], what: str) -> None:
         self._jobs = jobs
@@ -77,7 +77,7 @@ class Job:
         self._end = Latch()
         self._error: BaseException | None = None
         self._finished_ns = 0
-        self.result: Any = None  # of the call, when it has ended well
+        self.result: Any = None  # return value of the call
 
     def run(self) -> None:
         try:
@@ -94,11 +94,14 @@ class Job:
         return self._error
 
     def finished_ns(self) -> int:
-        """Return when it ended; 0 while it runs."""
+        """Return the end time; 0 while the call runs."""
         return self._finished_ns
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Return False if it is not done in time; raise its error, or RingarError after a close."""
+        """Wait for the call; return False after a timeout. Raises the error of the call.
+
+        Raises RingarError if the thread ended before the call began.
+        """
         ends = time.monotonic() + seconds
         with self._jobs.awaited():
             while not self._end.wait(min(1.0, left := ends - time.monotonic())) and left > 0:
@@ -109,5 +112,5 @@ class Job:
         return self._end.is_open
 
     def describe(self) -> str:
-        """Return what it is, and whether it has begun."""
+        """Return the description and the state of the call."""
         return f"{self._what}, which {'waits for the calls before it' if self._calls else 'runs'}"

@@ -1,7 +1,7 @@
-"""All-reduce as operators of torch's, which torch.compile and torch.export keep in their graphs.
+"""All-reduce as torch operators, which torch.compile and torch.export keep in their graphs.
 
-``pyringar::all_reduce_`` writes its tensors, ``pyringar::all_reduce`` returns new ones. Lists of
-ranks stand end to end, and a graph knows a communicator by its handle.
+``pyringar::all_reduce_`` works in place, ``pyringar::all_reduce`` returns new tensors. Lists of
+several ranks are concatenated. The argument ``comm`` is the handle of a communicator.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch._library.effects import EffectType
 from torch.autograd import forward_ad
 
 from pyringar.choices import kind_of
-from pyringar.comm.arguments import op_name
+from pyringar.comm.arguments import SHARED_MEMORY_HINT, op_name
 from pyringar.comm.handles import communicator_of
 from pyringar.errors import ArgumentError, UnsupportedError
 
-# num_lists: how many lists of one length `tensors` are; 0: it is what all_reduce takes.
+# num_lists: the number of lists of equal length in `tensors`; 0: one tensor per rank.
 _ARGUMENTS = "int num_lists, str op, str? algorithm, str? order, str comm"
 _WITH_GRADIENT = ("sum", "mean")
 
@@ -36,16 +36,16 @@ def reduce(
     num_lists: int = 0,
     in_place: bool = True,
 ) -> list[Tensor]:
-    """Reduce by an operator, in place or into new tensors; return the tensors with the results.
+    """Reduce by a torch operator; return the tensors that hold the results.
 
-    ``tensors`` are those of an ``all_reduce``, or ``num_lists`` lists end to end.
+    ``tensors``: one tensor per rank, or ``num_lists`` lists, concatenated.
     """
     given = list(tensors)
     for i, tensor in enumerate(given):
         if not isinstance(tensor, Tensor):
             raise ArgumentError(
-                f"all_reduce: tensors[{i}] is {kind_of(tensor)}, expected a tensor: graphs hold no "
-                "others"
+                f"all_reduce: tensors[{i}] is {kind_of(tensor)}, expected a tensor: graphs "
+                "hold nothing else"
             )
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    """Reduce the gradients of all results: every tensor of every rank is part of each."""
+    """Reduce the gradients of all ranks' results, since each depends on every input."""
     op = ctx.arguments[1]
     if op not in _WITH_GRADIENT:
         raise UnsupportedError(
@@ -108,17 +108,16 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 
 _reduced.register_autograd(_backward, setup_context=_keep_arguments)
 
-# Ranks match calls by their order: no graph may move them past each other, or drop one whose
-# results this rank does not use.
+# Ranks match calls by their order: a graph may not reorder calls, or drop a call whose results this
+# rank does not use.
 torch.library._register_effectful_op("pyringar::all_reduce", EffectType.ORDERED)
 
 
 @functools.cache
 def _lower_in_order(inductor: Any) -> None:
-    """Have inductor take the kernel that reads what the one before it wrote.
+    """Replace inductor's lowering of the ordered operator, which does not keep the order.
 
-    Its own lowering of an ordered operator (seen in torch 2.11 and 2.14) names buffers where the
-    scheduler looks for operations, and so orders nothing.
+    In torch 2.11 and 2.14 it names buffers, but the scheduler looks for operations.
     """
     operator = torch.ops.pyringar.all_reduce.default
 
@@ -130,13 +129,13 @@ def _lower_in_order(inductor: Any) -> None:
 
 
 def _keep_order_in_inductor() -> None:
-    # Once it is there: where it compiles, it is before results' shapes are asked for.
+    # Inductor is imported before it asks for the shapes of results.
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is not None:
         _lower_in_order(inductor)
 
 
-# Made of the other one, for only what writes nothing can be kept in order by graphs.
+# Calls all_reduce, since graphs keep the order only of operators that write no argument.
 _library: Any = torch.library.Library("pyringar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     f"all_reduce_(Tensor(a!)[] tensors, {_ARGUMENTS}) -> ()", tags=torch.Tag.pt2_compliant_tag
@@ -144,30 +143,30 @@ _library.define(
 
 
 def _write(tensors: list[Tensor], num_lists: int, *arguments: Any) -> None:
-    """Refuse what only shows while a graph is made: later nothing requires grad, or is shared."""
+    """Reduce by `all_reduce` and copy back. Check gradients and shared memory while tracing."""
+    operation = "all_reduce_coalesced" if num_lists else "all_reduce"
 
-    def refuse(i: int, why: str) -> None:
-        if num_lists == 0:
-            raise ArgumentError(f"all_reduce: tensors[{i}] {why.format('all_reduce')}")
-        length = len(tensors) // num_lists
-        what = f"lists[{i // length}][{i % length}] {why.format('all_reduce_coalesced')}"
-        raise ArgumentError(f"all_reduce_coalesced: {what}")
+    def name(i: int) -> str:
+        length = len(tensors) // max(num_lists, 1)
+        return f"lists[{i // length}][{i % length}]" if num_lists else f"tensors[{i}]"
 
     for i, tensor in enumerate(tensors):
         if torch.is_grad_enabled() and tensor.requires_grad:
-            refuse(
-                i,
-                "requires grad, and autograd would not see this in-place change; take "
-                "pyringar.ops.{}, torch.no_grad(), or .detach()",
+            raise ArgumentError(
+                f"{operation}: {name(i)} requires grad, and autograd would not see this in-place "
+                f"change; take pyringar.ops.{operation}, torch.no_grad(), or .detach()"
             )
-        if any(_begin_alike(tensor, other) for other in tensors[:i]):
-            refuse(i, "shares memory with one before it, expected a tensor of its own")
+        for j in range(i):
+            if _has_same_start(tensor, tensors[j]):
+                raise ArgumentError(
+                    f"{operation}: {name(i)} shares memory with {name(j)}; {SHARED_MEMORY_HINT}"
+                )
     results = torch.ops.pyringar.all_reduce(tensors, num_lists, *arguments)
     for tensor, result in zip(tensors, results, strict=True):
         tensor.copy_(result)
 
 
-def _begin_alike(one: Tensor, other: Tensor) -> bool:
+def _has_same_start(one: Tensor, other: Tensor) -> bool:
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
         return False
     return bool(one.numel() > 0 and one.storage_offset() == other.storage_offset())

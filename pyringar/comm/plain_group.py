@@ -1,4 +1,4 @@
-"""Check tensors in plain torch: for ``naive`` and ``sharded`` without an engine, and machines."""
+"""Checks of tensors in plain torch, for algorithms and transports without the engine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ import torch
 from torch import Tensor
 
 from pyringar.choices import kind_of
-from pyringar.comm.arguments import DTYPE_NAMES, DTYPES, check_lists, check_parts, is_list
+from pyringar.comm.arguments import (
+    DTYPE_NAMES,
+    DTYPES,
+    SHARED_MEMORY_HINT,
+    check_lists,
+    check_parts,
+    is_list,
+)
 from pyringar.comm.arrays import as_tensor, is_array
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError, UnsupportedError
 
 
 class PlainGroup:
-    """Check what ``naive`` and ``sharded`` are given; refuse all that needs the engine.
+    """Replacement for the engine group, for ``naive`` and ``sharded`` without a compiler.
 
-    ``reason`` says why there is no engine.
+    All other calls raise CompilerNotFoundError with ``reason``.
     """
 
     def __init__(self, devices: Sequence[torch.device], reason: str) -> None:
@@ -28,7 +35,7 @@ class PlainGroup:
         self._is_closed = False
 
     def check_call(self, operation: str, given: Any) -> None:
-        """Refuse all but one tensor, or one list, per rank, alike in length, shapes and dtypes."""
+        """Check for one tensor or one list per rank, with equal lengths, shapes and dtypes."""
         self.check_usable()
         are_tensors = operation == "all_reduce"
         name = "tensors" if are_tensors else "lists"
@@ -81,7 +88,7 @@ class PlainGroup:
 def check_tensors_of_rank(
     call: CollectiveCall, device: torch.device, world_size: int
 ) -> list[Tensor]:
-    """Check the tensors of a call of one local rank; return the tensors that it may write."""
+    """Check the tensors of this rank's call; return the tensors that it may write."""
     if call.operation == "barrier":
         return []
     are_many = call.operation == "all_reduce" and is_list(call.outputs)
@@ -99,7 +106,7 @@ def check_tensors_of_rank(
 
 
 def check_no_overlap(name: str, tensor: Tensor) -> None:
-    """Raise ArgumentError if two elements share an address, as those of an expanded tensor do."""
+    """Raise ArgumentError if two elements of the tensor share an address."""
     if tensor.is_contiguous() or _is_nested(tensor):
         return
     layout = zip(tensor.stride(), tensor.shape, strict=True)
@@ -112,7 +119,10 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
 
 
 def _is_nested(tensor: Tensor) -> bool:
-    """Return whether each stride is larger than all that the smaller strides reach."""
+    """Return whether strides alone prove that no elements overlap.
+
+    Each stride must exceed the extent of the dimensions with smaller strides.
+    """
     reach = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step <= reach:
@@ -122,7 +132,7 @@ def _is_nested(tensor: Tensor) -> bool:
 
 
 def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bool = True) -> None:
-    """Refuse all but a dense tensor on ``device``; if it is written, also one with a gradient."""
+    """Check for a dense tensor on ``device``; a written tensor may not require grad."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{name} is {kind_of(tensor)}, expected a dense tensor")
     if tensor.layout != torch.strided:
@@ -141,13 +151,13 @@ def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bo
 
 
 def check_disjoint(named: dict[str, Tensor]) -> None:
-    """Refuse tensors that share a byte; between the elements of one, others may lie."""
+    """Raise ArgumentError if two tensors share a byte. Interleaved elements are allowed."""
     spans = [(*_span(tensor), name) for name, tensor in named.items() if tensor.numel()]
     spans.sort(key=lambda span: span[0])
     for i, (_, end, before) in enumerate(spans):
         for _, _, name in itertools.takewhile(lambda span: span[0] < end, spans[i + 1 :]):  # noqa: B023
             if torch.isin(_bytes(named[name]), _bytes(named[before])).any():
-                raise ArgumentError(f"{name} shares memory with {before}")
+                raise ArgumentError(f"{name} shares memory with {before}; {SHARED_MEMORY_HINT}")
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -162,6 +172,6 @@ def _addresses(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return where every byte of every element is."""
+    """Return the address of every byte of every element."""
     item = torch.arange(tensor.element_size(), device="cpu")
     return (_addresses(tensor)[:, None] + item).flatten()

@@ -1,4 +1,4 @@
-"""One rank per process: the collectives of `Communicator` for this process's own tensors."""
+"""Communicator with one rank per process, on one machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from pyringar import choices
+from pyringar.choices import Algorithm, Order
+from pyringar.comm.background_work import Work
 from pyringar.comm.engine_communicator import EngineCommunicator
 from pyringar.comm.exits import close_at_exit
-from pyringar.comm.member import Member, check_agreed, check_one_node
 from pyringar.comm.rank_communicator import RankCommunicator
+from pyringar.comm.rank_info import RankInfo, check_agreed, check_one_node
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device, choose
-from pyringar.comm.work import Work
 from pyringar.errors import ArgumentError, CollectiveTimeout
 
 ALGORITHMS = ("auto", "direct")
@@ -25,40 +26,43 @@ _OTHER_ALGORITHMS = [name for name in choices.ALGORITHMS if name not in ALGORITH
 class ProcessCommunicator(EngineCommunicator, RankCommunicator):
     """This process's rank in a group of processes on one machine.
 
-    All ranks make the same calls in the same order; see `Communicator` for the calls. If calls
-    differ, or a rank dies or stays away, all ranks raise before data moves.
+    All ranks make the same calls in the same order; see `Communicator` for the calls. If the calls
+    differ, or a rank dies or is missing, all ranks raise before data moves.
 
     Args:
-        store: A torch.distributed store that all ranks share, new or used. None: that of
-            torch.distributed if it is initialised, else torchrun's.
+        store: A torch.distributed store shared by all ranks, new or used. None: the store of the
+            initialised torch.distributed, else of torchrun.
         rank: This process's rank; only with ``store``.
         world_size: Number of ranks; only with ``store``.
-        name: Tells groups on one store apart. All ranks make groups of one name in the same order.
-        algorithm: ``"auto"`` or ``"direct"``, which are the same.
+        name: Name of the group on the store. All ranks create groups of one name in the same order.
+        algorithm: ``"auto"`` or ``"direct"``; both run the same algorithm.
         order: See `Communicator`.
-        timeout: Seconds that a call waits for a rank without progress, or the constructor for all.
-        device: A GPU of this process, or the CPU (None). GPUs on all ranks, or on none.
-        compares_shapes: Shapes must agree over ranks. False, on the CPU: numbers of elements must.
+        timeout: Seconds that a call waits for a rank without progress, and the constructor for all
+            ranks.
+        device: A GPU of this process; None: the CPU. Either all ranks are on GPUs or none is.
+        compares_shapes: Check that shapes are equal on all ranks. False, on the CPU: check only the
+            number of elements.
 
     Raises:
-        ArgumentError: An argument is wrong; no store; ranks on several machines (names them).
-        CudaError: CUDA refuses to share memory with other processes.
-        CollectiveTimeout: Ranks did not come in time (names them).
+        ArgumentError: An argument is wrong, there is no store, or ranks are on several machines.
+        CudaError: CUDA cannot share memory with other processes.
+        CollectiveTimeout: Ranks did not join in time (names them).
         PeerLostError: A rank died, or the store's process ended.
-        RingarError: A rank could not make or map the shared memory (names it, on all ranks).
-        UnsupportedError: This is not Linux; GPUs that cannot read each other's memory (every pair
-            is tried with real data); another algorithm.
+        RingarError: A rank could not allocate or map the shared memory (names it, on all ranks).
+        UnsupportedError: The system is not Linux, the algorithm is not supported, or GPUs cannot
+            read each other's memory (every pair is tested with real data).
 
-    Ranks may share a GPU. A call is enqueued on the current stream; the host waits until the other
-    ranks have enqueued theirs, never for a device. A CUDA graph cannot capture it.
+    Ranks may share a GPU. A call is enqueued on the current stream. The host waits until all ranks
+    have enqueued the call, but not for a device. A CUDA graph cannot capture the call.
 
-    After a failure make a new communicator, in the same processes. An exception from a signal
-    handler, such as KeyboardInterrupt, ends the call or wait within 0.2 s and fails the
-    communicator on all ranks. A handler must not call the communicator itself.
+    After a failure create a new communicator in the same processes. An exception from a signal
+    handler, such as KeyboardInterrupt, ends a call or wait within 0.2 s and fails the communicator
+    on all ranks. A handler must not call the communicator itself.
 
-    Cost: a megabyte of anonymous shared memory per rank, which even SIGKILL does not leak. On a GPU
-    also 64 MiB of its memory, up to 256 MiB where all ranks share it. `close` frees it if the other
-    ranks close within 0.2 s, else the next communicator on GPUs or the end of the process does.
+    Cost: 1 MB of anonymous shared memory per rank, which the system frees even after SIGKILL. On a
+    GPU also 64 MiB of device memory, or up to 256 MiB if all ranks share the GPU. `close` frees it
+    if the other ranks close within 0.2 s. Otherwise the next communicator on GPUs or the end of the
+    process frees it.
     """
 
     _refused: Mapping[str, str] = {
@@ -74,8 +78,8 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         world_size: int | None = None,
         *,
         name: str = "default",
-        algorithm: str = "auto",
-        order: str = "any",
+        algorithm: Algorithm = "auto",
+        order: Order = "any",
         timeout: float = 30.0,
         device: str | torch.device | int | None = None,
         compares_shapes: bool = True,
@@ -84,8 +88,8 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         store, rank, world_size = checked_store(store, rank, world_size)
         with Rendezvous(
             store, rank, world_size, name, self._timeout_s, self._device.type
-        ) as meeting:
-            self._join(meeting, meeting.exchange_members(), compares_shapes)
+        ) as rendezvous:
+            self._join(rendezvous, rendezvous.exchange_members(), compares_shapes)
 
     def _configure_rank(
         self, name: Any, algorithm: Any, order: Any, timeout: Any, device: Any
@@ -97,21 +101,21 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             raise ArgumentError(f"name is {name!r}, expected a string")
         self._name = name
 
-    def _join(self, meeting: Rendezvous, members: list[Member], compares_shapes: bool) -> None:
-        self._rank, self._world_size = meeting.rank, meeting.world_size
+    def _join(self, rendezvous: Rendezvous, members: list[RankInfo], compares_shapes: bool) -> None:
+        self._rank, self._world_size = rendezvous.rank, rendezvous.world_size
         self._members = members
         check_one_node(members)
         check_agreed(members)
-        meeting.group = group = meeting.engine.ProcessGroup(
-            meeting.share_memory(),
+        rendezvous.group = group = rendezvous.engine.ProcessGroup(
+            rendezvous.share_memory(),
             self._rank,
             self._world_size,
-            meeting.token,
+            rendezvous.token,
             self._timeout_s,
             self._device.index if self._has_gpus else bool(compares_shapes),
         )
-        meeting.wait_until_mapped(group.absent_ranks)
-        self._store = meeting.store
+        rendezvous.wait_until_mapped(group.absent_ranks)
+        self._store = rendezvous.store
         group.seal()
         if self._has_gpus:
             group.connect()
@@ -121,7 +125,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             f"device={str(self._device)!r}, algorithm={self._algorithm!r}, order={self._order!r}",
         )
         self._run_barrier = self._bind_call(self._checked("barrier", []))
-        # Tells the others that this rank has left, sooner than they would find its process gone.
+        # Closing tells the other ranks earlier than they would notice the end of the process.
         close_at_exit(
             self,
             ProcessCommunicator.close,
@@ -130,7 +134,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         )
 
     def _progress(self) -> tuple[int, int] | None:
-        """Return what changes with each call, and each piece of one that any rank has done."""
+        """Return a value that changes with each call and each finished piece; None if idle."""
         num = sum(not native.is_completed() for native in list(self._in_flight))
         return (num, self._group.progress()) if num else None
 

@@ -1,4 +1,4 @@
-"""The public properties of communicators with one local rank, and calls for torch.distributed."""
+"""Base of communicators with one local rank."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 from pyringar.comm.arguments import check_list, check_timeout
 from pyringar.comm.base_communicator import BaseCommunicator
-from pyringar.comm.member import Member
+from pyringar.comm.rank_info import RankInfo
 
 
 class RankCommunicator(BaseCommunicator):
     """One local rank of a group whose other ranks are in other processes.
 
-    A transport also sets ``_rank``, and ``_store``, ``_members``, ``_device`` and ``_name`` if it
-    has them. For the backend of torch.distributed it implements ``_submit_step(step)``, which runs
-    a step that does not wait between earlier and later calls and returns its work, and
-    ``_tell(error)``, which tells the other ranks of a rank that was late or lost.
+    A transport sets ``_rank``; ``_store``, ``_members``, ``_device`` and ``_name`` are optional.
+    The torch.distributed backend also needs two methods. ``_submit_step(step)`` runs a non-blocking
+    step in the order of calls and returns its `Work`. ``_tell(error)`` sends the error of a late or
+    lost rank to the other ranks.
     """
 
     _takes_bare_tensors = True
@@ -29,7 +29,7 @@ class RankCommunicator(BaseCommunicator):
     }
     _rank: int
     _store: Any
-    _members: Sequence[Member]
+    _members: Sequence[RankInfo]
     _device = torch.device("cpu")
     _name: str
     _place = ""  # text for repr()
@@ -41,7 +41,7 @@ class RankCommunicator(BaseCommunicator):
 
     @property
     def store(self) -> Any:
-        """The part of the torch.distributed store that belongs to this group and to no other."""
+        """The torch.distributed store with a key prefix for this group alone."""
         return self._store
 
     @property
@@ -50,36 +50,36 @@ class RankCommunicator(BaseCommunicator):
         return self._device
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[RankInfo, ...]:
         """Process and host of every rank, in rank order."""
         return tuple(self._members)
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that a call waits for other ranks."""
+        """Seconds that a call waits for a rank without progress."""
         return self._timeout_s
 
     def set_timeout(self, timeout: float) -> None:
-        """Change the timeout of calls that begin from now on.
+        """Change the timeout of later calls.
 
         Args:
-            timeout: Seconds that a call waits for a rank which makes no progress.
+            timeout: Seconds that a call waits for a rank without progress.
 
         Raises:
-            ArgumentError: It is no positive number of seconds.
+            ArgumentError: ``timeout`` is not a positive number of seconds.
         """
         self._timeout_s = check_timeout(timeout)
         self._set_timeout(self._timeout_s)
 
     def check_peers(self, ranks: Sequence[int]) -> None:
-        """Raise the known error of the next call. Never waits.
+        """Raise if the group has failed or one of these ranks is lost. Never waits.
 
         Args:
-            ranks: Ranks that must not be lost.
+            ranks: The ranks to check.
 
         Raises:
-            PeerLostError: One of these ranks is gone or has left: names it.
-            RingarError: The group failed before, with that error's class; or it is closed.
+            PeerLostError: One of the ranks has exited or closed the group: names it.
+            RingarError: The group is closed, or failed earlier (with the class of that error).
         """
         self._check_peers(ranks)
 
@@ -101,9 +101,9 @@ class RankCommunicator(BaseCommunicator):
         op: str = "sum",
         root: int = 0,
     ) -> Any:
-        """Begin a call on stand-ins for tensors that the engine does not take.
+        """Begin a call on replacements for tensors that the engine does not support.
 
-        Ranks compare ``what``, the description of the call of the original tensors.
+        ``what`` describes the user's call. Ranks compare this text.
         """
         call = self._checked(operation, outputs, inputs, op, root=root)
         return self._run(call, async_op=True, what=what)

@@ -1,7 +1,6 @@
-"""The algorithms one can read: the book's allreduce done right, and parameters owned by ranks.
+"""The algorithms ``naive`` and ``sharded`` in plain torch, without engine and threads.
 
-They are the baseline that benchmarks compare with, and the oracle that tests compare bits with.
-Plain torch, any layout and any device; no engine, no threads.
+They are the baseline of benchmarks and the reference of tests. Any strides and any device.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# torch computes fewer elements than this in the calling thread. Its other threads keep the mode of
+# torch computes fewer elements in the calling thread. Its other threads keep the denormal mode of
 # the thread that started them.
 _ALONE_ELEMS = 32_767
 
 Pieces = Callable[[Tensor], tuple[Tensor, ...]]
-"""Cuts a tensor into what one operation may take at a time: views, of a contiguous one."""
+"""Splits a contiguous tensor into views, each for one torch operation."""
 
 
 def _whole(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -31,10 +30,10 @@ def _cut(tensor: Tensor) -> tuple[Tensor, ...]:
 
 @contextmanager
 def default_float_mode() -> Iterator[Pieces]:
-    """Keep denormals in this thread, where ``torch.set_flush_denormal(True)`` was called before.
+    """Turn off ``torch.set_flush_denormal`` in this thread for the block.
 
-    Yield how to cut tensors: not at all, or, where the thread flushes denormals, into pieces that
-    it computes alone. Cost else: a multiplication.
+    Yields the function that splits tensors: into pieces that this thread computes alone if it
+    flushed denormals, else into one piece.
     """
     if sys.float_info.min / 2 > 0:
         yield _whole
@@ -49,24 +48,24 @@ def default_float_mode() -> Iterator[Pieces]:
 def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int = 0) -> None:
     """Reduce one tensor per rank, in place: copy to one rank, add in rank order, copy back.
 
-    The book's ``allreduce`` with its two mistakes mended: results are written into the caller's
-    own tensors, and 16-bit floats are added in fp32 and rounded once.
+    Unlike the ``allreduce`` of "Dive into Deep Learning" it writes into the caller's tensors, and
+    adds 16-bit floats in fp32 and rounds once.
 
     Args:
         tensors: One tensor per rank, equal shapes and dtypes.
         op: ``"sum"``, ``"mean"`` (integers: towards zero), ``"max"``, ``"min"`` or ``"prod"``.
-        owner: The rank whose device does the work and through which everything passes.
+        owner: The rank whose device adds all tensors.
 
-    Cost: ``2 (k - 1)`` copies through one device; ``6 (k - 1) N`` bytes of memory traffic where
-    all ranks share a memory (an addition reads two and writes one, a copy reads, allocates the
-    line and writes), against ``2 k N`` for one fused pass.
+    Cost: ``2 (k - 1)`` copies through one device. In one memory ``6 (k - 1) N`` bytes of traffic,
+    against ``2 k N`` for a fused pass: an addition reads two lines and writes one; a copy reads a
+    line, loads the destination line and writes it.
     """
     world_size = len(tensors)
     if world_size == 1:
         return
     device = tensors[owner].device
     partial = wide(tensors[0].dtype)
-    # Inference tensors can be written nowhere else.
+    # Inference tensors can be written only in inference mode.
     with torch.inference_mode(), default_float_mode() as pieces:
         total = tensors[0].to(device, partial).resolve_neg().contiguous()
         if total is tensors[0] and owner != 0:
@@ -76,31 +75,31 @@ def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int =
                 fold(into, term, op)
         if op == "mean":
             divide(total, world_size, pieces)
-        result = total.to(tensors[0].dtype)  # once for all: how a NaN is rounded depends on strides
+        result = total.to(tensors[0].dtype)  # round once: the rounding of a NaN depends on strides
         for tensor in tensors:
             if tensor is not result:
                 tensor.copy_(result)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the sum: 16-bit floats are rounded once, at the end."""
+    """Return the dtype of the partial sums: float32 for 16-bit floats."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def divide(total: Tensor, count: int, pieces: Pieces) -> None:
-    """Make a contiguous sum the mean of ``count``, in place; that of integers towards zero."""
+    """Divide a contiguous sum by ``count`` in place; integers round towards zero."""
     for piece in pieces(total):
         if piece.is_floating_point():
-            # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds twice.
+            # Divide by a tensor: for a number, a GPU multiplies by the reciprocal and rounds twice.
             piece.div_(piece.new_full((), count))
-        else:  # as int64: count may not fit an int8
+        else:  # count may not fit an int8
             piece.copy_(piece.long().div_(count, rounding_mode="trunc"))
 
 
 def fold(total: Tensor, part: Tensor, op: str) -> None:
-    """Fold ``part`` into ``total`` in place.
+    """Reduce ``part`` into ``total`` in place.
 
-    A NaN wins; of zeros of both signs the later one.
+    max and min return NaN if any value is NaN. Of 0 and -0 they return the later zero.
     """
     if op in ("sum", "mean"):
         total.add_(part)
@@ -115,10 +114,10 @@ def fold(total: Tensor, part: Tensor, op: str) -> None:
 
 
 def shard_owners(nbytes: Sequence[int], world_size: int) -> list[int]:
-    """Return the owner of each parameter: the largest first, each to the rank with least so far.
+    """Assign each parameter to a rank: largest first, to the rank with the fewest bytes.
 
-    ``nbytes`` are the sizes of the parameters. The busiest rank holds at least the largest
-    parameter, which caps the gain over a single owner: ``sum(nbytes) / max(nbytes)``.
+    ``nbytes``: sizes of the parameters. Some rank owns the largest parameter, so the gain over a
+    single owner is at most ``sum(nbytes) / max(nbytes)``.
     """
     load = [0] * world_size
     owners = [0] * len(nbytes)
@@ -129,10 +128,10 @@ def shard_owners(nbytes: Sequence[int], world_size: int) -> list[int]:
 
 
 def sharded_all_reduce(lists: Sequence[Sequence[Tensor]], op: str = "sum") -> None:
-    """Reduce many parameters, in place, each at the rank that owns it (the book's exercise).
+    """Reduce many parameters in place, each on the device of its owner (see `shard_owners`).
 
-    ``lists[rank][i]`` is parameter ``i`` of a rank. Cost: as the naive one, but the traffic through
-    the busiest rank falls from all parameters to its own; see `shard_owners` for the cap.
+    ``lists[rank][i]`` is parameter ``i`` of a rank. Cost: the traffic of `naive_all_reduce`, but
+    spread over the owners.
     """
     owners = shard_owners([t.numel() * t.element_size() for t in lists[0]], len(lists))
     for i, owner in enumerate(owners):

@@ -1,24 +1,24 @@
-"""Let ranks in processes find each other through a torch store, and share rank 0's memory.
+"""Rendezvous of ranks in processes through a torch store; they map a segment of rank 0.
 
-A store may outlive the processes that wrote into it: torchrun keeps one for all restarts. So every
-attempt to meet draws a random name, ``Member.attempt``, and rank 0 decides which attempts make a
-group. The keys, below ``pyringar/NAME``:
+A store may outlive the processes that use it: torchrun keeps one store for all restarts. Therefore
+every attempt to join has a random id, ``RankInfo.attempt``, and rank 0 decides which attempts form
+a group. The keys, below ``pyringar/NAME``:
 
 ================== ================================== =============================================
 key                written by                         holds
 ================== ================================== =============================================
-``call``           rank 0, as it begins               its member; the other keys are below its
+``call``           rank 0, as it begins               its RankInfo; the other keys are below its
                                                       attempt, A
-``A/member/R``     rank R, having read ``call``       its member
-``A/members``      rank 0, once                       all members
-``A/segment``      rank 0, once                       where its memory is
-``A/failed``       the rank that fails                why there will be no group
-everything else    the group (`Rendezvous.store`)     also below ``A``: gloo, sub-groups
+``A/member/R``     rank R, having read ``call``       its RankInfo
+``A/members``      rank 0, once                       the RankInfo of all ranks
+``A/segment``      rank 0, once                       its segment
+``A/failed``       the rank that fails                the error
+other keys         the group (`Rendezvous.store`)     also below ``A``: gloo, sub-groups
 ================== ================================== =============================================
 
-Values of earlier attempts do not count: rank 0 reads answers below its new name only, and rank R
-accepts only ``members`` that repeat its own attempt. Rank R ignores the ``call`` of a dead process
-on its machine, and answers anew when ``call`` changes.
+Values of earlier attempts are ignored: rank 0 reads only answers below its attempt, and rank R
+accepts only ``members`` that contain its attempt. Rank R ignores the ``call`` of a dead process on
+its machine, and answers again when ``call`` changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from pyringar.comm.member import Member, read
+from pyringar.comm.rank_info import RankInfo, read
 from pyringar.comm.stores import PatientStore
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
@@ -40,23 +40,23 @@ _ATTEMPT_BYTES = 16  # in hex the 32 bytes of a segment's token
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
 _POLL_S_PER_RANK = 0.001  # all ranks ask one store
-# A process that is being killed loses its descriptors a moment before it ends.
+# A killed process loses its descriptors a moment before it ends.
 _DYING_S = 0.5
-# The kinds that concern all ranks. A CudaError, for instance, is one rank's.
+# Classes of errors that all ranks raise. Other errors of one rank become a RingarError.
 _KINDS = {kind.__name__: kind for kind in (ArgumentError, CollectiveTimeout, PeerLostError)}
 T = TypeVar("T")
 
 
 class Rendezvous:
-    """One attempt to meet, for ``with``: an error in the block is told to the other ranks.
+    """One attempt to join a group. As a context manager it sends errors to the other ranks.
 
     See `ProcessCommunicator` for the arguments. ``kind`` is the type of this rank's device.
 
     Its methods raise:
-        CollectiveTimeout: Names the ranks that did not come in time.
-        PeerLostError: A rank came and died, or the store is gone.
-        RingarError: A rank wrote a malformed value, or could not make or map the memory (names it).
-        ArgumentError: Ranks have another ``world_size``.
+        CollectiveTimeout: Ranks did not join in time (names them).
+        PeerLostError: A rank died after joining, or the store's process ended.
+        RingarError: A rank wrote a malformed value, or could not make or map the segment.
+        ArgumentError: Ranks have different values of ``world_size``.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Rendezvous:
     ) -> None:
         from torch._C._distributed_c10d import PrefixStore  # not in every build of torch
 
-        # Before the clock starts: they may have to be compiled. The CPU's tells processes apart.
+        # Compiling an engine must not count towards the timeout. RankInfo needs the CPU engine.
         cpu_engine = load.engine()
         self.engine = cpu_engine if kind == "cpu" else load.cuda_engine()
         self._prefixed = PrefixStore
@@ -75,11 +75,11 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         prefixed = PrefixStore(f"pyringar/{name}", store)
         self._store = PatientStore(prefixed, name, rank, self._deadline)
-        self._own = Member.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES))
-        self._members = {rank: self._own}  # the known members; of rank 0, that of its last call
+        self._own = RankInfo.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES))
+        self._members = {rank: self._own}  # known ranks; for rank 0 its last call
         self._has_answered = False
-        self._may_tell = rank == 0  # the other ranks why there will be no group
-        self.group: Any = None  # the engine's, once it is made: it is told, too
+        self._may_tell = rank == 0  # whether this rank may write ``failed``
+        self.group: Any = None  # the engine group, once made; it also receives errors
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -87,17 +87,17 @@ class Rendezvous:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
-                with suppress(RingarError):  # the store may be what failed
+                with suppress(RingarError):  # the store may have failed
                     self._tell(error)
         finally:
             self._store.close()
 
     @property
     def store(self) -> Any:
-        """The part of the store that belongs to this group alone, once the members have met."""
+        """The store with a key prefix for this group. Valid after `exchange_members`."""
         return self._prefixed(self._members[0].attempt, self._store.store)
 
-    def exchange_members(self) -> list[Member]:
+    def exchange_members(self) -> list[RankInfo]:
         if self.rank == 0:
             self._store.set("call", self._own.text())
             members = self._poll(self._read_answers, self._missing, "to join")
@@ -120,7 +120,7 @@ class Rendezvous:
         return self._members[0].attempt.encode()
 
     def share_memory(self) -> Any:
-        """Return rank 0's shared memory, mapped."""
+        """Return the mapped segment of rank 0."""
         if self.rank == 0:
             memory = self.engine.create_segment(self.world_size, self.token)
             self._store.set(self._key("segment"), json.dumps({"fd": memory.fd}))
@@ -130,7 +130,7 @@ class Rendezvous:
         try:
             return self.engine.open_segment(self._members[0].pid, fd, self.world_size)
         except RingarError:
-            # Rank 0 is being killed; or it lives, and has given up because another rank died.
+            # Rank 0 was killed, or gave up because another rank died. Prefer that error.
             until = time.monotonic() + _DYING_S
             while time.monotonic() < until:
                 self._segment()
@@ -138,7 +138,7 @@ class Rendezvous:
             raise
 
     def wait_until_mapped(self, absent_ranks: Callable[[], list[int]]) -> None:
-        """Return when ``absent_ranks()``, which have not mapped the memory yet, is empty."""
+        """Wait until ``absent_ranks()``, the ranks that have not mapped the segment, is empty."""
 
         def look() -> bool | None:
             if not absent_ranks():
@@ -150,40 +150,42 @@ class Rendezvous:
 
     # -- rank 0 ------------------------------------------------------------------------------------
 
-    def _read_answers(self) -> list[Member] | None:
+    def _read_answers(self) -> list[RankInfo] | None:
         self._members |= self._answers(self._missing())
         if self._missing():
             self._check_alive()
             return None
-        # The last answer of a rank that gave up and came again counts.
+        # A rank may have given up and joined again: take its last answer.
         self._members |= self._answers(range(1, self.world_size))
         return [self._members[rank] for rank in range(self.world_size)]
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self._members]
 
-    def _answers(self, ranks: Sequence[int]) -> dict[int, Member]:
+    def _answers(self, ranks: Sequence[int]) -> dict[int, RankInfo]:
         texts = self._store.look_up([self._key(f"member/{rank}") for rank in ranks])
         answers = zip(ranks, texts, strict=True)
-        return {rank: read(text, rank, Member) for rank, text in answers if text is not None}
+        return {rank: read(text, rank, RankInfo) for rank, text in answers if text is not None}
 
     # -- other ranks -------------------------------------------------------------------------------
 
-    def _answer(self) -> list[Member] | None:
-        """Answer the call, and return the members of the group that names this attempt."""
+    def _answer(self) -> list[RankInfo] | None:
+        """Answer the call; return all ranks once the group contains this attempt."""
         (text,) = self._store.look_up(["call"])
         if text is None:
             return None
-        caller = read(text, 0, Member)
-        if self._members.get(0) != caller:  # rank 0 has called, or called anew
+        caller = read(text, 0, RankInfo)
+        if self._members.get(0) != caller:  # rank 0 has called, or called again
             self._members[0] = caller
             self._has_answered = False
-        is_alive = self._is_alive(caller)  # before the look, so that its last value counts
-        # `failed` first: if rank 0 writes `members` and then fails, both are seen.
+        is_alive = self._is_alive(
+            caller
+        )  # before reading the keys: a dead rank may have written them
+        # Read `failed` first: if rank 0 writes `members` and then fails, `members` is read too.
         failed, members = self._store.look_up([self._key("failed"), self._key("members")])
         if members is not None:
-            self._has_answered = False  # the call is over, perhaps without this rank
-            group = read(members, 0, lambda members: [Member(**each) for each in members])
+            self._has_answered = False  # the call has ended, possibly without this rank
+            group = read(members, 0, lambda members: [RankInfo(**each) for each in members])
             return group if self._own in group else None
         if not self._has_answered:
             if failed is None and is_alive:
@@ -196,13 +198,13 @@ class Rendezvous:
         return None
 
     def _not_answered(self) -> list[int]:
-        """Return the ranks that the group waits for: rank 0, or the ranks that its call lacks."""
+        """Return the ranks that the group waits for: rank 0, or ranks without an answer."""
         if not self._has_answered:
             return [0]
         answers = self._answers(range(1, self.world_size))
         return [rank for rank in range(1, self.world_size) if rank not in answers] or [0]
 
-    # -- the memory --------------------------------------------------------------------------------
+    # -- the segment -------------------------------------------------------------------------------
 
     def _segment(self) -> Any:
         segment, failed = self._store.look_up([self._key("segment"), self._key("failed")])
@@ -218,7 +220,7 @@ class Rendezvous:
         text = str(error)[:1000] or kind
         if self._may_tell:
             text = f"{self._own.name} could not make the group: {text}"
-        if self.group is not None:  # ranks that have the group do not look into the store
+        if self.group is not None:  # ranks with a group no longer read the store
             encoded = text.encode("utf-8", "backslashreplace")
             self.group.tell(encoded.decode(), kind == "CollectiveTimeout")
         if self._may_tell:
@@ -229,7 +231,7 @@ class Rendezvous:
         self._may_tell = False
         raise error
 
-    def _is_alive(self, member: Member) -> bool:
+    def _is_alive(self, member: RankInfo) -> bool:
         is_here = member.node == self._own.node
         return not is_here or load.engine().is_alive(member.pid, member.start_ticks)
 
@@ -247,7 +249,7 @@ class Rendezvous:
         return f"{self._members[0].attempt}/{name}"
 
     def _poll(self, look: Callable[[], T | None], absent: Callable[[], list[int]], what: str) -> T:
-        """Poll until ``look`` returns a value; pause for an eighth of the time that has passed."""
+        """Poll until ``look`` returns a value, with pauses of an eighth of the elapsed time."""
         longest_s = _LONGEST_POLL_S + min(_POLL_S_PER_RANK * self.world_size, 0.2)
         began_s = time.monotonic()
         while (found := look()) is None:

@@ -1,6 +1,6 @@
-"""The ring's schedule for people: who sends which chunk to whom at every step.
+"""The messages of the ring algorithm: source, destination and chunk of every step.
 
-Read from the engine, so that what is drawn or counted is what runs.
+The values come from the engine.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class RingMove(NamedTuple):
     """One message of the ring.
 
     Attributes:
-        src: The rank that sends.
-        dst: The rank that receives, its next one.
+        src: The source rank.
+        dst: The destination rank, ``src + 1`` modulo the world size.
         chunk: Index into `chunk_slices`.
-        is_reduction: Whether ``dst`` adds its own part to the chunk. Else the chunk is a result.
+        is_reduction: True if ``dst`` adds its elements to the chunk. False if the chunk is final.
     """
 
     src: int
@@ -36,10 +36,11 @@ def ring_schedule(world_size: int) -> list[list[RingMove]]:
         world_size: Number of ranks k, 1 or more.
 
     Returns:
-        For each of the ``2 (k - 1)`` steps, one message per sender: a k-th of a rank's elements.
+        A list of messages, one per rank, for each of the ``2 (k - 1)`` steps. A message holds
+        ``1 / k`` of the elements.
 
     Raises:
-        ArgumentError: There is no rank.
+        ArgumentError: ``world_size`` is below 1.
     """
     _check_world_size(world_size)
     engine = load.engine()
@@ -53,14 +54,14 @@ def ring_schedule(world_size: int) -> list[list[RingMove]]:
 
 
 def chunk_slices(numel: int, world_size: int) -> list[slice]:
-    """Return the chunks of a flat tensor: one after the other, the longer ones first.
+    """Return the slices of a flat tensor's chunks: contiguous, longer chunks first.
 
     Args:
         numel: Number of elements, 0 or more.
         world_size: Number of ranks, and of chunks.
 
     Raises:
-        ArgumentError: A negative number of elements, or no rank.
+        ArgumentError: ``numel`` is negative or ``world_size`` below 1.
     """
     _check_world_size(world_size)
     if numel < 0:

@@ -1,4 +1,4 @@
-"""The torch store through which ranks meet: which one it is, and answers of it by a deadline."""
+"""Choice of the torch store for the rendezvous, and store calls with a deadline."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch.distributed as dist
 from pyringar.comm.jobs import Jobs
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError
 
-_LEAST_S = 0.25  # for an answer after the deadline, so that a rank can tell why it gave up
+_LEAST_S = 0.25  # minimum for a store call, so that a rank can report its timeout
 
 
 def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
-    """Return the store, rank and world size that a caller gave, or the values of this job.
+    """Check store, rank and world size; without them return the values of this job.
 
-    Raise ArgumentError for a wrong value, only some of the three, or no store in this job.
+    Raises ArgumentError for a wrong value, an incomplete set of values, or a job without a store.
     """
     if not dist.is_available():
         raise UnsupportedError(
@@ -47,7 +47,7 @@ def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int
     return store, rank, world_size
 
 
-@functools.cache  # one per process: rank 0's listens on the port that the environment names
+@functools.cache  # once per process: rank 0's store listens on MASTER_PORT
 def _environment_store() -> tuple[Any, int, int]:
     from torch.distributed.rendezvous import rendezvous
 
@@ -64,10 +64,11 @@ def _environment_store() -> tuple[Any, int, int]:
 
 
 class PatientStore:
-    """A store whose calls end by a deadline on the monotonic clock, even if its process is stopped.
+    """A store whose calls end at a deadline, even if the store's process is stopped.
 
-    A thread makes the calls, and ends with `close`. ``group`` and ``rank`` are for messages. Every
-    method raises CollectiveTimeout at the deadline, and PeerLostError if the store's process ended.
+    A thread makes the calls until `close`. ``group`` and ``rank`` are for messages, ``deadline`` is
+    a time of ``time.monotonic()``. Every method raises CollectiveTimeout at the deadline, and
+    PeerLostError if the store's process ended.
     """
 
     def __init__(self, store: Any, group: str, rank: int, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""Threads of the library's own, and how to wait for them."""
+"""Start of daemon threads, and waits that signal handlers may interrupt."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pyringar.errors import RingarError
 
 
 class Latch:
-    """Opens once. Threads wait, and signal handlers that interrupt these waits.
+    """An event that is set once, safe to wait for in signal handlers.
 
-    Waiters of a `threading.Event` hold its lock for a moment. A handler that runs then, and waits
-    for the event's setter, would never end.
+    A waiter of `threading.Event` briefly holds its lock. A signal handler that interrupts it and
+    waits for the setting thread would deadlock.
     """
 
     def __init__(self) -> None:
@@ -25,25 +25,25 @@ class Latch:
         self._lock.acquire()
 
     def open(self) -> None:
-        """Let all go that wait. Call once."""
+        """Wake all waiters. Call once."""
         self.is_open = True
         self._lock.release()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether it is open, after at most so many seconds."""
+        """Wait until open, at most ``seconds``; return whether it is open."""
         ends = time.monotonic() + seconds
         while not self.is_open and (left := ends - time.monotonic()) > 0:
-            # Not for longer: an interrupt may come before the lock is given back.
+            # At most 1 s: a signal may interrupt another waiter before it releases the lock.
             if self._lock.acquire(timeout=min(left, 1.0)):
                 self._lock.release()
         return self.is_open
 
 
 def start_thread(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
-    """Start a daemon: whoever starts it says when it ends.
+    """Start a daemon thread. The caller must end it.
 
     Raises:
-        RingarError: The system has no thread left.
+        RingarError: The system's limit of threads is reached.
     """
     thread = threading.Thread(target=target, args=args, name=f"pyringar {name}", daemon=True)
     with starting_thread(thread.name):
@@ -53,7 +53,7 @@ def start_thread(name: str, target: Callable[..., object], *args: Any) -> thread
 
 @contextmanager
 def starting_thread(name: str) -> Iterator[None]:
-    """Raise a RingarError where Python says that the system has no thread left."""
+    """Turn Python's error at the limit of threads into a RingarError."""
     try:
         yield
     except RuntimeError as error:
@@ -65,10 +65,10 @@ def starting_thread(name: str) -> Iterator[None]:
 
 @contextmanager
 def handlers_wait() -> Iterator[None]:
-    """Delay handlers of signals until the block ends: an exception would lose a new thread.
+    """Delay signal handlers until the block ends, so that no exception interrupts it.
 
     Raises:
-        BaseException: That of the block, else of the first handler. All handlers run before.
+        BaseException: The exception of the block, else of the first handler. All handlers run.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = signal.valid_signals() if is_main else ()
@@ -83,7 +83,7 @@ def handlers_wait() -> Iterator[None]:
         left = list(handlers.items())
         while left or came:
             try:
-                while left:  # a handler that is there again may raise in this loop
+                while left:  # a restored handler may raise in this loop
                     signal.signal(*left[-1])
                     left.pop()
                 while came:

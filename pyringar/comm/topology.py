@@ -1,4 +1,4 @@
-"""Describe the ranks' devices, choose the algorithm of ``auto``, and say what a call costs."""
+"""Devices of the ranks, the algorithm of ``auto``, and the cost of a call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pyringar.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Topology:
-    """Say which ranks share a memory."""
+    """The devices of all ranks, and the ranks that share each memory."""
 
-    devices: tuple[str, ...]  # of every rank
-    memories: dict[str, tuple[int, ...]]  # the ranks in every memory: "host", or a GPU
+    devices: tuple[str, ...]  # by rank
+    memories: dict[str, tuple[int, ...]]  # ranks by memory: "host" or a GPU
 
     @classmethod
     def of(cls, devices: Sequence[torch.device]) -> Topology:
@@ -33,7 +33,7 @@ class Topology:
 
     @property
     def place(self) -> str:
-        """``"host"``, ``"gpu"`` (one for all ranks), ``"gpus"``, or ``"mixed"``: on both."""
+        """``"host"``, ``"gpu"`` (one for all ranks), ``"gpus"`` or ``"mixed"`` (host and GPUs)."""
         if "host" in self.memories:
             return "host" if self.is_one_memory else "mixed"
         return "gpu" if self.is_one_memory else "gpus"
@@ -43,14 +43,14 @@ class Topology:
 
 
 _ONE_PASS = "all ranks share {}, where one pass is the least traffic"
-# Among CPU ranks ``fused`` was best or within 6 % in every case measured, and processes never
-# gained by the ring (docs/report.md). Between GPUs nothing was measured.
+# On CPUs ``fused`` was the fastest or within 6 % in every measurement, and for processes a ring was
+# never faster (docs/report.md). Between GPUs nothing was measured.
 _TABLE = {
     "host": ("fused", _ONE_PASS.format("the host's memory")),
     "gpu": ("fused", _ONE_PASS.format("the memory of one GPU")),
     "gpus": (
         "direct",
-        "each GPU reduces a slice: as many bytes as a ring's, and no kernel waits for another",
+        "each GPU reduces a slice: as many bytes as a ring, and no kernel waits for another",
     ),
     "mixed": ("direct", "ranks in the host's memory and on GPUs meet in staging buffers"),
     "processes": (
@@ -61,23 +61,23 @@ _TABLE = {
 
 
 def choose(place: str) -> tuple[str, str]:
-    """Return the algorithm of calls, and why; it adds in the order of the ranks.
+    """Return the algorithm of ``auto`` and the reason. It adds in rank order.
 
-    ``place`` is that of a `Topology`, or ``"processes"``: each rank is in a process.
+    ``place``: `Topology.place`, or ``"processes"`` for one rank per process.
     """
     return _TABLE[place]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Describe what a call would do, and why.
+    """Algorithm, order and cost of an all_reduce.
 
     Attributes:
         algorithm: The algorithm that runs.
-        order: In which ranks are added: ``"rank"``, ``"ring"``, ``"tree"`` or ``"exact"``.
-        steps: Rounds in which ranks wait for each other; 0 for one pass without any.
-        traffic_bytes: Reads and writes of all ranks in the whole call, in memory or in caches.
-        reason: Why this algorithm.
+        order: The order of additions: ``"rank"``, ``"ring"``, ``"tree"`` or ``"exact"``.
+        steps: Number of times that ranks wait for each other.
+        traffic_bytes: Bytes that all ranks read and write, in memory or caches.
+        reason: The reason for the algorithm.
     """
 
     algorithm: str
@@ -90,7 +90,7 @@ class Plan:
     def of(
         cls, algorithm: str, reason: str, topology: Topology, nbytes: int, order: str = "rank"
     ) -> Plan:
-        """Return what an algorithm does for ``nbytes`` on each rank of one process."""
+        """Return the plan for ``nbytes`` per rank if one process drives all ranks."""
         k = len(topology.devices)
         steps = 2 * (k - 1)
         if k == 1:
@@ -99,7 +99,7 @@ class Plan:
             steps, passes = 0 if topology.is_one_memory else 2, 2 * k
         elif algorithm == "ring":
             order = "ring"
-            # CPU ranks read each other's tensors, only partial sums go through slots; GPUs send
+            # CPU ranks read each other's tensors; only partial sums go through slots. GPUs send
             # everything through slots.
             passes = 5 * (k - 1) if topology.place == "host" else 6 * k - 4
         else:
@@ -110,13 +110,13 @@ class Plan:
     def in_processes(
         cls, algorithm: str, num_pieces: int, reason: str, world_size: int, nbytes: int, order: str
     ) -> Plan:
-        """Return what ``"exchange"`` or ``"direct"`` does for ``nbytes`` on each process's rank."""
+        """Return the plan of ``"exchange"`` or ``"direct"`` for ``nbytes`` per process."""
         k = world_size
         if k == 1:
             return cls(algorithm, order, 0, 0, reason)
         if algorithm == "exchange":  # copy in, read all, write
             steps, passes = num_pieces, k * (k + 3)
-        else:  # direct: copy in, reduce a slice, copy out, each for what is not a rank's own
+        else:  # direct: copy in, reduce a slice, copy out; a rank skips its own slice in copies
             steps, passes = 2 * num_pieces, 5 * k - 2
         return cls(algorithm, order, steps, passes * nbytes, reason)
 
@@ -129,7 +129,7 @@ class Plan:
 
 
 def check_device(given: Any, name: str) -> torch.device:
-    """Return the device given as argument ``name``; ArgumentError lists the devices here."""
+    """Return argument ``name`` as a torch.device. ArgumentError lists this machine's devices."""
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
@@ -139,7 +139,7 @@ def check_device(given: Any, name: str) -> torch.device:
             f"{name} is {given!r}, expected a device such as 'cpu' or 'cuda:0'; on this machine "
             f"there are: {', '.join(there)}{did_you_mean(given, known)}"
         ) from error
-    if device.type == "cpu":  # has no index; without a GPU, counting GPUs takes 0.1 ms
+    if device.type == "cpu":  # skip the count of GPUs, which takes 0.1 ms
         return torch.device("cpu")
     there = _devices_here()
     if device.type != "cuda" or (device.index or 0) >= len(there) - 1:
@@ -147,7 +147,7 @@ def check_device(given: Any, name: str) -> torch.device:
             f"{name} is {str(device)!r}, which is not on this machine; "
             f"there are: {', '.join(there)}"
         )
-    if device == torch.device("cuda"):  # torch's current one; a name for every rank's memory
+    if device == torch.device("cuda"):  # give the current GPU its index
         device = torch.device("cuda", torch.cuda.current_device())
     return device
 
@@ -157,7 +157,7 @@ def _devices_here() -> list[str]:
 
 
 def check_devices(devices: Any, name: str = "devices") -> tuple[torch.device, ...]:
-    """Return the devices of a list with one per rank; ArgumentError as `check_device`."""
+    """Return a list with one device per rank as torch.devices; see `check_device`."""
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise ArgumentError(
             f'{name} is {devices!r}, expected a list with one device per rank, such as ["cpu"] * 4'

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
-from pyringar.comm.member import Member
-from pyringar.comm.orders import tree
+from pyringar.comm.rank_info import RankInfo
 from pyringar.comm.reference import default_float_mode, divide, fold, wide
+from pyringar.comm.sum_orders import tree
 from pyringar.distributed.convert import copy_all, has_plain_memory
 from pyringar.distributed.machines import Column, Machines, Wait
 from pyringar.errors import ArgumentError, RingarError
@@ -42,7 +42,7 @@ class Between:
     """The collectives of ranks on several machines."""
 
     machines: Machines
-    members: Sequence[Member]
+    members: Sequence[RankInfo]
     inside: Any  # the communicator of this machine; its ranks count from 0
     host: Any  # the same, for tensors on the CPU
     column: Column

@@ -3,7 +3,7 @@
 No string annotations here: torch reads those of a hook and takes no strings.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -31,7 +31,9 @@ class HookState:
         ArgumentError: ``op`` is neither, ``timeout`` is no number of seconds.
     """
 
-    def __init__(self, comm: Any = None, op: str = "mean", *, timeout: float = 1800.0) -> None:
+    def __init__(
+        self, comm: Any = None, op: Literal["sum", "mean"] = "mean", *, timeout: float = 1800.0
+    ) -> None:
         self.op = check_choice("op", op, _OPS)
         self._timeout_s = check_timeout(timeout)
         self._comm = comm

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from pyringar.choices import ALGORITHMS
+from pyringar.choices import ALGORITHMS, Algorithm, Order
 from pyringar.comm.arguments import check_timeout
+from pyringar.comm.background_work import Work
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.jobs import Jobs
-from pyringar.comm.member import Member, check_agreed, ranks_by_node
 from pyringar.comm.plain_group import check_tensors_of_rank
 from pyringar.comm.process_communicator import ProcessCommunicator
 from pyringar.comm.rank_communicator import RankCommunicator
+from pyringar.comm.rank_info import RankInfo, check_agreed, ranks_by_node
 from pyringar.comm.rendezvous import Rendezvous
 from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
-from pyringar.comm.work import Work
 from pyringar.distributed.between import Between
 from pyringar.distributed.convert import count_changes
 from pyringar.distributed.machines import Column, Machines
@@ -52,8 +52,8 @@ def communicator_for(
     world_size: int | None = None,
     *,
     name: str = "default",
-    algorithm: str = "auto",
-    order: str = "any",
+    algorithm: Algorithm = "auto",
+    order: Order = "any",
     timeout: float = 30.0,
     device: str | torch.device | int | None = None,
     compares_shapes: bool = True,
@@ -125,7 +125,7 @@ class HierarchicalCommunicator(RankCommunicator):
         world_size: int | None = None,
         *,
         name: str = "default",
-        order: str = "any",
+        order: Order = "any",
         timeout: float = 30.0,
         device: str | torch.device | int | None = None,
         compares_shapes: bool = True,
@@ -138,7 +138,7 @@ class HierarchicalCommunicator(RankCommunicator):
     def _join(
         self,
         meeting: Rendezvous,
-        members: list[Member],
+        members: list[RankInfo],
         device: torch.device,
         order: str,
         timeout: float,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyringar.choices import ORDERS, check_choice
 from pyringar.comm.exits import close_at_exit, is_inherited
-from pyringar.comm.member import Member
+from pyringar.comm.rank_info import RankInfo
 from pyringar.comm.stores import PatientStore
 from pyringar.distributed.fallback import break_off, closed_peers, make_gloo, make_nccl
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
@@ -75,7 +75,7 @@ class Column:
         self,
         store: Any,
         machines: Machines,
-        members: Sequence[Member],
+        members: Sequence[RankInfo],
         timeout_s: float,
         device: torch.device,
         inside: Any,

@@ -1,18 +1,18 @@
-"""Find the native engines, or build them on first use: keys, cache, lock.
+"""Cache of native engines: find an engine, or build it at first use.
 
-Two digests tell builds apart:
+The key of a build has two digests:
 
 * *content*: the sources, the flags, the Python ABI, the C library; the CPU or the GPU
-  architectures. An engine with another content digest is wrong for this machine or version.
-* *toolchain*: the compilers and pybind11. A new compiler builds anew; without a compiler any
-  engine of the same content serves.
+  architectures. An engine with another content digest does not fit this machine or version.
+* *toolchain*: the compilers and pybind11. A new compiler rebuilds the engine. Without a compiler
+  any engine of the same content is used.
 
-A wheel may bring an engine for any CPU of its architecture. It serves until `build_engine` has
-built one for this very CPU. The layout of the cache:
+A wheel may contain an engine for any CPU of its architecture. It is used until `build_engine` has
+built an engine for this CPU. The layout of the cache:
 
-    <cache>/<module>.lock                             held by a build; freed if its process dies
-    <cache>/tmp-<module>-XXXX/                        a build at work; the next one deletes it
-    <cache>/<content>-<toolchain>/build.json          what was built, with which compiler and flags
+    <cache>/<module>.lock                             lock of a running build
+    <cache>/tmp-<module>-XXXX/                        a running build; the next build deletes it
+    <cache>/<content>-<toolchain>/build.json          sources, compiler and flags of the build
     <cache>/<content>-<toolchain>/_engine.<abi>.so    renamed last: if it exists, it is complete
 """
 
@@ -36,8 +36,8 @@ from pyringar.engine.compile import (
     COMPILE_DEADLINE_S,
     CPU,
     CUDA,
+    BuildPlan,
     EngineKind,
-    Plan,
     Recipe,
     compile_into,
     plan_build,
@@ -55,7 +55,7 @@ log = logging.getLogger("pyringar")
 
 @dataclass(frozen=True)
 class Engine:
-    """A built engine: ``origin`` is "wheel", "cache" or "built" (just now)."""
+    """A built engine. ``origin``: "wheel", "cache" or "built" (by this call)."""
 
     path: Path
     origin: str
@@ -63,7 +63,7 @@ class Engine:
 
 
 def cache_dir() -> Path:
-    """Return the folder of engines: ``PYRINGAR_CACHE_DIR``, else the user's. Creates nothing."""
+    """Return the cache folder: ``PYRINGAR_CACHE_DIR`` or a default. Creates nothing."""
     if sys.platform == "win32":
         raise BuildError("the engine needs POSIX (Linux, macOS); on Windows use WSL")
     import platformdirs
@@ -77,7 +77,7 @@ def cache_dir() -> Path:
 
 
 def _check_private(path: Path) -> None:
-    """Raise PermissionError if another user than root could write a file or folder."""
+    """Raise PermissionError if another user, except root, can write the file or folder."""
     status = path.lstat()
     if status.st_uid not in (os.geteuid(), 0):
         raise PermissionError(
@@ -92,7 +92,7 @@ def _check_private(path: Path) -> None:
 
 @contextmanager
 def _explained(doing: str) -> Iterator[None]:
-    """Turn an error of the file system into a BuildError that says what to do."""
+    """Turn a file system error into a BuildError with advice."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -100,16 +100,16 @@ def _explained(doing: str) -> Iterator[None]:
 
 
 def find_engine(recipe: Recipe) -> Engine | None:
-    """Find the engine that was built for this very CPU, else the one in the wheel.
+    """Find the engine built for this CPU, else the engine in the wheel.
 
-    Needs no compiler. Skips an engine that other users could have written, with a warning.
+    Needs no compiler. Skips, with a warning, an engine that other users can write.
     """
     content = recipe.content()
     return _engine_in_cache(recipe, content) or _engine_in_wheel(recipe, content)
 
 
 def ensure_engine(recipe: Recipe | None = None) -> Engine:
-    """Find the engine or build it: milliseconds, or seconds once."""
+    """Find the engine, or build it. A build takes seconds, finding it milliseconds."""
     recipe = recipe or Recipe()
     return find_engine(recipe) or build_engine(recipe)
 
@@ -118,14 +118,14 @@ def _engine_in_cache(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
     try:
         key = _key(plan_build(recipe, content))
     except CompilerNotFoundError:
-        # Built elsewhere (a container image, a node without compilers), and still right.
+        # The engine may come from another machine, for example in a container image.
         key = f"{_digest(content, 16)}-*"
     with _explained(f"look for {recipe.kind.title}"):
         found = (_private_engine_in(f, recipe.kind) for f in sorted(cache_dir().glob(key)))
         return next(filter(None, found), None)
 
 
-def _key(plan: Plan) -> str:
+def _key(plan: BuildPlan) -> str:
     return f"{_digest(plan.content, 16)}-{_digest(plan.toolchain, 8)}"
 
 
@@ -155,7 +155,7 @@ def _engine_in(folder: Path, origin: str, kind: EngineKind) -> Engine | None:
 
 
 def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | None:
-    """Return the engine in the wheel if it is of these sources, and for these GPUs."""
+    """Return the engine in the wheel if its sources, flags and GPU architectures fit."""
     kind = recipe.kind
     # The file is not checked: a user who can write it can write pyringar's Python files, too.
     engine = _engine_in(recipe.root().parent / _IN_WHEEL / kind.module, "wheel", kind)
@@ -173,11 +173,11 @@ def _engine_in_wheel(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
 
 
 def build_engine(recipe: Recipe, *, force: bool = False, verbose: bool = False) -> Engine:
-    """Build the engine into the cache, unless another process just did.
+    """Build the engine into the cache, unless another process has just built it.
 
-    If several processes call this, one builds and the others wait. ``force`` builds even if it is
-    there, ``verbose`` logs the compiler's commands and output. BuildError if that fails, the cache
-    cannot be used, or its lock is not free in time.
+    If several processes call this, one builds and the others wait. ``force`` rebuilds an existing
+    engine, ``verbose`` logs the compiler's commands and output. Raises BuildError if the build
+    fails, the cache cannot be used, or its lock is not free in time.
     """
     kind, plan = recipe.kind, plan_build(recipe, recipe.content())
     folder = cache_dir() / _key(plan)
@@ -199,7 +199,7 @@ def build_engine(recipe: Recipe, *, force: bool = False, verbose: bool = False) 
 
 @contextmanager
 def _locked(cache: Path, kind: EngineKind) -> Iterator[None]:
-    """Hold the lock of all builds of this kind; it is free if its owner died."""
+    """Hold the lock of builds of this kind. The system frees it if its process dies."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(str(cache / f"{kind.module}.lock"), mode=0o600)
@@ -222,7 +222,7 @@ def _locked(cache: Path, kind: EngineKind) -> Iterator[None]:
 
 
 def prebuild(package: Path) -> None:
-    """Compile engines into the folder ``package``, without cache and lock: for making a wheel.
+    """Compile engines for a wheel into the folder ``package``, without cache and lock.
 
     The CPU engine is for any CPU of this architecture. The CUDA engine is compiled only if
     ``PYRINGAR_CUDA_ARCHS`` names the GPUs that will use the wheel.

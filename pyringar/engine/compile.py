@@ -1,7 +1,7 @@
 """Compile a native engine with ninja, into any folder.
 
-There are two engines, `CPU` and `CUDA`, each a Python module. A `Recipe` names the sources, a
-`Plan` the compilers. No engine includes torch headers, so one build serves every torch version.
+There are two engines, `CPU` and `CUDA`, each a Python module. A `Recipe` names the sources and a
+`BuildPlan` the compilers. No engine includes torch headers: one build serves every torch version.
 They share sources, but a digest covers only what its engine may include: an edit of csrc/cuda
 leaves the CPU engine alone.
 """
@@ -33,7 +33,7 @@ BASE_FLAGS = (
     "-DNDEBUG",
     "-fPIC",
     "-fvisibility=hidden",
-    "-ffp-contract=off",  # the bits of a sum are a contract: no fused multiply-add
+    "-ffp-contract=off",  # a fused multiply-add would change the bits of sums
     "-pthread",
     "-Wall",
     "-Wextra",
@@ -42,7 +42,7 @@ NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
     "-DNDEBUG",
-    "-fmad=false",  # the same contract
+    "-fmad=false",  # as -ffp-contract=off
     "-prec-div=true",
     "-prec-sqrt=true",
     "-ftz=false",
@@ -65,7 +65,7 @@ log = logging.getLogger("pyringar")
 
 @dataclass(frozen=True)
 class EngineKind:
-    """One of the native modules: its sources, and how they are compiled.
+    """One native module: its sources and the way to compile them.
 
     ``compiled``, ``included`` and ``left_out`` are patterns of files below the source root, the
     slow ones first. ``joined``: groups of sources by the beginnings of their names; each group is
@@ -147,10 +147,10 @@ CUDA = EngineKind(
 
 @dataclass(frozen=True)
 class Recipe:
-    """An engine to build: by default pyringar's own for the CPU; tests build tiny ones.
+    """An engine to build; by default pyringar's CPU engine.
 
     ``_prebuilt`` beside ``source_root`` may hold engines. ``baseline``: compile for any CPU of this
-    architecture, not for this very CPU.
+    architecture, not for this CPU.
     """
 
     source_root: Path | None = None
@@ -205,8 +205,8 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A recipe and the compilers for it; ``content`` and ``toolchain`` tell builds apart."""
+class BuildPlan:
+    """A recipe with its compilers. ``content`` and ``toolchain`` form the key of the build."""
 
     recipe: Recipe
     compiler: Compiler
@@ -219,8 +219,8 @@ class Plan:
         return " and ".join(str(found) for found in (self.nvcc, self.compiler) if found)
 
 
-def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> Plan:
-    """Find the compilers for a recipe with this content. CompilerNotFoundError if there is none."""
+def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> BuildPlan:
+    """Find the compilers for a recipe. Raises CompilerNotFoundError."""
     nvcc = toolchain.find_nvcc() if recipe.kind.cuda else None
     compiler = toolchain.find_compiler()
     made_with: dict[str, Any] = {
@@ -230,13 +230,13 @@ def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> Plan:
     }
     if nvcc is not None:
         made_with |= {"nvcc": list(nvcc.command), "nvcc_identity": list(nvcc.identity)}
-    return Plan(recipe, compiler, nvcc, content, made_with)
+    return BuildPlan(recipe, compiler, nvcc, content, made_with)
 
 
-def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
-    """Compile into ``folder``: first the record, then the engine. The caller holds the lock.
+def compile_into(folder: Path, plan: BuildPlan, *, verbose: bool = False) -> None:
+    """Compile into ``folder``, which gets the record, then the engine. Needs the lock.
 
-    BuildError, with the compiler's output, if it cannot be compiled.
+    Raises BuildError with the compiler's output.
     """
     started, kind = time.monotonic(), plan.recipe.kind
     version, ninja = toolchain.compiler_version(plan.compiler), toolchain.find_ninja()
@@ -279,16 +279,16 @@ def compile_into(folder: Path, plan: Plan, *, verbose: bool = False) -> None:
     log.info("compiled %s in %.1f s with %s: %s", kind.title, seconds, version, folder / kind.file)
 
 
-def _copy_sources(plan: Plan, root: Path) -> None:
-    """Copy the sources: an edit during the build does not change what is compiled."""
+def _copy_sources(plan: BuildPlan, root: Path) -> None:
+    """Copy the sources, so that an edit during the build has no effect."""
     for source in plan.recipe.files():
         target = root / source.relative_to(plan.recipe.root())
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
 
 
-def _accepted_flags(plan: Plan, work: Path) -> list[str]:
-    """Return the C++ compiler's flags, without those for this very CPU if it refuses them."""
+def _accepted_flags(plan: BuildPlan, work: Path) -> list[str]:
+    """Return the C++ flags, without the flags for this CPU if the compiler refuses them."""
     compiler = plan.compiler
     tuning = () if plan.recipe.kind.cuda else plan.content["cpu"]["flags"]
     probe = work / "probe.cpp"
@@ -310,7 +310,7 @@ def _accepted_flags(plan: Plan, work: Path) -> list[str]:
 
 
 def _translation_units(work: Path, kind: EngineKind) -> list[str]:
-    """Return the files to compile, relative to ``work``/csrc; write those that join others."""
+    """Return the files to compile, relative to ``work``/csrc. Writes the joined files."""
     root = work / "csrc"
     names = [file.relative_to(root).as_posix() for file in kind.files(root, kind.compiled)]
     units = []
@@ -332,7 +332,11 @@ def _translation_units(work: Path, kind: EngineKind) -> list[str]:
 
 
 def _ninja_script(
-    work: Path, plan: Plan, toolkit: CudaToolkit | None, archs: Sequence[str], flags: Sequence[str]
+    work: Path,
+    plan: BuildPlan,
+    toolkit: CudaToolkit | None,
+    archs: Sequence[str],
+    flags: Sequence[str],
 ) -> str:
     kind = plan.recipe.kind
     inputs = _translation_units(work, kind)
@@ -377,7 +381,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _run_ninja(ninja: str, work: Path, log_path: Path, plan: Plan, *, verbose: bool) -> None:
+def _run_ninja(ninja: str, work: Path, log_path: Path, plan: BuildPlan, *, verbose: bool) -> None:
     command = [ninja, "-v", "-j", str(toolchain.cores_allowed())]
     ending = ""
     with open(log_path, "wb") as output:

@@ -1,4 +1,4 @@
-"""Load the native engines; no other module does."""
+"""Loading of the native engines."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from pyringar.errors import BuildError
 
 _NAME = f"pyringar.{CPU.module}"
 _CUDA_NAME = f"pyringar.{CUDA.module}"
-# One each: compiling kernels takes minutes, and the CPU engine need not wait for it.
-# Reentrant: a signal handler may interrupt the loading, and need the engine too.
+# One lock per engine: the CPU engine need not wait minutes for CUDA kernels to compile.
+# Reentrant: a signal handler that interrupts the loading may need the engine.
 _locks = {_NAME: threading.RLock(), _CUDA_NAME: threading.RLock()}
 
 
 def engine() -> ModuleType:
-    """Return the CPU engine's module, which the first call of a process finds or builds, and loads.
+    """Return the module of the CPU engine. The first call finds or builds it, and loads it.
 
-    Threads may call it at once. Cost: a dictionary look-up from the second call on.
-    CompilerNotFoundError if it must be built without a compiler; BuildError says what failed and
-    what to do.
+    Thread safe. Later calls cost a dictionary look-up. Raises CompilerNotFoundError if there is
+    neither an engine nor a compiler, and BuildError if the build or the load fails.
     """
     return sys.modules.get(_NAME) or _load_once(_NAME, CPU)
 
 
 def cuda_engine() -> ModuleType:
-    """Return the CUDA engine's module, which needs no GPU to be loaded. See `engine`."""
+    """Return the module of the CUDA engine. Loading needs no GPU. See `engine`."""
     return sys.modules.get(_CUDA_NAME) or _load_once(_CUDA_NAME, CUDA)
 
 
@@ -50,7 +49,7 @@ def _load_once(name: str, kind: EngineKind) -> ModuleType:
 
 
 def load(built: build.Engine) -> ModuleType:
-    """Load an engine from its file without registering it; for checks. Others call `engine`."""
+    """Load an engine file without registering the module in ``sys.modules``."""
     name = f"pyringar.{built.path.name.partition('.')[0]}"
     loader = importlib.machinery.ExtensionFileLoader(name, str(built.path))
     spec = importlib.machinery.ModuleSpec(name, loader, origin=str(built.path))

@@ -1,4 +1,4 @@
-"""Find what building the engines needs: processor, compilers, CUDA toolkit, ninja, headers."""
+"""Detection of CPU, compilers, CUDA toolkit, ninja and headers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CPUINFO_FIELDS = (
     "uarch",
     "isa",
 )
-# Instructions that every CPU of the architecture has; the default of some compilers needs more.
+# Instruction sets of every CPU of the architecture. Some compilers use more by default.
 _BASELINES = {"x86_64": "-march=x86-64", "aarch64": "-march=armv8-a"}
 _INSTALL_COMPILER = (
     "Install one: Debian/Ubuntu `apt install g++`, Fedora/RHEL `dnf install gcc-c++`, "
@@ -60,7 +60,7 @@ _OLDEST_ARCH = (7, 5)
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU, by the facts that decide which machine code it can run."""
+    """Architecture, model and instruction set of a CPU."""
 
     machine: str
     model: str
@@ -76,7 +76,7 @@ class Cpu:
 def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
     """Read the model and the instruction set of this CPU from ``cpuinfo``.
 
-    On x86 from the first entry alone: all are alike, and the file grows with the cores.
+    On x86 it reads only the first entry, since all cores are equal.
     """
     machine = platform.machine()
     seen: dict[str, set[str]] = {}
@@ -92,7 +92,7 @@ def read_cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
         return Cpu(machine, platform.processor(), ())
     known = [name for name in _CPUINFO_FIELDS if name in seen]
     model = "; ".join(f"{name} {' + '.join(sorted(seen[name]))}" for name in known)
-    # Cores of different kinds (Arm): only what all of them have may be used.
+    # Arm cores may differ: keep the features of all cores.
     entries = [set(entry.split()) for entry in seen.get("flags") or seen.get("Features") or ()]
     features_everywhere = set.intersection(*entries) if entries else set()
     return Cpu(machine, model, tuple(sorted(features_everywhere)))
@@ -109,12 +109,12 @@ def libc_version() -> str:
 
 
 def extension_suffix() -> str:
-    """Return e.g. ".cpython-311-x86_64-linux-gnu.so": Python version, ABI and platform in one."""
+    """Return the suffix of extension modules: ".cpython-311-x86_64-linux-gnu.so"."""
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def cpu_flags(baseline: bool) -> list[str]:
-    """Return the flag for this very CPU, or for any CPU of this architecture if there is one."""
+    """Return the flag for this CPU; ``baseline``: for any CPU of this architecture."""
     machine = platform.machine()
     if baseline:
         return [_BASELINES[machine]] if machine in _BASELINES else []
@@ -178,7 +178,7 @@ def _pybind11() -> ModuleType:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler: the command as words, and path, size and time of each executable in it."""
+    """A compiler command, and path, size and modification time of its executables."""
 
     command: tuple[str, ...]
     identity: tuple[str, ...]
@@ -242,7 +242,7 @@ def compiler_version(compiler: Compiler) -> str:
 
 @dataclass(frozen=True)
 class CudaToolkit:
-    """A CUDA toolkit, as its nvcc describes it.
+    """Paths, version and architectures of a CUDA toolkit.
 
     ``nvcc`` may be a wrapper script. ``includes``: folders of headers. ``cudart``: the path of
     libcudart_static.a. ``archs``: compute capabilities ("9.0").
@@ -262,7 +262,7 @@ class CudaToolkit:
 def find_nvcc() -> Compiler:
     """Find nvcc: ``PYRINGAR_NVCC``, ``CUDA_HOME``, ``PATH``, /usr/local/cuda, pip's packages.
 
-    Starts no process. A wrong ``PYRINGAR_NVCC`` is an error.
+    Starts no process. Raises CompilerNotFoundError, also for a wrong ``PYRINGAR_NVCC``.
     """
     wanted = os.environ.get("PYRINGAR_NVCC", "").strip()
     if wanted and shutil.which(wanted) is None:
@@ -274,7 +274,7 @@ def find_nvcc() -> Compiler:
             "no CUDA compiler: PYRINGAR_NVCC is not set, "
             f"{f'{home}/bin/nvcc is not there' if home else 'CUDA_HOME is not set'}, "
             f"nvcc is not on {_search_path()}, {_SYSTEM_NVCC} is not there, "
-            f"and no package of pip's holds {_PIP_NVCC}. {_INSTALL_CUDA}"
+            f"and no pip package contains {_PIP_NVCC}. {_INSTALL_CUDA}"
         )
     path = os.path.abspath(found)
     return Compiler((path,), (_stat_identity(path),))
@@ -299,7 +299,7 @@ def nvcc_host_flags(host: Compiler) -> tuple[str, ...]:
 
 
 def read_cuda_toolkit(nvcc: Compiler, host: Compiler) -> CudaToolkit:
-    """Ask nvcc, which needs the C++ compiler, for its folders, version and architectures."""
+    """Run nvcc, with the host compiler, to read its folders, version and architectures."""
 
     def ask(*arguments: str) -> str:
         return run_tool([*nvcc.command, *arguments], f"{nvcc} does not work", hint=_INSTALL_CUDA)
@@ -339,10 +339,10 @@ def _first_with(file: str, folders: Sequence[Path], nvcc: Compiler) -> Path:
 
 
 def cuda_archs_wanted() -> tuple[str, ...]:
-    """Return the architectures that the CUDA engine must run on: ("8.0", "9.0+PTX"), or ("all",).
+    """Return the architectures of the CUDA engine: ("8.0", "9.0+PTX") or ("all",).
 
-    From ``PYRINGAR_CUDA_ARCHS``; else the GPUs here, if torch is imported and sees some; else all
-    that nvcc knows.
+    ``PYRINGAR_CUDA_ARCHS`` names them. Default: the GPUs of this machine if torch is imported and
+    finds GPUs, else all architectures of nvcc.
     """
     chosen = os.environ.get("PYRINGAR_CUDA_ARCHS", "")
     archs = set(filter(None, re.split(r"[;,\s]+", chosen))) or _archs_of_gpus() or {_ALL_ARCHS}

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyringar.choices import Op
 from pyringar.comm.arguments import op_name
+from pyringar.comm.background_work import Work
 from pyringar.comm.communicator import Communicator
 from pyringar.comm.exits import empty_backward_at_exit
 from pyringar.comm.rank_communicator import RankCommunicator
-from pyringar.comm.work import Work
 from pyringar.engine import load
 from pyringar.errors import RingarError, UnsupportedError
 from pyringar.parallel.bucket_params import (
@@ -174,7 +175,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
         *,
         comm: Comm | None = None,
         bucket_cap_mb: float = 10,
-        op: Any = "sum",
+        op: Op = "sum",
         overlap: bool | None = None,
     ) -> None:
         self._params = HookedParams(check_replicas(replicas))

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from pyringar.choices import BATCHNORMS, ORDERS, check_choice, kind_of
+from pyringar.choices import BATCHNORMS, ORDERS, Order, check_choice, kind_of
 from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, UnsupportedError
 from pyringar.parallel import nested
@@ -87,7 +87,7 @@ class DataParallel(nn.Module):
         device_ids: Sequence[Device | int] | None = None,
         weights: Sequence[float] | None = None,
         batchnorm: str = "local",
-        order: str = "rank",
+        order: Order = "rank",
         bucket_cap_mb: float | None = None,
     ) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pyringar.choices import Order
 from pyringar.comm.arguments import DTYPES
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError, UnsupportedError
@@ -29,7 +30,7 @@ class RankCopies:
     the reduction.
     """
 
-    def __init__(self, devices: Sequence[torch.device], order: str) -> None:
+    def __init__(self, devices: Sequence[torch.device], order: Order) -> None:
         self.devices = tuple(devices)
         self._comm = Communicator(self.devices, order=order)
         self._entries: Any = WeakTensorKeyDictionary()  # from tensors of the module to _Entry

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyringar.choices import ALGORITHMS, BATCHNORMS, check_choice, check_count
+from pyringar.choices import ALGORITHMS, BATCHNORMS, Algorithm, Order, check_choice, check_count
 from pyringar.errors import ArgumentError
 
 if TYPE_CHECKING:  # the command line shows the choices, and does not wait for torch
@@ -117,7 +117,7 @@ class TrainConfig:
     lr: float = 0.1
     devices: Sequence[str | torch.device] | None = None
     epochs: int = 5
-    allreduce: str = "auto"
+    allreduce: Algorithm = "auto"
     lr_schedule: str = "linear"
     weights: Sequence[float] | None = None
     init: str = ""  # the model's own
@@ -221,7 +221,7 @@ class TrainConfig:
         return self.lr * left
 
     @property
-    def order(self) -> str:
+    def order(self) -> Order:
         """The order in which gradients are added: ``"tree"``, ``"rank"``, or ``"any"``."""
         if self.shards is not None:
             return "tree"

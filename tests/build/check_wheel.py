@@ -1,4 +1,4 @@
-"""Load the engine of an installed wheel, without torch and with no compiler in sight; print it."""
+"""Load the engine of an installed wheel without torch and compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache and a compiler of each test's own, and the sources of a tiny engine."""
+"""Fixtures: a private cache, a compiler wrapper, sources of a tiny engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyringar.engine import build, load
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache of this test's own, not there yet, and no environment variable of the user's."""
+    """Path of a new cache; PYRINGAR_* and CXX are unset."""
     for name in ("CXX", "CUDA_HOME", *os.environ):
         if name in ("CXX", "CUDA_HOME") or name.startswith("PYRINGAR_"):
             monkeypatch.delenv(name, raising=False)
@@ -28,7 +28,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tiny(tmp_path):
-    """The sources of an engine whose value() is 42."""
+    """Sources of an engine whose value() is 42."""
     root = tmp_path / "csrc"
     for floor in ("bindings", "cpu", "core"):
         (root / floor).mkdir(parents=True)
@@ -39,7 +39,7 @@ def tiny(tmp_path):
 
 @pytest.fixture
 def tiny_cuda(tiny, monkeypatch):
-    """A CUDA engine beside the tiny one, for one architecture so that it is there in seconds."""
+    """Sources of a tiny CUDA engine for one architecture."""
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "9.0")
     (tiny.root() / "cuda").mkdir()
     (tiny.root() / "cuda/kernel.cu").write_text(KERNEL_CU)
@@ -66,7 +66,7 @@ def python(tmp_path):
 
 @pytest.fixture
 def wrapper(tmp_path, cache, monkeypatch):
-    """Make CXX a script: given lines of shell, then the real compiler. Returns its log."""
+    """Set CXX to a script that runs shell lines, then the compiler; return its log."""
 
     def make(lines: str) -> Path:
         log = tmp_path / "compiler.log"

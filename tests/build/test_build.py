@@ -1,7 +1,4 @@
-"""Which engine is found, when and by whom is one built, and how does a build fail?
-
-The engines built here are tiny: one C++ file with a few lines, so that a build takes a second.
-"""
+"""Cache, locks and failures of engine builds, with a tiny engine."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ from pyringar.errors import BuildError, CompilerNotFoundError
 
 
 @needs_compiler
-def test_builds_once_then_finds_it(cache, tiny):
+def test_second_call_finds_engine(cache, tiny):
     assert build.find_engine(tiny) is None
     assert not cache.exists(), "looking for an engine must write nothing"
     built = build.ensure_engine(tiny)
@@ -88,7 +85,7 @@ def test_key_covers_content_and_toolchain(cache, tiny, monkeypatch, wrapper):
 
 
 @needs_compiler
-def test_edit_during_build_is_built_anew(cache, tiny, wrapper):
+def test_edit_during_build_rebuilds(cache, tiny, wrapper):
     header = tiny.root() / "core/value.h"
     wrapper(f'case "$*" in *module.cpp*) sed -i.bak s/42/43/ {header};; esac')
     before = build.ensure_engine(tiny)
@@ -143,7 +140,7 @@ def test_four_processes_build_once(cache, tiny, wrapper):
 
 
 @needs_compiler
-def test_killed_build_blocks_nobody(cache, tiny, tmp_path, wrapper):
+def test_build_after_killed_build(cache, tiny, tmp_path, wrapper):
     slow = tmp_path / "slow"
     log = wrapper(f'case "$*" in *module.cpp*) [ -e {slow} ] && exec sleep 2;; esac')
     slow.touch()
@@ -180,7 +177,7 @@ def test_wait_for_lock_is_announced_and_ends(cache, tiny, monkeypatch, caplog):
 
 
 @needs_compiler
-def test_hanging_compiler_is_ended(cache, tiny, wrapper, monkeypatch, tmp_path):
+def test_hanging_compiler_is_killed(cache, tiny, wrapper, monkeypatch, tmp_path):
     wrapper(f'case "$*" in *module.cpp*) echo $$ > {tmp_path}/pid; exec sleep 60;; esac')
     monkeypatch.setattr(compile, "COMPILE_DEADLINE_S", 1.5)
     assert "was ended after" in refusal(tiny)
@@ -192,7 +189,7 @@ def test_hanging_compiler_is_ended(cache, tiny, wrapper, monkeypatch, tmp_path):
 # --- builds that fail ---
 
 
-def test_no_compiler_says_what_to_install(cache, tiny, tmp_path, monkeypatch):
+def test_missing_compiler_error_names_package(cache, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     told = refusal(tiny, CompilerNotFoundError)
     assert all(word in told for word in ("c++, g++, clang++", str(tmp_path), "apt", "CXX"))
@@ -200,7 +197,7 @@ def test_no_compiler_says_what_to_install(cache, tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("cxx", ["/no/such/g++ -O1", "ccache", "g++ 'open"])
-def test_missing_cxx_is_not_passed_over(cache, monkeypatch, cxx):
+def test_missing_cxx_raises(cache, monkeypatch, cxx):
     monkeypatch.setenv("CXX", cxx)
     with pytest.raises(CompilerNotFoundError, match="CXX="):
         toolchain.find_compiler()
@@ -223,7 +220,7 @@ def test_built_engine_serves_without_compiler(cache, tiny, tmp_path, monkeypatch
         ("*-shared*|*-bundle*", "cannot link", ["build.log"]),
     ],
 )
-def test_broken_compiler_is_shown(cache, tiny, wrapper, call, says, told):
+def test_broken_compiler_output_is_shown(cache, tiny, wrapper, call, says, told):
     wrapper(f'case "$*" in {call}) echo {says}; exit 1;; esac')
     error = refusal(tiny)
     assert [words for words in (says, *told) if words not in error] == []
@@ -236,7 +233,7 @@ def test_broken_compiler_is_shown(cache, tiny, wrapper, call, says, told):
 
 
 def pretend_wheel(recipe: build.Recipe, **changes: Any) -> Path:
-    """Put an engine where ``PYRINGAR_PREBUILD=1`` puts one: beside the sources."""
+    """Create the files of a wheel's engine beside the sources."""
     folder = recipe.root().parent / build._IN_WHEEL / recipe.kind.module
     folder.mkdir(parents=True, exist_ok=True)
     content = replace(recipe, baseline=True).content() | changes
@@ -334,7 +331,7 @@ def test_threads_load_one_engine(cache, tiny, unloaded, monkeypatch):
 
 
 @needs_compiler
-def test_unloadable_engine_says_what_to_do(cache, tiny, unloaded, monkeypatch):
+def test_unloadable_engine_suggests_force(cache, tiny, unloaded, monkeypatch):
     built = build.ensure_engine(tiny)
     built.path.write_bytes(b"no machine code")
     monkeypatch.setattr(build, "ensure_engine", lambda recipe: built)

@@ -1,8 +1,4 @@
-"""Does pip make wheels, with and without the engine, and editable installs that work?
-
-Real pip, with build isolation, in fresh virtual environments. They borrow torch from the one that
-runs the tests, so that nothing large is downloaded; the build requirements come from the index.
-"""
+"""Wheels and editable installs by pip in virtual environments that borrow torch."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ def slow(test: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of the checkout, for pip writes into it."""
+    """A copy of the checkout, since pip writes into it."""
     for name in SHIPPED:
         source, target = REPO / name, tmp_path / "tree" / name
         if source.is_dir():
@@ -58,7 +54,7 @@ def tree(tmp_path):
 
 @pytest.fixture(scope="module")
 def shared_cache(tmp_path_factory):
-    """One cache for all installations: they have one key, so one build serves them."""
+    """A cache for all installations, which have equal keys."""
     return tmp_path_factory.mktemp("shared") / "cache"
 
 

@@ -1,4 +1,4 @@
-"""Which folders are caches, and is machine code loaded that another user could have written?"""
+"""Engines that another user could have written are not loaded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_writable_cache_is_refused(cache, tiny, mode):
 @needs_compiler
 @pytest.mark.parametrize("how", ["writable", pytest.param("foreign", marks=needs_root)])
 @pytest.mark.parametrize("which", ["cache", "folder", "engine"])
-def test_engine_of_others_is_not_found(cache, tiny, caplog, which, how):
+def test_engine_of_other_user_is_ignored(cache, tiny, caplog, which, how):
     built = build.ensure_engine(tiny)
     path = {"cache": cache, "folder": built.path.parent, "engine": built.path}[which]
     if how == "foreign":

@@ -1,4 +1,4 @@
-"""A tiny engine to build in tests, and processes that build it."""
+"""A tiny engine for tests of builds."""
 
 from __future__ import annotations
 
@@ -104,7 +104,6 @@ def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str
 
 
 def child(recipe: build.Recipe) -> subprocess.Popen[str]:
-    """Start CHILD."""
     command = [sys.executable, "-c", CHILD, PACKAGE, str(recipe.source_root)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -131,7 +130,7 @@ def refusal(recipe: build.Recipe, error: type[Exception] = BuildError) -> str:
 
 
 def value_of(engine: build.Engine) -> str:
-    """Load the engine in a process of its own: one process loads one engine."""
+    """Load the engine in a new process, since a process loads one engine."""
     code = BUILD_ALONE + "print(load.load(build.Engine(Path(sys.argv[2]), 'cache', {})).value())"
     return run(sys.executable, "-c", code, PACKAGE, engine.path, cwd=REPO).strip()
 

@@ -1,7 +1,6 @@
-"""Two ranks in this process, of any transport on the CPU, called as a list communicator is.
+"""Two ranks in this process with the interface of a `Communicator`, for any CPU transport.
 
-Ranks "in processes" are two threads here. This suits tests of arguments, memory and autograd, which
-look at the tensors of both ranks.
+Ranks "in processes" are two threads here, for tests that inspect the tensors of both ranks.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ K = 2
 
 
 class RankPair:
-    """Two `ProcessCommunicator`s; a call takes one argument per rank, as `Communicator`'s does."""
+    """Two `ProcessCommunicator`s; each call takes a list with one argument per rank."""
 
     def __init__(self, **options):
         store = dist.HashStore()
@@ -39,7 +38,7 @@ class RankPair:
         return [future.result() for future in futures]
 
     def __getattr__(self, name):
-        """Return the method of both ranks; a list or tuple has one entry for each rank."""
+        """Return a function that calls the method on both ranks; lists have one entry per rank."""
 
         def call(*arguments, **options):
             def run(rank):

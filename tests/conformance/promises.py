@@ -1,4 +1,4 @@
-"""The matrix of docs/promises.md, and which tests hold its rows."""
+"""The tables of docs/promises.md, and the tests of each row."""
 
 import re
 from collections import defaultdict
@@ -22,7 +22,7 @@ class Cell(NamedTuple):
 
     @property
     def error(self) -> str | None:
-        """Return the class of the error, of a promise that is refused."""
+        """Return the error class of a cell "refused (error)"."""
         return CELL.fullmatch(self.text)[1]
 
 
@@ -57,18 +57,18 @@ def transports_of(*rows: str) -> list[str]:
     return [name for name in TRANSPORTS if all(keeps(name, row) for row in rows)]
 
 
-# Rows that other tests hold, for transports that no function on all ranks can ask.
+# Rows whose tests cannot run as a function on all ranks.
 ELSEWHERE = {
     "abort": "cuda/test_gpu_streams.py::test_abort_ends_waits",
-    "compile": "test_compiled.py::test_one_graph_holds_the_operators",
-    "graphs": "cuda/test_gpu_graphs.py::test_graph",
+    "compile": "test_compiled.py::test_one_graph_holds_all_calls",
+    "graphs": "cuda/test_gpu_graphs.py::test_graph_replays_all_reduce",
     "deadline": "test_communicator.py::test_late_rank_is_named",
     "interrupt": "test_signals.py::test_signal_ends_wait_in_one_process",
     "exit": "test_exits.py::test_forked_child_ends",
     "fork": "test_exits.py::test_child_cannot_use_threads",
-    "nothing-left": "test_communicator.py::test_threads_end_with_the_communicator",
+    "nothing-left": "test_communicator.py::test_closed_communicator_leaves_no_thread",
 }
-SLOW = ("naive",)  # its parts run each time
+SLOW = ("naive",)  # other transports run the same code
 
 
 def marks_of(transport: str) -> list[Any]:
@@ -78,7 +78,7 @@ def marks_of(transport: str) -> list[Any]:
 
 
 def parameters(where: str, *rows: str, only: tuple[str, ...] = ()) -> list[Any]:
-    """Return the transports that keep all of these rows, for a parameter of the tests there."""
+    """Return the transports that keep all rows, as parameters of the test ``where``."""
     for row in rows:
         BODIES[row].append(where)
     names = [name for name in transports_of(*rows) if not only or name in only]
@@ -86,11 +86,11 @@ def parameters(where: str, *rows: str, only: tuple[str, ...] = ()) -> list[Any]:
 
 
 def promise(*rows: str, only: tuple[str, ...] = ()) -> Callable:
-    """Run a test over all transports that keep all of these rows.
+    """Run a test on every transport that keeps all rows.
 
     Args:
         rows: Ids of docs/promises.md.
-        only: The transports that the test can run on.
+        only: Transports that the test supports.
     """
 
     def mark(test: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""Make a `Call` over any transport, and compare the results with the oracle."""
+"""Run a `CallCase` on any transport, and compare the results with the oracle."""
 
 import contextlib
 import sys
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED
+from call_cases import ALL_REDUCES, BROADCASTS, LISTS, ROOTED
 from oracle import assert_words
 
 import pyringar as pr
 
-PYTHON = ("naive", "sharded")  # algorithms in plain torch, which know all_reduce only
+PYTHON = ("naive", "sharded")  # algorithms in plain torch, with all_reduce only
 BOUND = ("bind", "bind_coalesced")
 
 
@@ -47,12 +47,14 @@ def order_of(call, algorithm):
 
 
 def run(comm, call, placed, first, many, last):
-    """Make the call, of any transport, with its fields; they are written anew for a second one.
+    """Run the call; rewrite the tensors before a repetition.
+
+    With one local rank the arguments are this rank's; a list group has a list over all ranks.
 
     Args:
-        first: The first tensor; of lists, of each rank.
-        many: All tensors; of lists, a list for each rank.
-        last: The output of a call between whole tensors and shares; of lists, of each rank.
+        first: The first tensor.
+        many: All tensors.
+        last: The output of reduce_scatter or all_gather.
     """
     if call.entry in BOUND:
         bind, given = (comm.bind, first) if call.entry == "bind" else (comm.bind_coalesced, many)
@@ -64,7 +66,7 @@ def run(comm, call, placed, first, many, last):
     if call.entry == "repeated":
         for number in range(3):
             rewrite(placed)
-            # A list of one process's tensor takes the short way, too.
+            # A list with one tensor also runs as a prepared call.
             given = many if number == 1 and isinstance(comm, pr.ProcessCommunicator) else first
             comm.all_reduce(given, call.op, **options_of(call))
         return
@@ -111,8 +113,8 @@ def check_rank(call, rank, placed, order, *, by_index=False):
 
 def check_versions(call, placed):
     for one in placed:
-        is_told = one.tensor._version > one.first_version
-        assert is_told == one.field.is_written, f"{call}: version of {one.part}"
+        is_counted = one.tensor._version > one.first_version
+        assert is_counted == one.field.is_written, f"{call}: version of {one.part}"
 
 
 def check_same(call, digests, *, is_on_gpu=False):
@@ -120,13 +122,13 @@ def check_same(call, digests, *, is_on_gpu=False):
         return
     is_written_by_torch = call.algorithm in PYTHON or is_on_gpu
     if is_written_by_torch and any(part.has_negated for part in call.parts):
-        return  # torch's negation makes another NaN of one
+        return  # torch's negation changes the bits of a NaN
     assert len(set(digests)) == 1, f"ranks differ in bits: {call}"
 
 
 @dataclass
-class Told:
-    """The error of a rank's call, the duration of the call, and the state afterwards."""
+class CallOutcome:
+    """Error and duration of a rank's call, and the state afterwards."""
 
     error: str
     text: str
@@ -136,7 +138,7 @@ class Told:
     again: str = ""
 
 
-def told_by(call):
+def outcome_of(call):
     began = time.monotonic()
     try:
         call()
@@ -144,4 +146,4 @@ def told_by(call):
     except pr.RingarError as caught:
         error = (type(caught).__name__, str(caught))
     now = time.monotonic()
-    return Told(*error, now - began, now)
+    return CallOutcome(*error, now - began, now)

@@ -1,12 +1,12 @@
-"""Has every rank the promised bits: one rounding, the named order, equal on all ranks (P2-P4)?"""
+"""Bits of a reduction: rounding, order of additions, equality on all ranks."""
 
 import itertools
 import math
 
 import pytest
 import torch
-from calls import Call, Part
-from cases import mostly_slow
+from call_cases import CallCase, Operand
+from case_marks import mostly_slow
 from oracle import DTYPES, FLOATS, OPS, limit_bytes
 from promises import promise
 
@@ -16,14 +16,14 @@ F32, BF16 = torch.float32, torch.bfloat16
 def calls_of(transport, numel, dtype, k, op, *, draw="random"):
     choices = [(algorithm, "any") for algorithm in transport.algorithms]
     choices += [("direct", "tree"), ("auto", "tree"), ("auto", "exact")]
-    part = Part(dtype, (numel,), seed=numel, draw=draw)
-    calls = [Call("all_reduce", k, (part,), op, *choice) for choice in choices]
+    part = Operand(dtype, (numel,), seed=numel, draw=draw)
+    calls = [CallCase("all_reduce", k, (part,), op, *choice) for choice in choices]
     return [call for call in calls if transport.can_run(call)]
 
 
 @promise("dtypes", "ops", "same-bits", "order-any")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_ops_sizes_and_orders(transport, dtype):
+def test_reduction_is_bit_exact(transport, dtype):
     calls, sizes = [], [0, 1, 15, 16, 17, 63, 64, 65] if dtype in (F32, BF16) else []
     for k in transport.world_sizes:
         for op in OPS:
@@ -37,8 +37,8 @@ def test_dtypes_ops_sizes_and_orders(transport, dtype):
 
 @promise("all_reduce")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_positions(transport, dtype):
-    """Integers name position and rank: an element in the wrong place has the wrong sum."""
+def test_elements_keep_their_position(transport, dtype):
+    """Values encode position and rank: an element in a wrong place has a wrong sum."""
     transport.check(
         [
             call
@@ -52,7 +52,7 @@ def test_positions(transport, dtype):
 @promise("all_reduce")
 @pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, F32, BF16), ids=str)
-def test_borders(transport, dtype):
+def test_sizes_around_piece_limits(transport, dtype):
     for k in (2, 3):
         transport.check(
             [
@@ -67,7 +67,7 @@ def test_borders(transport, dtype):
 
 @promise("all_reduce")
 @pytest.mark.usefixtures("two_torch_threads")
-def test_millions(transport):
+def test_million_elements(transport):
     for dtype, k, numel in ((F32, 3, 1_000_003), (torch.float16, 4, 786_433)):
         calls = calls_of(transport, numel, dtype, k, "mean")
         transport.check([call for call in calls if call.order in ("any", "tree")])
@@ -79,7 +79,7 @@ def each_way(transport):
 
 
 @promise("integers")
-def test_integers_wrap_and_divide_towards_zero(transport):
+def test_integer_mean_rounds_towards_zero(transport):
     for way in each_way(transport):
         tensors = [torch.tensor([100, -100, -7, 7, -128], dtype=torch.int8)] * 2
         assert transport.reduced(tensors, **way)[1].tolist() == [-56, 56, -14, 14, 0]
@@ -88,8 +88,8 @@ def test_integers_wrap_and_divide_towards_zero(transport):
 
 
 @promise("one-rounding")
-def test_one_rounding(transport):
-    """2048 + 1 is 2048 in fp16, so only a wider sum has 2048 + 1 + 1 = 2050."""
+def test_half_sum_rounds_once(transport):
+    """2048 + 1 rounds to 2048 in fp16: only a float32 sum returns 2048 + 1 + 1 = 2050."""
     for way, (dtype, large) in itertools.product(
         each_way(transport), ((torch.float16, 2048.0), (BF16, 256.0))
     ):
@@ -99,8 +99,8 @@ def test_one_rounding(transport):
 
 
 @promise("order-rank")
-def test_orders_by_hand(transport):
-    """1 is lost where it meets 1e30 before -1e30 comes."""
+def test_orders_match_hand_computation(transport):
+    """Adding 1 to 1e30 loses the 1, so the result shows the order of additions."""
     small, large = torch.tensor([1.0]), torch.tensor([1e30])
     terms = [small, small, large, -large, small]
     wanted = {"any": 1.0, "rank": 1.0, "tree": 3.0, "exact": 3.0}
@@ -115,11 +115,11 @@ def test_orders_by_hand(transport):
 
 
 @promise("order-tree", "same-bits")
-def test_tree_order(transport):
+def test_tree_order_is_bit_exact(transport):
     made = [
-        Call("all_reduce", k, (part,), op, order="tree", by_communicator=True)
+        CallCase("all_reduce", k, (part,), op, order="tree", by_communicator=True)
         for k in {*transport.world_sizes, 8}
-        for part in (Part(F32, (257,), draw="masked"), Part(BF16, (1031,), draw="masked"))
+        for part in (Operand(F32, (257,), draw="masked"), Operand(BF16, (1031,), draw="masked"))
         for op in ("sum", "mean")
     ]
     calls = [call for call in made if transport.can_run(call)]
@@ -128,7 +128,7 @@ def test_tree_order(transport):
 
 
 @promise("ring")
-def test_ring_order_by_hand(transport):
+def test_ring_order_matches_hand_computation(transport):
     """Chunk c of 3 adds ranks c+1, c+2, c."""
     tensors = [torch.full((3,), value) for value in (1e30, -1e30, 1.0)]
     found = transport.reduced(tensors, algorithm="ring")[0]
@@ -138,24 +138,26 @@ def test_ring_order_by_hand(transport):
 
 @promise("order-exact")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_exact_sums_of_hard_numbers(transport, dtype):
-    """Sums that overflow on the way, cancel, lie between two numbers, and are rounded to one."""
+def test_exact_sum_of_special_values(transport, dtype):
+    """Terms whose partial sums overflow or cancel, or whose sum needs rounding."""
     info = torch.finfo(dtype)
     tiny = info.smallest_normal * info.eps
     numbers = [info.max, -info.max, 1.0, -1.0, info.eps, info.eps / 2, -tiny, tiny, 0.0, -0.0]
     numbers += [math.inf, -math.inf, math.nan, info.smallest_normal, 3.0, -2.0, info.max / 2]
     columns = itertools.product(numbers, repeat=3)
     given = [torch.tensor(row, dtype=torch.float64).to(dtype) for row in zip(*columns, strict=True)]
-    part = Part(dtype, (len(given[0]),), given=tuple(given))
-    transport.check([Call("all_reduce", 3, (part,), op, order="exact") for op in ("sum", "mean")])
-    # Of many numbers that are added fast a few that are not: each at another place of its block.
-    hard = Part(dtype, (131,), draw="masked")
+    part = Operand(dtype, (len(given[0]),), given=tuple(given))
+    transport.check(
+        [CallCase("all_reduce", 3, (part,), op, order="exact") for op in ("sum", "mean")]
+    )
+    # A few elements need the slow path, each at another position of its block.
+    hard = Operand(dtype, (131,), draw="masked")
     given = [torch.ones(131 * 131, dtype=dtype) for _ in range(3)]
     for rank, tensor in enumerate(given):
         values = hard.values(rank, 3).view(f"i{dtype.itemsize}")
         tensor[::131] = torch.from_numpy(values).view(dtype)
-    part = Part(dtype, (131 * 131,), given=tuple(given))
-    transport.check([Call("all_reduce", 3, (part,), order="exact")])
+    part = Operand(dtype, (131 * 131,), given=tuple(given))
+    transport.check([CallCase("all_reduce", 3, (part,), order="exact")])
 
 
 @pytest.fixture
@@ -164,25 +166,28 @@ def threads(transport_of):
 
 
 @pytest.mark.parametrize("k", [7, 9, 16, 17, 33, 150])
-def test_more_ranks(threads, k):
-    """Past 16 ranks the pointer tables move from the stack; past 127 a rank count leaves int8."""
+def test_many_ranks_in_one_process(threads, k):
+    """Above 16 ranks pointer tables leave the stack; 150 ranks do not fit an int8."""
     for dtype, op in ((F32, "sum"), (BF16, "mean"), (torch.int8, "mean")):
         calls = calls_of(threads, 1031, dtype, k, op)
         threads.check([c for c in calls if k < 100 or c.algorithm not in ("direct", "ring")])
 
 
-def test_large_trees(threads):
+def test_tree_sum_of_many_ranks(threads):
     numel = limit_bytes("fused_block") // 4 + 77
     threads.check(
-        [Call("all_reduce", k, (Part(F32, (numel,)),), "mean", order="tree") for k in (4, 33, 70)]
+        [
+            CallCase("all_reduce", k, (Operand(F32, (numel,)),), "mean", order="tree")
+            for k in (4, 33, 70)
+        ]
     )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", ["fused", "direct", "ring"])
-def test_more_than_two_to_the_31_elements(make_comm, algorithm):
+def test_more_than_2_to_31_elements(make_comm, algorithm):
     numel = 2**31 + 70_001
-    pattern = torch.arange(251, dtype=torch.uint8)  # a prime: no two blocks look alike
+    pattern = torch.arange(251, dtype=torch.uint8)  # a prime: all blocks differ
     tensors = [(pattern * rank).repeat(numel // 251 + 1)[:numel] for rank in (1, 2)]
     make_comm(2, timeout=300).all_reduce(tensors, algorithm=algorithm)
     wanted = (pattern * 3).repeat(2**20)

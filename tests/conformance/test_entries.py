@@ -1,11 +1,11 @@
-"""Does every entry of a group keep its promise: whose tensor is written, with which bits?"""
+"""Every method of a group: written tensors and their bits."""
 
 import time
 from dataclasses import replace
 
 import pytest
 import torch
-from calls import LISTS, SHARES, Call, Layout, Part
+from call_cases import LISTS, SHARES, CallCase, Operand, Strides
 from oracle import limit_bytes
 from promises import promise
 
@@ -29,15 +29,15 @@ def check_entry(transport, entry):
         strict=True,
     ):
         for numel, root in ((0, 0), (k, k - 1), (17 * k, k // 2)):
-            parts = tuple(Part(dtype, (numel + i,), seed=i) for i in range(3))
+            parts = tuple(Operand(dtype, (numel + i,), seed=i) for i in range(3))
             is_list = entry in LISTS or entry.endswith("coalesced")
-            call = Call(entry, k, parts if is_list else parts[:1], op, root=root)
+            call = CallCase(entry, k, parts if is_list else parts[:1], op, root=root)
             ways = (False, True) if numel == k or entry in SHARES else (False,)
             transport.check(choices(transport, call, ways))
 
 
 def entry_test(*rows, entries):
-    """Make a test of entries that all transports of these rows have."""
+    """Create a test of ``entries`` on all transports that keep ``rows``."""
 
     @promise(*rows, "versions")
     @pytest.mark.parametrize("entry", entries)
@@ -60,31 +60,35 @@ test_reduce_scatter = entry_test("reduce_scatter", entries=["reduce_scatter"])
 test_all_gather = entry_test("all_gather", entries=["all_gather"])
 
 
-def test_book_entry(transport_of):
+def test_allreduce_function(transport_of):
     check_entry(transport_of("threads"), "book")
 
 
 @promise("ops")
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
-def test_other_reductions(transport, op):
+def test_max_min_and_prod(transport, op):
     calls = [
         call
         for entry in transport.entries
-        for call in choices(transport, Call(entry, 3, (Part(torch.float16, (33,)),), op, root=1))
+        for call in choices(
+            transport, CallCase(entry, 3, (Operand(torch.float16, (33,)),), op, root=1)
+        )
     ]
     transport.check(calls)
 
 
 @promise("reduce_scatter", "all_gather")
-def test_large_shares(transport):
+def test_large_gathers_and_scatters(transport):
     calls = []
     for k in (2, 3):
         part = limit_bytes("process_slot") // k // 4
         for numel in (part - 1, part + 1, 4 * part + 3, 70_001):
             for dtype in (F32, torch.uint8):
                 for entry in SHARES:
-                    gaps = (Layout(), Layout((1,), 1)) if dtype == F32 else (Layout(),)
-                    call = Call(entry, k, (Part(dtype, (k * numel,), gaps),), by_communicator=True)
+                    gaps = (Strides(), Strides((1,), 1)) if dtype == F32 else (Strides(),)
+                    call = CallCase(
+                        entry, k, (Operand(dtype, (k * numel,), gaps),), by_communicator=True
+                    )
                     calls += [call, replace(call, algorithm="ring")]
     transport.check([call for call in calls if call.algorithm in transport.algorithms])
 
@@ -93,17 +97,21 @@ def test_large_shares(transport):
 @pytest.mark.parametrize("numel", [100, 200_003])
 def test_large_broadcasts(transport, numel):
     for entry in ("broadcast", "async broadcast"):
-        parts = (Part(torch.float16, (numel,)),)
-        transport.check([Call(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
+        parts = (Operand(torch.float16, (numel,)),)
+        transport.check([CallCase(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
 
 
 @promise("coalesced", "mixed-lists")
-def test_lists_have_bits_of_single_calls(transport):
+def test_list_has_bits_of_single_calls(transport):
     dtypes = (F32, torch.float64, torch.float16, BF16, torch.int64)
-    parts = tuple(Part(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33)))
+    parts = tuple(
+        Operand(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33))
+    )
     for op in ("sum", "max"):
-        transport.check(choices(transport, Call("coalesced", 3, parts[:3], op)))
-        calls = [Call("coalesced", 3, parts, op, algorithm) for algorithm in transport.algorithms]
+        transport.check(choices(transport, CallCase("coalesced", 3, parts[:3], op)))
+        calls = [
+            CallCase("coalesced", 3, parts, op, algorithm) for algorithm in transport.algorithms
+        ]
         transport.check(calls)
 
 
@@ -117,6 +125,6 @@ def crowd_on_rank(state, calls):
     return time.monotonic() - start
 
 
-def test_more_processes_than_cores_do_not_crawl(joined_crew):
-    """Blind spinning on few cores takes a time slice per wait: minutes for this many calls."""
+def test_more_processes_than_cores(joined_crew):
+    """Spinning without yielding would take a time slice per wait: minutes in total."""
     assert max(joined_crew(10).run(crowd_on_rank, calls=20)) < 20

@@ -1,4 +1,4 @@
-"""Faults as one table: victim, phase, event, and the error that all other ranks must raise."""
+"""Table of faults: victim, phase, event, and the error on all other ranks."""
 
 import functools
 import itertools
@@ -26,24 +26,24 @@ from process_checks import (
 )
 from promises import BODIES
 from ranks import Crew
-from running import Told, told_by
-from transports import TRANSPORTS, Launch, TorchCalls
+from running import CallOutcome, outcome_of
+from transports import TRANSPORTS, LaunchTransport, TorchCalls
 
 import pyringar as pr
 
 TIMEOUT_S = 1.0
-LONG_S = 20.0  # the timeout where an event must be told of long before it
+LONG_S = 20.0  # timeout for events that ranks must notice at once
 
-# Events of the victim, and the error of the other ranks.
+# Event on the victim, and the error on the other ranks.
 EVENTS = {
     "kill": "PeerLostError",
-    "exit": "PeerLostError",  # without any clean-up
-    "exception": "PeerLostError",  # in the program, which ends the rank
-    "leave": "PeerLostError",  # it closes its communicator
+    "exit": "PeerLostError",  # without cleanup
+    "exception": "PeerLostError",  # an uncaught exception of the program
+    "leave": "PeerLostError",  # closes its communicator
     "stop": "CollectiveTimeout",
     "late": "CollectiveTimeout",
 }
-# Points of a call: where the engine waits; among many calls; or beside all calls.
+# Points inside a call where the engine can wait.
 ENGINE_PHASES = ("idle", "announce", "reduce", "gather")
 PHASES = ("first", "before", "after", "among", *ENGINE_PHASES)
 
@@ -53,9 +53,9 @@ class Fault:
     """One row.
 
     Attributes:
-        phase: "first" of all calls, "before" the call that fails, "after" a call of all, "among"
-            calls, or where the engine waits in a call.
-        numel: Elements of the call: small for one wait, large for several pieces.
+        phase: When the event happens: before the "first" call, "before" the failing call, "after" a
+            complete call, "among" many calls, or at a point inside a call.
+        numel: Elements of the call: `SMALL` for one wait, `LARGE` for several pieces.
     """
 
     transport: str
@@ -80,7 +80,7 @@ class Fault:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a plain run has it: of all others a release run asks."""
+        """Whether a plain run includes this fault. The other faults are slow."""
         is_first_group = (self.k, self.victim) == (3, 1)
         if self.phase in ENGINE_PHASES:
             return is_first_group and (self.event == "kill" or self.phase == "idle")
@@ -101,16 +101,15 @@ def all_faults() -> Iterator[Fault]:
             if phase == "among" and event not in ("kill", "stop", "exit"):
                 continue
             if (name, phase, event) == ("launch", "first", "exception"):
-                continue  # a rank that has not begun by then never begins
-            # A small call has one wait: there is no gather, and after the announcement nothing is
-            # missing.
+                continue  # after the exception other ranks never start
+            # A small call waits once: it has no gather, and its data is complete once announced.
             if phase not in ("reduce", "gather"):
                 yield Fault(name, k, victim, phase, event, SMALL)
             if is_in_engine:
                 yield Fault(name, k, victim, phase, event, LARGE)
 
 
-class OfTheProgramError(Exception):
+class ProgramError(Exception):
     """The exception of the victim."""
 
 
@@ -123,7 +122,7 @@ def strike_own(state: SimpleNamespace, event: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif event == "exception":
         state.ends = True
-        raise OfTheProgramError
+        raise ProgramError
     elif event == "leave":
         if hasattr(state.comm, "close"):
             state.comm.close()
@@ -138,8 +137,8 @@ def strike_own(state: SimpleNamespace, event: str) -> None:
             time.sleep(0.01)
 
 
-def suffer(state: SimpleNamespace, fault: Fault) -> Told | None:
-    """Make calls until one fails; the victim suffers the event, and returns None if it can."""
+def suffer(state: SimpleNamespace, fault: Fault) -> CallOutcome | None:
+    """Call all_reduce until it fails. The victim runs the event and may return None."""
     state.is_thread = fault.transport == "launch"
     is_victim = state.rank == fault.victim
     parts = inputs(fault.numel, torch.float32, state.world_size, seed=3)
@@ -149,11 +148,11 @@ def suffer(state: SimpleNamespace, fault: Fault) -> Told | None:
     def reduce(count: int = 1) -> None:
         for number in range(count):
             mine.copy_(parts[state.rank])
-            if (state.rank + number) % 3 == 0:  # the same call, and another wait
+            if (state.rank + number) % 3 == 0:  # the same call with another kind of wait
                 state.comm.all_reduce(mine, async_op=True).wait()
             else:
                 state.comm.all_reduce(mine)
-            if fault.transport != "machines":  # they have an order of their own
+            if fault.transport != "machines":  # the order differs on machines
                 assert_bits(mine, wanted)
 
     reduce(0 if fault.phase == "first" else 2)
@@ -166,27 +165,27 @@ def suffer(state: SimpleNamespace, fault: Fault) -> Told | None:
             reduce()
         strike_own(state, fault.event)
         return None
-    told = told_by(lambda: reduce(10**6))
+    told = outcome_of(lambda: reduce(10**6))
     if is_victim:
         return told
     told.is_untouched = same_bits(mine, parts[state.rank])
-    told.again = told_by(lambda: state.comm.all_reduce(torch.ones(3))).error
+    told.again = outcome_of(lambda: state.comm.all_reduce(torch.ones(3))).error
     return told
 
 
-def strike(fault: Fault) -> tuple[list[Told | None], str]:
-    """Strike one group. Return the error of each rank, and a pattern of the victim's name."""
+def strike(fault: Fault) -> tuple[list[CallOutcome | None], str]:
+    """Run the fault; return each rank's outcome and a pattern of the victim's name."""
     name = rf"\branks? \[?{fault.victim}\b"
     if fault.transport == "machines" and not fault.is_prompt:
-        name += rf"|has ranks \[[\d, ]*\b{fault.victim}\b"  # the machine that is late
-    if TRANSPORTS[fault.transport] is Launch:
+        name += rf"|has ranks \[[\d, ]*\b{fault.victim}\b"  # the late machine
+    if TRANSPORTS[fault.transport] is LaunchTransport:
         return strike_threads(fault), name
     with Crew(fault.k) as crew:
         options = {"function": TRANSPORTS[fault.transport].join, "timeout": fault.timeout_s}
         crew.join(**options)
         crew.start(suffer, fault=fault)
         others = [rank for rank in range(fault.k) if rank != fault.victim]
-        told: list[Told | None] = [None] * fault.k
+        told: list[CallOutcome | None] = [None] * fault.k
         for rank, value in zip(others, crew.values(others), strict=True):
             told[rank] = value
         if fault.transport != "backend":
@@ -208,8 +207,8 @@ def reduce_again(state: SimpleNamespace) -> None:
     leave_nothing(state)
 
 
-def strike_threads(fault: Fault) -> list[Told | None]:
-    told: list[Told | None] = [None] * fault.k
+def strike_threads(fault: Fault) -> list[CallOutcome | None]:
+    told: list[CallOutcome | None] = [None] * fault.k
 
     def program() -> None:
         dist.init_process_group()
@@ -219,12 +218,12 @@ def strike_threads(fault: Fault) -> list[Told | None]:
 
     run = functools.partial(pr.launch, program, fault.k, timeout=fault.timeout_s)
     try:
-        raised = told_by(run)
-    except OfTheProgramError:
+        raised = outcome_of(run)
+    except ProgramError:
         assert fault.event == "exception", "launch raises the exception itself"
     else:
         raised.again = raised.error
-        # A rank that runs on and on is interrupted together with all others.
+        # launch interrupts a rank that keeps running together with all other ranks.
         told = [raised if each is None else each for each in told]
     assert pr.launch(lambda: 1, fault.k) == [1] * fault.k, "the process is as before"
     return told
@@ -239,13 +238,13 @@ for row in ("dead", "deadline", "failed", "exit"):
 
 
 @pytest.mark.parametrize("fault", CASES)
-def test_fault_is_named(fault):
-    """Strike one group, and compare the errors of the other ranks with the table."""
+def test_fault_raises_on_other_ranks(fault):
+    """Run a fault and compare the errors of the other ranks with the table."""
     told, name = strike(fault)
     for rank, each in enumerate(told):
         if rank == fault.victim:
             continue
-        assert each is not None, f"rank {rank} was told nothing"
+        assert each is not None, f"rank {rank} raised no error"
         assert each.error == EVENTS[fault.event], each
         assert re.search(name, each.text), f"{name} is not in {each.text}"
         if (fault.transport, fault.event) != ("launch", "exception"):  # it names the exception
@@ -256,7 +255,7 @@ def test_fault_is_named(fault):
             if not fault.is_prompt:
                 heard = "" if fault.phase == "first" else r", last heard of [\d.]+ s ago"
                 assert re.search(rf"for {TIMEOUT_S:g} s; .*{heard}", each.text), each.text
-        assert each.again == each.error, f"rank {rank} can go on after {each}"
+        assert each.again == each.error, f"rank {rank} can continue after {each}"
         if fault.is_prompt:
             assert each.seconds < PROMPT_S + 0.3, each
         else:

@@ -1,4 +1,4 @@
-"""A group beside its sums: order of calls, mismatches, ends, aborts, and leftovers."""
+"""Groups: order of calls, mismatched calls, close, abort, fork, leftovers."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from oracle import same_bits
 from process_checks import PROMPT_S, mapped_memories, open_memories, settled, thread_ids
 from promises import promise
 from ranks import another
-from running import Told, told_by
+from running import CallOutcome, outcome_of
 from transports import device_of
 
 import pyringar as pr
@@ -72,7 +72,7 @@ def test_background_calls_run_in_order(transport):
         transport.on_ranks(k, call_in_background)
 
 
-Call = Callable[[Any, torch.Tensor], object]
+RankCall = Callable[[Any, torch.Tensor], object]
 
 
 def usual(c: Any, x: torch.Tensor) -> object:
@@ -83,8 +83,8 @@ def gathered(c: Any, x: torch.Tensor) -> object:
     return c.all_gather(x[:3], x[5])
 
 
-# What one rank calls, what all others call, and words of both calls.
-DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
+# The call of the odd rank, the call of the other ranks, and words of both in the message.
+DIFFERENT: dict[str, tuple[RankCall, RankCall, str, str]] = {
     "size": (lambda c, x: c.all_reduce(x[:10]), usual, "600", "300"),
     "many more": (lambda c, x: c.all_reduce(torch.ones(200_000)), usual, "600", "200000"),
     "dtype": (lambda c, x: c.all_reduce(x.view(torch.int32)), usual, "float32", "int32"),
@@ -106,8 +106,8 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
     ),
     "async": (lambda c, x: c.all_reduce(x[:5], async_op=True).wait(), usual, "600", "150"),
 }
-# Of tensors and options that torch.distributed does not take.
-DIFFERENT_LISTS: dict[str, tuple[Call, Call, str, str]] = {
+# Mismatches in lists of tensors, which torch.distributed does not support.
+DIFFERENT_LISTS: dict[str, tuple[RankCall, RankCall, str, str]] = {
     "other sizes": (lambda c, x: c.all_reduce(x.view(30, 20)), usual, "600", "sizes|shapes"),
     "two tensors": (lambda c, x: c.all_reduce([x[:10], x[10:]]), usual, "600", "in 2 tensors"),
     "empty tensor": (lambda c, x: c.all_reduce([x, x[:0]]), usual, "600", "in 2 tensors"),
@@ -124,21 +124,21 @@ DIFFERENT_LISTS: dict[str, tuple[Call, Call, str, str]] = {
         "int32",
     ),
 }
-DIFFERENT_ORDERS: dict[str, tuple[Call, Call, str, str]] = {
+DIFFERENT_ORDERS: dict[str, tuple[RankCall, RankCall, str, str]] = {
     "order": (lambda c, x: c.all_reduce(x, order="tree"), usual, r"sum\) of 600", "in tree order"),
     "bound op": (lambda c, x: c.bind(x, "max")(), lambda c, x: c.bind(x)(), "sum", "max"),
 }
 ALL_DIFFERENT = DIFFERENT | DIFFERENT_LISTS | DIFFERENT_ORDERS
 
 
-def call_different(state, what: str, odd_rank: int) -> tuple[Told, Told, bool]:
+def call_different(state, what: str, odd_rank: int) -> tuple[CallOutcome, CallOutcome, bool]:
     odd, others, *_ = ALL_DIFFERENT[what]
     tensor = torch.arange(600.0).view(20, 30) + state.rank
     kept = tensor.clone()
     state.comm.all_reduce(tensor.clone())
     call = odd if state.rank == odd_rank else others
-    first = told_by(lambda: call(state.comm, tensor))
-    return first, told_by(lambda: state.comm.all_reduce(tensor)), same_bits(tensor, kept)
+    first = outcome_of(lambda: call(state.comm, tensor))
+    return first, outcome_of(lambda: state.comm.all_reduce(tensor)), same_bits(tensor, kept)
 
 
 def check_different(transport, what: str) -> None:
@@ -160,19 +160,19 @@ RANKS = ("processes", "launch", "backend", "machines")
 
 @promise("mismatch", "failed", only=RANKS)
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_different_calls_raise(transport, what):
+def test_mismatched_calls_raise(transport, what):
     check_different(transport, what)
 
 
 @promise("mismatch", "tuples", only=RANKS)
 @pytest.mark.parametrize("what", DIFFERENT_LISTS)
-def test_different_lists_raise(transport, what):
+def test_mismatched_lists_raise(transport, what):
     check_different(transport, what)
 
 
 @promise("mismatch", "order-exact", only=RANKS)
 @pytest.mark.parametrize("what", DIFFERENT_ORDERS)
-def test_different_orders_raise(transport, what):
+def test_mismatched_orders_raise(transport, what):
     check_different(transport, what)
 
 
@@ -217,7 +217,7 @@ def destroy_group(state) -> None:
 
 
 @promise("close", only=("launch", "backend"))
-def test_destroyed_group_refuses_calls(transport):
+def test_destroyed_group_raises(transport):
     transport.on_new_ranks(2, destroy_group)
 
 
@@ -227,7 +227,7 @@ def test_close_ends_background_calls(transport):
     transport.on_new_ranks(2, close_early, has_bind=has_bind)
 
 
-# How rank 0's call ends: its error, words of that error, and words of the other rank's error.
+# How rank 0's call ends: its error, words of its message, and words of the other ranks' messages.
 ENDS = {
     "raise": ("KeyboardInterrupt", "", "KeyboardInterrupt|interrupted|rank 0"),
     "close": ("RingarError", "closed while a call waited", "closed while|rank 0"),
@@ -241,7 +241,7 @@ def end_wait(state, how: str, wait: str) -> tuple[str, str, float]:
     comm.barrier()
     if state.rank > 0:
         store.wait([f"{state.name} ended"], timedelta(seconds=40))
-        told = told_by(lambda: comm.all_reduce(mine))
+        told = outcome_of(lambda: comm.all_reduce(mine))
         return told.error, told.text, told.seconds
     waits = {
         "call": lambda: comm.all_reduce(mine),
@@ -265,7 +265,7 @@ def end_wait(state, how: str, wait: str) -> tuple[str, str, float]:
         with contextlib.suppress(pr.RingarError):
             comm.abort() if hasattr(comm, "abort") else dist.group.WORLD.abort()
     assert torch.equal(mine, numbers(state))
-    assert told_by(lambda: comm.all_reduce(numbers(state))).error != "none"
+    assert outcome_of(lambda: comm.all_reduce(numbers(state))).error != "none"
     store.set(f"{state.name} ended", "")
     return *error, seconds
 
@@ -283,7 +283,7 @@ def check_end(transport, how: str, wait: str) -> None:
 
 @promise("interrupt", only=("processes", "backend", "machines"))
 @pytest.mark.parametrize("wait", ["call", "work", "barrier"])
-def test_handler_exception_ends_call(transport, wait):
+def test_exception_in_handler_ends_call(transport, wait):
     check_end(transport, "raise", wait)
 
 
@@ -303,7 +303,7 @@ def fork_child(state) -> str:
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        told = told_by(lambda: state.comm.all_reduce(numbers(state)))
+        told = outcome_of(lambda: state.comm.all_reduce(numbers(state)))
         os.write(writer, f"{told.error} {told.text}".encode())
         os._exit(0)
     os.close(writer)
@@ -331,7 +331,7 @@ def held_now(first: set[str]) -> tuple[int, set[str], list[str]]:
 
 def make_and_drop(state) -> None:
     with another(state):
-        pass  # threads and files that a process has once
+        pass  # creates threads and files that stay once per process
     first = thread_ids()
     held = functools.partial(held_now, first)
     before = held()

@@ -1,4 +1,4 @@
-"""Do elements belong together by index, in any layout, and is no byte between them touched?"""
+"""Layouts: elements correspond by index, and bytes between elements stay unchanged."""
 
 import itertools
 from dataclasses import replace
@@ -7,8 +7,8 @@ from functools import partial
 import hypothesis
 import pytest
 import torch
-from calls import LISTS as COALESCED
-from calls import PLAIN, ROOTED, SHARES, Call, Layout, Part
+from call_cases import LISTS as COALESCED
+from call_cases import PLAIN, ROOTED, SHARES, CallCase, Operand, Strides
 from hypothesis import strategies as st
 from oracle import DTYPES, OPS, assert_all_ranks, assert_bits, folded, inputs
 from promises import promise
@@ -17,7 +17,7 @@ from running import PYTHON
 import pyringar as pr
 
 F32 = torch.float32
-# Shapes with the strides of views of a tensor of shape (4, 6, 5, 3), and of others.
+# Shape, strides and offset, mostly of views of a tensor of shape (4, 6, 5, 3).
 LAYOUTS = {
     "whole": ((4, 6, 5, 3), (90, 15, 3, 1), 0),
     "channels last": ((4, 3, 6, 5), (90, 1, 15, 3), 0),
@@ -40,25 +40,25 @@ MIXES = {
     "steps beside dense": ((6, 7), [(7, 1), (14, 2)]),
     "columns of wider rows": ((6, 7), [(14, 1), (21, 1)]),
     "large": ((100, 402), [(402, 1), (1, 100), (804, 2)]),
-    # The strides of dimensions of one element mean nothing.
+    # Strides of dimensions with one element are arbitrary.
     "one row": ((1, 1, 5), [(5, 9, 1), (77, 999, 1), (0, 0, 1)]),
     "one permuted row": ((1, 4, 3), [(12, 1, 4), (17, 1, 4), (22, 1, 4)]),
     "one element": ((1, 1), [(0, 9), (1, 9), (2, 9)]),
 }
 LISTS = (*COALESCED, "reduce_coalesced", "broadcast_coalesced")
-NEGATED = (Layout(is_negated=True), Layout((2,), 1, is_negated=True), PLAIN)
+NEGATED = (Strides(is_negated=True), Strides((2,), 1, is_negated=True), PLAIN)
 
 
 def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
     parts = tuple(replace(part, seed=i) for i, part in enumerate(parts))
     calls = [
-        Call(entry, k, parts[:1] if entry not in LISTS else parts, op, algorithm, root=k - 1)
+        CallCase(entry, k, parts[:1] if entry not in LISTS else parts, op, algorithm, root=k - 1)
         for entry in entries or transport.entries
         for algorithm in transport.algorithms
         for op in ops
     ]
     shared = [
-        Call(entry, k, parts[:1], by_communicator=True, algorithm=algorithm)
+        CallCase(entry, k, parts[:1], by_communicator=True, algorithm=algorithm)
         for entry in transport.entries
         for algorithm in transport.algorithms
         if entry in SHARES and parts and parts[0].numel % k == 0
@@ -71,51 +71,55 @@ def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
 def test_layouts(transport, name):
     shape, strides, offset = LAYOUTS[name]
     for dtype, k in ((F32, 3), (torch.int8, 3), (torch.bfloat16, 1)):
-        parts = (Part(dtype, shape, (Layout(strides, offset),)), Part(torch.float64, (5,)))
+        parts = (Operand(dtype, shape, (Strides(strides, offset),)), Operand(torch.float64, (5,)))
         transport.check(calls_of(transport, parts, k))
 
 
 @promise("layouts")
-def test_layouts_of_several_parts(transport):
-    """Ranks in processes pack 1 MiB at a time, here two rows, one row and one plane."""
-    part = Part(F32, (2, 3, 100_000), (Layout((700_000, 210_000, 2), 1),))
-    transport.check([Call("all_reduce", 2, (part,)), Call("broadcast", 2, (part,), root=1)])
+def test_packed_layouts_in_pieces(transport):
+    """Ranks in processes pack pieces of 1 MiB: here two rows, one row or one plane."""
+    part = Operand(F32, (2, 3, 100_000), (Strides((700_000, 210_000, 2), 1),))
+    transport.check([CallCase("all_reduce", 2, (part,)), CallCase("broadcast", 2, (part,), root=1)])
 
 
 @promise("layouts-differ")
 @pytest.mark.parametrize("name", MIXES)
-def test_layouts_that_differ_by_rank(transport, name):
+def test_layouts_differ_between_ranks(transport, name):
     shape, strides = MIXES[name]
-    layouts = tuple(Layout(s, offset) for offset, s in enumerate(strides))
+    layouts = tuple(Strides(s, offset) for offset, s in enumerate(strides))
     for dtype, mixed in ((F32, layouts), (torch.int64, layouts[::-1])):
-        part = Part(dtype, shape, mixed)
-        transport.check(calls_of(transport, (part, Part(F32, (3,)), part), 3))
+        part = Operand(dtype, shape, mixed)
+        transport.check(calls_of(transport, (part, Operand(F32, (3,)), part), 3))
 
 
 @promise("negated")
 @pytest.mark.parametrize("dtype", [F32, torch.float16, torch.int64, torch.uint8], ids=str)
 def test_negated_views(transport, dtype):
     for layouts in (NEGATED, NEGATED[:1], NEGATED[::-1]):
-        part = Part(dtype, (36,), layouts)
+        part = Operand(dtype, (36,), layouts)
         transport.check(calls_of(transport, (part, part), 3, ops=("sum", "max")))
-    permuted = (Layout((1, 2)), Layout((1, 2), is_negated=True), Layout((1, 2)))
-    transport.check(calls_of(transport, (Part(dtype, (2, 3), permuted),), 3))
+    permuted = (Strides((1, 2)), Strides((1, 2), is_negated=True), Strides((1, 2)))
+    transport.check(calls_of(transport, (Operand(dtype, (2, 3), permuted),), 3))
 
 
 @promise("mixed-lists")
 def test_lists_of_mixed_dtypes(transport):
     shapes = [(20, 1, 3, 3), (20,), (), (0,), (40, 128), (1,), (9001,), (2,) * 7, (0, 3)]
-    mixed = tuple(Part(DTYPES[i % 8], shape) for i, shape in enumerate(shapes * 2))
+    mixed = tuple(Operand(DTYPES[i % 8], shape) for i, shape in enumerate(shapes * 2))
     entries = [entry for entry in LISTS if entry in transport.entries]
     for parts, k in itertools.product((mixed, (), mixed[:1]), (1, 2, 3)):
         transport.check(calls_of(transport, parts, k, entries=entries))
-    many = tuple(Part(DTYPES[i % 8], (i % 3,)) for i in range(1500))
+    many = tuple(Operand(DTYPES[i % 8], (i % 3,)) for i in range(1500))
     calls = calls_of(transport, many, 2, entries=["coalesced"])
-    transport.check([call for call in calls if call.algorithm not in PYTHON])  # a tensor at a time
+    transport.check(
+        [call for call in calls if call.algorithm not in PYTHON]
+    )  # these reduce one tensor at a time
 
 
 def check_containers(transport, holds):
-    parts = tuple(Part(dtype, (36,), (Layout((2,), 1), PLAIN)) for dtype in (F32, torch.float16))
+    parts = tuple(
+        Operand(dtype, (36,), (Strides((2,), 1), PLAIN)) for dtype in (F32, torch.float16)
+    )
     calls = calls_of(transport, parts, 3)
     if holds == "arrays":
         calls = [call for call in calls if call.entry not in ("reduce in place", "repeated")]
@@ -134,16 +138,16 @@ def test_arrays(transport):
 
 @promise("float-mode")
 @pytest.mark.usefixtures("two_torch_threads")
-def test_threads_that_flush_denormals(transport):
+def test_flushing_denormals_changes_no_bit(transport):
     for dtype in (F32, torch.float64, torch.float16):
-        parts = (Part(dtype, (36,)), Part(dtype, (36_000,)))
+        parts = (Operand(dtype, (36,)), Operand(dtype, (36_000,)))
         calls = calls_of(transport, parts, 3, ops=("sum", "mean"))
         transport.check([replace(call, flushes=True) for call in calls])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, F32, torch.float16], ids=str)
 def test_misaligned_memory(comm_of, dtype):
-    """Memory from elsewhere may begin at any byte."""
+    """Memory of other libraries may start at any byte."""
     parts = inputs(1009, dtype, 3)
     for algorithm in ("fused", "direct", "ring"):
         buffers = [bytearray(1009 * dtype.itemsize + 1) for _ in range(3)]
@@ -158,7 +162,7 @@ def test_misaligned_memory(comm_of, dtype):
 
 @hypothesis.settings(max_examples=200)
 @hypothesis.given(data=st.data())
-def test_overlap_is_found_exactly(comm_of, data):
+def test_overlap_check_is_exact(comm_of, data):
     ndim = data.draw(st.integers(1, 3))
     shape = [data.draw(st.integers(1, 4)) for _ in range(ndim)]
     strides = [data.draw(st.integers(0, 9)) for _ in range(ndim)]
@@ -191,9 +195,9 @@ def random_layouts(draw, shape, *, can_be_negated):
         strides[dim] = reach * draw(steps)
         reach = strides[dim] * max(1, shape[dim])
         if shape[dim] == 1:
-            strides[dim] = draw(st.integers(0, 50))  # means nothing
+            strides[dim] = draw(st.integers(0, 50))  # arbitrary
     is_negated = can_be_negated and draw(st.integers(0, 15)) == 15
-    return Layout(tuple(strides), draw(st.integers(0, 3)), is_negated=is_negated)
+    return Strides(tuple(strides), draw(st.integers(0, 3)), is_negated=is_negated)
 
 
 @st.composite
@@ -209,7 +213,7 @@ def random_parts(draw, k, *, seed=0, is_small, num_shares=1):
         shape = (*shape, num_shares)
     layout = partial(random_layouts, shape, can_be_negated=True)
     lying = draw(st.just((PLAIN,)) | st.tuples(layout()) | st.tuples(*[layout() for _ in range(k)]))
-    return Part(
+    return Operand(
         draw(st.sampled_from(DTYPES)), shape, lying, seed=4 * draw(st.integers(0, 100)) + seed
     )
 
@@ -227,7 +231,7 @@ def random_calls(draw, transport):
     num_parts = draw(st.integers(1, 3)) if is_list else 1
     options = {"is_small": order == "exact", "num_shares": k if entry in SHARES else 1}
     parts = [draw(random_parts(k, seed=i, **options)) for i in range(num_parts)]
-    call = Call(
+    call = CallCase(
         entry,
         k,
         tuple(parts),

@@ -1,4 +1,4 @@
-"""Has every row of docs/promises.md a test, and do refused calls raise?"""
+"""docs/promises.md: every row has a test, and refused calls raise."""
 
 import importlib
 import re
@@ -20,7 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 REFUSED = [cell for cells in MATRIX.values() for cell in cells.values() if cell.error]
 
 
-def test_rows_and_bodies_match():
+def test_each_promise_has_a_test():
     for path in Path(__file__).parent.glob("test_*.py"):
         importlib.import_module(path.stem)
     said = {row for row, cells in MATRIX.items() if any(c.text == "yes" for c in cells.values())}
@@ -32,7 +32,7 @@ def test_rows_and_bodies_match():
 
 
 class Refusal(NamedTuple):
-    """A call, a pattern of its error, and a function that makes its argument of a plain tensor."""
+    """Pattern of the error, the call, and a function from a plain tensor to its argument."""
 
     words: str
     call: Callable[[Any, Any], object] = lambda comm, given: comm.all_reduce(given)

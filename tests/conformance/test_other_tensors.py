@@ -1,4 +1,4 @@
-"""Tensors and calls that torch.distributed takes and the engine does not."""
+"""Dtypes and tensors that torch.distributed supports and the engine does not."""
 
 import functools
 import itertools
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from promises import promise
-from running import told_by
+from running import outcome_of
 from torch import Tensor
 from transports import REDUCE_OPS
 
@@ -17,7 +17,7 @@ import pyringar as pr
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.bool, torch.int16, torch.complex64, torch.complex128, *FLOAT8)
-NATIVE = (torch.float32, torch.int32)  # in calls that a communicator does not have
+NATIVE = (torch.float32, torch.int32)  # for calls without a communicator method
 BITS = {
     dist.ReduceOp.BAND: torch.bitwise_and,
     dist.ReduceOp.BOR: torch.bitwise_or,
@@ -139,7 +139,7 @@ def reduce_grad_and_sparse(state) -> None:
 
 
 @promise("requires-grad", "sparse")
-def test_leaves_and_sparse_tensors(transport):
+def test_torch_reduces_leaves_and_sparse(transport):
     for k in {1, 3} & {*transport.world_sizes}:
         transport.on_ranks(k, reduce_grad_and_sparse)
 
@@ -165,11 +165,11 @@ def reduce_shapes(state) -> None:
 
 
 @promise("layouts-differ", only=("launch", "backend"))
-def test_shapes_may_differ(transport):
+def test_torch_shapes_may_differ(transport):
     transport.on_ranks(2, reduce_shapes)
 
 
-# Calls and dtypes, or reductions, that differ between ranks 0 and 1.
+# A call, and the dtype (or reduction) of rank 0 and of rank 1.
 DIFFERENT_DTYPES = (
     ("reduce", "int16", "int32"),
     ("reduce_scatter", "uint16", "int16"),
@@ -204,7 +204,7 @@ CALLS = {
 def differ(state, call: str, dtypes: tuple[str, str], ops: tuple[str, str]) -> tuple[str, str]:
     tensor = torch.arange(4).to(getattr(torch, dtypes[state.rank]))
     before = tensor.clone()
-    told = told_by(lambda: CALLS[call](tensor, OPS[ops[state.rank]]))
+    told = outcome_of(lambda: CALLS[call](tensor, OPS[ops[state.rank]]))
     assert torch.equal(tensor.view(torch.uint8), before.view(torch.uint8)), "it was written"
     return told.error, told.text
 
@@ -241,7 +241,7 @@ def refuse_ops(state) -> None:
 
 
 @promise("dtypes-other")
-def test_impossible_reductions_raise(transport):
+def test_unsupported_reductions_raise(transport):
     transport.on_ranks(2, refuse_ops)
 
 

@@ -1,4 +1,4 @@
-"""Is a call that is made again checked again when anything about its tensors has changed?"""
+"""Prepared calls: a repeated call is checked again if its tensors have changed."""
 
 import gc
 import random as python_random
@@ -48,7 +48,7 @@ def assert_reduces(pair, tensors, op="sum", **options):
             tensor.detach().mul_(rank + 2)
 
 
-def test_other_reductions_and_orders(pair):
+def test_repeated_call_with_changed_arguments(pair):
     tensors = ranks(pair, 1031)
     for op in ("sum", "mean", "max", "sum"):
         before = tensors[0]._version
@@ -59,7 +59,7 @@ def test_other_reductions_and_orders(pair):
     assert_reduces(pair, tensors, algorithm="direct")
 
 
-def test_new_memory_is_reduced(pair):
+def test_repeated_call_after_new_memory(pair):
     tensors = ranks(pair, 33)
     assert_reduces(pair, tensors)
     old = tensors[1].data
@@ -78,12 +78,12 @@ def test_new_memory_is_reduced(pair):
 
 
 @pytest.mark.parametrize("is_new_object", [True, False], ids=["new object", "new data"])
-def test_negated_view_is_noticed(pair, is_new_object):
+def test_repeated_call_after_negation(pair, is_new_object):
     base = ranks(pair, 8)
     views = [tensor.view(8) for tensor in base]
     for turn in range(40):
         first = torch._neg_view(base[0]) if turn % 2 else base[0].view(8)
-        if is_new_object:  # at the address of a view that is gone
+        if is_new_object:  # may reuse the address of the deleted view
             views = []
             views = [first, base[1].view(8)]
         else:
@@ -91,7 +91,7 @@ def test_negated_view_is_noticed(pair, is_new_object):
         assert_reduces(pair, views)
 
 
-def test_bad_tensors_are_noticed(pair):
+def test_repeated_call_with_bad_tensors(pair):
     tensors = ranks(pair, 9)
     assert_reduces(pair, tensors)
     for tensor in tensors:
@@ -103,7 +103,7 @@ def test_bad_tensors_are_noticed(pair):
         assert_reduces(pair, tensors)
 
 
-def test_no_memory_is_kept(pair):
+def test_prepared_call_keeps_no_memory(pair):
     tensors = ranks(pair, 4096)
     pair.all_reduce(tensors)
     watches = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
@@ -112,7 +112,7 @@ def test_no_memory_is_kept(pair):
     assert [watch() for watch in watches] == [None] * K
 
 
-def test_random_calls_on_the_same_tensors(pair):
+def test_random_repeated_calls(pair):
     draw = python_random.Random(7)
     pool = [ranks(pair, 64, seed=seed) for seed in range(4)]
     for step in range(300):
@@ -158,7 +158,7 @@ CHANGES = {
 @KINDS
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("is_view", [False, True], ids=["whole", "view"])
-def test_changed_tensor_is_refused(pair, kind, how, is_view):
+def test_bound_call_detects_changed_tensor(pair, kind, how, is_view):
     base = ranks(pair, 17, 16)
     if how == "share_memory_" and base[0].is_cuda:
         pytest.skip("it does nothing on a GPU")
@@ -192,7 +192,7 @@ def test_first_changed_tensor_is_named(comm_of):
 
 
 @KINDS
-def test_bound_call_lets_go_of_its_memory(cpu_pair, kind):
+def test_bound_call_releases_memory(cpu_pair, kind):
     tensors = [torch.ones(4) for _ in range(K)]
     watches = [weakref.ref(tensor) for tensor in tensors]
     call = bind(cpu_pair, kind, tensors)
@@ -206,7 +206,7 @@ def test_bound_call_lets_go_of_its_memory(cpu_pair, kind):
 
 @KINDS
 @pytest.mark.parametrize("is_view", [False, True])
-def test_bound_call_tells_autograd(cpu_pair, kind, is_view):
+def test_bound_call_counts_version(cpu_pair, kind, is_view):
     base = [torch.arange(1.0, 7.0).view(2, 3) for _ in range(K)]
     tensors = [one[0] if is_view else one for one in base]
     weight = torch.ones(tensors[0].shape, requires_grad=True)
@@ -291,7 +291,7 @@ def test_failed_call_counts_as_write(is_bound):
     assert versions == [1, 1]
 
 
-def test_both_ways_meet():
+def test_mixed_layouts_match_between_ranks():
     with RankPair() as pair:
         tensors = [torch.arange(6.0), torch.ones(6, 2)[:, 0]]
         pair.all_reduce(tensors, "mean")
@@ -300,7 +300,7 @@ def test_both_ways_meet():
             pair.all_reduce([torch.ones(6), torch.ones(2, 3)])
 
 
-def test_threads_share_a_communicator():
+def test_threads_share_communicator():
     def call(rank, _):
         for _ in range(200):
             pair.comms[rank].all_reduce(tensor := torch.ones(8))

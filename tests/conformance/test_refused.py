@@ -1,4 +1,4 @@
-"""Is every bad argument refused by a message with its name and value, and is nothing changed?"""
+"""Wrong arguments raise errors with name and value, and change nothing."""
 
 import re
 from functools import partial
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import pyringar as pr
 from pyringar.choices import ALGORITHMS, ORDERS
 from pyringar.comm import process_communicator
-from pyringar.comm.orders import engine_order
+from pyringar.comm.sum_orders import engine_order
 from pyringar.engine import load
 
 
@@ -47,7 +47,7 @@ def read_only(tensor):
     return array
 
 
-# A tensor of rank 1 made wrong, and the words of the message beside its name.
+# A function that spoils a tensor, and words of the message.
 WRONG = {
     "number": (lambda t: 7, "an int"),
     "backwards": (lambda t: t.numpy()[::-1], r"(tensors|\]) is a ndarray .*negative"),
@@ -70,7 +70,7 @@ UNSUPPORTED = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("what", WRONG | UNSUPPORTED)
 @pytest.mark.parametrize("entry", ["all_reduce", "direct", "coalesced", "bind", "broadcast"])
-def test_wrong_tensors(pair, what, entry):
+def test_wrong_tensors_raise(pair, what, entry):
     make, *words = (WRONG | UNSUPPORTED)[what]
     kind = pr.UnsupportedError if what in UNSUPPORTED else pr.ArgumentError
     tensors = ranks()
@@ -93,7 +93,7 @@ def test_wrong_tensors(pair, what, entry):
 
 BASE, NEGATED = torch.zeros(100), torch._neg_view(torch.zeros(100))
 BAND = torch.distributed.ReduceOp.BAND
-# Calls of two ranks, with the tensors of both, and words of the message.
+# Wrong calls of two ranks, and words of the message.
 WRONG_CALLS = [
     (lambda c: c.all_reduce_coalesced([[BASE, BASE[50:]]] * K), "shares memory with"),
     (lambda c: c.bind_coalesced([[NEGATED, torch._neg_view(NEGATED)]] * K), "shares memory with"),
@@ -126,7 +126,7 @@ def test_wrong_calls_raise(pair, call, words):
     assert not BASE.any()
 
 
-def test_torch_reduce_ops_are_taken(pair):
+def test_torch_reduce_ops(pair):
     c10d = torch.distributed.ReduceOp
     by_name = {"sum": c10d.SUM, "mean": c10d.AVG, "max": c10d.MAX, "min": c10d.MIN}
     for name, op in (*by_name.items(), ("prod", c10d.PRODUCT)):
@@ -138,12 +138,12 @@ def test_torch_reduce_ops_are_taken(pair):
 
 @pytest.mark.parametrize("transport", ["threads", "processes"])
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "30", None, True])
-def test_timeouts(transport, timeout):
+def test_wrong_timeout_raises(transport, timeout):
     refuse(lambda: make_pair(transport, timeout=timeout), "timeout is")
 
 
 @pytest.mark.parametrize("order", ["rank", "tree", "exact"])
-def test_orders_that_an_algorithm_cannot_keep(order):
+def test_unsupported_order_raises(order):
     for algorithm in ("ring", "naive", "sharded"):
         if order == "rank" and algorithm != "ring":
             continue
@@ -157,14 +157,14 @@ def test_orders_that_an_algorithm_cannot_keep(order):
 
 @pytest.mark.parametrize("op", ["prod", "max", "min"])
 @pytest.mark.parametrize("transport", ["threads", "processes"])
-def test_exact_order_of_other_ops(transport, op):
+def test_exact_order_of_other_ops_raises(transport, op):
     with make_pair(transport, order="exact") as pair:
         tensors = ranks()
         refuse(lambda: pair.all_reduce(tensors, op), f"order is 'exact' and op '{op}'")
         assert torch.equal(tensors[0], ranks()[0])
 
 
-def test_exact_sums_on_gpus():
+def test_exact_order_on_gpu_raises():
     assert engine_order("direct", "tree", has_gpus=True) == "tree"
     exact = partial(engine_order, "direct", "exact", has_gpus=True)
     refuse(exact, "order is 'exact' and ranks are on GPUs", kind=pr.UnsupportedError)
@@ -184,7 +184,7 @@ WRONG_LISTS = {
 
 
 @pytest.mark.parametrize("what", WRONG_LISTS)
-def test_wrong_lists(comm, what):
+def test_wrong_lists_raise(comm, what):
     make, words = WRONG_LISTS[what]
     tensors = ranks(3)
     calls = [partial(comm.all_reduce, algorithm=name) for name in ("fused", "ring", "naive")]
@@ -207,7 +207,7 @@ def test_malformed_array_raises(comm):
         refuse(lambda call=call: call([*ranks(2), Hostile()]), "is a Hostile whose memory")
 
 
-def test_wrong_lists_of_lists(comm):
+def test_wrong_nested_lists_raise(comm):
     lists = [[torch.zeros(2), torch.zeros(3, 2)] for _ in range(3)]
     tied = [[mine[0], mine[0]] for mine in lists]  # would be summed twice
     for call in (comm.all_reduce_coalesced, comm.bind_coalesced, comm.broadcast_coalesced):
@@ -219,7 +219,7 @@ def test_wrong_lists_of_lists(comm):
     assert [tensor._version for mine in lists for tensor in mine] == [0] * 6
 
 
-def test_wrong_outputs_of_reduce(comm):
+def test_wrong_outputs_of_reduce_raise(comm):
     shared = torch.zeros(12)
     inputs, output = ranks(3, (6,)), torch.full((6,), 9.0)
     for bad, words in (
@@ -263,7 +263,7 @@ def test_sources_may_share_memory(comm):
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "naive", "sharded"])
-def test_algorithms_without_a_call(algorithm):
+def test_algorithm_without_operation_raises(algorithm):
     output, inputs = torch.zeros(6), ranks(3, (6,))
     with pr.Communicator(["cpu"] * 3, algorithm=algorithm) as comm:
         calls = {
@@ -287,8 +287,8 @@ def test_missing_devices_are_named():
     refuse(lambda: pr.Communicator(["mps"]), r"devices\[0\]", "mps", "cpu")
 
 
-def test_python_has_the_names_of_the_engine():
-    """Python has lists of its own: `import pyringar` must not load the engine."""
+def test_names_match_engine():
+    """Python repeats the lists of names, since `import pyringar` may not load the engine."""
     names = load.engine().names()
     assert [str(dtype) for dtype in DTYPES] == [f"torch.{name}" for name in names["dtypes"]]
     assert list(OPS) == names["ops"]

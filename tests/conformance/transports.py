@@ -1,7 +1,7 @@
-"""The transports that must keep the promises of docs/promises.md, each running the same calls.
+"""The transports of docs/promises.md. All run the same calls.
 
-A transport is one class: `Lists` drives all ranks from this process, a `RankTransport` runs a
-function on every rank. To add one, subclass `RankTransport` and name it in `TRANSPORTS`.
+`ListTransport` drives all ranks from this process, a `RankTransport` runs a function on every rank.
+To add a transport, subclass `RankTransport` and add it to `TRANSPORTS`.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any
 import oracle
 import torch
 import torch.distributed as dist
-from calls import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Placed
+from call_cases import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Placed
 from naive_transport import NaiveTransport
 from oracle import NATIVE, limit_bytes, piece_elems
 from ranks import Crew, another, connect, crews, join
@@ -41,7 +41,7 @@ from pyringar.comm.process_communicator import ALGORITHMS as PROCESS_ALGORITHMS
 Function = Callable[..., Any]
 
 
-class Lists:
+class ListTransport:
     """All ranks of a `Communicator`, driven by this process."""
 
     algorithms = ("auto", *NATIVE, *PYTHON)
@@ -64,17 +64,17 @@ class Lists:
         self._made.close()
 
     def on_ranks(self, k, function, **arguments):
-        """Run a function on every rank, as `RankTransport` does: threads that call together."""
-        return Together(self.comm_of(k)).run(function, arguments)
+        """Run a function on every rank, each in a thread."""
+        return LockstepCalls(self.comm_of(k)).run(function, arguments)
 
     def on_new_ranks(self, k, function, timeout=20.0, **given):
         with pr.Communicator([self.device] * k, timeout=timeout) as comm:
-            return Together(comm).run(function, given)
+            return LockstepCalls(comm).run(function, given)
 
     def can_run(self, call):
         if call.order == "exact" and ("exact" not in self.orders or call.op not in ("sum", "mean")):
             return False
-        if call.entry == "book":  # which names neither
+        if call.entry == "book":  # allreduce() has neither argument
             return call.order == "any" and call.algorithm == "auto"
         if call.entry in SHARES and not call.by_communicator:
             return False
@@ -140,8 +140,8 @@ def run_rooted(comm, call, rows, lists):
     return comm.reduce(written[0], [mine[0] for mine in lists], call.op, **options)
 
 
-class Together:
-    """Ranks of a `Communicator` that each make their own calls: one makes the call of all."""
+class LockstepCalls:
+    """Threads as ranks of a `Communicator`: one thread makes each call for all."""
 
     def __init__(self, comm):
         self.comm, self.k = comm, comm.world_size
@@ -151,7 +151,7 @@ class Together:
 
     def run(self, function, arguments):
         def run_rank(rank):
-            comm = OneOfTogether(self, rank)
+            comm = LockstepRank(self, rank)
             try:
                 state = SimpleNamespace(rank=rank, world_size=self.k, comm=comm)
                 state.device = self.comm.devices[rank]
@@ -180,7 +180,7 @@ class Together:
         return value
 
 
-class OneOfTogether:
+class LockstepRank:
     def __init__(self, together, rank):
         self._together, self._rank = together, rank
 
@@ -192,9 +192,9 @@ class RankTransport:
     """Ranks that each make their own calls.
 
     Attributes:
-        rows: Words: ids of docs/promises.md that hold, for a transport that has no column there.
-        made_orders: Orders that a communicator is made with, and that no call names.
-        writes_with_torch: torch moves the results, and its negation changes the bits of a NaN.
+        rows: Ids of docs/promises.md, separated by blanks, for a transport without a column there.
+        made_orders: Orders that only the constructor of a communicator accepts.
+        writes_with_torch: torch writes the results, and its negation changes the bits of a NaN.
     """
 
     rows = ""
@@ -209,13 +209,13 @@ class RankTransport:
     def on_ranks(self, k, function, **arguments):
         """Return ``function(state, **arguments)`` of each rank.
 
-        ``state`` has ``rank``, ``world_size`` and ``comm``, with the methods of
-        `pr.ProcessCommunicator` for all entries.
+        ``state`` has ``rank``, ``world_size`` and ``comm``, which has the methods of
+        `pr.ProcessCommunicator`.
         """
         raise NotImplementedError
 
     def on_new_ranks(self, k, function, timeout=20.0, **given):
-        """Return the same of a group that is made for this call, and may fail in it."""
+        """Like `on_ranks`, but on a new group that may fail."""
         raise NotImplementedError
 
     def close(self): ...
@@ -279,7 +279,7 @@ def check_own(state, call):
     if call.k > 1 and call.holds != "arrays":
         check_versions(call, placed)
     order = order_of(call, "direct" if call.entry in SHARES else call.algorithm)
-    # One tensor that lies otherwise on another rank, and all of the call are taken by index.
+    # If the strides of one tensor differ between ranks, all tensors are cut in index order.
     lying = {
         tuple(part.is_permuted(r) and part.strides_used(r) for part in call.parts)
         for r in range(call.k)
@@ -287,10 +287,10 @@ def check_own(state, call):
     return check_rank(call, state.rank, placed, order, by_index=len(lying) > 1)
 
 
-class Crews(RankTransport):
-    """A process per rank, which lives as long as the transport."""
+class ProcessTransport(RankTransport):
+    """One process per rank, alive as long as the transport."""
 
-    join: Function = staticmethod(join)  # makes the rank's communicator, in its process
+    join: Function = staticmethod(join)  # creates the communicator in the rank's process
 
     def __init__(self):
         self._made = contextlib.ExitStack()
@@ -308,7 +308,7 @@ class Crews(RankTransport):
             return crew.run(function, **given)
 
 
-class Processes(Crews):
+class ProcessCommTransport(ProcessTransport):
     """`pr.ProcessCommunicator`."""
 
     algorithms = PROCESS_ALGORITHMS
@@ -326,7 +326,7 @@ class Processes(Crews):
         return [nbytes // dtype.itemsize for nbytes in (exchange, slot, 4 * slot, ahead) if nbytes]
 
 
-PIECE = 20_000  # elements that cross between machines at once
+PIECE = 20_000  # elements of a message between machines
 # The machine of each rank.
 PLACES = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abbcc", 8: "aabbccdd"}
 
@@ -342,8 +342,8 @@ def join_machines(state, port, rank, world_size, name, **options):
     state.comm = HierarchicalCommunicator(state.store, rank, world_size, name=name, **options)
 
 
-class Machines(Crews):
-    """`HierarchicalCommunicator` over pretended machines: names that processes give themselves."""
+class MachinesTransport(ProcessTransport):
+    """`HierarchicalCommunicator` on simulated machines (PYRINGAR_NODE_ID)."""
 
     join = staticmethod(join_machines)
     made_orders = ("tree",)
@@ -370,7 +370,7 @@ REDUCE_OPS = {
 
 
 class TorchCalls:
-    """The functions of torch.distributed, with the names of a communicator's methods."""
+    """torch.distributed with the methods of a communicator."""
 
     def all_reduce(self, tensor, op="sum", *, async_op=False, **_):
         return dist.all_reduce(tensor, REDUCE_OPS[op], async_op=async_op)
@@ -397,8 +397,8 @@ class TorchCalls:
         return dist.barrier()
 
 
-class Torch(RankTransport):
-    """The calls that all ranks of torch.distributed have."""
+class TorchTransport(RankTransport):
+    """Base of transports that use torch.distributed."""
 
     entries = (
         "all_reduce",
@@ -413,12 +413,12 @@ class Torch(RankTransport):
     writes_with_torch = True
 
     def can_run(self, call):
-        is_list = call.entry in LISTS  # torch itself wants a list of one dtype
+        is_list = call.entry in LISTS  # torch requires one dtype per list
         has_one_dtype = len({part.dtype for part in call.parts}) == 1
         return super().can_run(call) and call.holds == "tensors" and (has_one_dtype or not is_list)
 
 
-class Launch(Torch):
+class LaunchTransport(TorchTransport):
     """The ranks of `pr.launch`: threads of this process."""
 
     communicator: Callable[[], Any] = TorchCalls
@@ -435,11 +435,11 @@ class Launch(Torch):
         return pr.launch(program, k, timeout=timeout)
 
 
-class Naive(Launch):
-    """A transport of one file, over torch.distributed and the ranks of `pr.launch`."""
+class NaiveLaunchTransport(LaunchTransport):
+    """`NaiveTransport` on the ranks of `pr.launch`."""
 
     communicator = NaiveTransport
-    entries = tuple(entry for entry in Torch.entries if entry not in ROOTED)
+    entries = tuple(entry for entry in TorchTransport.entries if entry not in ROOTED)
     rows = """
     same-bits one-rounding integers dtypes ops order-any layouts layouts-differ negated
     versions all_reduce coalesced reduce_scatter all_gather broadcast async barrier
@@ -457,8 +457,8 @@ def join_backend(state, port, rank, world_size, name, timeout):
     state.store, state.comm = store, TorchCalls()
 
 
-class Backend(Crews, Torch):
-    """The backend `ringar` over processes: the code of `Launch`, another engine."""
+class BackendTransport(ProcessTransport, TorchTransport):
+    """The backend `ringar` with one process per rank."""
 
     join = staticmethod(join_backend)
     world_sizes = (1, 2, 3, 4)
@@ -468,8 +468,8 @@ def join_gpu(state, **options):
     join(state, device="cuda:0", **options)
 
 
-class CudaProcesses(Processes):
-    """`pr.ProcessCommunicator` of ranks with tensors on a GPU."""
+class CudaProcessTransport(ProcessCommTransport):
+    """`pr.ProcessCommunicator` with tensors on a GPU."""
 
     join = staticmethod(join_gpu)
     device = "cuda:0"
@@ -481,14 +481,14 @@ class CudaProcesses(Processes):
 
 
 TRANSPORTS: dict[str, Callable[[], Any]] = {
-    "threads": lambda: Lists("cpu"),
-    "processes": Processes,
-    "launch": Launch,
-    "backend": Backend,
-    "machines": Machines,
-    "naive": Naive,
-    "cuda": lambda: Lists("cuda:0"),
-    "cuda processes": CudaProcesses,
+    "threads": lambda: ListTransport("cpu"),
+    "processes": ProcessCommTransport,
+    "launch": LaunchTransport,
+    "backend": BackendTransport,
+    "machines": MachinesTransport,
+    "naive": NaiveLaunchTransport,
+    "cuda": lambda: ListTransport("cuda:0"),
+    "cuda processes": CudaProcessTransport,
 }
-# Columns of docs/promises.md for transports that are named otherwise there.
+# Transports that share a column of docs/promises.md.
 COLUMNS = {"backend": "launch"}

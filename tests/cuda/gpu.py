@@ -1,8 +1,4 @@
-"""Ranks on a GPU, their tensors there and back, and what a test needs to run at all.
-
-With ``PYRINGAR_TEST_CUDA_ON_CPU=1`` the tests run over CPU ranks instead, but for those about
-streams, graphs and the device: a trial of the tests themselves on a machine that has no GPU.
-"""
+"""Helpers of GPU tests. PYRINGAR_TEST_CUDA_ON_CPU=1 runs most of them on CPU ranks."""
 
 from __future__ import annotations
 
@@ -37,18 +33,16 @@ SLEEP_CYCLES = 200_000_000  # a tenth of a second of a GPU's clock
 
 @functools.cache
 def pool(dtype):
-    """Random values, drawn once: drawing takes longer than reducing."""
     return torch.stack([random(POOL_ELEMS, dtype, 100 + row) for row in range(POOL_ROWS)])
 
 
 def drawn(numel, dtype, world_size):
-    """One flat tensor per rank out of the pool, elsewhere for every size, no two the same."""
+    """Return one flat tensor per rank; all differ."""
     begins = [numel % 61 + rank // POOL_ROWS for rank in range(world_size)]
     return [pool(dtype)[i % POOL_ROWS, at : at + numel] for i, at in enumerate(begins)]
 
 
 def lists_of(shapes, dtypes, world_size, seed=0):
-    """``lists[rank][i]`` on the CPU, dtypes in turn."""
     return [
         [
             random(math.prod(shape), dtypes[i % len(dtypes)], 31 * i + rank + seed).view(shape)
@@ -103,8 +97,8 @@ def captured(function):
     return graph
 
 
-class Ranks:
-    """A tensor per rank in one buffer with guard bytes between: one copy there, one back."""
+class GuardedRanks:
+    """One tensor per rank in a buffer with guard bytes between them."""
 
     def __init__(self, parts, device, shifts=ALIGNED):
         self._dtype = parts[0].dtype
@@ -132,7 +126,7 @@ class Ranks:
 
 
 def check(comm, parts, op, algorithm, shifts=ALIGNED):
-    ranks = Ranks(parts, comm.devices[0], shifts)
+    ranks = GuardedRanks(parts, comm.devices[0], shifts)
     assert comm.all_reduce(ranks.tensors, op, algorithm=algorithm) is None
     context = f"{algorithm} {op} {parts[0].dtype} k={len(parts)} n={parts[0].numel()} {shifts}"
     ranks.check(expected(parts, op, algorithm), context)

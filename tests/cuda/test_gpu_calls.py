@@ -1,4 +1,4 @@
-"""On a GPU: are bits right for every size and alignment, and are refusals, plans and arrays?"""
+"""GPU: bits for all sizes and alignments, errors, plans and arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = gpu.needed
 
 
 def edge_sizes(dtype, world_size):
-    """Nothing, less than one each, and around vectors, ring pieces, and tiles of the kernels."""
+    """Sizes around vectors, ring pieces and kernel tiles."""
     pack = 16 // dtype.itemsize
     tile = 256 * (2 if dtype.itemsize == 1 else 4) * pack  # of a block of the fused kernel
     edges = [1, world_size, pack, 2 * pack, 256 * world_size, tile, 2 * tile]
@@ -43,7 +43,7 @@ def test_more_tiles_than_blocks(ranks_of, algorithm):
 
 
 def test_many_ranks(make_ranks):
-    """Past 96 ranks pointers move from the small table of a launch to the large one."""
+    """Above 96 ranks a launch uses the large pointer table."""
     for world_size in (9, 11, 17, 33, 64, 100):
         parts = inputs(1031, torch.bfloat16, world_size)
         comm = make_ranks(world_size)
@@ -57,7 +57,7 @@ def test_many_ranks(make_ranks):
     ("world_size", "algorithm", "words"),
     [(641, "fused", r"641 ranks .*640"), (65, "ring", "65 ranks")],
 )
-def test_more_ranks_than_a_launch_takes(make_ranks, world_size, algorithm, words):
+def test_too_many_ranks_raise(make_ranks, world_size, algorithm, words):
     comm = make_ranks(world_size)
     with pytest.raises(pr.UnsupportedError, match=words):
         comm.all_reduce(gpu.ones(comm, 1), algorithm=algorithm)
@@ -66,8 +66,8 @@ def test_more_ranks_than_a_launch_takes(make_ranks, world_size, algorithm, words
 @pytest.mark.parametrize(
     ("num_tensors", "world_size"), [(24, 4), (25, 2), (121, 2), (1000, 4), (50, 16)]
 )
-def test_more_tensors_than_a_launch_takes(ranks_of, num_tensors, world_size):
-    """Around the small table's 24 tensors, past the large one's 120, past its 640 pointers."""
+def test_many_tensors_in_several_launches(ranks_of, num_tensors, world_size):
+    """The small table holds 24 tensors; the large table 120 tensors or 640 pointers."""
     shapes = [(1 + 7 * i % 90,) for i in range(num_tensors)]
     dtypes = (torch.float32, torch.float32, torch.bfloat16) if num_tensors > 500 else FLOATS[1:2]
     parts = gpu.lists_of(shapes, dtypes, world_size)
@@ -77,7 +77,7 @@ def test_more_tensors_than_a_launch_takes(ranks_of, num_tensors, world_size):
 
 
 def test_grader_passes_in_own_process(device):
-    """Not in this process, which has a GPU already: one that forks has none."""
+    """In a new process: after a fork, a process that used CUDA cannot."""
     command = ["-m", "pyringar", "check", "pyringar:allreduce", "--timeout", "60"]
     devices = ["--devices", f"{device},{device},cpu"]
     done = subprocess.run([sys.executable, *command, *devices], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""On a GPU: are ranks that are threads ranks of torch.distributed there, whatever their streams?"""
+"""GPU: torch.distributed on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ def train(device, wrap):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_data_parallel_and_fully_sharded(device, seed):
-    """FSDP2 gathers and scatters on streams of its own."""
     kind = torch.device(device).type
 
     def wrap(net):
@@ -115,7 +114,7 @@ def test_each_rank_has_a_generator(device):
 
 
 def test_processes_share_a_gpu(device, tmp_path):
-    """Run in a new process: the forks of this one cannot use CUDA, which it has initialised."""
+    """In a new process: after a fork, a process that used CUDA cannot."""
     script = tmp_path / "program.py"
     script.write_text(
         "import sys, torch, pyringar as pr\n"

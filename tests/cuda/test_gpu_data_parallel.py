@@ -65,7 +65,7 @@ def assert_same(found, wanted, atol=1e-12):
 
 @CAPS
 @pytest.mark.parametrize("where", ["one", two])
-def test_steps_are_the_plain_modules(device, where, cap_mb):
+def test_steps_match_plain_module(device, where, cap_mb):
     plain = make_net(device)
     net = pr.DataParallel(copy.deepcopy(plain), devices_of(where, device), bucket_cap_mb=cap_mb)
     train(plain, device)
@@ -100,8 +100,7 @@ def test_batchnorm_statistics(device, where, batchnorm):
 
 @gpu.only
 @pytest.mark.parametrize("where", ["one", two])
-def test_side_stream_is_waited_for(device, where):
-    """Backward on another stream than the current one, behind kernels that take their time."""
+def test_backward_on_side_stream(device, where):
     plain = make_net(device)
     net = pr.DataParallel(copy.deepcopy(plain), devices_of(where, device), bucket_cap_mb=1e-6)
     train(plain, device)

@@ -1,4 +1,4 @@
-"""Ranks in the memories of the host and of several GPUs: are bits, streams and failures right?"""
+"""Ranks on the host and on several GPUs: bits, streams and failures."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def over(devices, **options):
-    """A communicator of ranks in the host's memory ("cpu") and on the GPUs of these indices."""
+    """Return a communicator; a device is "cpu" or a GPU index."""
     names = [device if device == "cpu" else f"cuda:{device}" for device in devices]
     return pr.Communicator(names, **options)
 
 
 def on(*devices):
-    """A test's parameter, skipped where there are not as many devices."""
+    """Return a test parameter that needs these devices."""
     return pytest.param(devices, marks=gpu.two if 1 in devices else gpu.only, id=str(devices))
 
 
@@ -178,8 +178,7 @@ def run_alone(code, **environment):
 
 
 @gpu.two
-def test_no_context_on_other_devices():
-    """A thread that has used no GPU closes, waits and asks; cuda:0 has no context of ours."""
+def test_other_gpus_get_no_context():
     assert run_alone(ALONE) == ["[False,", "True]"]
 
 

@@ -1,4 +1,4 @@
-"""On a GPU: does a replayed CUDA graph give the bits of the calls that it was captured from?"""
+"""GPU: replayed CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [*gpu.needed, gpu.only]
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("algorithm", ["fused", "direct"])
-def test_graph(make_ranks, algorithm, dtype, is_async):
+def test_graph_replays_all_reduce(make_ranks, algorithm, dtype, is_async):
     comm = make_ranks(4)
     tensors = gpu.zeros(comm, 20_011, dtype=dtype)
     others = gpu.placed(comm, gpu.drawn(999, torch.int32, 4))
@@ -51,7 +51,7 @@ def test_captured_calls_keep_memory(make_ranks):
     graph.replay()
 
 
-def test_graph_of_many_calls(make_ranks):
+def test_graph_replays_many_calls(make_ranks):
     comm = make_ranks(2)
     shapes = [(3, 5), (1000,), (64, 3)]
     lists = gpu.placed(comm, gpu.lists_of(shapes, (torch.float32,), 2))
@@ -88,7 +88,6 @@ def test_graph_of_many_calls(make_ranks):
 
 
 def test_graph_outlives_communicator(make_ranks):
-    """It is replayed beside other calls, and after close(). A ring is refused."""
     comm = make_ranks(2)
     tensors, others = gpu.zeros(comm, 20_011), gpu.zeros(comm, 20_011)
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""On a GPU: are calls in order with the streams around them, in the background and from threads?"""
+"""GPU: order with streams, background calls and threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = gpu.needed
 @pytest.mark.parametrize("algorithm", NATIVE)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_producer_call_consumer(make_ranks, algorithm, stream, is_async):
-    """The producer is late and the consumer early; only the stream's order makes it right."""
+    """The producer is slow, so only the stream order gives the right result."""
     comm = make_ranks(3)
     parts = gpu.drawn(30_011, torch.float32, 3)
     sources = gpu.placed(comm, parts)
@@ -86,7 +86,7 @@ def test_dropped_work_keeps_its_tensors(make_ranks):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_threads(make_ranks, is_shared):
+def test_threads_on_gpu(make_ranks, is_shared):
     shared = make_ranks(3)
 
     def work(number):
@@ -105,8 +105,7 @@ def test_threads(make_ranks, is_shared):
 
 
 @gpu.only
-def test_rings_of_many_communicators(make_ranks):
-    """On streams of their own, enqueued before any has run: none may wait for another for ever."""
+def test_rings_of_many_communicators_finish(make_ranks):
     comms = [make_ranks(4, timeout=10.0) for _ in range(6)]
     parts = inputs(200_003, torch.float32, 4)
     streams = [torch.cuda.Stream() for _ in comms]
@@ -144,7 +143,7 @@ def test_withheld_rank_times_out(make_ranks, withheld):
 
 
 @gpu.only
-def test_failure_of_last_call_raises(make_ranks):
+def test_close_raises_late_failure(make_ranks):
     def late(comm):
         comm._group.withhold_rank(1)
         comm.all_reduce(gpu.ones(comm, 100), algorithm="ring")
@@ -185,7 +184,7 @@ def test_abort_ends_waits(make_ranks, wait):
 
 
 class Late(torch.autograd.Function):
-    """The identity, whose gradient comes late, on the stream of its forward pass."""
+    """Identity with a slow backward on the stream of its forward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -199,7 +198,6 @@ class Late(torch.autograd.Function):
 
 @gpu.only
 def test_gradients_of_other_streams(make_ranks, device):
-    """Each replica's forward ran on a stream of its own; the bucket waits for all of them."""
     torch.manual_seed(3)
     replicas = pr.replicate(torch.nn.Linear(64, 64, bias=False), [device] * 2)
     inputs = [torch.randn(8, 64, device=device) for _ in replicas]

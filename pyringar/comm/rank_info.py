@@ -1,4 +1,4 @@
-"""Describe a rank to the others, and read the JSON that ranks wrote into a store."""
+"""Process and host of a rank, exchanged as JSON through a store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def node_id() -> str:
     """Return an id of this machine, equal for processes that can share memory.
 
-    ``PYRINGAR_NODE_ID`` overrides it. A container with separate pids or clocks is a machine.
+    ``PYRINGAR_NODE_ID`` overrides it. A container with its own pids or clocks counts as a machine.
     """
     if given := os.environ.get("PYRINGAR_NODE_ID"):
         return given
@@ -35,8 +35,8 @@ def node_id() -> str:
 
 
 @dataclass(frozen=True)
-class Member:
-    """One rank, as it describes itself to the others."""
+class RankInfo:
+    """Process, host and device kind of one rank."""
 
     rank: int
     node: str
@@ -44,11 +44,11 @@ class Member:
     pid: int
     start_ticks: int
     kind: str = "cpu"  # of its device: "cpu" or "cuda"
-    attempt: str = ""  # random: tells this attempt to meet from all others
+    attempt: str = ""  # random id of one attempt to join the group
 
     @classmethod
-    def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> Member:
-        """Return this process, as rank ``rank``, with tensors on this kind of device."""
+    def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> RankInfo:
+        """Describe this process as rank ``rank`` with tensors on ``kind``."""
         pid, start_ticks = load.engine().process_id()
         return cls(rank, node_id(), platform.node(), pid, start_ticks, kind, attempt)
 
@@ -57,12 +57,12 @@ class Member:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Rank, process and host for messages."""
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
 def read(text: bytes, rank: int, make: Callable[..., T]) -> T:
-    """Call ``make`` with the fields of a JSON object that a rank wrote into the store."""
+    """Parse a JSON object that a rank wrote into the store; return ``make(**fields)``."""
     try:
         return make(**json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
@@ -72,16 +72,16 @@ def read(text: bytes, rank: int, make: Callable[..., T]) -> T:
         ) from error
 
 
-def ranks_by_node(members: Sequence[Member]) -> list[list[int]]:
-    """Return the ranks of every machine, machines in the order of their first ranks."""
+def ranks_by_node(members: Sequence[RankInfo]) -> list[list[int]]:
+    """Return the ranks of each machine, ordered by the first rank."""
     nodes: dict[str, list[int]] = {}
     for member in members:
         nodes.setdefault(member.node, []).append(member.rank)
     return list(nodes.values())
 
 
-def check_agreed(members: Sequence[Member]) -> None:
-    """Raise ArgumentError if a rank's device is of another kind than rank 0's."""
+def check_agreed(members: Sequence[RankInfo]) -> None:
+    """Raise ArgumentError if some ranks are on GPUs and others on the CPU."""
     first = members[0]
     for other in members:
         if other.kind != first.kind:
@@ -91,14 +91,14 @@ def check_agreed(members: Sequence[Member]) -> None:
             )
 
 
-def check_one_node(members: Sequence[Member]) -> None:
-    """Raise ArgumentError, with the machines' names, if the ranks are on several."""
+def check_one_node(members: Sequence[RankInfo]) -> None:
+    """Raise ArgumentError if the ranks are on several machines; name the machines."""
     nodes = ranks_by_node(members)
     if len(nodes) == 1:
         return
     where = "; ".join(f"ranks {ranks} on {members[ranks[0]].host}" for ranks in nodes)
     if len({member.host for member in members}) < len(nodes):
-        where += "; process numbers or clocks of their own, or no /proc, make one of a container"
+        where += "; a container counts as a machine if it has its own pids or clocks, or no /proc"
     raise ArgumentError(
         f"the ranks are on {len(nodes)} machines ({where}), a ProcessCommunicator is for one; "
         "take pyringar.distributed.HierarchicalCommunicator, or make one per machine"

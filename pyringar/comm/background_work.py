@@ -1,4 +1,4 @@
-"""The handle of a collective that runs in the background."""
+"""Handle of a background collective."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pyringar.errors import ArgumentError, CollectiveTimeout
 
 
 class Work:
-    """A collective that runs in the background, returned by ``async_op=True``.
+    """Handle of a background collective, returned by ``async_op=True``.
 
-    Until it is done do not read or write its tensors, nor resize or share their memory: after
-    ``resize_``, ``untyped_storage().resize_()``, ``share_memory_()`` or ``torch.multiprocessing``
-    the engine writes to freed memory. You may drop the work, the tensors and the lists.
+    Do not read, write or resize the tensors before the collective ends. After ``resize_``,
+    ``untyped_storage().resize_()``, ``share_memory_()`` or ``torch.multiprocessing`` the engine
+    would write to freed memory. You may drop the `Work`, the tensors and the lists.
     """
 
     def __init__(self, native: Any, in_flight: dict[Any, object], *call: str) -> None:
         self._native = native
         self._in_flight = in_flight
-        self._call = call  # its name, reduction and algorithm, as far as it has them
+        self._call = call  # operation, reduction and algorithm
 
     def is_completed(self) -> bool:
-        """Return whether it is done, successfully or not. Never blocks."""
+        """Return whether the collective has ended or failed. Never blocks."""
         if self._native is None:
             return True
         done = bool(self._native.is_completed())
@@ -31,32 +31,31 @@ class Work:
         return done
 
     def exception(self) -> BaseException | None:
-        """Return the error it ended with; None while it runs and when all went well."""
+        """Return the error of the collective. None while it runs or if it succeeded."""
         return None if self._native is None else self._native.exception()
 
     def finished_ns(self) -> int:
-        """Return when it ended (``time.perf_counter_ns``); 0 while it runs and on GPUs."""
+        """Return its end time (``time.perf_counter_ns``). 0 while it runs, and on GPUs."""
         finished: int = self._native.finished_ns() if self._native is not None else 0
         return finished
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until it is done; other Python threads run meanwhile.
+        """Wait until the collective ends; other Python threads run meanwhile.
 
         Args:
-            timeout: Seconds; None waits until the collective ends, well or by the communicator's
-                own timeout, which counts for each call. It has no meaning for ranks on GPUs in one
-                process: the host does not wait for them.
+            timeout: Seconds. None: wait until the collective ends, or fails by the communicator's
+                timeout. Ignored if one process drives several GPUs: the host does not wait.
 
         Returns:
             True.
 
-        An exception from a signal handler, such as KeyboardInterrupt, ends the wait within 0.2 s,
-        and fails a `ProcessCommunicator` on all ranks. Ranks of one process go on.
+        An exception from a signal handler, such as KeyboardInterrupt, ends the wait within 0.2 s.
+        It also fails a `ProcessCommunicator` on all ranks; calls of a `Communicator` continue.
 
         Raises:
-            RingarError: The collective's own error, if it failed.
-            ArgumentError: ``timeout`` is no number of seconds.
-            CollectiveTimeout: It still runs after ``timeout``; the message says what it waits for.
+            RingarError: The error of the collective.
+            ArgumentError: ``timeout`` is not a number of seconds.
+            CollectiveTimeout: The collective still runs after ``timeout``. It names the cause.
         """
         if self._native is None:
             return True
@@ -67,7 +66,7 @@ class Work:
             raise CollectiveTimeout(
                 f"wait: not done after {seconds:g} s, and goes on: {self._native.describe()}"
             )
-        self.is_completed()  # releases the tensors, unless a GPU still uses them
+        self.is_completed()  # releases the tensors if no GPU uses them
         return True
 
     def __repr__(self) -> str:

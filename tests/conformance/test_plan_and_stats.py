@@ -1,4 +1,4 @@
-"""Do plan, stats and guarantee tell what a group runs, ran and promises? What does auto take?"""
+"""plan, stats and guarantee of a group, and the algorithm of ``auto``."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ GUARANTEES = {
 
 @pytest.mark.parametrize("name", parameters(__name__, "plan"))
 @pytest.mark.parametrize("order", GUARANTEES)
-def test_guarantee_and_plan_tell_the_order(name, order):
+def test_guarantee_and_plan_name_order(name, order):
     if (name, order) == ("cuda", "exact"):
         pytest.skip("GPUs have no exact sums")
     with make_pair(name, order=order) as pair:
@@ -90,7 +90,7 @@ def on_rank_plans(state, nbytes, algorithm):
 @pytest.mark.parametrize(
     ("world_size", "nbytes", "algorithm", "plan"),
     [
-        # A piece of a call is all of it, or 64 KiB of two ranks, 128 KiB of more.
+        # Calls are cut into pieces: 64 KiB with two ranks, 128 KiB with more.
         (1, MIB, "auto", ("exchange", 0, 0, "rank")),
         (2, MIB, "auto", ("exchange", 16, 10 * MIB, "rank")),
         (3, MOST, "auto", ("exchange", 1, 18 * MOST, "rank")),
@@ -113,6 +113,6 @@ def test_plans_of_processes(crew_of, world_size, nbytes, algorithm, plan):
         ([], "processes", "direct"),
     ],
 )
-def test_auto_depends_on_place(devices, place, algorithm):
+def test_auto_depends_on_devices(devices, place, algorithm):
     assert not devices or Topology.of([torch.device(d) for d in devices]).place == place
     assert choose(place)[0] == algorithm

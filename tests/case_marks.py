@@ -1,4 +1,4 @@
-"""Cases of parametrized tests, most of which a plain run leaves out."""
+"""Marks for cases of parametrized tests."""
 
 import pytest
 import torch

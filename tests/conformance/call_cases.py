@@ -1,7 +1,7 @@
-"""A collective call as plain data: its tensors on every rank, and what each must hold afterwards.
+"""Test cases of collective calls: tensors of every rank, and expected results.
 
-A `Call` is made by a table or by Hypothesis, pickled to ranks in processes, and run by every
-transport (transports.py). Each rank draws its own tensors from the seed.
+Tables or Hypothesis create a `CallCase`, and every transport runs it (transports.py). It is pickled
+for ranks in processes; each rank draws its tensors from the seed.
 """
 
 import functools
@@ -14,8 +14,8 @@ from oracle import FOLDS, KINDS, chunk, is_nan, negated, positional, random, wor
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the elements of a rank's tensor lie; without strides in the order of the index."""
+class Strides:
+    """Strides, offset and sign of a rank's tensor. None: contiguous."""
 
     strides: tuple[int, ...] | None = None
     offset: int = 0
@@ -27,22 +27,22 @@ class Layout:
         return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-PLAIN = Layout()
+PLAIN = Strides()
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tensor over all ranks.
+class Operand:
+    """One tensor on all ranks.
 
     Attributes:
-        layouts: One per rank, again from the first where there are more ranks.
-        draw: "random", with infinities, NaN and subnormals; "positional"; "masked", see there.
-        given: The values of every rank, in place of drawn ones.
+        layouts: One per rank, repeated if there are more ranks.
+        draw: "random", with infinities, NaN and subnormals; "positional"; or `masked`.
+        given: The values of every rank, instead of drawn values.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    layouts: tuple[Layout, ...] = (PLAIN,)
+    layouts: tuple[Strides, ...] = (PLAIN,)
     seed: int = 0
     draw: str = "random"
     given: tuple[torch.Tensor, ...] = ()
@@ -78,17 +78,17 @@ class Part:
         return is_dense and self.numel > 1 and used != sorted(used, reverse=True)
 
     def strides_used(self, rank):
-        """Return the strides of dimensions of more than one element; those of others are free."""
+        """Return the strides of dimensions with more than one element."""
         strides = self.layout(rank).strides_of(self.shape)
         return tuple(s for s, n in zip(strides, self.shape, strict=True) if n != 1)
 
 
-_POOL_ROWS, _POOL_ELEMS = 17, 20_011  # a prime: repeated, it matches no block of the engine's
+_POOL_ROWS, _POOL_ELEMS = 17, 20_011  # a prime, so that repetitions do not align with blocks
 
 
 @functools.cache
 def _pool(dtype, row):
-    """Random elements; a NaN has any sign and payload, and may be a signaling one."""
+    """Random elements; NaNs have random signs and payloads, and may be signaling."""
     kind, words = KINDS[dtype], words_of(random(_POOL_ELEMS, dtype, row))
     most, rng = np.iinfo(kind.word).max, np.random.default_rng(row)
     exponent = kind.word(((1 << kind.exponent_bits) - 1) << kind.fraction_bits)
@@ -97,7 +97,7 @@ def _pool(dtype, row):
 
 
 def drawn(numel, dtype, seed, rank):
-    """Return random elements, from a pool: to draw them takes longer than to reduce them."""
+    """Return random elements from a pool, since drawing is slower than reducing."""
     row = _pool(dtype, rank % _POOL_ROWS)
     begin = 61 * seed % 9973 + 101 * (rank // _POOL_ROWS)
     end = begin + numel
@@ -106,9 +106,10 @@ def drawn(numel, dtype, seed, rank):
 
 @functools.lru_cache(4)
 def masked(numel, dtype, world_size):
-    """Small numbers, and in every element large ones of two ranks, which cancel.
+    """Small numbers, except that two ranks have large numbers that cancel in each element.
 
-    Of the other ranks only those are left in the sum that are added after the two have met.
+    The sum keeps only the small numbers that are added after both large ones, so it shows the
+    order of additions.
     """
     rng = np.random.default_rng([numel, world_size])
     info = torch.finfo(dtype)
@@ -126,12 +127,12 @@ def lies_dense(shape, strides):
 
 
 def reduction(part, world_size, op, order, *, by_index=False):
-    """Return the reduction of a part over all ranks, flat, in the order of the index.
+    """Return the reduction of a tensor over all ranks, flat, in index order.
 
     Args:
         order: One of `FOLDS`.
-        by_index: A ring cuts chunks in the order of the index; else dense tensors that lie alike
-            on all ranks are cut as they lie in memory.
+        by_index: A ring cuts chunks in index order. False: it cuts dense tensors with equal strides
+            on all ranks in memory order.
     """
     values = [part.values(rank, world_size) for rank in range(world_size)]
     fold = FOLDS[order]
@@ -156,30 +157,30 @@ SHARES = ("reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Field:
-    part: Part
-    rank: int  # whose layout it has
+    part: Operand
+    rank: int  # index into the layouts
     is_read: bool = True
     is_written: bool = True
-    source: Part | None = None  # of whose values it holds the first
+    source: Operand | None = None  # takes the first values of this tensor
 
     def values(self, world_size):
         return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]
 
 
 @dataclass(frozen=True)
-class Call:
+class CallCase:
     """One collective call of ``k`` ranks.
 
     Attributes:
-        entry: The method, and how it is called: see transports.py.
-        by_communicator: Algorithm and order are the communicator's, not the call's.
-        holds: "tensors", "tuples" of them, or NumPy "arrays".
-        flushes: Odd ranks, or the one process of all, flush denormals.
+        entry: The method and how it is called; see running.py.
+        by_communicator: Set algorithm and order on the communicator, not in the call.
+        holds: "tensors", "tuples" of tensors, or NumPy "arrays".
+        flushes: Odd ranks flush denormals; if one process drives all ranks, the process does.
     """
 
     entry: str
     k: int
-    parts: tuple[Part, ...]
+    parts: tuple[Operand, ...]
     op: str = "sum"
     algorithm: str = "auto"
     order: str = "any"
@@ -214,10 +215,10 @@ class Call:
         return not field.is_written or self.entry in (*BROADCASTS, "all_gather")
 
     def _shares(self, rank):
-        """Return the fields of a call between whole tensors and one share of each rank."""
+        """Return the fields of reduce_scatter or all_gather."""
         [whole] = self.parts
-        gaps = Layout((2,)) if whole.layout(rank).strides else PLAIN
-        share = Part(whole.dtype, (whole.numel // self.k,), (gaps,))
+        gaps = Strides((2,)) if whole.layout(rank).strides else PLAIN
+        share = Operand(whole.dtype, (whole.numel // self.k,), (gaps,))
         if self.entry == "reduce_scatter":
             read, written = whole, share
         else:
@@ -250,7 +251,7 @@ def _strided(base, shape, strides, offset):
 
 @functools.lru_cache(32)
 def _around(shape, strides, offset, word):
-    """Return noise for a memory, and a mask of its words that belong to no element."""
+    """Return noise for a buffer, and a mask of the words between the elements."""
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     size = offset + (last + 1 if math.prod(shape) else 0) + 5
     is_gap = np.ones(size, dtype=bool)
@@ -259,7 +260,7 @@ def _around(shape, strides, offset, word):
 
 
 class Placed:
-    """A field in memory, with other bytes around and between its elements."""
+    """A field in a buffer with noise around and between its elements."""
 
     def __init__(self, field, world_size, device="cpu"):
         self.field, self.part = field, field.part

@@ -1,13 +1,12 @@
-"""Name the orders in which sums are added, and say what each of them promises.
+"""Orders of addition, and the guarantees of each order.
 
-With ``x[r]`` the element of rank ``r``, 16-bit floats widened to float32 and the result rounded
-once:
+``x[r]`` is the element of rank ``r``. 16-bit floats are widened to float32 and rounded once at the
+end.
 
 - ``rank``: ``((x[0] + x[1]) + x[2]) + ...``
-- ``tree``: ``T(0, k)``, where ``T(lo, lo + 1) = x[lo]`` and else
-  ``T(lo, hi) = T(lo, mid) + T(mid, hi)`` with ``mid - lo`` the largest power of two below
-  ``hi - lo``. A tree is made of trees: ranks that each add ``m`` terms so, ``m`` a power of two,
-  have the bits of ``m`` times as many ranks.
+- ``tree``: ``T(0, k)`` with ``T(lo, lo + 1) = x[lo]`` and ``T(lo, hi) = T(lo, mid) + T(mid, hi)``;
+  ``mid - lo`` is the largest power of two below ``hi - lo``. If ``k`` ranks first add ``m`` terms
+  each in this order, ``m`` a power of two, the result has the bits of ``k * m`` ranks.
 - ``exact``: the real number ``x[0] + x[1] + ...``, rounded. It overflows only if the sum does.
 """
 
@@ -21,7 +20,7 @@ from pyringar.errors import ArgumentError, UnsupportedError
 
 T = TypeVar("T")
 
-# Why an algorithm cannot promise an order.
+# Algorithms that support only one order, and the reason in the error message.
 _CANNOT = {
     "ring": "a ring adds in its own order",
     "naive": "it adds in rank order",
@@ -31,18 +30,20 @@ _CANNOT = {
 
 @dataclass(frozen=True)
 class Guarantee:
-    """Say what may change without changing a bit of a sum.
+    """The changes under which a sum keeps its bits.
 
-    Results have the same bits on all ranks, whatever is promised. Sums of integers, maxima and
-    minima are the same in every order. NaNs are NaNs; their bits are promised by nobody.
+    Bits are equal on all ranks with every order. Integer sums, maxima and minima are the same in
+    every order. A NaN stays a NaN, but its bits may change.
 
     Attributes:
-        order: What was asked for: ``"any"``, ``"rank"``, ``"tree"`` or ``"exact"``.
-        run_to_run: The same call again, on the same ranks.
-        across_sizes: Other sizes, splits, buckets, algorithms; threads, processes or GPUs as ranks.
-        across_rank_counts: ``k`` ranks that each add ``m`` terms as a tree, ``m`` a power of two,
-            in place of ``k * m`` ranks; machines of equally many ranks in place of one.
-        across_orders: The same terms given by other ranks.
+        order: The requested order: ``"any"``, ``"rank"``, ``"tree"`` or ``"exact"``.
+        run_to_run: True if a repeated call on the same ranks keeps the bits.
+        across_sizes: True if message size, split, bucket, algorithm, and kind of rank (thread,
+            process or GPU) do not matter.
+        across_rank_counts: True if ``k`` ranks that each add ``m`` terms as a tree, ``m`` a power
+            of two, have the bits of ``k * m`` ranks, and machines with equally many ranks have the
+            bits of one machine.
+        across_orders: True if it does not matter which rank contributes which term.
     """
 
     order: str
@@ -53,7 +54,7 @@ class Guarantee:
 
     @classmethod
     def of(cls, order: str) -> Guarantee:
-        """Return what an order promises: ``"any"``, ``"rank"``, ``"tree"`` or ``"exact"``."""
+        """Return the guarantee of ``"any"``, ``"rank"``, ``"tree"`` or ``"exact"``."""
         return cls(order, True, order != "any", order == "tree", order == "exact")
 
     def __str__(self) -> str:
@@ -68,11 +69,11 @@ class Guarantee:
 
 
 def engine_order(algorithm: str, order: str, *, has_gpus: bool) -> str:
-    """Return the order in which an engine adds if a caller asks for ``order``.
+    """Return the order in which an engine adds for the requested ``order``.
 
     Raises:
-        ArgumentError: The algorithm cannot promise it.
-        UnsupportedError: Exact sums of ranks on GPUs.
+        ArgumentError: The algorithm does not support the order.
+        UnsupportedError: The order is exact and ranks are on GPUs.
     """
     cannot = _CANNOT.get(algorithm)
     if cannot and order != "any" and (algorithm == "ring" or order != "rank"):
@@ -89,7 +90,7 @@ def engine_order(algorithm: str, order: str, *, has_gpus: bool) -> str:
 
 
 def tree(terms: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Return ``T(0, k)`` of ``k`` terms, at least one; ``add`` takes the smaller indices first."""
+    """Add the terms, at least one, as the tree ``T(0, k)`` of this module's docstring."""
     if len(terms) == 1:
         return terms[0]
     half = 1 << (len(terms) - 1).bit_length() - 1
