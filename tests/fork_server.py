@@ -1,7 +1,7 @@
 """Processes for tests, forked in milliseconds: importing torch takes seconds of a core.
 
 One process imports torch, pyringar, and what optimizers take at first use, starts no thread, and
-forks ranks (tests/ranks.py). All die with the tests.
+forks ranks (tests/rank_processes.py). All die with the tests.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ def _mend_torch() -> None:
 
 
 def _be_rank(channel: int) -> None:
-    import ranks
+    import rank_processes
 
     code = 1
     try:
-        ranks.work(Connection(channel))
+        rank_processes.work(Connection(channel))
         threading._shutdown()  # type: ignore[attr-defined]
         code = 0
     except BaseException:

@@ -19,7 +19,7 @@ from oracle import (
     inputs,
     reduced,
 )
-from ranks import Crew
+from rank_processes import Crew
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 

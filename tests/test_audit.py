@@ -14,6 +14,7 @@ import torch
 from cases import mostly_slow
 from torch import Tensor
 
+from pyringar.audit.findings import AuditReport
 from pyringar.audit.probes import (
     DTYPES,
     evaluate,
@@ -22,7 +23,6 @@ from pyringar.audit.probes import (
     wide_values,
 )
 from pyringar.audit.questions import audit, order_of
-from pyringar.audit.report import Report
 from pyringar.audit.trees import (
     EXACT,
     Region,
@@ -53,7 +53,7 @@ def lists(total: Sum, k: int = 5) -> Lists:
     return lists_of(lambda data: fill(data, total(data)), k)
 
 
-def audited(total: Sum, k: int = 5) -> Report:
+def audited(total: Sum, k: int = 5) -> AuditReport:
     return audit(lists(total, k), SIZES)
 
 
@@ -85,7 +85,7 @@ def order(total: Sum, k: int = 5) -> tuple[str, str]:
     return found.verdict, found.detail
 
 
-def order_in(report: Report) -> tuple[str, str]:
+def order_in(report: AuditReport) -> tuple[str, str]:
     (section,) = (s for s in report.sections if s.title.startswith("order of addition, float32"))
     found = section.findings[-1]
     return found.verdict, found.detail
@@ -112,9 +112,9 @@ def test_trees_are_recovered_in_every_type(k, dtype):
         (lambda d: added(fold(range(5)), d), "rank", "(((0+1)+2)+3)+4"),
         (lambda d: added(balanced(range(5)), d), "tree", "((0+1)+(2+3))+4"),
         (lambda d: added(fold(range(5)[::-1]), d), "rank, last first", "0+(1+(2+(3+4)))"),
-        (ring, "ring", "chunk c adds ranks c+1, c+2, ... (mod 5)"),
-        (lambda d: ring(d, 0), "ring", "chunk c adds ranks c, c+1, ... (mod 5)"),
-        (lambda d: ring(d, 3, -1), "ring", "chunk c adds ranks c-2, c-3, ... (mod 5)"),
+        (ring, "ring", "chunk c adds ranks c+1, c+2, ..., c+5 (mod 5)"),
+        (lambda d: ring(d, 0), "ring", "chunk c adds ranks c, c+1, ..., c+4 (mod 5)"),
+        (lambda d: ring(d, 3, -1), "ring", "chunk c adds ranks c-2, c-3, ..., c-6 (mod 5)"),
         pytest.param(exact_sum, EXACT, "no partial sum is rounded", marks=pytest.mark.slow),
     ],
 )
@@ -305,12 +305,12 @@ class Planted:
         return results
 
 
-def noes(report: Report) -> set[str]:
+def noes(report: AuditReport) -> set[str]:
     found = {f.name for s in report.sections for f in s.findings if f.verdict == "no"}
     return found - {"ranks renumbered"}
 
 
-def spoiled(spoil: Callable[..., object]) -> Report:
+def spoiled(spoil: Callable[..., object]) -> AuditReport:
     return audit(Planted(spoil), SIZES)
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from programs import programs
 
+from pyringar.audit.library_ranks import LibraryTarget
 from pyringar.audit.probes import TargetError, find_order
 from pyringar.audit.questions import audit, order_of
-from pyringar.audit.ranks import Ranks
 from pyringar.audit.trees import describe, fold
 from pyringar.cli import main
 
@@ -28,19 +28,19 @@ SUM = [torch.ones(3), torch.full((3,), 2.0)]
 @pytest.mark.slow
 def test_gloo_adds_around_the_ring():
     """Two ranks have one order; with three and four the ring shows, from the size of k on."""
-    with Ranks("gloo", 4) as gloo:
+    with LibraryTarget("gloo", 4) as gloo:
         assert gloo.name == f"gloo torch {torch.__version__}"
         for k in (2, 3, 4):
             regions, found = order_of(gloo, k, 1000)
             assert found.verdict == ("rank" if k == 2 else "ring"), found
         assert len(regions) == 4
-        assert describe(regions, 4)[1].startswith("chunk c adds ranks c-1, c-2, ... (mod 4)")
+        assert describe(regions, 4)[1].startswith("chunk c adds ranks c-1, c-2, ..., c-4 (mod 4)")
         assert find_order(gloo, 4, 1)[0][0].tree == fold([3, 2, 1, 0])
 
 
 @pytest.mark.slow
 def test_ringar_keeps_its_order():
-    with Ranks("ringar", 3, order="rank") as ringar:
+    with LibraryTarget("ringar", 3, order="rank") as ringar:
         assert "order=rank" in ringar.name
         for numel in (1, 1000, 70_000):
             regions, found = order_of(ringar, 3, numel)
@@ -55,7 +55,7 @@ def test_ringar_keeps_its_order():
 
 
 def test_killed_rank_is_named_and_replaced():
-    with Ranks("gloo", 2) as gloo:
+    with LibraryTarget("gloo", 2) as gloo:
         before, processes = gloo.reduce(SUM), list(gloo._processes)
         processes[1].kill()
         processes[1].join()
@@ -68,7 +68,7 @@ def test_killed_rank_is_named_and_replaced():
 
 
 def test_stopped_rank_is_named_and_ended():
-    with Ranks("gloo", 2, timeout_s=1.0) as gloo:
+    with LibraryTarget("gloo", 2, timeout_s=1.0) as gloo:
         gloo.reduce(SUM)
         os.kill(gloo._processes[1].pid, signal.SIGSTOP)
         with pytest.raises(TargetError, match=r"no answer of rank 0, 1 in time|rank 1"):
@@ -77,7 +77,7 @@ def test_stopped_rank_is_named_and_ended():
 
 
 def test_error_of_a_rank_is_told():
-    with Ranks("gloo", 2) as gloo:
+    with LibraryTarget("gloo", 2) as gloo:
         processes = list(gloo._processes)
         with pytest.raises(TargetError, match="float8_e5m2, 3 elements, 2 ranks, in place, rank 0"):
             gloo.reduce([x.to(torch.float8_e5m2) for x in SUM])
@@ -87,8 +87,8 @@ def test_error_of_a_rank_is_told():
 
 KILLED = """
 import time, torch
-from pyringar.audit.ranks import Ranks
-ranks = Ranks("gloo", 2)
+from pyringar.audit.library_ranks import LibraryTarget
+ranks = LibraryTarget("gloo", 2)
 ranks.reduce([torch.ones(1), torch.ones(1)])
 print(*(process.pid for process in ranks._processes), flush=True)
 time.sleep(60)

@@ -1,7 +1,7 @@
 """One rank per process, with tensors on GPUs: are bits, streams, refusals and faults right?
 
 What needs no GPU stands first: arguments. The rest carries the marker `cuda`; functions named
-``on_rank_...`` run in the ranks (see ranks.py). `tests/test_cuda_emulated.py` runs all
+``on_rank_...`` run in the ranks (see rank_processes.py). `tests/test_cuda_emulated.py` runs all
 that is below Python on devices of host memory.
 """
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from calls import SHARES, Call, Part
 from oracle import same_bits
-from ranks import crews, new_name
+from rank_processes import crews, new_name
 from transports import check_on_rank
 
 import pyringar as pr
@@ -124,7 +124,7 @@ def test_two_gpus(new_crew):
 
 
 def on_rank_join_own_gpu(state, port: int, rank: int, name: str) -> None:
-    from ranks import join
+    from rank_processes import join
 
     torch.cuda.set_device(rank)
     join(state, port, rank, 2, name, device="cuda")

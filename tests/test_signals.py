@@ -18,7 +18,7 @@ import torch
 from cases import mostly_slow
 from process_checks import BUSY_S, PROMPT_S, SMALL, leave_nothing, reduce
 from programs import run_programs
-from ranks import LONG_S, connect, value_of
+from rank_processes import LONG_S, connect, value_of
 
 import pyringar as pr
 from pyringar.comm.work import Work

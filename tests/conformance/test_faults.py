@@ -25,7 +25,7 @@ from process_checks import (
     open_memories,
 )
 from promises import BODIES
-from ranks import Crew
+from rank_processes import Crew
 from running import Told, told_by
 from transports import TRANSPORTS, Launch, TorchCalls
 
