@@ -1,4 +1,4 @@
-"""Are libraries audited as they are, with ranks in processes that always end, by one command?"""
+"""Audits of libraries in processes, and the command `pyringar audit`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ from pyringar.cli import main
 SUM = [torch.ones(3), torch.full((3,), 2.0)]
 
 
-# -- libraries -------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_gloo_adds_around_the_ring():
-    """Two ranks have one order; with three and four the ring shows, from the size of k on."""
+def test_gloo_order_is_ring():
+    """Two ranks have one order; three and four ranks add around the ring."""
     with LibraryTarget("gloo", 4) as gloo:
         assert gloo.name == f"gloo torch {torch.__version__}"
         for k in (2, 3, 4):
@@ -39,7 +36,7 @@ def test_gloo_adds_around_the_ring():
 
 
 @pytest.mark.slow
-def test_ringar_keeps_its_order():
+def test_ringar_adds_in_rank_order():
     with LibraryTarget("ringar", 3, order="rank") as ringar:
         assert "order=rank" in ringar.name
         for numel in (1, 1000, 70_000):
@@ -49,9 +46,6 @@ def test_ringar_keeps_its_order():
     verdicts = {f.name: f.verdict for s in report.sections for f in s.findings}
     assert verdicts["bfloat16"] == "once"
     assert {verdicts[n] for n in ("on every rank", "at every size", "async")} == {"yes"}
-
-
-# -- processes -------------------------------------------------------------------------------------
 
 
 def test_killed_rank_is_named_and_replaced():
@@ -67,7 +61,7 @@ def test_killed_rank_is_named_and_replaced():
     assert active_children() == []
 
 
-def test_stopped_rank_is_named_and_ended():
+def test_stopped_rank_is_named_and_killed():
     with LibraryTarget("gloo", 2, timeout_s=1.0) as gloo:
         gloo.reduce(SUM)
         os.kill(gloo._processes[1].pid, signal.SIGSTOP)
@@ -76,7 +70,7 @@ def test_stopped_rank_is_named_and_ended():
         assert active_children() == []
 
 
-def test_error_of_a_rank_is_told():
+def test_rank_error_is_reported():
     with LibraryTarget("gloo", 2) as gloo:
         processes = list(gloo._processes)
         with pytest.raises(TargetError, match="float8_e5m2, 3 elements, 2 ranks, in place, rank 0"):
@@ -96,25 +90,23 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_killed_auditor_leaves_no_rank():
+def test_killed_auditor_ends_ranks():
     with programs(KILLED, []) as (auditor,):
         ranks = [int(word) for word in auditor.stdout.readline().split()]
         os.kill(auditor.pid, signal.SIGKILL)
         auditor.wait(10)
         deadline = time.monotonic() + 10
-        while any(map(runs, ranks)) and time.monotonic() < deadline:
+        while any(map(is_running, ranks)) and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert not any(map(runs, ranks))
+    assert not any(map(is_running, ranks))
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
-
-# -- the command -----------------------------------------------------------------------------------
 
 SOLUTION = """
 import time
@@ -158,7 +150,7 @@ def test_command_prints_table_or_json(solution, capfd):
         (["no_such_module:f"], "nothing was audited: there is no module 'no_such_module'"),
     ],
 )
-def test_wrong_arguments_are_named(words, message, capfd):
+def test_wrong_arguments_raise(words, message, capfd):
     assert main(["audit", *words]) == 2
     error = capfd.readouterr().err
     assert error.startswith(f"pyringar audit: {message}")

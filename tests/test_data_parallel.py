@@ -1,4 +1,4 @@
-"""Is DataParallel the plain module: bits, optimizers, changes, calls, errors, threads, signals?"""
+"""DataParallel behaves like the plain module: bits, optimizers, hooks, errors, threads, signals."""
 
 import collections
 import copy
@@ -71,7 +71,7 @@ OPTIMIZERS = {  # LBFGS: pytorch#30439
 @pytest.mark.parametrize(("k", "cap_mb"), [(1, None), (2, 1e-6), (3, None)])
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_ten_steps_are_the_plain_modules(name, kind, k, cap_mb):
+def test_ten_steps_match_plain_module(name, kind, k, cap_mb):
     plain, net, batch = make_pair(name, k, bucket_cap_mb=cap_mb)
     if name == "branches" and kind == "LBFGS":
         plain.unused.requires_grad_(False)
@@ -107,7 +107,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(
     ("is_reentrant", "is_outside"), [(True, False), (False, False), (True, True)]
 )
-def test_checkpoints_are_right(is_reentrant, is_outside, cap_mb):
+def test_checkpointing_matches_plain_module(is_reentrant, is_outside, cap_mb):
     run = partial(checkpoint, use_reentrant=is_reentrant)
     plain, (X, y) = Checkpointed(run), rows(7)  # noqa: N806
     X.requires_grad_()
@@ -119,7 +119,7 @@ def test_checkpoints_are_right(is_reentrant, is_outside, cap_mb):
 
 
 @CAPS
-def test_gradients_of_gradients(cap_mb):
+def test_double_backward_matches_plain_module(cap_mb):
     plain, net, _ = make_pair("mlp", 3, bucket_cap_mb=cap_mb)
     for module in (plain, net):
         X, y = rows(7)  # noqa: N806
@@ -132,7 +132,7 @@ def test_gradients_of_gradients(cap_mb):
 
 
 @pytest.mark.parametrize("how", ["module", "in place", "net"])
-def test_compiled_modules_are_right(how):
+def test_compiled_module_matches_plain_module(how):
     plain, net, _ = make_pair("conv", 2)
     batch = images(6)
     if how == "module":
@@ -147,7 +147,7 @@ def test_compiled_modules_are_right(how):
     assert_same(net, plain)
 
 
-def test_averaged_model_and_copies():
+def test_copies_share_no_parameters():
     _, net, _ = make_pair("conv", 2)
     average = torch.optim.swa_utils.AveragedModel(net)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -164,7 +164,7 @@ def test_averaged_model_and_copies():
 
 
 @CAPS
-def test_changes_after_wrapping_count(cap_mb):
+def test_changes_after_wrapping_take_effect(cap_mb):
     plain, net, _ = make_pair("conv", 3, bucket_cap_mb=cap_mb)
     net(images(7)[0])
     for module in (plain, net.module):
@@ -196,7 +196,7 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize("weights", [None, (0, 1, 1)])
 @pytest.mark.parametrize("how", [None, 1e-6, "compiled"])
-def test_writes_of_first_rank_stay(how, weights):
+def test_first_rank_writes_are_kept(how, weights):
     plain, cap_mb = Writes(), None if how == "compiled" else how
     net = pr.DataParallel(Writes(), ["cpu"] * 3, weights=weights, bucket_cap_mb=cap_mb)
     if how == "compiled":
@@ -208,15 +208,15 @@ def test_writes_of_first_rank_stay(how, weights):
 
 
 @pytest.mark.parametrize("batchnorm", ["local", "sync"])
-def test_memory_of_copies_is_kept(batchnorm):
+def test_copies_reuse_memory(batchnorm):
     module = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
     net = pr.DataParallel(module, ["cpu"] * 3, batchnorm=batchnorm)
-    places = []
+    addresses = []
 
-    def note(part, _):
-        places.append({p.data_ptr(): getattr(p, "tag", None) for p in part.parameters()})
+    def record(part, _):
+        addresses.append({p.data_ptr(): getattr(p, "tag", None) for p in part.parameters()})
 
-    net.module.register_forward_pre_hook(note)
+    net.module.register_forward_pre_hook(record)
     net.module[0].weight.tag = "kept"
     gc.collect()
     gc.disable()
@@ -226,8 +226,8 @@ def test_memory_of_copies_is_kept(batchnorm):
             torch.optim.SGD(net.parameters(), 0.1).step()
     finally:
         gc.enable()
-    assert places[:3] == places[3:6] == places[6:]
-    assert all("kept" in mine.values() for mine in places)
+    assert addresses[:3] == addresses[3:6] == addresses[6:]
+    assert all("kept" in mine.values() for mine in addresses)
     old = weakref.ref(net.module[2].weight)
     net.module[2] = nn.Linear(7, 3).double()
     net(rows(6)[0])
@@ -247,7 +247,7 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("cap_mb", [None, 1e-6])
-def test_forward_may_copy_and_transform(cap_mb):
+def test_forward_may_use_transforms(cap_mb):
     plain = Nested().double()
     net = pr.DataParallel(copy.deepcopy(plain), ["cpu"] * 2, bucket_cap_mb=cap_mb)
     backward(net, rows(6))
@@ -274,7 +274,7 @@ def test_hooks_run_once_per_rank():
     assert calls == [3, 3, 2, *["backward"] * 3, "gradient"]
 
 
-class Odd(nn.Module):
+class OddGradients(nn.Module):
     def __init__(self):
         super().__init__()
         self.e = nn.Embedding(9, 3, sparse=True)
@@ -288,11 +288,11 @@ class Odd(nn.Module):
         return (self.e.weight[i] if i[0] == 4 else 0) + self.a.expand(len(i), 3) * 1.5
 
 
-def test_odd_gradients_are_right():
+def test_odd_gradients_match_plain_module():
     torch.manual_seed(0)
-    plain = Odd()
+    plain = OddGradients()
     net = pr.DataParallel(copy.deepcopy(plain), ["cpu"] * 3)
-    for first in (range(2, 8), range(6)):  # rank 0 alone has sparse gradients, or rank 1
+    for first in (range(2, 8), range(6)):  # only rank 0, then only rank 1 has sparse gradients
         indices = torch.tensor(first)
         for module, parts in ((net, [indices]), (plain, indices.chunk(3))):
             module.zero_grad()
@@ -306,8 +306,8 @@ def test_odd_gradients_are_right():
 
 @CAPS
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_values_of_pending_backward_stay(is_frozen, cap_mb):
-    """Weights are changed through .data, used, and restored, as for an average of them."""
+def test_pending_backward_keeps_its_values(is_frozen, cap_mb):
+    """Weights change through .data during a pending backward, as when evaluating an average."""
     plain, net, _ = make_pair("conv", 3, bucket_cap_mb=cap_mb)
     for module in (plain, net):
         module.requires_grad_(not is_frozen)
@@ -326,7 +326,7 @@ def test_values_of_pending_backward_stay(is_frozen, cap_mb):
 
 
 @CAPS
-def test_hooks_of_unused_parameters_stay_silent(cap_mb):
+def test_unused_parameter_hooks_do_not_run(cap_mb):
     plain, net, _ = make_pair("branches", 2, bucket_cap_mb=cap_mb)
     calls = {plain: [], net: []}
     for module in (plain, net):
@@ -341,7 +341,7 @@ def test_hooks_of_unused_parameters_stay_silent(cap_mb):
     assert_same(net, plain)
 
 
-def test_transforms_are_right_or_refused():
+def test_transforms_match_or_raise():
     plain, net, _ = make_pair("mlp", 2, bucket_cap_mb=1e-6)
     X = rows(4)[0]  # noqa: N806
     for call in (
@@ -378,7 +378,7 @@ class Transposed(nn.Module):
 
 
 @pytest.mark.parametrize("dim", [1, -1])
-def test_dim_of_samples(dim):
+def test_dim_selects_batch_dimension(dim):
     X, _ = rows(7)  # noqa: N806
     net = pr.DataParallel(Transposed(), ["cpu"] * 3, dim=dim)
     found = net(X.T, torch.tensor(2.0), bias=torch.ones(1, 7))
@@ -388,13 +388,13 @@ def test_dim_of_samples(dim):
 @pytest.mark.parametrize("is_loss", [False, True])
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 12])
 @pytest.mark.parametrize("weights", [None, (3, 1), (1, 0, 2), (0, 1)])
-def test_shares_of_ranks(n, weights, is_loss):
+def test_shards_have_weighted_sizes(n, weights, is_loss):
     k = len(weights) if weights else 4
     plain, net, _ = make_pair("mlp", k, weights=weights)
     sizes = [size for size in shard_sizes(n, k, weights) if size] or [0]
     seen = []
     net.module.register_forward_hook(lambda part, args, out: seen.append(len(args[0])))
-    for module in (plain, net.module) if is_loss else ():  # the losses of ranks are stacked
+    for module in (plain, net.module) if is_loss else ():  # net stacks the ranks' losses
         module.register_forward_hook(lambda part, args, out: out.square().sum())
     outputs = [module(rows(n)[0]) for module in (plain, net)]
     if is_loss:
@@ -407,7 +407,7 @@ def test_shares_of_ranks(n, weights, is_loss):
     assert seen == sizes
 
 
-def test_wrong_calls_are_named():
+def test_wrong_calls_raise():
     words = nn.Identity()
     words.forward = lambda x: "words"
     lazy, meta = nn.Sequential(nn.LazyLinear(2)), nn.Linear(2, 2, device="meta")
@@ -424,7 +424,7 @@ def test_wrong_calls_are_named():
         pr.DataParallel(nn.Linear(2, 2), ["cpu"], device_ids=["cpu"])
 
 
-def test_one_rank_is_the_module_itself():
+def test_one_rank_runs_the_module():
     module = nn.Identity()
     module.forward = lambda *args, **kwargs: (args, kwargs)
     data = [torch.ones(3), {"a": torch.ones(2)}, object()]
@@ -437,7 +437,7 @@ class AttributeDict(dict):
     __getattr__ = dict.__getitem__
 
 
-def test_odd_arguments_are_read_with_care():
+def test_hidden_batches_raise():
     module, x = nn.Identity(), torch.ones(4, 2)
     module.forward = lambda x, *others, **kwargs: x
     net = pr.DataParallel(module, ["cpu"] * 2)
@@ -459,7 +459,7 @@ def test_odd_arguments_are_read_with_care():
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_error_names_rank(rank):
+def test_error_note_names_rank(rank):
     def fail(part, args):
         if args[0][0, 0] == 2 * rank:
             raise ValueError("planted")
@@ -479,12 +479,12 @@ def test_reductions_start_before_earlier_layers():
         layer.register_full_backward_pre_hook(lambda *_, n=n: events.append(n))
         layer.weight.register_hook(lambda _, n=n: events.append(f"reduced {n}"))
     backward(pr.DataParallel(net, ["cpu"] * 2, bucket_cap_mb=1e-6), rows(6, torch.float32, width=4))
-    # Rank 1 ran last, so its backward is first; rank 0's meets the reductions.
+    # Backward of rank 1, which ran last, comes first. Rank 0 then completes each bucket.
     wanted = [3, 2, 1, 0, *(event for n in (3, 2, 1, 0) for event in (n, f"reduced {n}"))]
     assert events == wanted
 
 
-def test_calls_from_several_threads():
+def test_threads_may_call_concurrently():
     plain, net, _ = make_pair("mlp", 2)
     batches = [rows(4 + i, seed=i)[0] for i in range(5)]
     with ThreadPoolExecutor(5) as threads:
@@ -516,14 +516,14 @@ def test_interrupted_call_leaves_net_usable(batchnorm):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("batchnorm", ["local", "sync"])
-def test_forked_child_answers(batchnorm):
+def test_forked_child_computes_outputs(batchnorm):
     net = pr.DataParallel(make_conv().float(), ["cpu"] * 2, batchnorm=batchnorm)
     wanted = net.eval()(images(4, torch.float32)[0])
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            torch.set_num_threads(1)  # OpenMP's threads stayed in the parent
+            torch.set_num_threads(1)  # the child has no OpenMP threads
             status = int(not torch.allclose(net(images(4, torch.float32)[0]), wanted))
         finally:
             os._exit(status)

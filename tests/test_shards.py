@@ -1,4 +1,4 @@
-"""Helpers of the book's chapter: copies, shards, accuracy on all ranks, equality of replicas."""
+"""Helpers for data parallel loops: get_params, split_batch, accuracy, equality of replicas."""
 
 import functools
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import pyringar as pr
 from pyringar.errors import ArgumentError, RingarError
-from pyringar.parallel import shards as data_parallel
+from pyringar.parallel import shards as shards_module
 from pyringar.parallel.shards import (
     check_replicas_equal,
     evaluate_accuracy_gpus,
@@ -26,7 +26,7 @@ def cpus(count):
     return ["cpu"] * count
 
 
-def test_params_are_leaves_of_their_own():
+def test_get_params_copies_leaves():
     image = torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     source = [*lenet_params(), image, nn.Parameter(torch.ones(3))]
     replicas = [get_params(source, "cpu") for _ in range(2)]
@@ -41,7 +41,7 @@ def test_params_are_leaves_of_their_own():
 
 class TestSplit:
     @given(st.integers(0, 300), st.integers(1, 40))
-    def test_shards_are_those_of_tensor_split(self, n, k):
+    def test_shards_match_tensor_split(self, n, k):
         samples = torch.arange(2 * n).reshape(n, 2)
         labels = torch.arange(n)
         for shards, whole in zip(
@@ -51,7 +51,7 @@ class TestSplit:
             assert [shard.tolist() for shard in shards] == [part.tolist() for part in parts]
             assert [shard.data_ptr() for shard in shards] == [part.data_ptr() for part in parts]
 
-    def test_weights_known_cases(self):
+    def test_weights_give_known_sizes(self):
         assert shard_sizes(8, 3, [9, 9, 9]) == shard_sizes(8, 3) == [3, 3, 2]
         assert shard_sizes(10, 3, [1, 0, 2]) == [3, 0, 7]
         # In floating point 0.1 / (0.1 + 0.2 + 0.7) of 10 may be just below 1.
@@ -63,7 +63,7 @@ def scores_of(samples):
 
 
 class TestEvaluate:
-    def test_every_rank_works(self):
+    def test_every_rank_evaluates_its_shard(self):
         seen = [0, 0, 0]
 
         def replica(rank, samples):
@@ -94,14 +94,14 @@ class TestEvaluate:
             evaluate_accuracy_gpus([net], [(torch.randn(5, 4), torch.zeros(5))])
         assert [m.training for m in net.modules()] == expected
 
-    def test_modules_answer_as_replicas(self):
+    def test_single_module_is_accepted(self):
         net, layer, seen = nn.Identity(), nn.Linear(4, 4), []
         data = ((torch.eye(4), torch.tensor([0, 1, 2, 0])),)
         for replicas in (net, lambda scores: scores, nn.ModuleList([net, net])):
             assert evaluate_accuracy_gpus(replicas, data) == 0.75
         layer.register_forward_hook(lambda *_: seen.append(1))
         found = evaluate_accuracy_gpus(pr.DataParallel(layer, cpus(3)), data)
-        assert len(seen) == 3, "every rank has its share"
+        assert len(seen) == 3, "every rank runs its shard"
         assert found == evaluate_accuracy_gpus([layer], data)
 
 
@@ -111,7 +111,7 @@ def flags_of(replicas):
 
 class TestReplicasEqual:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
-    def test_error_describes_first_difference(self, dtype):
+    def test_error_names_first_difference(self, dtype):
         replicas = [[torch.zeros(4, dtype=dtype), torch.zeros(5, dtype=dtype)] for _ in range(3)]
         replicas[1][1] += 1
         replicas[2][0][1:] = 2
@@ -121,9 +121,9 @@ class TestReplicasEqual:
         with pytest.raises(RingarError, match=r"first: -0.0 instead of 0.0"):
             check_replicas_equal([[torch.zeros(1)], [-torch.zeros(1)]])
 
-    @pytest.mark.parametrize("place", ["cpu", "as on a GPU"])
-    def test_flags_find_one_bit(self, monkeypatch, place):
-        monkeypatch.setattr(data_parallel, "_are_on_cpu", lambda _: place == "cpu")
+    @pytest.mark.parametrize("place", ["cpu", "gpu code"])
+    def test_one_changed_bit_is_found(self, monkeypatch, place):
+        monkeypatch.setattr(shards_module, "_are_on_cpu", lambda _: place == "cpu")
         generator = torch.Generator().manual_seed(7)
         dtypes = ["float32", "float16", "float64", "bfloat16", "int32", "uint8", "complex64"]
         shapes = [(3, 5), (), (7,), (2, 1, 4), (0,), (6,), (2, 2)]
@@ -131,7 +131,7 @@ class TestReplicasEqual:
             (torch.randn(shape, generator=generator) * 9).to(getattr(torch, dtype))
             for dtype, shape in zip(dtypes, shapes, strict=True)
         ]
-        first.append(torch.randn(4, 3, generator=generator).T)  # the copies have other strides
+        first.append(torch.randn(4, 3, generator=generator).T)  # its copies have other strides
         first[2][3] = float("nan")
         replicas = [first, *([t.clone().contiguous() for t in first] for _ in range(2))]
         assert flags_of(replicas) == [False, False]

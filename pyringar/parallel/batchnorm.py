@@ -21,10 +21,8 @@ def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
     """Make the batch norms of replicas use the statistics of all ranks' samples.
 
     Training then gives the results of one module on the whole batch, up to rounding. Forward passes
-    must run in `run_in_lockstep`. Only the ``forward`` of each batch norm is replaced.
-
-    Returns:
-        The number of batch norms per replica.
+    must run in `run_in_lockstep`. Only the ``forward`` of each batch norm is replaced. Returns the
+    number of batch norms per replica.
 
     Cost per batch norm: one pass over the input, two numbers per channel moved between devices in
     each direction, one synchronisation of all ranks.

@@ -55,10 +55,7 @@ def first_rank(comm: Any, num_replicas: int) -> int:
 
 
 def check_agreed(comm: Comm, settings: Sequence[str], device: torch.device) -> None:
-    """Raise ArgumentError on all ranks if a setting differs between ranks.
-
-    ``device`` holds the tensors of the exchange.
-    """
+    """Raise ArgumentError on all ranks if a setting differs from rank 0."""
     if isinstance(comm, Communicator):
         return
     text = "\n".join(settings).encode()
@@ -96,10 +93,7 @@ class HookedParams:
         ]
 
     def add_hooks(self, native: Any, first_summed: int) -> None:
-        """Add the hooks that count gradients.
-
-        On ranks from ``first_summed`` on, hooks also zero the reduced gradient of the last step.
-        """
+        """Count gradients; on ranks from ``first_summed`` on, first zero the reduced gradient."""
         for rank, params in enumerate(self.by_rank):
             for i, param in enumerate(params):
                 tensor: Any = param  # torch's stubs have no types here

@@ -245,17 +245,9 @@ class Replicas:
 
     A replica is a shallow copy, as in ``nn.DataParallel``: it shares everything with the module
     except parameters, buffers and children. The rank ``home``, on rank 0's device, uses the
-    module's own memory and buffers.
-
-    Args:
-        module: The module to replicate.
-        owner: The copies for the other ranks.
-        home: The rank that uses the module's memory.
-        bucket_bytes: Bytes of parameters per autograd node. None: one node for all.
-
-    Raises:
-        ArgumentError: A parameter is lazy, or a tensor is not on rank 0's device.
-        UnsupportedError: A module is scripted.
+    module's own memory and buffers. ``bucket_bytes``: bytes of parameters per autograd node; None:
+    one node. Raises ArgumentError for a lazy parameter or a tensor on another device than rank 0,
+    UnsupportedError for a scripted module.
     """
 
     def __init__(
