@@ -280,9 +280,7 @@ class Crew:
     ) -> list[Any]:
         """Return each rank's result of ``function(rank, world_size, store, *args)``.
 
-        `Failed` or `Died` replaces a missing result.
-
-        ``ends``: each process exits after its function, while functions of other ranks still run.
+        `Failed` or `Died` replaces a missing result. ``ends``: each process exits after its call.
         """
         path = f"{self._folder.name}/{new_name()}"
         for rank, process in enumerate(self.ranks):

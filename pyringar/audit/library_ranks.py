@@ -32,7 +32,7 @@ _START_S = 120.0  # limit for the start of all ranks, which may compile the engi
 
 
 class LibraryTarget:
-    """An `AuditTarget` of processes, one per rank, which a call after a failure starts again."""
+    """An `AuditTarget` with one process per rank; a call after a failure restarts all ranks."""
 
     ways: tuple[str, ...] = ("in place", "unaligned", "async")
 

@@ -30,13 +30,10 @@ class TargetError(RingarError):
 
 
 class AuditTarget(Protocol):
-    """The allreduce under audit.
+    """The allreduce under audit; a call has at most ``ranks`` ranks.
 
-    Attributes:
-        name: Title of the report.
-        ranks: Largest number of ranks in a call.
-        ways: Supported ways to call: some of ``"in place"``, ``"unaligned"`` (tensors at unaligned
-            addresses) and ``"async"``.
+    ``ways`` are the supported ways to call: some of ``"in place"``, ``"unaligned"`` (tensors at
+    unaligned addresses) and ``"async"``.
     """
 
     name: str
@@ -188,7 +185,7 @@ def _lost(results: Sequence[Tensor], pair: Pair, others: Sequence[int], probe: _
 
 
 def _regions(pairs: Sequence[Pair], groups: Sequence[Tensor], k: int) -> list[Region]:
-    """Return runs of elements with equal groups for all pairs, with their trees."""
+    """Split a message where the groups of any pair change; rebuild the tree of each part."""
     changes = torch.zeros(len(groups[0]) - 1, dtype=torch.bool)
     for group in groups:
         changes |= group[1:] != group[:-1]
@@ -210,11 +207,8 @@ def evaluate(
 ) -> Tensor:
     """Add inputs in the order of the regions, bit for bit.
 
-    Args:
-        regions: Orders of the elements of a message.
-        inputs: A tensor per rank, whose last dimension is the message.
-        partial: The dtype of partial sums; the sum is rounded once at the end. Default: the dtype
-            of the inputs.
+    The last dimension of the inputs is the message. ``partial``: the dtype of partial sums; the
+    final sum is then rounded once. Default: the dtype of the inputs.
     """
     dtype = inputs[0].dtype
     terms = [x.to(partial or dtype) for x in inputs]

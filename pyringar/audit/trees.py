@@ -152,7 +152,7 @@ def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
         also = f" (also {' and '.join(known[1:3])})" if known[1:] else ""
         return known[0], formula(tree) + also
     starts_of = {step: [_starts(k, step).get(tree, -1) for tree in trees] for step in (1, -1)}
-    # Three ranks fit both directions: the first two additions commute.
+    # For k = 3 both directions have the same trees, since the first two addends commute.
     rings = [_ring(starts, k, step) for step, starts in starts_of.items() if min(starts) >= 0]
     if rings:
         sizes = sorted(region.stop - region.start for region in regions)

@@ -37,7 +37,7 @@ class RankCopies:
 
     @torch.no_grad()
     def refresh(self, sources: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Copy ``sources``; return ``copies[n][i]`` for ranks 1, 2, ..."""
+        """Copy ``sources`` to ranks 1, 2, ...; return the copies, as ``copies[rank - 1][i]``."""
         if torch._C._len_torch_dispatch_stack() or _has_transforms():
             return [[t.detach().to(d, copy=True) for t in sources] for d in self.devices[1:]]
         with self.lock, torch.inference_mode(False):

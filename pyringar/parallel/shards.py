@@ -326,7 +326,7 @@ def _reals(tensor: Tensor) -> Tensor:
 
 
 def check_each(replicas: Any, expected: str, is_right: Callable[[Any], bool]) -> None:
-    """Raise ArgumentError unless ``replicas`` is a non-empty list of right entries."""
+    """Raise ArgumentError unless ``replicas`` is a non-empty list of valid entries."""
     if not isinstance(replicas, (list, tuple, nn.ModuleList)) or not replicas:
         empty = "an empty list" if isinstance(replicas, (list, tuple)) else kind_of(replicas)
         raise ArgumentError(f"replicas is {empty}, expected a list with {expected} per rank")
