@@ -44,7 +44,7 @@ _HOMES = {
     "comm.default_group": ["allreduce"],
     "comm.process_communicator": ["ProcessCommunicator"],
     "parallel.bucketer": ["GradientBucketer"],
-    "parallel.module": ["DataParallel"],
+    "parallel.data_parallel": ["DataParallel"],
     "parallel.replicate": ["replicate"],
     "parallel.sharded_step": ["ShardedStep"],
     "parallel.shards": ["evaluate_accuracy_gpus", "get_params", "split_batch"],
@@ -92,7 +92,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from pyringar.comm.process_communicator import ProcessCommunicator
     from pyringar.grading.grader import check_allreduce
     from pyringar.parallel.bucketer import GradientBucketer
-    from pyringar.parallel.module import DataParallel
+    from pyringar.parallel.data_parallel import DataParallel
     from pyringar.parallel.replicate import replicate
     from pyringar.parallel.sharded_step import ShardedStep
     from pyringar.parallel.shards import evaluate_accuracy_gpus, get_params, split_batch

@@ -1,4 +1,4 @@
-"""Nets, inputs, oracles and failing backward passes for the tests of bucketers."""
+"""Nets, inputs, oracles and failing backward passes for tests of GradientBucketer."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def armed(rank: object):
 
 
 class Net(nn.Module):
-    """Backward reaches ``late``, then may explode, then reaches ``early``."""
+    """Backward computes the gradient of ``late``, may then fail, then computes ``early``."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def step_of(net: nn.Module, bucketer: pr.GradientBucketer, x: Tensor) -> None:
 
 
 def summed(nets: Sequence[nn.Module], xs: Sequence[Tensor], op: str = "sum") -> list[Tensor | None]:
-    """The oracle: backward on copies without hooks, gradients reduced in rank order."""
+    """Oracle: run backward on copies without hooks, and add gradients in rank order."""
     copies = [copy.deepcopy(net) for net in nets]
     clear(copies)
     backward_one_by_one(copies, xs)

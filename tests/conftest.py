@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Crew, crews, store
+from rank_processes import Crew, crews, store
 
 import pyringar as pr
 

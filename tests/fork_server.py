@@ -86,11 +86,11 @@ def _mend_torch() -> None:
 
 
 def _be_rank(channel: int) -> None:
-    import ranks
+    import rank_processes
 
     code = 1
     try:
-        ranks.work(Connection(channel))
+        rank_processes.work(Connection(channel))
         threading._shutdown()  # type: ignore[attr-defined]
         code = 0
     except BaseException:

@@ -1,4 +1,4 @@
-"""What the tests of DataParallel share: nets, batches, and the comparison with the plain module."""
+"""Nets, batches and comparisons with the plain module for tests of DataParallel."""
 
 import copy
 
@@ -33,7 +33,7 @@ class Tied(nn.Module):
         return self.out(self.rnn(self.embedding(tokens))[0]).mean(1)
 
 
-class Branches(nn.Module):
+class PartlyUsed(nn.Module):
     def __init__(self):
         super().__init__()
         self.frozen, self.used, self.unused = (nn.Linear(5, 5) for _ in range(3))
@@ -72,9 +72,9 @@ NETS = {
     "mlp": (make_mlp, rows),
     "conv": (lambda: make_conv().eval(), images),
     "tied": (lambda: Tied().double(), tokens),
-    "branches": (lambda: Branches().double(), rows),
+    "branches": (lambda: PartlyUsed().double(), rows),
 }
-CAPS = pytest.mark.parametrize("cap_mb", [None, 1e-6], ids=["one bucket", "a bucket each"])
+CAPS = pytest.mark.parametrize("cap_mb", [None, 1e-6], ids=["one bucket", "many buckets"])
 
 
 def make_pair(name, k, **options):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_bits, inputs, reduced
-from ranks import Crew
+from rank_processes import Crew
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 

@@ -1,4 +1,4 @@
-"""Training runs whose bits must agree: what a run is, and its digest after every step."""
+"""Training runs on any number of ranks, and digests of their state after every step."""
 
 import hashlib
 import itertools
@@ -11,7 +11,7 @@ from training import garments
 from pyringar.train import TrainConfig, Trainer
 from pyringar.train.group import Processes, TrainGroup
 
-# The last batch of 4 gives two of eight shards no image, and others one.
+# Of eight shards of the last batch (6 images), two have no image.
 RECIPE: dict[str, Any] = {"batch_size": 20, "epochs": 1, "shards": 8, "momentum": 0.9, "lr": 0.05}
 MODELS: dict[str, dict[str, Any]] = {"lenet": {}, "resnet18": {"model": "resnet18", "width": 4}}
 KINDS: dict[str, dict[str, Any]] = {"float32": {}, "amp": {"amp": True}}
@@ -31,11 +31,11 @@ def train(group: Any, config: TrainConfig, data: Any = None) -> list[str]:
     rows: list[str] = []
     with Trainer(config, data or garments(TRAIN, TEST), group=group) as trainer:
 
-        def note() -> None:
-            here = {digest(trainer, rank) for rank in range(len(trainer.devices))}
-            rows.append("|".join(sorted(here)))
+        def record() -> None:
+            digests = {digest(trainer, rank) for rank in range(len(trainer.devices))}
+            rows.append("|".join(sorted(digests)))
 
-        result = trainer.run(on_step=note)
+        result = trainer.run(on_step=record)
     return [*rows, f"{result.losses[-1]!r}", f"{result.curve[-1]!r}"]
 
 
@@ -48,6 +48,6 @@ def as_rank(
     rank: int, world_size: int, store: Any, machines: str, options: dict[str, Any]
 ) -> list[str]:
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
-    torch.set_num_threads(1 + rank % 2)  # which must not matter
+    torch.set_num_threads(1 + rank % 2)  # must not change bits
     config = TrainConfig(**{**RECIPE, **options}, ranks=world_size)
     return train(Processes(config, store, rank, world_size), config)

@@ -1,4 +1,4 @@
-"""Does the audit name every planted order, rounding and fault, and nothing that is not there?"""
+"""The audit finds every planted order, rounding and fault, and no others."""
 
 from __future__ import annotations
 
@@ -14,23 +14,10 @@ import torch
 from case_marks import mostly_slow
 from torch import Tensor
 
-from pyringar.audit.probes import (
-    DTYPES,
-    evaluate,
-    exact_sum,
-    find_order,
-    wide_values,
-)
+from pyringar.audit.findings import AuditReport
+from pyringar.audit.probes import DTYPES, evaluate, exact_sum, find_order, wide_values
 from pyringar.audit.questions import audit, order_of
-from pyringar.audit.report import Report
-from pyringar.audit.trees import (
-    EXACT,
-    Region,
-    Tree,
-    balanced,
-    fold,
-    join,
-)
+from pyringar.audit.trees import EXACT, Region, Tree, balanced, fold, join
 from pyringar.grading.cases import Lists
 from pyringar.grading.checks import Subject
 from pyringar.parallel.shards import bits_of
@@ -53,7 +40,7 @@ def lists(total: Sum, k: int = 5) -> Lists:
     return lists_of(lambda data: fill(data, total(data)), k)
 
 
-def audited(total: Sum, k: int = 5) -> Report:
+def audited(total: Sum, k: int = 5) -> AuditReport:
     return audit(lists(total, k), SIZES)
 
 
@@ -70,7 +57,7 @@ def random_tree(k: int, seed: int) -> Tree:
 
 
 def ring(data: list[Tensor], shift: int = 1, step: int = 1, piece: int = 0) -> Tensor:
-    """Chunk c adds ranks c + shift, c + shift + step, ...; or so in pieces, again and again."""
+    """Chunk c adds ranks c + shift, c + shift + step, ...; ``piece``: elements of a chunk."""
     k, numel = len(data), len(data[0])
     size = piece or -(-numel // k)
     parts = []
@@ -85,18 +72,15 @@ def order(total: Sum, k: int = 5) -> tuple[str, str]:
     return found.verdict, found.detail
 
 
-def order_in(report: Report) -> tuple[str, str]:
+def order_in(report: AuditReport) -> tuple[str, str]:
     (section,) = (s for s in report.sections if s.title.startswith("order of addition, float32"))
     found = section.findings[-1]
     return found.verdict, found.detail
 
 
-# -- orders ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", mostly_slow([2, 3, 4, 7, 12], 3, 7))
-def test_trees_are_recovered_in_every_type(k, dtype):
+def test_random_trees_are_recovered(k, dtype):
     for seed in range(4):
         tree = random_tree(k, seed)
         # Sums of float16 in float64 are exact.
@@ -112,9 +96,9 @@ def test_trees_are_recovered_in_every_type(k, dtype):
         (lambda d: added(fold(range(5)), d), "rank", "(((0+1)+2)+3)+4"),
         (lambda d: added(balanced(range(5)), d), "tree", "((0+1)+(2+3))+4"),
         (lambda d: added(fold(range(5)[::-1]), d), "rank, last first", "0+(1+(2+(3+4)))"),
-        (ring, "ring", "chunk c adds ranks c+1, c+2, ... (mod 5)"),
-        (lambda d: ring(d, 0), "ring", "chunk c adds ranks c, c+1, ... (mod 5)"),
-        (lambda d: ring(d, 3, -1), "ring", "chunk c adds ranks c-2, c-3, ... (mod 5)"),
+        (ring, "ring", "chunk c adds ranks c+1, c+2, ..., c+5 (mod 5)"),
+        (lambda d: ring(d, 0), "ring", "chunk c adds ranks c, c+1, ..., c+4 (mod 5)"),
+        (lambda d: ring(d, 3, -1), "ring", "chunk c adds ranks c-2, c-3, ..., c-6 (mod 5)"),
         pytest.param(exact_sum, EXACT, "no partial sum is rounded", marks=pytest.mark.slow),
     ],
 )
@@ -123,7 +107,7 @@ def test_known_orders_are_named(total, name, detail):
     assert (verdict, found.partition(" (also")[0].partition(";")[0]) == (name, detail)
 
 
-def test_orders_per_rank_are_seen():
+def test_orders_per_rank_are_reported():
     def allreduce(data):
         k, given = len(data), [x.clone() for x in data]
         for rank, tensor in enumerate(data):
@@ -133,9 +117,6 @@ def test_orders_per_rank_are_seen():
     assert order_in(report)[0] == "differs from rank to rank"
     assert report["on every rank"].verdict == "no"
     assert "on rank 1" in report["on every rank"].detail
-
-
-# -- planted functions -----------------------------------------------------------------------------
 
 
 def kahan(data):
@@ -169,7 +150,7 @@ def by_value(data):
 
 
 def rounded_halfway(data):
-    """Two partial sums, each in float32 and rounded."""
+    """Add two partial sums, each computed in float32 and rounded."""
     dtype = data[0].dtype
     return in_rank_order(data[:3], torch.float32) + in_rank_order(data[3:], torch.float32).to(dtype)
 
@@ -195,7 +176,7 @@ def partial(total, dtype):
 ALTERNATING = itertools.cycle([in_rank_order, reverse])
 F32, F64 = torch.float32, torch.float64
 HALVING = "recursive halving"
-# Names of the sums of 1 and of 300 elements, of float32.
+# A sum of float32, the order's name for 1 element, its name for 300 elements.
 PLANTED = {
     "halving": (lambda d: added((((0, 1), 3), (2, 4)), d), HALVING, HALVING),
     "ring": (ring, "rank, up from 1", "ring"),
@@ -222,7 +203,7 @@ PLANTED_16 = {
 
 @pytest.mark.parametrize(("total", "short", "long"), PLANTED.values(), ids=PLANTED)
 def test_planted_sum_is_named(total, short, long):
-    few = 8 if short == long else 1  # of one element an audit takes 1000 calls
+    few = 8 if short == long else 1  # 1 element takes 1000 calls
     found = [order_of(lists(total), 5, numel)[1].verdict for numel in (few, 300)]
     assert found == [short, long]
 
@@ -237,10 +218,7 @@ def test_planted_partial_sums_are_found(total, brain, half):
         assert found == [brain, half]
 
 
-# -- what is no order ------------------------------------------------------------------------------
-
-
-def test_wrong_sums_are_no_sums():
+def test_wrong_sums_are_not_right():
     report = audited(lambda d: added(fold(range(4)), d))  # rank 4 is missing
     assert report["is right"].verdict == "no"
     assert report["is right"].detail.startswith("float32, element 0 of 8: 0x41200000 (10)")
@@ -248,13 +226,10 @@ def test_wrong_sums_are_no_sums():
     assert order_in(audited(lambda d: d[0].clone()))[0] == "unknown"
 
 
-# -- rounding --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_exact_sum_is_nearest_number(dtype):
+def test_exact_sum_is_correctly_rounded(dtype):
     inputs = wide_values(5, 400, dtype)
-    wipes_out = torch.arange(400) % 3 == 0  # what is left is small, or subnormal
+    wipes_out = torch.arange(400) % 3 == 0  # the rest of the sum is small or subnormal
     inputs[1] = torch.where(wipes_out, -inputs[0], inputs[1])
     inputs[2] = torch.where(wipes_out, -inputs[3] * 1.01, inputs[2]).to(dtype)
     inputs[4] = torch.where(wipes_out, inputs[4] * torch.finfo(dtype).tiny, inputs[4]).to(dtype)
@@ -271,7 +246,7 @@ def test_exact_sum_is_nearest_number(dtype):
         assert sums.tolist() == [math.fsum(row) for row in rows]
 
 
-def test_exact_sum_overflows():
+def test_exact_sum_overflows_to_infinity():
     for dtype in DTYPES:
         most = torch.finfo(dtype).max
         column = [most, most, -most]
@@ -280,11 +255,8 @@ def test_exact_sum_overflows():
         assert exact_sum([torch.tensor([-x], dtype=dtype) for x in column[:2]]).item() == -math.inf
 
 
-# -- a library in rank order, and faults of it -----------------------------------------------------
-
-
-class Planted:
-    """A library in rank order, with both ways of calling; ``spoil`` changes what comes out."""
+class SpoiledTarget:
+    """An audit target that adds in rank order; ``spoil`` changes its results."""
 
     name, ranks = "planted", 4
     ways = ("in place", "async")
@@ -305,27 +277,24 @@ class Planted:
         return results
 
 
-def noes(report: Report) -> set[str]:
+def faults(report: AuditReport) -> set[str]:
     found = {f.name for s in report.sections for f in s.findings if f.verdict == "no"}
     return found - {"ranks renumbered"}
 
 
-def spoiled(spoil: Callable[..., object]) -> Report:
-    return audit(Planted(spoil), SIZES)
+def spoiled(spoil: Callable[..., object]) -> AuditReport:
+    return audit(SpoiledTarget(spoil), SIZES)
 
 
-# -- the same bits ---------------------------------------------------------------------------------
-
-
-def test_no_fault_is_found_without_one():
+def test_faultless_target_has_no_faults():
     report = spoiled(lambda results, **_: None)
-    assert noes(report) == set()
+    assert faults(report) == set()
     verdicts = {f.verdict for s in report.sections for f in s.findings}
     assert verdicts == {"yes", "no", "-", "rank", "each add"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_one_element_of_one_rank_is_named(dtype):
+def test_wrong_element_is_named(dtype):
     def spoil(results, **_):
         if len(results[0]) == 300 and len(results) == 4 and str(results[0].dtype).endswith(dtype):
             bits = bits_of(results[2])
@@ -336,17 +305,17 @@ def test_one_element_of_one_rank_is_named(dtype):
     assert found.detail.startswith(f"{dtype}, element 77 of 300: 0x")
     assert found.detail.endswith("on rank 2")
     assert (found.case["index"], found.case["differing"]) == (77, 1)
-    assert "on every rank" in noes(report)
+    assert "on every rank" in faults(report)
     assert max(len(line) for line in str(report).splitlines()) <= 80
     assert str(report).startswith("planted, 4 ranks\n\nthe sum\n")
 
 
-def test_other_bits_in_another_run():
+def test_changing_bits_are_found():
     def spoil(results, given, **_):
         fill(results, in_random_order(given))
 
     report = spoiled(spoil)
-    assert "in every run" in noes(report)
+    assert "in every run" in faults(report)
     assert "in run 2" in report["in every run"].detail
     orders = [f for f in report.sections[1].findings if f.name != "1 element"]
     assert orders[-1].verdict in ("changes", "unknown", "differs from rank to rank")
@@ -364,20 +333,20 @@ def backwards(results, given, **_):
         (lambda numel, way, is_cut: is_cut and way == "in place", {"in several calls", "async"}),
     ],
 )
-def test_other_order_is_found(when, seen):
+def test_other_order_of_calls_is_found(when, seen):
     def spoil(results, given, way, is_cut):
         if when(len(given[0]), way, is_cut):
             backwards(results, given)
 
     report = spoiled(spoil)
-    assert noes(report) == seen
+    assert faults(report) == seen
     if "async" in seen:
         assert report["async"].detail.endswith("; async: rank, last first, 0+(1+(2+3))") == (
             "in several calls" not in seen
         )
 
 
-def test_orders_by_size_have_a_row_each():
+def test_each_order_has_a_row():
     def spoil(results, given, **_):
         if len(given[0]) >= 123 or len(given) == 3:
             backwards(results, given)
@@ -388,9 +357,6 @@ def test_orders_by_size_have_a_row_each():
         ("8 to 122 elements", "rank"),
         ("123 to 300 elements", "rank, last first"),
     ]
-
-
-# -- special values --------------------------------------------------------------------------------
 
 
 def where(condition: Callable[[Tensor], Tensor], value: float) -> Callable[..., object]:
@@ -415,14 +381,11 @@ def is_subnormal(x: Tensor) -> Tensor:
         (lambda x: is_subnormal(x) & (x.dtype == torch.bfloat16), 0.0, {"subnormals stay"}),
     ],
 )
-def test_lost_special_values(condition, value, seen):
-    assert noes(spoiled(where(condition, value))) == seen
+def test_lost_special_values_are_found(condition, value, seen):
+    assert faults(spoiled(where(condition, value))) == seen
 
 
-# -- calls that fail -------------------------------------------------------------------------------
-
-
-def test_refused_type_is_not_offered():
+def test_unsupported_dtype_is_not_offered():
     def allreduce(data):
         if data[0].dtype == torch.bfloat16:
             raise ValueError("not this one")
@@ -432,10 +395,10 @@ def test_refused_type_is_not_offered():
     assert report["bfloat16"].verdict == "-"
     assert report["bfloat16"].detail.startswith("not offered: raises ValueError: not this one at")
     assert report["NaN stays"].detail == "float32, float64, float16"
-    assert noes(report) == set()
+    assert faults(report) == set()
 
 
-def test_failing_function_is_asked_no_more():
+def test_failing_function_stops_audit():
     calls = itertools.count()
 
     def allreduce(data):
@@ -454,8 +417,5 @@ def test_order_by_address_is_found():
         fill(data, (in_rank_order if is_aligned else reverse)(data))
 
     report = audit(lists_of(allreduce), SIZES)
-    assert noes(report) == {"at every address"}
+    assert faults(report) == {"at every address"}
     assert report["at every address"].detail.endswith("unaligned: rank, last first, 0+(1+(2+3))")
-
-
-# -- the report ------------------------------------------------------------------------------------

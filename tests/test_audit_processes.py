@@ -1,4 +1,4 @@
-"""Are libraries audited as they are, with ranks in processes that always end, by one command?"""
+"""Audits of libraries in processes, and the command `pyringar audit`."""
 
 from __future__ import annotations
 
@@ -13,34 +13,31 @@ import pytest
 import torch
 from programs import programs
 
+from pyringar.audit.library_ranks import LibraryTarget
 from pyringar.audit.probes import TargetError, find_order
 from pyringar.audit.questions import audit, order_of
-from pyringar.audit.ranks import Ranks
 from pyringar.audit.trees import describe, fold
 from pyringar.cli import main
 
 SUM = [torch.ones(3), torch.full((3,), 2.0)]
 
 
-# -- libraries -------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_gloo_adds_around_the_ring():
-    """Two ranks have one order; with three and four the ring shows, from the size of k on."""
-    with Ranks("gloo", 4) as gloo:
+def test_gloo_order_is_ring():
+    """Two ranks have one order; three and four ranks add around the ring."""
+    with LibraryTarget("gloo", 4) as gloo:
         assert gloo.name == f"gloo torch {torch.__version__}"
         for k in (2, 3, 4):
             regions, found = order_of(gloo, k, 1000)
             assert found.verdict == ("rank" if k == 2 else "ring"), found
         assert len(regions) == 4
-        assert describe(regions, 4)[1].startswith("chunk c adds ranks c-1, c-2, ... (mod 4)")
+        assert describe(regions, 4)[1].startswith("chunk c adds ranks c-1, c-2, ..., c-4 (mod 4)")
         assert find_order(gloo, 4, 1)[0][0].tree == fold([3, 2, 1, 0])
 
 
 @pytest.mark.slow
-def test_ringar_keeps_its_order():
-    with Ranks("ringar", 3, order="rank") as ringar:
+def test_ringar_adds_in_rank_order():
+    with LibraryTarget("ringar", 3, order="rank") as ringar:
         assert "order=rank" in ringar.name
         for numel in (1, 1000, 70_000):
             regions, found = order_of(ringar, 3, numel)
@@ -51,11 +48,8 @@ def test_ringar_keeps_its_order():
     assert {verdicts[n] for n in ("on every rank", "at every size", "async")} == {"yes"}
 
 
-# -- processes -------------------------------------------------------------------------------------
-
-
 def test_killed_rank_is_named_and_replaced():
-    with Ranks("gloo", 2) as gloo:
+    with LibraryTarget("gloo", 2) as gloo:
         before, processes = gloo.reduce(SUM), list(gloo._processes)
         processes[1].kill()
         processes[1].join()
@@ -67,8 +61,8 @@ def test_killed_rank_is_named_and_replaced():
     assert active_children() == []
 
 
-def test_stopped_rank_is_named_and_ended():
-    with Ranks("gloo", 2, timeout_s=1.0) as gloo:
+def test_stopped_rank_is_named_and_killed():
+    with LibraryTarget("gloo", 2, timeout_s=1.0) as gloo:
         gloo.reduce(SUM)
         os.kill(gloo._processes[1].pid, signal.SIGSTOP)
         with pytest.raises(TargetError, match=r"no answer of rank 0, 1 in time|rank 1"):
@@ -76,8 +70,8 @@ def test_stopped_rank_is_named_and_ended():
         assert active_children() == []
 
 
-def test_error_of_a_rank_is_told():
-    with Ranks("gloo", 2) as gloo:
+def test_rank_error_is_reported():
+    with LibraryTarget("gloo", 2) as gloo:
         processes = list(gloo._processes)
         with pytest.raises(TargetError, match="float8_e5m2, 3 elements, 2 ranks, in place, rank 0"):
             gloo.reduce([x.to(torch.float8_e5m2) for x in SUM])
@@ -87,8 +81,8 @@ def test_error_of_a_rank_is_told():
 
 KILLED = """
 import time, torch
-from pyringar.audit.ranks import Ranks
-ranks = Ranks("gloo", 2)
+from pyringar.audit.library_ranks import LibraryTarget
+ranks = LibraryTarget("gloo", 2)
 ranks.reduce([torch.ones(1), torch.ones(1)])
 print(*(process.pid for process in ranks._processes), flush=True)
 time.sleep(60)
@@ -96,25 +90,23 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_killed_auditor_leaves_no_rank():
+def test_killed_auditor_ends_ranks():
     with programs(KILLED, []) as (auditor,):
         ranks = [int(word) for word in auditor.stdout.readline().split()]
         os.kill(auditor.pid, signal.SIGKILL)
         auditor.wait(10)
         deadline = time.monotonic() + 10
-        while any(map(runs, ranks)) and time.monotonic() < deadline:
+        while any(map(is_running, ranks)) and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert not any(map(runs, ranks))
+    assert not any(map(is_running, ranks))
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
-
-# -- the command -----------------------------------------------------------------------------------
 
 SOLUTION = """
 import time
@@ -158,7 +150,7 @@ def test_command_prints_table_or_json(solution, capfd):
         (["no_such_module:f"], "nothing was audited: there is no module 'no_such_module'"),
     ],
 )
-def test_wrong_arguments_are_named(words, message, capfd):
+def test_wrong_arguments_raise(words, message, capfd):
     assert main(["audit", *words]) == 2
     error = capfd.readouterr().err
     assert error.startswith(f"pyringar audit: {message}")

@@ -1,6 +1,6 @@
-"""Does a call in the background keep the memory it uses, whatever becomes of the tensors?
+"""Calls in the background keep the memory of their tensors alive until they finish.
 
-Tensors lie in NumPy arrays here: those go when the last that uses their memory does, and say so.
+The tensors use memory of NumPy arrays, whose weak references tell when the memory is freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ NUMEL = 5000
 Tensors = Sequence[torch.Tensor]
 
 
-class Memory:
+class ArrayMemory:
+    """Tensors in the memory of NumPy arrays."""
+
     def __init__(self, count: int, numel: int = NUMEL) -> None:
         arrays = [np.arange(numel, dtype=np.float32) % 17 + i for i in range(count)]
         self.tensors = [torch.from_numpy(array) for array in arrays]
@@ -58,12 +60,12 @@ def test_replaced_data_stays_alive(call):
         comm._group.delay_rank(1, 20.0)
         before = [torch.ones(8), torch.ones(8)]
         first = comm.all_reduce(before, algorithm="ring", async_op=True)
-        large, small = Memory(2), Memory(2, NUMEL // 2)
+        large, small = ArrayMemory(2), ArrayMemory(2, NUMEL // 2)
         arguments = CALLS[call](large.tensors, small.tensors)
         work = getattr(comm, call)(*arguments, async_op=True)
         for memory in (large, small):
             memory.replace_data()
-        assert not first.is_completed(), "too late to see anything"
+        assert not first.is_completed(), "the calls finished before the test could look"
         is_used = call in ("reduce_scatter", "all_gather")
         assert [large.num_alive(), small.num_alive()] == [2, 2 if is_used else 0]
         comm._group.end_delay()
@@ -75,8 +77,8 @@ def test_replaced_data_stays_alive(call):
             assert not tensor.any(), "the new memory was written"
 
 
-def on_rank_replaces(state, coalesced: bool) -> float:
-    memory = Memory(3)
+def replace_on_rank_0(state, coalesced: bool) -> float:
+    memory = ArrayMemory(3)
     if state.rank == 0:
         tensors = memory.tensors if coalesced else memory.tensors[0]
         work = state.comm.all_reduce(tensors, async_op=True)
@@ -99,7 +101,7 @@ def on_rank_replaces(state, coalesced: bool) -> float:
 def test_replaced_data_of_rank_stays_alive(new_crew, coalesced):
     crew = new_crew(2)
     crew.join()
-    assert crew.run(on_rank_replaces, coalesced=coalesced) == [0.0, 0.0]
+    assert crew.run(replace_on_rank_0, coalesced=coalesced) == [0.0, 0.0]
 
 
 INTERRUPTED = """
@@ -141,11 +143,11 @@ while time.monotonic() < ends:
         ours = [torch.zeros(4000) for _ in range(300 * num_ranks)]
         while any(not work.is_completed() for work in tuple(comm._in_flight)):
             time.sleep(1e-4)
-        assert not any(tensor.any() for tensor in ours), "the memory was somebody else's by then"
+        assert not any(tensor.any() for tensor in ours), "the call wrote to freed memory"
         begin(1, 1).wait()
-        assert len(comm._in_flight) <= 1, "the next call lets go of what is done"
+        assert len(comm._in_flight) <= 1, "the next call drops finished works"
     signal.setitimer(signal.ITIMER_REAL, 0)
-assert interrupts, "this shows nothing"
+assert interrupts, "no signal interrupted a call"
 comm.close()
 assert not comm._in_flight
 """
@@ -154,16 +156,16 @@ assert not comm._in_flight
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["ranks in one process", "one rank"])
 def test_interrupted_call_keeps_memory(where):
-    """Python raises it when the engine has returned, before the caller has the work."""
+    """A signal may arrive after the engine has returned, before the caller has the Work."""
     [done] = run_programs(INTERRUPTED, [where])
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_works_end_while_another_begins(make_comm):
+def test_work_may_finish_during_launch(make_comm):
     comm = make_comm(2)
     works: list[Work] = []
 
-    class Garbage:
+    class WaitsWhenCollected:
         def __init__(self) -> None:
             self.me = self
 
@@ -176,13 +178,13 @@ def test_works_end_while_another_begins(make_comm):
     try:
         for _ in range(3000):
             works.append(comm.all_reduce([torch.ones(1), torch.ones(1)], async_op=True))
-            Garbage()
+            WaitsWhenCollected()
     finally:
         gc.set_threshold(*before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
-@pytest.mark.parametrize("collects", [False, True], ids=["closure", "garbage"])
+@pytest.mark.parametrize("collects", [False, True], ids=["closure", "garbage cycle"])
 def test_engine_thread_drops_last_reference(collects):
     comm = pr.ProcessCommunicator(dist.HashStore(), 0, 1, name=f"last {collects}", timeout=5)
     held: list[object] = [comm]

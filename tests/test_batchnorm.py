@@ -1,4 +1,4 @@
-"""Synchronised batch norm is the undivided module's: outputs, gradients, running statistics."""
+"""Synchronised batch norm matches the plain module: outputs, gradients, running statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyringar.parallel.shards import check_replicas_equal
 
 
 class Net(nn.Module):
-    """Two batch norms, of which the second sees the outputs of the first on all ranks."""
+    """Two batch norms; the second depends on the first one's statistics of all ranks."""
 
     def __init__(self, **options):
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.fc = nn.Linear(4, 3)
 
     def forward(self, x):
-        x = F.relu(self.bn1(self.conv1(x) + 10))  # a mean that hides the variance from bad sums
+        x = F.relu(self.bn1(self.conv1(x) + 10))  # a large mean cancels in naive formulas
         return self.fc(self.bn2(self.conv2(x)).mean((2, 3)))
 
 
@@ -71,7 +71,7 @@ SPLITS = [(2, 7, None), (3, 9, (0, 5, 1)), (4, 2, None)]
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str
 )
-def test_any_split_is_the_undivided_module(make, num_ranks, n, weights, dtype, tolerance):
+def test_any_split_matches_plain_module(make, num_ranks, n, weights, dtype, tolerance):
     torch.manual_seed(0)
     plain = make().to(dtype)
     for name, param in plain.named_parameters():
@@ -100,7 +100,7 @@ def test_any_split_is_the_undivided_module(make, num_ranks, n, weights, dtype, t
 CPUS = [torch.device("cpu")] * 3
 
 
-def settings_here():
+def current_settings():
     X = torch.ones(2, requires_grad=True)  # noqa: N806
     with torch.enable_grad():
         Y = X.square()  # noqa: N806
@@ -108,7 +108,7 @@ def settings_here():
             Y.sum().backward()
     return (
         None if X.grad is None else X.grad.tolist(),  # hooks on saved tensors change it
-        (torch.full((1,), 1e-30) * 1e-10).item(),  # is a denormal, or flushed
+        (torch.full((1,), 1e-30) * 1e-10).item(),  # 0.0 if denormals are flushed
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
@@ -134,13 +134,13 @@ def flushed_denormals():
         nullcontext,
     ],
 )
-def test_settings_reach_ranks(setting):
+def test_rank_threads_inherit_settings(setting):
     with setting():
-        wanted = dict.fromkeys((0, 2), settings_here())
-        assert run_in_lockstep(dict.fromkeys((0, 2), settings_here), CPUS) == wanted
+        wanted = dict.fromkeys((0, 2), current_settings())
+        assert run_in_lockstep(dict.fromkeys((0, 2), current_settings), CPUS) == wanted
 
 
-def test_results_repeat():
+def test_dropout_repeats_with_seed():
     net = synced(nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.BatchNorm1d(6), nn.Dropout()), 3)
     X, found = torch.rand(12, 6), []  # noqa: N806
     for _ in range(5):
@@ -171,8 +171,8 @@ def test_failed_rank_ends_all_ranks(at):
     assert torch.equal(net(X), expected)
 
 
-class Moody(nn.Module):
-    """The first number of a shard chooses the layer; a negative one chooses no layer."""
+class SelectsLayer(nn.Module):
+    """The first number of a shard selects the batch norm; a negative number skips both."""
 
     def __init__(self):
         super().__init__()
@@ -182,20 +182,20 @@ class Moody(nn.Module):
         return x if x[0, 0] < 0 else self.layers[int(x[0, 0])](x)
 
 
-def test_ranks_at_different_layers_raise():
-    net = synced(Moody())
+def test_different_batchnorms_per_rank_raise():
+    net = synced(SelectsLayer())
     for first, last in ((-1.0, 1.0), (1.0, -1.0), (0.0, 1.0)):
-        with pytest.raises(pr.RingarError, match="the ranks meet at different places"):
+        with pytest.raises(pr.RingarError, match="all ranks must run the same batch norms"):
             net(torch.tensor([[first, 1], [2, 3], [last, 4], [4, 4]]))
     assert net(torch.ones(4, 2)).shape == (4, 2)
 
 
-def test_meeting_of_no_rank_raises():
+def test_meet_outside_lockstep_raises():
     with pytest.raises(pr.RingarError, match="checkpoint"):
         meet("here", 0, lambda offers: offers)
 
 
-class Own(nn.BatchNorm1d):
+class OverridesForward(nn.BatchNorm1d):
     def forward(self, x):
         return x
 
@@ -210,9 +210,9 @@ def test_wrong_inputs_raise():
         net(torch.stack([torch.ones(4), -torch.ones(4)]))
 
 
-def test_modules_that_cannot_be_synced_raise():
-    with pytest.raises(pr.UnsupportedError, match="'1' is a Own"):
-        synced(nn.Sequential(nn.Linear(2, 2), Own(2)))
+def test_unsupported_modules_raise():
+    with pytest.raises(pr.UnsupportedError, match="'1' is a OverridesForward"):
+        synced(nn.Sequential(nn.Linear(2, 2), OverridesForward(2)))
     with pytest.raises(pr.UnsupportedError, match="DataParallel inside"):
         synced(nn.Sequential(pr.DataParallel(nn.Linear(2, 2), ["cpu"])))
     net, X = synced(nn.BatchNorm1d(4)), torch.rand(6, 4)  # noqa: N806
@@ -222,12 +222,12 @@ def test_modules_that_cannot_be_synced_raise():
     with pytest.raises(pr.UnsupportedError, match="compiled"):
         net(X)
     net.module.forward = lambda x: x
-    with pytest.raises(pr.UnsupportedError, match="forward pass of its own"):
+    with pytest.raises(pr.UnsupportedError, match="overrides forward"):
         net(X)
 
 
 @pytest.mark.parametrize("run", [run_in_lockstep, run_ranks])
-def test_first_error_in_rank_order_is_raised(run):
+def test_lowest_failed_rank_raises(run):
     def fail(rank):
         raise ValueError(rank)
 
@@ -236,7 +236,7 @@ def test_first_error_in_rank_order_is_raised(run):
 
 
 def test_each_gpu_has_one_thread():
-    """Devices stand for GPUs."""
+    """Meta devices stand in for GPUs."""
     devices = [torch.device("meta", rank % 2) for rank in range(4)]
     seen = run_ranks(dict.fromkeys(range(4), threading.current_thread), devices)
     assert seen[0] == seen[2] != seen[1] == seen[3]

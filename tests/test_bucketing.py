@@ -1,4 +1,4 @@
-"""Buckets of ranks in one process: the plan, the bits, what training does, and the hooks."""
+"""GradientBucketer with all ranks in one process: buckets, bits, statistics, hooks."""
 
 import copy
 import gc
@@ -44,26 +44,26 @@ def replicas_of(net: nn.Module, world_size: int = K) -> list[nn.Module]:
     st.integers(1, 60),
     st.integers(1, 120),
 )
-def test_plan_keeps_caps_and_kinds(items, random, first_cap, cap):
+def test_plan_respects_caps_and_dtypes(items, random, first_cap, cap):
     order = list(range(len(items)))
     random.shuffle(order)
     plan = load.engine().plan_buckets(items, order, first_cap, cap)
     assert sorted(itertools.chain(*plan)) == list(range(len(items)))
-    num_full, kinds_of_rest = 0, []
+    num_full, kinds_not_full = 0, []
     for bucket in plan:
         (kind,) = {items[i][1] for i in bucket}
         assert sorted(bucket, key=order.index) == bucket
         size, limit = sum(items[i][0] for i in bucket), cap if num_full else first_cap
         if size < limit:
-            kinds_of_rest.append(kind)
+            kinds_not_full.append(kind)
             continue
-        assert not kinds_of_rest, "a full bucket comes after the rest"
+        assert not kinds_not_full, "a full bucket comes after a bucket that is not full"
         assert size - items[bucket[-1]][0] < max(first_cap, cap)
         num_full += 1
-    assert len(kinds_of_rest) == len(set(kinds_of_rest))
+    assert len(kinds_not_full) == len(set(kinds_not_full))
 
 
-def test_buckets_have_first_cap_and_one_dtype():
+def test_buckets_hold_one_dtype():
     params = [torch.zeros(n, requires_grad=True) for n in (4, 300_000, 300_000)]
     params.insert(1, torch.zeros(4, dtype=torch.float64, requires_grad=True))
     with pr.GradientBucketer([params]) as bucketer:
@@ -87,7 +87,7 @@ def test_bits_do_not_depend_on_buckets(net, world_size, cap, overlap):
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.14 has grad_dtype")
 @pytest.mark.parametrize("unused", [None, 0, 1])
-def test_gradients_have_dtype_of_their_own(unused):
+def test_grad_dtype_is_kept(unused):
     params = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
     for param in params:
         param.grad_dtype = torch.float32
@@ -101,7 +101,7 @@ def test_gradients_have_dtype_of_their_own(unused):
 
 
 @pytest.mark.parametrize(("overlap", "is_early"), [(None, False), (False, False), (True, True)])
-def test_stats_of_a_step(overlap, is_early):
+def test_stats_times_are_ordered(overlap, is_early):
     nets = replicas_of(make_net())
     with pr.GradientBucketer(nets, **EACH, overlap=overlap) as bucketer:
         assert bucketer.stats().buckets == ()
@@ -119,7 +119,7 @@ def test_stats_of_a_step(overlap, is_early):
     assert stats.communication_s > 0
 
 
-class Ignores(torch.autograd.Function):
+class IgnoresScale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, _):
         return x.clone()
@@ -132,14 +132,14 @@ class Ignores(torch.autograd.Function):
 @pytest.mark.parametrize("options", [{}, EARLY])
 @pytest.mark.parametrize("users", [(), (1,), (0, 1, 2)])
 def test_missing_gradient_counts_as_unused(users, options):
-    """torch calls the hooks of a parameter for which a pass has no gradient."""
+    """Torch also calls the hooks of a parameter whose gradient is None."""
     params = [[nn.Parameter(torch.full((5,), 2.0)) for _ in "ab"] for _ in range(K)]
     with pr.GradientBucketer(params, **options) as bucketer:
         for step in range(3):
             for used, scale in params if step < 2 else ():
                 used.grad = scale.grad = None
             for rank, (used, scale) in enumerate(params):
-                out = used * scale if rank in users else Ignores.apply(used, scale)
+                out = used * scale if rank in users else IgnoresScale.apply(used, scale)
                 out.sum().backward()
             bucketer.wait()
             times = max(1, step)  # the third step accumulates
@@ -188,7 +188,7 @@ def test_compiled_autograd_reduces_in_wait(compiler):
                     torch.testing.assert_close(param.grad, want)
 
 
-def test_earlier_hooks_that_change_gradients_count():
+def test_earlier_hooks_may_change_gradients():
     nets, xs = nets_of(), vectors(1)
     expected = [grad * 2 for grad in summed(nets, xs)]
     for param in itertools.chain(*(net.parameters() for net in nets)):
@@ -229,8 +229,8 @@ def test_moved_gradient_is_reduced(how, which):
             assert_next_step_is_right(nets, xs, bucketer, set_to_none=False)
 
 
-def test_memory_goes_with_gradients():
-    """Without the garbage collector; a gradient that is kept keeps no other gradient."""
+def test_cleared_gradients_free_memory():
+    """Memory is freed without the garbage collector, even if other gradients stay referenced."""
     nets = replicas_of(make_net())
     gc.collect()
     gc.disable()
@@ -251,7 +251,7 @@ def test_memory_goes_with_gradients():
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("overlap", [True, False])
-def test_gradients_with_a_graph(overlap):
+def test_create_graph_gradients_are_reduced(overlap):
     nets, xs = replicas_of(make_net()), inputs()
     with warm_bucketer(nets, overlap=overlap) as bucketer:
         wanted = summed(nets, xs)
@@ -267,7 +267,7 @@ def test_gradients_with_a_graph(overlap):
 
 @pytest.mark.parametrize("options", [{}, EARLY])
 @pytest.mark.parametrize("how", ["close", "garbage", "garbage in a step"])
-def test_hooks_go_with_bucketer(how, options):
+def test_closed_bucketer_removes_hooks(how, options):
     nets, xs = replicas_of(make_net()), inputs()
     bucketer = pr.GradientBucketer(nets, **options)
     watch = weakref.ref(bucketer)
@@ -300,6 +300,6 @@ def test_hooks_go_with_bucketer(how, options):
         ),
     ],
 )
-def test_wrong_arguments(arguments, words):
+def test_wrong_arguments_raise(arguments, words):
     with pytest.raises(pr.ArgumentError, match=words):
         pr.GradientBucketer(**arguments(replicas_of(make_net())))

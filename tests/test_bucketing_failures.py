@@ -1,4 +1,4 @@
-"""After a failure in one process: the bucketer is closed, and nothing writes to gradients."""
+"""Failed steps in one process close the bucketer after its launched buckets have finished."""
 
 import contextlib
 import signal
@@ -29,7 +29,7 @@ import pyringar as pr
 from pyringar.comm.background_work import Work
 
 K = 3
-OURS = str(Path(pr.__file__).parent)
+PACKAGE = str(Path(pr.__file__).parent)
 
 
 def assert_new_bucketer_works(nets, xs, *, set_to_none: bool = True) -> None:
@@ -41,7 +41,7 @@ def assert_new_bucketer_works(nets, xs, *, set_to_none: bool = True) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("victim", [0, K - 1])
 @pytest.mark.parametrize("backward", [backward_together, backward_one_by_one])
-def test_failed_backward_closes(backward, victim, set_to_none):
+def test_failed_backward_closes_bucketer(backward, victim, set_to_none):
     nets, xs = nets_of(), vectors(1)
     bucketer = pr.GradientBucketer(nets, **EARLY)
     backward(nets, vectors(2))
@@ -54,8 +54,8 @@ def test_failed_backward_closes(backward, victim, set_to_none):
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}])
-def test_failed_backward_without_overlap(options):
-    """No bucket was launched: a step that begins with cleared gradients is right."""
+def test_failed_backward_without_overlap_is_unnoticed(options):
+    """Without launched buckets, a step that begins with cleared gradients is right."""
     nets, xs = nets_of(), vectors(1)
     with pr.GradientBucketer(nets, **options) as bucketer:
         for set_to_none in (True, False, True):
@@ -73,16 +73,16 @@ def slow_ring() -> pr.Communicator:
 def works_of(comm: pr.Communicator) -> list[Work]:
     works, plain = [], comm.all_reduce_coalesced
 
-    def noted(*arguments, **options):
+    def recorded(*arguments, **options):
         works.append(plain(*arguments, **options))
         return works[-1]
 
-    comm.all_reduce_coalesced = noted
+    comm.all_reduce_coalesced = recorded
     return works
 
 
 @pytest.mark.parametrize("how", ["failed backward", "close", "failed wait", "garbage"])
-def test_launched_buckets_end_first(how):
+def test_failure_finishes_launched_buckets(how):
     nets, xs = nets_of(world_size=2), vectors(1, world_size=2)
     with slow_ring() as comm:
         works = works_of(comm)
@@ -96,15 +96,15 @@ def test_launched_buckets_end_first(how):
             bucketer.close()
         if how == "failed wait":
             nets[0].zero_grad()
-            with pytest.raises(pr.RingarError, match="call wait\\(\\) before zero_grad"):
+            with pytest.raises(pr.RingarError, match="call wait\\(\\) before clip_grad_norm_"):
                 bucketer.wait()
         if how == "garbage":
             del bucketer
         assert [work.is_completed() for work in works] == [True] * (1 + (how != "failed backward"))
 
 
-def test_other_thread_launch_ends_first():
-    """A pass fails in a thread while another thread launches a bucket."""
+def test_failure_finishes_bucket_of_thread():
+    """A backward pass fails in a thread while another thread launches a bucket."""
     ranks = [[nn.Parameter(torch.ones(8)) for _ in range(3)] for _ in range(2)]
     with slow_ring() as comm:
         works, plain = [], comm.all_reduce_coalesced
@@ -167,24 +167,24 @@ CHANGES = {
 
 @pytest.mark.parametrize("rank", range(K))
 @pytest.mark.parametrize(("options", "change"), CHANGES.values(), ids=CHANGES)
-def test_changed_gradient_closes(options, change, rank):
+def test_changed_gradient_closes_bucketer(options, change, rank):
     nets, xs = nets_of(), vectors(1)
     bucketer = pr.GradientBucketer(nets, **options)
     backward_one_by_one(nets, xs)
     change(nets[rank])
-    with pytest.raises(pr.RingarError, match=rf"of rank {rank} was.*wait\(\) before zero_grad"):
+    with pytest.raises(pr.RingarError, match=rf"of rank {rank} was.*wait\(\) before clip_grad"):
         bucketer.wait()
     assert_closed(bucketer, nets, "cleared")
     assert_new_bucketer_works(nets, xs)
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line of the package that runs inside."""
+    """Raises KeyboardInterrupt at the n-th executed line of the package."""
 
     def __init__(self, n: int) -> None:
         self.left = n
-        # Kept: Python 3.11 crashes if it is freed after a finalizer that ran as a frame was made.
-        self.trace = lambda frame, *_: self.count if OURS in frame.f_code.co_filename else None
+        # Keep the function: Python 3.11 crashes if a finalizer frees it while a frame is made.
+        self.trace = lambda frame, *_: self.count if PACKAGE in frame.f_code.co_filename else None
 
     def __enter__(self) -> None:
         sys.settrace(self.trace)
@@ -206,11 +206,11 @@ class Interrupt:
         ("wait", {}, None, 70),
         ("wait", EARLY, None, 70),
         ("backward", EARLY, None, 30),
-        ("backward", EARLY, 1, 30),  # while a failed pass waits for its launched buckets
+        ("backward", EARLY, 1, 30),  # interrupts the wait for launched buckets
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_signal_at_any_line_closes(where, options, victim, num_lines):
+def test_signal_at_any_line_closes_bucketer(where, options, victim, num_lines):
     xs, num_closed, interrupt = vectors(1, world_size=2), 0, Interrupt(0)
     with pr.Communicator(["cpu"] * 2, order="rank") as comm:
         works = works_of(comm)
@@ -239,8 +239,8 @@ def test_signal_at_any_line_closes(where, options, victim, num_lines):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
-def test_real_signals_in_wait_close(kind):
-    """The second signal comes while the first one's exception waits for the launched buckets."""
+def test_signals_in_wait_close_bucketer(kind):
+    """The second signal arrives while wait() finishes launched buckets after the first signal."""
     handled = []
 
     def stop(*_) -> None:
@@ -265,8 +265,8 @@ def test_real_signals_in_wait_close(kind):
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("what", ["wait", "close"])
-def test_handler_calls_wait_or_close(monkeypatch, what):
+@pytest.mark.parametrize("method", ["wait", "close"])
+def test_signal_handler_may_wait_or_close(monkeypatch, method):
     nets, xs = nets_of(world_size=2), vectors(1, world_size=2)
     plain, errors = Work.wait, []
     bucketer = pr.GradientBucketer(nets, **EARLY)
@@ -274,14 +274,14 @@ def test_handler_calls_wait_or_close(monkeypatch, what):
 
     def handled(self, *arguments):
         monkeypatch.setattr(Work, "wait", plain)
-        if what == "close":
+        if method == "close":
             bucketer.close()
         else:
             errors.append(error_of(bucketer.wait)[1])
         return plain(self, *arguments)
 
     monkeypatch.setattr(Work, "wait", handled)
-    if what == "close":
+    if method == "close":
         with pytest.raises(pr.RingarError, match=r"is closed: close\(\) was called"):
             bucketer.wait()
     else:
@@ -290,8 +290,8 @@ def test_handler_calls_wait_or_close(monkeypatch, what):
         assert_reduced(nets, summed(nets, xs))
 
 
-def test_bucketer_dropped_in_its_hook(monkeypatch):
-    """The garbage collector may run at any line of Python."""
+def test_bucketer_survives_deletion_in_hook(monkeypatch):
+    """The garbage collector may run at any line of Python, also inside a hook."""
     nets = [[torch.ones(4, requires_grad=True) for _ in range(2)] for _ in range(2)]
     held = [pr.GradientBucketer(nets, **EARLY)]
     losses = [(a * b).sum() for a, b in nets]

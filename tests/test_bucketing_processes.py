@@ -1,4 +1,4 @@
-"""Ranks in processes: the bits of one process, the order of launches, and failures."""
+"""GradientBucketer with one rank per process: bits, launch order, failures."""
 
 import ctypes
 import signal
@@ -69,7 +69,7 @@ def steps_as_rank(rank, world_size, store, name, options):
 
 @pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
 @pytest.mark.parametrize("name", NETS)
-def test_bits_of_one_process(crew_of, name, world_size):
+def test_processes_have_bits_of_lists(crew_of, name, world_size):
     late, mean = {**EACH, "overlap": False}, {"bucket_cap_mb": 2e-3, "op": "mean"}
     for options in ({}, EACH, late, mean):
         nets = [NETS[name]() for _ in range(world_size)]
@@ -105,7 +105,7 @@ def test_buckets_launch_in_order_of_rank_0(crew_of):
         times = [bucket.launched_s for bucket in stats.buckets]
         assert times == sorted(times)
         assert all(b.ready_s <= b.launched_s <= b.done_s for b in stats.buckets)
-        assert "5 of 6 buckets launched" in launched, "the last in wait()"
+        assert "5 of 6 buckets launched" in launched, "wait() launches the last bucket"
 
 
 def test_two_threads_launch_each_bucket_once():
@@ -123,13 +123,13 @@ def test_two_threads_launch_each_bucket_once():
     with comm, pr.GradientBucketer([params], comm=comm, **EACH) as bucketer:
         comm.all_reduce_coalesced = launch
         torch.stack(params[4:]).sum().backward()
-        assert sizes == [2] * (len(bucketer.buckets) - 1), "the last in wait()"
+        assert sizes == [2] * (len(bucketer.buckets) - 1), "wait() launches the last bucket"
         bucketer.wait()
         assert sizes == [2] * len(bucketer.buckets)
         assert all(torch.equal(param.grad, torch.ones(8)) for param in params)
 
 
-OTHERS = {  # a change of rank 1's net, or an option
+DIFFERENCES = {  # a change of rank 1's net, or options of rank 1
     "number": lambda net: net.append(nn.Linear(5, 5)),
     "shape": lambda net: setattr(net, "0", nn.Linear(7, 30)),
     "dtype": lambda net: net[4].double(),
@@ -138,8 +138,8 @@ OTHERS = {  # a change of rank 1's net, or an option
 }
 
 
-def differ_as_rank(rank, world_size, store, what):
-    net, change, options = make_net(), OTHERS[what], EACH
+def differ_as_rank(rank, world_size, store, setting):
+    net, change, options = make_net(), DIFFERENCES[setting], EACH
     if rank == 1 and callable(change):
         change(net)
     elif rank == 1:
@@ -149,7 +149,7 @@ def differ_as_rank(rank, world_size, store, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("setting", "words"),
     [
         ("number", "rank 1 has 8 parameters, but rank 0 has 6 parameters"),
         (
@@ -164,8 +164,8 @@ def differ_as_rank(rank, world_size, store, what):
         ("op", "rank 1 has op mean, but rank 0 has op sum: expected the same"),
     ],
 )
-def test_different_ranks_are_named(crew_of, what, words):
-    answers = crew_of(2).check(differ_as_rank, what)
+def test_different_ranks_are_named(crew_of, setting, words):
+    answers = crew_of(2).check(differ_as_rank, setting)
     assert words in answers[0][1]
     assert [kind for kind, _ in answers] == [pr.ArgumentError] * 2
 
@@ -179,7 +179,7 @@ def test_wrong_arguments_raise():
             pr.GradientBucketer([net], comm=comm, op="max")
         with torch.device("meta"):  # the default device does not matter
             pr.GradientBucketer([net], comm=comm).close()
-        comm.barrier()  # still usable
+        comm.barrier()  # comm is still usable
 
 
 def fail_step(net: Fragile, bucketer: pr.GradientBucketer, x: Tensor, how: str) -> None:
@@ -224,7 +224,7 @@ def fail_as_rank(rank, world_size, store, how):
 
 
 @pytest.mark.parametrize("how", ["middle", "clear", "zero", "close", "no wait", "signal"])
-def test_failure_reaches_all_ranks(crew_of, how):
+def test_failure_aborts_all_ranks(crew_of, how):
     ((kind, text), *others_s), (_, *own_s) = crew_of(2).check(fail_as_rank, how)
     assert kind is pr.PeerLostError
     assert "rank 1" in text
@@ -239,9 +239,11 @@ def test_failure_reaches_all_ranks(crew_of, how):
     assert_steps([others_s[1], own_s[1]], [grads_of(nets[0])] * 2)
 
 
-# Fakes of GPU streams that record the calls; test_cuda_processes.py has real ones.
+# Fake GPU streams that record the calls; test_cuda_processes.py uses real streams.
 Start = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-Note = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_bool)
+Record = ctypes.PYFUNCTYPE(
+    ctypes.c_bool, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_bool
+)
 
 
 new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -250,13 +252,13 @@ new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 class ReadyHook(ctypes.Structure):
-    _fields_ = (("self", ctypes.c_void_p), ("start_step", Start), ("note", Note))
+    _fields_ = (("self", ctypes.c_void_p), ("start_step", Start), ("note", Record))
 
 
 class FakeReady:
     def __init__(self, events: list[tuple[str, int]]) -> None:
         self.events = events
-        self.kept = ReadyHook(None, Start(lambda _: None), Note(self.note))
+        self.kept = ReadyHook(None, Start(lambda _: None), Record(self.note))
 
     def note(self, _: object, bucket: int, rank: int, is_new: bool) -> bool:
         self.events.append(("gradient", bucket))
@@ -287,7 +289,7 @@ class FakeGpuGroup:
         return getattr(self.group, name)
 
 
-def test_bucket_waits_for_streams():
+def test_launch_waits_for_backward_streams():
     events, net = [], make_net()
     comm = pr.ProcessCommunicator(dist.HashStore(), 0, 1)
     comm._group = FakeGpuGroup(comm._group, events)
@@ -299,7 +301,7 @@ def test_bucket_waits_for_streams():
         wait = events.index(("wait", bucket))
         assert events[:wait].count(("gradient", bucket)) == len(params)
         assert events[wait + 1] == ("reduce", 0)
-    # wait() launches the last bucket: torch has joined the current stream with those of backward.
+    # wait() launches the last bucket, after torch has made the current stream wait for backward.
     assert events[-2:] == [("gradient", len(buckets) - 1), ("reduce", 0)]
 
 
@@ -311,7 +313,7 @@ def test_bucket_waits_for_streams():
     ],
     ids=["the engine waits", "torch packs on the current stream"],
 )
-def test_packing_waits_for_streams(make, expected):
+def test_packing_waits_for_backward_streams(make, expected):
     events, weights = [], [nn.Parameter(make()) for _ in range(2)]
     comm = pr.Communicator(["cpu"] * 2)
     comm._group = FakeGpuGroup(comm._group, events)

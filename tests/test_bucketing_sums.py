@@ -1,4 +1,4 @@
-"""A gradient that holds the reduced sum is not reduced again: the result is the plain module's."""
+"""Reduced gradients are not reduced again: random programs match the plain module."""
 
 import random
 
@@ -42,7 +42,7 @@ class PlainRanks:
                 self.nets[0](batch(seed, rank) / self.divisor, used).backward()
 
     def wait(self) -> None:
-        """Do nothing: the module has the sum."""
+        """The plain module already holds the sum."""
 
     def grads(self) -> list[Tensor | None]:
         return grads_of(self.nets[0])
@@ -66,11 +66,11 @@ class BucketedRanks:
         return grads_of(self.nets[0])
 
 
-Ranks = PlainRanks | BucketedRanks
+AnyRanks = PlainRanks | BucketedRanks
 
 
 def random_program(seed: int):
-    def play(ranks: Ranks):
+    def play(ranks: AnyRanks):
         draw = random.Random(seed)
 
         def used_by() -> dict[int, str]:
@@ -116,7 +116,7 @@ def play_as_rank(rank, world_size, store, op, options):
 @pytest.mark.parametrize("options", [{}, EARLY, {"overlap": True}], ids=["late", "each", "one"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize(("name", "k"), [(n, 1 + i % 4) for i, n in enumerate(PROGRAMS)])
-def test_list_ranks_match_plain_module(name, k, op, options):
+def test_lists_match_plain_module(name, k, op, options):
     nets = [Linears() for _ in range(k)]
     with pr.GradientBucketer(nets, op=op, **options) as bucketer:
         got = list(PROGRAMS[name](BucketedRanks(k, range(k), bucketer, nets)))
@@ -133,7 +133,7 @@ def test_processes_match_plain_module(crew_of, k, op, options):
             assert_steps(got, list(PROGRAMS[name](PlainRanks(k, op))))
 
 
-def test_returned_gradients_leave_sums():
+def test_autograd_grad_leaves_sums():
     nets = [Linears() for _ in range(3)]
     with pr.GradientBucketer(nets) as bucketer:
         for net in nets:

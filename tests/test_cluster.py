@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from case_marks import forks_run_backward, mostly_slow
-from ranks import begin
+from rank_processes import begin
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr

@@ -24,7 +24,7 @@ import torch
 import torch._dynamo  # DistributedDataParallel imports it, in a second
 import torch.distributed as dist
 from case_marks import mostly_slow
-from ranks import begin
+from rank_processes import begin
 
 import pyringar as pr
 from pyringar.cluster import internals

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import begin
+from rank_processes import begin
 from torch.autograd import forward_ad
 
 import pyringar as pr

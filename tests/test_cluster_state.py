@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from case_marks import mostly_slow
-from ranks import begin
+from rank_processes import begin
 from torch import nn
 from torch.autograd import forward_ad
 from torch.backends import mkldnn

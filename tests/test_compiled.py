@@ -8,7 +8,7 @@ import torch
 from case_marks import mostly_slow
 from oracle import bits
 from programs import run_fresh
-from ranks import on_ranks
+from rank_processes import on_ranks
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck

@@ -13,7 +13,7 @@ import pytest
 import torch
 from call_cases import SHARES, CallCase, Operand
 from oracle import same_bits
-from ranks import crews, new_name
+from rank_processes import crews, new_name
 from transports import check_on_rank
 
 import pyringar as pr
@@ -123,7 +123,7 @@ def test_two_gpus_give_right_bits(new_crew):
 
 
 def on_rank_join_own_gpu(state, port: int, rank: int, name: str) -> None:
-    from ranks import join
+    from rank_processes import join
 
     torch.cuda.set_device(rank)
     join(state, port, rank, 2, name, device="cuda")

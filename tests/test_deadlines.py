@@ -19,7 +19,7 @@ import torch
 from case_marks import mostly_slow
 from oracle import assert_bits
 from process_checks import stop_in
-from ranks import LONG_S, Rank, value_of
+from rank_processes import LONG_S, RankProcess, value_of
 
 import pyringar as pr
 
@@ -67,12 +67,12 @@ def reduce(state) -> float:
     return seconds
 
 
-def processor_s(rank: Rank) -> float:
+def processor_s(rank: RankProcess) -> float:
     return int(Path(f"/proc/{rank.pid}/schedstat").read_text().split()[0]) * 1e-9
 
 
 @contextlib.contextmanager
-def stopped_again_and_again(rank: Rank) -> Iterator[None]:
+def stopped_again_and_again(rank: RankProcess) -> Iterator[None]:
     is_over = threading.Event()
 
     def stop_and_go() -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from case_marks import mostly_slow
 from process_checks import error_of
 from programs import run_fresh
-from ranks import Died, Failed, run_cases, run_group
+from rank_processes import Died, Failed, run_cases, run_group
 from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_checks import error_of
-from ranks import run_group
+from rank_processes import run_group
 from torch import Tensor
 
 import pyringar as pr

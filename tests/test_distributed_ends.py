@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from case_marks import mostly_slow
 from process_checks import error_of
-from ranks import run_group
+from rank_processes import run_group
 
 DELEGATED = {
     "all_to_all": lambda x: dist.all_to_all_single(torch.empty(4), x),

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_checks import error_of
-from ranks import Died, run_cases, run_group
+from rank_processes import Died, run_cases, run_group
 from test_distributed import check, verdicts
 
 # One rank more on one machine than on the other, in turns; by default, since the order of sums and

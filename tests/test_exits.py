@@ -18,7 +18,7 @@ import torch
 from case_marks import mostly_slow
 from process_checks import LARGE
 from programs import programs, run_programs
-from ranks import value_of
+from rank_processes import value_of
 
 import pyringar as pr
 from pyringar.comm import exits

@@ -15,7 +15,7 @@ import torch
 from call_cases import CallCase, Operand
 from case_marks import mostly_slow
 from process_checks import error_of
-from ranks import Crew
+from rank_processes import Crew
 from running import check_same
 from torch import Tensor
 from transports import MachinesTransport, check_on_rank, join_machines

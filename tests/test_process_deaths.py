@@ -21,7 +21,7 @@ from process_checks import (
     reduce,
     stop_in,
 )
-from ranks import Crew, join, new_store
+from rank_processes import Crew, join, new_store
 
 import pyringar as pr
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import assert_bits, inputs, reduced
 from process_checks import needs_linux
-from ranks import another, free_port, on_ranks
+from rank_processes import another, free_port, on_ranks
 
 import pyringar as pr
 

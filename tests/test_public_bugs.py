@@ -1,7 +1,7 @@
 """Do wrappers over several ranks hold what public bug reports found broken elsewhere?
 
 The oracle is the plain module, or an error that names the argument. Ids are the reports;
-test_parallel_module.py has 04 and 05, test_replicate.py 13.
+test_data_parallel.py has 04 and 05, test_replicate.py 13.
 """
 
 from __future__ import annotations

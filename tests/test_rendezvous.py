@@ -21,7 +21,7 @@ import torch.distributed as dist
 from case_marks import mostly_slow
 from process_checks import mapped_memories, needs_linux, open_memories, settled
 from programs import ROOT
-from ranks import connect, free_port, join, new_name, value_of
+from rank_processes import connect, free_port, join, new_name, value_of
 
 import pyringar as pr
 from pyringar.comm.rank_info import RankInfo, read

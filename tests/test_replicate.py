@@ -1,4 +1,4 @@
-"""Copies of a module: equal bits, no shared memory, attributes kept, wrong copies refused."""
+"""pr.replicate: equal bits, no shared memory, kept attributes, errors for wrong copies."""
 
 import copy
 import threading
@@ -33,11 +33,11 @@ def test_copies_share_no_memory(num_ranks):
     before = copy.deepcopy(module.state_dict())
     replicas = pr.replicate(module, ["cpu"] * num_ranks)
     assert len(replicas) == num_ranks
-    places = [
+    addresses = [
         {tensor.data_ptr() for tensor in (*part.parameters(), *part.buffers())}
         for part in (module, *replicas)
     ]
-    assert len(set.union(*places)) == sum(map(len, places))
+    assert len(set.union(*addresses)) == sum(map(len, addresses))
     for replica in replicas:
         assert type(replica) is Tied
         assert replica.decoder.weight is replica.encoder.weight
@@ -77,19 +77,19 @@ def test_parameter_attributes_are_kept():
         assert getattr(replica[0].weight, "grad_dtype", None) == grad_dtype
 
 
-class Fixed(nn.Linear):
+class CopiesAsItself(nn.Linear):
     def __deepcopy__(self, memo):
         return self
 
 
-class Detached(nn.Linear):
+class CopiesWithoutGrad(nn.Linear):
     def __deepcopy__(self, memo):
         made = nn.Linear(2, 2)
         made.weight = nn.Parameter(self.weight * 1, requires_grad=False)
         return made
 
 
-class Locked(nn.Linear):
+class HoldsLock(nn.Linear):
     def __init__(self, *sizes):
         super().__init__(*sizes)
         self.lock = threading.Lock()
@@ -97,25 +97,25 @@ class Locked(nn.Linear):
 
 UNCOPYABLE = {
     "scripted": (lambda: torch.jit.script(nn.Linear(2, 2)), "weight'.* not a leaf"),
-    "same": (lambda: Fixed(2, 2), "weight' in a Fixed, .* shares the memory"),
-    "frozen": (lambda: Detached(2, 2), "weight'.* requires_grad is False"),
-    "lock": (lambda: Locked(2, 2), "cannot be copied .*lock"),
+    "same": (lambda: CopiesAsItself(2, 2), "weight' in a CopiesAsItself, .* shares the memory"),
+    "frozen": (lambda: CopiesWithoutGrad(2, 2), "weight'.* requires_grad is False"),
+    "lock": (lambda: HoldsLock(2, 2), "cannot be copied .*lock"),
     "lazy": (lambda: nn.LazyLinear(2), "lazy parameter '.*weight'"),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), "weight' on the meta device"),
 }
 
 
-@pytest.mark.parametrize("what", UNCOPYABLE)
+@pytest.mark.parametrize("kind", UNCOPYABLE)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_uncopyable_modules_raise(what):
-    make, words = UNCOPYABLE[what]
-    error = pr.ArgumentError if what in ("lazy", "meta") else pr.UnsupportedError
+def test_uncopyable_modules_raise(kind):
+    make, words = UNCOPYABLE[kind]
+    error = pr.ArgumentError if kind in ("lazy", "meta") else pr.UnsupportedError
     for module in (make(), nn.Sequential(nn.Linear(2, 2), make())):
         with pytest.raises(error, match=words):
             pr.replicate(module, ["cpu"])
 
 
-def test_buffers_come_from_rank_0():
+def test_copy_buffers_uses_rank_0():
     replicas = [nn.BatchNorm1d(3) for _ in range(3)]
     for rank, replica in enumerate(replicas):
         replica(torch.rand(4, 3) + rank)

@@ -1,4 +1,4 @@
-"""`ShardedStep`: gradients, buffers and loss are those of one tree over the shards, bit for bit."""
+"""ShardedStep: gradients, buffers and loss have the bits of one tree over the shards."""
 
 import copy
 import os
@@ -101,7 +101,7 @@ FITTING = [(S, k) for S, k in CASES if k == 1 or (S % k == 0 and (S // k).bit_co
 @pytest.mark.parametrize(
     ("num_shards", "num_ranks"), mostly_slow(FITTING, *(case for case in FITTING if case[0] <= 8))
 )
-def test_result_is_one_tree(num_shards, num_ranks):
+def test_result_has_bits_of_tree(num_shards, num_ranks):
     replicas = make(num_ranks)
     with pr.ShardedStep(replicas, num_shards) as step:
         for n in (5 * num_shards, 3 * num_shards + 1, 2, 1):  # also fewer samples than shards
@@ -116,7 +116,7 @@ def test_result_is_one_tree(num_shards, num_ranks):
 
 
 @pytest.mark.parametrize(("num_shards", "num_ranks"), [c for c in CASES if c not in FITTING])
-def test_ranks_without_a_branch_raise(num_shards, num_ranks):
+def test_unfit_number_of_ranks_raises(num_shards, num_ranks):
     fitting = ", ".join(str(k) for S, k in FITTING if num_shards == S)
     words = f"num_shards is {num_shards} on {num_ranks} ranks, .* fit on {fitting} ranks"
     with pytest.raises(pr.ArgumentError, match=words):
@@ -125,7 +125,7 @@ def test_ranks_without_a_branch_raise(num_shards, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_16_bits_are_added_in_float32(dtype, num_ranks):
+def test_half_precision_adds_in_float32(dtype, num_ranks):
     replicas = make(num_ranks, dtype)
     loss_of = losses_of(37, 8, dtype)
     wanted = expected(replicas[0], loss_of, 8)
@@ -133,8 +133,8 @@ def test_16_bits_are_added_in_float32(dtype, num_ranks):
         check(replicas, step(loss_of), wanted)
 
 
-def test_shared_gradient_memory():
-    """Backward stores the gradients of both views in the same memory."""
+def test_shared_gradients_are_summed():
+    """Backward stores the gradients of both parameters in the same memory."""
     params = [torch.randn(6, requires_grad=True), torch.randn(2, 3, requires_grad=True)]
     factors = [torch.randn(3, 2) for _ in range(4)]
     wanted = tree_reduced(factors, "sum")
@@ -150,7 +150,7 @@ def test_shared_gradient_memory():
             assert_bits(own[1].grad, wanted.view(2, 3))
 
 
-def test_caller_threads_do_not_matter(two_torch_threads):
+def test_thread_count_is_set_and_restored(two_torch_threads):
     seen = []
     for options in ({}, {"num_threads": 2}):
         for k in (1, 2):
@@ -181,7 +181,7 @@ class Holder(nn.Module):
     "dtype",
     ["complex64", "complex128", "bool", "uint8", "uint16", "uint32", "int64", "float8_e4m3fn"],
 )
-def test_every_dtype_is_averaged(dtype, num_ranks):
+def test_buffers_are_averaged(dtype, num_ranks):
     dtype, numbers = getattr(torch, dtype), torch.tensor([1, 0, 3], dtype=torch.complex128)
     if dtype.is_complex:
         numbers = numbers * (1 - 2j)
@@ -195,7 +195,7 @@ def test_every_dtype_is_averaged(dtype, num_ranks):
         alone(shard).backward()
         parts.append(alone.weight.grad)
     wanted = (parts[0] + parts[1]) + (parts[2] + parts[3])
-    mean = numbers * 11 / 3  # of 2, 4 and 5 times the values
+    mean = numbers * 11 / 3  # shards 0, 2 and 3 multiply by 2, 4 and 5
     if dtype == torch.bool:
         mean = numbers.bool()
     elif not (dtype.is_complex or dtype.is_floating_point):
@@ -239,7 +239,7 @@ def test_seeded_draws_have_equal_bits():
         assert resumed(DRAWS["numpy"]) == found[0][2]
 
 
-def test_every_shard_has_own_draws():
+def test_shards_draw_different_numbers():
     draws = []
     with pr.ShardedStep(pr.replicate(nn.Linear(3, 3), ["cpu"] * 2), 8, seed=3) as step:
         step(lambda net, shard: draws.append(torch.rand(()).item()))
@@ -251,7 +251,7 @@ def test_every_shard_has_own_draws():
 def test_draws_without_seed_raise(kind, num_ranks):
     replicas = pr.replicate(nn.Linear(3, 3), ["cpu"] * num_ranks)
     with pr.ShardedStep(replicas, 4) as step:
-        for _ in range(2):  # a failed step is not the first step
+        for _ in range(2):  # after a failed step the check is repeated
             with pytest.raises(pr.UnsupportedError, match=r"random numbers .* give seed"):
                 step(DRAWS[kind])
         step(lambda net, shard: net.weight.sum())
@@ -292,7 +292,7 @@ def test_wrong_arguments_raise():
         pr.ShardedStep(make(2), 4, comm=comm)
 
 
-def test_unlike_replicas_raise():
+def test_different_replicas_raise():
     replicas = make(2)
     replicas[1].body[1].running_mean += 1e-3
     with pr.ShardedStep(replicas, 4) as step:
@@ -315,7 +315,7 @@ def step_as_rank(rank, world_size, store, machines):
 
 
 @pytest.mark.parametrize("machines", ["aaaa", "aabb", "abcd"])
-def test_processes_complete_the_tree(new_crew, machines):
+def test_processes_have_bits_of_tree(new_crew, machines):
     (net,) = make(1)
     wanted_grads, wanted_buffers, wanted_loss = expected(net, losses_of(37, 8), 8)
     for loss, grads, buffers in new_crew(4).check(step_as_rank, machines):
@@ -344,7 +344,7 @@ def differ_as_rank(rank, world_size, store, name, values):
         ("offset", (0, 0, 0, 1), "^rank 3 has parameters and buffers "),
     ],
 )
-def test_unlike_processes_raise(new_crew, name, values, words):
+def test_different_processes_raise(new_crew, name, values, words):
     texts = new_crew(4).check(differ_as_rank, name, values)
     assert len(set(texts)) == 1
     assert re.search(words, texts[0])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from case_marks import mostly_slow
-from ranks import Crew
+from rank_processes import Crew
 from sharded_runs import KINDS, MODELS, TEST, TRAIN, as_rank, in_one_process
 from training import garments, run, same_results
 

@@ -1,4 +1,4 @@
-"""Gradients that backward leaves in shared memory: sums are right, and memory is not shared."""
+"""Gradients that share memory after backward: GradientBucketer copies them and sums correctly."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ import pyringar as pr
 
 N = 12  # features
 
-# From a parameter of this shape to N numbers, or to rows of N.
+# Shape of a parameter, and a function from the parameter to N numbers or rows of N numbers.
 USES = {
     "whole": ((N,), lambda p: p),
     "view": ((3, 4), lambda p: p.view(N)),
@@ -77,7 +77,7 @@ def run_backward(nets: list[nn.Module], shards: list[Tensor], *, in_threads: boo
 @pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("k", mostly_slow([1, 2, 3, 4], 3))
-def test_sums_are_right_in_own_memory(k, passes, in_threads, options):
+def test_shared_gradients_are_copied(k, passes, in_threads, options):
     """With two passes, plain torch adds to shared memory twice."""
     for seed in range(5):
         nets, shards = [Shared(seed) for _ in range(k)], list(rows(k, 1 + seed % 2).chunk(k))
@@ -95,7 +95,7 @@ def test_sums_are_right_in_own_memory(k, passes, in_threads, options):
                     assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)
 
 
-def test_gradient_given_to_backward_is_kept():
+def test_gradient_argument_stays_unchanged():
     nets = [nn.ParameterList([torch.ones(4)]) for _ in range(2)]
     with pr.GradientBucketer(nets) as bucketer:
         given = [torch.full((4,), rank + 1.0) for rank in range(2)]
@@ -108,7 +108,7 @@ def test_gradient_given_to_backward_is_kept():
 
 @pytest.mark.parametrize("is_view", [True, False])
 @pytest.mark.parametrize("options", [{}, EARLY])
-def test_buffer_of_user_stays(is_view, options):
+def test_user_buffer_holds_gradients(is_view, options):
     nets, shards = [Shared(0) for _ in range(2)], list(rows(2, 2).chunk(2))
     expected = summed(nets, shards)
     flats = []
@@ -137,8 +137,8 @@ def test_buffer_of_user_stays(is_view, options):
                 assert torch.equal(flat, torch.cat([grad.flatten() for grad in expected]))
 
 
-def test_own_memory_is_not_copied():
-    """Fails also if torch counts the users of memory differently."""
+def test_unshared_gradients_are_not_copied():
+    """Also fails if a torch release changes its count of storage users."""
     nets = [make_net() for _ in range(2)]
     left: list[Tensor] = []
     for param in nets[0].parameters():

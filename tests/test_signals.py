@@ -15,7 +15,7 @@ import torch
 from case_marks import mostly_slow
 from process_checks import BUSY_S, PROMPT_S, SMALL, leave_nothing, reduce
 from programs import run_programs
-from ranks import LONG_S, connect, value_of
+from rank_processes import LONG_S, connect, value_of
 
 import pyringar as pr
 from pyringar.comm.background_work import Work

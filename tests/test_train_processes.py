@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from case_marks import mostly_slow
-from ranks import Crew
+from rank_processes import Crew
 from training import garments, run, same_results
 
 import pyringar as pr

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from networks import two_machines, why_not
+from network_namespaces import two_machines, why_not
 
 import pyringar as pr
 

@@ -1,1 +1,1 @@
-"""Find out by experiment what an allreduce computes."""
+"""Measure an allreduce: order of addition, rounding, repeatability, special values."""

@@ -1,13 +1,14 @@
-"""Inputs that show in which order ranks are added, and where sums are rounded.
+"""Find the order of an allreduce's additions, and the dtype of its partial sums.
 
-The order is found by absorption, as in FPRev (Xie, Gao, Zhang, "FPRev: Revealing Floating-Point
-Accumulation Orders", https://arxiv.org/abs/2411.00442); docs/audit.md explains it.
+Method: absorption, as in FPRev (Xie, Gao, Zhang, "FPRev: Revealing Floating-Point Accumulation
+Orders", https://arxiv.org/abs/2411.00442); docs/audit.md explains it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple, Protocol
@@ -23,16 +24,16 @@ from pyringar.parallel.shards import has_bits
 class TargetError(RingarError):
     """A call of the audited allreduce failed."""
 
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(f"{what}: {why}")
-        self.why = why
+    def __init__(self, call: str, reason: str) -> None:
+        super().__init__(f"{call}: {reason}")
+        self.reason = reason
 
 
-class Target(Protocol):
-    """An allreduce that is audited.
+class AuditTarget(Protocol):
+    """The allreduce under audit; a call has at most ``ranks`` ranks.
 
-    ``ranks`` is the most that a call may have. ``ways`` are some of ``"in place"``, ``"unaligned"``
-    (tensors begin at any address) and ``"async"``.
+    ``ways`` are the supported ways to call: some of ``"in place"``, ``"unaligned"`` (tensors at
+    unaligned addresses) and ``"async"``.
     """
 
     name: str
@@ -42,29 +43,32 @@ class Target(Protocol):
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
     ) -> list[Tensor]:
-        """Return every rank's result of an allreduce, and leave the inputs unchanged.
+        """Allreduce copies of the inputs; return the result of each rank.
 
-        ``inputs``: a flat tensor per rank. ``way``: one of ``ways``; ``"async"`` begins all calls
-        before it waits. ``cuts``: where the tensors are cut, for several calls. TargetError if a
-        call failed, did not end in time, or left something else.
+        Args:
+            inputs: A flat tensor per rank.
+            way: One of ``ways``. ``"async"`` starts all calls before it waits for the first.
+            cuts: Element indices at which tensors are cut: each piece is reduced in a call.
+
+        Raises:
+            TargetError: A call failed, timed out, or changed the number, shape or dtype of tensors.
         """
 
 
 class _Format(NamedTuple):
-    """The numbers of a dtype: exponents, digits, and the number of units in one sum.
+    """Exponents of the probes of a dtype: all numbers are powers of two.
 
-    Beside 2^big all units together are nothing, in float32 for 16 bits, in any format of a
-    processor for the others; without 2^big their sum is exact. Random values lie between 2^-reach
-    and 2^reach, so that every order of addition shows, and 2^-tail below the half of a last digit.
+    Adding all units to 2^big loses them in rounding, even with partial sums in a wider format. The
+    sum of all units alone is exact.
     """
 
     big: int
-    unit: int  # of the smallest unit
-    units: int
-    reach: int
-    lowest: int  # of the smallest subnormal number
-    digits: int
-    tail: int = 60
+    unit: int  # exponent of the smallest unit
+    units: int  # number of units in one probe
+    reach: int  # random values lie between 2^-reach and 2^reach
+    lowest: int  # exponent of the smallest subnormal number
+    digits: int  # bits of the mantissa
+    tail: int = 60  # sums near a rounding boundary lie at least 2^-tail beside it
 
 
 _FORMATS = {
@@ -74,7 +78,7 @@ _FORMATS = {
     torch.bfloat16: _Format(120, 0, 8, 14, -133, 8),
 }
 DTYPES = tuple(_FORMATS)
-_MAX_TRIED = 1 << 12  # elements of exact sums that are compared
+_MAX_EXACT = 1 << 12  # elements for which exact sums are computed, which is slow
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -82,11 +86,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def wide_values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return a flat tensor of random values per rank, which show orders and partial sums.
+    """Return a flat tensor of random values per rank, whose sums reveal order and rounding.
 
-    Half of the elements have values of many magnitudes. In a quarter one rank has the negative of
-    another rank's value: the sum is the rounding of partial sums. In a quarter the sum lies beside
-    the middle of two neighbouring numbers, at a distance that few types hold.
+    - Half of the elements have values of many magnitudes.
+    - In a quarter one rank has the negative of another rank's value, so the sum consists of the
+      rounding errors of partial sums.
+    - In a quarter the exact sum lies close to the middle of two neighbouring numbers, so the dtype
+      of partial sums decides how it is rounded.
     """
     generator = torch.Generator().manual_seed(31)
     form, shape = _FORMATS[dtype], (k, numel)
@@ -114,26 +120,31 @@ def wide_values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def find_order(
-    target: Target, k: int, numel: int, dtype: torch.dtype = torch.float32, way: str = "in place"
+    target: AuditTarget,
+    k: int,
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    way: str = "in place",
 ) -> list[list[Region]]:
-    """Return for every rank the order in which the elements of its result were added.
+    """Return, for each rank, the order in which the elements of its result were added.
 
-    Cost: a call per pair of ranks, more beyond 24 ranks (6 for float16, 10 for bfloat16).
+    Cost: one call per pair of ranks; several calls per pair beyond 24 ranks (6 for float16, 10 for
+    bfloat16).
     """
     pairs = list(itertools.combinations(range(k), 2))
     groups: list[list[Tensor]] = [[] for _ in range(k)]
     for pair in pairs:
         results = [target.reduce(inputs, way) for inputs in _probes(k, pair, numel, dtype)]
-        for of_rank, found in zip(groups, _groups(results, pair, dtype), strict=True):
-            of_rank.append(found)
+        for rank_groups, found in zip(groups, _groups(results, pair, dtype), strict=True):
+            rank_groups.append(found)
     first = _regions(pairs, groups[0], k)
-    # Most ranks have rank 0's own tensors, whose memory and time are not spent again.
-    same = [all(a is b for a, b in zip(of_rank, groups[0], strict=True)) for of_rank in groups]
+    # Ranks with rank 0's results share its tensors, and so its regions.
+    same = [all(map(operator.is_, rank_groups, groups[0])) for rank_groups in groups]
     return [first if same[r] else _regions(pairs, groups[r], k) for r in range(k)]
 
 
 def _probes(k: int, pair: Pair, numel: int, dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    """Yield inputs in which two ranks have M and -M, and as many others as fit have units."""
+    """Yield inputs: the pair has M and -M, further ranks have units, all others have zeros."""
     probe = _FORMATS[dtype]
     others = [r for r in range(k) if r not in pair]
     for first in range(0, max(1, len(others)), probe.units):
@@ -144,10 +155,10 @@ def _probes(k: int, pair: Pair, numel: int, dtype: torch.dtype) -> Iterator[list
 
 
 def _groups(results: Sequence[Sequence[Tensor]], pair: Pair, dtype: torch.dtype) -> list[Tensor]:
-    """Return, for every rank and element, the ranks in the smallest sum that holds both of a pair.
+    """Return, for each rank, the ranks in the smallest partial sum with both ranks of a pair.
 
-    Ranks are bits; -1: the result is not a sum of units. Ranks with equal results share a tensor.
-    Results are ``results[probe][rank]``.
+    A tensor holds, for each element, ranks as bits, or -1 if the result is not a sum of units.
+    Ranks with equal results share a tensor. ``results[probe][rank]`` are the results.
     """
     groups: list[Tensor] = []
     others = [r for r in range(len(results[0])) if r not in pair]
@@ -160,7 +171,7 @@ def _groups(results: Sequence[Sequence[Tensor]], pair: Pair, dtype: torch.dtype)
 
 
 def _lost(results: Sequence[Tensor], pair: Pair, others: Sequence[int], probe: _Format) -> Tensor:
-    """Return a pair's ranks and those whose units were lost, as bits; -1: not a sum of units."""
+    """Return the pair and all ranks with lost units, as bits; -1: not a sum of units."""
     lost = torch.full_like(results[0], 1 << pair[0] | 1 << pair[1], dtype=torch.int32)
     for number, result in enumerate(results):
         units = others[number * probe.units : (number + 1) * probe.units]
@@ -174,7 +185,7 @@ def _lost(results: Sequence[Tensor], pair: Pair, others: Sequence[int], probe: _
 
 
 def _regions(pairs: Sequence[Pair], groups: Sequence[Tensor], k: int) -> list[Region]:
-    """Return runs of elements for which all pairs have the same groups, with their trees."""
+    """Split a message where the groups of any pair change; rebuild the tree of each part."""
     changes = torch.zeros(len(groups[0]) - 1, dtype=torch.bool)
     for group in groups:
         changes |= group[1:] != group[:-1]
@@ -194,10 +205,10 @@ def _regions(pairs: Sequence[Pair], groups: Sequence[Tensor], k: int) -> list[Re
 def evaluate(
     regions: Sequence[Region], inputs: Sequence[Tensor], partial: torch.dtype | None = None
 ) -> Tensor:
-    """Return the sum that regions describe, bit for bit.
+    """Add inputs in the order of the regions, bit for bit.
 
-    The last dimension of inputs is the message. ``partial``: the dtype of partial sums, which are
-    rounded once at the end; by default the dtype of the inputs.
+    The last dimension of the inputs is the message. ``partial``: the dtype of partial sums; the
+    final sum is then rounded once. Default: the dtype of the inputs.
     """
     dtype = inputs[0].dtype
     terms = [x.to(partial or dtype) for x in inputs]
@@ -211,7 +222,7 @@ def evaluate(
             if partial in (None, dtype):
                 total[here] = exact_sum([x[here] for x in inputs])
                 continue
-            tree = fold(range(len(terms)))  # no order rounds
+            tree = fold(range(len(terms)))  # any order: partial sums are exact in `partial`
         if tree not in results:
             results[tree] = _partial(tree, terms)
         total[here] = results[tree][here].to(dtype)
@@ -227,9 +238,9 @@ def _partial(tree: Tree, terms: Sequence[Tensor]) -> Tensor:
 def partial_type(
     regions: Sequence[Region], inputs: Sequence[Tensor], result: Tensor
 ) -> torch.dtype | None:
-    """Return the dtype of partial sums with which regions give a result; None if there is none.
+    """Return the dtype of partial sums with which the regions give this result, or None.
 
-    Compares the first 4096 elements of exact sums, which are slow.
+    Of exact sums, which are slow, only the first 4096 elements are compared.
     """
     if any(region.tree is None for region in regions):
         return None
@@ -237,9 +248,9 @@ def partial_type(
     wider = [w for w in (torch.float32, torch.float64) if w.itemsize > dtype.itemsize]
     if any(region.tree == EXACT for region in regions):
         wider = wider[-1:]  # float32 does not hold all sums of float16
-        ends = [Region(r.start, min(r.stop, _MAX_TRIED), r.tree) for r in regions]
+        ends = [Region(r.start, min(r.stop, _MAX_EXACT), r.tree) for r in regions]
         regions = [region for region in ends if region.start < region.stop]
-        inputs, result = [x[..., :_MAX_TRIED] for x in inputs], result[..., :_MAX_TRIED]
+        inputs, result = [x[..., :_MAX_EXACT] for x in inputs], result[..., :_MAX_EXACT]
     for partial in (dtype, *wider):
         if has_bits(evaluate(regions, inputs, partial), result):
             return partial
@@ -247,7 +258,7 @@ def partial_type(
 
 
 def exact_sum(inputs: Sequence[Tensor]) -> Tensor:
-    """Return the correctly rounded sum of every element: finite values only."""
+    """Return the correctly rounded sum of each element of finite inputs."""
     dtype = inputs[0].dtype
     rows = zip(*(x.reshape(-1).tolist() for x in inputs), strict=True)
     sums = [_rounded(sum(map(Fraction, row), Fraction(0)), dtype) for row in rows]

@@ -1,4 +1,4 @@
-"""Ask an allreduce what it computes: one question after the other, each answered by experiment."""
+"""Audit an allreduce: each question is a set of calls, each answer a `Finding`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pyringar.audit.findings import AuditReport, Finding, Section
 from pyringar.audit.probes import (
     DTYPES,
-    Target,
+    AuditTarget,
     TargetError,
     dtype_name,
     find_order,
     partial_type,
     wide_values,
 )
-from pyringar.audit.report import Finding, Report, Section
 from pyringar.audit.trees import EXACT, Region, describe, same_trees
 from pyringar.parallel.shards import bits_of
 
 SIZES = (1, 8, 1000, 16_384, 262_144, 1_048_576)
-_FEW = 4096  # elements that are enough for most questions
-_MIN_VALUES = 1000  # that are compared, in several calls where a message is shorter
-_MAX_GROWTH = 64  # between two sizes whose bits are compared
+_FEW = 4096  # elements of the messages for most questions
+_MIN_VALUES = 1000  # compared values; shorter messages are repeated
+_MAX_GROWTH = 64  # ratio of two sizes whose bits are compared
 _RUNS = 8
-_MAX_FAILURES = 4  # after which a target that hangs is asked no more
-_MAX_STEPS = 64  # to find the sizes at which orders change
-_MAX_REGIONS = 64  # of a message, in a document
+_MAX_FAILURES = 4  # failed questions after which the audit stops asking
+_MAX_STEPS = 64  # bisection steps for the sizes at which the order changes
+_MAX_REGIONS = 64  # regions of a message in the JSON report
 
 
-# Random messages, a row each, and their results, by rank.
+# Random messages and their results: a tensor per rank, a message per row.
 _Draw: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
 _Order: TypeAlias = "tuple[list[Region], Finding]"
-_Row: TypeAlias = "tuple[int, Finding]"  # by size
+_Row: TypeAlias = "tuple[int, Finding]"  # elements of the message, its order
 
 
 class _Differ(Exception):  # noqa: N818
@@ -49,27 +49,27 @@ class _Differ(Exception):  # noqa: N818
         self.case = case
 
 
-def audit(target: Target, sizes: Sequence[int] = SIZES) -> Report:
-    """Find out what an allreduce computes, and which bits are reliable.
+def audit(target: AuditTarget, sizes: Sequence[int] = SIZES) -> AuditReport:
+    """Report the order, rounding, repeatability and special values of an allreduce.
 
-    A call that raises is a finding. Cost: ``k (k - 1) / 2`` calls for each size, and some thousand
-    calls with short messages, which have few values.
+    A call that raises is a finding. Cost: ``k (k - 1) / 2`` calls per size, and some thousand calls
+    with short messages.
     """
     return _Audit(target, sorted(set(sizes))).report()
 
 
 def order_of(
-    target: Target,
+    target: AuditTarget,
     k: int,
     numel: int,
     dtype: torch.dtype = torch.float32,
     way: str = "in place",
     draw: _Draw | None = None,
 ) -> _Order:
-    """Return the order of addition on rank 0, confirmed by the bits of random values.
+    """Return the order of addition on rank 0, if random values confirm its bits.
 
-    The finding's case has the dtype of ``partial_sums``. ``draw``: random values and their results.
-    TargetError if a call failed.
+    ``draw``: random messages and their results, instead of a new call. The finding's case names the
+    dtype of ``partial_sums``. Raises TargetError if a call failed.
     """
     inputs, result = draw or _drawn(target, k, numel, dtype, way)
     regions, *others = find_order(target, k, numel, dtype, way)
@@ -84,30 +84,30 @@ def order_of(
             return regions, Finding("", "changes", "from run to run", case)
     for rank, other in enumerate(others, 1):
         if other != regions or _difference(result[0], result[rank]) is not None:
-            its = "other bits of random values" if other == regions else describe(other, k)[1]
-            detail = f"rank 0: {detail}; rank {rank}: {its}"
+            theirs = "other bits of random values" if other == regions else describe(other, k)[1]
+            detail = f"rank 0: {detail}; rank {rank}: {theirs}"
             return regions, Finding("", "differs from rank to rank", detail, case)
     if name != "unknown" and partial_sums is None:
-        detail = f"looks like {name}, {detail}, but random values do not have the bits of that"
+        detail = f"looks like {name}, {detail}, but random values give other bits than this order"
         return regions, Finding("", "unknown", detail, case)
     if partial_sums == torch.float64 != dtype:
         name += ", in float64"
     return regions, Finding("", name, detail, case)
 
 
-def _drawn(target: Target, k: int, numel: int, dtype: torch.dtype, way: str) -> _Draw:
+def _drawn(target: AuditTarget, k: int, numel: int, dtype: torch.dtype, way: str) -> _Draw:
     inputs = _values(k, numel, dtype)
     return inputs, _reduce(target, inputs, way)
 
 
 def _values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return random messages of every rank, a row each, with a thousand values or more."""
-    num_messages = -(-_MIN_VALUES // numel) | 1  # odd: every other call of a run is another one
+    """Return random messages per rank, one per row, with at least `_MIN_VALUES` values."""
+    num_messages = -(-_MIN_VALUES // numel) | 1  # odd: shows results that alternate
     return [x.view(-1, numel) for x in wide_values(k, num_messages * numel, dtype)]
 
 
-def _reduce(target: Target, inputs: Sequence[Tensor], way: str = "in place") -> list[Tensor]:
-    """Return the results of every rank of several messages, a row each."""
+def _reduce(target: AuditTarget, inputs: Sequence[Tensor], way: str = "in place") -> list[Tensor]:
+    """Allreduce each row in a call; return the results by rank."""
     num_messages, numel = inputs[0].shape
     cuts = range(numel, num_messages * numel, numel)
     results = target.reduce([x.reshape(-1) for x in inputs], way, cuts)
@@ -115,18 +115,18 @@ def _reduce(target: Target, inputs: Sequence[Tensor], way: str = "in place") -> 
 
 
 class _Audit:
-    """The questions about one target."""
+    """All questions about one target, and results that several questions use."""
 
-    def __init__(self, target: Target, sizes: Sequence[int]) -> None:
+    def __init__(self, target: AuditTarget, sizes: Sequence[int]) -> None:
         self.target, self.k, self.sizes = target, target.ranks, sizes
-        # Elements of the messages with which most is asked.
+        # Elements of the messages for most questions.
         self.few = max([n for n in sizes if n <= _FEW], default=sizes[0])
-        self.dtypes: list[torch.dtype] = []  # that the target takes
+        self.dtypes: list[torch.dtype] = []  # dtypes that the target supports
         self._failures = self._steps = 0
-        self._draws: dict[tuple[torch.dtype, int], _Draw] = {}  # of short messages
-        self._found: dict[int, _Order] = {}  # in float32, by size
+        self._draws: dict[tuple[torch.dtype, int], _Draw] = {}  # short messages
+        self._found: dict[int, _Order] = {}  # float32 orders, by message size
 
-    def report(self) -> Report:
+    def report(self) -> AuditReport:
         *short, few = self._two_sizes()
         two_sizes = " and ".join([*map(str, short), _elements(few)])
         asked = {
@@ -144,11 +144,11 @@ class _Audit:
         }
         sections = [Section(title, tuple(findings)) for title, findings in asked.items()]
         name, ranks = self.target.name, self.k
-        return Report(name, ranks, tuple(s for s in sections if s.findings))
+        return AuditReport(name, ranks, tuple(s for s in sections if s.findings))
 
     def _ask(self, name: str, question: Callable[[], str | Finding]) -> Finding:
         if self._failures == _MAX_FAILURES:
-            return Finding(name, "failed", f"not asked: {self._failures} others had no answer")
+            return Finding(name, "failed", f"not asked: {self._failures} other questions failed")
         try:
             found = question()
         except _Differ as difference:
@@ -161,7 +161,7 @@ class _Audit:
         return Finding(name, "yes", found)
 
     def _sum(self) -> str:
-        """Add small whole numbers, which differ by rank and place: every order is exact."""
+        """Compare sums of small whole numbers, which are exact in every order."""
         for numel in self.sizes:
             places = torch.arange(-(-_MIN_VALUES // numel) * numel).view(-1, numel)
             inputs = [(places % 17 + r).float() for r in range(self.k)]
@@ -170,14 +170,14 @@ class _Audit:
                 where = f"on rank {rank}"
                 if _difference(inputs[rank], got) is None:
                     where += (
-                        ", whose own tensor is unchanged (data[i] = ... replaces an item of the "
+                        ", whose tensor is unchanged (data[i] = ... replaces an item of the "
                         "list; data[i][:] = ... writes into the tensor)"
                     )
                 _compare(want, got, "in the sum", where)
         return f"whole numbers, {_span(self.sizes)}"
 
     def _orders(self) -> Iterator[Finding]:
-        # Libraries choose by powers of two: there is a size between any two of them.
+        # Libraries switch algorithms at powers of two, so ask at a size between each two.
         between = [3 << n for n in range(24) if self.sizes[0] < 3 << n < self.sizes[-1]]
         rows = [self._row(numel) for numel in sorted({*self.sizes, *between})]
         found = rows[:1]
@@ -215,7 +215,7 @@ class _Audit:
         return found
 
     def _drawn(self, numel: int, dtype: torch.dtype = torch.float32) -> _Draw:
-        """Return random messages and their results, always the same ones if they are short."""
+        """Return random messages and their results; short messages are cached."""
         if (dtype, numel) in self._draws:
             return self._draws[dtype, numel]
         draw = _drawn(self.target, self.k, numel, dtype, "in place")
@@ -237,7 +237,7 @@ class _Audit:
         try:
             self._drawn(self.few, dtype)
         except TargetError as error:
-            return Finding("", "-", f"not offered: {error.why}")
+            return Finding("", "-", f"not offered: {error.reason}")
         found = {numel: self._rounding_of(dtype, numel) for numel in self._two_sizes()}
         *others, last = found.values()
         if all((one.verdict, one.detail) == (last.verdict, last.detail) for one in others):
@@ -317,17 +317,17 @@ class _Audit:
             _compare(whole, parts, "in one call", f"in calls cut at {_listed(cuts)}")
         return f"{len(_cuts(self.few)) + 1} calls instead of one"
 
-    def _as_in_place(self, way: str, what: str) -> str | Finding:
+    def _as_in_place(self, way: str, detail: str) -> str | Finding:
         if way not in self.target.ways:
             return Finding("", "-", "not offered")
         for numel in self.sizes:
             self._compare_ways(numel, way)
             if way == "async":
                 self._compare_ways(numel, way, _cuts(numel))
-        return f"{what}, {_span(self.sizes)}"
+        return f"{detail}, {_span(self.sizes)}"
 
     def _compare_ways(self, numel: int, way: str, cuts: Sequence[int] = ()) -> None:
-        """Compare the bits of a way with those in place, for messages cut at ``cuts``."""
+        """Raise unless a way gives the bits of calls in place, for messages cut at ``cuts``."""
         inputs, plain = self._drawn(numel)
         if cuts:
             one = [x[0] for x in inputs]
@@ -345,8 +345,8 @@ class _Audit:
     def _renumbered(self) -> str:
         inputs = _values(self.k, self.few, torch.float32)
         plain, ranks = _reduce(self.target, inputs)[0], range(self.k)
-        turned = [[(r + turn) % self.k for r in ranks] for turn in ranks]
-        for order in turned[1:] + [numbers[::-1] for numbers in turned]:
+        rotations = [[(r + shift) % self.k for r in ranks] for shift in ranks]
+        for order in rotations[1:] + [numbers[::-1] for numbers in rotations]:
             got = _reduce(self.target, [inputs[r] for r in order])[0]
             _compare(plain, got, "as they are", f"if ranks have the values of {_listed(order)}")
         return f"{2 * self.k - 1} permutations of the inputs"
@@ -354,7 +354,7 @@ class _Audit:
     def _special(self, columns: Callable[[torch.finfo, int], list[_Column]]) -> str:
         for dtype, numel in self._messages():
             for column, total in columns(torch.finfo(dtype), self.k):
-                # Every rank has its turn with every value, in every part of the message.
+                # Over the elements of the message, each rank has each value of the column.
                 values = torch.tensor(column, dtype=torch.float64).to(dtype)
                 places = torch.arange(-(-self.k // numel) * numel).view(-1, numel)
                 inputs = [values[(places + r) % self.k] for r in range(self.k)]
@@ -389,26 +389,26 @@ _SPECIALS: dict[str, Callable[[torch.finfo, int], list[_Column]]] = {
 
 
 def _difference(want: Tensor, got: Tensor) -> Tensor | None:
-    """Return where bits differ, or None if they are equal. All NaNs are equal."""
+    """Return a mask of elements whose bits differ, or None. All NaNs are equal."""
     differ = (bits_of(want) != bits_of(got)) & ~(want.isnan() & got.isnan())
     return differ if bool(differ.any()) else None
 
 
 def _compare(want: Tensor, got: Tensor, where: str, where_got: str) -> None:
-    """Raise if results differ; the last dimension is the message."""
+    """Raise _Differ if two results differ; the last dimension is the message."""
     differ = _difference(want, got)
     if differ is None:
         return
-    place = tuple(differ.nonzero()[0].tolist())
-    index, numel, dtype = place[-1], want.shape[-1], dtype_name(want.dtype)
-    one, other = _hex(want[place]), _hex(got[place])
+    first = tuple(differ.nonzero()[0].tolist())
+    index, numel, dtype = first[-1], want.shape[-1], dtype_name(want.dtype)
+    one, other = _hex(want[first]), _hex(got[first])
     raise _Differ(
         f"{dtype}, element {index} of {numel}: {one} {where}, {other} {where_got}",
         {
             "dtype": dtype,
             "numel": numel,
             "index": index,
-            "differing": int(differ[place[:-1]].sum()),
+            "differing": int(differ[first[:-1]].sum()),
             "expected": one,
             "got": other,
             "expected_where": where,
@@ -423,7 +423,7 @@ def _hex(value: Tensor) -> str:
 
 
 def _cuts(numel: int) -> list[int]:
-    """Cut a message into a short piece and three longer ones, if it is long enough."""
+    """Return the cuts for one short and three longer pieces, as far as the message allows."""
     return sorted({min(8, numel // 4), numel // 3, numel - numel // 5} - {0, numel})
 
 
@@ -450,6 +450,6 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _form(row: Finding) -> tuple[str, str]:
-    """Return the part of a finding that does not depend on the chunks' sizes."""
-    is_of_parts = row.detail.startswith("elements")
-    return row.verdict, "" if is_of_parts else re.split("; | from rank", row.detail)[0]
+    """Return a finding's verdict and the part of its detail that is the same for all sizes."""
+    lists_elements = row.detail.startswith("elements")
+    return row.verdict, "" if lists_elements else re.split("; | from rank", row.detail)[0]

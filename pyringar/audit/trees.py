@@ -1,8 +1,8 @@
-"""Describe the order in which ranks are added, and recognise the orders that have names.
+"""Trees of additions: rebuild, name and print the order in which an allreduce adds ranks.
 
 A `Tree` is a rank, or a pair of trees whose sums are added. Addition commutes, so the tree with the
-lower ranks stands first. The sum of a message is a list of `Region`, runs of elements that are
-added in the same order.
+lowest rank comes first. A message is a list of `Region`: runs of elements that are added in the
+same order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pyringar.comm.sum_orders import tree as tree_of
 
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
 Pair = tuple[int, int]
-EXACT = "exact"  # stands for a tree where none of the partial sums was rounded
-_MAX_SHOWN = 4  # regions of a message that are told one by one
+EXACT = "exact"  # in place of a tree: no partial sum is rounded
+_MAX_SHOWN = 4  # regions in a description
 
 
 @dataclass(frozen=True)
 class Region:
-    """Elements ``start`` to ``stop - 1``, with their tree, `EXACT`, or None if unknown."""
+    """Elements ``start`` to ``stop - 1``; ``tree`` may be `EXACT`, or None if unknown."""
 
     start: int
     stop: int
@@ -56,7 +56,7 @@ def balanced(terms: Sequence[Tree]) -> Tree:
 
 
 def _halving(terms: Sequence[Tree]) -> Tree:
-    """Return the sum of partners half of the ranks apart, then a quarter, and so on."""
+    """Add partners half of the ranks apart, then a quarter, and so on."""
     while len(terms) > 1:
         half = len(terms) // 2
         terms = [join(*pair) for pair in zip(terms[:half], terms[half:], strict=True)]
@@ -64,7 +64,7 @@ def _halving(terms: Sequence[Tree]) -> Tree:
 
 
 def formula(tree: Tree | str | None) -> str:
-    """Return a formula such as ``"((0+1)+2)+3"``, of ranks."""
+    """Return a formula of ranks, such as ``"((0+1)+2)+3"``."""
     if tree is None or isinstance(tree, str):
         return tree or "unknown"
     if isinstance(tree, int):
@@ -77,7 +77,7 @@ def same_trees(a: Sequence[Region], b: Sequence[Region]) -> bool:
 
 
 def groups_of(tree: Tree) -> dict[Pair, int]:
-    """Return for every two ranks the ranks in the smallest sum that holds both."""
+    """Return, for each pair of ranks, the ranks of the smallest partial sum with both, as bits."""
     if isinstance(tree, int):
         return {}
     sides = [[r for r in range(members(t).bit_length()) if members(t) >> r & 1] for t in tree]
@@ -86,9 +86,9 @@ def groups_of(tree: Tree) -> dict[Pair, int]:
 
 
 def rebuild(groups: Mapping[Pair, int], k: int) -> Tree | str | None:
-    """Return the only tree of ``k`` ranks that has these groups, sets of ranks as bits.
+    """Return the only tree whose `groups_of` are ``groups``; None if there is no such tree.
 
-    `EXACT` if no pair has lost another rank; None if no tree has these groups.
+    Returns `EXACT` if every group is only the pair: then no addend was lost in rounding.
     """
     if k > 2 and all(group == 1 << i | 1 << j for (i, j), group in groups.items()):
         return EXACT
@@ -110,10 +110,10 @@ def _rebuild(groups: Mapping[Pair, int], ranks: int) -> Tree | None:
 
 @functools.cache
 def named_trees(k: int) -> dict[str, Tree]:
-    """Return the orders of ``k`` ranks that have names; several may be one tree."""
+    """Return the trees of named orders; several names may have one tree."""
     power = 1 << k.bit_length() - 1
     extra = k - power
-    # MPI libraries: where k is no power of two, the first ranks pair up before the others begin.
+    # MPI libraries: if k is no power of two, the first 2 * extra ranks pair up in an extra step.
     paired = [join(2 * i, 2 * i + 1) for i in range(extra)] + list(range(2 * extra, k))
     folded = [join(i, power + i) if i < extra else i for i in range(power)]
     names: dict[str, Tree] = {
@@ -135,15 +135,15 @@ def _starts(k: int, step: int) -> dict[Tree | str | None, int]:
 
 
 def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
-    """Return the name of a message's order, and the order in full.
+    """Return the name of a message's order, and its description.
 
-    Such as ``("ring", "chunk c adds ranks c+1, c+2, ... (mod 4); chunks of 250")``. The name is
-    ``"unknown"`` if an element has no tree, ``"no name"`` if trees have none.
+    For example ``("ring", "chunk c adds ranks c+1, c+2, ..., c+4 (mod 4); 4 chunks of 250")``. The
+    name is ``"unknown"`` if an element has no tree, ``"no name"`` for a tree without a name.
     """
     trees = [region.tree for region in regions]
     if None in trees:
         where = next(region for region in regions if region.tree is None)
-        return "unknown", f"no sum of two by two fits element {where.start}"
+        return "unknown", f"no order of additions fits element {where.start}"
     if len(set(trees)) == 1:
         tree = trees[0]
         if k == 2 or isinstance(tree, str):
@@ -151,12 +151,13 @@ def describe(regions: Sequence[Region], k: int) -> tuple[str, str]:
         known = _names(tree, k)
         also = f" (also {' and '.join(known[1:3])})" if known[1:] else ""
         return known[0], formula(tree) + also
-    for step in (1, -1):
-        starts = [_starts(k, step).get(tree, -1) for tree in trees]
-        if min(starts) >= 0:
-            sizes = sorted(region.stop - region.start for region in regions)
-            size = str(sizes[0]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
-            return "ring", f"{_ring(starts, k, step)}; {len(sizes)} chunks of {size}"
+    starts_of = {step: [_starts(k, step).get(tree, -1) for tree in trees] for step in (1, -1)}
+    # For k = 3 both directions have the same trees, since the first two addends commute.
+    rings = [_ring(starts, k, step) for step, starts in starts_of.items() if min(starts) >= 0]
+    if rings:
+        sizes = sorted(region.stop - region.start for region in regions)
+        size = str(sizes[0]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+        return "ring", f"{', or '.join(rings)}; {len(sizes)} chunks of {size}"
     shown = [f"elements {r.start} to {r.stop - 1}: {formula(r.tree)}" for r in regions[:_MAX_SHOWN]]
     more = f"; {len(regions) - _MAX_SHOWN} more" if len(regions) > _MAX_SHOWN else ""
     names = {_names(tree, k)[0] for tree in set(trees)}
@@ -174,7 +175,8 @@ def _ring(starts: Sequence[int], k: int, step: int) -> str:
     shift = starts[0]
     if len(starts) <= k and all(start == (c + shift) % k for c, start in enumerate(starts)):
         shift = shift if step > 0 or not shift else shift - k
-        first, second = (f"c{d:+d}" if d else "c" for d in (shift, shift + step))
-        return f"chunk c adds ranks {first}, {second}, ... (mod {k})"
+        ranks = [f"c{d:+d}" if d else "c" for d in range(shift, shift + step * k, step)]
+        shown = ranks if k == 3 else [*ranks[:2], "...", ranks[-1]]
+        return f"chunk c adds ranks {', '.join(shown)} (mod {k})"
     listed = ", ".join(map(str, starts[: 2 * k])) + ", ..." * (len(starts) > 2 * k)
     return f"{'up' if step > 0 else 'down'} from rank {listed}"

@@ -1,4 +1,4 @@
-"""``pyringar audit``: which sum an allreduce computes, and on which bits one can rely."""
+"""The command ``pyringar audit``."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from pyringar.audit.ranks import Ranks
+    from pyringar.audit.library_ranks import LibraryTarget
     from pyringar.grading.cases import Lists
 
 _DESCRIPTION = """\
 Find out by experiment what an allreduce computes: in which order it adds, where
 it rounds, whether bits depend on the rank, the run or the size of a message,
-and what becomes of NaN, infinities, -0 and subnormals."""
+and whether NaN, infinities, -0 and subnormals are kept."""
 _EPILOG = """\
-TARGET is a library, whose ranks are started as processes of this machine
-  gloo     torch.distributed's backend for CPUs
-  ringar   pyringar.ProcessCommunicator, with the --order that it is to promise
-  nccl     torch.distributed's backend for GPUs, of which every rank has one
-or MODULE:FUNCTION or FILE.py:FUNCTION, which is called with a list of tensors,
-one per rank, and leaves their sum in all. That runs the code, with your rights.
+TARGET is a library, whose ranks run as processes on this machine:
+  gloo     the torch.distributed backend for CPUs
+  ringar   pyringar.ProcessCommunicator with --order
+  nccl     the torch.distributed backend for GPUs; needs a GPU per rank
+or a function, MODULE:FUNCTION or FILE.py:FUNCTION, that gets a list of tensors,
+one per rank, and writes their sum into all. Its code runs with your rights.
 
-Exit status: 0 the audit ran, whatever it found; 1 the ranks did not start;
-2 wrong arguments (a library that is not there, too).
+Exit status: 0 the audit ran, also if it found faults; 1 the ranks did not
+start; 2 wrong arguments, or the library is missing.
 
 examples:
   pyringar audit gloo --ranks 4
@@ -41,11 +41,11 @@ examples:
   pyringar audit solution.py:allreduce --ranks 5
 """
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ranks": ("how many", {"metavar": "K", "type": int, "default": 4}),
-    "sizes": ("elements of the messages (default: 1 to 1048576)", {"metavar": "N,N,..."}),
-    "order": ("what ringar is to promise (default: any)", {"choices": ORDERS}),
+    "ranks": ("number of ranks", {"metavar": "K", "type": int, "default": 4}),
+    "sizes": ("message sizes in elements (default: 1 to 1048576)", {"metavar": "N,N,..."}),
+    "order": ("order of ringar (default: any)", {"choices": ORDERS}),
     "timeout": (
-        "for a call, and for the import of a function",
+        "limit for a call, and for the import of a function",
         {"metavar": "SECONDS", "type": float, "default": 30},
     ),
 }
@@ -57,12 +57,12 @@ _MAX_ELEMENTS = 1 << 24
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "audit",
-        help="find out which sum an allreduce computes, bit for bit",
+        help="find out in which order an allreduce adds and where it rounds",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", metavar="TARGET", help="a library or a function, see below")
+    parser.add_argument("target", metavar="TARGET", help="library or function, see below")
     add_options(parser, _OPTIONS)
     add_json_option(parser)
 
@@ -97,10 +97,10 @@ def _sizes(text: str | None) -> list[int]:
     return sizes
 
 
-def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
+def _target(args: argparse.Namespace) -> AbstractContextManager[LibraryTarget | Lists]:
     if args.target not in _LIBRARIES:
         return _function(args)
-    from pyringar.audit.ranks import Ranks
+    from pyringar.audit.library_ranks import LibraryTarget
 
     if args.target == "nccl":
         import torch
@@ -110,7 +110,7 @@ def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
                 f"ranks is {args.ranks}, but nccl needs a GPU for each, and there are "
                 f"{torch.cuda.device_count()}"
             )
-    return Ranks(args.target, args.ranks, args.timeout, order=args.order or "any")
+    return LibraryTarget(args.target, args.ranks, args.timeout, order=args.order or "any")
 
 
 @contextlib.contextmanager

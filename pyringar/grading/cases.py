@@ -216,7 +216,7 @@ class Call:
 
 
 class Lists:
-    """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.Target`."""
+    """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.AuditTarget`."""
 
     ways: tuple[str, ...] = ("in place", "unaligned")
 
@@ -226,7 +226,7 @@ class Lists:
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
     ) -> list[Tensor]:
-        """Return the values of the caller's tensors after a call; see `Target.reduce`."""
+        """Return the values of the caller's tensors after a call; see `AuditTarget.reduce`."""
         results = [x.clone() for x in inputs]
         edges = [0, *cuts, len(results[0])]
         layout = "slice of a buffer" if way == "unaligned" else "contiguous"

@@ -284,7 +284,7 @@ def _order(subject: Subject) -> str:
     try:
         _, found = order_of(Lists(subject.run, "", k), k, 1000)
     except TargetError as error:
-        return f"not found: {error.why}"
+        return f"not found: {error.reason}"
     return f"{found.verdict}, with {k} ranks and 1000 elements: {found.detail}"
 
 

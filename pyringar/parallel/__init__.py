@@ -1,1 +1,1 @@
-"""Training over ranks: buckets, shards, replicas."""
+"""Data parallel training: gradient buckets, shards of a batch, replicas of a module."""

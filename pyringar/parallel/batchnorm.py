@@ -1,4 +1,4 @@
-"""Batch norm over the whole batch, where every rank has only its shard."""
+"""Batch norm over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
-    """Make the batch norms of replicas use the statistics of all ranks' samples together.
+    """Make the batch norms of replicas use the statistics of all ranks' samples.
 
-    Returns the number of layers. Training then gives the results of one module on the whole batch,
-    up to rounding. Forward passes must run in `run_in_lockstep`. Only the ``forward`` of a layer is
-    replaced. Cost per layer: one pass over the input, two numbers per channel moved between devices
-    in each direction, and one meeting of all ranks.
+    Training then gives the results of one module on the whole batch, up to rounding. Forward passes
+    must run in `run_in_lockstep`. Only the ``forward`` of each batch norm is replaced. Returns the
+    number of batch norms per replica.
+
+    Cost per batch norm: one pass over the input, two numbers per channel moved between devices in
+    each direction, one synchronisation of all ranks.
     """
     layers = [dict(_batchnorms(replica)) for replica in replicas]
     for name in layers[0]:
@@ -34,12 +36,12 @@ def synchronise_batchnorm(replicas: Sequence[nn.Module]) -> int:
 
 
 def check_batchnorm(module: nn.Module) -> None:
-    """Raise UnsupportedError, with its name, for a batch norm that overrides ``forward``."""
+    """Raise UnsupportedError if a batch norm of the module overrides ``forward``."""
     for name, part in _batchnorms(module):
         if type(part).forward is not _BatchNorm.forward or "forward" in vars(part):
             raise UnsupportedError(
-                f"batchnorm is 'sync', but '{name}' is a {type(part).__name__}, which has a "
-                "forward pass of its own; expected nn.BatchNorm1d, 2d or 3d"
+                f"batchnorm is 'sync', but '{name}' is a {type(part).__name__}, which "
+                "overrides forward; expected nn.BatchNorm1d, 2d or 3d"
             )
 
 
@@ -48,7 +50,7 @@ def _batchnorms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 class _Forward:
-    """Replaces the ``forward`` of one rank's batch norm; a copy or pickle has the original."""
+    """The ``forward`` of a synchronised batch norm; a copy or pickle has the original."""
 
     def __init__(self, layer: _Layer, rank: int) -> None:
         self._layer, self._rank = layer, rank
@@ -62,11 +64,11 @@ class _Forward:
 
 
 class _Layer:
-    """The batch norms of one name on all ranks."""
+    """One batch norm of the module: its replicas on all ranks."""
 
     def __init__(self, name: str, siblings: Sequence[_BatchNorm]) -> None:
         self._name = name
-        # Weak: a cycle with their `forward` would keep all copies of the module.
+        # Weak: a cycle with the replaced `forward` would keep the replicas alive.
         self._siblings: list[Any] = [weakref.ref(batchnorm) for batchnorm in siblings]
 
     def siblings(self) -> list[_BatchNorm]:
@@ -83,7 +85,7 @@ class _Layer:
                 f"{batchnorm.num_features} channels of floating point"
             )
         mean, inverse_std = meet(self._name, X, self._statistics)
-        # Centred before it is scaled: x * scale + shift would lose what a large mean hides.
+        # Subtract the mean first: x * scale + shift cancels badly for a large mean.
         Y = (X.to(mean.dtype) - _as_channels(mean, X)) * _as_channels(inverse_std, X)
         if batchnorm.weight is not None:
             Y = Y * _as_channels(batchnorm.weight, X)
@@ -92,7 +94,7 @@ class _Layer:
         return Y.to(X.dtype)
 
     def _statistics(self, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return mean and 1 / standard deviation of all inputs together, on each input's device.
+        """Return the mean and 1 / standard deviation of the whole batch, on each input's device.
 
         Differentiable. Combines the ranks' means and variances as in Chan, Golub, LeVeque 1979.
         """
@@ -119,10 +121,9 @@ class _Layer:
 
 
 class _FanOut(torch.autograd.Function):
-    """Copies of a tensor, whose gradients are added in the order of the copies.
+    """Copy a tensor; backward adds the copies' gradients in a fixed order.
 
-    autograd adds the gradients of several uses in the order of their arrival, which differs from
-    run to run.
+    Autograd adds the gradients of several uses in the order of their arrival, which varies.
     """
 
     @staticmethod
@@ -134,11 +135,11 @@ class _FanOut(torch.autograd.Function):
         return reduce(add, grads), None
 
 
-_fan_out: Any = _FanOut.apply  # Any: torch 2.13 does not type it, torch 2.15 does
+_fan_out: Any = _FanOut.apply  # Any: torch 2.13 has no type for `apply`
 
 
 def _moments(X: Tensor, home: torch.device) -> tuple[Tensor, Tensor]:
-    """Return mean and variance (over n) per channel, at least float32, on ``home``."""
+    """Return the biased mean and variance per channel, at least float32, on ``home``."""
     dims = [dim for dim in range(X.ndim) if dim != 1]
     wide = X if X.dtype == torch.float64 else X.float()
     var, mean = torch.var_mean(wide, dims, correction=0)
@@ -152,7 +153,7 @@ def _as_channels(vector: Tensor, X: Tensor) -> Tensor:
 @torch.no_grad()
 def _update_running(batchnorm: _BatchNorm, mean: Tensor, var: Tensor, n: int) -> None:
     var = var * (n / (n - 1))
-    share = batchnorm.momentum  # of the new value; None: torch's cumulative average
+    share = batchnorm.momentum  # None: cumulative average
     if batchnorm.num_batches_tracked is not None:
         batchnorm.num_batches_tracked.add_(1)
         if share is None:

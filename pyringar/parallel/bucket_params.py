@@ -1,4 +1,4 @@
-"""The parameters and the communicator of a bucketer, and checks of its arguments."""
+"""Argument checks of GradientBucketer, and the parameters whose gradients it reduces."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Comm = Communicator | RankCommunicator
 
 
 def check_replicas(replicas: Any) -> list[Replica]:
-    """Return one module or list of parameters per rank; raise ArgumentError if not possible."""
+    """Return one module or list of parameters per rank, or raise ArgumentError."""
     check_each(replicas, "a module or a list of parameters", _has_params)
-    checked: list[Replica] = [one if isinstance(one, nn.Module) else list(one) for one in replicas]
+    checked: list[Replica] = [r if isinstance(r, nn.Module) else list(r) for r in replicas]
     for rank, replica in enumerate(checked):
         for i, param in enumerate(() if isinstance(replica, nn.Module) else replica):
             check_tensor(f"replicas[{rank}][{i}]", param)
@@ -34,28 +34,28 @@ def _has_params(replica: Any) -> bool:
 
 
 def cap_bytes(bucket_cap_mb: Any) -> int:
-    """Return the cap of a bucket in bytes; ArgumentError if it is not a positive number."""
+    """Return the cap of a bucket in bytes; raise ArgumentError unless it is positive."""
     check_positive("bucket_cap_mb", bucket_cap_mb, "number of megabytes")
     return max(1, int(min(bucket_cap_mb, 1e12) * 1e6))
 
 
 def first_rank(comm: Any, num_replicas: int) -> int:
-    """Return the first rank of this process; raise unless the communicator fits the replicas."""
+    """Return the lowest rank of this process; raise unless there is a replica per local rank."""
     if not isinstance(comm, (Communicator, RankCommunicator)):
         raise ArgumentError(
-            f"comm is {kind_of(comm)}, expected a Communicator, or a ProcessCommunicator"
+            f"comm is {kind_of(comm)}, expected a Communicator or a ProcessCommunicator"
         )
-    rank, here = (comm.rank, 1) if isinstance(comm, RankCommunicator) else (0, comm.world_size)
-    if num_replicas != here:
+    rank, local = (comm.rank, 1) if isinstance(comm, RankCommunicator) else (0, comm.world_size)
+    if num_replicas != local:
         raise ArgumentError(
-            f"replicas has {num_replicas} entries, but comm has {here} of its {comm.world_size} "
-            "ranks in this process: expected one replica for each"
+            f"replicas has {num_replicas} entries, but comm has {local} of its {comm.world_size} "
+            "ranks in this process: expected one replica per local rank"
         )
     return rank
 
 
 def check_agreed(comm: Comm, settings: Sequence[str], device: torch.device) -> None:
-    """Raise on all ranks if a setting differs from rank 0; texts are sent through ``device``."""
+    """Raise ArgumentError on all ranks if a setting differs from rank 0."""
     if isinstance(comm, Communicator):
         return
     text = "\n".join(settings).encode()
@@ -76,7 +76,7 @@ def check_agreed(comm: Comm, settings: Sequence[str], device: torch.device) -> N
 
 
 class HookedParams:
-    """The parameters of all replicas that require grad, and their hooks."""
+    """The parameters that require grad, by rank, and the gradient hooks on them."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
@@ -85,7 +85,7 @@ class HookedParams:
         check_alike(self.by_rank, "trained parameter")
 
     def items(self) -> list[tuple[int, int]]:
-        """Return bytes and kind of each gradient. A bucket holds one kind: one dtype."""
+        """Return the bytes and a dtype number of each gradient: a bucket holds one dtype."""
         dtypes = [grad_dtype(param) for param in self.by_rank[0]]
         return [
             (param.numel() * dtype.itemsize, dtypes.index(dtype))
@@ -93,7 +93,7 @@ class HookedParams:
         ]
 
     def add_hooks(self, native: Any, first_summed: int) -> None:
-        """Count gradients; ranks from ``first_summed`` on set earlier sums to zero."""
+        """Count gradients; on ranks from ``first_summed`` on, first zero the reduced gradient."""
         for rank, params in enumerate(self.by_rank):
             for i, param in enumerate(params):
                 tensor: Any = param  # torch's stubs have no types here
@@ -108,7 +108,7 @@ class HookedParams:
             self._handles.pop().remove()
 
     def check_same(self) -> None:
-        """Raise `ArgumentError` for a parameter that was replaced: it has no hooks."""
+        """Raise ArgumentError if a parameter was replaced: the new one has no hooks."""
         for rank, (replica, params) in enumerate(zip(self._replicas, self.by_rank, strict=True)):
             now = _params_of(replica) if isinstance(replica, nn.Module) else params
             for i, (new, old) in enumerate(zip_longest(now, params)):
@@ -125,11 +125,11 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 
 
 def is_accumulating(param: Tensor) -> bool:
-    """Return whether the running backward adds to ``param.grad``: autograd.grad does not."""
+    """Return True if the running backward pass adds to ``param.grad``; autograd.grad does not."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch's answer for a leaf whose gradient is returned
+    except RuntimeError:  # of a leaf whose gradient autograd.grad returns
         return False
 
 
@@ -138,17 +138,17 @@ def _params_of(replica: Replica) -> list[Tensor]:
     return [param for param in params if param.requires_grad]
 
 
-# Private to torch. tests/test_shared_gradients.py fails if it is gone or counts differently.
+# Private to torch: tests/test_shared_gradients.py fails if a release removes or changes it.
 _count_users: Any = torch._C._storage_Use_Count
-_ALONE = 2  # the tensor, and the temporary storage object of the call
+_ALONE = 2  # references: the tensor, and the storage object of this call
 
 
 def give_own_memory(param: Tensor) -> None:
-    """Copy the gradient of a parameter if other tensors use its memory.
+    """Copy a parameter's gradient if other tensors use its memory.
 
-    Backward of ``p.view(...)`` returns a view, which torch stores as ``p.grad`` even if another
-    ``grad`` uses the memory: a reduction in place would corrupt both. A gradient with
-    ``_is_view()`` lies in a buffer of the user, and stays there.
+    Backward of ``p.view(...)`` stores a view as ``p.grad``, even if another ``grad`` uses that
+    memory: a reduction in place would corrupt both. A gradient with ``_is_view()`` lies in a buffer
+    of the user and stays there.
     """
     grad = param.grad
     if grad is None or grad.layout is not torch.strided or grad._is_view():

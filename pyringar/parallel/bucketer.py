@@ -1,4 +1,4 @@
-"""Reduces gradients in buckets, while backward still runs."""
+"""GradientBucketer: reduce gradients in buckets, during backward or after it."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from pyringar.parallel.bucket_params import (
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
 _FIRST_CAP_BYTES = 10**6  # a small first bucket is launched early
-# What a gradient holds: see Held in csrc/bucket/step.h.
+# States of a gradient: see Held in csrc/bucket/step.h.
 _SUM, _PART, _COUNTED = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class BucketStats:
-    """One bucket of one step; times in seconds since the first gradient of the step.
+    """Statistics of one bucket in one step; times in seconds since the step's first gradient.
 
     Attributes:
-        params: Indices of its parameters, in the order of ``parameters()``.
+        params: Indices of the bucket's parameters in ``parameters()``.
         nbytes: Bytes of the gradients of one rank.
-        ready_s: When its last gradient existed; None if a parameter had no gradient.
-        launched_s: When its reduction was launched; None if there was nothing to reduce.
-        done_s: When it was reduced; None on GPUs, where the host does not wait.
+        ready_s: When the last gradient was computed; None if a parameter had no gradient.
+        launched_s: When the bucket was launched; None if it had nothing to reduce.
+        done_s: When the bucket was finished; None on GPUs, where the host does not wait.
     """
 
     params: tuple[int, ...]
@@ -62,13 +62,13 @@ class BucketStats:
 
 @dataclass(frozen=True)
 class StepStats:
-    """The last step for which ``wait()`` returned.
+    """Statistics of the last step that ``wait()`` finished.
 
     Attributes:
-        begin_ns: When the first gradient existed, on the clock of ``time.perf_counter_ns``.
-        buckets: In the order of the plan.
+        begin_ns: When the first gradient was computed, in ``time.perf_counter_ns``.
+        buckets: One entry per bucket, in the order of ``GradientBucketer.buckets``.
         backward_s: From the first gradient to the call of ``wait()``.
-        communication_s: Sum over buckets of the time from launch to done, where it is known.
+        communication_s: Sum of ``done_s - launched_s`` over buckets that have both.
         exposed_s: Duration of ``wait()``: the part that backward did not hide.
     """
 
@@ -81,24 +81,24 @@ class StepStats:
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """One bucket of one step."""
+    """A launched bucket."""
 
-    lists: list[list[Tensor]]  # the tensors to reduce, by rank of this process
-    params: list[int] = field(default_factory=list)  # indices of their parameters
-    used: list[bool] = field(default_factory=list)  # has a rank of this process added to them?
-    # Tensors that are not gradients: index in `params`, parameter, tensor.
+    lists: list[list[Tensor]]  # tensors to reduce: lists[local rank][i]
+    params: list[int] = field(default_factory=list)  # indices of the parameters of lists[rank]
+    used: list[bool] = field(default_factory=list)  # whether a local rank added to this gradient
+    # Copies and zeros that stand in for gradients: index in `params`, parameter, tensor.
     copies: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-    versions: list[list[int]] = field(default_factory=list)  # of `lists` at a launch in backward
-    flags: Tensor | None = None  # between processes: `used`, reduced over the ranks
-    work: Work | None = None  # None: nothing to reduce
+    versions: list[list[int]] = field(default_factory=list)  # of `lists`, at launch
+    flags: Tensor | None = None  # over processes: `used`, reduced over all ranks
+    work: Work | None = None  # None: the bucket has nothing to reduce
 
     def finish(self) -> list[int]:
-        """Write results that are in copies to ``grad``; return the reduced parameters."""
+        """Move results from copies to ``grad``; return the indices of reduced parameters."""
         if not self.copies:
             return self.params  # reading flags would wait for a GPU
         flags = self.used if self.flags is None else self.flags.tolist()
-        for at, param, copy in self.copies:
-            if not flags[at] > 0:
+        for i, param, copy in self.copies:
+            if not flags[i] > 0:
                 continue
             if param.grad is None:
                 param.grad = copy
@@ -111,27 +111,27 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
     """Reduces the gradients of replicas over all ranks, bucket by bucket.
 
     A hook on every parameter counts gradients. When all ranks have all gradients of a bucket, the
-    bucket is launched: it is reduced in the background, in place. Buckets follow the reverse order
-    of the parameters in the first step, and then the order of rank 0's gradients in that step.
+    bucket is launched: an allreduce in place, in the background. The first step fills buckets in
+    the reverse order of the parameters, later steps in the order of rank 0's first gradients.
 
     Args:
         replicas: One module or list of parameters per rank, with equal shapes and dtypes.
-            Parameters that do not require grad are left alone.
-        comm: None: make one in rank order over the devices of the replicas, and close it with the
-            bucketer. Over a `ProcessCommunicator`, ``replicas`` has the replica of this process.
-        bucket_cap_mb: A bucket is full when it holds this many megabytes (10**6 bytes) of one
-            rank's gradients, the first bucket already at 1 MB. Parameters are never split.
+            Parameters that do not require grad are ignored.
+        comm: Default: a communicator in rank order over the replicas' devices, closed with the
+            bucketer. With a `ProcessCommunicator`, ``replicas`` holds this process's replica.
+        bucket_cap_mb: A bucket is full at this many megabytes (10**6 bytes) of one rank's
+            gradients; the first bucket is full at 1 MB. Parameters are never split.
         op: ``"sum"`` or ``"mean"`` over ranks, or the ReduceOp of torch.distributed.
-        overlap: Launch buckets during backward, else in `wait`, with the same bits. None: True on
-            GPUs and over processes, False for CPU ranks of one process, where overlap gains
-            nothing.
+        overlap: True launches buckets during backward, False in `wait`, with the same bits.
+            Default: True on GPUs and over processes, False for CPU ranks of one process, where
+            overlap gains nothing.
 
     Attributes:
         overlap: Whether buckets are launched during backward.
 
     Raises:
         ArgumentError: Replicas differ, also between processes; or the cap is not a positive number.
-        UnsupportedError: Another reduction.
+        UnsupportedError: ``op`` is another reduction.
 
     For example:
 
@@ -140,33 +140,33 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
             loss.backward()
         bucketer.wait()
 
-    **What is reduced.** `wait` reduces each gradient to which a backward pass of any rank has added
-    since its last reduction; ranks without such a pass count as zeros. Then ``grad`` holds the
+    **Reduced gradients.** `wait` reduces each gradient to which any rank's backward pass has added
+    since the last reduction; ranks that added nothing count as zeros. Then ``grad`` holds the
     reduced gradient S on all ranks, and keeps every change that you make on all ranks, such as
     clipping. If later passes add g, the next `wait` gives S + sum(g) for ``op="sum"``, S + mean(g)
     for ``op="mean"``. Until then, for ``op="sum"``, only rank 0's ``grad`` contains S.
 
     **Rules.** Put all backward passes of a step but the last into `no_sync`, or pass
-    ``overlap=False``; then call `wait` once. Do not change a gradient in between: `wait` raises if
-    a gradient was changed after its launch, except for views of one buffer, where it notices only a
-    replaced ``grad``. The hook copies a gradient whose memory other tensors use, except a view of
-    your buffer.
+    ``overlap=False``; then call `wait` once. Do not change a gradient between backward and `wait`:
+    `wait` raises if a gradient was changed after its launch. If gradients are views of one buffer,
+    `wait` notices only a replaced ``grad``. The hook copies a gradient whose memory other tensors
+    use, except a view of your buffer.
 
     **Errors.** An exception or signal in `wait`, or in a backward pass with overlap, closes the
-    bucketer once the launched reductions have ended. Every later use raises `RingarError` with the
+    bucketer after the launched buckets have finished. Every later use raises `RingarError` with the
     reason: clear the gradients, and make a new bucketer. Over processes the communicator is
-    aborted, and the other ranks get a `PeerLostError`. A backward pass that fails without overlap,
-    under `no_sync`, under compiled autograd or before its first gradient is not noticed: clear the
-    gradients.
+    aborted, and the other ranks get a `PeerLostError`. A failed backward pass goes unnoticed
+    without overlap, under `no_sync`, under compiled autograd and before its first gradient: clear
+    the gradients.
 
     **Processes.** Every rank calls `wait` once a step, also a rank without samples. Gradients have
-    the bits of one process with all replicas. All ranks launch buckets in the same order, the last
-    one in `wait`, so no rank ends a step that fails on another rank.
+    the bits of one process with all replicas. All ranks launch buckets in the same order, and the
+    last bucket in `wait`: so a step that fails on one rank fails on all ranks.
 
     **Cost.** A hook of about four microseconds per parameter and rank, and two more on ranks above
     0 for ``op="sum"``; one collective per bucket. With ``torch.compile`` there is no overlap.
 
-    Source: Li et al. 2020, "PyTorch Distributed": buckets, and the cap of the first.
+    Source: Li et al. 2020, "PyTorch Distributed", for buckets and the small first bucket.
     """
 
     def __init__(
@@ -194,18 +194,20 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
         self._check_agreed()
         has_gpus = any(param.device.type != "cpu" for params in by_rank for param in params)
         self.overlap = self._is_remote or has_gpus if overlap is None else bool(overlap)
-        self._closed = ""  # the reason
+        self._closed = ""  # why the bucketer is closed; "" if it is open
         self._is_waiting = False
         self._stats = StepStats()
         self._launched: dict[int, Launched] = {}
         self._items = self._params.items()
-        self._order = list(reversed(range(len(self._items))))  # usually the order of gradients
+        self._order = list(
+            reversed(range(len(self._items)))
+        )  # in which backward usually computes gradients
         self._is_planned = False
-        self._ready: Any = None  # the GPU events of gradients
+        self._ready: Any = None  # GPU events that gradients are computed
         self._plan()
-        # Rank 0 keeps the sum of the last step, the other ranks add to zero.
+        # For "sum", only rank 0 adds to the reduced gradient of the last step, all others to zero.
         first_summed = int(self._first_rank == 0) if self._op == "sum" else len(by_rank)
-        # Hooks must not keep the bucketer alive.
+        # Weak references: hooks must not keep the bucketer alive.
         self._native = load.engine().Bucketer(
             world_size=len(by_rank),
             num_params=len(self._items),
@@ -222,19 +224,21 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
 
     @property
     def buckets(self) -> list[list[int]]:
-        """Indices of the parameters of each bucket, in the order of the plan."""
+        """Parameter indices of each bucket; buckets are in the order in which they fill."""
         return [list(bucket) for bucket in self._buckets]
 
     def wait(self) -> None:
-        """Launch the buckets that backward has not launched, and wait for all reductions.
+        """Launch the buckets that backward has not launched, and finish all buckets.
 
         On GPUs the current streams are ordered after the reductions, and the host does not wait.
 
         Raises:
-            RingarError: A backward pass or another `wait` still runs (the bucketer stays open), it
-                is closed, or a gradient was changed after its launch.
-            ArgumentError, UnsupportedError, CollectiveTimeout, PeerLostError: See
-                ``all_reduce_coalesced`` of the communicator. Also parameters that were replaced.
+            RingarError: A backward pass or another `wait` still runs (the bucketer stays open), the
+                bucketer is closed, or a gradient was changed after its launch.
+            ArgumentError: A parameter was replaced after the bucketer was made.
+            UnsupportedError: The communicator cannot reduce a gradient.
+            CollectiveTimeout: A rank made no progress for the communicator's ``timeout``.
+            PeerLostError: A rank ended or aborted the group.
         """
         self._check_open()
         if self._is_waiting or self._native.is_running():
@@ -252,7 +256,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate in the backward passes inside; a later `wait` reduces."""
+        """Accumulate gradients without launching buckets; the next `wait` reduces them."""
         self._check_open()
         before = self._native.is_counting
         try:
@@ -262,14 +266,14 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
             self._native.is_counting = before
 
     def stats(self) -> StepStats:
-        """Return the statistics of the last step."""
+        """Return the statistics of the last finished step."""
         return self._stats
 
     def close(self) -> None:
-        """Remove the hooks; close the communicator if the bucketer made it. May be called again.
+        """Remove the hooks, and close the communicator if the bucketer made it. Idempotent.
 
-        Launched reductions end first. Over processes, if buckets are launched, the communicator is
-        aborted, and the other ranks get a `PeerLostError`.
+        Launched buckets finish first. Over processes, launched buckets abort the communicator, and
+        the other ranks get a `PeerLostError`.
         """
         self._end("close() was called", is_failure=bool(self._launched))
 
@@ -307,7 +311,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
             first_cap_bytes=min(_FIRST_CAP_BYTES, self._cap_bytes),
             cap_bytes=self._cap_bytes,
         )
-        inside = getattr(self._comm, "_intra", self._comm)  # of several machines: this one
+        inside = getattr(self._comm, "_intra", self._comm)  # this machine's communicator
         group: Any = getattr(inside, "_group", None)
         if self.overlap and hasattr(group, "make_ready"):
             self._ready = group.make_ready([len(bucket) for bucket in self._buckets])
@@ -345,13 +349,13 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
         launched.work = self._begin(launched, self._ready if in_backward else None, bucket)
         if in_backward:
             launched.versions = [[grad._version for grad in grads] for grads in launched.lists]
-        if self._closed:  # by another thread, meanwhile
+        if self._closed:  # by another thread during the launch
             self._abort()
 
     def _begin(self, launched: Launched, ready: Any, index: int) -> Work | None:
-        """Begin the reduction of a bucket; return None if there is nothing to reduce.
+        """Start the allreduce of a bucket; return None if the bucket has nothing to reduce.
 
-        ``ready``: the GPU events of the gradients. None: they are on the current streams.
+        ``ready``: GPU events of the gradients. None: the current streams compute the gradients.
         """
         lists = [[g.detach() if g.requires_grad else g for g in grads] for grads in launched.lists]
         comm, op = self._comm, self._op
@@ -363,8 +367,8 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
             return comm.all_reduce_coalesced(lists, op, async_op=True)
         if ready is not None:
             ready.make_wait(index, 0)
-        # No rank sees the gradients of other processes before the reduction: one flag per
-        # parameter, also reduced by `op`, is > 0 if a rank has a gradient.
+        # A rank does not know which gradients other processes have. So the allreduce also reduces
+        # one flag per parameter, which is > 0 if any rank has a gradient.
         first = lists[0][0]
         launched.flags = torch.tensor(launched.used, dtype=first.dtype, device=first.device)
         return comm.all_reduce_coalesced([*lists[0], launched.flags], op, async_op=True)
@@ -380,7 +384,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
         works = [launched[bucket].work for bucket in range(len(self._buckets))]
         for work in filter(None, works):
             work.wait()
-        self._check_open()  # a signal handler may have closed it
+        self._check_open()  # a signal handler may have closed the bucketer
         reduced = [i for bucket in launched.values() for i in bucket.finish()]
         if native.begin_ns():
             self._stats = self._measure(works, began_ns)
@@ -396,7 +400,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
         native.start_step(self._buckets, reduced, self._ready)
 
     def _measure(self, works: Sequence[Work | None], began_ns: int) -> StepStats:
-        """Return the statistics of a reduced step. ``began_ns``: when ``wait()`` was called."""
+        """Return the statistics of the finished step. ``began_ns``: when ``wait()`` was called."""
         ended_ns, native = time.perf_counter_ns(), self._native
         first_ns = native.begin_ns()
 
@@ -440,9 +444,9 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
     def _changed(self, rank: int, i: int) -> RingarError:
         return RingarError(
             f"the gradient of parameter {i} of rank {self._first_rank + rank} was changed or "
-            "cleared after its backward pass and before it was reduced: call wait() before "
-            "zero_grad, clipping, unscaling or an optimizer step, register hooks that change "
-            "gradients before the bucketer is made, and let no hook set a gradient to None"
+            "cleared after backward and before its reduction: call wait() before clip_grad_norm_, "
+            "scaler.unscale_, optimizer.step or zero_grad. (Register hooks that change gradients "
+            "before making the bucketer; no hook may set a gradient to None)"
         )
 
     def _check_open(self) -> None:
@@ -454,9 +458,9 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
             )
 
     def _end(self, reason: str, *, is_failure: bool = True) -> None:
-        """Close, once no launched reduction writes to a gradient. May be called again.
+        """Close the bucketer after all launched buckets have finished. Idempotent.
 
-        ``is_failure``: reductions may run, or other processes may wait for this rank.
+        ``is_failure``: buckets may be launched, or other processes may wait for this rank.
         """
         try:
             self._closed = self._closed or reason
@@ -468,12 +472,12 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
             if self._owned is not None:
                 self._owned.close()
         except BaseException as error:
-            if not isinstance(error, RuntimeError):  # of a signal handler: reductions may still run
+            if not isinstance(error, RuntimeError):  # from a signal handler, so wait once more
                 self._end(reason, is_failure=is_failure)
             raise
 
     def _abort(self) -> None:
-        """Return when no reduction writes to a gradient. Over processes, abort the group."""
+        """Wait for launched buckets of local ranks; over processes, abort the group instead."""
         comm = self._comm
         if not isinstance(comm, Communicator):
             with suppress(RingarError):
@@ -482,7 +486,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
         for work in list(comm._in_flight):
             with suppress(RingarError):
                 work.wait(math.inf)
-        # The current streams are those of another thread.
+        # The launched buckets may be on streams of another thread.
         for device in {device for device in comm.devices if device.type == "cuda"}:
             if not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Threads in which ranks run: one per GPU, or one per rank where ranks exchange tensors."""
+"""Run a function per rank: in order, in one thread per GPU, or in lockstep."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pyringar.errors import RingarError
 from pyringar.parallel.shards import Devices
 
 Function = Callable[[], Any]
-Combine = Callable[[list[Any]], Sequence[Any]]  # the offers of all ranks to their answers
+Combine = Callable[[list[Any]], Sequence[Any]]  # from the ranks' inputs to their outputs
 
 
 def run_ranks(functions: Mapping[int, Function], devices: Devices) -> dict[int, Any]:
-    """Call ``functions[rank]()`` for every rank, and return the results by rank.
+    """Call ``functions[rank]()`` for every rank; return the results by rank.
 
-    Ranks on several GPUs run at the same time, in one thread per GPU. All other ranks run in the
-    caller's thread, in rank order, as do all ranks under modes of this thread. Raises the error of
-    the first rank that failed, with a note that names the rank (Python 3.11).
+    Ranks on several GPUs run in one thread per GPU. On one device, or if the caller has entered
+    torch modes, all ranks run in the caller's thread, in rank order. Raises the error of the lowest
+    rank that failed, with a note that names the rank (Python 3.11).
     """
     named = {rank: partial(_named, rank, devices, function) for rank, function in functions.items()}
     by_device: dict[torch.device, dict[int, Function]] = {}
@@ -54,7 +54,7 @@ def run_in_order(functions: Mapping[int, Function]) -> dict[int, Any]:
 
 
 def has_modes() -> bool:
-    """Return whether this thread has entered modes of torch that other threads lack."""
+    """Return True if this thread has entered torch modes, which new threads do not inherit."""
     return bool(
         torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
@@ -65,10 +65,10 @@ def has_modes() -> bool:
 def _run_in_threads(
     functions: Sequence[Function], devices: Devices, abandon: Function = lambda: None
 ) -> list[Any]:
-    """Call the functions at the same time, each in a new thread with the caller's torch settings.
+    """Call each function in a new thread with the caller's torch settings.
 
-    ``devices``: the threads' current devices. An interrupt calls ``abandon``, which makes the
-    functions end soon. When all have ended, raises the error of the first function that failed.
+    ``devices``: the threads' current devices. An interrupt calls ``abandon``, which must make the
+    functions end soon. After all functions have ended, raises the error of the first that failed.
     """
     call = _with_settings(devices)
     results: list[Any] = [None] * len(functions)
@@ -90,15 +90,15 @@ def _run_in_threads(
             running.remove(i)
             changed.notify_all()
 
-    begun = []  # no executor: it would not wait for a thread whose start is interrupted
+    started = []  # no executor: it does not wait for a thread whose start is interrupted
     try:
         for i in range(len(functions)):
             in_context = partial(contextvars.copy_context().run, run, i)
             thread = threading.Thread(target=in_context, name="pyringar rank", daemon=True)
             with starting_thread("pyringar rank"):
                 thread.start()
-            begun.append(thread)
-        for thread in begun:
+            started.append(thread)
+        for thread in started:
             thread.join()
     except BaseException:
         abandon()
@@ -115,27 +115,26 @@ def _run_in_threads(
 
 
 def _with_settings(devices: Devices) -> Callable[[torch.device, Function], Any]:
-    """Return a function that calls another with this thread's modes, autocast and streams."""
+    """Return a function that calls functions with this thread's autocast, grad mode and streams."""
     gpus = {device for device in devices if device.type == "cuda"}
     streams = {device: torch.cuda.current_stream(device) for device in gpus}
     has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
     caches_casts = torch.is_autocast_cache_enabled()
-    # The hooks on tensors that autograd saves.
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
     torch.autocast_increment_nesting()
     is_in_autocast = torch.autocast_decrement_nesting() > 0
 
     def call(device: torch.device, function: Function) -> Any:
         with ExitStack() as stack:
-            # The thread's own device comes last and stays current.
+            # Enter the stream of the thread's device last, so that this device is current.
             for gpu in sorted(streams, key=lambda gpu: gpu == device):
                 stack.enter_context(torch.cuda.stream(streams[gpu]))
             stack.enter_context(torch.inference_mode(is_inference))
             stack.enter_context(torch.set_grad_enabled(has_grad))
             if is_in_autocast:
-                # torch clears the casts of all threads when one leaves its outermost autocast.
+                # A thread that leaves its outermost autocast clears the cast cache of all threads.
                 torch.autocast_increment_nesting()
             for kind, dtype in dtypes.items():
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches_casts))
@@ -147,13 +146,14 @@ def _with_settings(devices: Devices) -> Callable[[torch.device, Function], Any]:
 
 
 def run_in_lockstep(functions: Mapping[int, Function], devices: Devices) -> dict[int, Any]:
-    """Call ``functions[rank]()`` for every rank, each of which may `meet` the other ranks.
+    """Call ``functions[rank]()`` for every rank; the functions may exchange values in `meet`.
 
-    One rank runs at a time: rank 0 until it meets, then rank 1, and so on, so random numbers are
-    drawn in the same order in every run. GPUs work at the same time: a rank only enqueues. Raises
-    the error of the rank that failed; the other ranks end at their next meeting.
+    One rank runs at a time: rank 0 until it calls `meet`, then rank 1, and so on. So ranks draw
+    random numbers in the same order in every run. GPUs work at the same time, since a rank only
+    enqueues kernels. Raises the error of the rank that failed; all other ranks end in their next
+    `meet`.
     """
-    run = _Run(len(functions))
+    run = _LockstepRun(len(functions))
     parts = [
         partial(_named, rank, devices, partial(run.take_part, position, function))
         for position, (rank, function) in enumerate(functions.items())
@@ -162,55 +162,55 @@ def run_in_lockstep(functions: Mapping[int, Function], devices: Devices) -> dict
     return dict(zip(functions, results, strict=True))
 
 
-def meet(place: str, offer: Any, combine: Combine) -> Any:
-    """Wait until all ranks of the run are here, and return this rank's answer.
+def meet(name: str, value: Any, combine: Combine) -> Any:
+    """Wait until all ranks of the lockstep run call `meet`; return this rank's output.
 
-    ``combine`` is called once, with all offers in rank order, and returns one answer per offer.
-    RingarError outside of `run_in_lockstep`, or if another rank is at another ``place``.
+    ``combine`` is called once, with the values of all ranks in rank order, and returns one output
+    per rank. Raises RingarError outside of `run_in_lockstep`, or if ranks pass different names.
     """
-    part: tuple[_Run, int] | None = getattr(_here, "part", None)
+    part: tuple[_LockstepRun, int] | None = getattr(_here, "part", None)
     if part is None:
         empty_backward_at_exit()
         raise RingarError(
-            f"'{place}' needs all ranks, but was called outside of the forward pass of "
+            f"'{name}' needs all ranks, but was called outside of the forward pass of "
             "batchnorm='sync' (activation checkpointing calls layers again: use batchnorm='local')"
         )
     run, position = part
-    return run.meet(position, place, offer, combine)
+    return run.meet(position, name, value, combine)
 
 
-_here = threading.local()  # .part: the run of this thread, and its position there
+_here = threading.local()  # .part: the lockstep run of this thread, and its position
 
 
 class _AbandonedError(RingarError):
-    """Another rank failed, and its error is the one to raise."""
+    """Ends a rank after another rank has failed; the caller gets the error of that rank."""
 
 
-class _Run:
-    """One run in lockstep; at most one rank, the current one, is not waiting."""
+class _LockstepRun:
+    """One call of `run_in_lockstep`; all ranks but the current one wait."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._condition = threading.Condition()
         self._current = 0
         self._is_abandoned = False
-        self._place = ""
-        self._offers: list[Any] = []
-        self._answers: Sequence[Any] = ()
+        self._name = ""
+        self._values: list[Any] = []
+        self._outputs: Sequence[Any] = ()
 
     def abandon(self) -> None:
-        """End all ranks at their next meeting."""
+        """End every rank in its next `meet`."""
         with self._condition:
             self._is_abandoned = True
             self._condition.notify_all()
 
     def take_part(self, position: int, function: Function) -> Any:
-        """Call ``function()`` when the ranks before this one have met or ended."""
+        """Call ``function()`` after all lower ranks have called `meet` or ended."""
         _here.part = (self, position)
         try:
             self._wait_for(position)
             result = function()
-            self.meet(position, "the end", None, lambda offers: offers)
+            self.meet(position, "the end", None, lambda values: values)
         except BaseException:
             self.abandon()
             raise
@@ -219,19 +219,22 @@ class _Run:
             self._pass_on(position)
         return result
 
-    def meet(self, position: int, place: str, offer: Any, combine: Combine) -> Any:
+    def meet(self, position: int, name: str, value: Any, combine: Combine) -> Any:
         if self._is_abandoned:
             raise _AbandonedError("another rank failed")
-        if self._offers and place != self._place:
-            raise RingarError(f"the ranks meet at different places: {self._place!r}, {place!r}")
-        self._place = place
-        self._offers.append(offer)
-        if len(self._offers) == self._num_ranks:
-            offers, self._offers = self._offers, []
-            self._answers = combine(offers)
+        if self._values and name != self._name:
+            raise RingarError(
+                f"with batchnorm='sync' all ranks must run the same batch norms: a rank is at "
+                f"{self._name!r}, another rank at {name!r}"
+            )
+        self._name = name
+        self._values.append(value)
+        if len(self._values) == self._num_ranks:
+            values, self._values = self._values, []
+            self._outputs = combine(values)
         self._pass_on(position)
         self._wait_for(position)
-        return self._answers[position]
+        return self._outputs[position]
 
     def _pass_on(self, position: int) -> None:
         with self._condition:

@@ -1,4 +1,4 @@
-"""Copies of a module, one per rank, that share no memory."""
+"""replicate: copies of a module, one per rank, that share no memory."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from pyringar.parallel.shards import Device
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
-    """Copy a module to every rank, also to rank 0; copies hold equal bits and share no memory.
+    """Return one deep copy of a module per rank, with equal bits and no shared memory.
 
     Args:
-        module: Stays unchanged. Parameters and buffers may be on any device. The copies keep tied
-            weights, ``requires_grad``, training mode, memory formats, hooks of modules, and of
-            parameters the class, the attributes and ``grad_dtype``; not gradients and hooks of
-            parameters.
-        devices: One device per rank; ranks may share one.
+        module: Stays unchanged. Parameters and buffers may be on any device. Copies keep tied
+            weights, ``requires_grad``, training mode, memory formats and module hooks, and the
+            class, attributes and ``grad_dtype`` of parameters. Copies have no gradients and no
+            parameter hooks.
+        devices: One device per rank; ranks may share a device.
 
     Returns:
-        One module per rank, on its device. Tensors that are neither parameters nor buffers are
-        copied, but stay on their device, as with ``module.to()``.
+        One module per rank, on the rank's device; rank 0 gets a copy, too. Tensors that are neither
+        parameters nor buffers are copied, but stay on their device, as with ``module.to()``.
 
     Raises:
         ArgumentError: A lazy parameter without a shape, a tensor on the meta device, an object that
             is not a module, or a missing device.
-        UnsupportedError: ``copy.deepcopy`` fails, or its result does not have the same parameters
-            as leaves with their own memory, as for scripted modules.
+        UnsupportedError: ``copy.deepcopy`` fails, or returns parameters that are no leaves, share
+            memory with ``module`` or have another class, as for scripted modules.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"module is {kind_of(module)}, expected a torch.nn.Module")
@@ -63,8 +63,8 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _copy(module: nn.Module, device: torch.device) -> nn.Module:
-    # A deep copy and then `to(device)` would hold the memory twice on the first device, and would
-    # untie a buffer that two modules share. So deepcopy gets parameters and buffers ready-made.
+    # A deep copy and then `to(device)` would need the memory twice on the first device, and would
+    # untie a buffer that two modules share. So give deepcopy the copied tensors in its memo.
     tensors = [tensor for _, tensor in _named_tensors(module)]
     try:
         made: dict[int, Any] = {id(tensor): _twin(tensor, device) for tensor in tensors}

@@ -1,7 +1,7 @@
-"""Gradients of a batch in a fixed number of shards: the same bits on any number of ranks.
+"""ShardedStep: gradients with the same bits on any number of ranks.
 
-The bits of a float sum depend on its grouping. So every rank computes each shard separately, and
-one tree adds the shards' results, whatever the number of ranks:
+The bits of a float sum depend on its grouping. So a batch has a fixed number of shards, ranks
+compute each shard separately, and the same tree adds the shards' results on any number of ranks:
 
     T(lo, hi) = x[lo] if hi - lo == 1 else T(lo, mid) + T(mid, hi)
 
@@ -44,26 +44,27 @@ logger = logging.getLogger(__name__)
 
 LossOf = Callable[[Any, int], Tensor | None]
 Watch = Callable[..., AbstractContextManager[None]]
-_WHOLE = {torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32}
-_WHOLE |= {torch.int32, torch.int64}  # dtypes of numbers that an int64 holds
+# Dtypes whose values fit an int64.
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32}
+_INTEGERS |= {torch.int32, torch.int64}
 
 
 def check_shards(num_shards: Any, num_ranks: int, name: str = "num_shards") -> None:
-    """Raise unless the shards per rank are a power of two, or there is a single rank."""
+    """Raise ArgumentError unless each rank gets a power of two of shards, or k is 1."""
     check_count(name, num_shards, 1)
     powers = (1 << n for n in range(num_shards.bit_length()))
     fitting = sorted({1, *(num_shards // power for power in powers if num_shards % power == 0)})
     if num_ranks not in fitting:
         raise ArgumentError(
-            f"{name} is {num_shards} on {num_ranks} ranks, expected a power of two of shards on "
-            f"every rank: {num_shards} shards fit on {', '.join(map(str, fitting))} ranks"
+            f"{name} is {num_shards} on {num_ranks} ranks, expected a power of two of shards per "
+            f"rank: {num_shards} shards fit on {', '.join(map(str, fitting))} ranks"
         )
 
 
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    if before == num_threads:  # setting the same number may change bits: MKL then fixes it
+    if before == num_threads:  # setting it again may change bits: MKL stops adapting it
         yield
         return
     torch.set_num_threads(num_threads)
@@ -74,12 +75,13 @@ def torch_threads(num_threads: int) -> Iterator[None]:
 
 
 class ShardedStep(AbstractContextManager["ShardedStep"]):
-    """Computes gradients over a fixed number of shards; no bit depends on the number of ranks.
+    """Computes gradients over a fixed number of shards, with bits independent of the world size.
 
-    Every rank computes its consecutive shards in order and adds their results along one tree over
-    all shards. One all_reduce with ``order="tree"`` completes the tree. Then gradients, buffers and
-    loss have on all ranks the bits of one rank with all shards. Ranks may be in one process or
-    many, on one machine or several with equally many ranks, a power of two.
+    Every rank computes its consecutive shards in order and adds their results along a branch of one
+    tree over all shards. One all_reduce with ``order="tree"`` completes the tree. Then gradients,
+    buffers and loss have on all ranks the bits of one rank with all shards. Ranks may be in one
+    process or many, on one machine or several. Machines need equal numbers of ranks, a power of
+    two.
 
     For example:
 
@@ -89,32 +91,34 @@ class ShardedStep(AbstractContextManager["ShardedStep"]):
         optimizer.step()
 
     Args:
-        replicas: One module, or one list of parameters, per rank of this process. Equal values.
-        num_shards: Shards per batch. Each rank gets equally many, a power of two. A single rank may
-            have any number.
+        replicas: One module, or one list of parameters, per rank of this process, with equal
+            values.
+        num_shards: Shards per batch. All ranks get the same number, a power of two. A single rank
+            may have any number.
         comm: Communicator over the ranks. Default: a `Communicator` over the replicas' devices,
-            closed with this. For one rank per process: a `ProcessCommunicator` or
-            `pyringar.distributed.HierarchicalCommunicator`; all ranks make their step together.
-        num_threads: Torch threads of every CPU rank, which decide bits. Overrides the caller's
+            closed with the ShardedStep. For one rank per process: a `ProcessCommunicator` or
+            `pyringar.distributed.HierarchicalCommunicator`. All ranks make their ShardedStep
+            together.
+        num_threads: Torch threads of every CPU rank; bits depend on it. Overrides the caller's
             setting. More ranks gain more speed than more threads.
         seed: Seeds the global generators of torch, NumPy and Python for each shard of each step,
-            for example for dropout. Without it the first step refuses a function that draws random
-            numbers. Draws of a ``Generator`` or ``random.Random`` object are not seen: make such an
-            object from the shard's number.
+            for example for dropout. Without ``seed``, random numbers drawn in the first step raise
+            an error. Draws from a ``Generator`` or ``random.Random`` object go unnoticed: seed the
+            object with the shard's number.
 
     Attributes:
-        shards: The shards of every replica.
+        shards: The shard numbers of each replica.
         num_steps: Finished steps. Set it, with ``seed``, to resume from a checkpoint.
 
     Raises:
         ArgumentError: Replicas differ or lie on devices of several kinds, the shards do not fit the
-            ranks, or a rank differs from rank 0 in a setting that decides bits: shards, threads,
+            ranks, or a rank differs from rank 0 in a setting on which bits depend: shards, threads,
             seed, torch version, float32 matmul precision, or processor.
 
-    Batch norm normalises each shard by its own samples. Every shard starts from the buffers at the
-    start of the step. A changed buffer becomes the mean over the shards that changed it, added by
-    the tree. Integer means are rounded down, so a step counter grows by one. Buffers of uint64 and
-    of quantized numbers are refused.
+    Batch norm normalises each shard by the shard's samples. Every shard starts from the buffers at
+    the start of the step. A changed buffer becomes the mean over the shards that changed it, added
+    by the tree. Integer means are rounded down, so a step counter grows by one. Buffers of uint64
+    and of quantized dtypes are refused.
 
     Equal bits need shards of equal sizes, dtypes and memory alignment; deterministic operators (on
     GPUs see ``torch.use_deterministic_algorithms``); and processors of one kind.
@@ -140,7 +144,7 @@ class ShardedStep(AbstractContextManager["ShardedStep"]):
             check_count("seed", seed, 0)
         devices = [_device_of(replica) for replica in self._replicas]
         _check_kinds(devices)
-        HookedParams(self._replicas)  # says which of them differ
+        HookedParams(self._replicas)  # raises if shapes or dtypes differ
         self._num_threads, self._seed = num_threads, seed
         self._owned: Communicator | None = None
         if comm is None and len(devices) > 1:
@@ -162,56 +166,57 @@ class ShardedStep(AbstractContextManager["ShardedStep"]):
 
         Args:
             loss_of: Called with a replica and a shard number, 0 to ``num_shards - 1``. Returns the
-                shard's loss, of one element, or None for a shard without samples. Its result must
-                depend on nothing else.
+                shard's loss, of one element, or None for a shard without samples. The loss must
+                depend only on the two arguments.
             watch: Called with ``"forward"``, ``"backward"`` or ``"wait"`` and the indices of
                 replicas. Returns a context manager for that phase.
 
         Returns:
-            The sum of all losses, float64, 0-dimensional, on the first replica's device. The host
-            does not wait for it.
+            The sum of all losses: float64, 0-dimensional, on the first replica's device. The host
+            does not wait for a GPU.
 
         Raises:
-            ArgumentError: ``loss_of`` is not callable, a loss is not a tensor of one element, or a
-                process begins with other parameters or buffers than rank 0.
-            RingarError: A replica begins with other parameters or buffers than rank 0.
-            UnsupportedError: Random numbers are drawn without a seed, or a buffer has a dtype
-                without sums.
+            ArgumentError: ``loss_of`` is not callable, a loss is not a tensor of one element, or
+                before the first step a process has other parameters or buffers than rank 0.
+            RingarError: Before the first step a replica has other parameters or buffers than the
+                first replica.
+            UnsupportedError: Random numbers are drawn without a seed, or a buffer has a dtype that
+                cannot be averaged.
 
-        Earlier ``grad`` is dropped. A parameter that a shard does not use counts as zeros there.
-        After an error in a shard buffers are unchanged, gradients are None, and other processes
-        wait until this process calls again, ends or is late.
+        Earlier gradients are dropped. A parameter that a shard does not use counts as zeros there.
+        After an error in a shard, buffers are unchanged and gradients are None. Other processes
+        then wait for this rank's next call, until their timeout.
         """
         if not callable(loss_of):
             raise ArgumentError(
                 f"loss_of is {kind_of(loss_of)}, expected a function of a replica and a shard"
             )
-        ranks = [_Rank(replica) for replica in self._replicas]
+        states = [_ReplicaState(replica) for replica in self._replicas]
         if self._is_unchecked:
             self._check_equal()
         try:
             with self._isolate_draws(), torch_threads(self._num_threads):
                 sums: list[list[Tensor]] = [
-                    _sum_tree(partial(self._run_shard, rank, i, loss_of, watch), self.shards[i])
-                    for i, rank in enumerate(ranks)
+                    _sum_tree(partial(self._run_shard, state, i, loss_of, watch), self.shards[i])
+                    for i, state in enumerate(states)
                 ]
             with watch("wait", *range(len(sums))):
                 if self._comm is not None:
                     mine: Any = sums if isinstance(self._comm, Communicator) else sums[0]
                     self._comm.all_reduce_coalesced(mine, order="tree")
         except BaseException:
-            for rank in ranks:
-                rank.restore()
-                rank.clear()
+            for state in states:
+                state.restore()
+                state.clear()
             raise
-        for rank, total in zip(ranks, sums, strict=True):
-            rank.finish(total)
+        for state, total in zip(states, sums, strict=True):
+            state.finish(total)
         self._is_first = False
         self.num_steps += 1
         return sums[0][-1]
 
     def close(self) -> None:
-        """Close the communicator, unless it was given. May be called again."""
+        """Close the communicator if the ShardedStep made it. Idempotent."""
         if self._owned is not None:
             self._owned.close()
 
@@ -220,7 +225,7 @@ class ShardedStep(AbstractContextManager["ShardedStep"]):
 
     @contextmanager
     def _isolate_draws(self) -> Iterator[None]:
-        """Restore the global generators; without a seed refuse draws in the first step."""
+        """Restore the global generators; without a seed, refuse draws in the first step."""
         devices = dict.fromkeys(map(_device_of, self._replicas))
         gpus = [device for device in devices if device.type == "cuda"]
         before = _read_generators(gpus) if self._seed is not None or self._is_first else []
@@ -241,27 +246,27 @@ class ShardedStep(AbstractContextManager["ShardedStep"]):
             )
 
     def _run_shard(
-        self, rank: _Rank, index: int, loss_of: LossOf, watch: Any, shard: int
+        self, state: _ReplicaState, index: int, loss_of: LossOf, watch: Any, shard: int
     ) -> list[Tensor]:
-        """Return gradients, changed buffers, flags of changed buffers, and loss of a shard."""
-        rank.clear()
+        """Return a shard's gradients, changed buffers, flags of changed buffers, and loss."""
+        state.clear()
         if self._seed is not None:
             _seed_all(f"{self._seed} {self.num_steps} {shard}")
         with watch("forward", index):
-            loss = loss_of(rank.replica, shard)
-        total = torch.zeros((), dtype=torch.float64, device=_device_of(rank.replica))
+            loss = loss_of(state.replica, shard)
+        total = torch.zeros((), dtype=torch.float64, device=_device_of(state.replica))
         if loss is None:
-            return [*rank.take(), total]
+            return [*state.take(), total]
         is_tensor = isinstance(loss, Tensor)
         if not is_tensor or loss.numel() != 1 or loss.is_complex():
-            what = f"of {tuple(loss.shape)}, {loss.dtype}" if is_tensor else kind_of(loss)
+            got = f"of {tuple(loss.shape)}, {loss.dtype}" if is_tensor else kind_of(loss)
             raise ArgumentError(
-                f"the loss of shard {shard} is {what}, expected one real number or None"
+                f"the loss of shard {shard} is {got}, expected one real number or None"
             )
         if loss.requires_grad:
             with watch("backward", index):
                 loss.backward()  # type: ignore[no-untyped-call]
-        return [*rank.take(), total.copy_(loss.detach().reshape(()))]
+        return [*state.take(), total.copy_(loss.detach().reshape(()))]
 
     def _check_equal(self) -> None:
         everything = [
@@ -276,14 +281,14 @@ class ShardedStep(AbstractContextManager["ShardedStep"]):
             check_agreed(self._comm, [f"parameters and buffers {digest}"], device)
 
 
-class _Rank:
-    """A replica, and its buffers at the start of the step."""
+class _ReplicaState:
+    """A replica, and copies of its buffers at the start of the step."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.params = [param for param in _tensors(replica) if param.requires_grad]
         modules = replica.modules() if isinstance(replica, nn.Module) else ()
-        # By name: a module may replace the tensor.
+        # By name, because a module may replace the tensor.
         self._held: list[tuple[dict[str, Any], str]] = []
         for part in modules:
             for name, buffer in part._buffers.items():
@@ -297,7 +302,10 @@ class _Rank:
         return [buffers[name] for buffers, name in self._held]
 
     def take(self) -> list[Tensor]:
-        """Return gradients, changed buffers, and flags of changed buffers; reset both."""
+        """Return gradients, changed buffers and flags of changed buffers.
+
+        Sets gradients to None, and buffers to their values at the start of the step.
+        """
         for param in self.params:
             give_own_memory(param)
         found = [
@@ -332,13 +340,13 @@ class _Rank:
         totals = sums[len(self.params) :]
         for i, (buffer, was) in enumerate(zip(self.buffers, self.old, strict=True)):
             total, count = totals[i], sums[-2][i]
-            few = count.clamp(min=1)
-            mean = total / few if total.is_floating_point() else total // few
+            divisor = count.clamp(min=1)
+            mean = total / divisor if total.is_floating_point() else total // divisor
             buffer.copy_(_narrow(torch.where(count > 0, mean, _wide(was)), was.dtype))
 
 
 def _sum_tree(run: Callable[[int], list[Tensor]], shards: Sequence[int]) -> list[Tensor]:
-    """Return T over the results of the shards, in order; the module docstring defines T."""
+    """Return T over the shards' results; the module docstring defines T."""
     if len(shards) == 1:
         return run(shards[0])
     mid = 2 ** ((len(shards) - 1).bit_length() - 1)
@@ -358,12 +366,12 @@ def _check_kinds(devices: Sequence[torch.device]) -> None:
         if kind != kinds[0]:
             raise ArgumentError(
                 f"replicas[{rank}] is on {devices[rank]} ({kind}) and replicas[0] on {devices[0]} "
-                f"({kinds[0]}), which round differently: expected devices of one kind"
+                f"({kinds[0]}), which round differently: expected devices of one model"
             )
     if devices[0].type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         logger.warning(
-            "shards on GPUs have the same bits everywhere only as far as torch's kernels are "
-            "deterministic: see torch.use_deterministic_algorithms"
+            "ShardedStep on GPUs has the same bits on any number of ranks only with deterministic "
+            "kernels: call torch.use_deterministic_algorithms(True)"
         )
 
 
@@ -384,7 +392,7 @@ def _tensors(replica: Replica) -> Iterator[Tensor]:
 
 
 def _check_has_sums(name: str, buffer: Tensor) -> None:
-    if not (buffer.dtype in _WHOLE or buffer.is_floating_point() or buffer.is_complex()):
+    if not (buffer.dtype in _INTEGERS or buffer.is_floating_point() or buffer.is_complex()):
         raise UnsupportedError(
             f"buffer {name!r} has dtype {buffer.dtype}, expected a float, complex, bool or integer "
             "dtype within int64, of which a ShardedStep takes the mean over shards: convert it, or "
@@ -393,7 +401,7 @@ def _check_has_sums(name: str, buffer: Tensor) -> None:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Convert to the dtype of the sum: at least float32, or int64; complex numbers to pairs."""
+    """Convert to the dtype of sums: float32 or wider, int64, complex numbers as pairs."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_floating_point():
@@ -402,17 +410,17 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _narrow(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert what `_wide` has made of a tensor back to its dtype."""
+    """Convert a result of `_wide` back to a dtype."""
     if dtype.is_complex:
         return torch.view_as_complex(tensor.to(dtype.to_real()).contiguous())
     return tensor.to(dtype)
 
 
 def _read_generators(gpus: Sequence[torch.device]) -> list[Any]:
-    """Return the states of the global generators, as values that can be compared."""
+    """Return the states of the global generators as comparable values."""
     states: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
     states += [torch.cuda.get_rng_state(gpu).tolist() for gpu in gpus]
-    numpy = sys.modules.get("numpy")  # without it none of its numbers are drawn
+    numpy = sys.modules.get("numpy")  # not imported: NumPy draws no numbers
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
         states.append((kind, keys.tolist(), *rest))

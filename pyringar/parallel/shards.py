@@ -1,4 +1,4 @@
-"""Helpers for data parallelism by hand: copies, shards, accuracy, comparison of replicas.
+"""Helpers for data parallel loops: copies of parameters, shards, accuracy, equality of replicas.
 
 One process drives all ranks. Lists hold one entry per rank, in rank order.
 """
@@ -21,20 +21,20 @@ from pyringar.errors import ArgumentError, RingarError
 Device = str | torch.device
 Devices = Sequence[torch.device]  # one per rank
 Shards = tuple[Tensor, ...]
-Split = tuple[Shards, Shards]  # of samples and labels
+Split = tuple[Shards, Shards]  # samples, labels
 SplitFunction = Callable[[Tensor, Tensor, Devices], tuple[Sequence[Tensor], Sequence[Tensor]]]
-Replica = Callable[[Tensor], Tensor]  # a module, too
+Replica = Callable[[Tensor], Tensor]  # a function or module
 
 
 def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
-    """Copy parameters to a device, as leaves that collect gradients, also on the same device.
+    """Copy parameters to a device, as new leaves with ``requires_grad``.
 
     Args:
-        params: Floating point or complex tensors, any shapes. Not changed.
-        device: Target device.
+        params: Floating point or complex tensors of any shape; unchanged.
+        device: Device of the copies. Parameters on this device are copied, too.
 
     Returns:
-        One leaf per parameter, same shape and dtype, with ``requires_grad`` and no gradient.
+        One leaf per parameter, with its shape and dtype, ``requires_grad`` and no gradient.
 
     Raises:
         ArgumentError: The device does not exist, or a parameter cannot have gradients.
@@ -48,25 +48,23 @@ def get_params(params: Iterable[Tensor], device: Device) -> list[Tensor]:
     for i, param in enumerate(params):
         check_tensor(f"params[{i}]", param)
         if not (param.is_floating_point() or param.is_complex()):
-            raise ArgumentError(
-                f"params[{i}] is {param.dtype}, expected floating point: others have no gradients"
-            )
+            raise ArgumentError(f"params[{i}] is {param.dtype}, expected floating point or complex")
         copies.append(param.detach().to(target, copy=True).requires_grad_())
     return copies
 
 
 def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
-    """Return the number of samples of each rank, which add up to ``n``.
+    """Return the number of samples of each rank; the sizes add up to ``n``.
 
-    Without weights the sizes are those of ``torch.tensor_split``. With weights shares are rounded
-    down, and the largest remainders get the rest, the lower rank first among equals.
+    Without weights, sizes are as in ``torch.tensor_split``. With weights, shares are rounded down,
+    and the ranks with the largest remainders get one more sample. On ties the lower rank gets it.
     """
     check_count("n", n, 0)
     check_count("num_shards", num_shards, 1)
     if weights is None:
         small, left_over = divmod(n, num_shards)
         return [small + (rank < left_over) for rank in range(num_shards)]
-    # Fractions: with floats a share that is a whole number may be off by one.
+    # Fractions, because floats may round the share of a rank down by one sample.
     exact = _check_weights(weights, num_shards)
     total = sum(exact)
     shares = [n * weight / total for weight in exact]
@@ -103,16 +101,16 @@ def _check_weights(weights: Sequence[float], num_shards: int) -> list[Fraction]:
 def split_batch(
     X: Tensor, y: Tensor, devices: Sequence[Device], weights: Sequence[float] | None = None
 ) -> Split:
-    """Cut a batch into exactly one shard per rank, each on its rank's device.
+    """Cut a batch into one shard per rank, on the rank's device.
 
-    With fewer samples than ranks the last shards are empty. Their gradients are zeros.
+    With fewer samples than ranks the last shards are empty, and their gradients are zeros.
 
     Args:
         X: Samples, ``(n, ...)``.
         y: Labels, ``(n, ...)``.
         devices: One device per rank. Ranks may share a device.
-        weights: Relative shares of the ranks, for devices of unequal speed. Sum the loss over the
-            shards and divide by ``n``: then every split gives the same gradient.
+        weights: Relative shares of the ranks, for devices of unequal speed. Divide the sum of the
+            losses of a shard by ``n``: then every split gives the same gradient.
 
     Returns:
         ``(X_shards, y_shards)``: two tuples of ``len(devices)`` tensors, in sample order. A shard
@@ -134,16 +132,16 @@ def split_batch(
 
 
 def cut(tensor: Tensor, sizes: Sequence[int], devices: Devices, dim: int = 0) -> list[Tensor]:
-    """Split a tensor along ``dim`` into one shard per rank, each on its rank's device.
+    """Split a tensor along ``dim`` into one shard per rank, on the rank's device.
 
-    Shards on the tensor's device are views, which a module may write; copies if the tensor requires
-    a gradient.
+    Shards on the tensor's device are views that a module may write, or copies if the tensor
+    requires a gradient.
     """
     parts = torch.split(tensor, list(sizes), dim)
     if tensor.requires_grad and torch.is_grad_enabled():
         return [part.to(d, copy=True) for part, d in zip(parts, devices, strict=True)]
-    # Only the first shard with samples shares the tensor's version counter. With a common counter
-    # a write of one rank would invalidate tensors that autograd saved for another rank.
+    # Only the first shard with samples keeps the tensor's version counter. With one counter for
+    # all shards, a write by one rank would invalidate tensors that autograd saved on another rank.
     first = next((rank for rank, size in enumerate(sizes) if size), 0)
     own = [part.detach() if rank == first else part.data for rank, part in enumerate(parts)]
     return [part.to(device) for part, device in zip(own, devices, strict=True)]
@@ -156,19 +154,19 @@ def evaluate_accuracy_gpus(
     *,
     devices: Sequence[Device] | None = None,
 ) -> float:
-    """Return the fraction of samples that the replicas classify correctly, using every rank.
+    """Return the fraction of samples that the replicas classify correctly.
 
-    Hits are counted and divided once, so the result is the same for any number of ranks. Modules
-    run in eval mode, and then return to their modes. Batch norm uses the running statistics of the
-    replica that sees the sample.
+    Every rank classifies its shard of every batch. Correct samples are counted and divided once, so
+    the result is the same for any number of ranks. Modules run in eval mode; afterwards their modes
+    are restored. Batch norm uses the running statistics of the replica that gets the sample.
 
     Args:
-        replicas: One module or function per rank: samples ``(n, ...)`` to scores ``(n, classes)``.
-            Or a single module, also a `pyringar.DataParallel`.
+        replicas: One module or function per rank, from samples ``(n, ...)`` to scores
+            ``(n, classes)``. Or a single module, such as a `pyringar.DataParallel`.
         data_iter: Batches ``(X, y)`` with class indices ``y`` of shape ``(n,)``.
         split_f: Cuts a batch for the ranks, called as ``split_f(X, y, devices)``.
-        devices: One device per rank. Default: the device of a module's first parameter or buffer,
-            else the CPU.
+        devices: One device per rank. Default: the device of the replica's first parameter or
+            buffer, or the CPU.
 
     Raises:
         ArgumentError: No replicas, no samples, shapes that do not fit, or arguments of other types.
@@ -182,10 +180,10 @@ def evaluate_accuracy_gpus(
 def count_correct(
     replicas: Any, data_iter: Any, split_f: SplitFunction, devices: Sequence[Device] | None
 ) -> tuple[int, int]:
-    """Return the numbers of correctly classified samples and of all samples.
+    """Return the number of correctly classified samples and the number of all samples.
 
-    ``replicas`` may be of this process only, if ``split_f`` returns only their shards. See
-    `evaluate_accuracy_gpus` for the other arguments and errors.
+    ``replicas`` may hold local ranks only, if ``split_f`` returns only the shards of local ranks.
+    See `evaluate_accuracy_gpus` for arguments and errors.
     """
     is_single = callable(replicas) and not isinstance(replicas, nn.ModuleList)
     ranks: Sequence[Replica] = [replicas] if is_single else replicas
@@ -229,7 +227,7 @@ def _count_hits(
 ) -> tuple[int, int]:
     if not isinstance(data_iter, Iterable):
         raise ArgumentError(f"data_iter is {kind_of(data_iter)}, expected batches (X, y)")
-    # The counts stay on their devices until the end: reading a count would wait for its GPU.
+    # Counts stay on their devices until the end, because reading a count waits for its GPU.
     hits = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
     total = 0
     for i, batch in enumerate(data_iter):
@@ -258,15 +256,17 @@ def _count_hits(
 
 
 def check_replicas_equal(replicas: Sequence[Sequence[Tensor]]) -> None:
-    """Raise unless every rank holds the same bits.
+    """Raise RingarError unless all ranks hold the same bits.
 
-    Equal NaNs are equal, and 0.0 is not -0.0. Cost: a pass over the memory, one wait per device.
+    NaNs with equal bits are equal; 0.0 and -0.0 differ. Cost: one pass over the memory, one wait
+    per device.
 
     Args:
-        replicas: ``replicas[rank][i]``. Tensor ``i`` has the same shape and dtype on all ranks.
+        replicas: Tensors, as ``replicas[rank][i]``. Tensor ``i`` has one shape and dtype on all
+            ranks.
 
     Raises:
-        RingarError: Names the first parameter that differs, the rank, and how many elements.
+        RingarError: Bits differ. Names the first such parameter, the rank, the number of elements.
         ArgumentError: The ranks hold different numbers, shapes or dtypes of tensors.
     """
     if any(bool(flag) for flag in mismatch_flags(replicas)):
@@ -274,7 +274,7 @@ def check_replicas_equal(replicas: Sequence[Sequence[Tensor]]) -> None:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of all bits of some tensors: 14 hexadecimal digits, which fit an int64."""
+    """Return a digest of the bits of all tensors: 14 hexadecimal digits, which fit an int64."""
     digest = hashlib.blake2b(digest_size=7)
     for tensor in tensors:
         digest.update(bits_of(tensor).reshape(-1).cpu().numpy().data)
@@ -282,10 +282,10 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 
 def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return, for each rank after the first, a 0-dimensional bool: its bits differ from rank 0's.
+    """Return a 0-dimensional bool for each rank above 0: True if its bits differ from rank 0's.
 
-    Each flag is on its rank's device, and the host does not wait. Cost on a GPU: one copy and one
-    comparison. See `check_replicas_equal` for errors.
+    A flag is on the rank's device, and the host does not wait for it. Cost on a GPU: one copy and
+    one comparison. See `check_replicas_equal` for errors.
     """
     check_each(replicas, "a list of tensors, such as list(module.parameters()),", is_list)
     for rank, tensors in enumerate(replicas):
@@ -297,7 +297,7 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         equal = (all(map(has_bits, tensors, first)) for tensors in others)
         return [torch.tensor(not is_equal) for is_equal in equal]
     wanted = _pack(first)
-    packed = (_pack(tensors) for tensors in others)  # one rank at a time, for its memory
+    packed = (_pack(tensors) for tensors in others)  # lazily: the memory of one rank
     return [(mine != wanted.to(mine.device)).any() for mine in packed]
 
 
@@ -310,7 +310,7 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """View the memory as integers, to compare it bit by bit."""
+    """View a tensor as integers, to compare it bit by bit."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     reals = _reals(tensor)
     return reals.view(integers[reals.element_size()])
@@ -326,7 +326,7 @@ def _reals(tensor: Tensor) -> Tensor:
 
 
 def check_each(replicas: Any, expected: str, is_right: Callable[[Any], bool]) -> None:
-    """Raise ArgumentError unless ``replicas`` is a list with an entry of this kind per rank."""
+    """Raise ArgumentError unless ``replicas`` is a non-empty list of valid entries."""
     if not isinstance(replicas, (list, tuple, nn.ModuleList)) or not replicas:
         empty = "an empty list" if isinstance(replicas, (list, tuple)) else kind_of(replicas)
         raise ArgumentError(f"replicas is {empty}, expected a list with {expected} per rank")
@@ -357,13 +357,13 @@ def _describe_mismatch(replicas: Sequence[Sequence[Tensor]]) -> str:
             theirs = _reals(reference).to(ours.device)
             different = bits_of(ours) != bits_of(theirs)
             if count := int(different.sum()):
-                here, there = ours[different][0].item(), theirs[different][0].item()
+                value, reference_value = ours[different][0].item(), theirs[different][0].item()
                 return (
                     f"the replicas have diverged: parameter {i}, shape {tuple(ours.shape)}, on "
                     f"rank {rank} differs from rank 0 in {count} of {ours.numel()} elements "
-                    f"(first: {here!r} instead of {there!r})"
+                    f"(first: {value!r} instead of {reference_value!r})"
                 )
-    return "the replicas have diverged, but were equal again when looked at: something still writes"
+    return "the replicas differed, but are equal now: another thread or stream still writes to them"
 
 
 def check_tensor(name: str, value: Any) -> None:

@@ -25,7 +25,7 @@ from process_checks import (
     open_memories,
 )
 from promises import BODIES
-from ranks import Crew
+from rank_processes import Crew
 from running import CallOutcome, outcome_of
 from transports import TRANSPORTS, LaunchTransport, TorchCalls
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from oracle import same_bits
 from process_checks import PROMPT_S, mapped_memories, open_memories, settled, thread_ids
 from promises import promise
-from ranks import another
+from rank_processes import another
 from running import CallOutcome, outcome_of
 from transports import device_of
 

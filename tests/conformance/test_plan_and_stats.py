@@ -5,7 +5,7 @@ import torch
 from oracle import limit_bytes
 from pairs import make_pair
 from promises import parameters
-from ranks import another, on_ranks
+from rank_processes import another, on_ranks
 
 from pyringar.comm.topology import Topology, choose
 

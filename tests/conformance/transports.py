@@ -21,7 +21,7 @@ import torch.distributed as dist
 from call_cases import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Placed
 from naive_transport import NaiveTransport
 from oracle import NATIVE, limit_bytes, piece_elems
-from ranks import Crew, another, connect, crews, join
+from rank_processes import Crew, another, connect, crews, join
 from running import (
     BOUND,
     PYTHON,

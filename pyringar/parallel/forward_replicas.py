@@ -1,7 +1,7 @@
-"""Replicas of a module for one forward pass, whose gradients reach the module's own parameters.
+"""Replicas of a module for one forward pass of DataParallel.
 
-The parameters of a replica are outputs of one autograd node per bucket, whose backward reduces the
-ranks' gradients in rank order.
+The parameters of the replicas are outputs of autograd nodes, one per bucket of parameters. The
+backward of a node sums the ranks' gradients into the gradients of the module's own parameters.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from pyringar.errors import ArgumentError, UnsupportedError
 
 
 class RankCopies:
-    """Copies of a module's tensors for the other ranks, which stay allocated between calls.
+    """Copies of a module's tensors for ranks 1, 2, ..., which stay allocated between calls.
 
-    Every call writes all of them, because an assignment through ``.data`` changes a parameter
-    unnoticed. A copy that a pending backward pass has saved is replaced by a new one. ``order``: of
-    the reduction.
+    Every call writes all copies: writes through ``.data`` do not change a parameter's version. If a
+    pending backward pass has saved a copy, the call allocates a new copy. ``order``: the order of
+    the gradients' sum.
     """
 
     def __init__(self, devices: Sequence[torch.device], order: Order) -> None:
         self.devices = tuple(devices)
         self._comm = Communicator(self.devices, order=order)
-        self._entries: Any = WeakTensorKeyDictionary()  # from tensors of the module to _Entry
+        self._entries: Any = WeakTensorKeyDictionary()  # _Entry by tensor of the module
         self.lock = threading.RLock()
 
     @torch.no_grad()
     def refresh(self, sources: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Copy ``sources``; return ``copies[n][i]`` for ranks 1, 2, ..."""
+        """Copy ``sources`` to ranks 1, 2, ...; return the copies, as ``copies[rank - 1][i]``."""
         if torch._C._len_torch_dispatch_stack() or _has_transforms():
             return [[t.detach().to(d, copy=True) for t in sources] for d in self.devices[1:]]
         with self.lock, torch.inference_mode(False):
@@ -47,7 +47,7 @@ class RankCopies:
             if fused:
                 columns = [[sources[i], *entries[i].copies] for i in fused]
                 self._comm.broadcast_coalesced([list(mine) for mine in zip(*columns, strict=True)])
-            # Tensors of their own for every call: what a graph saves of them holds the memory.
+            # New tensors per call: a graph that saves one raises the count of storage users.
             copies = [[copy.detach() for copy in entry.copies] for entry in entries]
         return [list(column) for column in zip(*copies, strict=True)]
 
@@ -55,7 +55,7 @@ class RankCopies:
     def reduce(self, lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
         """Return the sums of ``lists[rank][i]`` over ranks, on rank 0's device.
 
-        None counts as zeros, but not on all ranks.
+        None counts as zeros; for every ``i`` at least one rank has a tensor.
         """
         columns = [list(column) for column in zip(*lists, strict=True)]
         fused = [
@@ -87,7 +87,10 @@ class RankCopies:
 
 
 class _Entry:
-    """The copies of one tensor, one per rank; not ``is_fused``: copied anew for every call."""
+    """The copies of one tensor for ranks 1, 2, ...
+
+    ``is_fused``: the communicator can write the copies, so that calls reuse their memory.
+    """
 
     def __init__(self, source: Tensor, devices: Sequence[torch.device]) -> None:
         self.is_fused = _is_fusable(source) and _without_overlap(source) is source
@@ -99,7 +102,7 @@ class _Entry:
             self.copies = [source.detach().to(d, copy=True) for d in devices]
 
     def is_free_for(self, source: Tensor) -> bool:
-        """Return whether the copies fit the source, and nothing else uses their memory."""
+        """Return True if the copies have the source's layout, and no graph uses their memory."""
         copy = self.copies[0]
         return (
             self.is_fused
@@ -116,12 +119,14 @@ def _is_fusable(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and tensor.dtype in DTYPES
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # of is_grads_batched=True
+        and not torch._C._functorch.is_legacy_batchedtensor(
+            tensor
+        )  # autograd.grad(is_grads_batched=True)
     )
 
 
 def _without_overlap(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if several of its elements may share memory."""
+    """Return the tensor, or a contiguous copy if its elements may overlap in memory."""
     is_dense = tensor.ndim in (4, 5) and tensor.is_contiguous(
         memory_format=torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
     )
@@ -138,7 +143,7 @@ def _sum(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
 
 class _Replicate(torch.autograd.Function):
-    """Parameters to one tensor per rank and parameter; backward reduces over ranks."""
+    """Copy each parameter to all ranks; backward sums the gradients over ranks."""
 
     @staticmethod
     def forward(
@@ -151,7 +156,7 @@ class _Replicate(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.owner, _, *params = inputs
         ctx.num_params = len(params)
-        # Rank 0's device comes last and stays current.
+        # Enter the stream of rank 0's device last, so that this device is current.
         devices = ctx.owner.devices
         gpus = {device for device in devices if device.type == "cuda"}
         ordered = sorted(gpus, key=lambda gpu: gpu == devices[0])
@@ -165,7 +170,7 @@ class _Replicate(torch.autograd.Function):
         used = [i for i in range(n) if any(mine[i] is not None for mine in by_rank)]
         found: list[Tensor | None] = [None] * n
         if used:
-            apply: Any = _Reduce.apply  # torch 2.13 does not type it, torch 2.15 does
+            apply: Any = _Reduce.apply  # Any: torch 2.13 has no type for `apply`
             with ExitStack() as stack:
                 for stream in ctx.streams:
                     stack.enter_context(torch.cuda.stream(stream))
@@ -176,9 +181,9 @@ class _Replicate(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Sum over ranks; backward, for gradients of gradients, copies to all ranks."""
+    """Sum over ranks; backward (for double backward) copies to all ranks."""
 
-    generate_vmap_rule = True  # for batched gradients, such as the rows of a Jacobian
+    generate_vmap_rule = True  # for batched gradients, such as rows of a Jacobian
 
     @staticmethod
     def forward(owner: RankCopies, num_tensors: int, *sources: Tensor | None) -> tuple[Tensor, ...]:
@@ -199,7 +204,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Bucket:
-    """Tensors of the module that one autograd node replicates at their first use."""
+    """Tensors of the module that one autograd node replicates when a layer first reads one."""
 
     def __init__(self, owner: RankCopies, home: int) -> None:
         self._owner, self._home = owner, home
@@ -224,13 +229,15 @@ class _Bucket:
         if trained:
             copies = [[mine[i] for i in trained] for mine in by_rank]
             apply: Any = _Replicate.apply
-            # A layer under no_grad may be the first to use the bucket, and not the last.
+            # A layer under no_grad may read the bucket first, and other layers need gradients.
             with torch.enable_grad():
                 outputs = iter(apply(self._owner, copies, *copies[self._home]))
             for mine in by_rank:
                 for i in trained:
                     mine[i] = next(outputs)
-                    vars(mine[i]).update(vars(self.tensors[i]))  # attributes, as of a user's tags
+                    vars(mine[i]).update(
+                        vars(self.tensors[i])
+                    )  # attributes that a user set on the parameter
         return by_rank
 
 
@@ -239,9 +246,9 @@ class Replicas:
 
     A replica is a shallow copy, as in ``nn.DataParallel``: it shares everything with the module
     except parameters, buffers and children. The rank ``home``, on rank 0's device, uses the
-    module's own memory and buffers. An autograd node has tensors of ``bucket_bytes``; None: all.
-    ArgumentError names a tensor on another device or without values, UnsupportedError a scripted
-    module.
+    module's own memory and buffers. ``bucket_bytes``: bytes of parameters per autograd node; None:
+    one node. Raises ArgumentError for a lazy parameter or a tensor on another device than rank 0,
+    UnsupportedError for a scripted module.
     """
 
     def __init__(
@@ -249,7 +256,7 @@ class Replicas:
     ) -> None:
         self._module, self._owner, self._home = module, owner, home
         self._modules: list[Any] = list(module.modules())
-        self._places: dict[int, tuple[_Bucket, int]] = {}  # by id of the tensor
+        self._places: dict[int, tuple[_Bucket, int]] = {}  # bucket and index, by id of the tensor
         self._limit = float("inf") if bucket_bytes is None else bucket_bytes
         self._buckets: list[_Bucket] = []
         for name, part in module.named_modules():
@@ -268,11 +275,11 @@ class Replicas:
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether a part is compiled, and so bound to the module itself."""
+        """Return True if a submodule is compiled: compiled code cannot run on a shallow copy."""
         return any(m._compiled_call_impl or "_orig_mod" in m._modules for m in self._modules)
 
     def make(self, rank: int) -> nn.Module:
-        """Return the replica of a rank. Make all before the first one runs."""
+        """Return the replica of a rank. Make all replicas before the first one runs."""
         twins = {id(part): _shallow_copy(part) for part in self._modules}
         for part in self._modules:
             twin = twins[id(part)]
@@ -289,7 +296,7 @@ class Replicas:
         return replica
 
     def named_tensors(self, rank: int) -> dict[str, Tensor]:
-        """Return a rank's tensors by their names in the module, without buffers for ``home``."""
+        """Return a rank's parameters and buffers by name; for ``home`` only parameters."""
         named: list[tuple[str, Tensor]] = [*self._module.named_parameters(remove_duplicate=False)]
         if rank != self._home:
             named += self._module.named_buffers(remove_duplicate=False)
@@ -318,7 +325,8 @@ class Replicas:
         bucket.add(tensor)
 
     def _bucket_for(self, param: Any) -> _Bucket:
-        # autograd runs the hooks of every parameter of a node, also of one that no rank has used.
+        # Autograd runs the hooks of all parameters of a node, even of unused parameters. So a
+        # parameter with hooks gets a node by itself.
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             return _Bucket(self._owner, self._home)
         if not self._buckets or self._buckets[-1].nbytes >= self._limit:
@@ -330,7 +338,7 @@ def _shallow_copy(part: Any) -> Any:
     kind: Any = type(part)
     if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
         return part._replicate_for_data_parallel()
-    twin = kind.__new__(kind)  # as torch's, without its calls of __setattr__: a third of the time
+    twin = kind.__new__(kind)  # like torch's method; takes a third of its time without __setattr__
     vars(twin).update(vars(part), _modules={}, _is_replica=True)
     return twin
 
@@ -341,20 +349,20 @@ def _has_transforms() -> bool:
 
 
 def _outside_of_transforms() -> AbstractContextManager[Any]:
-    """Leave torch.func's transforms that the module itself has entered."""
+    """Suspend the torch.func transforms that the running forward pass has entered."""
     functorch: Any = torch._C._functorch
     keys = [layer.key() for layer in functorch.get_interpreter_stack() or ()]
-    if functorch.TransformType.Functionalize in keys:  # torch raises; without, gradients are lost
+    if functorch.TransformType.Functionalize in keys:  # torch cannot suspend it: no gradients
         return nullcontext()
     return temporarily_clear_interpreter_stack()
 
 
 class _WhenUsed(dict[str, Any]):
-    """A replica's tensors by name, replicated at the first read."""
+    """A replica's parameters by name; the first read replicates the bucket."""
 
     def __init__(self, replicas: Replicas, own: Mapping[str, Any], rank: int) -> None:
         super().__init__(own)
-        self._own = dict(own)  # a tensor that is still here has not been replicated
+        self._own = dict(own)  # an equal entry of self is not replicated yet
         self._replicas, self._rank = replicas, rank
 
     def __getitem__(self, name: str) -> Any:
@@ -365,7 +373,7 @@ class _WhenUsed(dict[str, Any]):
         return held
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (self.items(),)  # of a copy of the module
+        return dict, (self.items(),)  # copies and pickles are plain dicts
 
     def get(self, name: str, default: Any = None) -> Any:
         if name not in self:

@@ -1,4 +1,4 @@
-"""Two machines with a cable between them: network namespaces joined by a veth pair.
+"""Two simulated machines: network namespaces connected by a veth pair.
 
 Needs root, Linux, and `ip` (iproute2).
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """One end of the cable: a network namespace, its network device and IPv4 address."""
+    """A network namespace with its network device and IPv4 address."""
 
     name: str
     link: str
@@ -50,7 +50,7 @@ def two_machines() -> Iterator[list[Machine]]:
     names = [(f"ringar{number}{end}", f"rv{number}{end}") for end in "ab"]
     first, second = ends = [Machine(*name, f"{net}.{at}") for at, name in enumerate(names, 1)]
     with contextlib.ExitStack() as stack:
-        for end in ends:  # the veth pair ends with them
+        for end in ends:  # deleting a namespace also deletes its veth device
             _run("ip", "netns", "add", end.name)
             stack.callback(_run, "ip", "netns", "del", end.name)
         _run("ip", "link", "add", first.link, "type", "veth", "peer", "name", second.link)

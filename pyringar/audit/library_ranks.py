@@ -1,4 +1,4 @@
-"""Start the ranks of a library, a process each, and have them reduce tensors."""
+"""Audit target whose ranks are processes that call gloo, NCCL or pyringar."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from torch._C._distributed_c10d import TCPStore
 from pyringar.audit.probes import TargetError, dtype_name
 
 Options = dict[str, Any]
-_UNALIGNED = 7  # elements, before a tensor that begins inside a buffer
-_START_S = 120.0  # most time until all ranks have met: an engine may have to be compiled
+_UNALIGNED = 7  # elements before an unaligned tensor in its buffer
+_START_S = 120.0  # limit for the start of all ranks, which may compile the engine
 
 
-class Ranks:
-    """The ranks of a library as a `Target`, started at the first call and after a failure."""
+class LibraryTarget:
+    """An `AuditTarget` with one process per rank; a call after a failure restarts all ranks."""
 
     ways: tuple[str, ...] = ("in place", "unaligned", "async")
 
@@ -44,7 +44,7 @@ class Ranks:
         self._channels: list[Connection] = []
         self._processes: list[BaseProcess] = []
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> LibraryTarget:
         try:
             self._start()
         except BaseException:
@@ -70,14 +70,14 @@ class Ranks:
         if not self._channels:
             self._start()
         k, numel, dtype = len(inputs), inputs[0].numel(), inputs[0].dtype
-        what = f"{dtype_name(dtype)}, {numel} elements, {k} ranks, {way}"
+        call = f"{dtype_name(dtype)}, {numel} elements, {k} ranks, {way}"
         request = (dtype_name(dtype), k, way, [0, *cuts, numel])
         data = [memory_of(x.contiguous()) for x in inputs] + [b""] * (self.ranks - k)
-        results = self._ask(what, [(*request, mine) for mine in data], self._timeout_s)
+        results = self._ask(call, [(*request, mine) for mine in data], self._timeout_s)
         return [torch.frombuffer(bytearray(mine), dtype=dtype) for mine in results[:k]]
 
-    def _ask(self, what: str, requests: Sequence[Any], seconds: float) -> list[Any]:
-        """Send each rank its request; return the answers by rank, or raise TargetError."""
+    def _ask(self, call: str, requests: Sequence[Any], seconds: float) -> list[Any]:
+        """Send each rank a request; return the answers by rank, or raise TargetError."""
         answers: dict[int, tuple[str, Any]] = {}
         late: list[int] = []
 
@@ -89,7 +89,7 @@ class Ranks:
         timer = threading.Timer(seconds, end)
         timer.start()
         try:
-            with contextlib.suppress(OSError):  # a rank is gone: it has no answer
+            with contextlib.suppress(OSError):  # a rank has exited
                 for channel, request in zip(self._channels, requests, strict=False):
                     channel.send(request)
             for rank, channel in enumerate(self._channels):
@@ -100,19 +100,19 @@ class Ranks:
             timer.join()
         lost = late or [rank for rank in range(self.ranks) if rank not in answers]
         failed = [rank for rank, (kind, _) in answers.items() if kind == "failed"]
-        if lost or 0 < len(failed) < self.ranks:  # the others may wait for these
+        if lost or 0 < len(failed) < self.ranks:  # remaining ranks may wait in the call
             self.close()
         if late:
-            raise TargetError(what, f"no answer of rank {', '.join(map(str, late))} in time")
+            raise TargetError(call, f"no answer of rank {', '.join(map(str, late))} in time")
         if lost:
-            raise TargetError(what, f"rank {lost[0]} ended")
+            raise TargetError(call, f"rank {lost[0]} ended")
         if failed:
-            raise TargetError(f"{what}, rank {failed[0]}", answers[failed[0]][1])
+            raise TargetError(f"{call}, rank {failed[0]}", answers[failed[0]][1])
         return [answers[rank][1] for rank in range(self.ranks)]
 
     def _start(self) -> None:
         library = self._options["library"]
-        # A fork has torch already, but cannot use CUDA.
+        # A forked process has imported torch already, but cannot use CUDA.
         context: Any = multiprocessing.get_context("spawn" if library == "nccl" else "fork")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.ranks):
@@ -120,7 +120,7 @@ class Ranks:
             options = {**self._options, "rank": rank, "port": self._store.port}
             process = context.Process(target=serve, args=(theirs, options), daemon=True)
             with warnings.catch_warnings():
-                # Python 3.12 warns of threads at a fork: idle pools, which the child does not use.
+                # Python 3.12 warns of threads at a fork; the child uses no thread of the parent.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
             theirs.close()
@@ -129,8 +129,8 @@ class Ranks:
         self.name = f"{library} {self._ask(f'the start of {library}', [], _START_S)[0]}"
 
 
-class Rank:
-    """This process's rank of a library; `pyringar.ProcessCommunicator` is one."""
+class LibraryRank:
+    """The rank of this process, in a process group or a `pyringar.ProcessCommunicator`."""
 
     def __init__(self, options: Options) -> None:
         self.rank: int = options["rank"]
@@ -143,7 +143,7 @@ class Rank:
         if self._is_ringar:
             version = importlib.metadata.version("pyringar")
             self.version = f"{version}, order={options['order']}, {self.version}"
-            self.prepare(options["ranks"])  # compiles the engine if need be
+            self.prepare(options["ranks"])  # may compile the engine
             return
         if options["library"] == "nccl":
             self._device = torch.device("cuda", self.rank)
@@ -159,7 +159,7 @@ class Rank:
         )
 
     def prepare(self, k: int) -> None:
-        """Make the group of the first ``k`` ranks; all ranks take part."""
+        """Make the group of the first ``k`` ranks; all ranks must call this."""
         if k in self._groups:
             return
         if not self._is_ringar:
@@ -187,19 +187,19 @@ class Rank:
 
 
 def serve(channel: Connection, options: Options) -> None:
-    """Join the other ranks, then answer requests until the auditor closes the channel.
+    """Run a rank: join the group, then answer requests until the auditor closes the channel.
 
-    A request is a dtype, a number of ranks, a way, edges of pieces, and this rank's bytes. Answers
-    begin with ``"done"`` or ``"failed"``.
+    A request is (dtype, number of ranks, way, edges of pieces, this rank's bytes). An answer is
+    ``("done", result)`` or ``("failed", error)``.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the auditor's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the auditor handles Ctrl-C and ends all ranks
     silent = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # the terminal is the auditor's, too: errors go through the channel
+    for stream in (1, 2):  # errors go through the channel, not to the auditor's terminal
         os.dup2(silent, stream)
     threading.Thread(target=_end_with_auditor, daemon=True).start()
-    torch.set_num_threads(1)  # a forked process has torch's pool, but not its threads
+    torch.set_num_threads(1)  # the threads of torch's pool do not exist in a forked process
     try:
-        rank = Rank(options)
+        rank = LibraryRank(options)
         channel.send(("done", rank.version))
         while True:
             channel.send(_answer(rank, *channel.recv()))
@@ -211,7 +211,7 @@ def serve(channel: Connection, options: Options) -> None:
 
 
 def _answer(
-    rank: Rank, dtype: str, k: int, way: str, edges: Sequence[int], data: bytes
+    rank: LibraryRank, dtype: str, k: int, way: str, edges: Sequence[int], data: bytes
 ) -> tuple[str, Any]:
     try:
         rank.prepare(k)
@@ -231,7 +231,7 @@ def _words(error: Exception) -> str:
 
 
 def _end_with_auditor() -> None:
-    """End this process when the auditor ends, even in a call that never returns."""
+    """End this process when the auditor ends, even during a call that hangs."""
     auditor = parent_process()
     assert auditor is not None
     wait([auditor.sentinel])

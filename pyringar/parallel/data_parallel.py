@@ -1,4 +1,4 @@
-"""Drop-in replacement for nn.DataParallel."""
+"""DataParallel: a drop-in replacement for nn.DataParallel."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch import nn
 from pyringar.choices import BATCHNORMS, ORDERS, Order, check_choice, kind_of
 from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.parallel import nested
+from pyringar.parallel import scatter_gather
 from pyringar.parallel.batchnorm import check_batchnorm, synchronise_batchnorm
 from pyringar.parallel.bucket_params import cap_bytes
+from pyringar.parallel.forward_replicas import RankCopies, Replicas
 from pyringar.parallel.rank_threads import has_modes, run_in_lockstep, run_ranks
-from pyringar.parallel.replicated import RankCopies, Replicas
 from pyringar.parallel.shards import Device, shard_sizes
 
 _DEFAULT_CAP_MB = 10
 
-_Calls: TypeAlias = "dict[int, tuple[tuple[Any, ...], dict[str, Any]]]"  # arguments by rank
+_Calls: TypeAlias = "dict[int, tuple[tuple[Any, ...], dict[str, Any]]]"  # rank: (args, kwargs)
 
 
 class DataParallel(nn.Module):
-    """Trains a module on many ranks at once; a drop-in replacement for ``nn.DataParallel``.
+    """Runs a module on several ranks; a drop-in replacement for ``nn.DataParallel``.
 
     A call splits its tensors along ``dim``, runs one replica per rank, and gathers the outputs. The
-    module's own parameters stay the only leaves: replicas get them from an autograd node whose
-    backward sums the ranks' gradients in rank order. So optimizers, hooks, ``grad``, ``state_dict``
-    and everything else of PyTorch work as on the plain module:
+    module's own parameters stay the only leaves: replicas get them from autograd nodes whose
+    backward sums the ranks' gradients in rank order. So optimizers, hooks, ``grad``,
+    ``clip_grad_norm_`` and ``state_dict`` work as on the plain module:
 
         net = pr.DataParallel(module, ["cuda:0", "cuda:1"])
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -42,39 +42,39 @@ class DataParallel(nn.Module):
             optimizer.step()
 
     Args:
-        module: The module to train, on the device of rank 0. It becomes ``net.module``, unchanged;
-            names in ``state_dict`` begin with ``module.``.
+        module: The module to train, on the device of rank 0. It becomes ``net.module``; names in
+            ``state_dict`` begin with ``module.``.
         devices: One device per rank, such as ``["cpu"] * 4`` or ``[0, 1]``; ranks may share one.
             Default: all GPUs, or one CPU rank.
-        output_device: Where outputs are gathered. Default: the device of rank 0.
-        dim: The dimension of tensors along which samples lie.
-        device_ids: Another name for ``devices``.
-        weights: Shares of the ranks in every batch; see `split_batch`.
-        batchnorm: ``"local"``: every rank normalises by its own samples, and the running statistics
-            are those of rank 0, as with ``nn.DataParallel``. ``"sync"``: by the statistics of the
-            whole batch, as in the plain module.
-        order: In which the ranks' gradients are added: see `Communicator`.
-        bucket_cap_mb: The parameters of one autograd node, in megabytes (10**6 bytes). The
-            reduction of a bucket starts while backward computes the buckets before it. None: one
-            bucket for ranks on one device, else 10.
+        output_device: Device of the gathered outputs. Default: the device of rank 0.
+        dim: Batch dimension of the tensors.
+        device_ids: Alias of ``devices``.
+        weights: Share of each rank in every batch; see `split_batch`.
+        batchnorm: ``"local"``: every rank normalises by its own samples, and the module keeps rank
+            0's running statistics, as with ``nn.DataParallel``. ``"sync"``: every rank normalises
+            by the statistics of the whole batch, as in the plain module.
+        order: Order in which the ranks' gradients are added; see `Communicator`.
+        bucket_cap_mb: Parameters per autograd node, in megabytes (10**6 bytes). A bucket is reduced
+            while backward still computes the gradients of earlier layers. Default: one bucket for
+            ranks on one device, else 10.
 
     Raises:
         ArgumentError: A missing device, wrong weights, an unknown ``batchnorm`` or ``order``.
-        UnsupportedError: With ``batchnorm="sync"``, a batch norm with its own forward pass, or a
+        UnsupportedError: With ``batchnorm="sync"``: a batch norm that overrides ``forward``, or a
             `DataParallel` inside the module.
 
-    As with ``nn.DataParallel``, replicas are shallow copies made for every call: attributes that a
-    forward pass sets on a module are lost, buffers that rank 0 changes are kept. Hooks on modules
-    run once per rank. A rank without samples does not run, and the first rank with samples replaces
-    rank 0. With one rank the module itself runs.
+    As with ``nn.DataParallel``, every call makes shallow copies of the module: attributes that a
+    forward pass sets are lost, buffers that rank 0 changes are kept. Hooks on modules run once per
+    rank. A rank without samples does not run. If rank 0 has no samples, the first rank with samples
+    replaces it. With one rank the module itself runs.
 
     Ranks on one device run one after the other, ranks on several GPUs in one thread per GPU. Copies
-    and pickles of ``net`` have their own communicators.
+    and pickles of ``net`` make new communicators.
 
-    Cost: a call copies the parameters to ranks 1, 2, ..., in one pass per bucket, and keeps that
-    memory; backward reads one gradient per rank and writes their sum. A link between GPUs carries
-    at most about twice the bytes of the parameters. For training on several GPUs,
-    `GradientBucketer` with explicit replicas moves less.
+    Cost: a call copies the parameters to ranks 1, 2, ..., in one pass per bucket, into memory that
+    stays allocated; backward reads one gradient per rank and writes their sum. A link between GPUs
+    carries at most about twice the bytes of the parameters. On several GPUs, `GradientBucketer`
+    with explicit replicas moves fewer bytes.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DataParallel(nn.Module):
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise ArgumentError(f"dim is {dim!r}, expected a whole number")
         self.dim = dim
-        shard_sizes(0, len(self.devices), weights)  # checks the weights
+        shard_sizes(0, len(self.devices), weights)  # raises for wrong weights
         self._weights = weights
         self._order = check_choice("order", order, ORDERS)
         self._is_synced = check_choice("batchnorm", batchnorm, BATCHNORMS) == "sync"
@@ -107,32 +107,32 @@ class DataParallel(nn.Module):
             check_batchnorm(module)
             if any(isinstance(part, DataParallel) for part in module.modules()):
                 raise UnsupportedError(
-                    "batchnorm is 'sync', but the module has a DataParallel inside, whose ranks "
-                    "would see a part of the batch"
+                    "batchnorm is 'sync', but the module has a DataParallel inside, whose batch "
+                    "norms would see only a part of the batch"
                 )
         if bucket_cap_mb is None and len(set(self.devices)) > 1:
             bucket_cap_mb = _DEFAULT_CAP_MB
         self._bucket_bytes = None if bucket_cap_mb is None else cap_bytes(bucket_cap_mb)
         self.module = module
-        self._copies: tuple[int, RankCopies] | None = None  # with the process that made it
+        self._copies: tuple[int, RankCopies] | None = None  # process ID, copies
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run every replica on its shard of the arguments.
 
         Args:
             *args: Tensors, also in lists, tuples, dicts, their subclasses and dataclasses, are
-                split along ``dim``, in which all must have the same length. Tensors without that
-                dimension, and all other objects, go to all ranks.
-            **kwargs: The same by name.
+                split along ``dim``; all must have the same length there. Every rank gets all
+                tensors without that dimension, and all other objects.
+            **kwargs: Handled like ``args``.
 
         Returns:
-            The outputs, concatenated along ``dim``; tensors of no dimension are stacked. With one
-            rank the output of the module.
+            The ranks' outputs, concatenated along ``dim``; 0-dimensional tensors are stacked. With
+            one rank: the module's output.
 
         Raises:
             ArgumentError: No tensor to split, different lengths, a container that cannot be split,
                 a module on another device than rank 0, or outputs whose structure differs between
-                ranks; names the argument, or the rank and the key.
+                ranks. The text names the argument, or the rank and the key.
             UnsupportedError: A scripted module; forward-mode gradients or ``vmap``; compiled parts
                 or modes of torch with ``batchnorm="sync"``.
         """
@@ -143,7 +143,7 @@ class DataParallel(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state of ``net`` or of the plain module, whose names lack ``module.``.
+        """Load a state dict of ``net``, or of the plain module (names without ``module.``).
 
         See ``nn.Module.load_state_dict``, also for the result.
 
@@ -164,13 +164,13 @@ class DataParallel(nn.Module):
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.devices) == 1:
-            args, kwargs = nested.move((args, kwargs), self.devices[0])
+            args, kwargs = scatter_gather.move((args, kwargs), self.devices[0])
             return self.module(*args, **kwargs)
         _check_transforms()
-        num_samples = nested.num_samples(args, kwargs, self.dim)
+        num_samples = scatter_gather.num_samples(args, kwargs, self.dim)
         sizes = shard_sizes(num_samples, len(self.devices), self._weights)
         ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
-        scatter = partial(nested.scatter, sizes=sizes, devices=self.devices, dim=self.dim)
+        scatter = partial(scatter_gather.scatter, sizes=sizes, devices=self.devices, dim=self.dim)
         columns = [scatter(value) for value in args]
         named = {name: scatter(value) for name, value in kwargs.items()}
         calls: _Calls = {
@@ -181,7 +181,7 @@ class DataParallel(nn.Module):
             outputs = {rank: self.module(*args, **kwargs) for rank, (args, kwargs) in calls.items()}
         else:
             outputs = self._run(calls)
-        return nested.gather(outputs, self.output_device, self.dim)
+        return scatter_gather.gather(outputs, self.output_device, self.dim)
 
     def _run(self, calls: _Calls) -> dict[int, Any]:
         home = next((rank for rank in calls if self.devices[rank] == self.devices[0]), 0)
@@ -198,7 +198,7 @@ class DataParallel(nn.Module):
                     "(a default device, a dispatch mode, torch.func)"
                 )
         if replicas.is_compiled:
-            # Compiled code is bound to the module itself, which gets each rank's tensors in turn.
+            # Compiled code runs only the module itself, so pass it one rank's tensors per call.
             call = partial(torch.func.functional_call, self.module, tie_weights=False)
             tensors = {rank: replicas.named_tensors(rank) for rank in calls}
             return {rank: call(tensors[rank], *arguments) for rank, arguments in calls.items()}
@@ -232,7 +232,7 @@ def _with_prefix(state_dict: Mapping[str, Any]) -> Any:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _run_eagerly(function: Callable[..., Any], *args: Any) -> Any:
-    """Keep torch.compile out: the engine and the autograd nodes cannot be traced."""
+    """Call a function without tracing: dynamo cannot trace the engine."""
     return function(*args)
 
 
@@ -241,13 +241,17 @@ def _check_transforms() -> None:
     top = functorch.peek_interpreter_stack()
     is_vmap = top is not None and top.key() == functorch.TransformType.Vmap
     if is_vmap or torch.autograd.forward_ad._current_level >= 0:
-        what = "vmap" if is_vmap else "forward-mode gradients"
-        raise UnsupportedError(f"DataParallel over several ranks has no {what}; call net.module")
+        transform = "vmap" if is_vmap else "forward-mode gradients"
+        raise UnsupportedError(
+            f"DataParallel over several ranks does not support {transform}; call net.module"
+        )
 
 
 def _check_devices(devices: Any, device_ids: Any) -> tuple[torch.device, ...]:
     if devices is not None and device_ids is not None:
-        raise ArgumentError("both devices and device_ids are given, which mean the same")
+        raise ArgumentError(
+            "both devices and device_ids are given, expected one of them: device_ids is an alias"
+        )
     if device_ids is not None:
         return check_devices(device_ids, "device_ids")
     if devices is None:

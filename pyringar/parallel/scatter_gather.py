@@ -1,4 +1,4 @@
-"""Split nested arguments into shards, and gather nested outputs."""
+"""Split tensors in nested containers into shards, and concatenate the ranks' outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKED = "PackedSequence: pass padded tensors and their lengths, and pack them 
 
 
 def num_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> int:
-    """Return the length along ``dim`` that all tensors share; ArgumentError if there is none."""
+    """Return the batch size: the length of all tensors along ``dim``, or raise ArgumentError."""
     tensors: _Found = []
     objects: _Found = []
     for name, value in [("args", args), *kwargs.items()]:
@@ -55,9 +55,9 @@ def num_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int) -> i
 
 
 def scatter(value: Any, sizes: Sequence[int], devices: Devices, dim: int) -> list[Any]:
-    """Return the value of each rank: its shard of every tensor, on its device.
+    """Return one value per rank, with the rank's shard of every tensor, on the rank's device.
 
-    Containers are copied. Tensors without dimension ``dim``, and other objects, go to all ranks.
+    Containers are copied. All ranks get tensors without dimension ``dim`` and all other objects.
     """
     if isinstance(value, Tensor):
         if _has_dim(value, dim):
@@ -74,7 +74,7 @@ def scatter(value: Any, sizes: Sequence[int], devices: Devices, dim: int) -> lis
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Return a value with its tensors on ``device``; the value itself if they are there."""
+    """Move the tensors of a value to ``device``; without a move, return the value itself."""
     if isinstance(value, Tensor):
         return value.to(device)
     parts = None if isinstance(value, PackedSequence) else _parts(value)
@@ -86,7 +86,7 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def gather(outputs: Mapping[int, Any], device: torch.device, dim: int) -> Any:
-    """Concatenate the ranks' outputs along ``dim`` on ``device``; stack tensors of no dimension."""
+    """Concatenate the ranks' outputs along ``dim``; stack 0-dimensional tensors."""
     return _gather((None, None, "output"), outputs, device, dim)
 
 
@@ -166,12 +166,12 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _rebuild(value: Any, parts: Mapping[Any, Any]) -> Any:
-    """Return a container like ``value`` that holds ``parts``; ArgumentError if its class cannot."""
+    """Copy a container with other items, or raise ArgumentError if its class prevents that."""
     try:
         twin = _rebuilt(value, parts)
         held = _parts(twin) or {}
         is_same = held.keys() == parts.keys() and all(held[key] is parts[key] for key in parts)
-        problem = "" if is_same else "a copy does not hold what it is given"
+        problem = "" if is_same else "a copy does not hold the items it was given"
     except Exception as error:  # a user's class may raise anything
         problem = f"{type(error).__name__}: {error}"
     if problem:
@@ -196,7 +196,7 @@ def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
     return twin
 
 
-# Where a value is: the place of its container, the container, and its key in there.
+# Path of a value: the path of its container, the container, the key of the value.
 _Path: TypeAlias = "tuple[_Path | None, Any, Any]"
 _Found: TypeAlias = "list[tuple[_Path, Any]]"
 
@@ -218,7 +218,9 @@ def _collect(path: _Path, value: Any, tensors: _Found, objects: _Found) -> None:
         tensors.append((path, value))
         return
     parts = _parts(value)
-    if gc.is_tracked(value) and type(value) not in _PLAIN:  # else it refers to no tensor but items
+    if (
+        gc.is_tracked(value) and type(value) not in _PLAIN
+    ):  # may refer to more tensors than its items
         objects.append((path, value))
     for key, part in (parts or {}).items():
         _collect((path, value, key), part, tensors, objects)
@@ -229,16 +231,16 @@ def _has_dim(value: Any, dim: int) -> bool:
 
 
 _PLAIN = (dict, list, tuple, OrderedDict, defaultdict, deque, Counter)
-# Not looked into: neither holds a batch.
+# Objects without batches, which the search for tensors skips.
 _CODE = (type, ModuleType, FunctionType, MethodType, FrameType, partial)
 _MODEL = (nn.Module, nn.Parameter, torch.optim.Optimizer)
-_MAX_OBJECTS = 1_000  # so that a call takes no time for a vocabulary
+_MAX_OBJECTS = 1_000  # bounds the time for large containers, such as a vocabulary
 
 
 def _hides_batch(value: Any, length: int, dim: int) -> bool:
-    """Return whether an object, beyond its items, refers to a tensor of ``length`` samples.
+    """Return True if an attribute of an object leads to a tensor of ``length`` samples.
 
-    Searches the nearest `_MAX_OBJECTS` objects, through attributes and items of any class.
+    Searches the nearest `_MAX_OBJECTS` objects, except the items of the object itself.
     """
     skipped = {id(part) for part in (_parts(value) or {}).values()}
     limit = len(skipped) + _MAX_OBJECTS

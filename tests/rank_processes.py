@@ -1,12 +1,12 @@
-"""The harness of all tests whose ranks are processes.
+"""Test harness for ranks in processes.
 
-A `Rank` is a process that runs functions of test files, one at a time; a `Crew` is ranks 0 to
-k - 1. Ranks are forked, in milliseconds, from a process that has imported torch, pyringar and the
-running test's module; see fork_server.py. Functions, arguments and results are pickled.
+A `RankProcess` runs functions of test files, one at a time; a `Crew` holds ranks 0 to k - 1. A fork
+takes milliseconds: the fork server has imported torch, pyringar and the running test's module; see
+fork_server.py. Functions, arguments and results are pickled.
 
 - `Crew.run`, `on_ranks`: ``function(state, **arguments)``; ``state`` lives as long as the process
-- `Crew.check`: ``function(rank, world_size, store, *args)``, with a store of that call
-- `run_group`: ``function(rank, world_size, *args)`` in a process group of torch.distributed
+- `Crew.check`: ``function(rank, world_size, store, *args)``, with a new store per call
+- `run_group`: ``function(rank, world_size, *args)`` in a torch.distributed process group
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from unittest import mock
 import pytest
 from fork_server import servers
 
-# Longer than anything a test lets a rank do; a rank that takes longer hangs.
+# Limit for a function on a rank: a rank that takes longer hangs.
 LONG_S = 60.0
 _group_numbers = itertools.count()
 
@@ -46,10 +46,10 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a function: its value, or the error's classes and text. ``at``: monotonic."""
+    """The result of a function on a rank: its value, or the error's classes and text."""
 
     seconds: float
-    at: float
+    at: float  # when the function ended, in time.monotonic()
     value: Any = None
     classes: Sequence[str] = ()
     text: str = ""
@@ -66,11 +66,11 @@ def value_of(outcome: Outcome) -> Any:
 
 
 class Failed(str):
-    """The traceback of a rank's function, or why there is none."""
+    """The traceback of a function on a rank, or another reason for a missing result."""
 
 
 class Died(int):
-    """The exit code of a rank that gave no answer."""
+    """The exit code of a rank that died without a result."""
 
 
 @functools.cache
@@ -87,10 +87,9 @@ def begin() -> int:
 
 
 def new_store() -> Any:
-    """Return a store that this process serves, on a socket of IPv4.
+    """Return a TCPStore that this process serves on an IPv4 socket.
 
-    On one of IPv6 it asks a name server who each client is, and answers nobody for 5 s if that is
-    silent.
+    On an IPv6 socket the server looks up each client's host name, which can block it for 5 s.
     """
     from torch.distributed import TCPStore
 
@@ -111,7 +110,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class Rank:
+class RankProcess:
     def __init__(self) -> None:
         test = os.environ.get("PYTEST_CURRENT_TEST", "oracle.py")
         ours, theirs = socket.socketpair()
@@ -139,7 +138,7 @@ class Rank:
     def result(self, within_s: float) -> Any:
         if not self._channel.poll(within_s):
             failed = Failed(f"no answer in time: {_stack_of(self.pid)}")
-            self.send(signal.SIGKILL)  # or whoever asks next gets this answer
+            self.send(signal.SIGKILL)  # or the next caller gets this late result
             return failed
         try:
             outcome = self.outcome()
@@ -151,7 +150,7 @@ class Rank:
         os.kill(self.pid, number)
 
     def kill(self) -> float:
-        """SIGKILL; when, on the monotonic clock."""
+        """Send SIGKILL; return the time, in time.monotonic()."""
         at = time.monotonic()
         os.kill(self.pid, signal.SIGKILL)
         self.reap()
@@ -194,13 +193,13 @@ def _stack_of(pid: int) -> str:
 
 class Crew:
     def __init__(self, world_size: int) -> None:
-        self.ranks = [Rank() for _ in range(world_size)]
+        self.ranks = [RankProcess() for _ in range(world_size)]
         self.world_size = world_size
         self.port = store().port
-        self.is_whole = True  # false once a function failed: who knows what the others wait for
+        self.is_whole = True  # False after a failure: remaining ranks may wait in a call
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
 
-    def __getitem__(self, rank: int) -> Rank:
+    def __getitem__(self, rank: int) -> RankProcess:
         return self.ranks[rank]
 
     def __enter__(self) -> Crew:
@@ -257,10 +256,10 @@ class Crew:
         name: str | None = None,
         **options: Any,
     ) -> str:
-        """Start `join`, or what takes its arguments, on these ranks; the group's name.
+        """Start `join` or ``function`` on these ranks; return the name of the group.
 
-        ``ranks`` may give processes another rank, ``{process: rank}``; ``world_size``: how many
-        there should be, if not all of them start here.
+        ``ranks`` may map processes to ranks: ``{process: rank}``. ``world_size`` may exceed the
+        number of ranks that this call starts.
         """
         chosen = ranks if isinstance(ranks, Mapping) else {r: r for r in self._chosen(ranks)}
         name = name or new_name()
@@ -270,7 +269,7 @@ class Crew:
         return name
 
     def join(self, ranks: Sequence[int] | None = None, **options: Any) -> str:
-        """A communicator of these ranks, in this order, as ``state.comm``; its name."""
+        """Make ``state.comm``, a communicator of these ranks in this order; return its name."""
         chosen = {process: rank for rank, process in enumerate(self._chosen(ranks))}
         name = self.start_group(chosen, **options)
         self.values(list(chosen))
@@ -279,9 +278,9 @@ class Crew:
     def results(
         self, function: Function, *args: Any, timeout_s: float = LONG_S, ends: bool = False
     ) -> list[Any]:
-        """What ``function(rank, world_size, store, *args)`` returned, or `Failed` or `Died`.
+        """Return each rank's result of ``function(rank, world_size, store, *args)``.
 
-        With ``ends`` each rank ends as soon as it has answered: the others see it gone.
+        `Failed` or `Died` replaces a missing result. ``ends``: each process exits after its call.
         """
         path = f"{self._folder.name}/{new_name()}"
         for rank, process in enumerate(self.ranks):
@@ -300,7 +299,7 @@ class Crew:
 
 @contextlib.contextmanager
 def crews(**options: Any) -> Iterator[Callable[[int], Crew]]:
-    """``get(k)``: the crew of k ranks, joined with these options; another when a test broke it."""
+    """Yield ``get(k)``, which returns a joined crew of k ranks: a new crew after a failure."""
     made: dict[int, Crew] = {}
 
     def get(world_size: int) -> Crew:
@@ -319,9 +318,9 @@ def crews(**options: Any) -> Iterator[Callable[[int], Crew]]:
 
 
 def on_ranks(*world_sizes: int) -> Callable[[Function], Function]:
-    """Make a test of a function that all ranks run, of ``crew_of(k)``, and return the same from.
+    """Decorate ``body(state, ...)``: a test runs it on all ranks and compares the results.
 
-    Its first parameter is the rank's ``state``; the others are parameters of the test.
+    Parameters after ``state`` are parameters of the test.
     """
 
     def decorate(body: Function) -> Function:
@@ -348,9 +347,10 @@ def run_group(
     env: dict[str, str] | None = None,
     machines: str = "",
 ) -> list[Any]:
-    """What ``function(rank, size, *args)`` returned in a process group, or `Failed` or `Died`.
+    """Return the results of ``function(rank, size, *args)`` in a process group.
 
-    ``machines`` names each rank's, a letter for each; without it all are on this one.
+    `Failed` or `Died` replaces a missing result. ``machines``: one letter per rank, the name of its
+    simulated machine.
     """
     options = (backend, timeout_s, limit_s, env or {}, machines)
     deadline = time.monotonic() + limit_s
@@ -422,7 +422,7 @@ def _in_group(
     import pyringar.distributed  # noqa: F401
 
     backend, timeout_s, limit_s, env, machines = options
-    faulthandler.dump_traceback_later(0.9 * limit_s)  # says where it hangs before it is killed
+    faulthandler.dump_traceback_later(0.9 * limit_s)  # prints the stack before the rank is killed
     os.environ.update(env)
     if machines:
         os.environ["PYRINGAR_NODE_ID"] = machines[rank]
@@ -438,11 +438,11 @@ def _in_group(
 
 
 def run_cases(rank: int, size: int, cases: Sequence[tuple[str, Callable[..., None]]]) -> Any:
-    """For `run_group`: ``case(rank, size)`` one after the other, until one fails.
+    """Call ``case(rank, size)`` for each case until a case fails, inside `run_group`.
 
-    Returns the failure of each, None where there was none; later ones did not run.
+    Returns the failure of each case, or None for a passed case.
     """
-    verdicts: dict[str, str | None] = {name: "not run: one before it failed" for name, _ in cases}
+    verdicts: dict[str, str | None] = {name: "not run: an earlier case failed" for name, _ in cases}
     for name, case in cases:
         try:
             case(rank, size)
@@ -470,7 +470,7 @@ def _outcome_of(state: SimpleNamespace, task: bytes) -> bytes:
 
 
 def work(channel: Connection) -> None:
-    # Where the tests run in the background of a script, SIGINT came to them as ignored.
+    # Tests in the background of a shell script inherit an ignored SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     state = SimpleNamespace(ends=False)
     while not state.ends:

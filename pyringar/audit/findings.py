@@ -1,4 +1,4 @@
-"""The findings of an audit, as a table and as a document."""
+"""The findings of an audit, printed as a table or converted to a dict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ _WIDTH = 80  # of a terminal
 
 @dataclass(frozen=True)
 class Finding:
-    """One answer.
+    """The answer to one question.
 
-    ``verdict``: ``"yes"``, ``"no"``, the name of an order or a rounding, ``"-"`` if the question
-    does not apply, or ``"failed"``. ``detail``: the same in words, for ``"no"`` with the first
-    wrong element. ``case``: in numbers.
+    Attributes:
+        name: The question.
+        verdict: ``"yes"``, ``"no"``, the name of an order or a rounding, ``"-"`` if the question
+            does not apply, or ``"failed"``.
+        detail: An explanation; for ``"no"`` it names the first wrong element.
+        case: The facts of ``detail`` as values, for JSON.
     """
 
     name: str
@@ -26,7 +29,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """Findings that belong together."""
+    """Findings under one title."""
 
     title: str
     findings: tuple[Finding, ...]
@@ -36,18 +39,18 @@ class Section:
         verdicts = max(len(f.verdict) for f in self.findings)
         is_narrow = verdicts <= _WIDTH // 4
         lines = [self.title]
-        for one in self.findings:
-            head = f"  {one.name:<{names}}  "
-            if not is_narrow and one.detail:  # long names stand alone
-                lines += _wrapped(head, f"{one.verdict}: {one.detail}")
+        for finding in self.findings:
+            head, verdict, detail = f"  {finding.name:<{names}}  ", finding.verdict, finding.detail
+            if not is_narrow and detail:  # a column for verdicts would be too wide
+                lines += _wrapped(head, f"{verdict}: {detail}")
             else:
-                lines += _wrapped(head + f"{one.verdict:<{verdicts * is_narrow}}  ", one.detail)
+                lines += _wrapped(head + f"{verdict:<{verdicts * is_narrow}}  ", detail)
         return lines
 
 
 @dataclass(frozen=True)
-class Report:
-    """All that an audit has found; ``str(report)`` is a table."""
+class AuditReport:
+    """All findings of an audit; ``str(report)`` is a table."""
 
     target: str
     ranks: int
