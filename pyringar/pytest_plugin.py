@@ -14,8 +14,11 @@ runs once. Installing pyringar is enough: pytest finds the plugin.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import importlib
 import inspect
+import logging
 import os
 import unittest
 from collections.abc import Callable, Iterator
@@ -110,7 +113,8 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
         options = {**mark.kwargs, "seed": seed, "args": (pyfuncitem.obj, given)}
         failure: BaseException | None = None
         try:
-            launch(_run_test, *mark.args, **options)
+            with _without_debug_records():
+                launch(_run_test, *mark.args, **options)
         except BaseException as error:
             failure = error
         if isinstance(failure, _Outcome):
@@ -125,6 +129,18 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
                 pytest.fail(f"{type(failure).__name__}: {failure}{tracebacks}", pytrace=False)
             raise failure.with_traceback(own) from cause
     return True
+
+
+@contextlib.contextmanager
+def _without_debug_records() -> Iterator[None]:
+    """Drop torch's debug record of a failed call, which repeats the table of all ranks."""
+    logger = importlib.import_module("torch.distributed.c10d_logger")._c10d_logger
+    level = logger.level
+    logger.setLevel(max(level, logging.INFO))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _Outcome(BaseException):

@@ -126,6 +126,19 @@ def test_wrong_options(program, capsys, arguments, text):
     assert text in capsys.readouterr().err
 
 
+def test_option_after_script_gives_hint(program, capsys):
+    (program.parent / "plain.py").write_text("print('ran')\n")
+    arguments = ["--ranks", "2", "plain.py", "--seed=3", "--ranks", "3", "--other"]
+    assert main(["run", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert out == "ran\n" * 2
+    assert [line.split()[2] for line in err.splitlines()] == ["--ranks", "--seed"]
+    assert "belongs to plain.py; an option of pyringar goes before it" in err
+    (program.parent / "plain.py").write_text("print('--seed')\n")
+    assert main(["run", "plain.py", "--seed", "3"]) == 0
+    assert capsys.readouterr().err == "", "the script has this option"
+
+
 TESTS = """
 import os, pytest, torch, torch.distributed as dist
 
@@ -197,6 +210,7 @@ def test_marked_tests_run_on_ranks(tmp_path):
     assert "raised by rank 1 of 3" in told or sys.version_info < (3, 11)
     assert "CollectiveTimeout: all ranks wait for each other" in told
     assert "seed=4 repeats this run" in told
+    assert told.count("rank  state") == 1, "the table of all ranks"
     assert "not here" in told
     assert "the test ended with SystemExit(0)" in told
     assert "pytest_plugin.py" not in told, "failures are shown without our own lines"

@@ -22,6 +22,7 @@
 #include "os/turn.h"
 #include "os/work_queue.h"
 #include "process/call.h"
+#include "process/death_notice.h"
 
 namespace pyringar {
 
@@ -118,6 +119,7 @@ class ProcessGroup : public ForkGuard {
 
   Turn turn_;  // held while a call runs; guards the two below
   PeerWatch watch_;
+  const DeathNotice death_notice_{segment_, rank_};
   ProcessRank self_;
 
   std::mutex stats_mutex_;  // never held while one waits

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from pyringar.cli.parser import add_options
@@ -73,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from pyringar.cluster.launch import launch
     from pyringar.cluster.report import of_program
 
+    _hint_at_options_of_script(args)
     try:
         with as_program(args.script, args.arguments, is_module=args.is_module) as program:
             launch(
@@ -92,3 +95,18 @@ def run(args: argparse.Namespace) -> int:
         traceback.print_exception(type(error), error, own, file=sys.stderr)
         return 1
     return 0
+
+
+def _hint_at_options_of_script(args: argparse.Namespace) -> None:
+    """Tell on stderr that an option after the script goes to the script, unless it has that one."""
+    source = b""
+    with contextlib.suppress(OSError):
+        source = Path(args.script).read_bytes()
+    for flag in (f"--{name}" for name in _OPTIONS):
+        given = any(word == flag or word.startswith(f"{flag}=") for word in args.arguments)
+        if given and flag.encode() not in source:
+            print(
+                f"pyringar run: {flag} after the script belongs to {args.script}; an option of "
+                f"pyringar goes before it: pyringar run {flag} ... {args.script}",
+                file=sys.stderr,
+            )

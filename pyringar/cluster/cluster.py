@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 # How long ranks that are interrupted may take to end.
 _GRACE_S = 5.0
-# How many times the timeout a rank may run while no other rank waits in a call.
+# Multiple of the timeout that a rank may run while no other rank waits in a call: the others may
+# have a long computation before their next call, too, and processes would compute side by side.
 _PATIENCE = 10
 # The process has one torch.distributed, one environment and one interpreter to lend.
 _running = threading.Lock()
@@ -194,13 +195,17 @@ class Cluster:
             elif idle_s > self._timeout_s:
                 self._all_wait()
         elif running and (len(live) > len(running) or self._told is not None):
-            # Where others wait to be chosen, and not in a call, none of them may have begun.
-            limit_s = self._timeout_s * (1 if waits or self._told is not None else _PATIENCE)
+            is_awaited = bool(waits) or self._told is not None
+            limit_s = self._timeout_s * (1 if is_awaited else _PATIENCE)
             if now_s - schedule.last_choice_s > limit_s:
-                what = (
-                    f"{names_of([rank.index for rank in running])} ran for {limit_s:g} s without a "
-                    "call in which others go on, and these waited"
-                )
+                why = "which other ranks waited for"
+                if not is_awaited:
+                    why = (
+                        f"{_PATIENCE} times timeout={self._timeout_s:g}: no other rank waited in a "
+                        "call, they wait to run"
+                    )
+                names = names_of([rank.index for rank in running])
+                what = f"{names} ran for {limit_s:g} s without a call of torch.distributed ({why})"
                 self.fail(CollectiveTimeout, what)
                 self._interrupted_by = self._failure
         schedule.look()

@@ -245,8 +245,8 @@ class _Ranks:
                 "code that keeps Python's global lock"
             )
         elif running:
-            calls = "a call in which others go on, and these waited"
-            what = f"{names_of(running)} ran {limit} without {calls}"
+            call = "a call of torch.distributed (which other ranks waited for)"
+            what = f"{names_of(running)} ran {limit} without {call}"
         elif gone and "waits in the store" in alive.values():
             has = "have" if gone[1:] else "has"
             return PeerLostError(f"ranks wait for {names_of(gone)}, which {has} ended, {limit}")
