@@ -101,7 +101,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
     if mark is None:
         return None
     from pyringar.cluster.launch import launch
-    from pyringar.cluster.report import of_program
+    from pyringar.cluster.rank_table import of_program
 
     names = inspect.signature(pyfuncitem.obj).parameters
     given = {name: pyfuncitem.funcargs[name] for name in names if name in pyfuncitem.funcargs}

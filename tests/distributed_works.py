@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from pyringar.distributed.work import PendingWork
+from pyringar.distributed.torch_works import PendingWork
 
 Case = Callable[[int, int], None]
 LATE_S = 30.0

@@ -22,7 +22,7 @@ from ranks import begin
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
-from pyringar.cluster import calls, internals
+from pyringar.cluster import internals, rank_calls
 
 NEED_TWO = ("delegated", "groups", "messages")
 
@@ -269,7 +269,7 @@ def test_call_waits_for_its_gpus(monkeypatch):
 
     pr.launch(begin, 2)  # imports the modules that take devices_of from calls
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(calls, "devices_of", lambda tensors: [gpus[int(t)] for t in tensors])
+    monkeypatch.setattr(rank_calls, "devices_of", lambda tensors: [gpus[int(t)] for t in tensors])
     pr.launch(program, 2)
     assert [values for _, values in seen] == [[0.0, 1.0]] * 2 + [[1.0, 1.0]] * 2
     assert {device for device, _ in seen[:2]} == {device for device, _ in seen[2:]} == set(gpus)

@@ -321,7 +321,7 @@ def test_debugger_prompt_is_not_counted():
 
 # -- exceptions at any line ------------------------------------------------------------------------
 
-HAND_OVER = ("ranks.py", "state.py")
+HAND_OVER = ("rank_threads.py", "state.py")
 
 
 @pytest.mark.parametrize("first", mostly_slow(range(10), 0, 5))

@@ -26,7 +26,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar.distributed
-from pyringar.distributed.work import Completer
+from pyringar.distributed.torch_works import Completer
 
 ROOT = Path(__file__).resolve().parents[1]
 IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]

@@ -16,7 +16,7 @@ from ranks import run_group
 from torch import Tensor
 
 import pyringar as pr
-from pyringar.distributed.work import DelegatedPart
+from pyringar.distributed.torch_works import DelegatedCall
 
 
 def here(rank: int, size: int, place: str) -> None:
@@ -105,7 +105,7 @@ def test_timeout_reaches_coalesced_works():
         (2.0, [timedelta(seconds=2)]),
         (0.0, [timedelta(0, 0, 1000)]),
     ]:
-        DelegatedPart(work).wait(given)
+        DelegatedCall(work).wait(given)
         assert work.timeouts == expected
 
 

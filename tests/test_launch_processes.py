@@ -27,8 +27,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
-from pyringar.cluster.calls import text_of
 from pyringar.cluster.process_rank import SharedValue
+from pyringar.cluster.rank_calls import text_of
 
 
 def launch(fn, ranks=2, **options):

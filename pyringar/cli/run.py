@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the program on all ranks; print the error of a rank as Python would."""
     from pyringar.cli.script import as_program
     from pyringar.cluster.launch import launch
-    from pyringar.cluster.report import of_program
+    from pyringar.cluster.rank_table import of_program
 
     _hint_at_options_of_script(args)
     try:

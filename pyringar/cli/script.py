@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from pyringar.cluster.ranks import current
+from pyringar.cluster.rank_threads import current
 from pyringar.errors import ArgumentError
 
 

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import (
-    Call,
-    Meeting,
+from pyringar.cluster.rank_calls import (
+    GroupCalls,
+    RankCall,
     Wait,
     copy_of,
     is_good_exit,
@@ -25,8 +25,8 @@ from pyringar.cluster.calls import (
     some,
     text_of,
 )
-from pyringar.cluster.ranks import Rank, Schedule, current, this_rank, wrong_thread
-from pyringar.cluster.report import is_at_prompt, report, stack_of
+from pyringar.cluster.rank_table import is_at_prompt, report, stack_of
+from pyringar.cluster.rank_threads import RankThread, Schedule, current, this_rank, wrong_thread
 from pyringar.cluster.state import ProcessState, environment_of
 from pyringar.cluster.store import ThreadStore
 from pyringar.cluster.transport import ThreadGroup
@@ -50,14 +50,14 @@ class Cluster:
 
     def __init__(self, devices: Sequence[torch.device], *, seed: int, timeout_s: float) -> None:
         self.ranks = [
-            Rank(index, device, environment_of(index, len(devices), device), self._refuse)
+            RankThread(index, device, environment_of(index, len(devices), device), self._refuse)
             for index, device in enumerate(devices)
         ]
         self.schedule = Schedule(self.ranks, seed=seed, stuck=self._all_wait)
         self._note = f"seed={seed} repeats this run"
         self._timeout_s = timeout_s
         self._store = ThreadStore(self.wait, self._ask, self._store_has_changed)
-        self._meetings: dict[Any, Meeting] = {}
+        self._meetings: dict[Any, GroupCalls] = {}
         self._engines: dict[tuple[torch.device, ...], Communicator] = {}
         self._strangers: list[str] = []  # errors of threads that no rank started
         self._failure: BaseException | None = None  # the first one
@@ -134,7 +134,7 @@ class Cluster:
             failure = (self._failure or errors[0]) if errors else None
             return failure, [rank.result for rank in self.ranks]
 
-    def _run_rank(self, rank: Rank, program: Callable[[], Any], state: ProcessState) -> None:
+    def _run_rank(self, rank: RankThread, program: Callable[[], Any], state: ProcessState) -> None:
         with contextlib.suppress(BaseException):  # a late interrupt; see `_live`
             try:
                 rank.await_choice()
@@ -146,7 +146,7 @@ class Cluster:
             finally:
                 self.schedule.end(rank)
 
-    def _live(self) -> list[Rank]:
+    def _live(self) -> list[RankThread]:
         for rank in self.ranks:
             if not (rank.has_ended or rank.thread.is_alive()):
                 self.schedule.end(rank)
@@ -176,7 +176,7 @@ class Cluster:
             else:
                 rank.thread.join()
 
-    def _look_at_time(self, live: Sequence[Rank]) -> None:
+    def _look_at_time(self, live: Sequence[RankThread]) -> None:
         """Fail if ranks wait in vain for ranks that poll, run without end, or have threads."""
         schedule, now_s = self.schedule, time.monotonic()
         running = [rank for rank in live if rank.is_running]
@@ -234,7 +234,7 @@ class Cluster:
         with self.schedule.lock:
             name = (options.group_id, ranks)
             rank.num_groups[name] = number = rank.num_groups.get(name, 0) + 1
-            made = Meeting(self, ranks, self._new_name(ranks))
+            made = GroupCalls(self, ranks, self._new_name(ranks))
             meeting = self._meetings.setdefault((name, number), made)
         return ThreadGroup(meeting, rank, options)
 
@@ -252,7 +252,7 @@ class Cluster:
                 self._engines[key] = Communicator(key, order="rank", timeout=self._timeout_s)
             return self._engines[key]
 
-    def begin(self, call: Call, post: Callable[[], None]) -> None:
+    def begin(self, call: RankCall, post: Callable[[], None]) -> None:
         call.rank.check_thread()
         self.check_told()
         self.schedule.check_stack()
@@ -288,7 +288,7 @@ class Cluster:
             raise copy_of(self._told)
 
     def fail(
-        self, kind: type[BaseException], text: str, calls: Iterable[Call] = ()
+        self, kind: type[BaseException], text: str, calls: Iterable[RankCall] = ()
     ) -> BaseException:
         """End all waits with an error, unless the run has failed before; return that error.
 
@@ -341,13 +341,13 @@ class Cluster:
             )
         self.fail(kind, what)
 
-    def _refuse(self, rank: Rank) -> BaseException:
+    def _refuse(self, rank: RankThread) -> BaseException:
         stack = f"{threading.current_thread().name}:\n{stack_of(sys._getframe())}".rstrip()
         told = self.fail(RingarError, f"{wrong_thread()}\n\n{stack}")
         rank.error = told  # also where the program handles it
         return copy_of(told)
 
-    def _take_error(self, rank: Rank, error: BaseException) -> None:
+    def _take_error(self, rank: RankThread, error: BaseException) -> None:
         if is_good_exit(error):
             return
         rank.error = error  # first: what follows calls methods of the program's exception

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyringar.cluster.ranks import Rank, belong_to, current, start_noted, wrong_thread
+from pyringar.cluster.rank_threads import RankThread, belong_to, current, start_noted, wrong_thread
 from pyringar.cluster.state import Environment, end_fork_server
 from pyringar.cluster.store import ThreadStore
 from pyringar.comm.exits import drop_failed_backward
@@ -106,7 +106,7 @@ def make_ringar_the_default() -> None:
     distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
 
 
-def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
+def run_in_thread_of(rank: RankThread, program: Callable[[], Any]) -> None:
     """Make this thread a rank's while it runs its program: torch.distributed knows its groups."""
     rank.world = _empty_world()
     belong_to(rank)
@@ -127,7 +127,7 @@ def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
         belong_to(None)
 
 
-def interrupt(rank: Rank) -> None:
+def interrupt(rank: RankThread) -> None:
     """Raise KeyboardInterrupt in a rank's thread, unless it takes a lock: that would stay taken."""
     ident: Any = getattr(rank.thread, "ident", None)
     frame = sys._current_frames().get(ident)
@@ -289,10 +289,10 @@ class _Launch:
 
     def __init__(self, store: ThreadStore) -> None:
         self.store = store
-        self.levels: dict[Rank, bool] = {}  # of forward AD: whether a rank is inside
-        self.operators: dict[str, Rank] = {}
+        self.levels: dict[RankThread, bool] = {}  # of forward AD: whether a rank is inside
+        self.operators: dict[str, RankThread] = {}
         self.replicas: Any = WeakIdKeyDictionary()  # by parameter
-        self.patches: dict[Any, Rank] = {}
+        self.patches: dict[Any, RankThread] = {}
 
     @_wraps("torch.distributed.distributed_c10d:_new_process_group_helper")
     def make_group(self, _: Any, own: _Call, *args: Any, **kwargs: Any) -> Any:
@@ -313,12 +313,12 @@ class _Launch:
 
     @_wraps("torch.distributed._functional_collectives:_resolve_group")
     @_wraps("torch.distributed._functional_collectives:_resolve_group_name")
-    def resolve_group(self, rank: Rank, own: _Call, *args: Any, **kwargs: Any) -> Any:
+    def resolve_group(self, rank: RankThread, own: _Call, *args: Any, **kwargs: Any) -> Any:
         rank.check_thread()
         return own(*args, **kwargs)
 
     @_wraps("torch.distributed.device_mesh:DeviceMesh.__init__")
-    def make_mesh(self, rank: Rank, own: _Call, mesh: Any, *args: Any, **kwargs: Any) -> None:
+    def make_mesh(self, rank: RankThread, own: _Call, mesh: Any, *args: Any, **kwargs: Any) -> None:
         """Tell meshes of ranks apart, which torch's caches would take for one."""
         own(mesh, *args, **kwargs)
         mesh._thread_id = rank.identity
@@ -344,7 +344,7 @@ class _Launch:
         return store.view(prefix, kind=kind, **attributes)
 
     @_wraps("torch.autograd.forward_ad:enter_dual_level")
-    def enter_level(self, rank: Rank, own: _Call) -> int:
+    def enter_level(self, rank: RankThread, own: _Call) -> int:
         """Share the one level of forward AD, whose tangents end when the last rank leaves it."""
         if not self.levels.get(rank, True):  # it has left: its tangents are still there
             self.store.wait([_LEVEL])
@@ -355,7 +355,7 @@ class _Launch:
         return 0
 
     @_wraps("torch.autograd.forward_ad:exit_dual_level")
-    def exit_level(self, rank: Rank, own: _Call, **level: Any) -> None:
+    def exit_level(self, rank: RankThread, own: _Call, **level: Any) -> None:
         self.levels[rank] = False
         if any(self.levels.values()):
             self.store.delete_key(_LEVEL)
@@ -378,7 +378,9 @@ class _Launch:
         return None
 
     @_wraps("torch._library.custom_ops:CustomOpDef.__init__")
-    def define_operator(self, rank: Rank, own: _Call, new: Any, *args: Any, **kwargs: Any) -> None:
+    def define_operator(
+        self, rank: RankThread, own: _Call, new: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """Refuse an operator that two ranks define: torch lets the first go, and crashes."""
         name = "::".join(args[:2])
         owner = self.operators.setdefault(name, rank)
@@ -391,7 +393,7 @@ class _Launch:
 
     @_wraps("torch.nn.parallel:DistributedDataParallel.__init__")
     def replicate(
-        self, rank: Rank, own: _Call, new: Any, module: Any, *args: Any, **kwargs: Any
+        self, rank: RankThread, own: _Call, new: Any, module: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Refuse a module that two ranks replicate: each would add to the other's gradients."""
         for name, parameter in module.named_parameters():
@@ -405,7 +407,7 @@ class _Launch:
 
     @_wraps("unittest.mock:_patch.__enter__")
     @_wraps("unittest.mock:_patch_dict.__enter__")
-    def patch(self, rank: Rank, own: _Call, patch: Any) -> Any:
+    def patch(self, rank: RankThread, own: _Call, patch: Any) -> Any:
         """Refuse to patch what another rank has patched: each would put back the other's."""
         target = _target_of(patch)
         owners = [owner for other, owner in self.patches.items() if _target_of(other) == target]

@@ -13,7 +13,7 @@ from pyringar.choices import check_count, kind_of
 from pyringar.cluster import internals
 from pyringar.cluster.cluster import Cluster
 from pyringar.cluster.processes import run_processes
-from pyringar.cluster.ranks import current
+from pyringar.cluster.rank_threads import current
 from pyringar.comm.arguments import check_timeout, is_list
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError

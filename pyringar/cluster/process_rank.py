@@ -29,8 +29,8 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import call_of_program, is_good_exit, some, text_of
-from pyringar.cluster.report import of_program, stack_of
+from pyringar.cluster.rank_calls import call_of_program, is_good_exit, some, text_of
+from pyringar.cluster.rank_table import of_program, stack_of
 from pyringar.cluster.state import ProcessState, environment_of
 from pyringar.comm.exits import close_all
 from pyringar.comm.threads import start_thread
@@ -47,7 +47,7 @@ _METHODS = re.compile(
 )
 
 
-class Report(NamedTuple):
+class RankStatus(NamedTuple):
     """What a rank tells `launch` at intervals, and at the end of its program."""
 
     state: str = "runs"  # for tables: "waits", "returned", "failed: ValueError"
@@ -109,7 +109,7 @@ def run_rank(
         _become_rank(index, state, devices, port)
         result = program()
         text = f"rank {index} returned {type(result).__name__}, which cannot be pickled"
-        end = Report("returned", pickled=_pickled(result, text))
+        end = RankStatus("returned", pickled=_pickled(result, text))
     except BaseException as error:
         end = _end_by(error)
         if end.failed_s and os.getpid() != pid:  # a child that the program forked
@@ -178,9 +178,9 @@ def _pickled(value: Any, text: str) -> tuple[bytes, str]:
         return b"", f"{text}: {text_of(error)}"
 
 
-def _end_by(error: BaseException) -> Report:
+def _end_by(error: BaseException) -> RankStatus:
     if is_good_exit(error):
-        return Report("returned")
+        return RankStatus("returned")
     sys.last_value = error  # tells close_all that the program has failed
     lines = traceback.format_exception(type(error), error, of_program(error.__traceback__))
     text = text_of(error)
@@ -192,7 +192,7 @@ def _end_by(error: BaseException) -> Report:
         )
     # The wait of a PeerLostError has ended because a peer failed.
     state = "waits" if isinstance(error, PeerLostError) else f"failed: {type(error).__name__}"
-    return Report(state, "".join(lines), None, time.monotonic(), _pickled(error, text))
+    return RankStatus(state, "".join(lines), None, time.monotonic(), _pickled(error, text))
 
 
 class Publisher:
@@ -220,7 +220,7 @@ class Publisher:
         work.wait = partialmethod(_in_work, work.wait)
 
     def observe(self, thread: int, late_s: float) -> None:
-        """Report at intervals what the thread of the program does.
+        """RankStatus at intervals what the thread of the program does.
 
         The stack of a rank that runs is looked at only if it has made no call for ``late_s``:
         Python 3.11 may crash where one thread walks the frames of another that runs.
@@ -237,7 +237,7 @@ class Publisher:
             is_waiting = bool(self._inside) or (is_pending and _may_wait(frame))
             state = "waits" if is_waiting else "waits in the store" if _joins(frame) else "runs"
             stack = "" if frame is None else stack_of(frame, after=run_rank.__code__)
-            self._channel.send(Report(state, stack, progress))
+            self._channel.send(RankStatus(state, stack, progress))
 
     def _progress(self) -> tuple[int, Any]:
         engine = getattr(getattr(self._group, "_comm", None), "_group", None)

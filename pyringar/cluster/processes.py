@@ -24,9 +24,9 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import names_of
-from pyringar.cluster.process_rank import REPORT_S, Report, SharedValue, run_rank
-from pyringar.cluster.report import by_text, layout
+from pyringar.cluster.process_rank import REPORT_S, RankStatus, SharedValue, run_rank
+from pyringar.cluster.rank_calls import names_of
+from pyringar.cluster.rank_table import by_text, layout
 from pyringar.cluster.state import ProcessState
 from pyringar.comm.threads import handlers_wait
 from pyringar.engine import load
@@ -68,11 +68,11 @@ def run_processes(
         importlib.import_module(name)
     internals.run_first_backward()
     load.engine()
-    return _Ranks(timeout_s).run(program, devices)
+    return _RankProcesses(timeout_s).run(program, devices)
 
 
 @dataclass
-class _Output:
+class _RelayedOutput:
     """Relay what a rank writes to a stream, line by line, with a mark before each line."""
 
     pipe: Connection
@@ -99,7 +99,7 @@ class _Output:
             self.stream.flush()
 
 
-class _Rank:
+class _RankProcess:
     """One rank, as `launch` sees it."""
 
     def __init__(self, index: int, *args: Any) -> None:
@@ -107,9 +107,11 @@ class _Rank:
         self.pipes, writers = zip(*(context.Pipe(duplex=False) for _ in range(3)), strict=True)
         self.index = index
         outputs = zip(self.pipes[1:], (sys.stdout, sys.stderr), strict=True)
-        self.outputs = [_Output(pipe, stream, b"[rank %d] " % index) for pipe, stream in outputs]
+        self.outputs = [
+            _RelayedOutput(pipe, stream, b"[rank %d] " % index) for pipe, stream in outputs
+        ]
         self.last_call = call = SharedValue(default=(0, 0, (), (), {}))
-        self.report = Report(progress=())
+        self.report = RankStatus(progress=())
         self.silent_s = 0.0  # since its last report
         self.has_ended = False
         state = ProcessState.fresh(index)  # made here: a fork that has just begun is slow
@@ -139,7 +141,7 @@ class _Rank:
             state = f"exited with status {code}" if code > 0 else f"was killed by {name}"
             error = PeerLostError(f"rank {self.index} (process {self.process.pid}) {state}")
             pickled = (pickle.dumps(error), "")
-            self.report = Report(state, failed_s=noticed_s - _DYING_S, pickled=pickled)
+            self.report = RankStatus(state, failed_s=noticed_s - _DYING_S, pickled=pickled)
         return self.report.progress != before
 
     @property
@@ -156,12 +158,12 @@ class _Rank:
             pipe.close()
 
 
-class _Ranks:
+class _RankProcesses:
     """All ranks of one launch, from the fork to their end."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_RankProcess] = []
         self._still_s = 0.0  # for how long no rank has moved
 
     def run(self, program: Callable[[], Any], devices: Sequence[torch.device]) -> list[Any]:
@@ -173,7 +175,7 @@ class _Ranks:
                 if not is_frozen:
                     gc.freeze()  # or each rank's collector would copy the pages of all objects
                 for index in range(len(devices)):
-                    self._ranks.append(_Rank(index, program, devices, self._timeout_s, port))
+                    self._ranks.append(_RankProcess(index, program, devices, self._timeout_s, port))
                 # After the forks: with a copy of its threads' state, ranks may hang in the store.
                 options: Any = {"is_master": True, "wait_for_workers": False}
                 server = TCPStore("127.0.0.1", port, master_listen_fd=server.detach(), **options)
@@ -275,7 +277,7 @@ class _Ranks:
         error.__cause__ = RemoteTraceback(f"\n{traces}") if traces else None
         return error
 
-    def _row(self, rank: _Rank) -> tuple[str, ...]:
+    def _row(self, rank: _RankProcess) -> tuple[str, ...]:
         state = rank.state
         num_calls, number, columns, ranks, _ = rank.last_call.get()
         if not num_calls or state in ("returned", "runs", "waits in the store"):

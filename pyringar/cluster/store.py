@@ -8,8 +8,8 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-from pyringar.cluster.calls import Wait, seconds_of
-from pyringar.cluster.ranks import this_rank
+from pyringar.cluster.rank_calls import Wait, seconds_of
+from pyringar.cluster.rank_threads import this_rank
 
 _c10d: Any = _distributed_c10d
 _Call = Callable[..., None]

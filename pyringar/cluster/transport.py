@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyringar.cluster.calls import Call, Meeting, devices_of, plain_torch, seconds_of
-from pyringar.cluster.ranks import Rank
+from pyringar.cluster.rank_calls import GroupCalls, RankCall, devices_of, plain_torch, seconds_of
+from pyringar.cluster.rank_threads import RankThread
 from pyringar.comm.arguments import check_parts
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
 from pyringar.comm.plain_group import check_disjoint, check_no_overlap
@@ -31,11 +31,11 @@ from pyringar.distributed.convert import (
     count_changes,
     reduction_name,
 )
-from pyringar.distributed.work import PendingWork
+from pyringar.distributed.torch_works import PendingWork
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
 _DEVICES = ("cpu", "cuda")
-Calls = Sequence[Call]
+Calls = Sequence[RankCall]
 
 
 class Transport(RankCommunicator):
@@ -44,10 +44,10 @@ class Transport(RankCommunicator):
     `pyringar.ProcessCommunicator` describes the engine's calls. Those of gloo have its names.
     """
 
-    def __init__(self, meeting: Meeting, of: Rank, index: int) -> None:
+    def __init__(self, meeting: GroupCalls, of: RankThread, index: int) -> None:
         self._meeting, self._of = meeting, of
         self._rank, self._world_size = index, len(meeting.ranks)
-        self._last: Call | None = None
+        self._last: RankCall | None = None
 
     def begin(
         self,
@@ -74,7 +74,7 @@ class Transport(RankCommunicator):
         check_disjoint({f"tensors[{i}]": tensor for i, tensor in enumerate(written)})
         count_changes(list(written))
         args = _data(tensors) if args is None else args
-        call = Call(self._meeting, self._of, name, tensors, details, act, args)
+        call = RankCall(self._meeting, self._of, name, tensors, details, act, args)
         call.are_alike = are_alike
         if what is not None:
             call.what, call.details = what.call, {}
@@ -233,23 +233,23 @@ class Transport(RankCommunicator):
         details |= {"are_alike": False, "async_op": True}
         return self.begin(name, shown, act, args=args, **details)
 
-    def send(self, tensors: Any, rank: int, tag: int = 0) -> Call:
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> RankCall:
         return self._message("send", tensors, tag, [rank], {"to": rank})
 
-    def recv(self, tensors: Any, rank: int, tag: int = 0) -> Call:
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> RankCall:
         return self._message("recv", tensors, tag, [rank], {"from": rank})
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Call:
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> RankCall:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         return self._message("recv", tensors, tag, others, {})
 
     def _message(
         self, name: str, tensors: Any, tag: int, peers: list[int], details: dict[str, int]
-    ) -> Call:
+    ) -> RankCall:
         self._check_open(name)
         details |= {"tag": tag} if tag else {}
         args = self._rank, _data(tensors)
-        call = Call(self._meeting, self._of, name, tensors, details, _deliver, args, peers)
+        call = RankCall(self._meeting, self._of, name, tensors, details, _deliver, args, peers)
         self._meeting.cluster.begin(call, lambda: self._meeting.post_message(call))
         return call
 
@@ -258,7 +258,7 @@ class ThreadWork(PendingWork):
     """The work of calls that a rank has begun, and of steps that have ended."""
 
     def __init__(self, parts: Sequence[Any], results: Any) -> None:
-        self._calls = [part for part in parts if isinstance(part, Call)]
+        self._calls = [part for part in parts if isinstance(part, RankCall)]
         super().__init__(None, self._calls, results)  # type: ignore[arg-type]  # needs no completer
         self._devices = devices_of(t for t in tree_leaves(results) if isinstance(t, Tensor))
 
@@ -306,7 +306,7 @@ class ThreadGroup(Collectives, PythonGroup):
 
     _own_devices = _DEVICES
 
-    def __init__(self, meeting: Meeting, rank: Rank, options: Any) -> None:
+    def __init__(self, meeting: GroupCalls, rank: RankThread, options: Any) -> None:
         PythonGroup.__init__(self, options)
         self._of = rank
         self._comm: Any = Transport(meeting, rank, self._rank)

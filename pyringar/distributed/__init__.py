@@ -23,7 +23,7 @@ if not torch.distributed.is_available():
     raise UnsupportedError("this torch was built without torch.distributed")
 
 from pyringar.distributed.backend import register
-from pyringar.distributed.ddp import HookState, ddp_hook
+from pyringar.distributed.communication_hook import HookState, ddp_hook
 from pyringar.distributed.hierarchical import HierarchicalCommunicator, communicator_for
 
 __all__ = ["HierarchicalCommunicator", "HookState", "communicator_for", "ddp_hook", "register"]

@@ -20,7 +20,7 @@ from pyringar.comm.exits import close_at_exit, is_inherited, never_destroy
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.distributed.work import Completer, PendingWork
+from pyringar.distributed.torch_works import Completer, PendingWork
 
 NAME = "ringar"
 

@@ -3,7 +3,7 @@
 With L ranks on each of M machines, flat data is cut into L columns of M blocks. Each machine sums
 inside first: its rank ``l`` gets the machine's sum of column ``l``. That rank sends block ``m`` to
 rank ``l`` of machine ``m``, and adds the blocks that it receives. Results go back the same way.
-Every byte crosses once each way, and a rank sends 1/L of its machine's bytes. Machines with
+Every byte crosses once each way, and a rank sends 1/L of its machine's bytes. MachineLayout with
 different numbers of ranks have one column, which their first ranks carry.
 """
 
@@ -24,7 +24,7 @@ from pyringar.comm.member import Member
 from pyringar.comm.orders import tree
 from pyringar.comm.reference import default_float_mode, divide, fold, wide
 from pyringar.distributed.convert import copy_all, has_plain_memory
-from pyringar.distributed.machines import Column, Machines, Wait
+from pyringar.distributed.machines import Column, MachineLayout, WaitFunction
 from pyringar.errors import ArgumentError, RingarError
 
 # While one piece crosses between machines, the next is summed inside.
@@ -41,7 +41,7 @@ Steps = Iterator[None]
 class Between:
     """The collectives of ranks on several machines."""
 
-    machines: Machines
+    machines: MachineLayout
     members: Sequence[Member]
     inside: Any  # the communicator of this machine; its ranks count from 0
     host: Any  # the same, for tensors on the CPU
@@ -178,7 +178,7 @@ class Between:
 
         return add_up
 
-    def _begin_gather(self, own: Tensor, flat: Tensor) -> Wait:
+    def _begin_gather(self, own: Tensor, flat: Tensor) -> WaitFunction:
         """Begin to put the blocks of all ranks into ``flat``; the returned function waits."""
         num_columns = self.machines.num_columns
         column = flat if num_columns == 1 else flat.new_empty(len(flat) // num_columns)

@@ -30,7 +30,7 @@ from pyringar.distributed.convert import (
     reduction_name,
 )
 from pyringar.distributed.delegated import Delegated, flat
-from pyringar.distributed.work import DelegatedPart, PendingWork, one_or_all
+from pyringar.distributed.torch_works import DelegatedCall, PendingWork, one_or_all
 from pyringar.errors import ArgumentError, UnsupportedError
 
 
@@ -385,7 +385,7 @@ class Collectives(Delegated):
 
     def end_coalescing(self, *_: Any) -> Any:
         works, self._batch = self._batch or [], None
-        parts = [getattr(work, "_parts", [DelegatedPart(work)]) for work in works]
+        parts = [getattr(work, "_parts", [DelegatedCall(work)]) for work in works]
         return self._pending([part for each in parts for part in each], [])
 
     _start_coalescing = start_coalescing

@@ -22,7 +22,7 @@ from pyringar.distributed.convert import (
     has_plain_memory,
 )
 from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.work import Completer, Part, PendingWork
+from pyringar.distributed.torch_works import BackgroundCall, Completer, PendingWork
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
 _LOOK_S = 0.2
@@ -32,8 +32,8 @@ _GRACE_S = 1.0
 _CONNECTION = ("/transport/", "pair closure")
 
 
-class WatchedPart:
-    """A call of gloo that runs, as a `pyringar.distributed.work.Part`.
+class WatchedCall:
+    """A call of gloo that runs, as a `pyringar.distributed.torch_works.BackgroundCall`.
 
     ``begin`` starts it and returns gloo's work. It cannot end without the ranks ``peers``. If it
     ends well, ``copies`` are made, whether or not a thread waits. Gloo ends a message only in a
@@ -291,9 +291,9 @@ class Delegated:
         peers: Sequence[int] | None = None,
         *,
         is_message: bool = False,
-    ) -> list[Part]:
+    ) -> list[BackgroundCall]:
         peers = range(self._comm.world_size) if peers is None else peers
-        part = WatchedPart(self, operation, peers, begin, copies, is_message=is_message)
+        part = WatchedCall(self, operation, peers, begin, copies, is_message=is_message)
         if not is_message:
             self._fallback.add(part)
         return [part]
@@ -303,7 +303,7 @@ class Delegated:
             t.device.type not in self._own_devices or t.layout is not torch.strided for t in tensors
         )
 
-    def _pending(self, parts: Sequence[Part], results: Any) -> Any:
+    def _pending(self, parts: Sequence[BackgroundCall], results: Any) -> Any:
         return self._noted(PendingWork(self._completer, parts, results))
 
     def _noted(self, work: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pyringar.comm.exits import close_at_exit, is_inherited, never_destroy
-from pyringar.distributed.work import Part, Threads
+from pyringar.distributed.torch_works import BackgroundCall, Threads
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
 # How long close() waits for each thread whose wait was ended.
@@ -42,7 +42,7 @@ class Fallback:
         self._gloo: Any = None
         self._nccl: Any = None
         # Without a lock, as the works of an EngineCommunicator: each use is one step.
-        self._under_way: set[Part] = set()
+        self._under_way: set[BackgroundCall] = set()
         self.waiters = Threads("calls of gloo")
         self._is_closed = False
         self._error: Exception | None = None
@@ -82,13 +82,13 @@ class Fallback:
             if backend is not None:
                 backend.set_timeout(timeout)
 
-    def add(self, *parts: Part) -> None:
+    def add(self, *parts: BackgroundCall) -> None:
         self._under_way.update(parts)
         for part in list(self._under_way):
             if part.is_completed():
                 self._under_way.discard(part)
 
-    def under_way(self) -> list[Part]:
+    def under_way(self) -> list[BackgroundCall]:
         return [part for part in list(self._under_way) if not part.is_completed()]
 
     def finish(self) -> None:

@@ -26,7 +26,7 @@ from pyringar.comm.topology import Plan, check_device
 from pyringar.comm.work import Work
 from pyringar.distributed.between import Between
 from pyringar.distributed.convert import count_changes
-from pyringar.distributed.machines import Column, Machines
+from pyringar.distributed.machines import Column, MachineLayout
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -150,7 +150,7 @@ class HierarchicalCommunicator(RankCommunicator):
         self._configure("auto", order, timeout)
         check_agreed(members)
         self.nodes = ranks_by_node(members)
-        self._machines = machines = Machines(self.nodes, self._rank)
+        self._machines = machines = MachineLayout(self.nodes, self._rank)
         self._place = f"machine {machines.node} of {len(self.nodes)}, "
         machines.check_order(order)
         self._intra = host = self._inside("machine", device)

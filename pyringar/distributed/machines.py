@@ -19,13 +19,13 @@ from pyringar.comm.stores import PatientStore
 from pyringar.distributed.fallback import break_off, closed_peers, make_gloo, make_nccl
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
-Wait = Callable[[], object]
+WaitFunction = Callable[[], object]
 
 _CHUNK_BYTES = 16 * 2**20  # each chunk has its own deadline
 _STORE_S = 1.0  # to reach the store, which may be on a lost machine
 
 
-class Machines:
+class MachineLayout:
     """The ranks of every machine, and the place of this process's rank.
 
     If machines have equally many ranks, the ranks with one local rank form a column, which carries
@@ -74,7 +74,7 @@ class Column:
     def __init__(
         self,
         store: Any,
-        machines: Machines,
+        machines: MachineLayout,
         members: Sequence[Member],
         timeout_s: float,
         device: torch.device,
@@ -99,7 +99,7 @@ class Column:
                 self._nccl = make_nccl(*endpoint)
         close_at_exit(self, Column.close)
 
-    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Wait:
+    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> WaitFunction:
         """Begin to send and receive contiguous tensors, by machine.
 
         The returned function waits. With GPUs the current stream waits, and the host does not.
@@ -125,13 +125,15 @@ class Column:
 
         return wait
 
-    def _exchange_on_gpu(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Wait:
+    def _exchange_on_gpu(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
+    ) -> WaitFunction:
         nothing = next(iter((*sent.values(), *received.values()))).new_empty(0)
         nodes = range(len(self._machines.nodes))
         outputs = [received.get(node, nothing) for node in nodes]
         inputs = [sent.get(node, nothing) for node in nodes]
         options = torch._C._distributed_c10d.AllToAllOptions()
-        wait: Wait = self._nccl.alltoall(outputs, inputs, options).wait
+        wait: WaitFunction = self._nccl.alltoall(outputs, inputs, options).wait
         return wait
 
     def _checked(self, nodes: Sequence[int], call: Callable[..., Any], *arguments: Any) -> Any:

@@ -20,18 +20,18 @@ from pyringar.cluster.state import ProcessState
 from pyringar.errors import RingarError
 
 if TYPE_CHECKING:
-    from pyringar.cluster.calls import Wait
+    from pyringar.cluster.rank_calls import Wait
 
 _here = threading.local()
 
 
-def current() -> Rank | None:
+def current() -> RankThread | None:
     """Return the rank that runs in this thread or that started it; None without a live one."""
-    rank: Rank | None = getattr(_here, "rank", None)
+    rank: RankThread | None = getattr(_here, "rank", None)
     return None if rank is None or rank.is_gone else rank
 
 
-def this_rank() -> Rank:
+def this_rank() -> RankThread:
     """Return the rank whose own thread this is; refuse another thread."""
     rank = current()
     if rank is None:
@@ -48,7 +48,7 @@ def wrong_thread() -> str:
     )
 
 
-def belong_to(rank: Rank | None) -> None:
+def belong_to(rank: RankThread | None) -> None:
     _here.rank = rank
 
 
@@ -71,13 +71,13 @@ def start_noted(thread: threading.Thread, start: Callable[[threading.Thread], No
 
 
 @dataclass(eq=False, repr=False)
-class Rank:
+class RankThread:
     """The state of one rank while its cluster runs."""
 
     index: int
     device: torch.device
     environment: dict[Any, Any]
-    refuse: Callable[[Rank], BaseException]  # ends the run: a wrong thread has made a call
+    refuse: Callable[[RankThread], BaseException]  # ends the run: a wrong thread has made a call
     identity: int = field(default_factory=itertools.count(1).__next__)  # in all clusters
     thread: Any = None
     threads: list[threading.Thread] = field(default_factory=list)  # that it has started
@@ -147,7 +147,9 @@ class Schedule:
     Cost: 40 us where another rank goes next, on a machine where waking a thread takes 20.
     """
 
-    def __init__(self, ranks: Sequence[Rank], *, seed: int, stuck: Callable[[], object]) -> None:
+    def __init__(
+        self, ranks: Sequence[RankThread], *, seed: int, stuck: Callable[[], object]
+    ) -> None:
         self._ranks = ranks
         self._random = random.Random(seed)
         self._stuck = stuck
@@ -163,7 +165,7 @@ class Schedule:
         if levels:
             self.check_stack(levels - 1)
 
-    def end(self, rank: Rank) -> None:
+    def end(self, rank: RankThread) -> None:
         with self.lock:
             rank.has_ended, rank.is_running, rank.waits_for = True, False, None
             self._choose()

@@ -8,13 +8,13 @@ from traceback import StackSummary, walk_stack
 from types import CodeType, TracebackType
 from typing import Any
 
-from pyringar.cluster.calls import Call, is_inside, names_of, some
-from pyringar.cluster.ranks import Rank
+from pyringar.cluster.rank_calls import RankCall, is_inside, names_of, some
+from pyringar.cluster.rank_threads import RankThread
 
 _COLUMNS = ("rank", "state", "call", "number", "in", "shape", "dtype", "waits for", "line")
 
 
-def report(ranks: Sequence[Rank], calls: Mapping[int, Call]) -> str:
+def report(ranks: Sequence[RankThread], calls: Mapping[int, RankCall]) -> str:
     rows = [_row(rank, calls.get(rank.index)) for rank in ranks]
     frames = {rank.index: rank.frame() for rank in ranks}
     return layout(rows, {index: stack_of(frame) for index, frame in frames.items() if frame})
@@ -42,7 +42,7 @@ def of_program(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def is_at_prompt(rank: Rank) -> bool:
+def is_at_prompt(rank: RankThread) -> bool:
     return any(
         frame.f_globals.get("__name__") in ("bdb", "pdb", "pydevd")
         and not frame.f_code.co_name.startswith("run")  # the program
@@ -50,7 +50,7 @@ def is_at_prompt(rank: Rank) -> bool:
     )
 
 
-def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
+def _row(rank: RankThread, shown: RankCall | None) -> tuple[str, ...]:
     wait = rank.waits_for
     if rank.has_ended:
         state = f"failed: {type(rank.error).__name__}" if rank.error else "returned"
@@ -61,7 +61,7 @@ def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
     else:
         state = "ready" if wait.is_done else "waits"
     call = shown or (wait.call or wait if wait else None)
-    if not isinstance(call, Call):
+    if not isinstance(call, RankCall):
         calls = f"after {rank.num_calls} call{'s' * (rank.num_calls != 1)}"
         return (str(rank.index), state, call.what if call else calls, *[""] * 6)
     missing = [] if shown is call else call.missing()

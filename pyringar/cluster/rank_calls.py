@@ -20,7 +20,7 @@ from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
 
 if TYPE_CHECKING:
     from pyringar.cluster.cluster import Cluster
-    from pyringar.cluster.ranks import Rank
+    from pyringar.cluster.rank_threads import RankThread
 
 # Packages whose frames are not the program's.
 _INSIDE = {"pyringar", "torch", "typing_extensions"}
@@ -44,10 +44,10 @@ def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
 class Wait:
     """A wait of a rank, until another rank acts."""
 
-    rank: Rank
+    rank: RankThread
     what: str
     limit_s: float | None = None  # None: as long as another rank may act
-    call: Call | None = None  # whose end ends the wait, too
+    call: RankCall | None = None  # whose end ends the wait, too
     is_pause: bool = False  # only lets others run: the program may ask in a loop
     ends_s: float = math.inf  # when the limit is reached, by the schedule's clock
     error: BaseException | None = None
@@ -76,7 +76,7 @@ class Wait:
             raise copy_of(self.error)
 
 
-class Call(Wait):
+class RankCall(Wait):
     """A rank's part of a collective, or one side of a message.
 
     ``act`` does the work, given one call of each rank, all with the same ``details``. The call
@@ -85,12 +85,12 @@ class Call(Wait):
 
     def __init__(
         self,
-        meeting: Meeting,
-        rank: Rank,
+        meeting: GroupCalls,
+        rank: RankThread,
         what: str,
         tensors: Sequence[Tensor],
         details: dict[str, Any],
-        act: Callable[[Sequence[Call]], object] | None,
+        act: Callable[[Sequence[RankCall]], object] | None,
         args: Any = None,
         peers: Sequence[int] | None = None,
     ) -> None:
@@ -156,7 +156,7 @@ class Call(Wait):
         return f"{self.what} ({details})" if details else self.what
 
 
-class Meeting:
+class GroupCalls:
     """The calls of a group: ``ranks`` are their numbers in the cluster, ``name`` is for reports."""
 
     def __init__(self, cluster: Cluster, ranks: Sequence[int], name: str) -> None:
@@ -164,10 +164,10 @@ class Meeting:
         self.ranks = ranks
         self.name = name
         self._numbers = [0] * len(ranks)
-        self.open: dict[int, dict[int, Call]] = {}  # of each number, by rank in the group
-        self._messages: list[Call] = []  # of which the other side is missing
+        self.open: dict[int, dict[int, RankCall]] = {}  # of each number, by rank in the group
+        self._messages: list[RankCall] = []  # of which the other side is missing
 
-    def post(self, index: int, call: Call) -> None:
+    def post(self, index: int, call: RankCall) -> None:
         """Take part in a collective as the group's rank ``index``, without a wait.
 
         ArgumentError if all ranks have called, and not the same.
@@ -184,7 +184,7 @@ class Meeting:
             del self.open[call.number]
         self._act([calls[i] for i in range(len(calls))])
 
-    def post_message(self, call: Call) -> None:
+    def post_message(self, call: RankCall) -> None:
         with self.cluster.schedule.lock:
             self.cluster.check_told()
             other = next((each for each in self._messages if _belong_together(each, call)), None)
@@ -204,7 +204,7 @@ class Meeting:
         """Fail if ranks call different things as one of these numbers, or as any that is open."""
         for number in numbers or tuple(self.open):
             calls = self.open[number].values()
-            kinds: dict[str, list[Call]] = {}
+            kinds: dict[str, list[RankCall]] = {}
             for call in sorted(calls, key=lambda call: call.rank.index):
                 kinds.setdefault(call.signature(len(call.shapes)), []).append(call)
             if len(kinds) > 1:
@@ -217,7 +217,7 @@ class Meeting:
                 text = f"ranks call different things as number {number} of {self.name}: {what}"
                 raise copy_of(self.cluster.fail(ArgumentError, text, calls))
 
-    def _act(self, calls: Sequence[Call]) -> None:
+    def _act(self, calls: Sequence[RankCall]) -> None:
         act = calls[0].act
         error: BaseException | None = None
         try:
@@ -235,13 +235,13 @@ class Meeting:
         self.cluster.schedule.look()
 
 
-def _wait_for_gpus(calls: Sequence[Call]) -> None:
+def _wait_for_gpus(calls: Sequence[RankCall]) -> None:
     """Wait for all work on the GPUs of calls, whose ranks have streams of their own."""
     for device in {device for call in calls for device in call.devices}:
         torch.cuda.synchronize(device)
 
 
-def _belong_together(one: Call, other: Call) -> bool:
+def _belong_together(one: RankCall, other: RankCall) -> bool:
     send, receive = (one, other) if one.what == "send" else (other, one)
     if (send.what, receive.what) != ("send", "recv"):
         return False

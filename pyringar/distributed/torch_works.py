@@ -114,7 +114,7 @@ class Completer:
             run_callbacks()
 
 
-class Part(Protocol):
+class BackgroundCall(Protocol):
     """One call of an engine that runs in the background."""
 
     def wait(self, timeout: float | None = None) -> object:
@@ -124,8 +124,8 @@ class Part(Protocol):
         """Return whether it is done. Never blocks."""
 
 
-class DelegatedPart:
-    """Wrap a work of torch.distributed's as a `Part`."""
+class DelegatedCall:
+    """Wrap a work of torch.distributed's as a `BackgroundCall`."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -151,10 +151,10 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
 
     _devices: Sequence[torch.device] = ()  # GPUs on which there are results
 
-    def __init__(self, completer: Completer, parts: Sequence[Part], results: Any) -> None:
+    def __init__(self, completer: Completer, parts: Sequence[BackgroundCall], results: Any) -> None:
         super().__init__()
         self._completer = completer
-        self._parts: Sequence[Part] = parts
+        self._parts: Sequence[BackgroundCall] = parts
         self._results = results
         self._future: Future[Any] | None = None
 

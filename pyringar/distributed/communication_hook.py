@@ -13,7 +13,7 @@ from pyringar.choices import check_choice
 from pyringar.comm.arguments import check_timeout
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.distributed.work import Completer, PendingWork
+from pyringar.distributed.torch_works import Completer, PendingWork
 
 _OPS = ("mean", "sum")
 
