@@ -1,15 +1,13 @@
 """Under torchrun a line on stderr names the rank that died, before torchrun ends the others."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from cases import mostly_slow
 from programs import ROOT, run_fresh
 
 from pyringar.engine import load
@@ -41,14 +39,13 @@ reduce(torch.ones(1000))
 """
 
 
-def stderr_of(tmp_path: Path, size: int, *words: str) -> str:
+def stderr_of(tmp_path, size, *words):
     program = tmp_path / "die.py"
     program.write_text(PROGRAM)
-    options = ["--standalone", "--nproc-per-node", str(size)]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, program, *words]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     load.engine()  # compiled here, if need be
     done = subprocess.run(
-        command,
+        [*command, str(size), program, *words],
         capture_output=True,
         text=True,
         timeout=100,
@@ -58,18 +55,13 @@ def stderr_of(tmp_path: Path, size: int, *words: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("kind", ["backend", "communicator"])
-def test_line_names_dead_rank(kind, tmp_path):
-    text = stderr_of(tmp_path, 2, kind, "compute")
-    [line] = re.findall("^pyringar: .*", text, re.MULTILINE)
-    assert re.fullmatch(r"pyringar: rank 1 \(process \d+ on .+\) has died, .* rank 0", line), line
+CASES = [("backend", 2, "rank 1"), ("communicator", 2, "rank 1"), ("machines", 4, "rank 3")]
 
 
-@pytest.mark.slow
-def test_line_has_rank_of_all_machines(tmp_path):
-    text = stderr_of(tmp_path, 4, "machines", "compute")
-    [line] = re.findall("^pyringar: .*", text, re.MULTILINE)
-    assert re.search(r"rank 3 \(process \d+ on .+\) has died, .* rank 2", line), line
+@pytest.mark.parametrize(("kind", "size", "dead"), mostly_slow(CASES, *CASES[:2]))
+def test_line_names_dead_rank(kind, size, dead, tmp_path):
+    [line] = re.findall("^pyringar: .*", stderr_of(tmp_path, size, kind, "compute"), re.MULTILINE)
+    assert re.match(rf"pyringar: {dead} \(process \d+ on .+\) has died", line), line
 
 
 @pytest.mark.slow

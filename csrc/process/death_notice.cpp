@@ -16,6 +16,7 @@ namespace {
 
 // A process that makes more groups has all ranks in the first ones.
 std::array<std::atomic<const DeathNotice*>, 8> notices{};
+constexpr int kNamed = -1;  // in place of the number of a rank that a line has named
 
 void end_process(int number) {
   bool is_written = false;
@@ -35,28 +36,6 @@ void install_handler() {
   action.sa_flags = static_cast<int>(SA_RESETHAND);
   static_cast<void>(sigaction(SIGTERM, &action, nullptr));
 }
-
-// The functions of the standard library that format numbers may take memory.
-class Line {
- public:
-  void add(const char* text) {
-    for (; *text != '\0' && size_ < text_.size(); ++text) text_[size_++] = *text;
-  }
-  void add(int number) {
-    std::array<char, 12> digits{};
-    char* at = &digits.back();
-    do {
-      *--at = static_cast<char>('0' + number % 10);
-      number /= 10;
-    } while (number > 0);
-    add(at);
-  }
-  void write() const { static_cast<void>(!::write(STDERR_FILENO, text_.data(), size_)); }
-
- private:
-  std::array<char, 256> text_{};
-  std::size_t size_ = 0;
-};
 
 }  // namespace
 
@@ -83,22 +62,34 @@ DeathNotice::~DeathNotice() {
 bool DeathNotice::is_own() const { return getpid() == pid_; }
 
 bool DeathNotice::write_line() const {
+  std::array<char, 256> text{};
+  std::size_t size = 0;
+  const auto add = [&](const char* more) {
+    while (*more != '\0' && size < text.size()) text[size++] = *more++;
+  };
+  const auto add_number = [&](int number) {  // snprintf may take memory
+    std::array<char, 12> digits{};
+    char* first = &digits.back();
+    for (; number > 0 || *first == '\0'; number /= 10) {
+      *--first = static_cast<char>('0' + number % 10);
+    }
+    add(first);
+  };
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
-    const RankLine& line = segment_.line(rank);
+    RankLine& line = segment_.line(rank);
     // torchrun has waited for the dead process, so that its id is free.
     if (line.state.load() != RankState::kJoined || kill(line.process.pid, 0) == 0) continue;
     if (errno != ESRCH) continue;
-    Line text;
-    text.add("pyringar: rank ");
-    text.add(line.global_rank);
-    text.add(" (process ");
-    text.add(line.process.pid);
-    text.add(" on ");
-    text.add(line.host.data());
-    text.add(") has died, and SIGTERM ends rank ");
-    text.add(segment_.line(rank_).global_rank);
-    text.add("\n");
-    text.write();
+    const int number = line.global_rank.exchange(kNamed);
+    if (number == kNamed) return true;
+    add("pyringar: rank ");
+    add_number(number);
+    add(" (process ");
+    add_number(line.process.pid);
+    add(" on ");
+    add(line.host.data());
+    add(") has died; SIGTERM ends the other ranks\n");
+    static_cast<void>(!write(STDERR_FILENO, text.data(), size));
     return true;
   }
   return false;

@@ -4,8 +4,8 @@
 // of another rank notices the death and raises its error.
 //
 // Contract  Does nothing unless torchrun started this process (it sets TORCHELASTIC_ERROR_FILE) and
-//           SIGTERM has its default action. Then SIGTERM writes the line and ends the process. A
-//           rank that torchrun ends counts as one that has left, so that no other rank names it.
+//           SIGTERM has its default action. Then SIGTERM writes the line and ends the process. One
+//           rank of a group names the dead rank. A rank that SIGTERM ends counts as having left.
 // Threads   the handler may run in any thread, at any line: it takes no lock and no memory.
 // Tests     tests/test_distributed_deaths.py
 #pragma once
@@ -21,9 +21,8 @@ class DeathNotice {
   DeathNotice(const DeathNotice&) = delete;
   DeathNotice& operator=(const DeathNotice&) = delete;
 
-  bool is_own() const;  // false in a forked child, which is no rank
-  // Returns false if all other ranks are alive or have left.
-  bool write_line() const;
+  bool is_own() const;      // false in a forked child, which is no rank
+  bool write_line() const;  // false if all other ranks are alive or have left
   void leave() const { segment_.line(rank_).state.store(RankState::kLeft); }
 
  private:

@@ -69,7 +69,7 @@ struct alignas(64) RankLine {
   std::atomic<std::uint32_t> progress{0};  // grows within long work on a piece, or on none
   CoreSet cores;                           // it may use
   ProcessId process;
-  int global_rank = 0;  // of torchrun; set only where torchrun started the process
+  std::atomic<int> global_rank{0};  // of torchrun; see death_notice.h
   std::array<char, 64> host{};
 };
 

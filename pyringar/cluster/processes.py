@@ -1,4 +1,4 @@
-"""Ranks that are forked processes: start them, relay their output, raise their first failure."""
+"""Fork the ranks of a launch, relay their output, and raise their first failure."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from pyringar.errors import (
     UnsupportedError,
 )
 
-# How long ranks may go on after the first failure, and after each signal that ends them.
+# Time for ranks to end after the first failure, and after each signal.
 _GRACE_S = 2.0
-# A process that dies closes its connections, so that its peers fail, before its end can be noticed.
+# The end of a process is noticed up to this long after its peers fail, as it closes connections.
 _DYING_S = 0.5
 _PARTIAL_LINE_S = 0.2
-_SILENT_S = 8 * REPORT_S  # without a report, after which a rank is called silent
+_SILENT_S = 8 * REPORT_S  # a rank without a report for this long is silent
 _POLL_S = 0.05
 _PIPE_BYTES = 1 << 16
 # Modules that DistributedDataParallel, FSDP and checkpoints import when they are first used.
@@ -73,7 +73,7 @@ def run_processes(
 
 @dataclass
 class _RelayedOutput:
-    """Relay what a rank writes to a stream, line by line, with a mark before each line."""
+    """Output of a rank, relayed line by line with a mark before each line."""
 
     pipe: Connection
     stream: Any
@@ -82,7 +82,7 @@ class _RelayedOutput:
     last_s: float = 0.0
 
     def relay(self, *, is_over: bool) -> None:
-        """Relay the lines that are there, and a line without an end that is old or long."""
+        """Relay complete lines, and a partial line if it is old or long."""
         if not self.pipe.closed and self.pipe.poll():
             data = os.read(self.pipe.fileno(), _PIPE_BYTES)
             if not data:
@@ -94,13 +94,13 @@ class _RelayedOutput:
         if self.text and (is_old or len(self.text) > _PIPE_BYTES):
             lines.append(self.text + b"\n")
             self.text = b""
-        if lines and self.stream is not None:  # a daemon has none
+        if lines and self.stream is not None:  # a daemon has no stdout
             self.stream.write(b"".join(self.mark + line for line in lines).decode(errors="replace"))
             self.stream.flush()
 
 
 class _RankProcess:
-    """One rank, as `launch` sees it."""
+    """The process of one rank, its pipes and its last status."""
 
     def __init__(self, index: int, *args: Any) -> None:
         context: Any = multiprocessing.get_context("fork")
@@ -112,7 +112,7 @@ class _RankProcess:
         ]
         self.last_call = call = SharedValue(default=(0, 0, (), (), {}))
         self.report = RankStatus(progress=())
-        self.silent_s = 0.0  # since its last report
+        self.silent_s = 0.0  # seconds since the last report
         self.has_ended = False
         state = ProcessState.fresh(index)  # made here: a fork that has just begun is slow
         self.process = context.Process(target=run_rank, args=(index, writers, call, state, *args))
@@ -124,17 +124,17 @@ class _RankProcess:
             writer.close()
 
     def read(self, noticed_s: float) -> Any:
-        """Take the reports and output that are there; return whether the rank has moved."""
+        """Read available reports and output; return True if the rank made progress."""
         before = self.report.progress
         code = self.process.exitcode
         self.has_ended = code is not None
-        with contextlib.suppress(EOFError, OSError):  # it has died
+        with contextlib.suppress(EOFError, OSError):  # the process has died
             while self.pipes[0].poll():
                 self.report = self.pipes[0].recv()
                 self.silent_s = 0.0
         for output in self.outputs:
             output.relay(is_over=self.has_ended)
-        if code == 0 and not self.report.failed_s:  # it has returned, or called os._exit(0)
+        if code == 0 and not self.report.failed_s:  # the program returned or called os._exit(0)
             self.report = self.report._replace(state="returned", stack="")
         elif code and not self.report.failed_s:
             name = {-s.value: s.name for s in signal.Signals}.get(code, f"signal {-code}")
@@ -146,7 +146,7 @@ class _RankProcess:
 
     @property
     def state(self) -> str:
-        """What it does, in a word of its last report; a stopped process reports nothing."""
+        """The state of the last report, or "is silent" if there is no new report."""
         is_silent = self.silent_s > _SILENT_S and self.report.state in ("runs", "waits")
         return "is silent" if is_silent else self.report.state
 
@@ -159,31 +159,31 @@ class _RankProcess:
 
 
 class _RankProcesses:
-    """All ranks of one launch, from the fork to their end."""
+    """All rank processes of one launch, from the fork to the end."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._ranks: list[_RankProcess] = []
-        self._still_s = 0.0  # for how long no rank has moved
+        self._still_s = 0.0  # seconds without progress of any rank
 
     def run(self, program: Callable[[], Any], devices: Sequence[torch.device]) -> list[Any]:
         number, is_frozen = signal.SIGTERM, gc.get_freeze_count() > 0
-        server: Any = socket.create_server(("127.0.0.1", 0))  # torch's own would ask a name server
+        server: Any = socket.create_server(("127.0.0.1", 0))  # torch would ask a name server
         _, port = server.getsockname()
         try:
             with handlers_wait():
                 if not is_frozen:
-                    gc.freeze()  # or each rank's collector would copy the pages of all objects
+                    gc.freeze()  # else the collector of each rank copies the pages of all objects
                 for index in range(len(devices)):
                     self._ranks.append(_RankProcess(index, program, devices, self._timeout_s, port))
-                # After the forks: with a copy of its threads' state, ranks may hang in the store.
+                # After the forks: a copy of the store's locks may hang a rank.
                 options: Any = {"is_master": True, "wait_for_workers": False}
                 server = TCPStore("127.0.0.1", port, master_listen_fd=server.detach(), **options)
             self._serve(float("inf"), self._failure)
             self._serve(_GRACE_S if any(rank.report.failed_s for rank in self._ranks) else 0)
             failure = self._failure()
         except KeyboardInterrupt:
-            self._serve(_POLL_S)  # a terminal interrupts the ranks, too, and a notebook does not
+            self._serve(_POLL_S)  # a terminal also interrupts the ranks, a notebook does not
             number = signal.SIGINT
             raise
         finally:
@@ -196,7 +196,7 @@ class _RankProcesses:
         return [rank.report.value() for rank in self._ranks]
 
     def _serve(self, seconds: float, is_over: Callable[[], Any] = lambda: None) -> None:
-        """Handle what ranks send and write, until all have ended or the time or need is over."""
+        """Handle reports and output until all ranks end, ``is_over()`` or the time is up."""
         woke_s = time.monotonic()
         ends_s = woke_s + seconds
         while alive := [rank for rank in self._ranks if not rank.has_ended]:
@@ -205,7 +205,7 @@ class _RankProcesses:
             pipes = [pipe for rank in alive for pipe in rank.pipes if not pipe.closed]
             wait([rank.process.sentinel for rank in alive] + pipes, _POLL_S)
             passed_s = time.monotonic() - woke_s
-            # The time during which all processes are stopped does not count.
+            # Time in which all processes are stopped does not count.
             step_s = min(passed_s, REPORT_S)
             for rank in alive:
                 rank.silent_s += step_s
@@ -214,7 +214,7 @@ class _RankProcesses:
             self._still_s = 0.0 if num_moved else self._still_s + step_s
 
     def _end(self, number: signal.Signals) -> None:
-        """End the ranks that have not ended by a signal, and if they swallow it by SIGKILL."""
+        """End the remaining ranks by a signal, then by SIGKILL."""
         try:
             for rank in self._ranks:
                 if not rank.has_ended:
@@ -227,7 +227,7 @@ class _RankProcesses:
                     rank.close()
 
     def _standstill(self) -> RingarError | None:
-        """Return why no rank has moved for the timeout; None if one has, or if no rank waits."""
+        """Return the error if no rank made progress for the timeout and a rank waits."""
         alive = {rank.index: rank.state for rank in self._ranks if not rank.has_ended}
         silent = [index for index, state in alive.items() if state == "is silent"]
         running = [index for index, state in alive.items() if state == "runs"]
@@ -257,9 +257,9 @@ class _RankProcesses:
         return CollectiveTimeout(what)
 
     def _failure(self) -> BaseException | None:
-        """Return the first failure, if any; its cause has the tracebacks of all that raised."""
+        """Return the first failure, if any; its cause has the tracebacks of all failed ranks."""
         failed = [rank for rank in self._ranks if rank.report.failed_s]
-        # A rank that waits has lost its peer, and failed because of the peer.
+        # A rank in state "waits" failed because another rank did.
         failed.sort(key=lambda rank: (rank.report.state == "waits", rank.report.failed_s))
         error: BaseException | None = self._standstill()
         if failed:
