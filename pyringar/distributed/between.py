@@ -246,8 +246,8 @@ class Between:
             if not torch.equal(theirs[:_DIGEST_BYTES], own[:_DIGEST_BYTES]):
                 words = bytes(theirs[_DIGEST_BYTES:].tolist()).decode(errors="replace").rstrip()
                 raise ArgumentError(
-                    f"ranks call different things: this rank calls {what}, and {member.name} "
-                    f"{words}"
+                    f"ranks call different things: {self.members[self.machines.rank].name} {what}; "
+                    f"{member.name} {words}"
                 )
 
 
