@@ -72,9 +72,6 @@ def finish(call: Callable[..., Any], how: str, *args: Any, **kwargs: Any) -> Non
         work.wait()
 
 
-# -- coalesced -------------------------------------------------------------------------------------
-
-
 def coalesced(rank: int, size: int) -> None:
     total = size * (size + 1) / 2
     for how in ("sync", "async"):
@@ -100,9 +97,6 @@ def coalesced(rank: int, size: int) -> None:
                 works.wait()
         assert all((t == total).all() for t in [*reduced, *scattered])
         assert all(t.view(size, -1)[:, 0].tolist() == list(range(size)) for t in gathered)
-
-
-# -- handed to gloo --------------------------------------------------------------------------------
 
 
 def delegated(rank: int, size: int) -> None:
@@ -189,9 +183,6 @@ def calls_and_tensors(rank: int, size: int, dtype: torch.dtype, step: int) -> li
     return calls
 
 
-# -- groups and meshes -----------------------------------------------------------------------------
-
-
 def groups(rank: int, size: int) -> None:
     pair = dist.new_group([0, 1])
     last = dist.new_group([size - 1], backend="ringar")
@@ -228,9 +219,6 @@ def functional(rank: int, size: int) -> None:
     assert funcol.broadcast(mine, 0, group).tolist() == [1.0] * 4
     swapped = funcol.all_to_all_single(torch.full((size,), float(rank)), None, None, group)
     assert swapped.tolist() == list(range(size))
-
-
-# -- mistakes that leave the group alone -----------------------------------------------------------
 
 
 def mistakes(rank: int, size: int) -> None:

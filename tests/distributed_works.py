@@ -51,9 +51,6 @@ def assert_alike(actual: Any, expected: Any, context: str) -> None:
         assert_alike(one, other, context)
 
 
-# -- every collective, in a form that both backends take -------------------------------------------
-
-
 def numbers(rank: int, numel: int = N) -> Tensor:
     """Whole numbers, so that no order of adding changes the sum."""
     return torch.arange(numel, dtype=torch.float32) % 17 + 10 * rank + 1
@@ -141,9 +138,6 @@ def answers_while_it_runs(rank: int, size: int) -> None:
     assert_alike(work.get_future().wait(), work.result(), "future")
 
 
-# -- nobody waits ----------------------------------------------------------------------------------
-
-
 def converted(rank: int, size: int, group: Any = None) -> list[tuple[str, Any, Any]]:
     """Calls whose results are copied from other memory, not waited for: name, tensors, expected."""
     begun: list[tuple[str, Any, Any]] = []
@@ -221,9 +215,6 @@ def in_inference_mode(rank: int, size: int) -> None:
     dist.barrier()
     for name, tensors, expected in begun:
         assert_alike(tensors, expected, name)
-
-
-# -- futures ---------------------------------------------------------------------------------------
 
 
 def future_of(x: Tensor) -> Any:

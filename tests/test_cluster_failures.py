@@ -38,8 +38,6 @@ def first_launch() -> None:
     pr.launch(lambda: 1, K)
 
 
-# -- mistakes in programs --------------------------------------------------------------------------
-
 Mistake = tuple[type[BaseException], str, tuple[str, ...]]
 MISTAKES: dict[Callable[[], None], Mistake] = {}
 
@@ -109,7 +107,7 @@ def unequal_steps() -> None:
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 @pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
-def test_mistake_is_told_in_words(program, processes):
+def test_mistake_raises_with_table(program, processes):
     kind, words, rows = MISTAKES[program]
     num_threads, is_timed = threading.active_count(), processes or program is endless_loop
     for seed in [0] if is_timed else range(5):
@@ -129,7 +127,7 @@ def test_mistake_is_told_in_words(program, processes):
     assert pr.launch(lambda: 1, K) == [1] * K
 
 
-def test_threads_are_told_which_ranks_differ():
+def test_thread_error_names_differing_ranks():
     told = "ranks 0, 2, 3: all_reduce (op sum) of 4 float32; rank 1: broadcast (root 0) of 4"
     with pytest.raises(pr.ArgumentError, match=re.escape(f"number 1 of the world: {told}")):
         pr.launch(missing_collective, K)
@@ -171,7 +169,7 @@ def test_exception_reaches_all_ranks():
         assert len(text) < 3000
 
 
-def test_wait_with_limit_takes_no_time():
+def test_timed_wait_takes_no_time():
     """No time passes: nothing could happen in it."""
 
     def program() -> bool:
@@ -188,9 +186,6 @@ def test_wait_with_limit_takes_no_time():
         return True
 
     assert pr.launch(program, 3) == [True] * 3
-
-
-# -- exceptions ------------------------------------------------------------------------------------
 
 
 class NoTextError(Exception):
@@ -211,7 +206,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_any_exception_is_raised_as_it_is(name):
+def test_exceptions_are_raised_unchanged(name):
     def program() -> None:
         if begin() == 1:
             raise ERRORS[name]
@@ -222,7 +217,7 @@ def test_any_exception_is_raised_as_it_is(name):
     assert caught.value is ERRORS[name]
 
 
-def test_rank_that_catches_everything_is_ended():
+def test_rank_catching_all_errors_ends():
     def program() -> None:
         if begin() == 1:
             raise KeyError("gone")
@@ -237,7 +232,7 @@ def test_rank_that_catches_everything_is_ended():
     assert threading.active_count() == num_threads
 
 
-def test_callbacks_exception_is_a_runtime_error():
+def test_callback_exception_is_runtime_error():
     def program() -> list[str]:
         begin()
         future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
@@ -256,9 +251,6 @@ def test_callbacks_exception_is_a_runtime_error():
     second = f"RuntimeError: {running}{first}"
     for seed in range(4):  # the last rank to call has a future that is complete
         assert pr.launch(program, 3, seed=seed) == [[first, second]] * 3
-
-
-# -- polling ---------------------------------------------------------------------------------------
 
 
 def poll_a_call() -> None:
@@ -283,7 +275,7 @@ def poll_the_store() -> None:
         (poll_the_store, pr.CollectiveTimeout, "all ranks wait, and none can go on"),
     ],
 )
-def test_endless_polling_ends_after_the_timeout(program, kind, text):
+def test_endless_polling_raises_after_timeout(program, kind, text):
     began_s = time.monotonic()
     with pytest.raises(kind, match=text) as caught:
         pr.launch(program, 2, timeout=0.5)
@@ -291,7 +283,7 @@ def test_endless_polling_ends_after_the_timeout(program, kind, text):
     assert 0.4 < time.monotonic() - began_s < 5
 
 
-def test_slow_ranks_without_calls_may_go_on():
+def test_slow_ranks_without_calls_succeed():
     assert pr.launch(lambda: time.sleep(0.2) or 1, 3, timeout=0.1) == [1] * 3
 
 
@@ -305,7 +297,7 @@ def test_limit_without_waiting_rank_is_explained():
         pr.launch(spin, 2, timeout=0.1)
 
 
-def test_debugger_prompt_is_not_counted():
+def test_debugger_prompt_does_not_count():
     def prompt() -> None:
         time.sleep(0.6)
 
@@ -321,13 +313,11 @@ def test_debugger_prompt_is_not_counted():
         assert pr.launch(program, 2, timeout=0.2, seed=seed) == [1, 1]
 
 
-# -- exceptions at any line ------------------------------------------------------------------------
-
 HAND_OVER = ("rank_threads.py", "state.py")
 
 
 @pytest.mark.parametrize("first", mostly_slow(range(10), 0, 5))
-def test_hand_over_exception_loses_no_rank(first):
+def test_exception_in_wait_loses_no_rank(first):
     """Raise MemoryError at every tenth line event of a wait, once per launch."""
     num_threads = threading.active_count()
 
@@ -379,7 +369,7 @@ class AlarmError(Exception):
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(10), 0))
-def test_signal_handlers_exception_ends_all_ranks(seed):
+def test_handler_exception_ends_all_threads(seed):
     def program() -> None:
         begin()
         dist.barrier()
@@ -409,7 +399,7 @@ def test_signal_handlers_exception_ends_all_ranks(seed):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_handlers_that_raise_stay(monkeypatch):
+def test_raising_handlers_stay_installed(monkeypatch):
     numbers = [signal.SIGUSR1, signal.SIGUSR2]
     called: list[int] = []
 
@@ -438,7 +428,7 @@ def test_handlers_that_raise_stay(monkeypatch):
 
 
 @pytest.mark.slow
-def test_endless_rank_is_left_behind(caplog):
+def test_endless_rank_stays_in_background(caplog):
     target, may_end, ended = types.SimpleNamespace(value=1), threading.Event(), []
 
     def program() -> None:
@@ -464,7 +454,7 @@ def test_endless_rank_is_left_behind(caplog):
     may_end.set()
 
 
-def test_interrupt_waits_until_a_thread_has_begun():
+def test_interrupt_waits_for_thread_start():
     """Up to Python 3.11 it would end the new thread, which has the starter's ident."""
 
     def program() -> None:

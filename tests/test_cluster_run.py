@@ -64,7 +64,7 @@ def program(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_torchruns_program_runs(program, capsys):
+def test_torchrun_program_runs(program, capsys):
     before = list(sys.argv), list(sys.path), sys.modules["__main__"]
     assert main(["run", "--ranks", "3", str(program)]) == 0
     lines = sorted(capsys.readouterr().out.splitlines())
@@ -90,7 +90,7 @@ def test_module_runs(program, capsys):
     assert capsys.readouterr().out == "a package __main__\n" * 2
 
 
-def test_ranks_error_is_shown_as_by_python(program, capsys):
+def test_rank_error_prints_python_traceback(program, capsys):
     assert main(["run", "--ranks", "3", str(program), "--fail", "raise"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("Traceback (most recent call last):\n  File ")
@@ -101,7 +101,7 @@ def test_ranks_error_is_shown_as_by_python(program, capsys):
             main(["run", *options, "--ranks", "3", str(program), "--fail", "exit"])
 
 
-def test_mismatch_is_no_wrong_option(program, capsys):
+def test_mismatch_prints_rank_error(program, capsys):
     assert main(["run", "--ranks", "3", "--seed", "5", str(program), "--fail", "mismatch"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("pyringar.errors.ArgumentError: ranks call different things")
@@ -121,7 +121,7 @@ def test_mismatch_is_no_wrong_option(program, capsys):
         (["--processes", "--seed", "3", "train.py"], "--seed is 3, expected 0"),
     ],
 )
-def test_wrong_options(program, capsys, arguments, text):
+def test_wrong_options_are_named(program, capsys, arguments, text):
     assert main(["run", *arguments]) == 2
     assert text in capsys.readouterr().err
 
@@ -222,7 +222,7 @@ def test_marked_tests_run_on_ranks(tmp_path):
     torch.__version__.split(".")[:2] < ["2", "14"],
     reason="torch's tests profile on every rank, which older ones can do once in a process",
 )
-def test_torchs_own_tests_pass():
+def test_torch_suite_passes():
     pytest.importorskip("expecttest", reason="torch's tests need expecttest")
     script = Path(__file__).with_name("torch_suite_threads.py")
     done = subprocess.run(
@@ -235,7 +235,7 @@ def test_torchs_own_tests_pass():
 
 
 @pytest.mark.ranks(3, processes=True)
-def test_mark_runs_a_test_in_processes(tmp_path):
+def test_mark_runs_test_in_processes(tmp_path):
     assert multiprocessing.current_process().pid != os.getppid()
     mine = torch.full((2,), float(dist.get_rank()))
     dist.all_reduce(mine)

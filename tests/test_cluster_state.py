@@ -60,7 +60,7 @@ def draw(pause: bool) -> tuple[Any, ...]:
     return (*found, torch.ones(1).dtype, torch.is_grad_enabled())
 
 
-def test_random_numbers_belong_to_the_rank():
+def test_random_numbers_belong_to_rank():
     torch.manual_seed(99)
     np.random.seed(99)
     before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
@@ -96,7 +96,7 @@ SETTINGS: dict[str, tuple[Callable[[int], object], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_belong_to_the_rank(name):
+def test_settings_belong_to_rank(name):
     change, read = SETTINGS[name]
 
     def program() -> tuple[Any, Any]:
@@ -117,8 +117,6 @@ def test_settings_belong_to_the_rank(name):
         assert read() == before
     assert os.getenv("PYRINGAR_TEST") is None
 
-
-# -- contexts of torch -----------------------------------------------------------------------------
 
 # How a program enters a context, and what tells whether it is inside.
 CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -158,7 +156,7 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_contexts_belong_to_the_rank(name):
+def test_contexts_belong_to_rank(name):
     enter, is_inside = CONTEXTS[name]
 
     def program() -> list[Any]:
@@ -180,7 +178,7 @@ def test_contexts_belong_to_the_rank(name):
         assert is_inside() == before
 
 
-def test_tangents_are_forgotten():
+def test_tangents_end_with_level():
     """C++ has one level of forward AD, which it empties when the last rank leaves."""
 
     def program() -> tuple[list[float], bool]:
@@ -199,9 +197,6 @@ def test_tangents_are_forgotten():
 
     for seed in range(8):
         assert pr.launch(program, 3, seed=seed) == [([6.0, 12.0, 18.0, 24.0], True)] * 3
-
-
-# -- threads that a rank starts --------------------------------------------------------------------
 
 
 def store_of_world() -> Any:
@@ -237,7 +232,7 @@ STARTS: dict[str, Callable[[Callable[[], None]], object]] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kind", STARTS)
 @pytest.mark.parametrize("call", THREAD_CALLS)
-def test_thread_of_a_rank_is_refused(call, kind):
+def test_call_in_started_thread_raises(call, kind):
     """The thread calls when all ranks wait; no rank waits for the thread."""
 
     def program() -> None:
@@ -260,7 +255,7 @@ def test_thread_of_a_rank_is_refused(call, kind):
     assert type(told.value) is pr.RingarError
 
 
-def test_deadlock_is_told_when_threads_have_ended():
+def test_deadlock_raises_after_threads_end():
     def program(seconds: float) -> None:
         thread = threading.Thread(target=time.sleep, args=(seconds,), name="reader")
         if begin() == 0:
@@ -273,7 +268,7 @@ def test_deadlock_is_told_when_threads_have_ended():
         pr.launch(program, 2, args=(0.5,), timeout=0.1)
 
 
-def test_call_in_a_forked_child_is_refused():
+def test_call_in_forked_child_raises():
     def program() -> int:
         child = os.fork() if begin() == 0 else -1
         if child == 0:
@@ -288,7 +283,7 @@ def test_call_in_a_forked_child_is_refused():
     assert pr.launch(program, 2) == [7, 7]
 
 
-def test_thread_of_no_rank_is_told():
+def test_foreign_thread_call_raises():
     """An executor from before the launch: its threads belong to the process."""
     pool = ThreadPoolExecutor(1)
     pool.submit(int).result()
@@ -299,9 +294,6 @@ def test_thread_of_no_rank_is_told():
 
     with pool, pytest.raises(ValueError, match=r"ThreadPoolExecutor.*processes=True"):
         pr.launch(program, 2)
-
-
-# -- torch's caches and globals --------------------------------------------------------------------
 
 
 def test_meshes_of_ranks_differ():
@@ -316,7 +308,7 @@ def test_meshes_of_ranks_differ():
     assert hash(first) != hash(second)
 
 
-def test_shared_module_is_refused():
+def test_shared_module_raises():
     net = nn.Linear(2, 2)
 
     def program() -> None:
@@ -330,7 +322,7 @@ def test_shared_module_is_refused():
         pr.launch(program, 1)
 
 
-def test_operator_of_two_ranks_is_refused():
+def test_operator_of_two_ranks_raises():
     def program() -> None:
         begin()
 
@@ -373,9 +365,6 @@ def test_compiled_functions_run_uncompiled(caplog):
     assert len(graphs) == 1, "outside ranks"
 
 
-# -- what a process has once -----------------------------------------------------------------------
-
-
 def own_hook() -> None:
     dist.init_process_group()
     net = DistributedDataParallel(nn.Linear(3, 1))
@@ -385,7 +374,7 @@ def own_hook() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("begin", [pr.ProcessCommunicator, HierarchicalCommunicator, own_hook])
-def test_own_communicators_are_refused(begin, ranks):
+def test_process_communicators_raise(begin, ranks):
     with pytest.raises(pr.UnsupportedError, match=r"ddp_hook: .*processes=True"):
         pr.launch(begin, ranks)
     with pytest.raises(pr.ArgumentError, match="RANK, WORLD_SIZE"):  # there is no store of a rank
@@ -396,7 +385,7 @@ LIBRARIES = [path for path in internals._REFUSED if not path.startswith(("pyring
 
 
 @pytest.mark.parametrize("path", LIBRARIES)
-def test_libraries_with_one_rank_are_refused(path, tmp_path, monkeypatch):
+def test_libraries_with_rank_state_raise(path, tmp_path, monkeypatch):
     module, _, name = path.partition(":")
     folder = tmp_path.joinpath(*module.split("."))
     folder.mkdir(parents=True)
@@ -430,7 +419,7 @@ def test_libraries_with_one_rank_are_refused(path, tmp_path, monkeypatch):
         lambda: mock.patch.dict(vars(time), time=lambda: 5.0),
     ],
 )
-def test_patch_of_another_rank_is_refused(patch):
+def test_second_patch_of_target_raises(patch):
     own = time.time
 
     def program() -> None:
@@ -453,7 +442,7 @@ def test_patch_of_another_rank_is_refused(patch):
     assert mock._patch._active_patches == []
 
 
-def test_patches_in_turn_are_taken():
+def test_sequential_patches_work():
     class Mine:
         value = 0
 
@@ -470,7 +459,7 @@ def test_patches_in_turn_are_taken():
     assert pr.launch(program, 3) == [[rank, str(rank), 9, None] for rank in range(3)]
 
 
-def test_settings_made_once_pass(caplog):
+def test_process_wide_settings_are_accepted(caplog):
     def program() -> str:
         torch.multiprocessing.set_start_method("spawn")
         torch.set_num_interop_threads(torch.get_num_interop_threads() + dist.is_initialized())
@@ -485,7 +474,7 @@ def test_settings_made_once_pass(caplog):
 
 
 @pytest.mark.parametrize("method", mostly_slow(["fork", "spawn", "forkserver"], "fork"))
-def test_processes_have_the_ranks_environment(method):
+def test_child_processes_inherit_rank_environment(method):
     def run(*names: str) -> list[str | None]:
         with multiprocessing.get_context(method).Pool(1) as pool:
             return [pool.apply(os.getenv, (name,)) for name in names]
@@ -500,7 +489,7 @@ def test_processes_have_the_ranks_environment(method):
     assert run("RANK", "MINE") == [None, None]
 
 
-def test_commands_have_the_ranks_environment():
+def test_commands_inherit_rank_environment():
     def program() -> str:
         dist.init_process_group()
         dist.barrier()
@@ -513,9 +502,6 @@ def test_commands_have_the_ranks_environment():
         found = pr.launch(program, 3, seed=seed)
         assert found == ["0 3\n", "1 default 3\n", "2 default 3\n"]
     assert os.popen("echo $RANK $WORLD_SIZE").read() == "\n"
-
-
-# -- stores ----------------------------------------------------------------------------------------
 
 
 def use_store(path: str, begin: str) -> list[Any]:
@@ -544,7 +530,7 @@ def use_store(path: str, begin: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("begin", ["tcp", "prefix", "file"])
-def test_store_is_as_torchs(begin, tmp_path):
+def test_store_behaves_like_torch(begin, tmp_path):
     expected = use_store(str(tmp_path / "torchs"), begin)
     assert pr.launch(use_store, 1, args=(str(tmp_path / "ranks"), begin)) == [expected]
 

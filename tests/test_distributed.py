@@ -49,7 +49,7 @@ def check(results: list[Any], case: str) -> None:
 
 @pytest.mark.parametrize("size", mostly_slow([2, 3, 4], 2))
 @pytest.mark.parametrize("case", distributed_cases.CASES)
-def test_collectives(case, size):
+def test_collectives_have_promised_bits(case, size):
     check(verdicts("cases", size), case)
 
 
@@ -65,12 +65,12 @@ IN_DETAIL, BESIDE = (2, "ringar", "DETAIL"), (2, "cpu:ringar", "")
     ),
 )
 @pytest.mark.parametrize("case", distributed_training.CASES)
-def test_training(case, size, backend, debug):
+def test_training_matches_reference(case, size, backend, debug):
     check(verdicts("training", size, backend, debug), case)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_hook_beside_gloo(size):
+def test_hook_works_beside_gloo(size):
     case = distributed_training.data_parallel_hook
     results = run_group(run_cases, size, [("hook", case)], backend="gloo")
     check(results, "hook")
@@ -89,20 +89,14 @@ def compiled(rank: int, size: int) -> Any:
 
 
 @pytest.mark.slow
-def test_compiled_programs():
+def test_compiled_programs_run():
     assert run_group(compiled, 2, timeout_s=60, limit_s=120) == [[[0, 1, 2], [1, 2, 3]]] * 2
-
-
-# -- works and futures -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", distributed_works.CASES)
-def test_works(case, size):
+def test_works_end_correctly(case, size):
     check(verdicts("works", size), case)
-
-
-# -- threads that complete futures -----------------------------------------------------------------
 
 
 def threads_of(name: str) -> int:
@@ -129,11 +123,11 @@ def test_future_after_close_is_done():
     assert future.done()
 
 
-def test_power_sgd():
+def test_power_sgd_matches_gloo():
     check(run_group(run_cases, 2, [("hook", distributed_works.power_sgd)]), "hook")
 
 
-def test_peer_killed():
+def test_killed_peer_fails_works():
     survivor, dead = run_group(distributed_works.peer_killed, 2)
     assert dead == Died(-9)
     assert not isinstance(survivor, Failed), survivor
@@ -143,9 +137,6 @@ def test_peer_killed():
     assert rows == [[0.0] * distributed_works.N] * 2, "what failed copies nothing"
 
 
-# -- failures --------------------------------------------------------------------------------------
-
-
 def lose_peer(rank: int, size: int) -> Any:
     dist.all_reduce(torch.ones(3))
     if rank == 1:
@@ -153,7 +144,7 @@ def lose_peer(rank: int, size: int) -> Any:
     return error_of(lambda: dist.all_reduce(torch.ones(4), async_op=True).get_future().wait())
 
 
-def test_peer_is_named_by_future():
+def test_future_error_names_peer():
     """The table of tests/conformance/test_faults.py has the other ways to wait."""
     (_, bases, text, seconds), other = run_group(lose_peer, 2)
     assert "PeerLostError" in text
@@ -183,7 +174,7 @@ def data_parallel_peer(rank: int, size: int, what: str) -> Any:
 
 @pytest.mark.parametrize("backend", ["ringar", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", mostly_slow(["killed", "sleeping"], "killed"))
-def test_data_parallel_fails(what, backend):
+def test_data_parallel_names_failed_rank(what, backend):
     survivor, other = run_group(data_parallel_peer, 2, what, backend=backend, timeout_s=2.0)
     assert not isinstance(survivor, (Failed, Died, str)), survivor
     kind, bases, text, seconds = survivor

@@ -67,7 +67,7 @@ def test_line_names_dead_rank(kind, size, dead, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["backend", "communicator"])
-def test_each_of_20_runs_names_dead_rank(kind, tmp_path):
+def test_twenty_runs_name_dead_rank(kind, tmp_path):
     for _ in range(20):
         assert "rank 1 (process" in stderr_of(tmp_path, 2, kind, "wait")
 

@@ -46,7 +46,7 @@ def asked_again(rank: int, size: int) -> Any:
     return answers, work.result()[0].tolist(), future[0].tolist()
 
 
-def test_message_is_waited_for_once():
+def test_repeated_waits_end_message_once():
     """A second wait in gloo waits for another message, and closes all connections."""
     expected = numbers(0).tolist()
     answers = [[True] * 3, True, True, True, None]
@@ -173,7 +173,7 @@ def signs(rank: int, size: int) -> None:
     same((into, -bits[0] & -bits[1]))
 
 
-def test_no_sign_is_lost():
+def test_signs_and_conjugation_are_kept():
     assert run_group(signs, 2) == [None] * 2
 
 
@@ -206,7 +206,7 @@ def expanded(rank: int, size: int) -> Any:
     return texts, whole.tolist()
 
 
-def test_expanded_tensors_are_refused():
+def test_expanded_tensors_raise():
     for texts, whole in run_group(expanded, 2):
         assert all("expanded" in text for text in texts), texts
         assert whole == [3.0] * 4, "the group goes on"

@@ -87,7 +87,7 @@ def leave_because_of(rank: int, size: int, first: str, then: str, culprit: str) 
     ],
 )
 @pytest.mark.parametrize("machines", mostly_slow(["", "aab"], "aab"))
-def test_survivor_that_leaves_is_not_blamed(first, then, machines):
+def test_exiting_survivor_is_not_blamed(first, then, machines):
     *survivors, _ = run_group(leave_because_of, 3, first, then, "dead", machines=machines)
     for kind, _, text, _ in survivors:
         assert kind == "PeerLostError", text
@@ -96,7 +96,7 @@ def test_survivor_that_leaves_is_not_blamed(first, then, machines):
         assert "has left" not in text, text
 
 
-def test_late_rank_is_blamed_after_leave():
+def test_late_rank_is_named_after_exit():
     options = ("all_to_all", "gather", "late")
     *waiters, _ = run_group(leave_because_of, 3, *options, timeout_s=1.0)
     for kind, _, text, _ in waiters:
@@ -125,7 +125,7 @@ def leave_early(rank: int, size: int) -> Any:
     return [t.tolist() for t in into] if into else None
 
 
-def test_finished_rank_may_leave():
+def test_finished_rank_can_exit():
     results = run_group(leave_early, 3)
     assert results[0] == [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]], results
 
@@ -237,7 +237,7 @@ DYING = list(itertools.product(("send", "recv", "all_to_all"), ("", "ab")))
 @pytest.mark.parametrize(
     ("operation", "machines"), mostly_slow(DYING, ("recv", ""), ("all_to_all", "ab"))
 )
-def test_dead_rank_is_named_in_gloo_calls(operation, machines):
+def test_gloo_calls_name_dying_rank(operation, machines):
     (error, destroyed), _ = run_group(dies_meanwhile, 2, operation, machines=machines)
     kind, _, text, seconds = error
     assert kind == "PeerLostError", (kind, text)

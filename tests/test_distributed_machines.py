@@ -27,18 +27,18 @@ OTHERS = [pytest.param(places, marks=pytest.mark.slow) for places in ("ab", "abb
 
 @pytest.mark.parametrize("machines", [UNEVEN, *OTHERS])
 @pytest.mark.parametrize("case", distributed_cases.CASES)
-def test_collectives(case, machines):
+def test_collectives_have_promised_bits(case, machines):
     check(verdicts("cases", len(machines), machines=machines), case)
 
 
 @pytest.mark.parametrize("machines", ["abba", *OTHERS[:2]])
 @pytest.mark.parametrize("case", distributed_training.CASES)
-def test_training(case, machines):
+def test_training_matches_reference(case, machines):
     check(verdicts("training", len(machines), machines=machines), case)
 
 
 @pytest.mark.parametrize("case", distributed_works.CASES)
-def test_works(case):
+def test_works_end_correctly(case):
     check(verdicts("works", 2, machines="ab"), case)
 
 

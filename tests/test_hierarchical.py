@@ -51,7 +51,7 @@ PLACES = ["abab", "abbb", "aaba", "abca", "abcd", "aaaa"]
 
 
 @pytest.mark.parametrize("machines", mostly_slow(PLACES, "abab"))
-def test_calls_on_any_machines(machines):
+def test_calls_have_promised_bits(machines):
     """The calls of tests/conformance, which has other machines, with a size of each kind."""
     machines_of = Machines.__new__(Machines)
     parts = [Part(dtype, (numel,)) for dtype in oracle.DTYPES for numel in (0, 4, 28, 30_004)]
@@ -66,9 +66,6 @@ def test_calls_on_any_machines(machines):
         crew.join(function=join_machines, machines=machines, timeout=20)
         for call, *digests in zip(calls, *crew.run(check_on_rank, calls=calls), strict=True):
             check_same(call, digests, is_on_gpu=True)
-
-
-# -- what crosses ----------------------------------------------------------------------------------
 
 
 def sent_as_rank(rank, world_size, store, machines):
@@ -102,7 +99,7 @@ def sent_as_rank(rank, world_size, store, machines):
         ),
     ],
 )
-def test_machines_send_no_more_than_needed(pool, machines, wanted):
+def test_machines_send_minimal_bytes(pool, machines, wanted):
     """In the order of the calls above; flat gloo is handed 16,000 bytes by every rank."""
     assert pool.check(sent_as_rank, machines) == wanted
 
@@ -122,7 +119,7 @@ def overlapped_as_rank(rank, world_size, store):
         return events
 
 
-def test_pieces_cross_while_next_is_summed(pool):
+def test_pieces_cross_while_next_sums(pool):
     for events in pool.check(overlapped_as_rank):
         for number in range(1, 8):  # 0 compares the calls
             assert events.index(("begin", number + 1)) < events.index(("wait", number)), events
@@ -154,9 +151,6 @@ def test_machines_and_order_choose_communicator(pool, machines, order, kind, wor
         assert words in text
         if words:
             assert f"order is '{order}' and the ranks are on 2 machines: [0" in text
-
-
-# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +204,7 @@ def absent(rank, size, store):
         hierarchical.Column = Column
 
 
-def test_machine_that_does_not_connect_is_named(pair):
+def test_absent_machine_is_named(pair):
     (kind, _, text, _), _ = pair.check(absent)
     assert kind == "CollectiveTimeout", text
     assert "machine 1" in text
@@ -240,8 +234,6 @@ def slowly(rank, size, store):
 def test_timeout_counts_time_without_progress(pool):
     assert pool.check(slowly) == [numbers(0).tolist()] * 4
 
-
-# -- GPUs: NCCL needs one for each rank ------------------------------------------------------------
 
 needs_two_gpus = [
     pytest.mark.cuda,
@@ -275,7 +267,7 @@ def reduced_as_rank(rank, world_size, store, machines):
 @pytest.mark.parametrize(
     "machines", [pytest.param(machines, marks=needs_two_gpus) for machines in MACHINES]
 )
-def test_sums_on_gpus_have_promised_bits(machines, monkeypatch):
+def test_gpu_sums_have_promised_bits(machines, monkeypatch):
     if torch.cuda.device_count() < len(machines):
         pytest.skip(f"NCCL wants a GPU per rank, here: {torch.cuda.device_count()}")
     monkeypatch.setattr(oracle, "machines", machines)
@@ -332,7 +324,7 @@ def stood_for_as_rank(rank, world_size, store, machines):
 
 
 @pytest.mark.parametrize("machines", ["aabb", "abbb", "abcd"])
-def test_nccl_is_given_what_gloo_is(machines, monkeypatch):
+def test_nccl_gets_same_blocks_as_gloo(machines, monkeypatch):
     monkeypatch.setattr(oracle, "machines", machines)
     with Crew(4) as crew:
         answers = crew.check(stood_for_as_rank, machines)

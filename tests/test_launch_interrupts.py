@@ -21,7 +21,7 @@ def launch(fn, **options):
     return pr.launch(fn, 2, processes=True, **options)
 
 
-def test_ignored_signals():
+def test_ignored_signals_are_kept():
     before = {
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGCHLD)
     }
@@ -159,7 +159,7 @@ def test_debugger_prompt_in_a_terminal(tmp_path):
 
 
 @pytest.mark.slow
-def test_sigkill_of_the_caller_ends_ranks(tmp_path):
+def test_sigkill_of_caller_ends_ranks(tmp_path):
     python, ranks = started(tmp_path, "while True: pass")
     python.kill()
     python.communicate(timeout=30)
@@ -178,7 +178,7 @@ def test_stopped_time_does_not_count(tmp_path):
 
 
 @pytest.mark.slow
-def test_rank_that_swallows_signals_is_killed(tmp_path):
+def test_rank_ignoring_signals_is_killed(tmp_path):
     def program():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         dist.init_process_group()

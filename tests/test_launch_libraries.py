@@ -41,7 +41,7 @@ def results_of(launcher, program, folder):
         ("transformers_trainer", "transformers"),
     ],
 )
-def test_results_are_those_of_torchrun(program, library, tmp_path):
+def test_results_equal_torchrun(program, library, tmp_path):
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install '.[libraries]'")
     ours = results_of(PROCESSES, program, tmp_path / "processes")
