@@ -1,6 +1,6 @@
-"""What ranks do in ``test_distributed.py``: each case runs on every rank of a ``ringar`` group.
+"""Cases of ``test_distributed.py``: each case runs on every rank of a ``ringar`` group.
 
-Every rank works out all ranks' inputs, so that each can tell the right result by itself.
+Every rank computes the inputs of all ranks and the expected result.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def assert_equal(actual: Tensor, expected: Tensor, context: object = "") -> None
 
 
 def is_process_group_ours() -> bool:
-    """Up to torch 2.13; later ones put our backend into a group of theirs."""
+    """Return True up to torch 2.13; later versions wrap the backend in their own group."""
     return type(dist.group.WORLD) is not dist.ProcessGroup
 
 
@@ -119,7 +119,7 @@ def delegated(rank: int, size: int) -> None:
             received = torch.empty_like(parts[0])
             if is_process_group_ours():
                 assert dist.recv(received) == 0
-            else:  # torch forgets from whom, so nothing is received
+            else:  # torch drops the source rank
                 with raises(pr.UnsupportedError, "needs src"):
                     dist.recv(received)
                 dist.recv(received, 0)
@@ -139,7 +139,7 @@ def messages(rank: int, size: int) -> None:
     for request in requests:
         request.wait()
     assert theirs.item() == before
-    # A message to a rank that is in a collective does not wait for it.
+    # A message to a rank that is in a collective does not wait for the collective.
     if rank == 0:
         work = dist.isend(mine, 1, tag=7)
     dist.barrier()
@@ -160,7 +160,7 @@ def writes_are_counted(rank: int, size: int) -> None:
 
 
 def calls_and_tensors(rank: int, size: int, dtype: torch.dtype, step: int) -> list[Any]:
-    """Return calls, the tensors that each writes, and those that it reads."""
+    """Return calls, each with the tensors that it writes and the tensors that it reads."""
 
     def new(numel: int) -> Tensor:
         return torch.zeros(numel * step, dtype=dtype)[::step]
@@ -222,7 +222,7 @@ def functional(rank: int, size: int) -> None:
 
 
 def mistakes(rank: int, size: int) -> None:
-    if is_process_group_ours():  # else torch looks for a backend itself
+    if is_process_group_ours():  # else torch raises its own error
         with raises(pr.UnsupportedError, "this one is on meta"):
             dist.all_reduce(torch.empty(3, device="meta"))
     with raises(pr.UnsupportedError, "mean"):

@@ -1,7 +1,4 @@
-"""What ranks do in ``test_distributed.py``: works that are polled and dropped.
-
-Cases that compare with gloo have a group of each in the same processes.
-"""
+"""Cases of ``test_distributed.py`` about works: polled, dropped, and compared with gloo."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def assert_alike(actual: Any, expected: Any, context: str) -> None:
 
 
 def numbers(rank: int, numel: int = N) -> Tensor:
-    """Whole numbers, so that no order of adding changes the sum."""
+    """Return whole numbers, whose sums do not depend on the order."""
     return torch.arange(numel, dtype=torch.float32) % 17 + 10 * rank + 1
 
 
@@ -113,7 +110,7 @@ def answers(rank: int, size: int) -> None:
         assert_alike(written, expected, name)
         assert handle.wait() is True, name
         assert handle.is_completed(), name
-        assert handle.get_future().done(), f"{name}: a future of what is done already"
+        assert handle.get_future().done(), f"{name}: the future of a finished work"
         if "reduce_scatter" in name:  # gloo's work has no future
             assert_alike(handle.get_future().value(), [expected], name)
         elif name == "reduce" and rank != 1:  # gloo leaves partial sums there
@@ -139,7 +136,7 @@ def answers_while_it_runs(rank: int, size: int) -> None:
 
 
 def converted(rank: int, size: int, group: Any = None) -> list[tuple[str, Any, Any]]:
-    """Calls whose results are copied from other memory, not waited for: name, tensors, expected."""
+    """Begin calls whose results are copied from stand-ins; return name, tensors, expected."""
     begun: list[tuple[str, Any, Any]] = []
     mine = numbers(rank).to(torch.int16)
     dist.all_reduce(mine, group=group, async_op=True)
@@ -160,7 +157,7 @@ def converted(rank: int, size: int, group: Any = None) -> list[tuple[str, Any, A
     return begun
 
 
-def nobody_waits(rank: int, size: int) -> None:
+def results_without_waits(rank: int, size: int) -> None:
     gloo = dist.new_group(backend="gloo")
     for asynchronous in (False, True):
         for name in COLLECTIVES:
@@ -242,7 +239,7 @@ def callbacks_wait(rank: int, size: int) -> None:
 
 
 def power_sgd(rank: int, size: int) -> None:
-    """With one bucket: of several, the calls of callbacks have no order that all ranks share."""
+    """Use one bucket: callbacks of several buckets have no common order of calls."""
     trained = []
     for group in (dist.new_group(backend="gloo"), dist.new_group()):
         torch.manual_seed(0)
@@ -261,7 +258,7 @@ CASES: dict[str, Case] = {
     for case in (
         answers,
         answers_while_it_runs,
-        nobody_waits,
+        results_without_waits,
         later_calls_see_the_result,
         in_inference_mode,
         callbacks_wait,

@@ -1,4 +1,4 @@
-"""Ranks that are threads: the bits of processes, the order of ranks, the process afterwards."""
+"""`pr.launch` on threads: collectives, order of ranks, groups, the process afterwards."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_seed_determines_order():
     orders = [order_of_ranks(seed) for seed in range(12)]
     assert orders == [order_of_ranks(seed) for seed in range(12)]
     assert len(set(map(tuple, orders))) == 12
-    assert {order[3] for order in orders} == {0, 1, 2}, "also which rank goes on first"
+    assert {order[3] for order in orders} == {0, 1, 2}, "also the first rank after a barrier"
     for order in orders:
         assert all(sorted(order[i : i + 3]) == [0, 1, 2] for i in range(0, 12, 3))
 
@@ -178,7 +178,7 @@ def test_untried_torch_raises(monkeypatch):
 
 
 def test_torch_group_state_is_known():
-    """A property that is not known would be shared by all ranks."""
+    """All ranks would share an unknown property."""
     world = vars(dist.distributed_c10d._World)
     properties = {name for name, value in world.items() if isinstance(value, property)}
     assert properties - {"pg_config_info"} <= set(internals._empty_world())
@@ -189,7 +189,7 @@ async def coroutine():
 
 
 def test_coroutine_raises():
-    """Other wrong arguments are in test_wrong_arguments.py and test_cluster_run.py."""
+    """test_wrong_arguments.py and test_cluster_run.py have the other wrong arguments."""
     with pytest.raises(pr.ArgumentError, match="fn is a coroutine or generator function"):
         pr.launch(coroutine, 2)
 
@@ -247,7 +247,7 @@ def test_callback_can_wait_for_future():
 
 
 def test_call_waits_for_gpus(monkeypatch):
-    """Before and after it: ranks have streams of their own. Here GPUs are planted."""
+    """A collective synchronizes its GPUs before and after. The GPUs are fake."""
     seen: list[tuple[torch.device, list[float]]] = []
     tensors = [torch.full((1,), float(rank)) for rank in range(2)]
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -258,7 +258,7 @@ def test_call_waits_for_gpus(monkeypatch):
     def program() -> None:
         dist.all_reduce(tensors[begin()])
 
-    pr.launch(begin, 2)  # imports the modules that take devices_of from calls
+    pr.launch(begin, 2)  # imports modules that use devices_of
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(rank_calls, "devices_of", lambda tensors: [gpus[int(t)] for t in tensors])
     pr.launch(program, 2)

@@ -1,4 +1,4 @@
-"""Ranks that are threads: mistakes, exceptions and signals end all ranks, at once and by name."""
+"""Mistakes, exceptions and signals in ranks: all ranks end at once, and the error names a rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MISTAKES: dict[Callable[[], None], Mistake] = {}
 
 
 def mistake(kind: type[BaseException], words: str, *rows: str) -> Callable[..., Any]:
-    """Note the error of a program, words of its first lines, and rows of its table, as patterns."""
+    """Register a program with the error, first words and table rows (patterns) that it causes."""
     return lambda program: MISTAKES.setdefault(program, (kind, words, rows)) and program
 
 
@@ -119,10 +119,10 @@ def test_mistake_raises_with_table(program, processes):
         assert re.search(words, message.split("\n\n")[0]), message
         for row in rows:
             assert re.search(rf"^{row}", message, re.M), f"{row} is not in\n{message}"
-        if not processes or kind is pr.CollectiveTimeout:  # else the causes have the tracebacks
+        if not processes or kind is pr.CollectiveTimeout:  # else the cause has the tracebacks
             assert f", in {program.__name__}\n" in message, "the stacks"
         assert processes or f"seed={seed} repeats this run" in message
-        assert time.monotonic() - began_s < 10, "it was found without waiting for the timeout"
+        assert time.monotonic() - began_s < 10, "found before the timeout"
         assert threading.active_count() == num_threads
     assert pr.launch(lambda: 1, K) == [1] * K
 
@@ -170,8 +170,6 @@ def test_exception_reaches_all_ranks():
 
 
 def test_timed_wait_takes_no_time():
-    """No time passes: nothing could happen in it."""
-
     def program() -> bool:
         rank = begin()
         if rank == 0:
@@ -249,7 +247,7 @@ def test_callback_exception_is_runtime_error():
     running = "Got the following error when running the callback: "
     first = f"RuntimeError: {running}ZeroDivisionError: division by zero"
     second = f"RuntimeError: {running}{first}"
-    for seed in range(4):  # the last rank to call has a future that is complete
+    for seed in range(4):  # the future of the last rank is complete at once
         assert pr.launch(program, 3, seed=seed) == [[first, second]] * 3
 
 
@@ -330,7 +328,7 @@ def test_exception_in_wait_loses_no_rank(first):
             if "/cluster/" not in frame.f_code.co_filename or name not in HAND_OVER:
                 return None
             line = frame, frame.f_lineno
-            # Once: at a second event of its line, `with` would not release its lock.
+            # Once per line: at the second event of a `with` line the lock would stay taken.
             if event == "line" and events[0] >= 0 and line not in seen:
                 seen.add(line)
                 events[0] += 1
@@ -409,7 +407,7 @@ def test_raising_handlers_stay_installed(monkeypatch):
 
     def put(number: int, new: Any) -> Any:
         if new is handler and not called:
-            handler(0, None)  # of a signal that comes while handlers are put back
+            handler(0, None)  # a signal that arrives while handlers are restored
         return own(number, new)
 
     own = signal.signal
@@ -455,7 +453,7 @@ def test_endless_rank_stays_in_background(caplog):
 
 
 def test_interrupt_waits_for_thread_start():
-    """Up to Python 3.11 it would end the new thread, which has the starter's ident."""
+    """Up to Python 3.11 a starting thread has the ident of its starter for a moment."""
 
     def program() -> None:
         with contextlib.suppress(KeyboardInterrupt):
@@ -507,12 +505,12 @@ def test_interrupt_leaves_no_lock_taken(kind):
         while not internals._takes_lock(sys._current_frames()[thread.ident]):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        time.sleep(0.1)  # it waits for the lock by now
+        time.sleep(0.1)  # until the thread waits for the lock
         internals.interrupt(rank)
         time.sleep(0.05)
     while thread.is_alive():
         assert time.monotonic() < deadline
         internals.interrupt(rank)
         thread.join(0.01)
-    assert lock.acquire(timeout=5.0), "nobody holds it, and it is taken"
+    assert lock.acquire(timeout=5.0), "the lock stayed taken"
     lock.release()

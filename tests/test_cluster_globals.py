@@ -1,4 +1,4 @@
-"""Ranks that are threads: torch's globals, of which a new version may have more."""
+"""Globals of torch that ranks on threads share or not; new torch versions may add some."""
 
 import re
 import sys
@@ -51,7 +51,7 @@ def test_overlapping_dual_levels_raise():
         pass
 
 
-# Parts of torch in which no rank waits inside a context, or whose state ranks may share.
+# Globals of torch that ranks may share, or that no rank holds while it waits, by reason.
 NOT_PER_RANK = {
     "compilers": "_custom_class* _jit_internal.* _ops._mode* distributed.device_mesh.* library.*"
     " nn.attention._f*",
@@ -72,7 +72,7 @@ NOT_PER_RANK = {
 
 
 def test_torch_globals_are_known():
-    """A new ``global`` statement may belong to a context, of which ranks need their own."""
+    """A new ``global`` statement may be state that each rank needs for itself."""
     root, statement = Path(torch.__file__).parent, r"^ +global (\w+(?:, *\w+)*) *(?:#.*)?$"
     parts = "autograd backends cpu distributed multiprocessing nn optim profiler sparse utils"
     files = [f for part in parts.split() for f in (root / part).rglob("*.py")] + [

@@ -1,4 +1,4 @@
-"""`pyringar run` runs the programs of torchrun; the plugin of pytest runs tests on ranks."""
+"""`pyringar run` and the pytest plugin."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_seeds_were_tried():
 """
 
 
-# The plugin by name: it is also found where it is in PYTHONPATH and not installed.
+# Name the plugin: pytest does not find it if pyringar is only on PYTHONPATH.
 PYTEST = """
 import sys, pytest
 sys.exit(pytest.main(sys.argv[1:], plugins=["pyringar.pytest_plugin"]))
@@ -213,7 +213,7 @@ def test_marked_tests_run_on_ranks(tmp_path):
     assert told.count("rank  state") == 1, "the table of all ranks"
     assert "not here" in told
     assert "the test ended with SystemExit(0)" in told
-    assert "pytest_plugin.py" not in told, "failures are shown without our own lines"
+    assert "pytest_plugin.py" not in told, "failures do not show frames of the plugin"
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Ranks that are threads: what a process has once is each rank's, or is refused."""
+"""Process-wide state under `pr.launch` on threads: one copy per rank, or refused."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def anomaly(rank: int) -> Any:
     return torch.autograd.set_detect_anomaly(rank == 1)
 
 
-# A rank's own setting: how to set it, and how to read it.
+# Settings of which each rank has its own: how to set and how to read them.
 SETTINGS: dict[str, tuple[Callable[[int], object], Callable[[], Any]]] = {
     "environment": (
         lambda rank: os.environ.update(PYRINGAR_TEST=str(rank)),
@@ -118,7 +118,7 @@ def test_settings_belong_to_rank(name):
     assert os.getenv("PYRINGAR_TEST") is None
 
 
-# How a program enters a context, and what tells whether it is inside.
+# Contexts of torch: how to enter them, and a function whose result differs inside.
 CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "parametrize.cached": (parametrize.cached, lambda: parametrize._cache_enabled),
     "early stop": (
@@ -179,8 +179,6 @@ def test_contexts_belong_to_rank(name):
 
 
 def test_tangents_end_with_level():
-    """C++ has one level of forward AD, which it empties when the last rank leaves."""
-
     def program() -> tuple[list[float], bool]:
         rank, found = begin(), []
         kept = torch.zeros(2)
@@ -233,8 +231,6 @@ STARTS: dict[str, Callable[[Callable[[], None]], object]] = {
 @pytest.mark.parametrize("kind", STARTS)
 @pytest.mark.parametrize("call", THREAD_CALLS)
 def test_call_in_started_thread_raises(call, kind):
-    """The thread calls when all ranks wait; no rank waits for the thread."""
-
     def program() -> None:
         rank = begin()
         given = {"group": dist.new_group(), "mesh": init_device_mesh("cpu", (2,))}
@@ -284,7 +280,7 @@ def test_call_in_forked_child_raises():
 
 
 def test_foreign_thread_call_raises():
-    """An executor from before the launch: its threads belong to the process."""
+    """Threads of an executor made before the launch belong to no rank."""
     pool = ThreadPoolExecutor(1)
     pool.submit(int).result()
 
@@ -297,8 +293,6 @@ def test_foreign_thread_call_raises():
 
 
 def test_meshes_of_ranks_differ():
-    """DTensor's caches would take equal ones for one, with the first rank's coordinate."""
-
     def program() -> Any:
         begin()
         return init_device_mesh("cpu", (2,))
@@ -313,7 +307,7 @@ def test_shared_module_raises():
 
     def program() -> None:
         begin()
-        for _ in range(2):  # the same rank may wrap it again
+        for _ in range(2):  # the same rank may wrap the module again
             DistributedDataParallel(net)
 
     with pytest.raises(pr.ArgumentError, match=r"module has 'weight', which rank \d"):
@@ -347,7 +341,7 @@ def branch_by_rank(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_compiled_functions_run_uncompiled(caplog):
-    """Dynamo takes a rank's number for a constant, and keeps compiled code with the function."""
+    """Dynamo would compile a rank's number as a constant for all ranks."""
 
     def program() -> Any:
         begin()
@@ -377,7 +371,7 @@ def own_hook() -> None:
 def test_process_communicators_raise(begin, ranks):
     with pytest.raises(pr.UnsupportedError, match=r"ddp_hook: .*processes=True"):
         pr.launch(begin, ranks)
-    with pytest.raises(pr.ArgumentError, match="RANK, WORLD_SIZE"):  # there is no store of a rank
+    with pytest.raises(pr.ArgumentError, match="RANK, WORLD_SIZE"):  # no store is left
         pr.ProcessCommunicator()
 
 
@@ -404,7 +398,7 @@ def test_libraries_with_rank_state_raise(path, tmp_path, monkeypatch):
 
     refused()
     pr.launch(program, 1)
-    program() if not name else refused()  # it was imported before
+    program() if not name else refused()  # a module without function is refused on import only
     program()
     for added in set(sys.modules) - known:
         if added.partition(".")[0] == module.partition(".")[0]:

@@ -1,4 +1,4 @@
-"""Is torch.distributed right on the backend `ringar`, and DistributedDataParallel on top of it?"""
+"""torch.distributed and DistributedDataParallel on the backend `ringar`."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_slow_callbacks_start_few_threads():
         future.add_done_callback(lambda _: time.sleep(0.005))
         completer.complete(future, lambda: None)
     torch.futures.wait_all(futures)
-    assert threads_of("of test_few_threads") <= 12  # not one for each future
+    assert threads_of("of test_few_threads") <= 12
     completer.close()
     assert threads_of("of test_few_threads") == 0
 
@@ -134,7 +134,7 @@ def test_killed_peer_fails_works():
     answers, rows = survivor
     assert [is_success for is_success, _ in answers] == [False, False]
     assert answers[0][1] == "PeerLostError"
-    assert rows == [[0.0] * distributed_works.N] * 2, "what failed copies nothing"
+    assert rows == [[0.0] * distributed_works.N] * 2, "a failed call copies nothing"
 
 
 def lose_peer(rank: int, size: int) -> Any:
@@ -145,12 +145,12 @@ def lose_peer(rank: int, size: int) -> Any:
 
 
 def test_future_error_names_peer():
-    """The table of tests/conformance/test_faults.py has the other ways to wait."""
+    """tests/conformance/test_faults.py has the other ways to wait."""
     (_, bases, text, seconds), other = run_group(lose_peer, 2)
     assert "PeerLostError" in text
     assert "RuntimeError" in bases
     assert "rank 1" in text
-    assert seconds < 5, "long before a deadline of 30 s"
+    assert seconds < 5, "the deadline is 30 s"
     assert other == Died(-9)
 
 
@@ -197,7 +197,6 @@ print(dist.get_backend())
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_BACKEND_IN_PYTHON, reason="torch looks for entry points from 2.14 on")
 def test_installed_package_needs_no_import(tmp_path):
-    """Metadata as `pip install` writes it, beside the checkout on the path."""
     folder = tmp_path / "pyringar-0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: pyringar\nVersion: 0\n")

@@ -1,4 +1,4 @@
-"""Does a call of torch.distributed end when a rank is gone, the group aborted, or its time up?"""
+"""Calls of torch.distributed end after a death, an abort or a timeout, with the rank's name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gone_before(rank: int, size: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 20
     while error_of(dist.barrier)[0] == "none" and time.monotonic() < deadline:
-        pass  # it is not quite dead
+        pass  # until the process is dead
     x = torch.arange(4.0)
     return {name: error_of(functools.partial(call, x)) for name, call in DELEGATED.items()}
 
@@ -106,7 +106,7 @@ def test_late_rank_is_named_after_exit():
 
 def wrong_dtype(rank: int, size: int) -> Any:
     error = error_of(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int16).to_sparse()))
-    dist.barrier()  # who has left is blamed
+    dist.barrier()  # a rank that exits earlier would be named
     return error
 
 
@@ -168,8 +168,8 @@ def test_abort_ends_all_waits(machines):
     assert set(first) == {"engine", "queued", "gloo", "message", "from any"}, first
     for name, (kind, _, text, _) in {**first, **second}.items():
         assert kind == ("PeerLostError" if name == "peer" else "RingarError"), (name, kind, text)
-        who = "rank 0 " if machines else "rank 0 (process"
-        assert name == "gloo" or who in text, (name, text)
+        culprit = "rank 0 " if machines else "rank 0 (process"
+        assert name == "gloo" or culprit in text, (name, text)
         assert name == "gloo" or machines or "has aborted the group" in text, (name, text)
 
 

@@ -1,4 +1,4 @@
-"""Is the backend `ringar` on several machines what it is on one: collectives, groups, training?"""
+"""The backend `ringar` on several machines: collectives, groups, training, lost machines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from process_checks import error_of
 from ranks import Died, run_cases, run_group
 from test_distributed import check, verdicts
 
-# One rank more on one machine than on the other, in turns; by default, since the order of sums and
-# of ranks differs there from that on one machine.
+# Uneven and interleaved machines: the order of sums differs from one machine.
 UNEVEN = "aba"
 OTHERS = [pytest.param(places, marks=pytest.mark.slow) for places in ("ab", "abb", "abba", "abc")]
 
@@ -109,7 +108,7 @@ def test_lost_machine_is_named(how):
         assert seconds < 5, text
         assert "machine 1" in text, text
         assert "has ranks [2, 3]" in text, text
-        # The rank that waited is this one, or the other rank of this machine, which failed first.
+        # The error names this rank, or the other rank of this machine if that failed first.
         other = rf"rank {1 - rank}(:| \(process| waited for)"
         assert re.search(rf"rank {rank} |{other}", text), text
         for name in ("gloo", "message"):

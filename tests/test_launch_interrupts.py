@@ -1,4 +1,4 @@
-"""Signals, Ctrl-C and failed starts of `pr.launch` with ``processes=True``: no rank is left."""
+"""`pr.launch(processes=True)` leaves no rank after signals, Ctrl-C and failed starts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_failed_start_leaves_nothing(monkeypatch, kind):
     monkeypatch.setattr(os, "fork", fork_and_fail)
     with pytest.raises(kind):
         launch(lambda: time.sleep(60))
-    left = 4 * (kind is BlockingIOError)  # which multiprocessing does not close
+    left = 4 * (kind is BlockingIOError)  # multiprocessing does not close these
     assert len(os.listdir("/proc/self/fd")) == len(before) + left
     for pid in pids:
         with pytest.raises(ChildProcessError):
@@ -82,7 +82,7 @@ def test_handler_exception_ends_ranks(tmp_path):
 
 
 def started(tmp_path, body, timeout=30):
-    """Start a Python that launches a program, and return it with the processes of its ranks."""
+    """Start a Python program that calls launch; return it with the process ids of its ranks."""
     script = tmp_path / "program.py"
     script.write_text(
         "import os, sys, time, torch, torch.distributed as dist, pyringar as pr\n"

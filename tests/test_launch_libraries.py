@@ -1,4 +1,4 @@
-"""Programs of other libraries have the results of torchrun under `pyringar run --processes`."""
+"""`pyringar run --processes` gives the results of torchrun for programs of other libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def results_of(launcher, program, folder):
-    """Return what each rank of a program has written, and what it printed."""
+    """Return the results that each rank of a program wrote."""
     folder.mkdir()
     done = subprocess.run(
         [sys.executable, "-m", *launcher, PROGRAMS / f"{program}.py", folder],

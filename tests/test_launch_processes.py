@@ -1,4 +1,4 @@
-"""`pr.launch` with ``processes=True``: results, failures, output, and what is left behind."""
+"""`pr.launch(processes=True)`: results, failures and output of ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rank_of(backend=None):
 
 
 def failure_of(fn, ranks=3, **options):
-    """Return the error of a launch, its text and the tracebacks of its ranks."""
+    """Return the error of a launch, its text, and the tracebacks of ranks."""
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         launch(fn, ranks, **options)
     return caught.value, str(caught.value), str(caught.value.__cause__ or "")
@@ -217,7 +217,7 @@ def joins_without_rank_2():
     ids=["killed", "killed-beside-gloo", "absent"],
 )
 def test_lost_process_is_named(program, first_line, row):
-    """Mistakes of programs are in test_cluster_failures.py."""
+    """test_cluster_failures.py has the mistakes of programs."""
     began_s = time.monotonic()
     error, text, _ = failure_of(program, timeout=1)
     assert type(error) is pr.PeerLostError
@@ -268,7 +268,7 @@ def test_process_exit_becomes_result(end, expected):
 
 def test_running_ranks_ignore_timeout():
     assert launch(lambda: time.sleep(1 + int(os.environ["RANK"])), timeout=0.2) == [None] * 2
-    keep_the_lock = ctypes.PyDLL(None).usleep  # all ranks, so that none can report
+    keep_the_lock = ctypes.PyDLL(None).usleep  # no rank can report while it holds the GIL
     assert launch(lambda: keep_the_lock(3_000_000), timeout=0.2) == [0] * 2
 
 
@@ -352,7 +352,7 @@ def test_shared_value_survives_torn_write():
     shared.set(["first"])
     shared.set(["all_reduce", list(range(2000))])
     assert shared.get() == ["all_reduce", list(range(2000))]
-    shared._slots[1 - shared._last[0]][:4] = b"torn"  # by a rank that is killed while it writes
+    shared._slots[1 - shared._last[0]][:4] = b"torn"  # as by a rank killed during a write
     assert shared.get() == ["all_reduce", list(range(2000))]
     shared.set(list(range(100_000)))  # longer than a slot
     assert shared.get() == "default"
