@@ -3,8 +3,6 @@
 Every rank computes the inputs of all ranks and the expected result.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks train in ``test_distributed.py``, each against replicas that one process averages."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

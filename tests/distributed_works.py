@@ -1,7 +1,5 @@
 """Cases of ``test_distributed.py`` about works: polled, dropped, and compared with gloo."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """`pr.launch` on threads: collectives, order of ranks, groups, the process afterwards."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Mistakes, exceptions and signals in ranks: all ranks end at once, and the error names a rank."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

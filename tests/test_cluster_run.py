@@ -1,7 +1,5 @@
 """`pyringar run` and the pytest plugin."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

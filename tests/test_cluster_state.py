@@ -1,7 +1,5 @@
 """Process-wide state under `pr.launch` on threads: one copy per rank, or refused."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import multiprocessing

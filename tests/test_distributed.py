@@ -1,7 +1,5 @@
 """torch.distributed and DistributedDataParallel on the backend `ringar`."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

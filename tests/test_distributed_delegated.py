@@ -1,7 +1,5 @@
 """Calls that the backend `ringar` hands to gloo: waits for messages, strided and negated views."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -10,16 +10,9 @@ from ranks import Crew
 import pyringar as pr
 from pyringar.distributed import HierarchicalCommunicator
 
-PAIRS = [
-    ("float16", "bfloat16"),
-    ("int32", "float32"),
-    ("int64", "float64"),
-    ("int8", "uint8"),
-    ("int8", "int64"),
-    ("int16", "int32"),
-    ("int16", "bfloat16"),
-    ("bool", "uint8"),
-]
+NATIVE = "float16 bfloat16, int32 float32, int64 float64, int8 uint8, int8 int64"
+NATIVE_PAIRS = [pair.split() for pair in NATIVE.split(", ")]
+PAIRS = [*NATIVE_PAIRS, ["int16", "int32"], ["int16", "bfloat16"], ["bool", "uint8"]]
 COMMUNICATOR = {
     "all_reduce": lambda comm, x: comm.all_reduce(x),
     "coalesced": lambda comm, x: comm.all_reduce([x[:2], x[2:]]),
@@ -62,7 +55,7 @@ def as_rank(rank, size, store, kind, machines):
         kinds = {"processes": pr.ProcessCommunicator, "machines": HierarchicalCommunicator}
         return kinds[kind](view, rank, size, timeout=20.0)
 
-    calls, pairs = (DISTRIBUTED, PAIRS) if kind == "backend" else (COMMUNICATOR, PAIRS[:5])
+    calls, pairs = (DISTRIBUTED, PAIRS) if kind == "backend" else (COMMUNICATOR, NATIVE_PAIRS)
     found = []
     for pair in pairs:
         found += failures(rank, calls, pair, make)

@@ -1,7 +1,5 @@
 """Calls of torch.distributed end after a death, an abort or a timeout, with the rank's name."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The backend `ringar` on several machines: collectives, groups, training, lost machines."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -3,8 +3,6 @@
 ``PYRINGAR_NODE_ID`` names the machine of a process. `test_two_machines.py` has real networks.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from unittest import mock

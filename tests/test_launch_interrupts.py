@@ -1,7 +1,5 @@
 """`pr.launch(processes=True)` leaves no rank after signals, Ctrl-C and failed starts."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

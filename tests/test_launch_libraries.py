@@ -1,7 +1,5 @@
 """`pyringar run --processes` gives the results of torchrun for programs of other libraries."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """`pr.launch(processes=True)`: results, failures and output of ranks."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import logging

@@ -3,8 +3,6 @@
 Needs root and `ip` (iproute2), else the tests are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -7,8 +7,6 @@ than the deadline ends the run, with the stacks of all threads. torch_suite_thre
 lists the tests that may fail, and why.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import fnmatch

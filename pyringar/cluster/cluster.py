@@ -280,7 +280,6 @@ class Cluster:
         self.schedule.look()
 
     def check_told(self) -> None:
-        """Raise the error of the run if it has failed or is over."""
         if self._told is not None:
             raise copy_of(self._told)
 

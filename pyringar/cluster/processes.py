@@ -214,7 +214,6 @@ class _RankProcesses:
             self._still_s = 0.0 if num_moved else self._still_s + step_s
 
     def _end(self, number: signal.Signals) -> None:
-        """End the remaining ranks by a signal, then by SIGKILL."""
         try:
             for rank in self._ranks:
                 if not rank.has_ended:

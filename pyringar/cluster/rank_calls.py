@@ -118,7 +118,6 @@ class RankCall(Wait):
         return True
 
     def is_completed(self) -> bool:
-        """Return True if the call is done; let other ranks run first if it is not."""
         self.rank.check_thread()
         if not self.is_done:
             self.meeting.cluster.wait(Wait(self.rank, self.what, call=self, is_pause=True))
@@ -140,7 +139,6 @@ class RankCall(Wait):
                 step()
 
     def missing(self) -> list[int]:
-        """Return the ranks of the cluster that this call waits for."""
         if self.is_done:
             return []
         ranks = self.meeting.ranks

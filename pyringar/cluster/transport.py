@@ -158,7 +158,6 @@ class Transport(RankCommunicator):
         """Do nothing: no call runs in the background."""
 
     def under_way(self) -> list[Any]:
-        """Return no calls: no call runs in the background."""
         return []
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
@@ -316,7 +315,6 @@ class ThreadGroup(Collectives, PythonGroup):
         self._batch = None
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Run a barrier whose error names the missing ranks."""
         call = self._comm.begin("monitored_barrier", [], None, async_op=True)
         call.wait(seconds_of(getattr(timeout, "timeout", timeout)))
 

@@ -115,7 +115,6 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes, in an additional last dimension."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

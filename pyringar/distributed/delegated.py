@@ -172,7 +172,6 @@ def _written(copies: list[Copy], tensor: Tensor) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor that is neither negated nor conjugated."""
     is_strided_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
     if not is_strided_here or (tensor.is_contiguous() and has_plain_memory(tensor)):
         return tensor
