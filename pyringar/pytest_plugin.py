@@ -141,7 +141,7 @@ def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
     dist.init_process_group()
     try:
         test(**given)
-    except SystemExit as error:  # launch would take it for a good end
+    except SystemExit as error:  # launch takes SystemExit(0) for success
         raise AssertionError(f"the test ended with SystemExit({error.code!r})") from error
     except _CLASSES as error:
         name = next(name for name, of in _OUTCOMES.items() if type(error) is of.Exception)

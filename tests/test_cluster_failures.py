@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._dynamo  # DistributedDataParallel imports it, in a second
+import torch._dynamo  # takes a second, which would count in tests
 import torch.distributed as dist
 from cases import mostly_slow
 from ranks import begin

@@ -38,8 +38,6 @@ import pyringar as pr
 from pyringar.cluster import internals
 from pyringar.distributed import HierarchicalCommunicator, HookState, ddp_hook
 
-# -- random numbers and settings -------------------------------------------------------------------
-
 
 def draw(pause: bool) -> tuple[Any, ...]:
     rank = begin()

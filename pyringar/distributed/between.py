@@ -108,7 +108,7 @@ class Between:
     def piece_elements(self) -> int:
         return self._row_elements() * len(self.members)
 
-    # -- pieces: each yields where it must wait for other machines ---------------------------------
+    # The steps of a piece yield before each wait for another machine.
 
     def _reduce_piece(self, piece: Tensor, op: str) -> Steps:
         add_up = self._begin_scatter(piece, op)
@@ -158,7 +158,7 @@ class Between:
     def _begin_scatter(self, flat: Tensor, op: str) -> Callable[[], Tensor]:
         """Begin to sum ``flat``, which may be overwritten.
 
-        The returned function waits, and returns this rank's block: any values without a column.
+        The returned function waits, and returns this rank's block, undefined if the rank has no column.
         """
         parts = self._blocks(self._sum_inside(flat, "sum" if op == "mean" else op))
         own = parts.pop(self.machines.node)

@@ -128,7 +128,7 @@ class Collectives(Delegated):
         if op in OPS and [t.dtype for t in tensors] == [t.dtype for t in detached]:
             if not any(tensor.requires_grad for tensor in tensors):
                 raise error
-            # One call, as on ranks where none requires grad.
+            # One call for all tensors, as on ranks whose tensors do not require grad.
             call.parts.append(self._comm.all_reduce(detached, op, async_op=True))
             return self._finished(call, tensors, opts)
         for tensor, stand_in in zip(tensors, stand_ins, strict=True):

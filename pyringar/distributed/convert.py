@@ -30,7 +30,7 @@ _WIDER |= dict.fromkeys(_FLOAT8, torch.float32)
 # Reductions of bool as uint8 with the values 0 and 1.
 _BOOL_OPS = {"sum": "max", "prod": "min", "max": "max", "min": "min", "band": "min", "bor": "max"}
 _COMPLEX_OPS = ("sum", "mean")
-_UINT64_OPS = ("sum", "prod", "band", "bor", "bxor")  # have the bits of int64
+_UINT64_OPS = ("sum", "prod", "band", "bor", "bxor")  # same bits for int64
 
 
 def reduction_name(reduce_op: Any, operation: str) -> str:

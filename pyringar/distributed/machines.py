@@ -68,7 +68,7 @@ class Column:
     """Connections between the ranks of one column; a rank that carries no data has no connections.
 
     All methods raise PeerLostError or CollectiveTimeout. It names ranks and machines, and quotes
-    the first error of the group, because a rank that fails closes its connections.
+    the first error of the group, because a rank that fails closes its connections to other ranks.
     """
 
     def __init__(
