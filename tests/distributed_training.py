@@ -1,4 +1,4 @@
-"""What ranks train in ``test_distributed.py``, each against replicas that one process averages."""
+"""Training cases of ``test_distributed.py``, compared with replicas averaged in one process."""
 
 import copy
 from collections.abc import Callable

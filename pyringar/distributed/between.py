@@ -158,7 +158,7 @@ class Between:
     def _begin_scatter(self, flat: Tensor, op: str) -> Callable[[], Tensor]:
         """Begin to sum ``flat``, which may be overwritten.
 
-        The returned function waits, and returns this rank's block, undefined if the rank has no column.
+        The returned function waits, and returns this rank's block (any values without one).
         """
         parts = self._blocks(self._sum_inside(flat, "sum" if op == "mean" else op))
         own = parts.pop(self.machines.node)
