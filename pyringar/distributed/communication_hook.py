@@ -53,7 +53,11 @@ class HookState:
         return f"HookState(op={self.op!r}, comm: {comm})"
 
     def reduce(self, gradients: torch.Tensor) -> Future[torch.Tensor]:
-        """Reduce a flat CPU tensor in place in the background; return a future of it."""
+        """Reduce ``gradients`` in place in the background; return a future of them.
+
+        Args:
+            gradients: A flat CPU tensor.
+        """
         work = self.comm.all_reduce(gradients, self.op, async_op=True)
         return PendingWork(self._completer, (work,), gradients).get_future()
 
