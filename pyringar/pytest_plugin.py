@@ -1,4 +1,4 @@
-"""A pytest plugin: tests of distributed code on ranks that are threads, or forked processes.
+"""pytest plugin: run tests of distributed code on ranks that are threads or forked processes.
 
     @pytest.mark.ranks(4)
     def test_sum():
@@ -6,16 +6,18 @@
         dist.all_reduce(mine)            # the default group is there
         assert mine.tolist() == [4.0] * 3
 
-The body runs on every rank, see `pyringar.launch`. ``pytest --ranks-seeds 20`` runs such tests in
-twenty orders of their ranks; with ``ranks(4, processes=True)`` ranks have no order, and the test
-runs once. Installing pyringar is enough: pytest finds the plugin.
+The body runs on every rank, see `pyringar.launch`. ``pytest --ranks-seeds 20`` runs tests with the
+mark in twenty orders of their ranks. Ranks of ``ranks(4, processes=True)`` have no order: the test
+runs once. pytest finds the plugin of an installed pyringar.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import inspect
+import logging
 import os
 import unittest
 from collections.abc import Callable, Iterator
@@ -38,39 +40,39 @@ def _positive(text: str) -> int:
 
 
 def pytest_addoption(parser: Any) -> None:
-    """Add the options that tell in which orders ranks run."""
+    """Add the options for the order of ranks."""
     group = parser.getgroup("pyringar", "ranks in one process (pyringar)")
     group.addoption(
         "--ranks-seed",
         type=int,
         default=0,
         metavar="N",
-        help="the order in which ranks run, where several can (default: 0)",
+        help="seed of the order in which ranks run (default: 0)",
     )
     group.addoption(
         "--ranks-seeds",
         type=_positive,
         default=1,
         metavar="N",
-        help="run each test that is marked in so many orders, from --ranks-seed on (default: 1)",
+        help="run each marked test with N seeds, from --ranks-seed on (default: 1)",
     )
 
 
 def pytest_configure(config: Any) -> None:
-    """Tell pytest of the mark."""
+    """Register the mark."""
     config.addinivalue_line("markers", _MARK)
 
 
 @pytest.fixture
 def launch_ranks(request: Any) -> Callable[..., list[Any]]:
-    """Return `pyringar.launch`, with the seed of ``--ranks-seed``."""
+    """Return `pyringar.launch` with the seed of ``--ranks-seed``."""
     from pyringar.cluster.launch import launch
 
     return functools.partial(launch, seed=request.config.getoption("ranks_seed"))
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Refuse the mark where it would mean nothing: UsageError names the test."""
+    """Raise UsageError for the mark on an async test or a unittest.TestCase."""
     for item in items:
         if item.get_closest_marker("ranks") is None:
             continue
@@ -78,12 +80,12 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         if inspect.iscoroutinefunction(test) or inspect.isasyncgenfunction(test):
             raise pytest.UsageError(f"{item.nodeid}: mark 'ranks' needs a function, not async def")
         if getattr(item, "cls", None) is not None and issubclass(item.cls, unittest.TestCase):
-            raise pytest.UsageError(f"{item.nodeid}: mark 'ranks' knows no unittest.TestCase")
+            raise pytest.UsageError(f"{item.nodeid}: mark 'ranks' needs a function, not a TestCase")
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: Any) -> Iterator[None]:
-    """Put the environment back: `monkeypatch` would leave what a rank had in it."""
+    """Restore the environment, in which `monkeypatch` would leave variables of a rank."""
     before = dict(os.environ)
     yield
     if item.get_closest_marker("ranks") is not None and dict(os.environ) != before:
@@ -98,8 +100,10 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
     if mark is None:
         return None
     from pyringar.cluster.launch import launch
-    from pyringar.cluster.report import of_program
+    from pyringar.cluster.rank_table import of_program
 
+    # Its debug record of a failed call would repeat the table of all ranks.
+    importlib.import_module("torch.distributed.c10d_logger")._c10d_logger.setLevel(logging.INFO)
     names = inspect.signature(pyfuncitem.obj).parameters
     given = {name: pyfuncitem.funcargs[name] for name in names if name in pyfuncitem.funcargs}
     first, number = (pyfuncitem.config.getoption(name) for name in ("ranks_seed", "ranks_seeds"))
@@ -115,7 +119,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
             failure = error
         if isinstance(failure, _Outcome):
             name, reason = failure.args
-            if isinstance(failure.__cause__, _CLASSES):  # of a thread; processes send no more
+            if isinstance(failure.__cause__, _CLASSES):  # threads only
                 raise failure.__cause__
             _OUTCOMES[name](reason)
         if failure is not None:
@@ -128,7 +132,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
 
 
 class _Outcome(BaseException):
-    """What a test calls of pytest: its name and reason. pytest's own classes cannot be pickled."""
+    """Name and reason of a pytest outcome: pytest's own exceptions cannot be pickled."""
 
 
 def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
@@ -137,7 +141,7 @@ def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
     dist.init_process_group()
     try:
         test(**given)
-    except SystemExit as error:  # which a program may end with, and a test may not
+    except SystemExit as error:  # launch takes SystemExit(0) for success
         raise AssertionError(f"the test ended with SystemExit({error.code!r})") from error
     except _CLASSES as error:
         name = next(name for name, of in _OUTCOMES.items() if type(error) is of.Exception)

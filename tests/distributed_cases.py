@@ -1,9 +1,7 @@
-"""What ranks do in ``test_distributed.py``: each case runs on every rank of a ``ringar`` group.
+"""Cases of ``test_distributed.py``: each case runs on every rank of a ``ringar`` group.
 
-Every rank works out all ranks' inputs, so that each can tell the right result by itself.
+Every rank computes the inputs of all ranks and the expected result.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable
@@ -49,7 +47,7 @@ def assert_equal(actual: Tensor, expected: Tensor, context: object = "") -> None
 
 
 def is_process_group_ours() -> bool:
-    """Up to torch 2.13; later ones put our backend into a group of theirs."""
+    """Return True up to torch 2.13; later versions wrap the backend in their own group."""
     return type(dist.group.WORLD) is not dist.ProcessGroup
 
 
@@ -70,9 +68,6 @@ def finish(call: Callable[..., Any], how: str, *args: Any, **kwargs: Any) -> Non
             pass
     else:
         work.wait()
-
-
-# -- coalesced -------------------------------------------------------------------------------------
 
 
 def coalesced(rank: int, size: int) -> None:
@@ -102,9 +97,6 @@ def coalesced(rank: int, size: int) -> None:
         assert all(t.view(size, -1)[:, 0].tolist() == list(range(size)) for t in gathered)
 
 
-# -- handed to gloo --------------------------------------------------------------------------------
-
-
 def delegated(rank: int, size: int) -> None:
     for dtype in ALL_DTYPES:
         parts = [values(4 * size, dtype, r) for r in range(size)]
@@ -125,7 +117,7 @@ def delegated(rank: int, size: int) -> None:
             received = torch.empty_like(parts[0])
             if is_process_group_ours():
                 assert dist.recv(received) == 0
-            else:  # torch forgets from whom, so nothing is received
+            else:  # torch drops the source rank
                 with raises(pr.UnsupportedError, "needs src"):
                     dist.recv(received)
                 dist.recv(received, 0)
@@ -145,7 +137,7 @@ def messages(rank: int, size: int) -> None:
     for request in requests:
         request.wait()
     assert theirs.item() == before
-    # A message to a rank that is in a collective does not wait for it.
+    # A message to a rank that is in a collective does not wait for the collective.
     if rank == 0:
         work = dist.isend(mine, 1, tag=7)
     dist.barrier()
@@ -166,7 +158,7 @@ def writes_are_counted(rank: int, size: int) -> None:
 
 
 def calls_and_tensors(rank: int, size: int, dtype: torch.dtype, step: int) -> list[Any]:
-    """Return calls, the tensors that each writes, and those that it reads."""
+    """Return calls, each with the tensors that it writes and the tensors that it reads."""
 
     def new(numel: int) -> Tensor:
         return torch.zeros(numel * step, dtype=dtype)[::step]
@@ -187,9 +179,6 @@ def calls_and_tensors(rank: int, size: int, dtype: torch.dtype, step: int) -> li
     if rank < 2 <= size:
         calls.append((lambda: message(one, 1 - rank), [one][rank:], [one][:rank]))
     return calls
-
-
-# -- groups and meshes -----------------------------------------------------------------------------
 
 
 def groups(rank: int, size: int) -> None:
@@ -230,11 +219,8 @@ def functional(rank: int, size: int) -> None:
     assert swapped.tolist() == list(range(size))
 
 
-# -- mistakes that leave the group alone -----------------------------------------------------------
-
-
 def mistakes(rank: int, size: int) -> None:
-    if is_process_group_ours():  # else torch looks for a backend itself
+    if is_process_group_ours():  # else torch raises its own error
         with raises(pr.UnsupportedError, "this one is on meta"):
             dist.all_reduce(torch.empty(3, device="meta"))
     with raises(pr.UnsupportedError, "mean"):

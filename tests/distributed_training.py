@@ -1,6 +1,4 @@
-"""What ranks train in ``test_distributed.py``, each against replicas that one process averages."""
-
-from __future__ import annotations
+"""Training cases of ``test_distributed.py``, compared with replicas averaged in one process."""
 
 import copy
 from collections.abc import Callable
@@ -149,7 +147,7 @@ def fully_sharded(rank: int, size: int) -> None:
         ours.step()
         by_rank = [torch.autograd.grad(plain(x).square().mean(), params) for x in inputs]
         for param, *grads in zip(params, *by_rank, strict=True):
-            # Halving is exact, whether it comes before or after.
+            # Halving is exact, before the sum or after it.
             param.grad = oracle.reduced(grads, "mean")
         theirs.step()
     for p, wanted in zip(sharded.parameters(), params, strict=True):

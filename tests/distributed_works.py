@@ -1,9 +1,4 @@
-"""What ranks do in ``test_distributed.py``: works that are polled and dropped.
-
-Cases that compare with gloo have a group of each in the same processes.
-"""
-
-from __future__ import annotations
+"""Cases of ``test_distributed.py`` about works: polled, dropped, and compared with gloo."""
 
 import os
 import signal
@@ -20,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from pyringar.distributed.work import PendingWork
+from pyringar.distributed.torch_works import PendingWork
 
 Case = Callable[[int, int], None]
 LATE_S = 30.0
@@ -51,11 +46,8 @@ def assert_alike(actual: Any, expected: Any, context: str) -> None:
         assert_alike(one, other, context)
 
 
-# -- every collective, in a form that both backends take -------------------------------------------
-
-
 def numbers(rank: int, numel: int = N) -> Tensor:
-    """Whole numbers, so that no order of adding changes the sum."""
+    """Return whole numbers, whose sums do not depend on the order."""
     return torch.arange(numel, dtype=torch.float32) % 17 + 10 * rank + 1
 
 
@@ -116,7 +108,7 @@ def answers(rank: int, size: int) -> None:
         assert_alike(written, expected, name)
         assert handle.wait() is True, name
         assert handle.is_completed(), name
-        assert handle.get_future().done(), f"{name}: a future of what is done already"
+        assert handle.get_future().done(), f"{name}: the future of a finished work"
         if "reduce_scatter" in name:  # gloo's work has no future
             assert_alike(handle.get_future().value(), [expected], name)
         elif name == "reduce" and rank != 1:  # gloo leaves partial sums there
@@ -141,11 +133,8 @@ def answers_while_it_runs(rank: int, size: int) -> None:
     assert_alike(work.get_future().wait(), work.result(), "future")
 
 
-# -- nobody waits ----------------------------------------------------------------------------------
-
-
 def converted(rank: int, size: int, group: Any = None) -> list[tuple[str, Any, Any]]:
-    """Calls whose results are copied from other memory, not waited for: name, tensors, expected."""
+    """Begin calls whose results are copied from stand-ins; return name, tensors, expected."""
     begun: list[tuple[str, Any, Any]] = []
     mine = numbers(rank).to(torch.int16)
     dist.all_reduce(mine, group=group, async_op=True)
@@ -166,7 +155,7 @@ def converted(rank: int, size: int, group: Any = None) -> list[tuple[str, Any, A
     return begun
 
 
-def nobody_waits(rank: int, size: int) -> None:
+def results_without_waits(rank: int, size: int) -> None:
     gloo = dist.new_group(backend="gloo")
     for asynchronous in (False, True):
         for name in COLLECTIVES:
@@ -223,9 +212,6 @@ def in_inference_mode(rank: int, size: int) -> None:
         assert_alike(tensors, expected, name)
 
 
-# -- futures ---------------------------------------------------------------------------------------
-
-
 def future_of(x: Tensor) -> Any:
     return dist.all_reduce(x, async_op=True).get_future()
 
@@ -251,7 +237,7 @@ def callbacks_wait(rank: int, size: int) -> None:
 
 
 def power_sgd(rank: int, size: int) -> None:
-    """With one bucket: of several, the calls of callbacks have no order that all ranks share."""
+    """Use one bucket: callbacks of several buckets have no common order of calls."""
     trained = []
     for group in (dist.new_group(backend="gloo"), dist.new_group()):
         torch.manual_seed(0)
@@ -270,7 +256,7 @@ CASES: dict[str, Case] = {
     for case in (
         answers,
         answers_while_it_runs,
-        nobody_waits,
+        results_without_waits,
         later_calls_see_the_result,
         in_inference_mode,
         callbacks_wait,

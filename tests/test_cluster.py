@@ -1,6 +1,4 @@
-"""Ranks that are threads: the bits of processes, the order of ranks, the process afterwards."""
-
-from __future__ import annotations
+"""`pr.launch` on threads: collectives, order of ranks, groups, the process afterwards."""
 
 import gc
 import itertools
@@ -22,7 +20,7 @@ from rank_processes import begin
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
-from pyringar.cluster import calls, internals
+from pyringar.cluster import internals, rank_calls
 
 NEED_TWO = ("delegated", "groups", "messages")
 
@@ -39,13 +37,13 @@ def run_case(case: Any, size: int) -> None:
         *itertools.product(distributed_cases.CASES, [4]),
     ),
 )
-def test_collectives(name, size):
+def test_collectives_have_promised_bits(name, size):
     pr.launch(run_case, size, args=(distributed_cases.CASES[name], size))
 
 
 @pytest.mark.parametrize("size", mostly_slow([2, 4], 4))
 @pytest.mark.parametrize("name", distributed_training.CASES)
-def test_training(name, size):
+def test_training_matches_reference(name, size):
     pr.launch(run_case, size, args=(distributed_training.CASES[name], size), seed=size)
 
 
@@ -72,7 +70,7 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_call_does_not_end_the_run(name):
+def test_refused_call_keeps_run_alive(name):
     def program() -> int:
         dist.init_process_group()
         with pytest.raises((pr.UnsupportedError, pr.ArgumentError)):
@@ -81,9 +79,6 @@ def test_refused_call_does_not_end_the_run(name):
         return 1
 
     assert pr.launch(program, 2) == [1, 1]
-
-
-# -- the order of ranks ----------------------------------------------------------------------------
 
 
 def order_of_ranks(seed: int) -> list[int]:
@@ -99,11 +94,11 @@ def order_of_ranks(seed: int) -> list[int]:
     return order
 
 
-def test_seed_decides_the_order():
+def test_seed_determines_order():
     orders = [order_of_ranks(seed) for seed in range(12)]
     assert orders == [order_of_ranks(seed) for seed in range(12)]
     assert len(set(map(tuple, orders))) == 12
-    assert {order[3] for order in orders} == {0, 1, 2}, "also which rank goes on first"
+    assert {order[3] for order in orders} == {0, 1, 2}, "also the first rank after a barrier"
     for order in orders:
         assert all(sorted(order[i : i + 3]) == [0, 1, 2] for i in range(0, 12, 3))
 
@@ -123,9 +118,6 @@ def test_one_rank_runs_at_a_time():
             work.wait()
 
     pr.launch(program, 4)
-
-
-# -- the process -----------------------------------------------------------------------------------
 
 
 def in_new_thread(function: Callable[[], Any]) -> Any:
@@ -154,7 +146,7 @@ def process() -> tuple[Any, ...]:
     )
 
 
-def test_process_is_as_before():
+def test_process_state_is_restored():
     import pyringar.distributed  # noqa: F401
 
     own = torch.get_num_threads()
@@ -168,7 +160,7 @@ def test_process_is_as_before():
     torch.set_num_threads(own)
 
 
-def test_second_cluster_is_refused():
+def test_second_cluster_raises():
     def program() -> None:
         with pytest.raises(pr.RingarError, match="one at a time"):
             pr.launch(print, 2)
@@ -176,15 +168,15 @@ def test_second_cluster_is_refused():
     pr.launch(program, 2)
 
 
-def test_untried_torch_is_refused(monkeypatch):
+def test_untried_torch_raises(monkeypatch):
     for version in ("2.10.1", "2.16.0a0+git", "3.0"):
         monkeypatch.setattr(torch, "__version__", version)
         with pytest.raises(pr.UnsupportedError, match=r"expected 2\.11 to 2\.15"):
             pr.launch(print)
 
 
-def test_torchs_state_of_groups_is_known():
-    """A property that is not known would be shared by all ranks."""
+def test_torch_group_state_is_known():
+    """All ranks would share an unknown property."""
     world = vars(dist.distributed_c10d._World)
     properties = {name for name, value in world.items() if isinstance(value, property)}
     assert properties - {"pg_config_info"} <= set(internals._empty_world())
@@ -194,16 +186,13 @@ async def coroutine():
     pass
 
 
-def test_coroutine_is_refused():
-    """Other wrong arguments are in test_wrong_arguments.py and test_cluster_run.py."""
+def test_coroutine_raises():
+    """test_wrong_arguments.py and test_cluster_run.py have the other wrong arguments."""
     with pytest.raises(pr.ArgumentError, match="fn is a coroutine or generator function"):
         pr.launch(coroutine, 2)
 
 
-# -- groups and calls ------------------------------------------------------------------------------
-
-
-def test_groups_may_be_made_again():
+def test_groups_can_be_remade():
     def program() -> list[float]:
         rank, found = int(os.environ["RANK"]), []
         for _ in range(2):
@@ -221,7 +210,7 @@ def test_groups_may_be_made_again():
 
 
 @pytest.mark.parametrize(("number", "size"), [(0, 2), (1, 8), (5, 2)])
-def test_world_of_other_numbers_is_refused(number, size):
+def test_other_rank_or_size_raises(number, size):
     def program() -> None:
         if os.environ["RANK"] == "1":
             dist.init_process_group(init_method="tcp://localhost:5", rank=number, world_size=size)
@@ -231,7 +220,7 @@ def test_world_of_other_numbers_is_refused(number, size):
         pr.launch(program, 2)
 
 
-def test_tags_tell_messages_apart():
+def test_tags_separate_messages():
     def program() -> list[float]:
         if begin() == 0:
             works = [dist.isend(torch.full((1,), float(tag)), 1, tag=tag) for tag in (1, 2)]
@@ -244,7 +233,7 @@ def test_tags_tell_messages_apart():
     assert pr.launch(program, 2)[1] == [1.0, 2.0]
 
 
-def test_callback_waits_for_another_future():
+def test_callback_can_wait_for_future():
     def program() -> float:
         begin()
         first = dist.all_reduce(torch.ones(2), async_op=True).get_future()
@@ -255,8 +244,8 @@ def test_callback_waits_for_another_future():
         assert pr.launch(program, 2, seed=seed, timeout=5) == [4.0] * 2
 
 
-def test_call_waits_for_its_gpus(monkeypatch):
-    """Before and after it: ranks have streams of their own. Here GPUs are planted."""
+def test_call_waits_for_gpus(monkeypatch):
+    """A collective synchronizes its GPUs before and after. The GPUs are fake."""
     seen: list[tuple[torch.device, list[float]]] = []
     tensors = [torch.full((1,), float(rank)) for rank in range(2)]
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -267,15 +256,15 @@ def test_call_waits_for_its_gpus(monkeypatch):
     def program() -> None:
         dist.all_reduce(tensors[begin()])
 
-    pr.launch(begin, 2)  # imports the modules that take devices_of from calls
+    pr.launch(begin, 2)  # imports modules that use devices_of
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(calls, "devices_of", lambda tensors: [gpus[int(t)] for t in tensors])
+    monkeypatch.setattr(rank_calls, "devices_of", lambda tensors: [gpus[int(t)] for t in tensors])
     pr.launch(program, 2)
     assert [values for _, values in seen] == [[0.0, 1.0]] * 2 + [[1.0, 1.0]] * 2
     assert {device for device, _ in seen[:2]} == {device for device, _ in seen[2:]} == set(gpus)
 
 
-def test_input_may_be_part_of_output():
+def test_input_can_be_part_of_output():
     def program() -> list[list[float]]:
         rank = begin()
         mine = torch.full((1,), float(rank))
@@ -303,7 +292,7 @@ POLLS: dict[str, Callable[[Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", POLLS)
-def test_store_may_be_polled(name):
+def test_store_can_be_polled(name):
     def program() -> bytes:
         dist.init_process_group()
         store = dist.distributed_c10d._get_default_store()
@@ -319,10 +308,7 @@ def test_store_may_be_polled(name):
         assert pr.launch(program, 3, seed=seed, timeout=2) == [b"yes"] * 3
 
 
-# -- after a run -----------------------------------------------------------------------------------
-
-
-def test_group_outlives_its_ranks():
+def test_group_raises_after_run():
     def program() -> Any:
         dist.init_process_group()
         return dist.group.WORLD
@@ -332,7 +318,7 @@ def test_group_outlives_its_ranks():
         groups[0].allreduce([torch.ones(1)])
 
 
-def test_run_frees_its_objects():
+def test_run_frees_objects():
     made = []
 
     def program() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are threads: torch's globals, of which a new version may have more."""
+"""Globals of torch that ranks on threads share or not; new torch versions may add some."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ import pyringar as pr
 from pyringar.cluster import state
 
 
-def test_module_hooks_belong_to_the_rank():
+def test_module_hooks_belong_to_rank():
     def program() -> list[int]:
         rank, calls = begin(), []
         net = torch.nn.Linear(2, 2)
@@ -32,7 +32,7 @@ def test_module_hooks_belong_to_the_rank():
         assert pr.launch(program, 3, seed=seed) == [[rank] * 3 for rank in range(3)]
 
 
-def test_overlapping_dual_levels_are_told():
+def test_overlapping_dual_levels_raise():
     def program() -> None:
         rank = begin()
         if rank == 0:
@@ -51,7 +51,7 @@ def test_overlapping_dual_levels_are_told():
         pass
 
 
-# Parts of torch in which no rank waits inside a context, or whose state ranks may share.
+# Globals of torch that ranks may share, or that no rank holds while it waits, by reason.
 NOT_PER_RANK = {
     "compilers": "_custom_class* _jit_internal.* _ops._mode* distributed.device_mesh.* library.*"
     " nn.attention._f*",
@@ -71,8 +71,8 @@ NOT_PER_RANK = {
 }
 
 
-def test_globals_of_torch_are_known():
-    """A new ``global`` statement may belong to a context, of which ranks need their own."""
+def test_torch_globals_are_known():
+    """A new ``global`` statement may be state that each rank needs for itself."""
     root, statement = Path(torch.__file__).parent, r"^ +global (\w+(?:, *\w+)*) *(?:#.*)?$"
     parts = "autograd backends cpu distributed multiprocessing nn optim profiler sparse utils"
     files = [f for part in parts.split() for f in (root / part).rglob("*.py")] + [
@@ -90,7 +90,7 @@ def test_globals_of_torch_are_known():
     assert [n for n in sorted(found) if not any(fnmatchcase(n, p) for p in patterns)] == []
 
 
-def test_recursion_error_comes_before_the_call():
+def test_recursion_error_precedes_call():
     def program(depth: int) -> bool:
         def down(levels: int) -> None:
             down(levels - 1) if levels else dist.barrier()

@@ -1,6 +1,4 @@
-"""`pyringar run` runs the programs of torchrun; the plugin of pytest runs tests on ranks."""
-
-from __future__ import annotations
+"""`pyringar run` and the pytest plugin."""
 
 import multiprocessing
 import os
@@ -64,7 +62,7 @@ def program(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_torchruns_program_runs(program, capsys):
+def test_torchrun_program_runs(program, capsys):
     before = list(sys.argv), list(sys.path), sys.modules["__main__"]
     assert main(["run", "--ranks", "3", str(program)]) == 0
     lines = sorted(capsys.readouterr().out.splitlines())
@@ -90,7 +88,7 @@ def test_module_runs(program, capsys):
     assert capsys.readouterr().out == "a package __main__\n" * 2
 
 
-def test_ranks_error_is_shown_as_by_python(program, capsys):
+def test_rank_error_prints_python_traceback(program, capsys):
     assert main(["run", "--ranks", "3", str(program), "--fail", "raise"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("Traceback (most recent call last):\n  File ")
@@ -101,7 +99,7 @@ def test_ranks_error_is_shown_as_by_python(program, capsys):
             main(["run", *options, "--ranks", "3", str(program), "--fail", "exit"])
 
 
-def test_mismatch_is_no_wrong_option(program, capsys):
+def test_mismatch_prints_rank_error(program, capsys):
     assert main(["run", "--ranks", "3", "--seed", "5", str(program), "--fail", "mismatch"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("pyringar.errors.ArgumentError: ranks call different things")
@@ -121,9 +119,22 @@ def test_mismatch_is_no_wrong_option(program, capsys):
         (["--processes", "--seed", "3", "train.py"], "--seed is 3, expected 0"),
     ],
 )
-def test_wrong_options(program, capsys, arguments, text):
+def test_wrong_options_are_named(program, capsys, arguments, text):
     assert main(["run", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_option_after_script_gives_hint(program, capsys):
+    (program.parent / "plain.py").write_text("print('ran')\n")
+    arguments = ["--ranks", "2", "plain.py", "--seed=3", "--ranks", "3", "--other"]
+    assert main(["run", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert out == "ran\n" * 2
+    assert [line.split()[2] for line in err.splitlines()] == ["--ranks", "--seed"]
+    assert "belongs to plain.py; an option of pyringar goes before it" in err
+    (program.parent / "plain.py").write_text("print('--seed')\n")
+    assert main(["run", "plain.py", "--seed", "3"]) == 0
+    assert capsys.readouterr().err == "", "the script has this option"
 
 
 TESTS = """
@@ -178,7 +189,7 @@ def test_seeds_were_tried():
 """
 
 
-# The plugin by name: it is also found where it is in PYTHONPATH and not installed.
+# Name the plugin: pytest does not find it if pyringar is only on PYTHONPATH.
 PYTEST = """
 import sys, pytest
 sys.exit(pytest.main(sys.argv[1:], plugins=["pyringar.pytest_plugin"]))
@@ -197,9 +208,10 @@ def test_marked_tests_run_on_ranks(tmp_path):
     assert "raised by rank 1 of 3" in told or sys.version_info < (3, 11)
     assert "CollectiveTimeout: all ranks wait for each other" in told
     assert "seed=4 repeats this run" in told
+    assert told.count("rank  state") == 1, "the table of all ranks"
     assert "not here" in told
     assert "the test ended with SystemExit(0)" in told
-    assert "pytest_plugin.py" not in told, "failures are shown without our own lines"
+    assert "pytest_plugin.py" not in told, "failures do not show frames of the plugin"
 
 
 @pytest.mark.thorough
@@ -208,7 +220,7 @@ def test_marked_tests_run_on_ranks(tmp_path):
     torch.__version__.split(".")[:2] < ["2", "14"],
     reason="torch's tests profile on every rank, which older ones can do once in a process",
 )
-def test_torchs_own_tests_pass():
+def test_torch_suite_passes():
     pytest.importorskip("expecttest", reason="torch's tests need expecttest")
     script = Path(__file__).with_name("torch_suite_threads.py")
     done = subprocess.run(
@@ -221,7 +233,7 @@ def test_torchs_own_tests_pass():
 
 
 @pytest.mark.ranks(3, processes=True)
-def test_mark_runs_a_test_in_processes(tmp_path):
+def test_mark_runs_test_in_processes(tmp_path):
     assert multiprocessing.current_process().pid != os.getppid()
     mine = torch.full((2,), float(dist.get_rank()))
     dist.all_reduce(mine)

@@ -1,6 +1,4 @@
-"""Ranks that are threads: what a process has once is each rank's, or is refused."""
-
-from __future__ import annotations
+"""Process-wide state under `pr.launch` on threads: one copy per rank, or refused."""
 
 import contextlib
 import importlib
@@ -40,8 +38,6 @@ import pyringar as pr
 from pyringar.cluster import internals
 from pyringar.distributed import HierarchicalCommunicator, HookState, ddp_hook
 
-# -- random numbers and settings -------------------------------------------------------------------
-
 
 def draw(pause: bool) -> tuple[Any, ...]:
     rank = begin()
@@ -60,7 +56,7 @@ def draw(pause: bool) -> tuple[Any, ...]:
     return (*found, torch.ones(1).dtype, torch.is_grad_enabled())
 
 
-def test_random_numbers_belong_to_the_rank():
+def test_random_numbers_belong_to_rank():
     torch.manual_seed(99)
     np.random.seed(99)
     before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
@@ -80,7 +76,7 @@ def anomaly(rank: int) -> Any:
     return torch.autograd.set_detect_anomaly(rank == 1)
 
 
-# A rank's own setting: how to set it, and how to read it.
+# Settings of which each rank has its own: how to set and how to read them.
 SETTINGS: dict[str, tuple[Callable[[int], object], Callable[[], Any]]] = {
     "environment": (
         lambda rank: os.environ.update(PYRINGAR_TEST=str(rank)),
@@ -96,7 +92,7 @@ SETTINGS: dict[str, tuple[Callable[[int], object], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_belong_to_the_rank(name):
+def test_settings_belong_to_rank(name):
     change, read = SETTINGS[name]
 
     def program() -> tuple[Any, Any]:
@@ -118,9 +114,7 @@ def test_settings_belong_to_the_rank(name):
     assert os.getenv("PYRINGAR_TEST") is None
 
 
-# -- contexts of torch -----------------------------------------------------------------------------
-
-# How a program enters a context, and what tells whether it is inside.
+# Contexts of torch: how to enter them, and a function whose result differs inside.
 CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "parametrize.cached": (parametrize.cached, lambda: parametrize._cache_enabled),
     "early stop": (
@@ -158,7 +152,7 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_contexts_belong_to_the_rank(name):
+def test_contexts_belong_to_rank(name):
     enter, is_inside = CONTEXTS[name]
 
     def program() -> list[Any]:
@@ -180,9 +174,7 @@ def test_contexts_belong_to_the_rank(name):
         assert is_inside() == before
 
 
-def test_tangents_are_forgotten():
-    """C++ has one level of forward AD, which it empties when the last rank leaves."""
-
+def test_tangents_end_with_level():
     def program() -> tuple[list[float], bool]:
         rank, found = begin(), []
         kept = torch.zeros(2)
@@ -199,9 +191,6 @@ def test_tangents_are_forgotten():
 
     for seed in range(8):
         assert pr.launch(program, 3, seed=seed) == [([6.0, 12.0, 18.0, 24.0], True)] * 3
-
-
-# -- threads that a rank starts --------------------------------------------------------------------
 
 
 def store_of_world() -> Any:
@@ -237,9 +226,7 @@ STARTS: dict[str, Callable[[Callable[[], None]], object]] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kind", STARTS)
 @pytest.mark.parametrize("call", THREAD_CALLS)
-def test_thread_of_a_rank_is_refused(call, kind):
-    """The thread calls when all ranks wait; no rank waits for the thread."""
-
+def test_call_in_started_thread_raises(call, kind):
     def program() -> None:
         rank = begin()
         given = {"group": dist.new_group(), "mesh": init_device_mesh("cpu", (2,))}
@@ -260,7 +247,7 @@ def test_thread_of_a_rank_is_refused(call, kind):
     assert type(told.value) is pr.RingarError
 
 
-def test_deadlock_is_told_when_threads_have_ended():
+def test_deadlock_raises_after_threads_end():
     def program(seconds: float) -> None:
         thread = threading.Thread(target=time.sleep, args=(seconds,), name="reader")
         if begin() == 0:
@@ -273,7 +260,7 @@ def test_deadlock_is_told_when_threads_have_ended():
         pr.launch(program, 2, args=(0.5,), timeout=0.1)
 
 
-def test_call_in_a_forked_child_is_refused():
+def test_call_in_forked_child_raises():
     def program() -> int:
         child = os.fork() if begin() == 0 else -1
         if child == 0:
@@ -288,8 +275,8 @@ def test_call_in_a_forked_child_is_refused():
     assert pr.launch(program, 2) == [7, 7]
 
 
-def test_thread_of_no_rank_is_told():
-    """An executor from before the launch: its threads belong to the process."""
+def test_foreign_thread_call_raises():
+    """Threads of an executor made before the launch belong to no rank."""
     pool = ThreadPoolExecutor(1)
     pool.submit(int).result()
 
@@ -301,12 +288,7 @@ def test_thread_of_no_rank_is_told():
         pr.launch(program, 2)
 
 
-# -- torch's caches and globals --------------------------------------------------------------------
-
-
 def test_meshes_of_ranks_differ():
-    """DTensor's caches would take equal ones for one, with the first rank's coordinate."""
-
     def program() -> Any:
         begin()
         return init_device_mesh("cpu", (2,))
@@ -316,12 +298,12 @@ def test_meshes_of_ranks_differ():
     assert hash(first) != hash(second)
 
 
-def test_shared_module_is_refused():
+def test_shared_module_raises():
     net = nn.Linear(2, 2)
 
     def program() -> None:
         begin()
-        for _ in range(2):  # the same rank may wrap it again
+        for _ in range(2):  # the same rank may wrap the module again
             DistributedDataParallel(net)
 
     with pytest.raises(pr.ArgumentError, match=r"module has 'weight', which rank \d"):
@@ -330,7 +312,7 @@ def test_shared_module_is_refused():
         pr.launch(program, 1)
 
 
-def test_operator_of_two_ranks_is_refused():
+def test_operator_of_two_ranks_raises():
     def program() -> None:
         begin()
 
@@ -355,7 +337,7 @@ def branch_by_rank(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_compiled_functions_run_uncompiled(caplog):
-    """Dynamo takes a rank's number for a constant, and keeps compiled code with the function."""
+    """Dynamo would compile a rank's number as a constant for all ranks."""
 
     def program() -> Any:
         begin()
@@ -373,9 +355,6 @@ def test_compiled_functions_run_uncompiled(caplog):
     assert len(graphs) == 1, "outside ranks"
 
 
-# -- what a process has once -----------------------------------------------------------------------
-
-
 def own_hook() -> None:
     dist.init_process_group()
     net = DistributedDataParallel(nn.Linear(3, 1))
@@ -385,10 +364,10 @@ def own_hook() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("begin", [pr.ProcessCommunicator, HierarchicalCommunicator, own_hook])
-def test_own_communicators_are_refused(begin, ranks):
+def test_process_communicators_raise(begin, ranks):
     with pytest.raises(pr.UnsupportedError, match=r"ddp_hook: .*processes=True"):
         pr.launch(begin, ranks)
-    with pytest.raises(pr.ArgumentError, match="RANK, WORLD_SIZE"):  # there is no store of a rank
+    with pytest.raises(pr.ArgumentError, match="RANK, WORLD_SIZE"):  # no store is left
         pr.ProcessCommunicator()
 
 
@@ -396,7 +375,7 @@ LIBRARIES = [path for path in internals._REFUSED if not path.startswith(("pyring
 
 
 @pytest.mark.parametrize("path", LIBRARIES)
-def test_libraries_with_one_rank_are_refused(path, tmp_path, monkeypatch):
+def test_libraries_with_rank_state_raise(path, tmp_path, monkeypatch):
     module, _, name = path.partition(":")
     folder = tmp_path.joinpath(*module.split("."))
     folder.mkdir(parents=True)
@@ -415,7 +394,7 @@ def test_libraries_with_one_rank_are_refused(path, tmp_path, monkeypatch):
 
     refused()
     pr.launch(program, 1)
-    program() if not name else refused()  # it was imported before
+    program() if not name else refused()  # a module without function is refused on import only
     program()
     for added in set(sys.modules) - known:
         if added.partition(".")[0] == module.partition(".")[0]:
@@ -430,7 +409,7 @@ def test_libraries_with_one_rank_are_refused(path, tmp_path, monkeypatch):
         lambda: mock.patch.dict(vars(time), time=lambda: 5.0),
     ],
 )
-def test_patch_of_another_rank_is_refused(patch):
+def test_second_patch_of_target_raises(patch):
     own = time.time
 
     def program() -> None:
@@ -453,7 +432,7 @@ def test_patch_of_another_rank_is_refused(patch):
     assert mock._patch._active_patches == []
 
 
-def test_patches_in_turn_are_taken():
+def test_sequential_patches_work():
     class Mine:
         value = 0
 
@@ -470,7 +449,7 @@ def test_patches_in_turn_are_taken():
     assert pr.launch(program, 3) == [[rank, str(rank), 9, None] for rank in range(3)]
 
 
-def test_settings_made_once_pass(caplog):
+def test_process_wide_settings_are_accepted(caplog):
     def program() -> str:
         torch.multiprocessing.set_start_method("spawn")
         torch.set_num_interop_threads(torch.get_num_interop_threads() + dist.is_initialized())
@@ -485,7 +464,7 @@ def test_settings_made_once_pass(caplog):
 
 
 @pytest.mark.parametrize("method", mostly_slow(["fork", "spawn", "forkserver"], "fork"))
-def test_processes_have_the_ranks_environment(method):
+def test_child_processes_inherit_rank_environment(method):
     def run(*names: str) -> list[str | None]:
         with multiprocessing.get_context(method).Pool(1) as pool:
             return [pool.apply(os.getenv, (name,)) for name in names]
@@ -500,7 +479,7 @@ def test_processes_have_the_ranks_environment(method):
     assert run("RANK", "MINE") == [None, None]
 
 
-def test_commands_have_the_ranks_environment():
+def test_commands_inherit_rank_environment():
     def program() -> str:
         dist.init_process_group()
         dist.barrier()
@@ -513,9 +492,6 @@ def test_commands_have_the_ranks_environment():
         found = pr.launch(program, 3, seed=seed)
         assert found == ["0 3\n", "1 default 3\n", "2 default 3\n"]
     assert os.popen("echo $RANK $WORLD_SIZE").read() == "\n"
-
-
-# -- stores ----------------------------------------------------------------------------------------
 
 
 def use_store(path: str, begin: str) -> list[Any]:
@@ -544,7 +520,7 @@ def use_store(path: str, begin: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("begin", ["tcp", "prefix", "file"])
-def test_store_is_as_torchs(begin, tmp_path):
+def test_store_behaves_like_torch(begin, tmp_path):
     expected = use_store(str(tmp_path / "torchs"), begin)
     assert pr.launch(use_store, 1, args=(str(tmp_path / "ranks"), begin)) == [expected]
 

@@ -1,6 +1,4 @@
-"""Is torch.distributed right on the backend `ringar`, and DistributedDataParallel on top of it?"""
-
-from __future__ import annotations
+"""torch.distributed and DistributedDataParallel on the backend `ringar`."""
 
 import functools
 import importlib
@@ -26,7 +24,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar.distributed
-from pyringar.distributed.work import Completer
+from pyringar.distributed.torch_works import Completer
 
 ROOT = Path(__file__).resolve().parents[1]
 IS_BACKEND_IN_PYTHON = torch.__version__.split(".")[:2] >= ["2", "14"]
@@ -49,7 +47,7 @@ def check(results: list[Any], case: str) -> None:
 
 @pytest.mark.parametrize("size", mostly_slow([2, 3, 4], 2))
 @pytest.mark.parametrize("case", distributed_cases.CASES)
-def test_collectives(case, size):
+def test_collectives_have_promised_bits(case, size):
     check(verdicts("cases", size), case)
 
 
@@ -65,12 +63,12 @@ IN_DETAIL, BESIDE = (2, "ringar", "DETAIL"), (2, "cpu:ringar", "")
     ),
 )
 @pytest.mark.parametrize("case", distributed_training.CASES)
-def test_training(case, size, backend, debug):
+def test_training_matches_reference(case, size, backend, debug):
     check(verdicts("training", size, backend, debug), case)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_hook_beside_gloo(size):
+def test_hook_works_beside_gloo(size):
     case = distributed_training.data_parallel_hook
     results = run_group(run_cases, size, [("hook", case)], backend="gloo")
     check(results, "hook")
@@ -89,20 +87,14 @@ def compiled(rank: int, size: int) -> Any:
 
 
 @pytest.mark.slow
-def test_compiled_programs():
+def test_compiled_programs_run():
     assert run_group(compiled, 2, timeout_s=60, limit_s=120) == [[[0, 1, 2], [1, 2, 3]]] * 2
-
-
-# -- works and futures -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", distributed_works.CASES)
-def test_works(case, size):
+def test_works_end_correctly(case, size):
     check(verdicts("works", size), case)
-
-
-# -- threads that complete futures -----------------------------------------------------------------
 
 
 def threads_of(name: str) -> int:
@@ -116,7 +108,7 @@ def test_slow_callbacks_start_few_threads():
         future.add_done_callback(lambda _: time.sleep(0.005))
         completer.complete(future, lambda: None)
     torch.futures.wait_all(futures)
-    assert threads_of("of test_few_threads") <= 12  # not one for each future
+    assert threads_of("of test_few_threads") <= 12
     completer.close()
     assert threads_of("of test_few_threads") == 0
 
@@ -129,21 +121,18 @@ def test_future_after_close_is_done():
     assert future.done()
 
 
-def test_power_sgd():
+def test_power_sgd_matches_gloo():
     check(run_group(run_cases, 2, [("hook", distributed_works.power_sgd)]), "hook")
 
 
-def test_peer_killed():
+def test_killed_peer_fails_works():
     survivor, dead = run_group(distributed_works.peer_killed, 2)
     assert dead == Died(-9)
     assert not isinstance(survivor, Failed), survivor
     answers, rows = survivor
     assert [is_success for is_success, _ in answers] == [False, False]
     assert answers[0][1] == "PeerLostError"
-    assert rows == [[0.0] * distributed_works.N] * 2, "what failed copies nothing"
-
-
-# -- failures --------------------------------------------------------------------------------------
+    assert rows == [[0.0] * distributed_works.N] * 2, "a failed call copies nothing"
 
 
 def lose_peer(rank: int, size: int) -> Any:
@@ -153,13 +142,13 @@ def lose_peer(rank: int, size: int) -> Any:
     return error_of(lambda: dist.all_reduce(torch.ones(4), async_op=True).get_future().wait())
 
 
-def test_peer_is_named_by_future():
-    """The table of tests/conformance/test_faults.py has the other ways to wait."""
+def test_future_error_names_peer():
+    """tests/conformance/test_faults.py has the other ways to wait."""
     (_, bases, text, seconds), other = run_group(lose_peer, 2)
     assert "PeerLostError" in text
     assert "RuntimeError" in bases
     assert "rank 1" in text
-    assert seconds < 5, "long before a deadline of 30 s"
+    assert seconds < 5, "the deadline is 30 s"
     assert other == Died(-9)
 
 
@@ -183,7 +172,7 @@ def data_parallel_peer(rank: int, size: int, what: str) -> Any:
 
 @pytest.mark.parametrize("backend", ["ringar", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", mostly_slow(["killed", "sleeping"], "killed"))
-def test_data_parallel_fails(what, backend):
+def test_data_parallel_names_failed_rank(what, backend):
     survivor, other = run_group(data_parallel_peer, 2, what, backend=backend, timeout_s=2.0)
     assert not isinstance(survivor, (Failed, Died, str)), survivor
     kind, bases, text, seconds = survivor
@@ -206,7 +195,6 @@ print(dist.get_backend())
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_BACKEND_IN_PYTHON, reason="torch looks for entry points from 2.14 on")
 def test_installed_package_needs_no_import(tmp_path):
-    """Metadata as `pip install` writes it, beside the checkout on the path."""
     folder = tmp_path / "pyringar-0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: pyringar\nVersion: 0\n")

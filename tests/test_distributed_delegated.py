@@ -1,6 +1,4 @@
-"""Calls that gloo does: messages end once for all who ask; views keep index and sign."""
-
-from __future__ import annotations
+"""Calls that the backend `ringar` hands to gloo: waits for messages, strided and negated views."""
 
 import signal
 import threading
@@ -16,10 +14,10 @@ from rank_processes import run_group
 from torch import Tensor
 
 import pyringar as pr
-from pyringar.distributed.work import DelegatedPart
+from pyringar.distributed.torch_works import DelegatedCall
 
 
-def here(rank: int, size: int, place: str) -> None:
+def meet(rank: int, size: int, place: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{place}/{rank}", "")
     store.wait([f"{place}/{r}" for r in range(size)], timedelta(seconds=30))
@@ -29,7 +27,7 @@ def numbers(rank: int) -> torch.Tensor:
     return torch.arange(5.0) % 17 + rank
 
 
-def asked_again(rank: int, size: int) -> Any:
+def wait_repeatedly(rank: int, size: int) -> Any:
     tensor = numbers(rank)
     work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
     waits: list[Any] = []
@@ -42,23 +40,23 @@ def asked_again(rank: int, size: int) -> Any:
     if rank == 1:
         assert work._source_rank() == 0
     future = work.get_future().wait()
-    here(rank, size, "asked")  # who left would be the reason
+    meet(rank, size, "asked")  # a rank that exits would fail the waits of the other rank
     return answers, work.result()[0].tolist(), future[0].tolist()
 
 
-def test_message_is_waited_for_once():
-    """A second wait in gloo waits for another message, and closes all connections."""
+def test_repeated_waits_end_message_once():
+    """A second wait of gloo would wait for another message."""
     expected = numbers(0).tolist()
     answers = [[True] * 3, True, True, True, None]
-    assert run_group(asked_again, 2, timeout_s=10.0) == [(answers, expected, expected)] * 2
+    assert run_group(wait_repeatedly, 2, timeout_s=10.0) == [(answers, expected, expected)] * 2
 
 
-def not_sent_yet(rank: int, size: int, how: str) -> Any:
+def wait_before_send(rank: int, size: int, how: str) -> Any:
     tensor = numbers(rank)
     if rank == 0:
-        here(rank, size, "vain")
+        meet(rank, size, "waited")
         dist.send(tensor, 1)
-        here(rank, size, "done")
+        meet(rank, size, "done")
         return None
     work = dist.irecv(tensor, None if how == "any" else 0)
     began = time.monotonic()
@@ -74,15 +72,15 @@ def not_sent_yet(rank: int, size: int, how: str) -> Any:
         first = error_of(lambda: work.wait(timedelta(seconds=0.3)))[0]
     waited_s = time.monotonic() - began
     is_completed = work.is_completed()
-    here(rank, size, "vain")
+    meet(rank, size, "waited")
     work.wait()
-    here(rank, size, "done")
+    meet(rank, size, "done")
     return first, is_completed, waited_s, tensor.tolist()
 
 
 @pytest.mark.parametrize("how", ["timeout", "any", "signal"])
 def test_early_wait_keeps_message(how):
-    _, receiver = run_group(not_sent_yet, 2, how)
+    _, receiver = run_group(wait_before_send, 2, how)
     assert not isinstance(receiver, str), receiver
     first, is_completed, waited_s, got = receiver
     assert first == ("KeyboardInterrupt" if how == "signal" else "CollectiveTimeout")
@@ -105,7 +103,7 @@ def test_timeout_reaches_coalesced_works():
         (2.0, [timedelta(seconds=2)]),
         (0.0, [timedelta(0, 0, 1000)]),
     ]:
-        DelegatedPart(work).wait(given)
+        DelegatedCall(work).wait(given)
         assert work.timeouts == expected
 
 
@@ -173,7 +171,7 @@ def signs(rank: int, size: int) -> None:
     same((into, -bits[0] & -bits[1]))
 
 
-def test_no_sign_is_lost():
+def test_signs_and_conjugation_are_kept():
     assert run_group(signs, 2) == [None] * 2
 
 
@@ -206,7 +204,7 @@ def expanded(rank: int, size: int) -> Any:
     return texts, whole.tolist()
 
 
-def test_expanded_tensors_are_refused():
+def test_expanded_tensors_raise():
     for texts, whole in run_group(expanded, 2):
         assert all("expanded" in text for text in texts), texts
         assert whole == [3.0] * 4, "the group goes on"

@@ -1,6 +1,4 @@
-"""Does a call of torch.distributed end when a rank is gone, the group aborted, or its time up?"""
-
-from __future__ import annotations
+"""Calls of torch.distributed end after a death, an abort or a timeout, with the rank's name."""
 
 import functools
 import itertools
@@ -37,7 +35,7 @@ def gone_before(rank: int, size: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 20
     while error_of(dist.barrier)[0] == "none" and time.monotonic() < deadline:
-        pass  # it is not quite dead
+        pass  # until the process is dead
     x = torch.arange(4.0)
     return {name: error_of(functools.partial(call, x)) for name, call in DELEGATED.items()}
 
@@ -87,7 +85,7 @@ def leave_because_of(rank: int, size: int, first: str, then: str, culprit: str) 
     ],
 )
 @pytest.mark.parametrize("machines", mostly_slow(["", "aab"], "aab"))
-def test_survivor_that_leaves_is_not_blamed(first, then, machines):
+def test_exiting_survivor_is_not_blamed(first, then, machines):
     *survivors, _ = run_group(leave_because_of, 3, first, then, "dead", machines=machines)
     for kind, _, text, _ in survivors:
         assert kind == "PeerLostError", text
@@ -96,7 +94,7 @@ def test_survivor_that_leaves_is_not_blamed(first, then, machines):
         assert "has left" not in text, text
 
 
-def test_late_rank_is_blamed_after_leave():
+def test_late_rank_is_named_after_exit():
     options = ("all_to_all", "gather", "late")
     *waiters, _ = run_group(leave_because_of, 3, *options, timeout_s=1.0)
     for kind, _, text, _ in waiters:
@@ -106,7 +104,7 @@ def test_late_rank_is_blamed_after_leave():
 
 def wrong_dtype(rank: int, size: int) -> Any:
     error = error_of(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int16).to_sparse()))
-    dist.barrier()  # who has left is blamed
+    dist.barrier()  # a rank that exits earlier would be named
     return error
 
 
@@ -125,7 +123,7 @@ def leave_early(rank: int, size: int) -> Any:
     return [t.tolist() for t in into] if into else None
 
 
-def test_finished_rank_may_leave():
+def test_finished_rank_can_exit():
     results = run_group(leave_early, 3)
     assert results[0] == [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]], results
 
@@ -168,8 +166,8 @@ def test_abort_ends_all_waits(machines):
     assert set(first) == {"engine", "queued", "gloo", "message", "from any"}, first
     for name, (kind, _, text, _) in {**first, **second}.items():
         assert kind == ("PeerLostError" if name == "peer" else "RingarError"), (name, kind, text)
-        who = "rank 0 " if machines else "rank 0 (process"
-        assert name == "gloo" or who in text, (name, text)
+        culprit = "rank 0 " if machines else "rank 0 (process"
+        assert name == "gloo" or culprit in text, (name, text)
         assert name == "gloo" or machines or "has aborted the group" in text, (name, text)
 
 
@@ -237,7 +235,7 @@ DYING = list(itertools.product(("send", "recv", "all_to_all"), ("", "ab")))
 @pytest.mark.parametrize(
     ("operation", "machines"), mostly_slow(DYING, ("recv", ""), ("all_to_all", "ab"))
 )
-def test_dead_rank_is_named_in_gloo_calls(operation, machines):
+def test_gloo_calls_name_dying_rank(operation, machines):
     (error, destroyed), _ = run_group(dies_meanwhile, 2, operation, machines=machines)
     kind, _, text, seconds = error
     assert kind == "PeerLostError", (kind, text)

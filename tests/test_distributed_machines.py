@@ -1,6 +1,4 @@
-"""Is the backend `ringar` on several machines what it is on one: collectives, groups, training?"""
-
-from __future__ import annotations
+"""The backend `ringar` on several machines: collectives, groups, training, lost machines."""
 
 import os
 import re
@@ -19,26 +17,25 @@ from process_checks import error_of
 from rank_processes import Died, run_cases, run_group
 from test_distributed import check, verdicts
 
-# One rank more on one machine than on the other, in turns; by default, since the order of sums and
-# of ranks differs there from that on one machine.
+# Uneven and interleaved machines: the order of sums differs from one machine.
 UNEVEN = "aba"
 OTHERS = [pytest.param(places, marks=pytest.mark.slow) for places in ("ab", "abb", "abba", "abc")]
 
 
 @pytest.mark.parametrize("machines", [UNEVEN, *OTHERS])
 @pytest.mark.parametrize("case", distributed_cases.CASES)
-def test_collectives(case, machines):
+def test_collectives_have_promised_bits(case, machines):
     check(verdicts("cases", len(machines), machines=machines), case)
 
 
 @pytest.mark.parametrize("machines", ["abba", *OTHERS[:2]])
 @pytest.mark.parametrize("case", distributed_training.CASES)
-def test_training(case, machines):
+def test_training_matches_reference(case, machines):
     check(verdicts("training", len(machines), machines=machines), case)
 
 
 @pytest.mark.parametrize("case", distributed_works.CASES)
-def test_works(case):
+def test_works_end_correctly(case):
     check(verdicts("works", 2, machines="ab"), case)
 
 
@@ -109,7 +106,7 @@ def test_lost_machine_is_named(how):
         assert seconds < 5, text
         assert "machine 1" in text, text
         assert "has ranks [2, 3]" in text, text
-        # The rank that waited is this one, or the other rank of this machine, which failed first.
+        # The error names this rank, or the other rank of this machine if that failed first.
         other = rf"rank {1 - rank}(:| \(process| waited for)"
         assert re.search(rf"rank {rank} |{other}", text), text
         for name in ("gloo", "message"):

@@ -1,9 +1,7 @@
-"""Are several machines one group: right bits, few bytes between them, and errors on all ranks?
+"""HierarchicalCommunicator: bits, bytes between machines, errors on all ranks.
 
-Here machines are names that processes give themselves; in `test_two_machines.py` they are networks.
+``PYRINGAR_NODE_ID`` names the machine of a process. `test_two_machines.py` has real networks.
 """
-
-from __future__ import annotations
 
 import os
 import time
@@ -51,8 +49,8 @@ PLACES = ["abab", "abbb", "aaba", "abca", "abcd", "aaaa"]
 
 
 @pytest.mark.parametrize("machines", mostly_slow(PLACES, "abab"))
-def test_calls_on_any_machines(machines):
-    """The calls of tests/conformance, which has other machines, with a size of each kind."""
+def test_calls_have_promised_bits(machines):
+    """Calls of tests/conformance on more layouts of machines, with one size of each kind."""
     machines_of = MachinesTransport.__new__(MachinesTransport)
     parts = [Operand(dtype, (numel,)) for dtype in oracle.DTYPES for numel in (0, 4, 28, 30_004)]
     made = [
@@ -66,9 +64,6 @@ def test_calls_on_any_machines(machines):
         crew.join(function=join_machines, machines=machines, timeout=20)
         for call, *digests in zip(calls, *crew.run(check_on_rank, calls=calls), strict=True):
             check_same(call, digests, is_on_gpu=True)
-
-
-# -- what crosses ----------------------------------------------------------------------------------
 
 
 def sent_as_rank(rank, world_size, store, machines):
@@ -88,7 +83,7 @@ def sent_as_rank(rank, world_size, store, machines):
             after = comm.stats()
             assert after["hierarchical"]["calls"] == before["hierarchical"]["calls"] + 1
             found[name] = after["inter"]["bytes"] - before["inter"]["bytes"]
-        told = found["barrier"]  # a description of the call
+        told = found["barrier"]  # the description of a call
         return told, *[nbytes - told for name, nbytes in found.items() if name != "barrier"]
 
 
@@ -102,8 +97,8 @@ def sent_as_rank(rank, world_size, store, machines):
         ),
     ],
 )
-def test_machines_send_no_more_than_needed(pool, machines, wanted):
-    """In the order of the calls above; flat gloo is handed 16,000 bytes by every rank."""
+def test_machines_send_minimal_bytes(pool, machines, wanted):
+    """Bytes of each call in `sent_as_rank`, by rank. Flat gloo takes 16,000 bytes per rank."""
     assert pool.check(sent_as_rank, machines) == wanted
 
 
@@ -122,9 +117,9 @@ def overlapped_as_rank(rank, world_size, store):
         return events
 
 
-def test_pieces_cross_while_next_is_summed(pool):
+def test_pieces_cross_while_next_sums(pool):
     for events in pool.check(overlapped_as_rank):
-        for number in range(1, 8):  # 0 compares the calls
+        for number in range(1, 8):  # exchange 0 compares the calls
             assert events.index(("begin", number + 1)) < events.index(("wait", number)), events
 
 
@@ -154,9 +149,6 @@ def test_machines_and_order_choose_communicator(pool, machines, order, kind, wor
         assert words in text
         if words:
             assert f"order is '{order}' and the ranks are on 2 machines: [0" in text
-
-
-# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +193,7 @@ def test_unknown_network_is_named(pair):
         assert "GLOO_SOCKET_IFNAME is 'nonsense0'" in text
 
 
-def absent(rank, size, store):
+def connect_late(rank, size, store):
     if rank == 1:
         hierarchical.Column = lambda *_: time.sleep(1.5)
     try:
@@ -210,15 +202,15 @@ def absent(rank, size, store):
         hierarchical.Column = Column
 
 
-def test_machine_that_does_not_connect_is_named(pair):
-    (kind, _, text, _), _ = pair.check(absent)
+def test_absent_machine_is_named(pair):
+    (kind, _, text, _), _ = pair.check(connect_late)
     assert kind == "CollectiveTimeout", text
     assert "machine 1" in text
     assert "has ranks [1]" in text
 
 
 class SlowColumn(Column):
-    """Connections over which 4,000 bytes take 0.3 s."""
+    """A column in which 4,000 bytes take 0.3 s."""
 
     def exchange(self, sent, received):
         arrived = super().exchange(sent, received)
@@ -226,7 +218,7 @@ class SlowColumn(Column):
         return lambda: (time.sleep(0.3 * nbytes / 4000), arrived())
 
 
-def slowly(rank, size, store):
+def broadcast_slowly(rank, size, store):
     hierarchical.Column = SlowColumn
     try:
         with join(rank, size, store, timeout=0.5) as comm:
@@ -238,10 +230,8 @@ def slowly(rank, size, store):
 
 
 def test_timeout_counts_time_without_progress(pool):
-    assert pool.check(slowly) == [numbers(0).tolist()] * 4
+    assert pool.check(broadcast_slowly) == [numbers(0).tolist()] * 4
 
-
-# -- GPUs: NCCL needs one for each rank ------------------------------------------------------------
 
 needs_two_gpus = [
     pytest.mark.cuda,
@@ -275,7 +265,7 @@ def reduced_as_rank(rank, world_size, store, machines):
 @pytest.mark.parametrize(
     "machines", [pytest.param(machines, marks=needs_two_gpus) for machines in MACHINES]
 )
-def test_sums_on_gpus_have_promised_bits(machines, monkeypatch):
+def test_gpu_sums_have_promised_bits(machines, monkeypatch):
     if torch.cuda.device_count() < len(machines):
         pytest.skip(f"NCCL wants a GPU per rank, here: {torch.cuda.device_count()}")
     monkeypatch.setattr(oracle, "machines", machines)
@@ -288,8 +278,8 @@ def test_sums_on_gpus_have_promised_bits(machines, monkeypatch):
         oracle.assert_all_ranks([found[round_] for found in answers], wanted, dtype)
 
 
-class OnHost:
-    """Stands for NCCL: an all-to-all of lists, over the column's gloo."""
+class FakeNccl:
+    """Fake NCCL group: an all-to-all of lists over the column's gloo."""
 
     def __init__(self, gloo) -> None:
         self._gloo = gloo
@@ -312,12 +302,12 @@ class OnHost:
                 work.wait()
 
 
-def stood_for_as_rank(rank, world_size, store, machines):
+def use_fake_nccl_as_rank(rank, world_size, store, machines):
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
     with HierarchicalCommunicator(store, rank, world_size, timeout=20.0) as comm:
         column = comm._column
         if column._gloo is not None:
-            column._nccl = OnHost(column._gloo)
+            column._nccl = FakeNccl(column._gloo)
             exchange = column.exchange
             column.exchange = lambda sent, received: (
                 exchange(sent, received)
@@ -332,10 +322,10 @@ def stood_for_as_rank(rank, world_size, store, machines):
 
 
 @pytest.mark.parametrize("machines", ["aabb", "abbb", "abcd"])
-def test_nccl_is_given_what_gloo_is(machines, monkeypatch):
+def test_nccl_gets_same_blocks_as_gloo(machines, monkeypatch):
     monkeypatch.setattr(oracle, "machines", machines)
     with Crew(4) as crew:
-        answers = crew.check(stood_for_as_rank, machines)
+        answers = crew.check(use_fake_nccl_as_rank, machines)
     wanted = oracle.reduced([oracle.random(4001, torch.float32, rank) for rank in range(4)], "sum")
     oracle.assert_all_ranks([mine for mine, _ in answers], wanted)
     oracle.assert_all_ranks([parts for _, parts in answers], wanted[:1000].repeat(4))

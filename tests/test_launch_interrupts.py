@@ -1,6 +1,4 @@
-"""Signals, Ctrl-C and failed starts of `pr.launch` with ``processes=True``: no rank is left."""
-
-from __future__ import annotations
+"""`pr.launch(processes=True)` leaves no rank after signals, Ctrl-C and failed starts."""
 
 import contextlib
 import os
@@ -21,7 +19,7 @@ def launch(fn, **options):
     return pr.launch(fn, 2, processes=True, **options)
 
 
-def test_ignored_signals():
+def test_ignored_signals_are_kept():
     before = {
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGCHLD)
     }
@@ -52,7 +50,7 @@ def test_failed_start_leaves_nothing(monkeypatch, kind):
     monkeypatch.setattr(os, "fork", fork_and_fail)
     with pytest.raises(kind):
         launch(lambda: time.sleep(60))
-    left = 4 * (kind is BlockingIOError)  # which multiprocessing does not close
+    left = 4 * (kind is BlockingIOError)  # multiprocessing does not close these
     assert len(os.listdir("/proc/self/fd")) == len(before) + left
     for pid in pids:
         with pytest.raises(ChildProcessError):
@@ -82,7 +80,7 @@ def test_handler_exception_ends_ranks(tmp_path):
 
 
 def started(tmp_path, body, timeout=30):
-    """Start a Python that launches a program, and return it with the processes of its ranks."""
+    """Start a Python program that calls launch; return it with the process ids of its ranks."""
     script = tmp_path / "program.py"
     script.write_text(
         "import os, sys, time, torch, torch.distributed as dist, pyringar as pr\n"
@@ -159,7 +157,7 @@ def test_debugger_prompt_in_a_terminal(tmp_path):
 
 
 @pytest.mark.slow
-def test_sigkill_of_the_caller_ends_ranks(tmp_path):
+def test_sigkill_of_caller_ends_ranks(tmp_path):
     python, ranks = started(tmp_path, "while True: pass")
     python.kill()
     python.communicate(timeout=30)
@@ -178,7 +176,7 @@ def test_stopped_time_does_not_count(tmp_path):
 
 
 @pytest.mark.slow
-def test_rank_that_swallows_signals_is_killed(tmp_path):
+def test_rank_ignoring_signals_is_killed(tmp_path):
     def program():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         dist.init_process_group()

@@ -1,6 +1,4 @@
-"""Programs of other libraries have the results of torchrun under `pyringar run --processes`."""
-
-from __future__ import annotations
+"""`pyringar run --processes` gives the results of torchrun for programs of other libraries."""
 
 import importlib.util
 import json
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def results_of(launcher, program, folder):
-    """Return what each rank of a program has written, and what it printed."""
+    """Return the results that each rank of a program wrote."""
     folder.mkdir()
     done = subprocess.run(
         [sys.executable, "-m", *launcher, PROGRAMS / f"{program}.py", folder],
@@ -41,7 +39,7 @@ def results_of(launcher, program, folder):
         ("transformers_trainer", "transformers"),
     ],
 )
-def test_results_are_those_of_torchrun(program, library, tmp_path):
+def test_results_equal_torchrun(program, library, tmp_path):
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install '.[libraries]'")
     ours = results_of(PROCESSES, program, tmp_path / "processes")

@@ -1,6 +1,4 @@
-"""`pr.launch` with ``processes=True``: results, failures, output, and what is left behind."""
-
-from __future__ import annotations
+"""`pr.launch(processes=True)`: results, failures and output of ranks."""
 
 import atexit
 import ctypes
@@ -27,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pyringar as pr
-from pyringar.cluster.calls import text_of
 from pyringar.cluster.process_rank import SharedValue
+from pyringar.cluster.rank_calls import text_of
 
 
 def launch(fn, ranks=2, **options):
@@ -41,13 +39,10 @@ def rank_of(backend=None):
 
 
 def failure_of(fn, ranks=3, **options):
-    """Return the error of a launch, its text and the tracebacks of its ranks."""
+    """Return the error of a launch, its text, and the tracebacks of ranks."""
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         launch(fn, ranks, **options)
     return caught.value, str(caught.value), str(caught.value.__cause__ or "")
-
-
-# -- results ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", [None, "gloo", "ringar"])
@@ -71,7 +66,7 @@ def sharded(net):
 
 @forks_run_backward
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, sharded])
-def test_threads_have_the_bits_of_processes(wrap):
+def test_threads_have_bits_of_processes(wrap):
     def program():
         rank = rank_of()
         torch.manual_seed(0)
@@ -92,7 +87,7 @@ def test_threads_have_the_bits_of_processes(wrap):
             assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
-def test_ranks_have_the_state_of_new_processes():
+def test_ranks_start_with_fresh_state():
     def program():
         draws = float(torch.rand(())), random.random()
         with warnings.catch_warnings(record=True) as told:
@@ -112,7 +107,7 @@ def test_ranks_have_the_state_of_new_processes():
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_caller_may_have_a_group(tmp_path, processes):
+def test_caller_can_have_group(tmp_path, processes):
     def program():
         assert not dist.is_initialized()
         x = torch.ones(1)
@@ -129,16 +124,16 @@ def test_caller_may_have_a_group(tmp_path, processes):
         dist.destroy_process_group()
 
 
-def test_rank_may_launch():
+def test_process_rank_can_launch():
     assert launch(lambda: launch(lambda: os.environ["RANK"])) == [["0", "1"]] * 2
 
 
-def test_thread_rank_may_not_fork():
+def test_thread_rank_cannot_fork():
     with pytest.raises(pr.RingarError, match="a rank that is a thread cannot fork"):
         pr.launch(lambda: launch(os.getpid), 1)
 
 
-def test_threads_may_call_torch_distributed(tmp_path):
+def test_threads_can_call_torch_distributed(tmp_path):
     def program():
         rank = rank_of()
         beside, got = dist.new_group(), torch.zeros(1)
@@ -161,7 +156,7 @@ def test_threads_may_call_torch_distributed(tmp_path):
         assert launch(program) == [0.0, 1.0]
 
 
-def test_second_openmp_thread_is_refused(capsys):
+def test_second_openmp_thread_warns(capsys):
     def program():
         logging.getLogger("pyringar").addHandler(logging.StreamHandler(sys.stderr))
         torch.set_num_threads(2)
@@ -172,16 +167,13 @@ def test_second_openmp_thread_is_refused(capsys):
     assert "[rank 1] torch.set_num_threads(2)" in capsys.readouterr().err
 
 
-# -- failures --------------------------------------------------------------------------------------
-
-
 def raises():
     if rank_of() == 1:
         raise ValueError("planted")
     dist.all_reduce(torch.ones(3))
 
 
-def test_exception_has_the_traceback_of_its_rank():
+def test_exception_has_traceback_of_rank():
     error, text, traces = failure_of(raises)
     assert (type(error), text) == (ValueError, "planted")
     first, _, others = traces.strip().partition("\n\n")
@@ -223,7 +215,7 @@ def joins_without_rank_2():
     ids=["killed", "killed-beside-gloo", "absent"],
 )
 def test_lost_process_is_named(program, first_line, row):
-    """Mistakes of programs are in test_cluster_failures.py."""
+    """test_cluster_failures.py has the mistakes of programs."""
     began_s = time.monotonic()
     error, text, _ = failure_of(program, timeout=1)
     assert type(error) is pr.PeerLostError
@@ -259,7 +251,7 @@ def forks_a_child_that_raises():
     ],
     ids=["fork", "exit", "_exit", "exit-3", "_exit-3", "abort"],
 )
-def test_end_of_a_process(end, expected):
+def test_process_exit_becomes_result(end, expected):
     def program():
         if os.environ["RANK"] == "1":
             end()
@@ -272,13 +264,13 @@ def test_end_of_a_process(end, expected):
         assert re.match(expected, text)
 
 
-def test_ranks_may_run_beyond_the_timeout():
+def test_running_ranks_ignore_timeout():
     assert launch(lambda: time.sleep(1 + int(os.environ["RANK"])), timeout=0.2) == [None] * 2
-    keep_the_lock = ctypes.PyDLL(None).usleep  # all ranks, so that none can report
+    keep_the_lock = ctypes.PyDLL(None).usleep  # no rank can report while it holds the GIL
     assert launch(lambda: keep_the_lock(3_000_000), timeout=0.2) == [0] * 2
 
 
-def test_computing_beside_a_message_is_no_wait():
+def test_computing_beside_message_is_progress():
     def program():
         rank, received = rank_of(), torch.zeros(1)
         work = dist.irecv(received, 1 - rank)
@@ -290,7 +282,7 @@ def test_computing_beside_a_message_is_no_wait():
     assert launch(program, timeout=0.3) == [1.0] * 2
 
 
-def test_backward_that_waits_is_a_standstill():
+def test_waiting_backward_counts_as_waiting():
     def program():
         rank, model = rank_of(), DistributedDataParallel(nn.Linear(3, 1))
         loss = model(torch.ones(2, 3)).sum()
@@ -302,7 +294,7 @@ def test_backward_that_waits_is_a_standstill():
 
 
 @pytest.mark.parametrize("is_thread", [True, False], ids=["thread", "atexit"])
-def test_rank_that_does_not_exit_raises(is_thread):
+def test_rank_without_exit_raises(is_thread):
     def program():
         if rank_of() == 1 and is_thread:
             threading.Thread(target=time.sleep, args=(60,)).start()
@@ -327,7 +319,7 @@ class UnpicklableError(Exception):
     ],
     ids=["result", "exception"],
 )
-def test_unpicklable_becomes_an_error(make, fails, text):
+def test_unpicklable_value_raises(make, fails, text):
     def program():
         if fails:
             raise make()
@@ -345,26 +337,23 @@ def test_wrong_arguments_raise():
         pr.launch(rank_of, processes=1)
 
 
-def test_cuda_in_use_is_refused(monkeypatch):
+def test_initialised_cuda_raises(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(pr.UnsupportedError, match=r"'cuda:1'.*initialised CUDA"):
         launch(rank_of, devices=["cpu", "cuda:1"])
 
 
-def test_shared_value_is_the_last_whole_one():
+def test_shared_value_survives_torn_write():
     shared = SharedValue("default")
     assert shared.get() == "default"
     shared.set(["first"])
     shared.set(["all_reduce", list(range(2000))])
     assert shared.get() == ["all_reduce", list(range(2000))]
-    shared._slots[1 - shared._last[0]][:4] = b"torn"  # by a rank that is killed while it writes
+    shared._slots[1 - shared._last[0]][:4] = b"torn"  # as by a rank killed during a write
     assert shared.get() == ["all_reduce", list(range(2000))]
     shared.set(list(range(100_000)))  # longer than a slot
     assert shared.get() == "default"
-
-
-# -- output ----------------------------------------------------------------------------------------
 
 
 def test_output_is_marked_by_rank(capsys):
@@ -386,7 +375,7 @@ def test_output_is_marked_by_rank(capsys):
 
 
 @pytest.mark.parametrize("end", ["\n", ""], ids=["lines", "no-lines"])
-def test_endless_output_does_not_hide_a_failure(monkeypatch, end):
+def test_endless_output_keeps_failure_visible(monkeypatch, end):
     def program():
         dist.init_process_group()
         if dist.get_rank() == 1:
@@ -402,7 +391,7 @@ def test_endless_output_does_not_hide_a_failure(monkeypatch, end):
     assert 1000 < max(lengths) < 1 << 20
 
 
-def test_output_before_a_kill_is_shown(capsys):
+def test_output_before_kill_is_shown(capsys):
     def program():
         print("last words", end="")
         sys.stdout.flush()
@@ -413,7 +402,7 @@ def test_output_before_a_kill_is_shown(capsys):
     assert capsys.readouterr().out == "[rank 0] last words\n"
 
 
-def test_handlers_at_exit_run_in_ranks_alone(capsys):
+def test_exit_handlers_run_in_ranks_only(capsys):
     def program():
         atexit.register(print, "of the rank")
         thread = threading.Thread(target=lambda: (time.sleep(0.1), print("of a thread")))

@@ -1,9 +1,7 @@
-"""Two machines with a cable between them: network namespaces, torchrun in each, bytes counted.
+"""torchrun on two machines that are network namespaces; counts the bytes between them.
 
-Needs root and `ip` (iproute2); skipped where they are not to be had.
+Needs root and `ip` (iproute2), else the tests are skipped.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -106,7 +104,7 @@ def test_each_byte_crosses_once(machines, tmp_path):
     nbytes = 16_000_000
     for row in rows:
         assert row["handed"] == pytest.approx(nbytes / 2, rel=0.001)
-    for row in (rows[0], rows[2]):  # each machine sends its own sum once, and TCP's headers
+    for row in (rows[0], rows[2]):  # each machine sends its sum once, with TCP headers
         assert row["crossed"] == pytest.approx(nbytes, rel=0.06)
 
 

@@ -1,15 +1,11 @@
-"""Runs DistributedTest, which torch's wheel holds, on ranks that are threads (`pyringar.launch`).
+"""Runs DistributedTest of torch's wheel on ranks that are threads (`pyringar.launch`).
 
     python tests/torch_suite_threads.py [--match PATTERN]
 
-The script replaces what torch's harness does to start processes. What a process does then is
-torch's: each test runs on every rank of a cluster. A test that takes longer than the deadline ends
-the run, with the stacks of all threads.
-
-What fails must stand in torch_suite_threads_accepted.txt, which gives the reason.
+The script replaces the start of processes in torch's harness by `launch`. A test that takes longer
+than the deadline ends the run, with the stacks of all threads. torch_suite_threads_accepted.txt
+lists the tests that may fail, and why.
 """
-
-from __future__ import annotations
 
 import argparse
 import faulthandler
@@ -66,18 +62,18 @@ def join_or_run(self: Any, fn: Callable[[], object]) -> Any:
 
 def run_on_rank(case: Any) -> None:
     reasons = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
-    if hasattr(case, "_tls"):  # the precision, which torch keeps per thread
+    if hasattr(case, "_tls"):  # torch keeps the precision per thread
         case._tls.precision, case._tls.rel_tol = case._precision, case._rel_tol
     rank, fake = int(os.environ["RANK"]), getattr(case, "fake_pg", False)
     try:
         case._run(rank, case._testMethodName, case.file_name, None, fake_pg=fake)
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise unittest.SkipTest(reasons[end.code]) from None  # a KeyError: no skip
+            raise unittest.SkipTest(reasons[end.code]) from None
 
 
 def run_test(self: Any, test_name: str, parent_pipe: object) -> None:
-    """Do what `MultiProcessTestCase.run_test` does, but for pipes, signals and exits."""
+    """Run a test like `MultiProcessTestCase.run_test`, without pipes, signals and exits."""
     common_utils.set_rng_seed()
     getattr(self, test_name)()
     if self.destroy_pg_upon_exit and dist.is_initialized():
@@ -85,7 +81,7 @@ def run_test(self: Any, test_name: str, parent_pipe: object) -> None:
 
 
 def meet_by_store(cls: Any, wait_for: int | None = None, timeout: int = 10) -> None:
-    """Do as DistributedTest's barrier of files, which knows ranks by their process."""
+    """Replace DistributedTest's barrier of files, which identifies ranks by process."""
     store, rank, size = next(dist.rendezvous("env://"))
     number = store.add(f"harness/{rank}", 1)
     if store.add(f"harness/meeting {number}", 1) == (wait_for or size):
@@ -94,7 +90,7 @@ def meet_by_store(cls: Any, wait_for: int | None = None, timeout: int = 10) -> N
 
 
 def failures(pattern: str) -> tuple[int, dict[str, str]]:
-    """Run the tests; return how many passed, and the text of each failure by test."""
+    """Run the tests; return the number of passed tests, and the text of each failure."""
     replace_launching()
     num_passed, failed = 0, {}
     for case in unittest.defaultTestLoader.loadTestsFromTestCase(TestOnThreads):
@@ -130,4 +126,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # threads that a test has left must not keep the process
+    os._exit(code)  # threads of a failed test must not keep the process alive

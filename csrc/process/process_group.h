@@ -20,6 +20,7 @@
 #include "os/shared_memory.h"
 #include "os/work_queue.h"
 #include "process/process_call.h"
+#include "process/death_notice.h"
 
 namespace pyringar {
 
@@ -114,6 +115,7 @@ class ProcessGroup : public ForkGuard {
 
   CallLock call_lock_;  // held while a call runs; guards watch_ and self_
   PeerWatch watch_;
+  const DeathNotice death_notice_{segment_, rank_};
   ProcessRank self_;
 
   std::mutex stats_mutex_;  // never held during a wait

@@ -67,6 +67,7 @@ struct alignas(64) RankLine {
   std::atomic<std::uint32_t> progress{0};  // grows during long work between messages
   CoreSet cores;                           // affinity mask
   ProcessId process;
+  std::atomic<int> global_rank{0};  // of torchrun; see death_notice.h
   std::array<char, 64> host{};
 };
 

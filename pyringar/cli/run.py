@@ -1,27 +1,29 @@
-"""``pyringar run``: a program for torchrun, on ranks that are threads or forked processes."""
+"""``pyringar run``: run a torchrun program on ranks that are threads or forked processes."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from pyringar.cli.parser import add_options
 from pyringar.errors import RingarError
 
 _DESCRIPTION = """\
-Run a program that torchrun would run, as it is, with all ranks as threads of
-this process: no ports, one rank at a time. A deadlock, calls that differ and
-lost ranks are told at once, with a table of the calls of all ranks. Ranks share
-the modules, and all other state that a process has once: for programs that keep
-such state per rank (accelerate, Lightning), and for programs that call
-torch.distributed in several threads, take --processes."""
-# The modules that raise the errors of ranks.
+Run a program for torchrun unchanged, with all ranks as threads of this process:
+no ports, one rank at a time. Deadlocks, calls that differ and lost ranks are
+reported at once, with a table of the calls of all ranks. Ranks share modules
+and other state of the process. Take --processes for programs that keep state
+per rank in modules (accelerate, Lightning), and for programs that call
+torch.distributed in several threads."""
+# Modules that raise the errors of ranks.
 _OF_RANKS = ("pyringar.cluster.cluster", "pyringar.cluster.processes")
 _EPILOG = """\
-Exit status: 0 all ranks ended well; what sys.exit() was given on a rank; 1 a
-rank raised, or ranks waited in vain; 2 wrong arguments; 130 interrupted.
+Exit status: 0 all ranks succeeded; 1 a rank raised, or a deadlock; 2 wrong
+arguments; 130 interrupted; else the status that a rank gave to sys.exit().
 
 examples:
   pyringar run --ranks 4 train.py --epochs 2
@@ -30,21 +32,21 @@ examples:
 """
 
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ranks": ("how many", {"metavar": "K", "type": int, "default": 4}),
+    "ranks": ("number of ranks", {"metavar": "K", "type": int, "default": 4}),
     "devices": (
         "one per rank, such as cuda:0,cuda:0 (default: cpu)",
         {"metavar": "D,D,...", "type": lambda text: text.split(",")},
     ),
     "seed": (
-        "decides which rank goes next; the same seed, the same run",
+        "order of threads; the same seed repeats the run",
         {"metavar": "N", "type": int, "default": 0},
     ),
     "timeout": (
-        "that a rank may run while others wait for it",
+        "limit for a rank that runs while another rank waits",
         {"metavar": "SECONDS", "type": float, "default": 30},
     ),
     "processes": (
-        "ranks are forked processes; each line of output begins with its rank",
+        "run ranks as forked processes; each line of output begins with its rank",
         {"action": "store_true"},
     ),
 }
@@ -63,16 +65,17 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     parser.add_argument(
-        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own"
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="for the program"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program on all ranks; print the error of a rank as Python would."""
+    """Run the program on all ranks; print the error of a rank like Python does."""
     from pyringar.cli.script import as_program
     from pyringar.cluster.launch import launch
-    from pyringar.cluster.report import of_program
+    from pyringar.cluster.rank_table import of_program
 
+    _hint_at_options_of_script(args)
     try:
         with as_program(args.script, args.arguments, is_module=args.is_module) as program:
             launch(
@@ -92,3 +95,18 @@ def run(args: argparse.Namespace) -> int:
         traceback.print_exception(type(error), error, own, file=sys.stderr)
         return 1
     return 0
+
+
+def _hint_at_options_of_script(args: argparse.Namespace) -> None:
+    """Write a hint for options of `run` after the script, unless the script contains them."""
+    source = b""
+    with contextlib.suppress(OSError):
+        source = Path(args.script).read_bytes()
+    for flag in (f"--{name}" for name in _OPTIONS):
+        given = any(word == flag or word.startswith(f"{flag}=") for word in args.arguments)
+        if given and flag.encode() not in source:
+            print(
+                f"pyringar run: {flag} after the script belongs to {args.script}; an option of "
+                f"pyringar goes before it: pyringar run {flag} ... {args.script}",
+                file=sys.stderr,
+            )

@@ -1,4 +1,4 @@
-"""Ranks as threads or forked processes, behind the real torch.distributed: a cluster in a notebook.
+"""Run a torch.distributed program on ranks that are threads or forked processes.
 
     import pyringar as pr
 
@@ -9,7 +9,7 @@
 
     losses = pr.launch(train, ranks=4)  # one result per rank
 
-Of threads, one rank runs at a time, and another one when it waits. A seed draws the order, so that
-a run can be repeated, and other orders tried. Processes run at once. A rank that fails, a deadlock
-and calls that differ are one exception with a table of all calls.
+Threads: one rank runs at a time; when it waits, another rank runs. A seed draws the order, so that
+a run can be repeated and other orders tried. Processes: all ranks run at once. A failed rank, a
+deadlock and calls that differ raise one exception, with a table of all ranks' calls.
 """

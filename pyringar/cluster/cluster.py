@@ -1,4 +1,4 @@
-"""A cluster: its ranks, their groups, and their failures."""
+"""A cluster of ranks that are threads: runs a program, and reports failures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import (
-    Call,
-    Meeting,
+from pyringar.cluster.rank_calls import (
+    GroupCalls,
+    RankCall,
     Wait,
     copy_of,
     is_good_exit,
@@ -25,8 +25,8 @@ from pyringar.cluster.calls import (
     some,
     text_of,
 )
-from pyringar.cluster.ranks import Rank, Schedule, current, this_rank, wrong_thread
-from pyringar.cluster.report import is_at_prompt, report, stack_of
+from pyringar.cluster.rank_table import is_at_prompt, report, stack_of
+from pyringar.cluster.rank_threads import RankThread, Schedule, current, this_rank, wrong_thread
 from pyringar.cluster.state import ProcessState, environment_of
 from pyringar.cluster.store import ThreadStore
 from pyringar.cluster.transport import ThreadGroup
@@ -36,50 +36,49 @@ from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, Rin
 
 logger = logging.getLogger(__name__)
 
-# How long ranks that are interrupted may take to end.
+# Time for interrupted ranks to end.
 _GRACE_S = 5.0
-# How many times the timeout a rank may run while no other rank waits in a call.
+# Multiple of the timeout that a rank may run while no other rank waits in a call: the others may
+# have a long computation before their next call, too, and processes would compute side by side.
 _PATIENCE = 10
-# The process has one torch.distributed, one environment and one interpreter to lend.
+# Held by the running cluster: torch.distributed and the environment exist once per process.
 _running = threading.Lock()
 
 
 class Cluster:
-    """The ranks of one launch, which are threads of this process; see `pyringar.launch`."""
+    """All ranks of one `pyringar.launch` on threads."""
 
     def __init__(self, devices: Sequence[torch.device], *, seed: int, timeout_s: float) -> None:
         self.ranks = [
-            Rank(index, device, environment_of(index, len(devices), device), self._refuse)
+            RankThread(index, device, environment_of(index, len(devices), device), self._refuse)
             for index, device in enumerate(devices)
         ]
         self.schedule = Schedule(self.ranks, seed=seed, stuck=self._all_wait)
         self._note = f"seed={seed} repeats this run"
         self._timeout_s = timeout_s
         self._store = ThreadStore(self.wait, self._ask, self._store_has_changed)
-        self._meetings: dict[Any, Meeting] = {}
+        self._meetings: dict[Any, GroupCalls] = {}
         self._engines: dict[tuple[torch.device, ...], Communicator] = {}
-        self._strangers: list[str] = []  # errors of threads that no rank started
-        self._failure: BaseException | None = None  # the first one
-        self._told: BaseException | None = None  # what ranks get in their calls since then
-        self._interrupted_by: BaseException | None = None  # why all ranks are interrupted
+        self._strangers: list[str] = []  # errors of threads that belong to no rank
+        self._failure: BaseException | None = None  # the first failure
+        self._told: BaseException | None = None  # raised by all calls after the first failure
+        self._interrupted_by: BaseException | None = None  # the reason to interrupt all ranks
         self._over = Latch()
 
     def run(self, program: Callable[[], Any]) -> list[Any]:
-        """Run a program on every rank; return the results by rank, or raise the first failure.
-
-        Another thread starts and ends the ranks: here a signal handler may raise at any line.
-        """
+        """Run a program on every rank; return the results by rank, or raise the first failure."""
+        # Another thread starts and ends the ranks: a signal handler may raise here at any line.
         outcome: list[Any] = []
         thread: threading.Thread | None = None
         run = contextvars.copy_context().run
         try:
             internals.set_device_guard()
-            # Not by the first rank that adds: it may take minutes to compile, while others wait.
+            # Compile the engine now: in a rank it would count as a long run without a call.
             self.engine([torch.device("cpu")] * len(self.ranks))
             self.engine([rank.device for rank in self.ranks])
             with handlers_wait():
                 thread = start_thread("launch", run, self._control, program, outcome)
-            while not self._over.wait(0.1):  # not for long: another thread may take the signal
+            while not self._over.wait(0.1):  # short waits: another thread may get the signal
                 pass
         except BaseException as error:
             self._interrupted_by = error
@@ -90,8 +89,8 @@ class Cluster:
                 try:
                     while not self._over.wait(0.1):
                         pass
-                    thread.join()  # not before: up to 3.12 an interrupted join takes it for ended
-                except BaseException as error:  # another signal's, while the ranks end
+                    thread.join()  # after the wait: up to 3.12 an interrupted join looks complete
+                except BaseException as error:  # of a second signal while the ranks end
                     late = error
             self._let_go()
         if late is not None:
@@ -126,15 +125,15 @@ class Cluster:
             undo.enter_context(enter)
             for rank in self.ranks:
                 state = ProcessState.fresh(rank.index)
-                run = contextvars.copy_context().run  # as a process that the caller forked
+                run = contextvars.copy_context().run  # like a process that the caller forks
                 rank.thread = start_thread(str(rank), run, self._run_rank, rank, program, state)
             self._wait_for_end()
             errors = [rank.error for rank in self.ranks if rank.error is not None]
             failure = (self._failure or errors[0]) if errors else None
             return failure, [rank.result for rank in self.ranks]
 
-    def _run_rank(self, rank: Rank, program: Callable[[], Any], state: ProcessState) -> None:
-        with contextlib.suppress(BaseException):  # a late interrupt; see `_live`
+    def _run_rank(self, rank: RankThread, program: Callable[[], Any], state: ProcessState) -> None:
+        with contextlib.suppress(BaseException):  # `_live_ranks` ends a rank after an interrupt
             try:
                 rank.await_choice()
                 self.check_told()
@@ -145,44 +144,43 @@ class Cluster:
             finally:
                 self.schedule.end(rank)
 
-    def _live(self) -> list[Rank]:
+    def _live_ranks(self) -> list[RankThread]:
         for rank in self.ranks:
             if not (rank.has_ended or rank.thread.is_alive()):
                 self.schedule.end(rank)
         return [rank for rank in self.ranks if not rank.has_ended]
 
     def _wait_for_end(self) -> None:
-        """Wait until all ranks have ended; interrupt them if need be; at last leave them behind."""
+        """Wait for all ranks; interrupt them after a failure, and leave the remaining ones."""
         with self.schedule.lock:
-            while (live := self._live()) and self._interrupted_by is None:
-                self._look_at_time(live)
+            while (live := self._live_ranks()) and self._interrupted_by is None:
+                self._check_time(live)
                 self.schedule.ended.wait(0.1)
             if live:
                 self._end(self._interrupted_by, KeyboardInterrupt())
                 self.schedule.most_running = len(self.ranks)
             ends_s = time.monotonic() + _GRACE_S
-            while (live := self._live()) and time.monotonic() < ends_s:
+            while (live := self._live_ranks()) and time.monotonic() < ends_s:
                 self.schedule.look()
                 for rank in live:
                     internals.interrupt(rank)
                 self.schedule.ended.wait(0.1)
         if live:
             names, text = names_of([rank.index for rank in live]), report(self.ranks, {})
-            logger.warning("ranks do not end, and go on in the background: %s%s", names, text)
+            logger.warning("ranks do not end, and run on in the background: %s%s", names, text)
         for rank in self.ranks:
             if rank in live:
                 rank.error = self._failure
             else:
                 rank.thread.join()
 
-    def _look_at_time(self, live: Sequence[Rank]) -> None:
-        """Fail if ranks wait in vain for ranks that poll, run without end, or have threads."""
+    def _check_time(self, live: Sequence[RankThread]) -> None:
+        """Fail if a rank runs too long, or if all ranks wait or poll without progress."""
         schedule, now_s = self.schedule, time.monotonic()
         running = [rank for rank in live if rank.is_running]
         quiet_s = now_s - min(schedule.last_choice_s, schedule.last_event_s)
-        # Rarely: Python 3.11 may crash where the frames of a running thread are looked at.
+        # Only after half the limit: reading the frames of a running thread may crash Python 3.11.
         if quiet_s > self._timeout_s / 2 and any(map(is_at_prompt, running)):
-            # Time at a debugger's prompt does not count.
             schedule.last_choice_s = schedule.last_event_s = now_s
         waits = [r.waits_for for r in live if r.waits_for is not None and not r.waits_for.is_done]
         if len(waits) + sum(rank.polls for rank in live) == len(live):
@@ -194,19 +192,23 @@ class Cluster:
             elif idle_s > self._timeout_s:
                 self._all_wait()
         elif running and (len(live) > len(running) or self._told is not None):
-            # Where others wait to be chosen, and not in a call, none of them may have begun.
-            limit_s = self._timeout_s * (1 if waits or self._told is not None else _PATIENCE)
+            is_awaited = bool(waits) or self._told is not None
+            limit_s = self._timeout_s * (1 if is_awaited else _PATIENCE)
             if now_s - schedule.last_choice_s > limit_s:
-                what = (
-                    f"{names_of([rank.index for rank in running])} ran for {limit_s:g} s without a "
-                    "call in which others go on, and these waited"
-                )
+                why = "which other ranks waited for"
+                if not is_awaited:
+                    why = (
+                        f"{_PATIENCE} times timeout={self._timeout_s:g}: no other rank waited in a "
+                        "call, they wait to run"
+                    )
+                names = names_of([rank.index for rank in running])
+                what = f"{names} ran for {limit_s:g} s without a call of torch.distributed ({why})"
                 self.fail(CollectiveTimeout, what)
                 self._interrupted_by = self._failure
         schedule.look()
 
     def _let_go(self) -> None:
-        """Let go of the ranks' objects: torch's caches may keep a group of theirs."""
+        """Release the objects of all ranks: torch's caches may keep their groups."""
         self.schedule.most_running = len(self.ranks)
         self._end(None, RingarError("launch has returned, and the ranks of this group are gone"))
         for engine in self._engines.values():
@@ -229,12 +231,12 @@ class Cluster:
         with self.schedule.lock:
             name = (options.group_id, ranks)
             rank.num_groups[name] = number = rank.num_groups.get(name, 0) + 1
-            made = Meeting(self, ranks, self._new_name(ranks))
+            made = GroupCalls(self, ranks, self._new_name(ranks))
             meeting = self._meetings.setdefault((name, number), made)
         return ThreadGroup(meeting, rank, options)
 
     def _new_name(self, ranks: Sequence[int]) -> str:
-        """Return a name of a group for reports: torch's own names are numbers and hashes."""
+        """Return the name of a group in tables; torch's names are numbers and hashes."""
         is_world = len(ranks) == len(self.ranks)
         name = "the world" if is_world else f"group {', '.join(map(str, ranks))}"
         number = 1 + sum(meeting.ranks == ranks for meeting in self._meetings.values())
@@ -247,7 +249,7 @@ class Cluster:
                 self._engines[key] = Communicator(key, order="rank", timeout=self._timeout_s)
             return self._engines[key]
 
-    def begin(self, call: Call, post: Callable[[], None]) -> None:
+    def begin(self, call: RankCall, post: Callable[[], None]) -> None:
         call.rank.check_thread()
         self.check_told()
         self.schedule.check_stack()
@@ -265,7 +267,7 @@ class Cluster:
         what.raise_error()
 
     def _ask(self, what: str) -> None:
-        """Let other ranks run; fail where there is no hope."""
+        """Let other ranks run before a rank polls the store."""
         wait = Wait(this_rank(), what, is_pause=True)
         self.check_told()
         self.wait(wait)
@@ -278,16 +280,15 @@ class Cluster:
         self.schedule.look()
 
     def check_told(self) -> None:
-        """Raise what ranks get in their calls once the run has failed or is over."""
         if self._told is not None:
             raise copy_of(self._told)
 
     def fail(
-        self, kind: type[BaseException], text: str, calls: Iterable[Call] = ()
+        self, kind: type[BaseException], text: str, calls: Iterable[RankCall] = ()
     ) -> BaseException:
-        """End all waits with an error, unless the run has failed before; return that error.
+        """End all waits with an error; return it, or the first error if the run failed before.
 
-        A report of all ranks follows its text, and shows these calls.
+        Its text ends with a table of all ranks, which shows these calls.
         """
         with self.schedule.lock:
             if self._told is None:
@@ -308,7 +309,7 @@ class Cluster:
             self.schedule.look()
 
     def _all_wait(self) -> None:
-        if self._told is not None:  # a rank began to wait at the same moment
+        if self._told is not None:  # a rank began to wait while the run failed
             self._end(self._failure, self._told)
             return
         with contextlib.suppress(ArgumentError):
@@ -336,19 +337,19 @@ class Cluster:
             )
         self.fail(kind, what)
 
-    def _refuse(self, rank: Rank) -> BaseException:
+    def _refuse(self, rank: RankThread) -> BaseException:
         stack = f"{threading.current_thread().name}:\n{stack_of(sys._getframe())}".rstrip()
         told = self.fail(RingarError, f"{wrong_thread()}\n\n{stack}")
-        rank.error = told  # also where the program handles it
+        rank.error = told  # launch raises it even if the program handles it
         return copy_of(told)
 
-    def _take_error(self, rank: Rank, error: BaseException) -> None:
+    def _take_error(self, rank: RankThread, error: BaseException) -> None:
         if is_good_exit(error):
             return
-        rank.error = error  # first: what follows calls methods of the program's exception
+        rank.error = error  # first: the methods of the program's exception may raise
         with self.schedule.lock:
             if self._told is None:
                 self._end(error, PeerLostError(f"{rank} raised {text_of(error)}"))
-                with contextlib.suppress(Exception):  # Python 3.10 has none; others refuse
+                with contextlib.suppress(Exception):  # Python 3.10 has no add_note
                     note = f"raised by {rank} of {len(self.ranks)}, {self._note}"
                     cast("Any", error).add_note(note)

@@ -1,4 +1,4 @@
-"""Everything private of torch's that a cluster touches, and puts back."""
+"""Patches of torch's private functions while ranks are threads, and their removal."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyringar.cluster.ranks import Rank, belong_to, current, start_noted, wrong_thread
+from pyringar.cluster.rank_threads import RankThread, belong_to, current, start_noted, wrong_thread
 from pyringar.cluster.state import Environment, end_fork_server
 from pyringar.cluster.store import ThreadStore
 from pyringar.comm.exits import drop_failed_backward
 from pyringar.errors import ArgumentError, UnsupportedError
 
 logger = logging.getLogger(__name__)
-_TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch
+_TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch that the tests have run
 _Call = Callable[..., Any]
 _World: Any = distributed_c10d._World
 _c10d: Any = _distributed_c10d
-_WRAPPERS: dict[str, _Call] = {}  # by the function in whose place ranks call them
-_LEVEL = "forward AD, which other ranks have to leave"  # a key of the store
+_WRAPPERS: dict[str, _Call] = {}  # by the path of the wrapped function
+_LEVEL = "forward AD, which other ranks have to leave"  # a key of the store, shown in tables
 _WAY = (
     "a process has it once, and the ranks of pr.launch are threads of one process; expected "
     "processes: pr.launch(fn, ranks, processes=True), or pyringar run --processes"
 )
 _OURS = "ProcessCommunicator, HierarchicalCommunicator, ddp_hook"
-# Functions that keep a rank, or connect processes, and their names in errors. Modules without one
-# do so when they are imported.
+# Functions that ranks on threads may not call, and the name in the error: they keep a rank per
+# process, or connect processes. A path without a function is a module that may not be imported.
 _REFUSED = {
     "accelerate.state:PartialState.__init__": "accelerate",
     "deepspeed.comm.torch:TorchBackend.__init__": "deepspeed",
@@ -71,31 +71,31 @@ def check_torch() -> None:
 
 
 def set_device_guard() -> None:
-    """Set the guard of FakeTensorMode, which torch 2.11 and 2.12 end with the first thread."""
+    """Set the guard of FakeTensorMode: torch 2.11 and 2.12 destroy it with the first thread."""
     run_first_backward()
     torch._C._ensureCUDADeviceGuardSet()
 
 
 def run_first_backward() -> None:
-    """Run a backward pass, so that a process that is forked later can run one.
+    """Run a backward pass, so that a process that is forked later can run backward.
 
-    torch refuses that where the first pass started threads: beside a GPU, or for FakeTensorMode.
+    torch refuses it if the first pass started threads: beside a GPU, or under FakeTensorMode.
     """
     if torch.cuda.device_count() == 0:
-        with contextlib.suppress(RuntimeError):  # this process may be such a fork
+        with contextlib.suppress(RuntimeError):  # this process may be a fork itself
             drop_failed_backward()
 
 
 def forget_groups_of_parent() -> None:
-    """Give this process, which was forked, a torch.distributed without groups."""
-    # Its groups stay: to destroy one waits for threads that a forked process does not have.
+    """Give this forked process a torch.distributed without groups."""
+    # The parent's groups are kept: destroying them waits for threads that the fork does not have.
     world: Any = distributed_c10d._world
     world.__class__ = type("_OwnWorld", (_World,), _empty_world())
     _c10d._unregister_all_process_groups()
 
 
 def make_ringar_the_default() -> None:
-    """Let ``init_process_group()`` without a backend make a group of the backend ``ringar``."""
+    """Make ``ringar`` the backend of ``init_process_group()`` without a backend."""
     importlib.import_module("pyringar.distributed")
     own: Any = distributed_c10d._new_process_group_helper
 
@@ -106,8 +106,8 @@ def make_ringar_the_default() -> None:
     distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
 
 
-def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
-    """Make this thread a rank's while it runs its program: torch.distributed knows its groups."""
+def run_in_thread_of(rank: RankThread, program: Callable[[], Any]) -> None:
+    """Run the rank's program in this thread, with the rank's own torch.distributed groups."""
     rank.world = _empty_world()
     belong_to(rank)
     cast("Any", os.environ)._data.give_to_process()
@@ -115,23 +115,23 @@ def run_in_thread_of(rank: Rank, program: Callable[[], Any]) -> None:
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
     try:
-        # Backward then runs in this thread on GPUs, too.
+        # Run backward of CUDA tensors in this thread: other threads belong to no rank.
         with torch.autograd.set_multithreading_enabled(False):
             rank.result = program()
     finally:
         end_fork_server()
-        if not rank.is_gone:  # or they would be the process's
+        if not rank.is_gone:  # else these are the groups of the process
             _c10d._unregister_all_process_groups()
-        # A thread's own, whose end would let Python objects go without the GIL.
+        # Thread-local: the end of the thread would release Python objects without the GIL.
         torch._C._clear_DTensor_sharding_propagator_cache()
         belong_to(None)
 
 
-def interrupt(rank: Rank) -> None:
-    """Raise KeyboardInterrupt in a rank's thread, unless it takes a lock: that would stay taken."""
+def interrupt(rank: RankThread) -> None:
+    """Raise KeyboardInterrupt in a rank's thread, unless it takes a lock that would stay taken."""
     ident: Any = getattr(rank.thread, "ident", None)
     frame = sys._current_frames().get(ident)
-    # Up to Python 3.11 a thread that it starts has its ident for a moment, and would get it.
+    # Up to Python 3.11 a thread that the rank starts has the rank's ident for a moment.
     if frame and not _takes_lock(frame) and rank.starting.acquire(blocking=False):
         try:
             raised = ctypes.py_object(KeyboardInterrupt)
@@ -147,9 +147,9 @@ def _takes_lock(frame: FrameType) -> bool:
 
 @contextlib.contextmanager
 def entered(make_group: _Call, store: ThreadStore, num_ranks: int, note: _Call) -> Iterator[None]:
-    """Give the threads of ranks a torch.distributed each, in this process."""
-    # The one registers the backend. The other has the world's group for a default argument: that
-    # of the rank which imports it, if there is one by then.
+    """Give each rank its own torch.distributed while the context is open."""
+    # The first import registers the backend. The second module keeps the default group at import
+    # as a default argument: no rank may have a group by then.
     importlib.import_module("pyringar.distributed")
     importlib.import_module("torch.distributed.nn.functional")
     environ, plugins = cast("Any", os.environ), cast("Any", dist.Backend)._plugins
@@ -198,7 +198,7 @@ def _for_ranks(own: _Call, wrapper: _Call) -> _Call:
 
 
 def _wrap_functions(undo: ExitStack, wrappers: Mapping[str, _Call]) -> None:
-    """Wrap functions of modules that are imported, and of others when a program imports them."""
+    """Wrap functions of imported modules now, and of other modules when they are imported."""
     by_module: dict[str, list[tuple[str, _Call]]] = {}
     for path, wrapper in wrappers.items():
         module, _, function = path.partition(":")
@@ -210,7 +210,7 @@ def _wrap_functions(undo: ExitStack, wrappers: Mapping[str, _Call]) -> None:
             owner = getattr(module, kind, None) if kind else module
             if hasattr(owner, name):  # not in all versions
                 _replace(undo, owner, name, _for_ranks(getattr(owner, name), wrapper))
-        if module.__name__ == "torch._dynamo.eval_frame":  # fullgraph=True asks for it
+        if module.__name__ == "torch._dynamo.eval_frame":  # read with fullgraph=True
             _replace(undo, module, "_stance", module.DynamoStance("force_eager"))
 
     def load(own: Any, module: Any) -> None:
@@ -223,7 +223,7 @@ def _wrap_functions(undo: ExitStack, wrappers: Mapping[str, _Call]) -> None:
                 wrapper()
         spec = own(name, *args)
         if spec is not None and name in by_module:
-            spec.loader = copy.copy(spec.loader)  # some finders have one for all modules
+            spec.loader = copy.copy(spec.loader)  # some finders share a loader between modules
             spec.loader.exec_module = partial(load, spec.loader.exec_module)
         return spec
 
@@ -243,7 +243,7 @@ def _refuse(what: str, *_: Any, **options: Any) -> Any:
 
 
 def _get_default_group(own: _Call, note: _Call) -> Any:
-    """Add to torch's error that the thread is no rank's own."""
+    """Add to torch's error that the calling thread is not the thread of a rank."""
     try:
         return own()
     except ValueError as error:
@@ -262,7 +262,7 @@ def _empty_world() -> dict[str, Any]:
 
 
 class _PerRank(_World):  # type: ignore[misc]
-    """Give each rank a registry of process groups of its own."""
+    """torch's registry of process groups, one for each rank."""
 
     def __getattribute__(self, name: str) -> Any:
         rank = current()
@@ -280,46 +280,46 @@ class _PerRank(_World):  # type: ignore[misc]
 
 
 def _wraps(path: str) -> Callable[[_Call], _Call]:
-    """Note that ranks call another function in place of ``module:function``."""
+    """Register a wrapper that ranks call in place of ``module:function``."""
     return partial(_WRAPPERS.setdefault, path)
 
 
 class _Launch:
-    """The state that ranks of a launch share, and wrappers of functions of torch for them."""
+    """Wrappers of torch functions for the ranks of one launch, and the state that they share."""
 
     def __init__(self, store: ThreadStore) -> None:
         self.store = store
-        self.levels: dict[Rank, bool] = {}  # of forward AD: whether a rank is inside
-        self.operators: dict[str, Rank] = {}
-        self.replicas: Any = WeakIdKeyDictionary()  # by parameter
-        self.patches: dict[Any, Rank] = {}
+        self.levels: dict[RankThread, bool] = {}  # True: inside a level of forward AD
+        self.operators: dict[str, RankThread] = {}  # the rank that defined each operator
+        self.replicas: Any = WeakIdKeyDictionary()  # the rank that replicates each parameter
+        self.patches: dict[Any, RankThread] = {}  # the rank that made each active patch
 
     @_wraps("torch.distributed.distributed_c10d:_new_process_group_helper")
     def make_group(self, _: Any, own: _Call, *args: Any, **kwargs: Any) -> Any:
-        """Make a group with the backend ``ringar``, also if the program names another."""
+        """Make a group with the backend ``ringar``, whatever backend the program names."""
         size, rank, ranks, backend, *more = args
         if str(backend).lower() == "fake":
             return own(*args, **kwargs)
         if str(backend) not in ("ringar", "undefined"):
             _say_once(
-                f"init_process_group: {str(backend)!r} was asked for, and ranks that are "
-                "threads of one process get 'ringar', whose sums are in rank order"
+                f"init_process_group: backend is {str(backend)!r}, but ranks that are threads of "
+                "one process use 'ringar', whose sums are in rank order"
             )
         kwargs |= {"device_id": None, "backend_options": None}
         return own(size, rank, ranks, "ringar", *more, **kwargs)
 
-    # torch 2.15 would record the calls of one rank.
+    # torch 2.15 would record the calls of one rank only.
     _wraps("torch.distributed.distributed_c10d:_maybe_attach_flight_recorder")(lambda *_: None)
 
     @_wraps("torch.distributed._functional_collectives:_resolve_group")
     @_wraps("torch.distributed._functional_collectives:_resolve_group_name")
-    def resolve_group(self, rank: Rank, own: _Call, *args: Any, **kwargs: Any) -> Any:
+    def resolve_group(self, rank: RankThread, own: _Call, *args: Any, **kwargs: Any) -> Any:
         rank.check_thread()
         return own(*args, **kwargs)
 
     @_wraps("torch.distributed.device_mesh:DeviceMesh.__init__")
-    def make_mesh(self, rank: Rank, own: _Call, mesh: Any, *args: Any, **kwargs: Any) -> None:
-        """Tell meshes of ranks apart, which torch's caches would take for one."""
+    def make_mesh(self, rank: RankThread, own: _Call, mesh: Any, *args: Any, **kwargs: Any) -> None:
+        """Give each rank's mesh its own id: torch's caches would mix up equal meshes."""
         own(mesh, *args, **kwargs)
         mesh._thread_id = rank.identity
 
@@ -344,18 +344,18 @@ class _Launch:
         return store.view(prefix, kind=kind, **attributes)
 
     @_wraps("torch.autograd.forward_ad:enter_dual_level")
-    def enter_level(self, rank: Rank, own: _Call) -> int:
-        """Share the one level of forward AD, whose tangents end when the last rank leaves it."""
-        if not self.levels.get(rank, True):  # it has left: its tangents are still there
+    def enter_level(self, rank: RankThread, own: _Call) -> int:
+        """Share torch's one level of forward AD; tangents end when the last rank leaves it."""
+        if not self.levels.get(rank, True):  # left before: the old tangents are still there
             self.store.wait([_LEVEL])
         if rank in self.levels or not self.levels:
-            own()  # which refuses a level in a level
+            own()  # raises for a nested level
         self.levels[rank] = True
         forward_ad._current_level = 0
         return 0
 
     @_wraps("torch.autograd.forward_ad:exit_dual_level")
-    def exit_level(self, rank: Rank, own: _Call, **level: Any) -> None:
+    def exit_level(self, rank: RankThread, own: _Call, **level: Any) -> None:
         self.levels[rank] = False
         if any(self.levels.values()):
             self.store.delete_key(_LEVEL)
@@ -371,15 +371,17 @@ class _Launch:
 
     @_wraps("torch._dynamo.eval_frame:_callback_from_stance")
     def choose_compiler(self, _: Any, own: _Call, callback: Any) -> Any:
-        """Run compiled functions as they are: Dynamo keeps the code for the first caller's rank."""
+        """Run compiled functions uncompiled: Dynamo compiles them for the first rank."""
         if callback in (None, False):
             return own(callback)
         _say_once("torch.compile: ranks that are threads of one process run uncompiled")
         return None
 
     @_wraps("torch._library.custom_ops:CustomOpDef.__init__")
-    def define_operator(self, rank: Rank, own: _Call, new: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuse an operator that two ranks define: torch lets the first go, and crashes."""
+    def define_operator(
+        self, rank: RankThread, own: _Call, new: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Refuse an operator that two ranks define: torch frees the first one, and crashes."""
         name = "::".join(args[:2])
         owner = self.operators.setdefault(name, rank)
         if owner is not rank:
@@ -391,9 +393,9 @@ class _Launch:
 
     @_wraps("torch.nn.parallel:DistributedDataParallel.__init__")
     def replicate(
-        self, rank: Rank, own: _Call, new: Any, module: Any, *args: Any, **kwargs: Any
+        self, rank: RankThread, own: _Call, new: Any, module: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Refuse a module that two ranks replicate: each would add to the other's gradients."""
+        """Refuse a module that two ranks replicate: they would share gradients."""
         for name, parameter in module.named_parameters():
             owner = self.replicas.setdefault(parameter, rank) if parameter.requires_grad else rank
             if owner is not rank:
@@ -405,8 +407,8 @@ class _Launch:
 
     @_wraps("unittest.mock:_patch.__enter__")
     @_wraps("unittest.mock:_patch_dict.__enter__")
-    def patch(self, rank: Rank, own: _Call, patch: Any) -> Any:
-        """Refuse to patch what another rank has patched: each would put back the other's."""
+    def patch(self, rank: RankThread, own: _Call, patch: Any) -> Any:
+        """Refuse a patch of a target that another rank has patched: undoing would mix them up."""
         target = _target_of(patch)
         owners = [owner for other, owner in self.patches.items() if _target_of(other) == target]
         if owners and owners[0] is not rank:
@@ -426,12 +428,12 @@ class _Launch:
     def end_patches(self) -> None:
         for patch in reversed(self.patches):
             active = importlib.import_module("unittest.mock")._patch._active_patches
-            with contextlib.suppress(AttributeError):  # one of patch.multiple ends with the first
+            with contextlib.suppress(AttributeError):  # patch.multiple ends all its patches at once
                 patch.stop() if patch in active else patch.__exit__(None, None, None)
 
 
 def _target_of(patch: Any) -> Any:
-    """Return the target of a patch, which is the process's; None: each rank has its own."""
+    """Return a key for the target of a patch; None if each rank has its own target."""
     if hasattr(patch, "in_dict"):
         return None if patch.in_dict in (os.environ, "os.environ") else id(patch.in_dict)
     owner = patch.getter()

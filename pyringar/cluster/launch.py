@@ -1,4 +1,4 @@
-"""Run a function on every rank of a cluster: threads or forked processes of this one."""
+"""`pyringar.launch`: run a function on ranks that are threads or forked processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyringar.choices import check_count, kind_of
 from pyringar.cluster import internals
 from pyringar.cluster.cluster import Cluster
 from pyringar.cluster.processes import run_processes
-from pyringar.cluster.ranks import current
+from pyringar.cluster.rank_threads import current
 from pyringar.comm.arguments import check_timeout, is_list
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError, RingarError
@@ -34,18 +34,18 @@ def launch(
     timeout: float = 30.0,
     processes: bool = False,
 ) -> list[Result]:
-    """Call ``fn`` once per rank: ranks are threads or forked processes, behind torch.distributed.
+    """Call ``fn`` once per rank of torch.distributed; ranks are threads or forked processes.
 
-    A rank has torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ...) in its
+    Each rank has torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ...) in its
     ``os.environ``, one OpenMP thread, and ``dist.init_process_group()``. Programs on
     torch.distributed run unchanged: DistributedDataParallel, FSDP2, DTensor, ZeRO, checkpoints.
     Random numbers of torch, Python and NumPy differ between ranks and repeat from run to run. Sums
     of the backend ``ringar`` are in rank order, rounded once.
 
-    Threads: one rank runs at a time, and another one when it waits. All groups have the backend
+    Threads: one rank runs at a time; when it waits, another rank runs. All groups have the backend
     ``ringar``. Each rank has its own random numbers, default dtype and device, gradient mode,
-    autocast, current stream, and settings that torch's contexts change. All other state is the
-    process's: libraries that keep it per rank, such as accelerate, are refused. Ranks call
+    autocast, current stream, and settings that torch's contexts change. Ranks share all other state
+    of the process. Libraries that keep state per rank, such as accelerate, are refused. Ranks call
     torch.distributed in their own thread, and run uncompiled under torch.compile.
 
     Processes: all ranks run at once, share nothing, and compute on one OpenMP thread each. A group
@@ -57,32 +57,33 @@ def launch(
         ranks: Number of ranks.
         devices: One per rank, such as ``["cuda:0"] * 4``: the rank's current CUDA device.
             None: the CPU. Processes can use GPUs if this process has not initialised CUDA.
-        args: For ``fn``: the same objects on all ranks, or copies in processes.
-        kwargs: As ``args``.
-        seed: Decides which thread goes next where several can. The same seed gives the same run.
-        timeout: Seconds that a rank may run without a call while others wait for it. ``inf``: no
-            limit, such as for a debugger in processes.
+        args: Positional arguments of ``fn``. Threads share the objects; processes get copies.
+        kwargs: Keyword arguments of ``fn``, likewise.
+        seed: Draws the next thread if several can run. The same seed gives the same run.
+        timeout: Seconds that a rank may run without a call while another rank waits in a call. Ten
+            times as long while no rank waits in a call (threads). ``inf``: no limit, such as for a
+            debugger in processes.
         processes: Fork this process for each rank. Linux only.
 
     Returns:
-        What ``fn`` returned, by rank. Processes pickle it.
+        The results of ``fn`` in rank order. Processes pickle them.
 
     Raises:
-        ArgumentError: An argument is wrong, or ranks call different things: with a table of calls.
-        CollectiveTimeout: All ranks wait for each other, which threads find at once; a rank ran for
-            ``timeout`` while others waited; or a process does not exit. With a table and stacks.
-        PeerLostError: Ranks wait for one that has returned, or the process of a rank was killed.
+        ArgumentError: An argument is wrong, or the calls of ranks differ. With a table of calls.
+        CollectiveTimeout: All ranks wait for each other, which threads find at once; a rank ran
+            longer than ``timeout`` allows; or a process does not exit. With a table and stacks.
+        PeerLostError: Ranks wait for a rank that has returned, or a rank's process was killed.
         UnsupportedError: Threads: this torch was not tried, or the program needs processes.
             Processes: this is not Linux, or a GPU cannot be used after the fork.
         RingarError: Another `launch` of threads has not ended, or a result cannot be pickled.
-        BaseException: What ``fn`` raised first on any rank. The others got a `PeerLostError` in
-            their next call. Its cause shows the tracebacks of all processes that raised.
+        BaseException: The first exception of ``fn`` on any rank. The other ranks get a
+            `PeerLostError` in their next call. The cause shows the tracebacks of all processes.
 
     Afterwards the process is as before. Ctrl-C ends all ranks. A thread that swallows
     KeyboardInterrupt, or waits outside Python, stays with a warning; a process is killed.
 
     Cost: four threads 7 ms, four processes 0.1 s, and 2 s for imports before the first processes.
-    With threads, a collective of small tensors takes some 0.1 ms per rank: they wake each other.
+    With threads, a collective of small tensors takes some 0.1 ms per rank, to wake its thread.
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {kind_of(fn)}, expected a function")

@@ -1,4 +1,4 @@
-"""One rank that is a forked process: its start, its reports, and the calls that it publishes."""
+"""A rank in its forked process: start, status reports, and the calls that it publishes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import call_of_program, is_good_exit, some, text_of
-from pyringar.cluster.report import of_program, stack_of
+from pyringar.cluster.rank_calls import call_of_program, is_good_exit, some, text_of
+from pyringar.cluster.rank_table import of_program, stack_of
 from pyringar.cluster.state import ProcessState, environment_of
 from pyringar.comm.exits import close_all
 from pyringar.comm.threads import start_thread
@@ -41,34 +41,34 @@ REPORT_S = 0.25  # between reports
 _SLOT_BYTES = 1 << 16
 # Modules whose functions wait for works: DistributedDataParallel does so in autograd.
 _WAITING = ("pyringar.", "torch.autograd", "torch.distributed", "torch.futures")
-# The methods of a process group that wait for other ranks.
+# Methods of a process group that wait for other ranks.
 _METHODS = re.compile(
     "_allgather|_reduce_scatter|all(?!ocate)|reduce|broadcast|gather|scatter|send|recv|.*barrier"
 )
 
 
-class Report(NamedTuple):
-    """What a rank tells `launch` at intervals, and at the end of its program."""
+class RankStatus(NamedTuple):
+    """Status of a rank, sent to `launch` at intervals and at the end of the program."""
 
     state: str = "runs"  # for tables: "waits", "returned", "failed: ValueError"
-    stack: str = ""  # of the program if it waits or is late, or its traceback if it failed
-    progress: Any = None  # is another value if a call has moved, and at the end
-    failed_s: float = 0.0  # when; 0: it has not failed
-    # The program's result or exception, and the text of the error if that cannot be pickled.
+    stack: str = ""  # stack of a program that waits or is late; traceback of a failed one
+    progress: Any = None  # changes with each call, and when a call moves data
+    failed_s: float = 0.0  # time of the failure; 0: no failure
+    # The pickled result or exception, and the text of an error if it cannot be unpickled.
     pickled: tuple[bytes, str] = (pickle.dumps(None), "")
 
     def value(self) -> Any:
         data, text = self.pickled
         try:
             return pickle.loads(data)
-        except Exception as error:  # of a class that this process does not have, for instance
+        except Exception as error:  # such as a class that this process does not have
             raise RingarError(text) from error
 
 
 class SharedValue:
-    """A value in shared memory, which outlives the process that sets it.
+    """A value in shared memory that outlives the process which sets it.
 
-    A process that is killed while it writes leaves the value before, in the other slot.
+    It has two slots: a process that is killed while it writes leaves the previous value.
     """
 
     def __init__(self, default: Any) -> None:
@@ -83,7 +83,7 @@ class SharedValue:
         self._last[0] = slot
 
     def get(self) -> Any:
-        """Return the value; the default before the first, and if it is too long for a slot."""
+        """Return the value; the default if none was set, or if it is too long for a slot."""
         with contextlib.suppress(EOFError, pickle.UnpicklingError):
             return pickle.loads(self._slots[self._last[0]])
         return self._default
@@ -109,10 +109,10 @@ def run_rank(
         _become_rank(index, state, devices, port)
         result = program()
         text = f"rank {index} returned {type(result).__name__}, which cannot be pickled"
-        end = Report("returned", pickled=_pickled(result, text))
+        end = RankStatus("returned", pickled=_pickled(result, text))
     except BaseException as error:
         end = _end_by(error)
-        if end.failed_s and os.getpid() != pid:  # a child that the program forked
+        if end.failed_s and os.getpid() != pid:  # in a child that the program forked
             raise
     if os.getpid() == pid:
         publisher.has_ended.set()
@@ -120,14 +120,14 @@ def run_rank(
         channel.send(end)
     atexit._run_exitfuncs()
     backend.keep_gloo()
-    with contextlib.suppress(RuntimeError):  # told to the other ranks, or in the result
+    with contextlib.suppress(RuntimeError):  # reported before, by this rank or another
         close_all()
 
 
 def _leave_parent(outputs: Sequence[Connection]) -> None:
     parent: Any = multiprocessing.process.parent_process()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent.pid:  # it had ended before that call
+    if os.getppid() != parent.pid:  # the parent had ended before prctl
         os._exit(1)
     signal.set_wakeup_fd(-1)
     handlers = {signal.SIGINT: signal.default_int_handler}
@@ -150,7 +150,7 @@ def _become_rank(
 ) -> None:
     os.environb.update(environment_of(index, len(devices), devices[index]))
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's other threads have stayed with the parent
+    os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP cannot start threads after a fork
     torch.set_num_threads(1)
     torch.set_num_threads = _keep_one_thread  # type: ignore[assignment]
     torch.set_grad_enabled(True)
@@ -174,14 +174,14 @@ def _keep_one_thread(number: int) -> None:
 def _pickled(value: Any, text: str) -> tuple[bytes, str]:
     try:
         return pickle.dumps(value), text
-    except Exception as error:  # the methods of a program's class may raise any
+    except Exception as error:  # the program's class may raise anything
         return b"", f"{text}: {text_of(error)}"
 
 
-def _end_by(error: BaseException) -> Report:
+def _end_by(error: BaseException) -> RankStatus:
     if is_good_exit(error):
-        return Report("returned")
-    sys.last_value = error  # tells close_all that the program has failed
+        return RankStatus("returned")
+    sys.last_value = error  # close_all then aborts running calls
     lines = traceback.format_exception(type(error), error, of_program(error.__traceback__))
     text = text_of(error)
     if "wiki/Autograd-and-Fork" in text:
@@ -190,22 +190,22 @@ def _end_by(error: BaseException) -> Report:
             "backward of this process, beside a GPU or after torch.compile, has started threads; "
             "launch before that, or use torchrun"
         )
-    # The wait of a PeerLostError has ended because a peer failed.
+    # A rank with a PeerLostError waited for the rank that failed.
     state = "waits" if isinstance(error, PeerLostError) else f"failed: {type(error).__name__}"
-    return Report(state, "".join(lines), None, time.monotonic(), _pickled(error, text))
+    return RankStatus(state, "".join(lines), None, time.monotonic(), _pickled(error, text))
 
 
 class Publisher:
-    """Publish each call that this rank makes of a process group, and report what it does."""
+    """Publishes the calls of this rank's process groups, and reports its status."""
 
     def __init__(self, channel: Connection, last_call: SharedValue, world_size: int) -> None:
         self._channel = channel
         self._last_call = last_call
         self._world_size = world_size
-        self.has_ended = threading.Event()  # the program
-        self._numbers: dict[str, int] = {}  # of the last call, by group
+        self.has_ended = threading.Event()  # set at the end of the program
+        self._numbers: dict[str, int] = {}  # number of the last call, by group
         self._num_calls = 0
-        self._inside: set[int] = set()  # the threads that are in a call
+        self._inside: set[int] = set()  # threads that are in a call
         self._group: Any = None
         self._work: Any = None
         kinds = (dist.ProcessGroup, backend.RingarProcessGroup)
@@ -220,10 +220,10 @@ class Publisher:
         work.wait = partialmethod(_in_work, work.wait)
 
     def observe(self, thread: int, late_s: float) -> None:
-        """Report at intervals what the thread of the program does.
+        """Report the status of the program's thread at intervals.
 
-        The stack of a rank that runs is looked at only if it has made no call for ``late_s``:
-        Python 3.11 may crash where one thread walks the frames of another that runs.
+        The stack of a running rank is read only after ``late_s`` without a call: Python 3.11 may
+        crash when a thread reads the frames of another running thread.
         """
         progress, moved_s = None, time.monotonic()
         while not self.has_ended.wait(REPORT_S):
@@ -237,7 +237,7 @@ class Publisher:
             is_waiting = bool(self._inside) or (is_pending and _may_wait(frame))
             state = "waits" if is_waiting else "waits in the store" if _joins(frame) else "runs"
             stack = "" if frame is None else stack_of(frame, after=run_rank.__code__)
-            self._channel.send(Report(state, stack, progress))
+            self._channel.send(RankStatus(state, stack, progress))
 
     def _progress(self) -> tuple[int, Any]:
         engine = getattr(getattr(self._group, "_comm", None), "_group", None)
@@ -269,7 +269,7 @@ class Publisher:
         if group in alike[1:]:
             key += f" #{alike.index(group) + 1}"
         rows = [[t for t in tree_leaves([arg]) if isinstance(t, torch.Tensor)] for arg in args]
-        tensors = next((row for row in reversed(rows) if row), [])  # inputs come after outputs
+        tensors = next((row for row in reversed(rows) if row), [])  # the inputs, after outputs
         ops = [a.reduceOp for a in args if hasattr(a, "reduceOp")]
         details = [f"op {getattr(op, 'op', op).name.lower()}" for op in ops]
         details += [f"root {a.rootRank}" for a in args if hasattr(a, "rootRank")]
@@ -301,10 +301,10 @@ def _may_wait(frame: FrameType | None) -> bool:
 
 
 def _in_work(work: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do as `_in_store`."""
+    """Call a C++ method from a Python frame, which the stack shows."""
     return method(work, *args, **kwargs)
 
 
 def _in_store(store: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method of C++ from a frame of Python, which the stack shows."""
+    """Call a C++ method from a Python frame, which `_joins` looks for."""
     return method(store, *args, **kwargs)

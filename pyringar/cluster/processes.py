@@ -1,4 +1,4 @@
-"""Ranks that are forked processes: start them, relay their output, raise their first failure."""
+"""Fork the ranks of a launch, relay their output, and raise their first failure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from pyringar.cluster import internals
-from pyringar.cluster.calls import names_of
-from pyringar.cluster.process_rank import REPORT_S, Report, SharedValue, run_rank
-from pyringar.cluster.report import by_text, layout
+from pyringar.cluster.process_rank import REPORT_S, RankStatus, SharedValue, run_rank
+from pyringar.cluster.rank_calls import names_of
+from pyringar.cluster.rank_table import by_text, layout
 from pyringar.cluster.state import ProcessState
 from pyringar.comm.threads import handlers_wait
 from pyringar.engine import load
@@ -38,12 +38,12 @@ from pyringar.errors import (
     UnsupportedError,
 )
 
-# How long ranks may go on after the first failure, and after each signal that ends them.
+# Time for ranks to end after the first failure, and after each signal.
 _GRACE_S = 2.0
-# A process that dies closes its connections, so that its peers fail, before its end can be noticed.
+# The end of a process is noticed up to this long after its peers fail, as it closes connections.
 _DYING_S = 0.5
 _PARTIAL_LINE_S = 0.2
-_SILENT_S = 8 * REPORT_S  # without a report, after which a rank is called silent
+_SILENT_S = 8 * REPORT_S  # a rank without a report for this long is silent
 _POLL_S = 0.05
 _PIPE_BYTES = 1 << 16
 # Modules that DistributedDataParallel, FSDP and checkpoints import when they are first used.
@@ -68,12 +68,12 @@ def run_processes(
         importlib.import_module(name)
     internals.run_first_backward()
     load.engine()
-    return _Ranks(timeout_s).run(program, devices)
+    return _RankProcesses(timeout_s).run(program, devices)
 
 
 @dataclass
-class _Output:
-    """Relay what a rank writes to a stream, line by line, with a mark before each line."""
+class _RelayedOutput:
+    """Output of a rank, relayed line by line with a mark before each line."""
 
     pipe: Connection
     stream: Any
@@ -82,7 +82,7 @@ class _Output:
     last_s: float = 0.0
 
     def relay(self, *, is_over: bool) -> None:
-        """Relay the lines that are there, and a line without an end that is old or long."""
+        """Relay complete lines, and a partial line if it is old or long."""
         if not self.pipe.closed and self.pipe.poll():
             data = os.read(self.pipe.fileno(), _PIPE_BYTES)
             if not data:
@@ -94,23 +94,25 @@ class _Output:
         if self.text and (is_old or len(self.text) > _PIPE_BYTES):
             lines.append(self.text + b"\n")
             self.text = b""
-        if lines and self.stream is not None:  # a daemon has none
+        if lines and self.stream is not None:  # a daemon has no stdout
             self.stream.write(b"".join(self.mark + line for line in lines).decode(errors="replace"))
             self.stream.flush()
 
 
-class _Rank:
-    """One rank, as `launch` sees it."""
+class _RankProcess:
+    """The process of one rank, its pipes and its last status."""
 
     def __init__(self, index: int, *args: Any) -> None:
         context: Any = multiprocessing.get_context("fork")
         self.pipes, writers = zip(*(context.Pipe(duplex=False) for _ in range(3)), strict=True)
         self.index = index
         outputs = zip(self.pipes[1:], (sys.stdout, sys.stderr), strict=True)
-        self.outputs = [_Output(pipe, stream, b"[rank %d] " % index) for pipe, stream in outputs]
+        self.outputs = [
+            _RelayedOutput(pipe, stream, b"[rank %d] " % index) for pipe, stream in outputs
+        ]
         self.last_call = call = SharedValue(default=(0, 0, (), (), {}))
-        self.report = Report(progress=())
-        self.silent_s = 0.0  # since its last report
+        self.report = RankStatus(progress=())
+        self.silent_s = 0.0  # seconds since the last report
         self.has_ended = False
         state = ProcessState.fresh(index)  # made here: a fork that has just begun is slow
         self.process = context.Process(target=run_rank, args=(index, writers, call, state, *args))
@@ -122,29 +124,29 @@ class _Rank:
             writer.close()
 
     def read(self, noticed_s: float) -> Any:
-        """Take the reports and output that are there; return whether the rank has moved."""
+        """Read available reports and output; return True if the rank made progress."""
         before = self.report.progress
         code = self.process.exitcode
         self.has_ended = code is not None
-        with contextlib.suppress(EOFError, OSError):  # it has died
+        with contextlib.suppress(EOFError, OSError):  # the process has died
             while self.pipes[0].poll():
                 self.report = self.pipes[0].recv()
                 self.silent_s = 0.0
         for output in self.outputs:
             output.relay(is_over=self.has_ended)
-        if code == 0 and not self.report.failed_s:  # it has returned, or called os._exit(0)
+        if code == 0 and not self.report.failed_s:  # the program returned or called os._exit(0)
             self.report = self.report._replace(state="returned", stack="")
         elif code and not self.report.failed_s:
             name = {-s.value: s.name for s in signal.Signals}.get(code, f"signal {-code}")
             state = f"exited with status {code}" if code > 0 else f"was killed by {name}"
             error = PeerLostError(f"rank {self.index} (process {self.process.pid}) {state}")
             pickled = (pickle.dumps(error), "")
-            self.report = Report(state, failed_s=noticed_s - _DYING_S, pickled=pickled)
+            self.report = RankStatus(state, failed_s=noticed_s - _DYING_S, pickled=pickled)
         return self.report.progress != before
 
     @property
     def state(self) -> str:
-        """What it does, in a word of its last report; a stopped process reports nothing."""
+        """The state of the last report, or "is silent" if there is no new report."""
         is_silent = self.silent_s > _SILENT_S and self.report.state in ("runs", "waits")
         return "is silent" if is_silent else self.report.state
 
@@ -156,32 +158,32 @@ class _Rank:
             pipe.close()
 
 
-class _Ranks:
-    """All ranks of one launch, from the fork to their end."""
+class _RankProcesses:
+    """All rank processes of one launch, from the fork to the end."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._ranks: list[_Rank] = []
-        self._still_s = 0.0  # for how long no rank has moved
+        self._ranks: list[_RankProcess] = []
+        self._still_s = 0.0  # seconds without progress of any rank
 
     def run(self, program: Callable[[], Any], devices: Sequence[torch.device]) -> list[Any]:
         number, is_frozen = signal.SIGTERM, gc.get_freeze_count() > 0
-        server: Any = socket.create_server(("127.0.0.1", 0))  # torch's own would ask a name server
+        server: Any = socket.create_server(("127.0.0.1", 0))  # torch would ask a name server
         _, port = server.getsockname()
         try:
             with handlers_wait():
                 if not is_frozen:
-                    gc.freeze()  # or each rank's collector would copy the pages of all objects
+                    gc.freeze()  # else the collector of each rank copies the pages of all objects
                 for index in range(len(devices)):
-                    self._ranks.append(_Rank(index, program, devices, self._timeout_s, port))
-                # After the forks: with a copy of its threads' state, ranks may hang in the store.
+                    self._ranks.append(_RankProcess(index, program, devices, self._timeout_s, port))
+                # After the forks: a copy of the store's locks may hang a rank.
                 options: Any = {"is_master": True, "wait_for_workers": False}
                 server = TCPStore("127.0.0.1", port, master_listen_fd=server.detach(), **options)
             self._serve(float("inf"), self._failure)
             self._serve(_GRACE_S if any(rank.report.failed_s for rank in self._ranks) else 0)
             failure = self._failure()
         except KeyboardInterrupt:
-            self._serve(_POLL_S)  # a terminal interrupts the ranks, too, and a notebook does not
+            self._serve(_POLL_S)  # a terminal also interrupts the ranks, a notebook does not
             number = signal.SIGINT
             raise
         finally:
@@ -194,7 +196,7 @@ class _Ranks:
         return [rank.report.value() for rank in self._ranks]
 
     def _serve(self, seconds: float, is_over: Callable[[], Any] = lambda: None) -> None:
-        """Handle what ranks send and write, until all have ended or the time or need is over."""
+        """Handle reports and output until all ranks end, ``is_over()`` or the time is up."""
         woke_s = time.monotonic()
         ends_s = woke_s + seconds
         while alive := [rank for rank in self._ranks if not rank.has_ended]:
@@ -203,7 +205,7 @@ class _Ranks:
             pipes = [pipe for rank in alive for pipe in rank.pipes if not pipe.closed]
             wait([rank.process.sentinel for rank in alive] + pipes, _POLL_S)
             passed_s = time.monotonic() - woke_s
-            # The time during which all processes are stopped does not count.
+            # Time in which all processes are stopped does not count.
             step_s = min(passed_s, REPORT_S)
             for rank in alive:
                 rank.silent_s += step_s
@@ -212,7 +214,6 @@ class _Ranks:
             self._still_s = 0.0 if num_moved else self._still_s + step_s
 
     def _end(self, number: signal.Signals) -> None:
-        """End the ranks that have not ended by a signal, and if they swallow it by SIGKILL."""
         try:
             for rank in self._ranks:
                 if not rank.has_ended:
@@ -225,7 +226,7 @@ class _Ranks:
                     rank.close()
 
     def _standstill(self) -> RingarError | None:
-        """Return why no rank has moved for the timeout; None if one has, or if no rank waits."""
+        """Return the error if no rank made progress for the timeout and a rank waits."""
         alive = {rank.index: rank.state for rank in self._ranks if not rank.has_ended}
         silent = [index for index, state in alive.items() if state == "is silent"]
         running = [index for index, state in alive.items() if state == "runs"]
@@ -245,8 +246,8 @@ class _Ranks:
                 "code that keeps Python's global lock"
             )
         elif running:
-            calls = "a call in which others go on, and these waited"
-            what = f"{names_of(running)} ran {limit} without {calls}"
+            call = "a call of torch.distributed (which other ranks waited for)"
+            what = f"{names_of(running)} ran {limit} without {call}"
         elif gone and "waits in the store" in alive.values():
             has = "have" if gone[1:] else "has"
             return PeerLostError(f"ranks wait for {names_of(gone)}, which {has} ended, {limit}")
@@ -255,9 +256,9 @@ class _Ranks:
         return CollectiveTimeout(what)
 
     def _failure(self) -> BaseException | None:
-        """Return the first failure, if any; its cause has the tracebacks of all that raised."""
+        """Return the first failure, if any; its cause has the tracebacks of all failed ranks."""
         failed = [rank for rank in self._ranks if rank.report.failed_s]
-        # A rank that waits has lost its peer, and failed because of the peer.
+        # A rank in state "waits" failed because another rank did.
         failed.sort(key=lambda rank: (rank.report.state == "waits", rank.report.failed_s))
         error: BaseException | None = self._standstill()
         if failed:
@@ -275,7 +276,7 @@ class _Ranks:
         error.__cause__ = RemoteTraceback(f"\n{traces}") if traces else None
         return error
 
-    def _row(self, rank: _Rank) -> tuple[str, ...]:
+    def _row(self, rank: _RankProcess) -> tuple[str, ...]:
         state = rank.state
         num_calls, number, columns, ranks, _ = rank.last_call.get()
         if not num_calls or state in ("returned", "runs", "waits in the store"):

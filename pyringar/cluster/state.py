@@ -1,4 +1,4 @@
-"""Keep for each rank of a cluster the state that a process has once."""
+"""Give each rank that is a thread its own copy of process-wide state."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-# Attributes of modules and of objects in them, as patterns, of which each rank has its own. The
-# last value is the one that a rank begins with: a constant, a copy of a dict, or "...", the value
-# of the process. Globals of tracing, export and compilers are not here: ranks run uncompiled.
+# Attributes of which each rank has its own value: module, pattern of names, first value. The first
+# value is a constant, a copy of a dict, or "..." for the value of the process. Globals of tracing,
+# export and compilers are left out: ranks run uncompiled.
 _GLOBALS: list[tuple[str, str, Any]] = [
     ("accelerate.state", "AcceleratorState._shared_state", {}),
     ("accelerate.state", "GradientState._shared_state", {}),
@@ -56,7 +56,7 @@ _FLAGS = (
     "nnpack_enabled sdp_priority_order"
 )
 _KERNELS = "cudnn flash math mem_efficient overrideable"
-# Functions that read and set what torch keeps in C++, and arguments of both.
+# Settings that torch keeps in C++: function that reads, function that sets, arguments of both.
 _FUNCTIONS: list[tuple[Any, ...]] = [
     ("get_default_dtype", "_set_default_dtype"),
     ("_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"),
@@ -77,8 +77,8 @@ _SETTINGS += [
         lambda values: torch.set_anomaly_enabled(*values),
     ),
 ]
-# What torchrun sets. With OMP_NUM_THREADS the bits are torchrun's, too. Programs take LOCAL_RANK
-# for the number of their GPU.
+# The variables of torchrun. OMP_NUM_THREADS=1 gives the bits of a run under torchrun. LOCAL_RANK is
+# the number of the rank's GPU.
 _VARIABLES = """
 RANK={rank} ROLE_RANK={rank} LOCAL_RANK={local_rank}
 WORLD_SIZE={size} ROLE_WORLD_SIZE={size} LOCAL_WORLD_SIZE={size}
@@ -92,7 +92,7 @@ _cuda: Any = torch.cuda
 
 
 def _imported() -> list[tuple[Any, str, Any]]:
-    """Return objects of ``_GLOBALS`` that are imported, their attributes and first values."""
+    """Return owner, attribute and first value of each row of ``_GLOBALS`` that is imported."""
     for row in [row for row in _missing if row[0] in sys.modules]:
         owner: Any = sys.modules[row[0]]
         if not getattr(getattr(owner, "__spec__", None), "_initializing", False):
@@ -110,20 +110,20 @@ def _first(owner: Any, name: str, value: Any) -> Any:
 
 
 class ProcessState:
-    """Random numbers, settings and globals of a process; 35 us to take and to restore."""
+    """Random numbers, settings and globals of the process; 35 us to take and to restore."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
         self._cuda = _cuda.get_rng_state_all() if _cuda.is_initialized() else []
         self._python = random.getstate()
-        numpy = _numpy_random()  # to exchange its generator takes 1 us, to copy the state 160
+        numpy = _numpy_random()  # exchanging the generator takes 1 us, copying its state 160
         self._numpy = None if numpy is None else numpy.get_bit_generator()
         self._settings = [get() for get, _ in _SETTINGS]
         self._globals = [getattr(owner, name) for owner, name, _ in _imported()]
 
     @classmethod
     def fresh(cls, number: int) -> ProcessState:
-        """Return the state of a process that has just begun; ``number`` seeds random numbers."""
+        """Return the state of a new process whose random numbers are seeded with ``number``."""
         self = cls()
         self._torch = torch.Generator().manual_seed(number).get_state()
         self._cuda = [torch.Generator("cuda").manual_seed(number).get_state() for _ in self._cuda]
@@ -162,17 +162,17 @@ def end_fork_server() -> None:
 
 
 def _numpy_random() -> Any:
-    """Return NumPy's random numbers; None: it is not imported, or too old to exchange them."""
+    """Return ``numpy.random``; None if NumPy is not imported or cannot exchange generators."""
     found = getattr(sys.modules.get("numpy"), "random", None)
     return found if hasattr(found, "set_bit_generator") else None
 
 
 class Environment(UserDict[Any, Any]):
-    """Keep the variables of ``os.environ``: a rank's own for its threads, and ``outside``."""
+    """The data of ``os.environ``: a rank's variables in its threads, else those of the process."""
 
     def __init__(self, outside: MutableMapping[Any, Any], mine: Callable[[], Any]) -> None:
         self._outside, self._mine = outside, mine
-        # The process's own copy of variables that ranks have changed: programs inherit that.
+        # Variables in the C environment, which child processes inherit.
         self._given = {key: outside.get(key) for key in _variables(0, 2, 0)}
 
     @property
@@ -181,16 +181,16 @@ class Environment(UserDict[Any, Any]):
         return self._outside if own is None else own
 
     def give_to_process(self) -> None:
-        """Give the process this thread's variables, which programs that it starts inherit."""
-        here = self.data
+        """Copy this thread's variables to the C environment, for child processes."""
+        variables = self.data
         for key, given in self._given.items():
-            value = here.get(key)
+            value = variables.get(key)
             if value != given:
                 os.putenv(key, value) if value is not None else os.unsetenv(key)
                 self._given[key] = value
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.data[key] = self._given[key] = value  # which Python has given to the process
+        self.data[key] = self._given[key] = value  # Python has called putenv
 
     def __delitem__(self, key: Any) -> None:
         del self.data[key]

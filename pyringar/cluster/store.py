@@ -1,4 +1,4 @@
-"""The store of a cluster: what ranks tell each other by name, as torch's TCPStore does."""
+"""The key-value store of ranks that are threads, in place of torch's TCPStore."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-from pyringar.cluster.calls import Wait, seconds_of
-from pyringar.cluster.ranks import this_rank
+from pyringar.cluster.rank_calls import Wait, seconds_of
+from pyringar.cluster.rank_threads import this_rank
 
 _c10d: Any = _distributed_c10d
 _Call = Callable[..., None]
@@ -26,7 +26,7 @@ class _Keys(Wait):
 
 
 def _method(name: str, first: _Call | None = None) -> Any:
-    """Return a method that changes the data, or one that calls ``first`` if a key is missing."""
+    """Make a method of the store; it calls ``first`` before if a key is missing."""
 
     def call(self: ThreadStore, keys: Any, *args: Any) -> Any:
         listed = [keys] if isinstance(keys, str) else keys
@@ -41,18 +41,18 @@ def _method(name: str, first: _Call | None = None) -> Any:
 
 
 class ThreadStore(_c10d.Store):  # type: ignore[misc]
-    """Keys, values and queues of all ranks of a cluster; a rank that waits lets others run."""
+    """Keys, values and queues of all ranks of a cluster; a waiting rank lets other ranks run."""
 
     def __init__(self, wait: _Call, ask: _Call, changed: _Call, data: Any = None) -> None:
         _c10d.Store.__init__(self)
         self._wait, self._ask, self._changed = wait, ask, changed
         self._data = data or _c10d.HashStore()
-        self._data.set_timeout(timedelta(milliseconds=1))  # get() of a queue would wait in C++
+        self._data.set_timeout(timedelta(milliseconds=1))  # else queue_pop() waits in C++
         self.kind: type = ThreadStore
-        """The class of torch that it stands for, to isinstance()."""
+        """The class of torch that isinstance() sees."""
 
     def view(self, prefix: str, **attributes: Any) -> ThreadStore:
-        """Return a store of the keys of this one that begin with a prefix, and a slash."""
+        """Return a store of the keys that begin with the prefix and a slash."""
         data = _c10d.PrefixStore(prefix, self._data)
         store = ThreadStore(self._wait, self._ask, self._changed, data)
         store.__dict__.update(attributes)
@@ -75,7 +75,7 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
     set = _method("set")
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum; let others run first if that only reads it."""
+        """Add to a number and return the sum; adding 0 polls, and lets other ranks run first."""
         if amount == 0:
             self._ask_for([key])
         total = int(self._data.add(key, amount))

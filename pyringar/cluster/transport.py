@@ -1,6 +1,6 @@
-"""The process group of ranks that are threads: calls of the backend ``ringar``, and a transport.
+"""The process group of ranks that are threads.
 
-The last rank to call reads and writes the tensors of all.
+The last rank that makes a call reads and writes the tensors of all ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyringar.cluster.calls import Call, Meeting, devices_of, plain_torch, seconds_of
-from pyringar.cluster.ranks import Rank
+from pyringar.cluster.rank_calls import GroupCalls, RankCall, devices_of, plain_torch, seconds_of
+from pyringar.cluster.rank_threads import RankThread
 from pyringar.comm.arguments import check_parts
 from pyringar.comm.background_work import Work
 from pyringar.comm.collective_call import CollectiveCall, tensors_of
@@ -31,23 +31,24 @@ from pyringar.distributed.convert import (
     count_changes,
     reduction_name,
 )
-from pyringar.distributed.work import PendingWork
+from pyringar.distributed.torch_works import PendingWork
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
 _DEVICES = ("cpu", "cuda")
-Calls = Sequence[Call]
+Calls = Sequence[RankCall]
 
 
 class Transport(RankCommunicator):
-    """The engine's and gloo's calls of one rank that is a thread, number ``index`` of its group.
+    """Runs the calls of one rank that is a thread; its number in the group is ``index``.
 
-    `pyringar.ProcessCommunicator` describes the engine's calls. Those of gloo have its names.
+    The calls of the engine are those of `pyringar.ProcessCommunicator`. It also stands for gloo,
+    with the names of gloo's calls.
     """
 
-    def __init__(self, meeting: Meeting, of: Rank, index: int) -> None:
+    def __init__(self, meeting: GroupCalls, of: RankThread, index: int) -> None:
         self._meeting, self._of = meeting, of
         self._rank, self._world_size = index, len(meeting.ranks)
-        self._last: Call | None = None
+        self._last: RankCall | None = None
 
     def begin(
         self,
@@ -62,11 +63,12 @@ class Transport(RankCommunicator):
         async_op: bool = False,
         **details: Any,
     ) -> Any:
-        """Take part in a collective; return the call, or if not ``async_op`` None after its end.
+        """Begin a collective; return the call if ``async_op``, else None after its end.
 
-        ``act`` does it, given all ranks' calls with their ``args`` (None: the data of ``tensors``),
-        and writes ``written`` on this rank. ``details``, and if ``are_alike`` sizes and dtypes,
-        must agree between ranks. ``what`` describes the call if ``tensors`` are stand-ins.
+        The last rank runs ``act`` with the calls of all ranks and their ``args`` (default: the data
+        of ``tensors``). It writes ``written`` on this rank. ``details`` must be equal on all ranks,
+        and with ``are_alike`` sizes and dtypes, too. ``what`` describes the call if ``tensors`` are
+        stand-ins.
         """
         self._check_open(name)
         for tensor in written:
@@ -74,7 +76,7 @@ class Transport(RankCommunicator):
         check_disjoint({f"tensors[{i}]": tensor for i, tensor in enumerate(written)})
         count_changes(list(written))
         args = _data(tensors) if args is None else args
-        call = Call(self._meeting, self._of, name, tensors, details, act, args)
+        call = RankCall(self._meeting, self._of, name, tensors, details, act, args)
         call.are_alike = are_alike
         if what is not None:
             call.what, call.details = what.call, {}
@@ -98,7 +100,7 @@ class Transport(RankCommunicator):
             check_parts(call.operation, call.outputs, call.inputs, self._world_size)
         elif call.operation == "all_reduce":
             _check_reducible(outputs)
-        elif call.operation == "broadcast":  # refused on all ranks: the root only reads its tensor
+        elif call.operation == "broadcast":  # refused on the root, too, which only reads it
             check_no_overlap("tensor", outputs[0])
         details: dict[str, Any] = {"op": call.op} if call.is_reduction else {}
         details |= {"root": call.root} if call.has_root else {}
@@ -153,10 +155,9 @@ class Transport(RankCommunicator):
         return self
 
     def finish(self) -> None:
-        """Do nothing: calls of gloo end in the order of all calls."""
+        """Do nothing: no call runs in the background."""
 
     def under_way(self) -> list[Any]:
-        """Return what `barrier` does not wait for: nothing."""
         return []
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
@@ -214,13 +215,13 @@ class Transport(RankCommunicator):
     def _exchange(
         self, name: str, into: Any, out_of: Any, shown: Sequence[Tensor], **details: Any
     ) -> Any:
-        """Fill the tensors ``into[r]`` with those that rank ``r`` has in ``out_of`` for this rank.
+        """Copy ``out_of[r]`` to rank ``r``, and receive its tensors into ``into[r]``.
 
-        Either may be empty for a rank.
+        Both lists may be empty for a rank.
         """
 
         def act(calls: Calls) -> None:
-            # Copies: an input may be a part of an output.
+            # Copy the inputs: an input may be part of an output.
             sent = [[[t.clone() for t in row] for row in call.args[1]] for call in calls]
             pairs = [
                 (targets, sent[rank][me])
@@ -233,33 +234,33 @@ class Transport(RankCommunicator):
         details |= {"are_alike": False, "async_op": True}
         return self.begin(name, shown, act, args=args, **details)
 
-    def send(self, tensors: Any, rank: int, tag: int = 0) -> Call:
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> RankCall:
         return self._message("send", tensors, tag, [rank], {"to": rank})
 
-    def recv(self, tensors: Any, rank: int, tag: int = 0) -> Call:
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> RankCall:
         return self._message("recv", tensors, tag, [rank], {"from": rank})
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Call:
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> RankCall:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         return self._message("recv", tensors, tag, others, {})
 
     def _message(
         self, name: str, tensors: Any, tag: int, peers: list[int], details: dict[str, int]
-    ) -> Call:
+    ) -> RankCall:
         self._check_open(name)
         details |= {"tag": tag} if tag else {}
         args = self._rank, _data(tensors)
-        call = Call(self._meeting, self._of, name, tensors, details, _deliver, args, peers)
+        call = RankCall(self._meeting, self._of, name, tensors, details, _deliver, args, peers)
         self._meeting.cluster.begin(call, lambda: self._meeting.post_message(call))
         return call
 
 
 class ThreadWork(PendingWork):
-    """The work of calls that a rank has begun, and of steps that have ended."""
+    """The torch work of a rank's calls."""
 
     def __init__(self, parts: Sequence[Any], results: Any) -> None:
-        self._calls = [part for part in parts if isinstance(part, Call)]
-        super().__init__(None, self._calls, results)  # type: ignore[arg-type]  # needs no completer
+        self._calls = [part for part in parts if isinstance(part, RankCall)]
+        super().__init__(None, self._calls, results)  # type: ignore[arg-type]  # no completer
         self._devices = devices_of(t for t in tree_leaves(results) if isinstance(t, Tensor))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -268,11 +269,11 @@ class ThreadWork(PendingWork):
         return True
 
     def get_future(self) -> Any:
-        """Wait, and return a future of the tensors; raise what a call failed with.
+        """Wait for the calls, and return a complete future of the tensors.
 
-        A future that is not complete waits in C++, and lets no other rank run.
+        An incomplete future would wait in C++, where no other rank can run.
         """
-        # In backward DistributedDataParallel asks, and the program does not know of it.
+        # In backward DistributedDataParallel makes this call, and errors do not show it.
         is_asked = torch._C._current_graph_task_id() == -1
         for call in self._calls:
             call.wait(what="get_future" if is_asked else "")
@@ -302,11 +303,11 @@ def _broadcast(call: CollectiveCall, calls: Calls) -> None:
 
 
 class ThreadGroup(Collectives, PythonGroup):
-    """One rank's view of a group."""
+    """A torch ProcessGroup of ranks that are threads, on one rank."""
 
     _own_devices = _DEVICES
 
-    def __init__(self, meeting: Meeting, rank: Rank, options: Any) -> None:
+    def __init__(self, meeting: GroupCalls, rank: RankThread, options: Any) -> None:
         PythonGroup.__init__(self, options)
         self._of = rank
         self._comm: Any = Transport(meeting, rank, self._rank)
@@ -314,7 +315,6 @@ class ThreadGroup(Collectives, PythonGroup):
         self._batch = None
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Return when all ranks have called it; raise if some do not, naming them."""
         call = self._comm.begin("monitored_barrier", [], None, async_op=True)
         call.wait(seconds_of(getattr(timeout, "timeout", timeout)))
 
@@ -347,7 +347,7 @@ class ThreadGroup(Collectives, PythonGroup):
     abort = shutdown
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: the cluster's own counts."""
+        """Do nothing: the timeout of `pyringar.launch` counts."""
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -362,25 +362,25 @@ def _deliver(calls: Calls) -> None:
 
 
 def _data(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return their memory: torch does not count what is written there."""
+    """Return tensors of the same memory whose writes torch does not count."""
     return [tensor.data for tensor in tensors]
 
 
 def _copy_all(rows: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
-    """Copy lists of sources into lists of targets, or none if a pair does not fit."""
+    """Copy lists of sources into lists of targets; raise before any copy if a pair differs."""
     pairs = [pair for targets, sources in rows for pair in zip(targets, sources, strict=True)]
     for target, source in pairs:
         if target.numel() != source.numel() or target.dtype != source.dtype:
             raise ArgumentError(
-                f"a tensor of {source.numel()} elements of {source.dtype} is for one of "
-                f"{target.numel()} of {target.dtype}; expected the same"
+                f"a tensor of {source.numel()} elements of {source.dtype} is sent to a tensor of "
+                f"{target.numel()} elements of {target.dtype}; expected the same"
             )
     for target, source in pairs:
         _copy(target, source)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy as many elements, which correspond by index, unless both are the same memory."""
+    """Copy elements by index, unless source and target are the same memory."""
     if target.data_ptr() != source.data_ptr() or target.device != source.device:
         target.copy_(source.reshape(target.shape))
 

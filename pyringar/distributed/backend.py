@@ -1,7 +1,7 @@
-"""The torch.distributed backend ``ringar``: a process group's calls to the engine, or to gloo.
+"""The torch.distributed backend ``ringar``: process groups whose calls run in the engine or gloo.
 
-A group is a ProcessGroup in Python: torch.distributed calls it directly and hands on its works.
-Beside other backends (``cpu:ringar,cuda:nccl``) it replaces torch's own group, and makes theirs.
+A group is a ProcessGroup written in Python, which torch.distributed calls directly. With other
+backends (``cpu:ringar,cuda:nccl``) it replaces torch's group, and creates these backends itself.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pyringar.comm.exits import close_at_exit, is_inherited, never_destroy
 from pyringar.distributed.collectives import Collectives
 from pyringar.distributed.fallback import Fallback
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.distributed.work import Completer, PendingWork
+from pyringar.distributed.torch_works import Completer, PendingWork
 
 NAME = "ringar"
 
 _Backend: Any = _distributed_c10d.Backend
 _ProcessGroup: Any = dist.ProcessGroup
 
-# Groups that were not shut down: torch's debug wrapper holds only their C++ half.
+# Groups that were not shut down: torch's debug wrapper keeps only their C++ half alive.
 _open_groups: set[Any] = set()
 
 
 def keep_gloo() -> None:
-    """Leave the gloo of all open groups in memory: to destroy it takes 20 ms."""
+    """Keep gloo of all open groups in memory: destroying it takes 20 ms."""
     for group in _open_groups:
         never_destroy(group._fallback._gloo)
 
 
 class _NamedBackend(_Backend):  # type: ignore[misc]
-    """What torch asks a Backend for, from torch 2.14 on, beside collectives."""
+    """A Backend that torch 2.14 and later ask for its name, options and abilities."""
 
     def __init__(self, options: Any) -> None:
         _Backend.__init__(self, options.group_rank, options.group_size)
@@ -49,24 +49,24 @@ class _NamedBackend(_Backend):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
-    # Without these torch asks us, and we torch, without end.
+    # Without these attributes torch calls this object, which calls torch, without end.
     supports_splitting = supports_coalescing = supports_reconfigure = False
     supports_shrinking = supports_window = _supports_time_estimate = False
 
 
 class PythonGroup(_ProcessGroup):  # type: ignore[misc]
-    """A ProcessGroup in Python: what torch asks of one beside collectives."""
+    """A torch ProcessGroup in Python, without the collectives."""
 
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
-        _ProcessGroup.__init__(self, rank, size)  # the form that Python may subclass
+        _ProcessGroup.__init__(self, rank, size)  # the constructor for subclasses in Python
         self._rank: int = rank
         self._size: int = size
         self._group_name: str = options.group_id
         self._group_desc = "undefined"
         self._named_backend: Any = None
         if _backends_can_be_python():
-            # What torch asks in C++, as its flight recorder does, wants a backend to be there.
+            # C++ code of torch, such as its flight recorder, needs a backend.
             custom = _ProcessGroup.BackendType.CUSTOM
             self._named_backend = _NamedBackend(options)
             self._set_default_backend(custom)
@@ -112,7 +112,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 class RingarProcessGroup(Collectives, PythonGroup):
-    """A ProcessGroup, in place of torch's own and of all backends in it."""
+    """The process group of the backend ``ringar``, with gloo and NCCL for other calls."""
 
     def __init__(self, options: Any) -> None:
         PythonGroup.__init__(self, options)
@@ -123,15 +123,15 @@ class RingarProcessGroup(Collectives, PythonGroup):
         self._comm = comm = communicator_for(
             store, rank, size, name=options.group_id, timeout=seconds, compares_shapes=False
         )
-        # In this group's part of the store: a restarted job may find its store as it was, with the
-        # addresses of processes that are gone.
+        # comm.store, and not the given store: after a restart that may hold addresses of dead
+        # processes.
         self._fallback = Fallback(
             comm.store, rank, size, options.timeout, self._backend_for, self.set_timeout
         )
         self._completer = Completer(f"of group {options.group_id}")
         self._batch = None
         _open_groups.add(self)
-        # Threads of gloo's and of ours that outlive the interpreter would abort the process.
+        # Threads of gloo and of this group that outlive the interpreter would abort the process.
         close_at_exit(
             self,
             RingarProcessGroup.shutdown,
@@ -145,19 +145,19 @@ class RingarProcessGroup(Collectives, PythonGroup):
         self._fallback.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Wait for background calls, then leave the group. May be called again."""
+        """Wait for background calls, then leave the group. A second call does nothing."""
         if is_inherited(self):
             return
         try:
             self._fallback.finish()
             self._comm.close()
-        except BaseException:  # Ctrl-C, while it waited for others
+        except BaseException:  # such as Ctrl-C during the wait
             self.abort()
             raise
         self._end()
 
     def abort(self) -> None:
-        """Fail what runs, here and on the other ranks, then leave the group."""
+        """Fail the running calls of all ranks, then leave the group."""
         if is_inherited(self):
             return
         self._comm.abort()
@@ -192,9 +192,9 @@ def _backends_can_be_python() -> bool:
 
 
 def keep_dynamo_out(*classes: type) -> None:
-    """Have ``torch.compile`` run the methods of these classes, and their callees, as they are.
+    """Make ``torch.compile`` run the methods of these classes uncompiled, callees included.
 
-    Dynamo would trace them: attributes of a ProcessGroup are errors in torch 2.15, warnings before.
+    Tracing an attribute of a ProcessGroup is an error in torch 2.15, and a warning before.
     """
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
@@ -207,7 +207,7 @@ def keep_dynamo_out(*classes: type) -> None:
 def _keep_works_of_join() -> None:
     """Keep a Python reference to the work of DistributedDataParallel's join().
 
-    It holds only the C++ half of the Work, and would wait forever.
+    The join holds only the C++ half of the work, and would wait forever.
     """
     own: Any = Join.notify_join_context
     if getattr(own, "keeps_work", False):

@@ -1,10 +1,10 @@
-"""Reduce over several machines: inside each first, then between them.
+"""Collectives over several machines: inside each machine first, then between machines.
 
-With L ranks on each of M machines, flat data is cut into L columns of M blocks. Each machine sums
-inside first: its rank ``l`` gets the machine's sum of column ``l``. That rank sends block ``m`` to
-rank ``l`` of machine ``m``, and adds the blocks that it receives. Results go back the same way.
-Every byte crosses once each way, and a rank sends 1/L of its machine's bytes. Machines with
-different numbers of ranks have one column, which their first ranks carry.
+With L ranks on each of M machines, flat data is cut into L columns of M blocks. First each machine
+sums: its rank ``l`` gets the machine's sum of column ``l``. That rank sends block ``m`` to rank
+``l`` of machine ``m``, and adds the blocks that it receives. Results go back the same way. Every
+byte crosses once each way, and a rank sends 1/L of the bytes of its machine. Machines with
+different numbers of ranks have one column, which the first rank of each machine carries.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pyringar.comm.rank_info import RankInfo
 from pyringar.comm.reference import default_float_mode, divide, fold, wide
 from pyringar.comm.sum_orders import tree
 from pyringar.distributed.convert import copy_all, has_plain_memory
-from pyringar.distributed.machines import Column, Machines, Wait
+from pyringar.distributed.machines import Column, MachineLayout, WaitFunction
 from pyringar.errors import ArgumentError, RingarError
 
-# While one piece crosses between machines, the next is summed inside.
+# While a piece crosses between machines, the next piece is summed inside the machine.
 PIECE_ELEMENTS = 2**20
-# Ranks compare a digest of the call's description; the description, cut, is for messages.
+# Ranks compare a digest of the call's description. Errors show the first bytes of the description.
 _DIGEST_BYTES = 8
 _TOLD_BYTES = 128
 _OVER = object()
@@ -41,15 +41,13 @@ Steps = Iterator[None]
 class Between:
     """The collectives of ranks on several machines."""
 
-    machines: Machines
+    machines: MachineLayout
     members: Sequence[RankInfo]
     inside: Any  # the communicator of this machine; its ranks count from 0
-    host: Any  # the same, for tensors on the CPU
+    host: Any  # the communicator of this machine for CPU tensors
     column: Column
-    order: str  # of the machines' sums: "any" adds them one by one, "tree" as a tree
-    is_told: bool = False  # whether other ranks know of the running call; the caller clears it
-
-    # -- collectives -------------------------------------------------------------------------------
+    order: str  # of the sums of machines: "any" adds them one after the other, "tree" as a tree
+    is_told: bool = False  # True: other ranks know of the running call; the caller clears it
 
     def run(self, call: CollectiveCall, what: str) -> None:
         getattr(self, f"_{call.operation}")(call, what)
@@ -110,7 +108,7 @@ class Between:
     def piece_elements(self) -> int:
         return self._row_elements() * len(self.members)
 
-    # -- pieces: each yields where it must wait for other machines ---------------------------------
+    # The steps of a piece yield before each wait for another machine.
 
     def _reduce_piece(self, piece: Tensor, op: str) -> Steps:
         add_up = self._begin_scatter(piece, op)
@@ -157,12 +155,10 @@ class Between:
         if not is_source:
             self._share_inside(piece, part)
 
-    # -- between machines --------------------------------------------------------------------------
-
     def _begin_scatter(self, flat: Tensor, op: str) -> Callable[[], Tensor]:
         """Begin to sum ``flat``, which may be overwritten.
 
-        The returned function waits, and returns this rank's block; any values if it carries none.
+        The returned function waits, and returns this rank's block (any values without one).
         """
         parts = self._blocks(self._sum_inside(flat, "sum" if op == "mean" else op))
         own = parts.pop(self.machines.node)
@@ -178,8 +174,8 @@ class Between:
 
         return add_up
 
-    def _begin_gather(self, own: Tensor, flat: Tensor) -> Wait:
-        """Begin to put the blocks of all ranks into ``flat``; the returned function waits."""
+    def _begin_gather(self, own: Tensor, flat: Tensor) -> WaitFunction:
+        """Begin to gather the blocks of all ranks into ``flat``; the returned function waits."""
         num_columns = self.machines.num_columns
         column = flat if num_columns == 1 else flat.new_empty(len(flat) // num_columns)
         received = self._blocks(column)
@@ -210,8 +206,6 @@ class Between:
                 divide(total, len(self.members), cut)
         return total
 
-    # -- inside a machine --------------------------------------------------------------------------
-
     def _sum_inside(self, flat: Tensor, op: str) -> Tensor:
         if (num_columns := self.machines.num_columns) > 1:
             column = flat.new_empty(len(flat) // num_columns)
@@ -222,7 +216,7 @@ class Between:
         return flat
 
     def _share_inside(self, flat: Tensor, column: Tensor) -> None:
-        """Put all columns into ``flat``, which is the column itself where there is one."""
+        """Gather all columns of this machine into ``flat``, unless there is one column."""
         if self.machines.num_columns > 1:
             self.call_inside(lambda: self._group_of(flat).all_gather(flat, column))
         elif len(self.machines.here) > 1:
@@ -232,7 +226,7 @@ class Between:
         return self.host if tensor.is_cpu else self.inside
 
     def call_inside(self, call: Callable[[], object]) -> None:
-        """Call the communicator of this machine; name the ranks of all machines in its errors."""
+        """Call this machine's communicator; number ranks in its errors over all machines."""
         machines = self.machines
         try:
             call()
@@ -243,7 +237,7 @@ class Between:
             ) from error
 
     def compare(self, what: str) -> None:
-        """Compare the calls of all ranks. ArgumentError, on every rank, names two that differ."""
+        """Compare the calls of all ranks; ArgumentError on every rank names two that differ."""
         own = _told(what)
         table = own.new_empty(len(self.members), len(own))
         self.is_told = True
@@ -252,13 +246,13 @@ class Between:
             if not torch.equal(theirs[:_DIGEST_BYTES], own[:_DIGEST_BYTES]):
                 words = bytes(theirs[_DIGEST_BYTES:].tolist()).decode(errors="replace").rstrip()
                 raise ArgumentError(
-                    f"ranks call different things: this rank calls {what}, and {member.name} "
-                    f"{words}"
+                    f"ranks call different things: {self.members[self.machines.rank].name} {what}; "
+                    f"{member.name} {words}"
                 )
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements end to end, 16-bit floats as float32. Copy only if needed."""
+    """Concatenate the elements, 16-bit floats as float32. Copy only if needed."""
     first = tensors[0]
     is_flat = first.is_contiguous() and has_plain_memory(first)
     if len(tensors) == 1 and is_flat and first.dtype == wide(first.dtype):
@@ -268,7 +262,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _run_overlapped(pieces: Iterable[Steps]) -> None:
-    """Run pieces in order, each one step ahead of the next."""
+    """Run the steps of pieces in order; each piece is one step ahead of the next."""
     window: list[Steps] = []
     for piece in pieces:
         window = [steps for steps in [piece, *window] if next(steps, _OVER) is not _OVER]

@@ -1,7 +1,7 @@
-"""The calls of a process group: to the engine where it can, else with other tensors, else to gloo.
+"""The collectives of a process group, as calls of the engine or of gloo.
 
-A call goes to the engine as it is, and is checked only if the engine refuses it, which it does
-before anything is sent: calls that need no check have none.
+A call first goes to the engine unchecked. If the engine refuses its tensors, nothing was sent: the
+call is made again with stand-ins for the tensors, or handed to gloo.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pyringar.distributed.convert import (
     reduction_name,
 )
 from pyringar.distributed.delegated import Delegated, flat
-from pyringar.distributed.work import DelegatedPart, PendingWork, one_or_all
+from pyringar.distributed.torch_works import DelegatedCall, PendingWork, one_or_all
 from pyringar.errors import ArgumentError, UnsupportedError
 
 
 class _Call(NamedTuple):
-    """The communicator's works of a call, and the copies that follow when they have ended well."""
+    """The works of a call in the communicator, and the copies to make after they succeed."""
 
     parts: list[Any]
     copies: list[Copy]
@@ -57,10 +57,10 @@ def _of_pairs(
     *names: str,
     results: Callable[[Any], Any] = list,
 ) -> Callable[..., Any]:
-    """Make a method that takes one output and one input, or lists of them.
+    """Make a method that takes an output and an input, or a list of each.
 
-    ``begin`` adds the parts and copies of one pair to a `_Call`. Other backends have the method
-    under one of ``names``. ``results`` turns outputs into the work's results.
+    ``begin`` adds the works and copies of one pair to a `_Call`. ``names`` are possible names of
+    the method in another backend. ``results`` turns outputs into the results of the work.
     """
 
     def method(self: Any, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
@@ -83,26 +83,23 @@ def _of_pairs(
 
 
 class Collectives(Delegated):
-    """Implement the calls of torch.distributed, with its names and arguments.
+    """The collectives of torch.distributed, with torch's names and arguments.
 
-    Tensors lie on the CPU, in any layout without overlap, and have any dtype that torch.distributed
-    takes; on other devices they go to the group's backend for that device. ``opts`` are torch's
-    options, or a ``ReduceOp`` or a root; a list may be one tensor; a ``timeout`` is ignored, the
-    group's own counts. A call with ``asyncOp=False`` that the engine runs returns None.
+    CPU tensors have any layout without overlap and any dtype that torch.distributed takes. Tensors
+    on other devices go to the group's backend for that device. ``opts`` are torch's options, a
+    ``ReduceOp`` or a root. A list may be a single tensor. A ``timeout`` is ignored: the timeout of
+    the group counts. A call with ``asyncOp=False`` that the engine runs returns None.
 
-    Every call or its work's ``wait()`` raises ArgumentError, on every rank, if sizes, dtypes or
-    calls differ between ranks (gloo does not compare them); UnsupportedError if these tensors
-    cannot be sent; PeerLostError or CollectiveTimeout, which names the rank that is lost or late.
+    A call or the ``wait()`` of its work raises ArgumentError on every rank if sizes, dtypes or
+    calls differ between ranks (calls of gloo are not compared); UnsupportedError if these tensors
+    cannot be sent; PeerLostError or CollectiveTimeout, which names the lost or late rank.
 
-    Cost: as the calls of `pyringar.ProcessCommunicator`, or on several machines of
-    `HierarchicalCommunicator`. Lists of tensors to gather into or scatter from are copied once more
-    than the ``_into_tensor`` and ``_tensor`` forms.
+    Cost: that of `pyringar.ProcessCommunicator`, or of `HierarchicalCommunicator` on several
+    machines. Lists of tensors are copied once more than the ``_into_tensor`` and ``_tensor`` forms.
     """
 
-    # -- all_reduce --------------------------------------------------------------------------------
-
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Reduce each tensor over all ranks, in place; a list's are not added to each other."""
+        """Reduce each tensor over all ranks in place; tensors of a list are separate."""
         try:
             reduce_op, is_async = opts.reduceOp, opts.asyncOp
         except AttributeError:
@@ -131,7 +128,7 @@ class Collectives(Delegated):
         if op in OPS and [t.dtype for t in tensors] == [t.dtype for t in detached]:
             if not any(tensor.requires_grad for tensor in tensors):
                 raise error
-            # One call, as on ranks where none requires grad.
+            # One call for all tensors, as on ranks whose tensors do not require grad.
             call.parts.append(self._comm.all_reduce(detached, op, async_op=True))
             return self._finished(call, tensors, opts)
         for tensor, stand_in in zip(tensors, stand_ins, strict=True):
@@ -151,12 +148,12 @@ class Collectives(Delegated):
         call.copies.extend([*([copy] if copy is not None else []), *more])
 
     def _fold_bits(self, tensor: Tensor, op: str, what: Described, call: _Call) -> None:
-        """Gather all ranks' tensors and reduce them here: the engine has no bitwise ops."""
+        """Gather the tensors of all ranks and reduce them locally, for bitwise ops."""
         gathered = tensor.new_empty(self._comm.world_size, *tensor.shape)
         call.parts.append(self._comm._begin_as(what, "all_gather", gathered, tensor))
         call.copies.append((tensor, gathered[0]))
 
-        @torch.inference_mode()  # the mode in which the tensors may have been made
+        @torch.inference_mode()  # the tensors may be inference tensors
         def fold() -> None:
             total, *others = gathered
             for part in others:
@@ -164,10 +161,8 @@ class Collectives(Delegated):
 
         call.parts.append(self._comm._submit_step(fold))
 
-    # -- reduce ------------------------------------------------------------------------------------
-
     def reduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Reduce each tensor over all ranks into the root's. Cost: that of `allreduce`."""
+        """Reduce each tensor into the tensor of the root. Cost: that of `allreduce`."""
         opts = _options("ReduceOptions", opts)
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         if self._are_elsewhere(tensors):
@@ -181,8 +176,6 @@ class Collectives(Delegated):
             what = Described.of(f"reduce ({op}) to rank {root}", tensor)
             self._reduce_stand_in(for_reduction(flat, op), what, call, *into)
         return self._finished(call, tensors, opts)
-
-    # -- broadcast, barrier ------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         if not hasattr(opts, "rootRank"):
@@ -219,9 +212,9 @@ class Collectives(Delegated):
             call.parts.append(self._comm._begin_as(what, "broadcast", stand_in, root=root))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Return when all ranks have called it, and all earlier calls have ended on this rank.
+        """Wait until all ranks have called it, and all earlier calls of this rank have ended.
 
-        Says nothing about messages, nor about work on GPUs.
+        It does not wait for messages or for GPUs.
         """
         if getattr(opts, "asyncOp", False):
             parts = self._fallback.under_way()
@@ -231,12 +224,10 @@ class Collectives(Delegated):
         return None
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Do `barrier`, whose errors name a missing rank; ``timeout`` overrides the group's."""
+        """Run `barrier` with its own ``timeout``; errors name a missing rank."""
         limit = getattr(timeout, "timeout", timeout)  # torch's ProcessGroup gives BarrierOptions
         is_limited = limit is not None and limit > timedelta(0)
         self._comm.barrier(async_op=True).wait(limit.total_seconds() if is_limited else None)
-
-    # -- all_gather --------------------------------------------------------------------------------
 
     def _gather_into(self, output: Tensor, input: Tensor, opts: Any, call: _Call) -> None:
         check_parts("all_gather", output, input, self._comm.world_size)
@@ -272,9 +263,9 @@ class Collectives(Delegated):
             self._broadcast_one(tensor, root, call)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Put all ranks' ``input``, end to end in rank order, into ``output``.
+        """Concatenate the ``input`` of all ranks in rank order into ``output``.
 
-        ``input`` has one size and dtype on all ranks, and may be its part of ``output``.
+        ``input`` has the same size and dtype on all ranks. It may be part of ``output``.
         """
         if not _is_async(opts) and _are_plain(output, input):
             self._comm.all_gather(output, input)
@@ -296,20 +287,18 @@ class Collectives(Delegated):
         "all_gather_single_coalesced",
         "allgather_into_tensor_coalesced",
     )
-    # Rank r's input comes into all ranks' outputs[i][r]; ranks' sizes may differ.
+    # outputs[i][r] receives inputs[i] of rank r. The sizes of ranks may differ.
     allgather = _of_pairs(
         "all_gather", _gather_row, "AllgatherOptions", "allgather", results=one_or_all
     )
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Put rank ``r``'s ``inputs[i]`` into every rank's ``outputs[r][i]``."""
+        """Gather ``inputs[i]`` of rank ``r`` into ``outputs[r][i]`` of every rank."""
         self._check_row(outputs, "all_gather_coalesced")
         work = self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
         if isinstance(work, PendingWork):
             work._results = one_or_all(outputs)
         return work
-
-    # -- reduce_scatter ----------------------------------------------------------------------------
 
     def _scatter_from(self, output: Tensor, input: Tensor, opts: Any, call: _Call) -> None:
         op = reduction_name(opts.reduceOp, "reduce_scatter")
@@ -340,7 +329,7 @@ class Collectives(Delegated):
     def _scatter_slice(
         self, output: Tensor, flat: Tensor, begin: int, op: str, call: _Call
     ) -> None:
-        """All-reduce ``flat``, which no caller holds, and copy a slice of it: for rare calls."""
+        """All-reduce the temporary tensor ``flat``, and copy a slice: for rare calls."""
         target = output.detach()
         part = flat[begin : begin + target.numel()].view(target.shape)
         what = Described.of(f"reduce_scatter ({op})", flat)
@@ -372,29 +361,25 @@ class Collectives(Delegated):
         "reduce_scatter_single_coalesced",
         "reduce_scatter_tensor_coalesced",
     )
-    # The sum of all ranks' inputs[i][r] comes into rank r's outputs[i]; ranks' sizes may differ.
+    # outputs[i] of rank r receives the sum of inputs[i][r]. The sizes of ranks may differ.
     reduce_scatter = _of_pairs(
         "reduce_scatter", _scatter_row, "ReduceScatterOptions", "reduce_scatter"
     )
 
-    # -- several calls with one work ---------------------------------------------------------------
-
     def start_coalescing(self, *_: Any) -> None:
-        """Begin calls that `end_coalescing` returns one work for; they run as they come."""
+        """Collect the works of later calls for `end_coalescing`; the calls run at once."""
         self._batch = []
 
     def end_coalescing(self, *_: Any) -> Any:
         works, self._batch = self._batch or [], None
-        parts = [getattr(work, "_parts", [DelegatedPart(work)]) for work in works]
+        parts = [getattr(work, "_parts", [DelegatedCall(work)]) for work in works]
         return self._pending([part for each in parts for part in each], [])
 
     _start_coalescing = start_coalescing
     _end_coalescing = end_coalescing
 
-    # -- helpers -----------------------------------------------------------------------------------
-
     def _copy_in_turn(self, copies: Sequence[Copy], call: _Call) -> None:
-        """Copy in the engine's thread, after earlier calls and their copies, before later ones."""
+        """Copy in the engine's thread, after earlier calls and before later calls."""
         if copies:
             count_changes([into for into, _ in copies])
             call.parts.append(self._comm._submit_step(lambda: copy_all(copies)))

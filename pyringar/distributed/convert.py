@@ -1,4 +1,4 @@
-"""Tensors that the engine does not take as they are, as tensors that it does."""
+"""Stand-ins for tensors whose dtype or layout the engine does not take."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pyringar.comm.arguments import DTYPES, REDUCE_OPS
 from pyringar.comm.plain_group import check_no_overlap
 from pyringar.errors import UnsupportedError
 
-Copy = tuple[Tensor, Tensor]  # into, from
+Copy = tuple[Tensor, Tensor]  # destination, source
 
 NATIVE = frozenset(DTYPES)
 
 SUM = dist.ReduceOp.SUM
-# Which the engine does not have.
+# Reductions that the engine does not have.
 BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 _OP_NAMES = [(getattr(dist.ReduceOp, theirs), ours) for theirs, ours in REDUCE_OPS.items()]
 _OP_NAMES += [(getattr(dist.ReduceOp, name.upper()), name) for name in BITWISE]
 
-# Summed in the wider type and narrowed once: integers wrap as they would have.
+# Dtypes that are summed in a wider dtype and narrowed once. Integers wrap in the same way.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 _WIDER |= dict.fromkeys(_FLOAT8, torch.float32)
-# On the bytes 0 and 1.
+# Reductions of bool as uint8 with the values 0 and 1.
 _BOOL_OPS = {"sum": "max", "prod": "min", "max": "max", "min": "min", "band": "min", "bor": "max"}
 _COMPLEX_OPS = ("sum", "mean")
-_UINT64_OPS = ("sum", "prod", "band", "bor", "bxor")  # the same bits as of int64
+_UINT64_OPS = ("sum", "prod", "band", "bor", "bxor")  # same bits for int64
 
 
 def reduction_name(reduce_op: Any, operation: str) -> str:
@@ -43,7 +43,7 @@ def reduction_name(reduce_op: Any, operation: str) -> str:
 
 
 class Described(NamedTuple):
-    """A call in words that differ for tensors of another size or dtype."""
+    """Description of a call, which ranks compare: operation, number of elements, dtype."""
 
     call: str
     numel: int
@@ -58,36 +58,40 @@ class Described(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """Hold what the engine gets instead of a tensor."""
+    """A tensor and op that the engine takes in place of another tensor and op.
+
+    ``after`` copies the result back into the original; before the call copy the other way. None:
+    the stand-in has the memory of the original.
+    """
 
     tensor: Tensor
     op: str
-    after: Copy | None = None  # back into the original, and the other way before; None: same memory
+    after: Copy | None = None
 
 
 def has_plain_memory(tensor: Tensor) -> bool:
-    """Return whether its memory holds its values, not negated or conjugated ones."""
+    """Return False if the memory holds the negated or conjugated values."""
     return not (tensor.is_neg() or tensor.is_conj())
 
 
 def count_changes(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd of writes to come: done later, they would look like the user's."""
+    """Count the write of a call before it runs: autograd must not see it as a later write."""
     torch.autograd.graph.increment_version(tensors)
 
 
 def copy_all(copies: Sequence[Copy]) -> None:
-    """Write as the engine does: into tensors of an inference mode, too, and uncounted by torch."""
+    """Copy without counting the write in torch; destinations may be inference tensors."""
     for target, source in copies:
-        # A copy that converts loses the sign of a negated target, and gives strided ones other NaN.
+        # A converting copy loses the sign of a negated target, and changes NaN in a strided target.
         if not (target.is_contiguous() and has_plain_memory(target)):
             source = source.to(target.dtype)
         target.data.copy_(source)
 
 
 def for_reduction(tensor: Tensor, op: str) -> StandIn:
-    """Return a stand-in of a dtype in `NATIVE` for a strided tensor, and its op.
+    """Return a stand-in for a tensor that is reduced, of a dtype in `NATIVE`.
 
-    Raise ArgumentError for an expanded tensor, UnsupportedError for an impossible dtype and op.
+    ArgumentError for an expanded tensor; UnsupportedError for an impossible dtype and op.
     """
     check_no_overlap("tensor", tensor)
     tensor = tensor.detach()
@@ -111,7 +115,6 @@ def for_reduction(tensor: Tensor, op: str) -> StandIn:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as bytes, in one more dimension after the others."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -119,10 +122,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def for_copy(tensor: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return a stand-in of a dtype in `NATIVE` for the bytes of a strided tensor.
+    """Return a stand-in for a tensor whose bytes are moved, of a dtype in `NATIVE`.
 
-    The second result is None if the stand-in has the memory of ``tensor``, which ``apart`` forbids.
-    Else copy ``tensor`` into it before a call reads, or from it after a call wrote.
+    The second result is the memory of the stand-in, which the caller copies ``tensor`` into before
+    a read, or out of after a write. It is None if both share memory, unless ``apart``.
     """
     data, whole = tensor.detach(), None
     is_native = tensor.dtype in NATIVE

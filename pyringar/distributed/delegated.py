@@ -1,4 +1,7 @@
-"""Watch calls handed to gloo, which waits 30 s for a rank that is gone and names none."""
+"""Calls that the engine does not have, handed to gloo and watched for lost ranks.
+
+gloo alone waits 30 s for a dead rank, and its error does not name the rank.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,22 @@ from pyringar.distributed.convert import (
     has_plain_memory,
 )
 from pyringar.distributed.fallback import Fallback
-from pyringar.distributed.work import Completer, Part, PendingWork
+from pyringar.distributed.torch_works import BackgroundCall, Completer, PendingWork
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
-_LOOK_S = 0.2
-# What a rank sent before it went is on its way for less than this.
+_POLL_S = 0.2
+# Data that a rank sent before it exited arrives within this time.
 _GRACE_S = 1.0
-# In what gloo says of a connection, and of one that it closed by itself.
+# Words of gloo's errors about a broken connection.
 _CONNECTION = ("/transport/", "pair closure")
 
 
-class WatchedPart:
-    """A call of gloo that runs, as a `pyringar.distributed.work.Part`.
+class WatchedCall:
+    """A running call of gloo, as a `pyringar.distributed.torch_works.BackgroundCall`.
 
-    ``begin`` starts it and returns gloo's work. It cannot end without the ranks ``peers``. If it
-    ends well, ``copies`` are made, whether or not a thread waits. Gloo ends a message only in a
-    wait. Raises PeerLostError if a peer is lost, RingarError if the group failed or is closed.
+    ``begin`` starts the call and returns gloo's work. The call cannot end without the ranks
+    ``peers``. After it succeeds, ``copies`` are made even if no thread waits. Gloo completes a
+    message only in a wait. PeerLostError if a peer is lost; RingarError if the group has failed.
     """
 
     def __init__(
@@ -56,28 +59,28 @@ class WatchedPart:
         self._peers = [rank for rank in peers if rank != comm.rank]
         self._copies = copies
         self._gone_since = 0.0
-        self._error: RuntimeError | None = None  # that names a rank
-        self._failure: Exception | None = None  # of gloo
+        self._error: RuntimeError | None = None  # the error that names a rank
+        self._failure: Exception | None = None  # gloo's error
         self._end = Latch()
         self._check(self._peers)
         try:
             self.work = begin()
-        except RuntimeError as error:  # a message that could not connect, or an argument
+        except RuntimeError as error:  # a broken connection or a wrong argument
             self._check(self._peers)
             self._raise_named(error)
-        # One thread takes it: a second wait of gloo would be for another message.
+        # One thread takes it: a second wait would wait for another message.
         self._waits = [self.work.wait]
         self._needs_wait = is_message or bool(copies)
         if copies:
             self._has_ended(0)
 
     def wait(self, timeout: float | None = None) -> object:
-        """Block until it is done, or for ``timeout`` seconds; the group's deadlines count, too.
+        """Block until the call is done, or raise after ``timeout`` seconds or a failed group.
 
         PeerLostError or CollectiveTimeout names the rank; RingarError: the group was aborted.
         """
         ends = time.monotonic() + (float("inf") if timeout is None else timeout)
-        while not self._has_ended(max(0.001, min(_LOOK_S, ends - time.monotonic()))):
+        while not self._has_ended(max(0.001, min(_POLL_S, ends - time.monotonic()))):
             if time.monotonic() > ends:
                 raise CollectiveTimeout(f"{self._operation} is not done after {timeout:.3g} s")
             self._check_while_waiting()
@@ -89,7 +92,7 @@ class WatchedPart:
         return self._has_ended(0) if self._needs_wait else bool(self.work.is_completed())
 
     def _has_ended(self, seconds: float) -> bool:
-        """Wait at most so many seconds, while a thread waits for gloo."""
+        """Return True if the call ends within so many seconds; start a thread that waits."""
         if self._waits:
             self._fallback.waiters.submit(self._wait_for_gloo)
         return self._end.wait(seconds)
@@ -103,7 +106,7 @@ class WatchedPart:
             wait()
             copy_all(self._copies)
         except Exception as error:
-            self._failure = error.with_traceback(None)  # which would hold this, and this the error
+            self._failure = error.with_traceback(None)  # the traceback would hold this object
         self._end.open()
 
     def _raise_named(self, error: Exception) -> NoReturn:
@@ -115,11 +118,11 @@ class WatchedPart:
         raise self._error from error
 
     def _named(self, error: Exception) -> RuntimeError:
-        """Return the error of a lost rank, or else gloo's error as one of ours."""
+        """Return the error of a lost rank, else gloo's error as an error of this library."""
         text = str(error).lower()
         is_late = "timed out" in text or "timeout" in text
         ends = time.monotonic() + (0 if is_late else _GRACE_S)
-        while True:  # a process closes its connections before it is gone
+        while True:  # a dying process closes its connections before it is gone
             try:
                 self._check(self._peers)
             except RuntimeError as cause:
@@ -133,7 +136,7 @@ class WatchedPart:
         return (CollectiveTimeout if is_late else PeerLostError)(f"{waited}: {error}{names}")
 
     def _check(self, peers: Sequence[int]) -> None:
-        """Raise if a rank is gone, and tell the others: this one may leave because of it."""
+        """Raise if a rank is gone; tell the other ranks, since this rank may exit next."""
         try:
             self._comm.check_peers(peers)
         except PeerLostError as error:
@@ -154,12 +157,12 @@ class WatchedPart:
 
 
 def _read(_: list[Copy], tensor: Tensor) -> Tensor:
-    """Return a tensor that gloo can send: the given one, its bytes, or the bytes of a copy."""
+    """Return a tensor that gloo can send: the same tensor, its bytes, or those of a copy."""
     return _movable(_whole(tensor))
 
 
 def _written(copies: list[Copy], tensor: Tensor) -> Tensor:
-    """Return a tensor for gloo to receive into: the given one, its bytes, or a copy's."""
+    """Return a tensor that gloo can receive into; add the copy out of it, if needed."""
     stand_in = _whole(tensor)
     count_changes([tensor])
     if stand_in is not tensor:
@@ -169,7 +172,6 @@ def _written(copies: list[Copy], tensor: Tensor) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the tensor that gloo can take: its elements end to end, not negated."""
     is_strided_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
     if not is_strided_here or (tensor.is_contiguous() and has_plain_memory(tensor)):
         return tensor
@@ -188,10 +190,10 @@ def _handed(
     peers: Callable[..., Sequence[int] | None] = lambda *_: None,
     is_message: bool = False,
 ) -> Callable[..., Any]:
-    """Make a method that hands a call to the backend for its tensors.
+    """Make a method that hands a call to the backend for the device of its tensors.
 
-    ``conversions`` are for the first arguments, tensors or lists of tensors. ``peers`` returns the
-    ranks without which the call cannot end, None for all.
+    ``conversions`` apply to the first arguments, which are tensors or lists of tensors. ``peers``
+    returns the ranks without which the call cannot end, None for all.
     """
 
     def hand_over(self: Delegated, *arguments: Any) -> Any:
@@ -226,19 +228,19 @@ def flat(given: Any) -> list[Tensor]:
 
 
 def _to_or_from_root(group: Delegated, _outputs: Any, _inputs: Any, opts: Any) -> Sequence[int]:
-    """Return the ranks that this rank needs: all at the root, elsewhere the root alone."""
+    """Return the ranks that this rank needs: all ranks at the root, else the root."""
     is_root = opts.rootRank == group._comm.rank
     return range(group._comm.world_size) if is_root else [opts.rootRank]
 
 
 class Delegated:
-    """Hand the calls that the engine does not know to gloo, which moves any dtype as bytes."""
+    """The calls of torch.distributed that gloo runs; it moves any dtype as bytes."""
 
     _comm: Any
     _fallback: Fallback
     _completer: Completer
     _timeout: timedelta
-    _batch: list[Any] | None  # the works of what is coalesced now
+    _batch: list[Any] | None  # works of the calls that are being coalesced
     _own_devices: tuple[str, ...] = ("cpu",)
 
     gather = _handed("gather", _written, _read, peers=_to_or_from_root)
@@ -267,15 +269,15 @@ class Delegated:
         peers: Sequence[int] | None = None,
         is_message: bool = False,
     ) -> Any:
-        """Return the work of a call of the backend for these tensors.
+        """Call the backend for the device of these tensors; return the work.
 
-        ``copies``: made after the call. ``names``: possible names of the backend's method (default:
-        ``operation``). ``results``: the tensors that it writes (default: ``tensors``). ``peers``:
-        the ranks without which it cannot end (default: all).
+        ``copies`` are made after the call. ``names`` are possible names of the backend's method
+        (default: ``operation``). ``results`` are the tensors that it writes (default: ``tensors``).
+        The call cannot end without the ranks ``peers`` (default: all).
         """
         device = tensors[0].device.type if tensors else "cpu"
         backend = self._fallback.for_device(device, operation)
-        if arguments[-1] is None:  # its options: the backend has a default
+        if arguments[-1] is None:  # no options: the backend has default options
             arguments = arguments[:-1]
         begin = partial(_by_any_name(backend, *(names or (operation,))), *arguments)
         if device not in self._own_devices:
@@ -291,9 +293,9 @@ class Delegated:
         peers: Sequence[int] | None = None,
         *,
         is_message: bool = False,
-    ) -> list[Part]:
+    ) -> list[BackgroundCall]:
         peers = range(self._comm.world_size) if peers is None else peers
-        part = WatchedPart(self, operation, peers, begin, copies, is_message=is_message)
+        part = WatchedCall(self, operation, peers, begin, copies, is_message=is_message)
         if not is_message:
             self._fallback.add(part)
         return [part]
@@ -303,7 +305,7 @@ class Delegated:
             t.device.type not in self._own_devices or t.layout is not torch.strided for t in tensors
         )
 
-    def _pending(self, parts: Sequence[Part], results: Any) -> Any:
+    def _pending(self, parts: Sequence[BackgroundCall], results: Any) -> Any:
         return self._noted(PendingWork(self._completer, parts, results))
 
     def _noted(self, work: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The backends of torch that do what the engine does not: gloo, and NCCL for CUDA tensors."""
+"""gloo and NCCL for the calls and devices that the engine does not have."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import torch
 import torch.distributed as dist
 
 from pyringar.comm.exits import close_at_exit, is_inherited, never_destroy
-from pyringar.distributed.work import Part, Threads
+from pyringar.distributed.torch_works import BackgroundCall, Threads
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
-# How long close() waits for each thread whose wait was ended.
+# Seconds that close() waits for each thread after it has ended the thread's call.
 _GRACE_S = 1.0
 
 
 class Fallback:
-    """A group's gloo, and its NCCL where the user asked for one.
+    """The gloo group of a process group, and its NCCL group if the user asked for NCCL.
 
-    Gloo connects all ranks when the group is made, so that a message never waits for a rank that is
-    elsewhere in its program. If that fails, the first call that needs gloo raises the error.
+    Gloo connects all ranks at once: a message never waits until its receiver connects. If that
+    fails, the first call that needs gloo raises the error.
 
-    ``backend_of`` returns the user's backend for a device type. ``set_timeout`` is the group's.
+    ``backend_of`` returns the backend that the user named for a device type. ``set_timeout`` sets
+    the timeout of the process group.
     """
 
     def __init__(
@@ -41,21 +42,21 @@ class Fallback:
         self._backend_of = backend_of
         self._gloo: Any = None
         self._nccl: Any = None
-        # Without a lock, as the works of an EngineCommunicator: each use is one step.
-        self._under_way: set[Part] = set()
+        # Needs no lock: each use is one step of the interpreter.
+        self._under_way: set[BackgroundCall] = set()
         self.waiters = Threads("calls of gloo")
         self._is_closed = False
         self._error: Exception | None = None
         try:
             self._gloo = make_gloo(*self._endpoint, on_timeout=set_timeout)
             close_at_exit(self, Fallback.close)
-        except Exception as error:  # raised when it is needed: many programs never do
+        except Exception as error:  # raised by the first call that needs gloo
             self._error = error
 
     def for_device(self, device: str, operation: str) -> Any:
         """Return the backend for tensors on a type of device.
 
-        UnsupportedError if there is none, RingarError if the group was destroyed.
+        UnsupportedError without a backend; RingarError if the group was destroyed.
         """
         if self._is_closed:
             raise RingarError(f"{operation}: this process group was destroyed")
@@ -82,29 +83,29 @@ class Fallback:
             if backend is not None:
                 backend.set_timeout(timeout)
 
-    def add(self, *parts: Part) -> None:
+    def add(self, *parts: BackgroundCall) -> None:
         self._under_way.update(parts)
         for part in list(self._under_way):
             if part.is_completed():
                 self._under_way.discard(part)
 
-    def under_way(self) -> list[Part]:
+    def under_way(self) -> list[BackgroundCall]:
         return [part for part in list(self._under_way) if not part.is_completed()]
 
     def finish(self) -> None:
         for part in list(self._under_way):
-            with contextlib.suppress(RuntimeError):  # its work has it
+            with contextlib.suppress(RuntimeError):  # the work of the call raises the error
                 part.wait()
 
     def abort(self) -> None:
         if not is_inherited(self):
-            break_off(self._gloo)
+            abort_calls(self._gloo)
 
     def closed_peers(self) -> list[int]:
         return closed_peers(self._gloo)
 
     def close(self) -> None:
-        """Release both: at exit, gloo's threads would abort the process.
+        """Release gloo and NCCL: at exit, threads of gloo would abort the process.
 
         A gloo with a running call stays in memory: its destructor waits with the GIL held.
         """
@@ -124,7 +125,7 @@ class Fallback:
             self._nccl = None
 
 
-# Of messages that no rank sends, and of messages that no rank receives. They must not meet.
+# Tags of messages that no rank sends, and of messages that no rank receives.
 _NOT_SENT, _NOT_RECEIVED = 2**31 - 1, 2**31 - 2
 
 
@@ -136,10 +137,10 @@ def make_gloo(
     *,
     on_timeout: Callable[[timedelta], None] | None = None,
 ) -> Any:
-    """Return a gloo group in which all ranks are connected.
+    """Make a gloo group, and connect all ranks.
 
-    torch up to 2.13 calls ``on_timeout`` instead of setting this gloo's timeout. ArgumentError if
-    there is no network as ``GLOO_SOCKET_IFNAME`` says; RuntimeError if a rank is late.
+    torch up to 2.13 calls ``on_timeout`` instead of setting the timeout of gloo. ArgumentError if
+    there is no network ``GLOO_SOCKET_IFNAME``; RuntimeError if a rank is late.
     """
     if not dist.is_gloo_available():
         raise UnsupportedError("this torch was built without gloo")
@@ -149,7 +150,7 @@ def make_gloo(
     options = kind._Options()
     options._timeout = timeout
     options._threads = 2
-    # As torch's own: without names, the network on which this machine's name is found.
+    # Like torch: by default the network of this machine's host name.
     networks = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
     try:
         devices = [kind.create_device(interface=network, lazy_init=False) for network in networks]
@@ -179,27 +180,27 @@ def make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return kind(PrefixStore("nccl/", store), rank, size, options)
 
 
-def break_off(gloo: Any) -> None:
-    """Make gloo's calls and messages fail, except receives from any rank.
+def abort_calls(gloo: Any) -> None:
+    """Make all calls and messages of gloo fail, except receives from any rank.
 
-    When a message times out, gloo closes all connections.
+    Gloo closes all connections when a message times out.
     """
     for peer in _peers(gloo):
-        with contextlib.suppress(RuntimeError):  # also if this connection is closed already
+        with contextlib.suppress(RuntimeError):  # a timeout, or a closed connection
             gloo.recv([torch.empty(0)], peer, _NOT_SENT).wait(timedelta(milliseconds=1))
 
 
 def closed_peers(gloo: Any) -> list[int]:
-    """Return the ranks that have closed their connections. Never waits; announces a message.
+    """Return the ranks that have closed their connections: dead ranks, and ranks that aborted.
 
-    The list also holds ranks that live and have given up: after a failure they break off.
+    Never waits; announces a message to each rank.
     """
     closed = []
     for peer in _peers(gloo):
         try:
             gloo.send([torch.zeros(1)], peer, _NOT_RECEIVED)
         except RuntimeError as error:
-            if "Application timeout" not in str(error):  # else this rank has closed it
+            if "Application timeout" not in str(error):  # else the local rank closed it
                 closed.append(peer)
     return closed
 

@@ -1,4 +1,4 @@
-"""Reduce over several machines: shared memory inside each, gloo or NCCL between them."""
+"""A communicator over several machines: shared memory inside, gloo or NCCL between machines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyringar.comm.stores import checked_store
 from pyringar.comm.topology import Plan, check_device
 from pyringar.distributed.between import Between
 from pyringar.distributed.convert import count_changes
-from pyringar.distributed.machines import Column, Machines
+from pyringar.distributed.machines import Column, MachineLayout
 from pyringar.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -35,7 +35,7 @@ from pyringar.errors import (
     UnsupportedError,
 )
 
-# Ranks wait longer inside a machine, so that a rank that waits for another machine fails first.
+# Added to the timeout inside a machine: a rank that waits for another machine fails first.
 _INSIDE_GRACE_S = 1.0
 
 
@@ -58,10 +58,10 @@ def communicator_for(
     device: str | torch.device | int | None = None,
     compares_shapes: bool = True,
 ) -> ProcessCommunicator | HierarchicalCommunicator:
-    """Return this rank's communicator, for a job on one machine or on several.
+    """Make this rank's communicator for a job on one machine or on several.
 
     Args:
-        algorithm: For every call that names none itself; on several machines ``"auto"``.
+        algorithm: Default for all calls; ``"auto"`` on several machines.
 
     See `HierarchicalCommunicator` for the other arguments and errors.
     """
@@ -76,8 +76,8 @@ def communicator_for(
             return one
     if algorithm != "auto":
         raise ArgumentError(
-            f"algorithm is {algorithm!r}, but the ranks are on {num_nodes} machines, whose sums "
-            "are added to each other: expected 'auto'"
+            f"algorithm is {algorithm!r}, but the ranks are on {num_nodes} machines: expected "
+            "'auto'"
         )
     made = HierarchicalCommunicator.__new__(HierarchicalCommunicator)
     made._join(meeting, members, place, order, timeout, compares_shapes)
@@ -90,10 +90,10 @@ class HierarchicalCommunicator(RankCommunicator):
     A `pyringar.ProcessCommunicator` reduces inside each machine. Gloo (CPU tensors) or NCCL (GPUs)
     reduces between machines, over its own connections. ``GLOO_SOCKET_IFNAME`` names the network.
 
-    Each rank with tensors on a GPU needs its own GPU. Calls are enqueued on the caller's current
+    Each rank with CUDA tensors needs its own GPU. Calls are enqueued on the caller's current
     stream: the host waits for other ranks, never for a GPU. A work completes when its call is
-    enqueued. The next call reports a rank that is lost later; results may be invalid until then. No
-    machine with several GPUs has run this yet.
+    enqueued. If a rank is lost later, the next call reports it, and results before may be invalid.
+    No machine with several GPUs has run this yet.
 
     Args:
         order: ``"any"`` adds each machine's ranks in rank order, then the machines' sums in the
@@ -105,10 +105,10 @@ class HierarchicalCommunicator(RankCommunicator):
     Attributes:
         nodes: Ranks of every machine, in the order in which machines are added.
 
-    Cost: with L ranks on each of M machines an all_reduce of N bytes sends ``2 (M - 1) / M`` of
-    ``N / L`` bytes per rank, and 128 to each other machine to compare calls. If machines have
-    different numbers of ranks, the first rank of each sends all bytes. All but one contiguous
-    tensor of 32 bits or more are packed.
+    Cost: with L ranks on each of M machines, a rank sends ``2 (M - 1) / M * N / L`` bytes in an
+    all_reduce of N bytes, and 128 bytes to each other machine to compare calls. If machines have
+    different numbers of ranks, the first rank of each machine sends all its bytes. Lists, 16-bit
+    floats and tensors with gaps are packed first.
     """
 
     _refused: Mapping[str, str] = {
@@ -150,7 +150,7 @@ class HierarchicalCommunicator(RankCommunicator):
         self._configure("auto", order, timeout)
         check_agreed(members)
         self.nodes = ranks_by_node(members)
-        self._machines = machines = Machines(self.nodes, self._rank)
+        self._machines = machines = MachineLayout(self.nodes, self._rank)
         self._place = f"machine {machines.node} of {len(self.nodes)}, "
         machines.check_order(order)
         self._intra = host = self._inside("machine", device)
@@ -166,7 +166,7 @@ class HierarchicalCommunicator(RankCommunicator):
         self._num_calls = 0
         kind = HierarchicalCommunicator
         close_at_exit(self, kind.close, abort=kind.abort, progress=kind._progress)
-        self.barrier()  # a rank that leaves now would look lost to ranks that still connect
+        self.barrier()  # a rank that exits now would look lost to ranks that still connect
 
     def _inside(self, name: str, device: torch.device) -> ProcessCommunicator:
         return ProcessCommunicator(
@@ -201,8 +201,8 @@ class HierarchicalCommunicator(RankCommunicator):
         try:
             job.wait()
         except BaseException as error:
-            if not job.is_completed():  # interrupted: it must not write behind the caller's back
-                self._break_off(error)
+            if not job.is_completed():  # interrupted: the call must not write later
+                self._fail_group(error)
                 with suppress(RingarError):
                     job.wait()
             raise
@@ -224,9 +224,8 @@ class HierarchicalCommunicator(RankCommunicator):
     def _order_of(self, algorithm: str, order: str) -> str:
         if order != self._order:
             raise ArgumentError(
-                f"order is {order!r}, but this HierarchicalCommunicator was made with "
-                f"order={self._order!r}, and adds in no other: make it with order={order!r}, as in "
-                f"communicator_for(order={order!r})"
+                f"order is {order!r}, but this HierarchicalCommunicator adds in the order of its "
+                f"constructor, {self._order!r}: make it with communicator_for(order={order!r})"
             )
         return order
 
@@ -266,11 +265,11 @@ class HierarchicalCommunicator(RankCommunicator):
             return
         self._is_closed = True
         if self._jobs.is_awaited_here():
-            self._break_off(RingarError("this communicator was closed while a call waited"))
+            self._fail_group(RingarError("this communicator was closed while a call waited"))
         try:
             self._jobs.close()
         except BaseException as error:
-            self._break_off(error)
+            self._fail_group(error)
             raise
         self._column.close()
         for group in self._inside_groups:
@@ -278,14 +277,14 @@ class HierarchicalCommunicator(RankCommunicator):
 
     def _abort(self, why: str) -> None:
         if not is_inherited(self):
-            self._break_off(RingarError(f"rank {self._rank} has aborted the group"))
+            self._fail_group(RingarError(f"rank {self._rank} has aborted the group"))
             self.close()
 
     def _progress(self) -> tuple[int, int] | None:
         num = self._jobs.num_under_way()
         return (num, self._column.num_chunks) if num else None
 
-    def _break_off(self, why: BaseException) -> None:
+    def _fail_group(self, why: BaseException) -> None:
         if self._failure is None:
             self._failure = why
             self._column.keep_error(why)  # before other machines see connections close
@@ -320,13 +319,13 @@ class HierarchicalCommunicator(RankCommunicator):
                 self._between.run(call, what)
         except BaseException as error:
             if self._failure is None and not self._between.is_told:
-                raise  # such as no memory: there was no call
+                raise  # such as a lack of memory, before other ranks know of the call
             named = error
             head = f"{what} over {len(self.nodes)} machines: "
-            is_told = head in str(error)  # by another rank: the text must not grow
+            is_told = head in str(error)  # the error of another rank: its text must not grow
             if isinstance(error, (PeerLostError, CollectiveTimeout)) and not is_told:
                 named = type(error)(f"{head}{error}")
-            self._break_off(named)
+            self._fail_group(named)
             if self._failure is named:
                 raise named from error
             raise RingarError(f"{what} was broken off: {_text_of(self._failure)}") from error

@@ -1,4 +1,4 @@
-"""Which machine each rank is on, and the connections between machines."""
+"""The machine of each rank, and the connections between machines."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from pyringar.choices import ORDERS, check_choice
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.rank_info import RankInfo
 from pyringar.comm.stores import PatientStore
-from pyringar.distributed.fallback import break_off, closed_peers, make_gloo, make_nccl
+from pyringar.distributed.fallback import abort_calls, closed_peers, make_gloo, make_nccl
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
-Wait = Callable[[], object]
+WaitFunction = Callable[[], object]
 
 _CHUNK_BYTES = 16 * 2**20  # each chunk has its own deadline
-_STORE_S = 1.0  # to reach the store, which may be on a lost machine
+_STORE_S = 1.0  # seconds to reach the store, which may be on a lost machine
 
 
-class Machines:
-    """The ranks of every machine, and the place of this process's rank.
+class MachineLayout:
+    """The ranks of every machine, and the machine and local rank of this process.
 
-    If machines have equally many ranks, the ranks with one local rank form a column, which carries
-    an equal part of the data. Else the first rank of each machine carries all.
+    If machines have equally many ranks, the ranks with equal local rank form a column, which
+    carries an equal share of the data. Else the first rank of each machine carries all data.
     """
 
     def __init__(self, nodes: list[list[int]], rank: int) -> None:
         self.nodes = nodes  # the ranks of every machine, in the order in which machines are added
         self.rank = rank
-        self.node = next(i for i, ranks in enumerate(nodes) if rank in ranks)  # its machine
+        self.node = next(i for i, ranks in enumerate(nodes) if rank in ranks)  # this machine
         self.others = [node for node in range(len(nodes)) if node != self.node]
         self.here = nodes[self.node]
         self.local_rank = self.here.index(rank)
         self.are_equal = len({len(ranks) for ranks in nodes}) == 1
         self.num_columns = len(self.here) if self.are_equal else 1
         self.is_carrier = self.local_rank < self.num_columns
-        # All ranks by column, then by machine: the order of their parts in flat data.
+        # The order of ranks' blocks in flat data: by column, then by machine.
         columns = zip(*nodes, strict=True) if self.are_equal else nodes
         self.block_order = [rank for column in columns for rank in column]
 
@@ -65,16 +65,16 @@ class Machines:
 
 
 class Column:
-    """Connections between one rank of every machine; none for a rank that carries no data.
+    """Connections between the ranks of one column; a rank that carries no data has no connections.
 
-    All methods raise PeerLostError or CollectiveTimeout, which names ranks and machines, and quotes
-    the first error of the group: a rank that fails closes connections of others.
+    All methods raise PeerLostError or CollectiveTimeout. It names ranks and machines, and quotes
+    the first error of the group, because a rank that fails closes its connections to other ranks.
     """
 
     def __init__(
         self,
         store: Any,
-        machines: Machines,
+        machines: MachineLayout,
         members: Sequence[RankInfo],
         timeout_s: float,
         device: torch.device,
@@ -87,7 +87,7 @@ class Column:
         self._inside = inside  # the communicator of this machine
         self._store = store
         self.set_timeout(timeout_s)
-        self.num_chunks = 0  # that have crossed
+        self.num_chunks = 0  # sent or received so far
         self.sent = {"calls": 0, "bytes": 0}
         self._gloo: Any = None
         self._nccl: Any = None
@@ -99,10 +99,10 @@ class Column:
                 self._nccl = make_nccl(*endpoint)
         close_at_exit(self, Column.close)
 
-    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Wait:
+    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> WaitFunction:
         """Begin to send and receive contiguous tensors, by machine.
 
-        The returned function waits. With GPUs the current stream waits, and the host does not.
+        The returned function waits: the host for CPU tensors, the current stream for CUDA tensors.
         """
         if self._gloo is None:
             return lambda: None
@@ -125,13 +125,15 @@ class Column:
 
         return wait
 
-    def _exchange_on_gpu(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Wait:
+    def _exchange_on_gpu(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
+    ) -> WaitFunction:
         nothing = next(iter((*sent.values(), *received.values()))).new_empty(0)
         nodes = range(len(self._machines.nodes))
         outputs = [received.get(node, nothing) for node in nodes]
         inputs = [sent.get(node, nothing) for node in nodes]
         options = torch._C._distributed_c10d.AllToAllOptions()
-        wait: Wait = self._nccl.alltoall(outputs, inputs, options).wait
+        wait: WaitFunction = self._nccl.alltoall(outputs, inputs, options).wait
         return wait
 
     def _checked(self, nodes: Sequence[int], call: Callable[..., Any], *arguments: Any) -> Any:
@@ -153,17 +155,17 @@ class Column:
             cause = cause or self._told_inside()
             is_late = "timed out" in why.lower() or "timeout" in why.lower()
             text = f"rank {machines.rank} waited for ranks {peers} of the other machines ({places})"
-            if " waited for " in cause:  # for the rank that is lost or late: these closed after it
+            if " waited for " in cause:  # names the lost or late rank; connections closed later
                 text = f"{cause}; connections to {places} were closed"
                 cause = ""
             elif is_silent:
-                cause = "the store does not answer, so that a rank beside these may be the cause"
+                cause = "the store does not answer, so another rank may be the cause"
             raise (CollectiveTimeout if is_late else PeerLostError)(
                 f"{text}: {why}{'; ' if cause else ''}{cause}"
             ) from error
 
     def _told_inside(self) -> str:
-        """Return the error of a rank of this machine: the store may be served by a lost rank."""
+        """Return the error of this machine's communicator, in case a lost rank serves the store."""
         try:
             self._inside.check_peers([])
         except RingarError as error:
@@ -171,10 +173,7 @@ class Column:
         return ""
 
     def in_all_ranks(self, text: str) -> str:
-        """Replace ranks of this machine, which count from 0, by those of all machines.
-
-        Names that were replaced before stay.
-        """
+        """Replace local ranks of this machine in a text by ranks of the group."""
         members = [self._members[rank] for rank in self._machines.here]
         for member in members:
             place = re.escape(f"(process {member.pid} on {member.host})")
@@ -186,9 +185,9 @@ class Column:
         )
 
     def keep_error(self, error: BaseException | None = None) -> str | None:
-        """Write the error to the store, if it is the first of the group.
+        """Write the first error of the group to the store.
 
-        Return another rank's error if that was first, else ""; None if the store does not answer.
+        Return the first error if it is another rank's, else ""; None if the store does not answer.
         """
         mark = f"rank {self._machines.rank}: "
         store = PatientStore(self._store, "failure", 0, time.monotonic() + _STORE_S)
@@ -206,7 +205,7 @@ class Column:
         self._timeout = timedelta(seconds=min(seconds, 1e6))
 
     def abort(self) -> None:
-        break_off(self._gloo)
+        abort_calls(self._gloo)
 
     def close(self) -> None:
         if is_inherited(self):

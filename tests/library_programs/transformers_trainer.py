@@ -31,6 +31,6 @@ found = {
     "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     "parameters": model.transformer.wte.weight.tolist(),
 }
-if trainer.is_world_process_zero():  # which has written them by now
+if trainer.is_world_process_zero():  # rank 0 writes the checkpoints
     found["checkpoints"] = sorted(p.name for p in (folder / "out").glob("checkpoint-*"))
 (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Waits of ranks, the calls among them, where the calls of a group meet, and words for all."""
+"""Calls and waits of ranks that are threads, matched between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pyringar.errors import ArgumentError, CollectiveTimeout, RingarError
 
 if TYPE_CHECKING:
     from pyringar.cluster.cluster import Cluster
-    from pyringar.cluster.ranks import Rank
+    from pyringar.cluster.rank_threads import RankThread
 
-# Packages whose frames are not the program's.
+# Packages whose frames are left out of a program's stack.
 _INSIDE = {"pyringar", "torch", "typing_extensions"}
 _LIBRARY = {"concurrent", "contextlib", "functools", "importlib", "runpy", "threading", "warnings"}
 _MOST_VALUES = 3
@@ -31,7 +31,7 @@ _MOST_TEXT = 2000
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Compute as torch does by itself: without this thread's modes, subclasses and gradients."""
+    """Switch off this thread's gradient mode, dispatch modes and tensor subclasses."""
     with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -42,14 +42,14 @@ def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
 
 @dataclass(eq=False, repr=False)
 class Wait:
-    """A wait of a rank, until another rank acts."""
+    """A wait of one rank for other ranks."""
 
-    rank: Rank
+    rank: RankThread
     what: str
-    limit_s: float | None = None  # None: as long as another rank may act
-    call: Call | None = None  # whose end ends the wait, too
-    is_pause: bool = False  # only lets others run: the program may ask in a loop
-    ends_s: float = math.inf  # when the limit is reached, by the schedule's clock
+    limit_s: float | None = None  # None: until no other rank can end the wait
+    call: RankCall | None = None  # the end of this call ends the wait
+    is_pause: bool = False  # done at once: the rank polls, and lets other ranks run
+    ends_s: float = math.inf  # the schedule's clock when limit_s is over
     error: BaseException | None = None
     _is_over: bool = False
 
@@ -71,26 +71,26 @@ class Wait:
         self.finish(CollectiveTimeout(f"{self.what} is not done after {self.limit_s:g} s{what}"))
 
     def raise_error(self) -> None:
-        """Raise a copy of the error that ended it: ranks do not share exceptions."""
+        """Raise a copy of the error that ended the wait: ranks do not share exceptions."""
         if self.error is not None:
             raise copy_of(self.error)
 
 
-class Call(Wait):
-    """A rank's part of a collective, or one side of a message.
+class RankCall(Wait):
+    """One rank's call of a collective, or one side of a message.
 
-    ``act`` does the work, given one call of each rank, all with the same ``details``. The call
-    cannot end without the group's ranks ``peers``; None: all.
+    The last rank to call runs ``act`` with the calls of all ranks, whose ``details`` are equal. A
+    message waits for the group's ranks ``peers``; a collective waits for all (None).
     """
 
     def __init__(
         self,
-        meeting: Meeting,
-        rank: Rank,
+        meeting: GroupCalls,
+        rank: RankThread,
         what: str,
         tensors: Sequence[Tensor],
         details: dict[str, Any],
-        act: Callable[[Sequence[Call]], object] | None,
+        act: Callable[[Sequence[RankCall]], object] | None,
         args: Any = None,
         peers: Sequence[int] | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class Call(Wait):
         self.args = args
         self.peers = peers
         self.number = 0
-        self.are_alike = False  # whether sizes and dtypes must agree between ranks
+        self.are_alike = False  # True: sizes and dtypes must be equal on all ranks
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
         self.dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         self.line, _ = call_of_program()
@@ -109,13 +109,15 @@ class Call(Wait):
         self._steps: list[Callable[[], object]] = []
 
     def wait(self, timeout: float | None = None, *, what: str = "") -> object:
-        """Let others run until it is done; raise its error, or CollectiveTimeout: it goes on."""
+        """Let other ranks run until the call is done; raise its error.
+
+        CollectiveTimeout after ``timeout`` seconds. The call may still end later.
+        """
         self.meeting.cluster.wait(Wait(self.rank, what or self.what, timeout, self))
         self.raise_error()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done; if not, let others run first."""
         self.rank.check_thread()
         if not self.is_done:
             self.meeting.cluster.wait(Wait(self.rank, self.what, call=self, is_pause=True))
@@ -125,7 +127,7 @@ class Call(Wait):
         return self.error
 
     def then(self, step: Callable[[], object]) -> None:
-        """Run ``step`` when it has ended well, before this rank's next call can end."""
+        """Run ``step`` after the call succeeds, before this rank's next call can end."""
         self._steps.append(step)
         if self.is_done:
             self.run_steps()
@@ -142,11 +144,11 @@ class Call(Wait):
         ranks = self.meeting.ranks
         if self.peers is not None:
             return [ranks[i] for i in self.peers]
-        there = self.meeting.open.get(self.number, {})
-        return [rank for i, rank in enumerate(ranks) if i not in there]
+        calls = self.meeting.open.get(self.number, {})
+        return [rank for i, rank in enumerate(ranks) if i not in calls]
 
     def signature(self, most_values: int) -> str:
-        """Return a description that must be equal on all ranks, with at most so many sizes."""
+        """Return the description that must be equal on all ranks, with at most so many sizes."""
         pairs = zip(map(math.prod, self.shapes), self.dtypes, strict=True)
         sizes = some((f"{numel} {dtype}" for numel, dtype in pairs), most_values)
         return f"{self} of {sizes}" if self.are_alike and sizes else str(self)
@@ -156,21 +158,24 @@ class Call(Wait):
         return f"{self.what} ({details})" if details else self.what
 
 
-class Meeting:
-    """The calls of a group: ``ranks`` are their numbers in the cluster, ``name`` is for reports."""
+class GroupCalls:
+    """The open calls of one group, matched by their number.
+
+    ``ranks`` are the group's ranks, numbered as in the cluster. Tables show ``name``.
+    """
 
     def __init__(self, cluster: Cluster, ranks: Sequence[int], name: str) -> None:
         self.cluster = cluster
         self.ranks = ranks
         self.name = name
         self._numbers = [0] * len(ranks)
-        self.open: dict[int, dict[int, Call]] = {}  # of each number, by rank in the group
-        self._messages: list[Call] = []  # of which the other side is missing
+        self.open: dict[int, dict[int, RankCall]] = {}  # by number, then by rank in the group
+        self._messages: list[RankCall] = []  # sends without a recv, and recvs without a send
 
-    def post(self, index: int, call: Call) -> None:
-        """Take part in a collective as the group's rank ``index``, without a wait.
+    def post(self, index: int, call: RankCall) -> None:
+        """Add the call of the group's rank ``index``; run it if all ranks have called.
 
-        ArgumentError if all ranks have called, and not the same.
+        ArgumentError if the ranks' calls differ.
         """
         with self.cluster.schedule.lock:
             self.cluster.check_told()
@@ -184,7 +189,7 @@ class Meeting:
             del self.open[call.number]
         self._act([calls[i] for i in range(len(calls))])
 
-    def post_message(self, call: Call) -> None:
+    def post_message(self, call: RankCall) -> None:
         with self.cluster.schedule.lock:
             self.cluster.check_told()
             other = next((each for each in self._messages if _belong_together(each, call)), None)
@@ -195,16 +200,16 @@ class Meeting:
         self._act([call, other] if call.what == "send" else [other, call])
 
     def fail(self, error: BaseException) -> None:
-        calls = [*self._messages, *(c for there in self.open.values() for c in there.values())]
+        calls = [*self._messages, *(c for by_rank in self.open.values() for c in by_rank.values())]
         self._messages, self.open = [], {}
         for call in calls:
             call.finish(error)
 
     def compare(self, *numbers: int) -> None:
-        """Fail if ranks call different things as one of these numbers, or as any that is open."""
+        """Raise ArgumentError if ranks' calls differ; compare all open numbers by default."""
         for number in numbers or tuple(self.open):
             calls = self.open[number].values()
-            kinds: dict[str, list[Call]] = {}
+            kinds: dict[str, list[RankCall]] = {}
             for call in sorted(calls, key=lambda call: call.rank.index):
                 kinds.setdefault(call.signature(len(call.shapes)), []).append(call)
             if len(kinds) > 1:
@@ -217,7 +222,7 @@ class Meeting:
                 text = f"ranks call different things as number {number} of {self.name}: {what}"
                 raise copy_of(self.cluster.fail(ArgumentError, text, calls))
 
-    def _act(self, calls: Sequence[Call]) -> None:
+    def _act(self, calls: Sequence[RankCall]) -> None:
         act = calls[0].act
         error: BaseException | None = None
         try:
@@ -235,13 +240,13 @@ class Meeting:
         self.cluster.schedule.look()
 
 
-def _wait_for_gpus(calls: Sequence[Call]) -> None:
-    """Wait for all work on the GPUs of calls, whose ranks have streams of their own."""
+def _wait_for_gpus(calls: Sequence[RankCall]) -> None:
+    """Wait for all work on the GPUs of these calls: each rank has its own stream."""
     for device in {device for call in calls for device in call.devices}:
         torch.cuda.synchronize(device)
 
 
-def _belong_together(one: Call, other: Call) -> bool:
+def _belong_together(one: RankCall, other: RankCall) -> bool:
     send, receive = (one, other) if one.what == "send" else (other, one)
     if (send.what, receive.what) != ("send", "recv"):
         return False
@@ -270,14 +275,14 @@ def seconds_of(timeout: Any) -> float | None:
 def copy_of(error: BaseException) -> BaseException:
     try:
         copy = type(error)(*error.args)
-    except Exception:  # a program's class may want other arguments, and raise what it likes
+    except Exception:  # a program's class may take other arguments
         copy = RingarError(text_of(error))
     copy.__cause__ = error.__cause__
     return copy
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's class and text, which may be endless, or fail."""
+    """Return an exception's class and text, cut if long; its ``__str__`` may fail."""
     try:
         text = str(error)
     except BaseException as failure:
@@ -296,7 +301,7 @@ def is_inside(module: str) -> bool:
 
 
 def call_of_program() -> tuple[str, str]:
-    """Return the program's line that makes the caller's call, and the function of torch in it."""
+    """Return the program's line that is being run, and the torch function that it calls."""
     frame: Any = sys._getframe(2)
     function = ""
     while frame is not None and is_inside(module := frame.f_globals.get("__name__", "")):

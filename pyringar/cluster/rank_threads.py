@@ -1,4 +1,4 @@
-"""The ranks of a cluster: which rank a thread belongs to, and which rank runs."""
+"""Ranks that are threads: the rank of each thread, and the schedule in which ranks run."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from pyringar.cluster.state import ProcessState
 from pyringar.errors import RingarError
 
 if TYPE_CHECKING:
-    from pyringar.cluster.calls import Wait
+    from pyringar.cluster.rank_calls import Wait
 
 _here = threading.local()
 
 
-def current() -> Rank | None:
-    """Return the rank that runs in this thread or that started it; None without a live one."""
-    rank: Rank | None = getattr(_here, "rank", None)
+def current() -> RankThread | None:
+    """Return the rank of this thread or the rank that started it; None if there is no live rank."""
+    rank: RankThread | None = getattr(_here, "rank", None)
     return None if rank is None or rank.is_gone else rank
 
 
-def this_rank() -> Rank:
-    """Return the rank whose own thread this is; refuse another thread."""
+def this_rank() -> RankThread:
+    """Return the rank that runs in this thread; raise RingarError in any other thread."""
     rank = current()
     if rank is None:
         raise RingarError(wrong_thread())
@@ -48,12 +48,12 @@ def wrong_thread() -> str:
     )
 
 
-def belong_to(rank: Rank | None) -> None:
+def belong_to(rank: RankThread | None) -> None:
     _here.rank = rank
 
 
 def start_noted(thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
-    """Start a thread, and note the rank that starts it, itself or through another thread."""
+    """Start a thread, and record it under the rank that starts it."""
     rank = current()
     if rank is None:
         return start(thread)
@@ -71,29 +71,29 @@ def start_noted(thread: threading.Thread, start: Callable[[threading.Thread], No
 
 
 @dataclass(eq=False, repr=False)
-class Rank:
-    """The state of one rank while its cluster runs."""
+class RankThread:
+    """State of one rank while its cluster runs."""
 
     index: int
     device: torch.device
     environment: dict[Any, Any]
-    refuse: Callable[[Rank], BaseException]  # ends the run: a wrong thread has made a call
-    identity: int = field(default_factory=itertools.count(1).__next__)  # in all clusters
+    refuse: Callable[[RankThread], BaseException]  # ends the run after a call in another thread
+    identity: int = field(default_factory=itertools.count(1).__next__)  # unique in the process
     thread: Any = None
-    threads: list[threading.Thread] = field(default_factory=list)  # that it has started
-    starting: Any = field(default_factory=threading.RLock)  # held while it starts a thread
+    threads: list[threading.Thread] = field(default_factory=list)  # started by this rank
+    starting: Any = field(default_factory=threading.RLock)  # held while this rank starts a thread
 
-    is_running: bool = False  # chosen by the schedule; `_go` only wakes its thread
+    is_running: bool = False  # chosen by the schedule; `_go` only wakes the thread
     has_ended: bool = False
-    is_gone: bool = False  # its cluster is over; a thread that is left behind belongs to no rank
-    waits_for: Wait | None = None  # kept while it runs if it polls
-    num_polls: int = 0  # questions for something that was not there, since its last call
+    is_gone: bool = False  # the cluster is over: a thread that is left belongs to no rank
+    waits_for: Wait | None = None  # kept while a polling rank runs
+    num_polls: int = 0  # polls without success since the last call
     num_calls: int = 0
     result: Any = None
     error: BaseException | None = None
-    world: dict[str, Any] = field(default_factory=dict)  # its groups as torch keeps them
+    world: dict[str, Any] = field(default_factory=dict)  # torch's registry of this rank's groups
     num_groups: dict[Any, int] = field(default_factory=dict)  # by name
-    main: ModuleType | None = None  # its ``__main__``, where it runs a script
+    main: ModuleType | None = None  # the rank's ``__main__`` if it runs a script
 
     def __post_init__(self) -> None:
         self._pid = os.getpid()
@@ -105,7 +105,7 @@ class Rank:
         return self.num_polls > 1
 
     def check_thread(self) -> None:
-        """Refuse another thread than the rank's own; end the run, which may wait for the call."""
+        """Raise RingarError in any thread but the rank's, and end the run."""
         if os.getpid() != self._pid:
             raise RingarError(wrong_thread())
         if threading.current_thread() is not self.thread and not self.is_gone:
@@ -137,40 +137,42 @@ class Rank:
 
 
 class Schedule:
-    """Lets ranks run, in an order that the seed draws.
+    """Chooses the rank that runs next, in an order that the seed draws.
 
-    Every wait chooses the next rank, even a wait that is done already: so the seed decides which
-    rank goes first after a barrier. When all ranks wait in vain, ``stuck`` is called with the lock
-    held, and ends their waits. An exception at any line, such as MemoryError, loses no rank:
-    `look`, which is called again and again, repeats what the exception has prevented.
+    Every wait chooses a rank, even a wait that is done: the seed decides which rank runs first
+    after a barrier. If no rank can run, ``stuck`` is called with the lock held, and ends the waits.
+    An exception at any line, such as MemoryError, loses no rank: `look` is called again and again,
+    and wakes the ranks that the exception left asleep.
 
-    Cost: 40 us where another rank goes next, on a machine where waking a thread takes 20.
+    Cost: 40 us to switch to another rank, on a machine where waking a thread takes 20 us.
     """
 
-    def __init__(self, ranks: Sequence[Rank], *, seed: int, stuck: Callable[[], object]) -> None:
+    def __init__(
+        self, ranks: Sequence[RankThread], *, seed: int, stuck: Callable[[], object]
+    ) -> None:
         self._ranks = ranks
         self._random = random.Random(seed)
         self._stuck = stuck
-        self._clock_s = 0.0  # moves on to a limit where nothing else can happen before that
+        self._clock_s = 0.0  # jumps to the next limit when no rank can run before it
         self.most_running = 1
         self.lock = threading.RLock()
-        self.ended = threading.Condition(self.lock)  # notified when a rank has ended
-        self.last_choice_s = time.monotonic()  # when a rank was chosen
-        self.last_event_s = time.monotonic()  # when anything happened for which a rank may wait
+        self.ended = threading.Condition(self.lock)  # notified when a rank ends
+        self.last_choice_s = time.monotonic()  # time of the last choice of a rank
+        self.last_event_s = time.monotonic()  # time of the last call or change of the store
 
     def check_stack(self, levels: int = 40) -> None:
-        """Raise RecursionError where a call would raise it half done."""
+        """Raise RecursionError now if fewer than ``levels`` frames are left for a call."""
         if levels:
             self.check_stack(levels - 1)
 
-    def end(self, rank: Rank) -> None:
+    def end(self, rank: RankThread) -> None:
         with self.lock:
             rank.has_ended, rank.is_running, rank.waits_for = True, False, None
             self._choose()
             self.ended.notify_all()
 
     def wait(self, what: Wait) -> None:
-        """Let other ranks run; return when the wait is done and its rank is chosen again."""
+        """Let other ranks run; return when the wait is done and the rank is chosen again."""
         rank = what.rank
         self.check_stack()
         state = ProcessState()
@@ -185,6 +187,7 @@ class Schedule:
             state.restore()
 
     def look(self) -> None:
+        """Wake chosen ranks again, and choose another rank if none runs."""
         with self.lock:
             for rank in self._ranks:
                 if rank.is_running:
@@ -203,7 +206,7 @@ class Schedule:
                 chosen.is_running = True
                 chosen.wake()
             elif num_running or not idle or any(rank.live_threads() for rank in self._ranks):
-                return  # a call of a thread that a rank has started would end the run
+                return  # a thread that a rank started may still change the store
             else:
                 self._end_a_wait([r.waits_for for r in idle if r.waits_for is not None])
 

@@ -1,10 +1,10 @@
-"""Define the works and futures that the backend's collectives return to torch.
+"""Works and futures that the collectives of the backend return to torch.
 
-Three rules, since torch crashes or gives wrong results without them: ``wait`` raises by itself;
-``get_future`` returns a ``then()`` child, because a future that fails by ``set_exception`` crashes
-DistributedDataParallel; a future's value is a tensor or a list of tensors.
+Three rules prevent crashes or wrong results in torch. ``wait`` raises the error itself.
+``get_future`` returns a ``then()`` child: a future that fails by ``set_exception`` crashes
+DistributedDataParallel. The value of a future is a tensor or a list of tensors.
 
-A work only looks: its call ends without it, in the engine's thread or gloo's.
+A call ends in a thread of the engine or of gloo, even if its work is dropped.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from pyringar.errors import RingarError
 
 _BaseWork: Any = dist.distributed_c10d.Work
 
-# How long a callback may run before another thread runs the callbacks behind it, for each thread.
+# Seconds, for each thread, that a callback waits for an idle thread before a new one starts.
 _PATIENCE_S = 0.01
 
 
 class Threads:
-    """Threads that make calls at once: as many threads as calls run at the same time.
+    """Threads that run calls at once: as many threads as calls run at the same time.
 
-    Each use is one step, so that a signal handler may come in between.
+    A signal handler may interrupt any method: each access to shared state is one step.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        # One entry for each thread that no call was promised to.
+        # One entry for each thread without a call.
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def submit(self, call: Callable[[], object], patience_s: float = 0.0) -> None:
-        """Make ``call``, which raises nothing, in an idle thread, or in a new one.
+        """Run ``call``, which must not raise, in an idle thread or a new thread.
 
-        Wait up to ``patience_s`` per thread for an idle one. RingarError if none can start.
+        Wait up to ``patience_s`` per thread for an idle thread. RingarError if no thread can start.
         """
         try:
             self._idle.get(timeout=patience_s * len(self._threads))
@@ -59,7 +59,7 @@ class Threads:
         return self._idle.qsize() < len(self._threads)
 
     def close(self, seconds: float | None = None) -> None:
-        """End the threads after all calls; wait at most so many seconds for each."""
+        """End the threads after all calls; wait at most so many seconds for each thread."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
@@ -69,26 +69,26 @@ class Threads:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # releases its tensors
+            del call  # release its tensors
             self._idle.put(None)
 
 
 class Completer:
-    """Completes futures of works, in the order in which they were asked for.
+    """Completes futures of works, in the order of their creation.
 
-    One thread, which the first future starts, waits for the works. Callbacks run in other threads,
+    One thread, started by the first future, waits for the works. Callbacks run in other threads,
     since they may wait for later futures.
     """
 
     def __init__(self, name: str) -> None:
         self._name = f"futures {name}"
-        self._lock = threading.RLock()  # a signal handler may come in between
+        self._lock = threading.RLock()  # a signal handler may take it again
         self._waits: Jobs | None = None
         self._callbacks = Threads(self._name)
         self._is_closed = False
 
     def complete(self, future: Future[None], settle: Callable[[], object]) -> None:
-        """Complete ``future`` when ``settle``, which waits for a work, has returned."""
+        """Complete ``future`` after ``settle``, which waits for a work, returns."""
         with self._lock:
             if not self._is_closed:
                 self._waits = self._waits or Jobs(self._name)
@@ -98,7 +98,7 @@ class Completer:
         future.set_result(None)
 
     def close(self) -> None:
-        """Complete all futures, then end the threads. Call when the engine is closed."""
+        """Complete all futures, then end the threads. Call after the engine is closed."""
         with self._lock:
             self._is_closed = True
         if self._waits is not None:
@@ -110,22 +110,22 @@ class Completer:
         run_callbacks = partial(future.set_result, None)
         try:
             self._callbacks.submit(run_callbacks, _PATIENCE_S)
-        except RingarError:  # no thread is left: a callback that waits for a later future is stuck
+        except RingarError:  # no new thread: a callback that waits for a later future hangs
             run_callbacks()
 
 
-class Part(Protocol):
-    """One call of an engine that runs in the background."""
+class BackgroundCall(Protocol):
+    """A call of the engine or of gloo that runs in the background."""
 
     def wait(self, timeout: float | None = None) -> object:
-        """Block until it is done; raise what it failed with."""
+        """Block until the call is done; raise its error."""
 
     def is_completed(self) -> bool:
-        """Return whether it is done. Never blocks."""
+        """Return True if the call is done. Never blocks."""
 
 
-class DelegatedPart:
-    """Wrap a work of torch.distributed's as a `Part`."""
+class DelegatedCall:
+    """A work of torch.distributed as a `BackgroundCall`."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -133,7 +133,7 @@ class DelegatedPart:
     def wait(self, timeout: float | None = None) -> object:
         if timeout is None:
             return self._work.wait()
-        return self._work.wait(timedelta(seconds=max(timeout, 0.001)))  # zero is torch's for none
+        return self._work.wait(timedelta(seconds=max(timeout, 0.001)))  # zero: no limit in torch
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -144,25 +144,25 @@ def one_or_all(rows: Sequence[Any]) -> Any:
 
 
 class PendingWork(_BaseWork):  # type: ignore[misc]
-    """The work of a collective whose ``parts`` run in the background.
+    """The torch work of a collective that consists of several background calls.
 
-    ``results`` are the tensors with the results, or a function that returns them.
+    ``results`` are the result tensors, or a function that returns them.
     """
 
-    _devices: Sequence[torch.device] = ()  # GPUs on which there are results
+    _devices: Sequence[torch.device] = ()  # GPUs with results
 
-    def __init__(self, completer: Completer, parts: Sequence[Part], results: Any) -> None:
+    def __init__(self, completer: Completer, parts: Sequence[BackgroundCall], results: Any) -> None:
         super().__init__()
         self._completer = completer
-        self._parts: Sequence[Part] = parts
+        self._parts: Sequence[BackgroundCall] = parts
         self._results = results
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is done; other Python threads run meanwhile.
+        """Block until the collective is done; other Python threads run meanwhile.
 
-        Without a ``timeout``, or with zero, the communicator's counts.
-        CollectiveTimeout if the call is late; it goes on nevertheless.
+        The default, or zero, is the timeout of the communicator. CollectiveTimeout after a shorter
+        ``timeout`` leaves the call running.
         """
         seconds = timeout.total_seconds() if timeout else 0.0
         deadline = time.monotonic() + seconds
@@ -187,7 +187,7 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
         return self._results() if callable(self._results) else self._results
 
     def get_future(self) -> Future[Any]:
-        """Return a future of the tensors; it fails with what the collective failed with."""
+        """Return a future of the result tensors; it has the error of the collective."""
         if self._future is None:
             base: Future[None] = Future(devices=list(self._devices))
             future = base.then(self._outcome)

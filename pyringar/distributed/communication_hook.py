@@ -1,6 +1,6 @@
-"""A communication hook: DistributedDataParallel with another backend, gradients through ours.
+"""A communication hook for DistributedDataParallel on another backend, such as gloo.
 
-No string annotations here: torch reads those of a hook and takes no strings.
+This module does not postpone annotations: torch checks the types of a hook's annotations.
 """
 
 from typing import Any, Literal
@@ -13,22 +13,22 @@ from pyringar.choices import check_choice
 from pyringar.comm.arguments import check_timeout
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.distributed.hierarchical import communicator_for
-from pyringar.distributed.work import Completer, PendingWork
+from pyringar.distributed.torch_works import Completer, PendingWork
 
 _OPS = ("mean", "sum")
 
 
 class HookState:
-    """Keep the state of `ddp_hook`; one per DistributedDataParallel.
+    """State of `ddp_hook`; make one per DistributedDataParallel.
 
     Args:
-        comm: The communicator, or None: made with the first gradients, of all processes of the
-            default process group. Make one for a DistributedDataParallel of another group.
+        comm: The communicator. None: the first gradients make a communicator of all processes of
+            the default process group. For another group pass a communicator of that group.
         op: ``"mean"``, as DistributedDataParallel without a hook, or ``"sum"``.
-        timeout: Seconds that the communicator made here waits for a rank which makes no progress.
+        timeout: Seconds that this communicator waits for a rank that makes no progress.
 
     Raises:
-        ArgumentError: ``op`` is neither, ``timeout`` is no number of seconds.
+        ArgumentError: ``op`` is unknown, or ``timeout`` is not a number of seconds.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HookState:
 
     @property
     def comm(self) -> Any:
-        """The communicator; the first call makes it, and all ranks must make that call."""
+        """The communicator. The first access makes it, on all ranks together."""
         if self._comm is None:
             self._comm = communicator_for(
                 name="ddp_hook", timeout=self._timeout_s, compares_shapes=False
@@ -55,16 +55,19 @@ class HookState:
         return f"HookState(op={self.op!r}, comm: {comm})"
 
     def reduce(self, gradients: torch.Tensor) -> Future[torch.Tensor]:
-        """Return a future of ``gradients``, reduced in place in the background.
+        """Reduce ``gradients`` in place in the background; return a future of them.
 
         Args:
-            gradients: A flat tensor on the CPU.
+            gradients: A flat CPU tensor.
         """
         work = self.comm.all_reduce(gradients, self.op, async_op=True)
         return PendingWork(self._completer, (work,), gradients).get_future()
 
     def close(self) -> None:
-        """Wait for what runs, then leave the communicator made here. Runs at exit by itself."""
+        """Wait for running calls, then close the communicator if this state made it.
+
+        Python calls it at exit.
+        """
         if is_inherited(self):
             return
         if self._owns_comm and self._comm is not None:
@@ -73,22 +76,23 @@ class HookState:
 
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Reduce a bucket of gradients through shared memory, whatever the process group's backend.
+    """Reduce a bucket of gradients through shared memory, beside any process group.
 
-    Register it with ``ddp.register_comm_hook(HookState(), ddp_hook)``, on every rank, before the
-    first backward pass. Gradients lie on the CPU, on ranks of one machine or of several.
+    Register it on every rank before the first backward pass, with
+    ``ddp.register_comm_hook(HookState(), ddp_hook)``. Gradients are CPU tensors. Ranks may be on
+    several machines.
 
     Args:
-        state: Made for this DistributedDataParallel, on every rank.
-        bucket: From DistributedDataParallel: its buffer is flat, of one dtype that the engine sums.
+        state: The state of this DistributedDataParallel.
+        bucket: The bucket of DistributedDataParallel; its buffer has a dtype that the engine sums.
 
     Returns:
-        A future of the bucket's buffer, averaged over ranks in place (``state.op``).
+        A future of the bucket's buffer, which is averaged over ranks in place (``state.op``).
 
     Raises:
         ArgumentError: The gradients are not on the CPU.
         RuntimeError: From ``backward()``, with the text of PeerLostError or CollectiveTimeout.
 
-    Cost: as the communicator's ``all_reduce``, beside the rest of backward.
+    Cost: that of the communicator's ``all_reduce``, while backward goes on.
     """
     return state.reduce(bucket.buffer())

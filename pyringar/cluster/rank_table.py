@@ -1,4 +1,4 @@
-"""Tell people what every rank of a cluster does: a table, and the program's stacks."""
+"""Text for errors: a table of all ranks' calls, and the stacks of the program."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from traceback import StackSummary, walk_stack
 from types import CodeType, TracebackType
 from typing import Any
 
-from pyringar.cluster.calls import Call, is_inside, names_of, some
-from pyringar.cluster.ranks import Rank
+from pyringar.cluster.rank_calls import RankCall, is_inside, names_of, some
+from pyringar.cluster.rank_threads import RankThread
 
 _COLUMNS = ("rank", "state", "call", "number", "in", "shape", "dtype", "waits for", "line")
 
 
-def report(ranks: Sequence[Rank], calls: Mapping[int, Call]) -> str:
+def report(ranks: Sequence[RankThread], calls: Mapping[int, RankCall]) -> str:
     rows = [_row(rank, calls.get(rank.index)) for rank in ranks]
     frames = {rank.index: rank.frame() for rank in ranks}
     return layout(rows, {index: stack_of(frame) for index, frame in frames.items() if frame})
@@ -29,11 +29,12 @@ def layout(rows: Sequence[tuple[str, ...]], stacks: Mapping[int, str]) -> str:
 
 
 def by_text(texts: Mapping[int, str]) -> str:
-    """Return texts under their ranks, equal texts once, and no empty text."""
+    """Return each distinct text under the names of its ranks; leave out empty texts."""
     found: dict[str, list[int]] = {}
     for rank, text in texts.items():
         found.setdefault(text, []).append(rank)
-    return "\n".join(f"{names_of(sorted(who))}:\n{text}" for text, who in found.items() if text)
+    pairs = [(text, sorted(ranks)) for text, ranks in found.items() if text]
+    return "\n".join(f"{names_of(ranks)}:\n{text}" for text, ranks in pairs)
 
 
 def of_program(trace: TracebackType | None) -> TracebackType | None:
@@ -42,26 +43,26 @@ def of_program(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def is_at_prompt(rank: Rank) -> bool:
+def is_at_prompt(rank: RankThread) -> bool:
     return any(
         frame.f_globals.get("__name__") in ("bdb", "pdb", "pydevd")
-        and not frame.f_code.co_name.startswith("run")  # the program
+        and not frame.f_code.co_name.startswith("run")  # the debugger runs the program
         for frame, _ in walk_stack(rank.frame())
     )
 
 
-def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
+def _row(rank: RankThread, shown: RankCall | None) -> tuple[str, ...]:
     wait = rank.waits_for
     if rank.has_ended:
         state = f"failed: {type(rank.error).__name__}" if rank.error else "returned"
     elif rank.polls:
-        state = "asks"
+        state = "polls"
     elif wait is None:
         state = "runs" if rank.is_running else "has not begun"
     else:
         state = "ready" if wait.is_done else "waits"
     call = shown or (wait.call or wait if wait else None)
-    if not isinstance(call, Call):
+    if not isinstance(call, RankCall):
         calls = f"after {rank.num_calls} call{'s' * (rank.num_calls != 1)}"
         return (str(rank.index), state, call.what if call else calls, *[""] * 6)
     missing = [] if shown is call else call.missing()
@@ -79,7 +80,7 @@ def _row(rank: Rank, shown: Call | None) -> tuple[str, ...]:
 
 
 def stack_of(frame: Any, *, after: CodeType | None = None) -> str:
-    """Return the program's part of a stack, from its innermost frame to the one of a code."""
+    """Return the program's frames from the innermost one out to the code ``after``, as text."""
     inner = itertools.takewhile(lambda pair: pair[0].f_code is not after, walk_stack(frame))
     frames = [(f, n) for f, n in inner if not is_inside(f.f_globals.get("__name__", ""))]
     return "".join(StackSummary.extract(iter(frames[::-1])).format())

@@ -1,0 +1,98 @@
+// death_notice: the handler of SIGTERM, and the groups that it asks.
+
+#include "process/death_notice.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+
+namespace pyringar {
+
+namespace {
+
+// A process that makes more groups has all ranks in the first ones.
+std::array<std::atomic<const DeathNotice*>, 8> notices{};
+constexpr int kNamed = -1;  // in place of the number of a rank that a line has named
+
+void end_process(int number) {
+  bool is_written = false;
+  for (const auto& notice : notices) {
+    const DeathNotice* each = notice.load();
+    if (each == nullptr || !each->is_own()) continue;
+    is_written = is_written || each->write_line();
+    each->leave();
+  }
+  raise(number);  // SA_RESETHAND has restored the default action; it takes effect on return
+}
+
+void install_handler() {
+  struct sigaction action{};
+  if (sigaction(SIGTERM, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) return;
+  action.sa_handler = &end_process;
+  action.sa_flags = static_cast<int>(SA_RESETHAND);
+  static_cast<void>(sigaction(SIGTERM, &action, nullptr));
+}
+
+}  // namespace
+
+DeathNotice::DeathNotice(const Segment& segment, int rank)
+    : segment_(segment), rank_(rank), pid_(static_cast<int>(getpid())) {
+  if (std::getenv("TORCHELASTIC_ERROR_FILE") == nullptr) return;
+  const char* number = std::getenv("RANK");
+  segment_.line(rank).global_rank =
+      number == nullptr ? rank : static_cast<int>(std::strtol(number, nullptr, 10));
+  install_handler();
+  for (auto& notice : notices) {
+    const DeathNotice* none = nullptr;
+    if (notice.compare_exchange_strong(none, this)) return;
+  }
+}
+
+DeathNotice::~DeathNotice() {
+  for (auto& notice : notices) {
+    const DeathNotice* self = this;
+    notice.compare_exchange_strong(self, nullptr);
+  }
+}
+
+bool DeathNotice::is_own() const { return getpid() == pid_; }
+
+bool DeathNotice::write_line() const {
+  std::array<char, 256> text{};
+  std::size_t size = 0;
+  const auto add = [&](const char* more) {
+    while (*more != '\0' && size < text.size()) text[size++] = *more++;
+  };
+  const auto add_number = [&](int number) {  // snprintf may take memory
+    std::array<char, 12> digits{};
+    char* first = &digits.back();
+    for (; number > 0 || *first == '\0'; number /= 10) {
+      *--first = static_cast<char>('0' + number % 10);
+    }
+    add(first);
+  };
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    RankLine& line = segment_.line(rank);
+    // torchrun has waited for the dead process, so that its id is free.
+    if (line.state.load() != RankState::kJoined || kill(line.process.pid, 0) == 0) continue;
+    if (errno != ESRCH) continue;
+    const int number = line.global_rank.exchange(kNamed);
+    if (number == kNamed) return true;
+    add("pyringar: rank ");
+    add_number(number);
+    add(" (process ");
+    add_number(line.process.pid);
+    add(" on ");
+    add(line.host.data());
+    add(") has died; SIGTERM ends the other ranks\n");
+    static_cast<void>(!write(STDERR_FILENO, text.data(), size));
+    return true;
+  }
+  return false;
+}
+
+}  // namespace pyringar
