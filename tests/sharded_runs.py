@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 import torch
-from training import garments
+from training_runs import garments
 
 from pyringar.train import TrainConfig, Trainer
-from pyringar.train.group import Processes, TrainGroup
+from pyringar.train.train_group import ProcessTrainGroup, TrainGroup
 
 # The last batch of 4 gives two of eight shards no image, and others one.
 RECIPE: dict[str, Any] = {"batch_size": 20, "epochs": 1, "shards": 8, "momentum": 0.9, "lr": 0.05}
@@ -50,4 +50,4 @@ def as_rank(
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
     torch.set_num_threads(1 + rank % 2)  # which must not matter
     config = TrainConfig(**{**RECIPE, **options}, ranks=world_size)
-    return train(Processes(config, store, rank, world_size), config)
+    return train(ProcessTrainGroup(config, store, rank, world_size), config)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import write_idx_set
+from training_runs import write_idx_set
 
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.train import data as data_module

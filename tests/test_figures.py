@@ -12,7 +12,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from training import garments
+from training_runs import garments
 
 from pyringar import ArgumentError, figures
 from pyringar.cli import main

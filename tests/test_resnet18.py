@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import training
+import training_runs
 from sharded_runs import RECIPE
-from training import garments, relative_error
+from training_runs import garments, relative_error
 
 import pyringar as pr
 from pyringar.parallel import shards
@@ -22,7 +22,7 @@ SMALL = {"model": "resnet18", "width": 4, "epochs": 1, "batch_size": 12}
 
 
 def run(data, **options):
-    return training.run(data, **{**SMALL, **options})
+    return training_runs.run(data, **{**SMALL, **options})
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ class TestTraining:
     @pytest.mark.parametrize("options", [{"overlap": False}, {"bucket_cap_mb": 0.01}])
     def test_run_repeats_with_any_buckets(self, small, options):
         result = run(small, ranks=2, **options)
-        training.same_results(result, run(small, ranks=2))
+        training_runs.same_results(result, run(small, ranks=2))
         assert result.state.keys() == resnet18(width=4).state_dict().keys()
 
     def test_sync_batch_norm_matches_one_rank(self, small):
@@ -151,7 +151,7 @@ def test_ranks_agree_bit_for_bit(images):
     with Trainer(TrainConfig(**LAST, ranks=3, dtype="float64"), images) as trainer:
         result = trainer.run()
         check_replicas_equal(trainer.replicas)
-    plain = training.run(images, **RESNET, ranks=3, dtype="float64")
+    plain = training_runs.run(images, **RESNET, ranks=3, dtype="float64")
     assert relative_error(result.params, plain.params) < 1e-9
     assert plain.state.keys() == result.state.keys()
     for name, tensor in plain.state.items():  # running means count the biases left out
@@ -175,7 +175,7 @@ def test_replicas_of_two_layouts_compare(monkeypatch, is_gpu):
 def test_shards_give_equal_bits_on_any_ranks():
     few = garments(26, 10)
     options = {**LAST, **RECIPE}
-    assert len({training.run(few, **options, ranks=ranks).digest for ranks in (1, 2, 4)}) == 1
+    assert len({training_runs.run(few, **options, ranks=ranks).digest for ranks in (1, 2, 4)}) == 1
 
 
 def test_files_are_contiguous(images, tmp_path):

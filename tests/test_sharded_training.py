@@ -9,7 +9,7 @@ import pytest
 from cases import mostly_slow
 from ranks import Crew
 from sharded_runs import KINDS, MODELS, TEST, TRAIN, as_rank, in_one_process
-from training import garments, run, same_results
+from training_runs import garments, run, same_results
 
 import pyringar as pr
 

@@ -15,7 +15,7 @@ from pathlib import PurePath
 import pytest
 import torch
 from cases import mostly_slow
-from training import garments, same_results
+from training_runs import garments, same_results
 
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.shards import check_replicas_equal

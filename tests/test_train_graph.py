@@ -18,7 +18,7 @@ import torch
 from cases import mostly_slow
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import garments, run, same_results
+from training_runs import garments, run, same_results
 
 from pyringar import Communicator
 from pyringar.cli import main
@@ -27,7 +27,7 @@ from pyringar.parallel import shards
 from pyringar.train import TrainConfig, Trainer, graph, group
 from pyringar.train import trainer as trainer_module
 from pyringar.train.step import EagerStep
-from pyringar.train.trace import Trace
+from pyringar.train.step_trace import Trace
 
 Function = Callable[[], None]
 
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
         return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-class InOrder(graph.Branches):
+class InOrder(graph.RankStreams):
     def __init__(self, device, num_ranks, score):
         self.score = score
 
@@ -114,7 +114,7 @@ class Caller(Recorder):
 def caller(monkeypatch) -> Caller:
     made = Caller()
     monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
-    monkeypatch.setattr(trainer_module, "Branches", InOrder)
+    monkeypatch.setattr(trainer_module, "RankStreams", InOrder)
     monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
     return made
 
@@ -235,7 +235,7 @@ def test_step_reduces_after_join(monkeypatch, data):
         None,
         lambda: note("reduce"),
         split=lambda X, y: (X.chunk(3), y.chunk(3)),  # noqa: N803
-        branches=graph.Branches(torch.device("cuda:0"), 3, score),
+        streams=graph.RankStreams(torch.device("cuda:0"), 3, score),
     )
     step(data.train_images[:9], data.train_labels[:9], 0.1)
     sides = ["stream 1", "stream 2"]

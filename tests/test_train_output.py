@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training import garments
+from training_runs import garments
 
 import pyringar as pr
 from pyringar.cli import main, train_output
@@ -23,7 +23,7 @@ from pyringar.cli import train as cli_train
 from pyringar.errors import ArgumentError
 from pyringar.train import TrainConfig, Trainer, config, resnet18
 from pyringar.train import trainer as trainer_module
-from pyringar.train.trace import CATEGORIES, Trace, covered_s
+from pyringar.train.step_trace import CATEGORIES, Trace, covered_s
 
 LENET = ["train", "lenet", "--epochs", "2", "--batch-size", "20"]
 LINE = r"test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]"

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from training import garments, run, same_results
+from training_runs import garments, run, same_results
 
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.parallel.shards import check_replicas_equal

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from cases import mostly_slow
-from training import relative_error
+from training_runs import relative_error
 
 from pyringar import Communicator, GradientBucketer
 from pyringar.errors import ArgumentError

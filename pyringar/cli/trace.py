@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyringar.train.trace import Trace
+    from pyringar.train.step_trace import Trace
 
     trace = Trace.load(args.file)
     print(json.dumps(trace.as_json(), indent=2) if args.json else trace)

@@ -11,13 +11,13 @@ from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from pyringar.cli.parser import add_json_option, paragraph
-from pyringar.cli.train_output import FILES, Outputs, Progress, as_json, print_header
+from pyringar.cli.train_output import FILES, Outputs, ProgressLine, as_json, print_header
 from pyringar.errors import ArgumentError
 from pyringar.train.config import CHOICES, TrainConfig
 
 if TYPE_CHECKING:
     from pyringar.train import EpochResult, TrainResult
-    from pyringar.train.group import TrainGroup
+    from pyringar.train.train_group import TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +163,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult | None]:
     from pyringar.train import Trainer
-    from pyringar.train.group import writes_files
-    from pyringar.train.trace import Trace
+    from pyringar.train.step_trace import Trace
+    from pyringar.train.train_group import writes_files
 
     folders = {name: options.pop(name) for name in ("save", "resume") if name in options}
     files = {name: options.pop(name) for name in FILES if name in options}
@@ -177,7 +177,7 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
             return outputs, None
         outputs.open_log()
         print_header(trainer)
-        progress = Progress(trainer, is_live=is_live)
+        progress = ProgressLine(trainer, is_live=is_live)
 
         def tell(epoch: EpochResult) -> None:
             progress.print_epoch(epoch)
@@ -207,13 +207,13 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
 
 
 def _join(options: Mapping[str, Any]) -> tuple[TrainConfig, TrainGroup]:
-    from pyringar.train.group import Processes, TrainGroup, num_processes
+    from pyringar.train.train_group import ProcessTrainGroup, TrainGroup, num_processes
 
     if num_processes() == 1:
         config = TrainConfig(**options)
         return config, TrainGroup(config)
     config = TrainConfig(**{"ranks": num_processes(), **options})
-    group = Processes(config)
+    group = ProcessTrainGroup(config)
     if not group.is_main:  # rank 0 logs for all ranks
         logging.getLogger("pyringar").setLevel(logging.ERROR)
     return config, group

@@ -16,7 +16,7 @@ from pyringar.errors import RingarError
 
 if TYPE_CHECKING:
     from pyringar.train import EpochResult, Trainer, TrainResult
-    from pyringar.train.trace import Trace
+    from pyringar.train.step_trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def print_header(trainer: Trainer) -> None:
     print(f"\n{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}", flush=True)
 
 
-class Progress:
+class ProgressLine:
     """Logs a line about the current step every 10 seconds."""
 
     def __init__(self, trainer: Trainer, *, is_live: bool) -> None:
@@ -96,7 +96,7 @@ class Progress:
             logger.info("epoch %d: step %d of %d", epoch + 1, step + 1, per_epoch)
 
     def print_epoch(self, epoch: EpochResult) -> None:
-        from pyringar.train.plots import accuracy_bar
+        from pyringar.train.training_plots import accuracy_bar
 
         row = f"{epoch.epoch:5d}  {epoch.loss:7.4f}  {epoch.accuracy:6.3f}  {epoch.seconds:7.2f}"
         if self._is_live:
@@ -126,7 +126,7 @@ class Outputs:
 
     def write(self, result: TrainResult, trace: Trace | None) -> None:
         from pyringar.train.checkpoint import save_state
-        from pyringar.train.plots import save_plot
+        from pyringar.train.training_plots import save_plot
 
         writers: dict[str, Callable[[str], object]] = {
             "out": lambda path: save_state(result.state, path),

@@ -22,7 +22,7 @@ _HOMES = {
     "model_lenet": ["LeNet", "lenet", "lenet_params"],
     "model_resnet18": ["initialise", "resnet18"],
     "data": ["ImageData", "load_data"],
-    "plots": ["LivePlot"],
+    "training_plots": ["LivePlot"],
 }
 
 __all__ = [
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from pyringar.train.data import ImageData, load_data
     from pyringar.train.model_lenet import LeNet, lenet, lenet_params
     from pyringar.train.model_resnet18 import initialise, resnet18
-    from pyringar.train.plots import LivePlot
     from pyringar.train.step import train_batch
     from pyringar.train.trainer import EpochResult, Trainer, TrainResult, train, train_resnet18
+    from pyringar.train.training_plots import LivePlot
 else:
     __getattr__ = lazy_names(__name__, _HOMES)

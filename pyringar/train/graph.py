@@ -17,7 +17,7 @@ from torch import Tensor
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.train.devices import describe_devices
 from pyringar.train.step import EagerStep, Score
-from pyringar.train.trace import Trace
+from pyringar.train.step_trace import Trace
 
 # The first step plans the buckets and the second uses that plan. Handles, streams and workspaces,
 # which are made at first use, must exist before a capture begins.
@@ -37,7 +37,7 @@ def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
         )
 
 
-class Branches:
+class RankStreams:
     """Runs ranks that share a GPU on one stream each: parallel branches of a graph.
 
     Rank 0 uses the current stream. Autograd runs backward on the streams of forward. Streams use

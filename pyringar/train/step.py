@@ -21,10 +21,10 @@ from pyringar.parallel.sharded_step import ShardedStep
 from pyringar.parallel.shards import Device, Split, mismatch_flags, shard_sizes, split_batch
 from pyringar.train.config import TrainConfig
 from pyringar.train.model_lenet import lenet
-from pyringar.train.trace import Trace
+from pyringar.train.step_trace import Trace
 
 if TYPE_CHECKING:
-    from pyringar.train.graph import Branches
+    from pyringar.train.graph import RankStreams
     from pyringar.train.models import RankedModel
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
@@ -129,7 +129,7 @@ def sgd(
         torch._foreach_sub_([param for param, _ in pairs], steps)
 
 
-class Step:
+class StepState:
     """The state of training steps over ``replicas[rank][i]``.
 
     ``velocities[rank]`` are the momentum buffers, none if ``momentum`` is 0. ``sums`` holds every
@@ -154,11 +154,11 @@ class Step:
         return loss
 
 
-class EagerStep(Step):
+class EagerStep(StepState):
     """One training step of all ranks of this process, called for every batch.
 
     ``split`` cuts a batch into one shard per rank. ``scores`` maps the shards to scores ``(n,
-    classes)``; ``branches`` runs the ranks instead. ``reduce`` sums every ``grad`` over all ranks.
+    classes)``; ``streams`` runs the ranks instead. ``reduce`` sums every ``grad`` over all ranks.
     """
 
     def __init__(
@@ -167,12 +167,12 @@ class EagerStep(Step):
         scores: Scores,
         reduce: Callable[[], None],
         split: Callable[[Tensor, Tensor], Split],
-        branches: Branches | None = None,
+        streams: RankStreams | None = None,
         momentum: float = 0.0,
     ) -> None:
         super().__init__(replicas, momentum)
         self._scores, self._reduce, self._split = scores, reduce, split
-        self._branches = branches
+        self._streams = streams
 
     def __call__(
         self, X: Tensor, y: Tensor, step_size: StepSize, trace: Trace | None = None
@@ -188,18 +188,18 @@ class EagerStep(Step):
         k = len(self._replicas)
         for param in itertools.chain(*self._replicas):
             param.grad = None  # backward would add to it
-        if self._branches is not None:
+        if self._streams is not None:
             computations = {
-                rank: functools.partial(_compute_rank, self._branches.score, rank, X, y)
+                rank: functools.partial(_compute_rank, self._streams.score, rank, X, y)
                 for rank, (X, y) in enumerate(zip(*shards, strict=True))
             }
-            losses = list(self._branches.run(computations).values())
+            losses = list(self._streams.run(computations).values())
         else:
             losses = self._compute_together(shards, trace)
         with span(trace, "wait", k):
             self._reduce()
         updates = {rank: functools.partial(self.update, rank, step_size) for rank in range(k)}
-        run = run_in_order if self._branches is None else self._branches.run
+        run = run_in_order if self._streams is None else self._streams.run
         with span(trace, "optimizer", k):
             run(updates)
         return losses
@@ -222,7 +222,7 @@ def _compute_rank(score: Score, rank: int, X: Tensor, y: Tensor) -> Tensor:
     return loss.detach()
 
 
-class ShardStep(Step):
+class ShardStep(StepState):
     """One training step of all ranks in shards; ``sums[rank]`` is the loss of all ranks."""
 
     def __init__(self, model: RankedModel, comm: Comm, config: TrainConfig) -> None:

@@ -35,12 +35,12 @@ from pyringar.train.checkpoint import (
 from pyringar.train.config import TrainConfig, folder_of
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import describe_devices, synchronize
-from pyringar.train.graph import Branches, GraphStep, check_ranks
-from pyringar.train.group import TrainGroup
+from pyringar.train.graph import GraphStep, RankStreams, check_ranks
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.models import RankedModel, autocast, threads_per_rank
 from pyringar.train.step import EagerStep, ShardStep
-from pyringar.train.trace import Trace
+from pyringar.train.step_trace import Trace
+from pyringar.train.train_group import TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -338,15 +338,15 @@ class Trainer(AbstractContextManager["Trainer"]):
         config = self.config
         if config.shards is not None:
             return ShardStep(self.model, self.group.comm, config)
-        branches: Branches | None = None
+        streams: RankStreams | None = None
         if config.cuda_graph and config.batchnorm == "local":
-            branches = Branches(self.devices[0], len(self.devices), self.model.score)
+            streams = RankStreams(self.devices[0], len(self.devices), self.model.score)
         eager = EagerStep(
             self.replicas,
             self.model.scores,
             reduce=self.model.reduce,
             split=functools.partial(self.group.split, devices=self.devices, weights=config.weights),
-            branches=branches,
+            streams=streams,
             momentum=config.momentum,
         )
         if not config.cuda_graph:

@@ -94,7 +94,7 @@ class TrainGroup:
             self.comm.close()
 
 
-class Processes(TrainGroup):
+class ProcessTrainGroup(TrainGroup):
     """The rank of this process in a run of many processes, by default that of torchrun."""
 
     comm: RankCommunicator
