@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
 import pyringar
-from pyringar.cli import _COMMANDS, main
+from pyringar.cli import _COMMANDS, audit, main, status_line
 
 COMMAND = [sys.executable, "-m", "pyringar"]
 
@@ -48,6 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], argv: str) -> str:
 def test_help_imports_no_torch():
     lines = [[], ["--help"], ["--version"], ["trian"], ["train", "lenet", "--rank", "2"]]
     lines += [[name, "--help"] for name in _COMMANDS]
+    lines += [["help"], ["help", "train"], ["completion", "bash"]]
     program = WITHOUT_TORCH.format(lines=lines)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -71,7 +76,10 @@ def test_help_fits_a_terminal(argv, capsys, monkeypatch):
     if argv == "--help":
         assert main([]) == 0
         assert capsys.readouterr().out == shown
-        assert all(f"\n    {name} " in shown for name in _COMMANDS)
+        assert all(re.search(rf"^    {name}\b", shown, re.M) for name in _COMMANDS)
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", *argv.split()[:-1]])
+    assert argv == "--version" or capsys.readouterr().out == shown
 
 
 @pytest.mark.parametrize("argv", ["info", "build --no-cuda"])
@@ -89,6 +97,7 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
     ("argv", "message"),
     [
         ("trian", "pyringar: COMMAND is 'trian', expected one of train, "),
+        ("help trian", "pyringar: COMMAND is 'trian', expected one of train, "),
         ("--frobnicate", "pyringar: there is no option --frobnicate (pyringar --help)"),
         ("info --jsn", "pyringar info: there is no option --jsn; did you mean '--json'?"),
         ("info now", "pyringar info: 'now' is one argument too many"),
@@ -110,6 +119,95 @@ def test_mistake_is_one_line(argv, message, capsys):
     line = refused(capsys, argv)
     assert message in line
     assert "ArgumentError" not in line
+
+
+@pytest.mark.parametrize(("count", "hint"), [(0, ""), (1, "; did you mean 'cuda'?")])
+def test_gpu_hint_needs_a_gpu(count, hint, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    devices = ", ".join(["cpu", "cuda:0"][: count + 1])
+    expected = f"on this machine there are: {devices}{hint}"
+    assert refused(capsys, "train lenet --devices gpu").endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("pyringar tr", "train trace"),
+        ("pyringar help inf", "info"),
+        ("pyringar train ", "lenet resnet18"),
+        ("pyringar train lenet --allr", "--allreduce"),
+        ("pyringar train lenet --allreduce s", "sharded"),
+        ("pyringar train lenet --save ", ""),
+        ("pyringar build --no", "--no-cuda"),
+        ("pyringar completion ", "bash zsh"),
+    ],
+)
+def test_bash_completes_words(line, expected, capsys):
+    assert main(["completion", "bash"]) == 0
+    words = line.split(" ")
+    script = capsys.readouterr().out + (
+        f"COMP_WORDS=({' '.join(words)} '') COMP_CWORD={len(words) - 1}\n"
+        '_pyringar; echo "${COMPREPLY[*]}"'
+    )
+    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert (found.stdout.strip(), found.stderr) == (expected, "")
+
+
+def test_zsh_script_loads_bash_completion(capsys):
+    scripts = []
+    for shell in ("bash", "zsh"):
+        assert main(["completion", shell]) == 0
+        scripts.append(capsys.readouterr().out)
+    start, end = scripts[1].split("\n_pyringar()")
+    assert "bashcompinit" in start
+    assert scripts[0] == f"_pyringar(){end}"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_log_erases_progress_and_wraps(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    logger = logging.Logger("a test")
+    logger.addHandler(status_line.LogHandler(is_verbose=False))
+    status = status_line.STATUS
+    monkeypatch.setattr(status, "_last_s", -1e9)
+    status.show("progress " * 30)
+    logger.warning("%s\nmore", "word " * 30)
+    shown, logged = terminal.getvalue().rsplit("\r\x1b[K", 1)
+    assert len(shown) == len("\r\x1b[K") + columns - 1
+    first, *others = logged.splitlines()
+    assert first.startswith("pyringar: WARNING: word word")
+    assert others[-1] == "  more"
+    assert all(len(line) <= columns for line in (first, *others))
+    assert " ".join(logged.split()).count("word") == 30, "no word is broken"
+
+
+def test_slow_block_shows_elapsed_seconds(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    status = status_line.StatusLine()
+    with status.elapsed("compiling"):
+        time.sleep(1.5)
+    assert terminal.getvalue().startswith("\r\x1b[Kcompiling, 1 s so far")
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_audit_shows_calls_and_time_left(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    clock = iter([0.0, 0.0, *(20.0 * n for n in range(1, 9))])
+    fake = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr(audit, "time", fake)
+    monkeypatch.setattr(status_line, "time", fake)
+    target = SimpleNamespace(name="gloo", ranks=2, ways=(), reduce=lambda *_: [])
+    progressive = audit._Progressive(target, 10)
+    progressive.reduce([])
+    assert caplog.messages == ["auditing gloo: call 1 of about 10, about 3 min left"]
 
 
 def test_closed_pipe_ends_quietly():

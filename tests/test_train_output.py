@@ -18,9 +18,10 @@ import torch
 from training_runs import garments
 
 import pyringar as pr
-from pyringar.cli import main, train_output
+from pyringar.cli import main, status_line, train_output
 from pyringar.cli import train as cli_train
-from pyringar.errors import ArgumentError
+from pyringar.engine import load
+from pyringar.errors import ArgumentError, CompilerNotFoundError
 from pyringar.train import TrainConfig, Trainer, config, resnet18
 from pyringar.train import trainer as trainer_module
 from pyringar.train.step_trace import CATEGORIES, Trace, covered_s
@@ -102,8 +103,16 @@ def test_json_is_all_that_stdout_gets(capsys, tmp_path):
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert "--live is True, but with --json nothing is drawn" in said.err
-    assert main([*LENET, "--lr", "1e30", "--epochs", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["epochs"][0]["loss"] is None, "JSON has no NaN"
+
+
+@pytest.mark.parametrize("mode", [[], ["--json"]])
+def test_infinite_loss_ends_training(capsys, tmp_path, mode):
+    folder = tmp_path / "run"
+    assert main([*LENET, "--lr", "1e30", "--save", str(folder), *mode]) == 1
+    out, err = capsys.readouterr()
+    assert re.search(r"the loss of epoch 1 is (nan|inf), .* smaller learning rate than lr=1e", err)
+    assert len(rows_of(out)) == (0 if mode else 1), "later epochs do not run"
+    assert os.listdir(folder) == []
 
 
 def test_out_file_loads_into_module(capsys, tmp_path, few_images):
@@ -190,8 +199,15 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
     monkeypatch.setattr(Trainer, "_train_batch", interrupted)
     assert main([*options, "--save", folder]) == 130
     assert "interrupted" in capsys.readouterr().err
-    told = f"to go on: the same command with --resume '{folder}' instead of --save"
-    assert [record.getMessage() for record in caplog.records] == [told]
+    advice = f"the same command with --resume '{folder}' instead of --save"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"kept: 1 of 2 epochs, in '{folder}'; to go on: {advice}"
+    ]
+    caplog.clear()
+    steps.clear()
+    assert main(options) == 130
+    (record,) = caplog.records
+    assert record.getMessage().startswith("nothing was kept: --save DIR keeps each finished epoch")
     assert main([*options, "--resume", folder]) == 0
     out = capsys.readouterr().out
     assert "1 of 2 epochs are done; going on" in " ".join(out.split())
@@ -205,10 +221,12 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("lenet --ranks 1", "one rank has nothing to add"),
+        ("lenet --ranks 1", "none: a single rank has no gradients to exchange"),
+        ("lenet --verbose", "2,065,088 bytes of memory traffic"),
+        ("lenet --allreduce naive", "naive: rank 0 receives all gradients and returns their sum"),
         ("lenet --ranks 4", "garments, 75 training and 30 test images"),
         (f"lenet --ranks 16 --weights {'1.25,3.875,' * 7}1.25,3.875", "shared 1.25 : 3.875 : 1.25"),
-        ("lenet --init book --lr-schedule constant --momentum 0.9", "constant momentum 0.9, book"),
+        ("lenet --init book --lr-schedule constant --momentum 0.9", "constant, momentum 0.9, book"),
         ("lenet --no-overlap --bucket-cap-mb 0.1 --amp", "summed after backward"),
         ("resnet18 --width 4 --batchnorm sync --amp", "ResNet-18 of width 4, sync batch norm, 44,"),
     ],
@@ -232,15 +250,85 @@ def test_command_prints_choices_and_curve(capsys, tmp_path, monkeypatch, options
     assert "on [cpu" in Trace.load("t.json").title
 
 
+def test_header_names_algorithm_without_internals(capsys):
+    assert main(LENET) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "allreduce  fused: one pass over shared memory, sums in rank order" in lines
+    assert not any("bytes" in line for line in lines)
+
+
+def test_small_process_plan_is_direct():
+    with pr.Communicator(["cpu"] * 2) as comm:
+        plan = replace(comm.plan(1000), algorithm="exchange")
+    assert train_output.describe_plan(plan).startswith("direct: every rank sums a slice")
+
+
 def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     main(LENET)
-    assert not caplog.records, "not in an epoch that is over at once"
+    assert not caplog.records, "an epoch under ten seconds logs nothing"
     clock = itertools.count(0, 4)
-    monkeypatch.setattr(train_output, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    fake = SimpleNamespace(monotonic=lambda: next(clock), process_time=lambda: 0)
+    monkeypatch.setattr(status_line, "time", fake)
     main(LENET)
-    told = [record.getMessage() for record in caplog.records]
-    assert told == ["epoch 1: step 3 of 4", "epoch 2: step 3 of 4"]
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts[0].startswith("epoch 1 of 2: step 3 of 4, ")
+    assert texts[0].endswith(" for all epochs")
+    assert texts[1].startswith("epoch 2 of 2: step 3 of 4, ")
+
+
+def fake_run(monkeypatch, steps, step_s, cpu_share, **config):
+    """Show the steps of a trainer that takes ``step_s`` a step, on a clock that is set here."""
+    clock = SimpleNamespace(now_s=0.0)
+    fake = SimpleNamespace(
+        monotonic=lambda: clock.now_s, process_time=lambda: clock.now_s * cpu_share
+    )
+    monkeypatch.setattr(train_output, "time", fake)
+    cpus = (torch.device("cpu"),) * 2
+    trainer = SimpleNamespace(config=TrainConfig(**config), devices=cpus, all_devices=cpus)
+    trainer.step, trainer.steps_per_epoch = 0, 200
+    display = train_output.EpochDisplay(trainer, is_live=False)
+    for trainer.step in range(1, steps + 1):
+        clock.now_s += step_s
+        display.step()
+
+
+def test_slow_resnet_suggests_width(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    fake_run(monkeypatch, 30, 6.0, 2.0, model="resnet18")
+    fake_run(monkeypatch, 30, 6.0, 2.0, model="lenet")
+    fake_run(monkeypatch, 30, 0.1, 2.0, model="resnet18")
+    assert [record.getMessage() for record in caplog.records] == [
+        "an epoch takes about 20 min at width 64 on this machine; faster: --width 8"
+    ]
+
+
+@pytest.mark.parametrize(("share", "times"), [(1.9, 0), (0.5, 1)])
+def test_busy_machine_warns_once(monkeypatch, caplog, share, times):
+    fake_run(monkeypatch, 150, 0.1, share)
+    assert caplog.text.count("other programs use the cores, so this is slower") == times
+
+
+def test_idle_ranks_warn(caplog, few_images):
+    with Trainer(TrainConfig(70, 64), few_images):
+        pass
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "6 of 70 ranks get no image of a batch of 64" in record.getMessage()
+    assert "use at most 64 ranks" in record.getMessage()
+
+
+def test_missing_compiler_suggests_naive(monkeypatch, capsys):
+    def refuse():
+        raise CompilerNotFoundError("no C++ compiler")
+
+    monkeypatch.setattr(load, "engine", refuse)
+    assert main(LENET) == 1
+    assert (
+        "no C++ compiler; or train without the engine: --allreduce naive" in capsys.readouterr()[1]
+    )
+    assert main([*LENET, "--shards", "4"]) == 1
+    assert "naive" not in capsys.readouterr().err
 
 
 # -- traces ----------------------------------------------------------------------------------------
@@ -292,6 +380,13 @@ def test_command_prints_table_and_json(trace, tmp_path, capsys):
     assert found["title"] == trace.title
     assert [step["step"] for step in found["steps"]] == [0, 1, 2]
     assert [found["mean"][f"{name}_ms"] for name in COLUMNS] == pytest.approx(list(map(float, one)))
+
+
+def test_table_without_buckets_omits_them(trace):
+    assert "bucket:" in str(trace)
+    trace.spans = [span for span in trace.spans if span.category != "bucket"]
+    assert "bucket" not in str(trace)
+    assert "exposed" not in str(trace)
 
 
 # -- who worked when -------------------------------------------------------------------------------

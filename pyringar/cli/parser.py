@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from pyringar.choices import did_you_mean
 from pyringar.errors import ArgumentError, UnsupportedError
 
-_COLUMNS = 80
+_MIN_COLUMNS, _MAX_COLUMNS = 40, 100
 _LABEL = 11  # columns
 
 
@@ -125,10 +126,10 @@ def _try_to_write(path: Path) -> None:
 
 
 def paragraph(text: str, label: str = "", width: int = _LABEL) -> str:
-    """Wrap text to the width of a terminal, beside a label of fewer letters than ``width``."""
+    """Wrap text to the width of the terminal, beside a label of fewer letters than ``width``."""
     return textwrap.fill(
         text,
-        _COLUMNS,
+        max(_MIN_COLUMNS, min(shutil.get_terminal_size().columns, _MAX_COLUMNS)),
         initial_indent=f"{label:<{width}}" if label else "",
         subsequent_indent=" " * (width if label else 2),
         break_on_hyphens=False,

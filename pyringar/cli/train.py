@@ -7,16 +7,17 @@ import io
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 from pyringar.cli.parser import add_json_option, paragraph
-from pyringar.cli.train_output import FILES, Outputs, ProgressLine, as_json, print_header
-from pyringar.errors import ArgumentError
+from pyringar.cli.status_line import STATUS, compiling_text, load_engine
+from pyringar.cli.train_output import FILES, EpochDisplay, Outputs, as_json, print_header
+from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError
 from pyringar.train.config import CHOICES, TrainConfig
 
 if TYPE_CHECKING:
-    from pyringar.train import EpochResult, TrainResult
+    from pyringar.train import EpochResult, Trainer, TrainResult
     from pyringar.train.train_group import TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,7 @@ def add_parser(subparsers: Any) -> None:
             if default not in (None, "") and default is not False:
                 text = f"{text} ({default})"
             group.add_argument("--" + name.replace("_", "-"), help=text, **choices, **how)
+    group.add_argument("--verbose", help="print the plan of the allreduce in the header", **_FLAG)
     add_json_option(group)
 
 
@@ -154,20 +156,21 @@ def run(args: argparse.Namespace) -> int:
     if is_json and is_live:
         raise ArgumentError("live is True, but with --json nothing is drawn")
     with redirect_stdout(io.StringIO()) if is_json else nullcontext():
-        outputs, result = _run(given, is_live)
+        outputs, result = _run(given, is_live=is_live)
     if is_json and result is not None:
         print(json.dumps(as_json(result), indent=2, default=str))
     outputs.check()
     return 0
 
 
-def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult | None]:
+def _run(options: dict[str, Any], *, is_live: bool) -> tuple[Outputs, TrainResult | None]:
     from pyringar.train import Trainer
     from pyringar.train.step_trace import Trace
     from pyringar.train.train_group import writes_files
 
     folders = {name: options.pop(name) for name in ("save", "resume") if name in options}
     files = {name: options.pop(name) for name in FILES if name in options}
+    is_verbose = options.pop("verbose", False)
     outputs = Outputs(files if writes_files() else {})
     config, group = _join(options)
     trace = Trace() if "trace" in files else None
@@ -176,28 +179,26 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
             trainer.run()
             return outputs, None
         outputs.open_log()
-        print_header(trainer)
-        progress = ProgressLine(trainer, is_live=is_live)
+        print_header(trainer, is_verbose=is_verbose)
+        display = EpochDisplay(trainer, is_live=is_live)
 
-        def tell(epoch: EpochResult) -> None:
-            progress.print_epoch(epoch)
+        def add_epoch(epoch: EpochResult) -> None:
+            display.print_epoch(epoch)
             outputs.add_epoch(epoch)
 
         try:
-            result = trainer.run(on_step=progress.step, on_epoch=tell)
-        except BaseException:
-            if trainer.checkpoint_dir is not None:
-                logger.warning(
-                    "to go on: the same command with --resume '%s' instead of --save",
-                    trainer.checkpoint_dir,
-                )
+            result = trainer.run(display.step, add_epoch, display.test_batch)
+        except BaseException as error:
+            STATUS.clear()
+            _log_kept(trainer, isinstance(error, KeyboardInterrupt))
             raise
         try:
             if group.digest:
                 ranks = f"{config.world_size} processes, equal parameters {group.digest}"
                 print(paragraph(ranks, "ranks"))
             if config.shards is not None:
-                print(paragraph(f"{result.digest}, on any ranks that fit the shards", "digest"))
+                digest = f"{result.digest}, the same on every possible number of ranks"
+                print(paragraph(digest, "digest"))
             if trainer.checkpoint_dir is not None:
                 print(f"{'save':<10} {trainer.checkpoint_dir}")
             outputs.write(result, trace)
@@ -206,14 +207,56 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
     return outputs, result
 
 
+def _log_kept(trainer: Trainer, is_interrupt: bool) -> None:
+    """Log which epochs of an unfinished run were saved, and how to continue it."""
+    epochs, folder = trainer.num_saved_epochs, trainer.checkpoint_dir
+    if epochs and folder is not None:
+        logger.warning(
+            "kept: %d of %d epochs, in '%s'; to go on: the same command with --resume '%s'%s",
+            epochs,
+            trainer.config.epochs,
+            folder,
+            folder,
+            " instead of --save",
+        )
+    elif is_interrupt:
+        logger.warning(
+            "nothing was kept: --save DIR keeps each finished epoch, and --resume DIR goes on "
+            "from there"
+        )
+
+
 def _join(options: Mapping[str, Any]) -> tuple[TrainConfig, TrainGroup]:
     from pyringar.train.train_group import ProcessTrainGroup, TrainGroup, num_processes
 
     if num_processes() == 1:
         config = TrainConfig(**options)
+        _load_engines(config)
         return config, TrainGroup(config)
     config = TrainConfig(**{"ranks": num_processes(), **options})
     group = ProcessTrainGroup(config)
     if not group.is_main:  # rank 0 logs for all ranks
         logging.getLogger("pyringar").setLevel(logging.ERROR)
     return config, group
+
+
+def _load_engines(config: TrainConfig) -> None:
+    """Load the engines that the run needs; show progress if one must be compiled."""
+    import torch
+
+    from pyringar.engine import load
+    from pyringar.engine.compile import CUDA
+
+    names = ["cuda"] if config.devices is None else [str(name) for name in config.devices]
+    if torch.cuda.device_count() and any(name.startswith("cuda") for name in names):
+        with STATUS.elapsed(compiling_text(CUDA)), suppress(RingarError):  # choose_devices warns
+            load.cuda_engine()
+            return
+    try:
+        load_engine()
+    except CompilerNotFoundError as error:
+        if config.allreduce in ("naive", "sharded"):
+            return
+        needs_engine = config.shards is not None
+        advice = "" if needs_engine else "; or train without the engine: --allreduce naive"
+        raise CompilerNotFoundError(f"{error}{advice}") from error

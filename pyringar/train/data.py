@@ -133,7 +133,7 @@ def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> Imag
         if is_broken or data_dir is not None or dataset != "auto":
             raise ArgumentError(f"{asked}, but {error}") from error
         logger.warning(
-            "WARNING: this is NOT Fashion-MNIST but the built-in synthetic set, because %s", error
+            "Training on synthetic images (Fashion-MNIST could not be downloaded).\n%s", error
         )
         return _synthetic()
 
@@ -152,7 +152,7 @@ def _fashion_mnist(root: Path) -> ImageData:
         except RingarError as error:
             raise RingarError(
                 f"neither '{root}' nor its {_PLACES[0]} or {_PLACES[1]} holds {_FILES[0]} (or .gz) "
-                f"and its three companions, and Fashion-MNIST cannot be downloaded: {error}"
+                f"and the other three files, and Fashion-MNIST cannot be downloaded: {error}"
             ) from error
         files = _find_files(root)
     train, test = (_read_half(files, half) for half in _HALVES)
@@ -189,10 +189,10 @@ def _download(root: Path) -> None:
             f"{error}); install the one for torch {torch.__version__}"
         ) from error
     url = FashionMNIST.mirrors[0] + FashionMNIST.resources[1][0]
-    logger.info("downloading Fashion-MNIST (30 MB) from %s into '%s'", url, root)
     try:
         request = urllib.request.Request(url, method="HEAD")
         urllib.request.urlopen(request, timeout=_REACHABLE_WITHIN_S).close()
+        logger.info("downloading Fashion-MNIST (30 MB) from %s into '%s'", url, root)
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as temporary:
             FashionMNIST(temporary, download=True)

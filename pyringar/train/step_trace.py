@@ -22,10 +22,10 @@ from pyringar.parallel.bucketer import StepStats
 CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
 """The kinds of spans: the phases of a step, and a bucket from launch to done."""
 _MOST_REASON = 120  # characters
-_NOTES = """\
-ms of a step in which a rank was in a phase; what ranks do at once counts once
-bucket: gradients that are summed over all ranks together when backward has them
-exposed: ms of the buckets' time in which a rank waited"""
+_NOTES = "Times in ms. A phase counts while any rank is in it."
+_BUCKET_NOTES = """
+bucket: a group of gradients is being summed over all ranks
+exposed: the part of the bucket time in which a rank waited"""
 
 
 @dataclass(frozen=True)
@@ -173,14 +173,18 @@ class Trace:
 
     def __str__(self) -> str:
         """Return a table of steps; times in milliseconds."""
+        has_buckets = any(span.category == "bucket" for span in self.spans)
         columns = ["total", *CATEGORIES, "exposed"]
+        if not has_buckets:
+            columns = [name for name in columns if name not in ("bucket", "exposed")]
         facts = self.as_json()
         lines = [self.title] if self.title else []
         lines.append(f"{'step':>5}{''.join(f' {name:>9}' for name in columns)}")
         for row in (*facts["steps"], {"step": "mean", **facts["mean"]}):
             cells = "".join(f" {row[f'{name}_ms']:9.2f}" for name in columns)
             lines.append(f"{row['step']:>5}{cells}")
-        return "\n".join([*lines, "", _NOTES])
+        notes = _NOTES + _BUCKET_NOTES if has_buckets else _NOTES
+        return "\n".join([*lines, "", notes])
 
 
 def _step_times(spans: Sequence[Span]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -232,7 +232,9 @@ class Trainer(AbstractContextManager["Trainer"]):
         self._data = loaded.to(home, config.torch_dtype)
         self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.batch_size)
         self._num_steps = self.steps_per_epoch * config.epochs
-        self._warn_of_plateau()
+        if self.is_main:
+            self._warn_of_plateau()
+            self._warn_of_idle_ranks()
         self._shuffle = torch.Generator().manual_seed(config.seed)
         self.model = RankedModel(config, self.devices, self.group.comm)
         if trace is not None:
@@ -244,6 +246,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self._unchecked: deque[tuple[int, list[Tensor], list[torch.cuda.Event]]] = deque()
         self._has_run = False
         self._done: list[EpochResult] = []  # from the checkpoint
+        self._num_saved = 0
         self.stretched_from: int | None = None
         if self._folder is not None:
             self._recipe |= self._found_recipe(loaded)
@@ -257,6 +260,11 @@ class Trainer(AbstractContextManager["Trainer"]):
         return folder if folder is not None and has_checkpoint(folder) else None
 
     @property
+    def num_saved_epochs(self) -> int:
+        """Number of epochs in the newest checkpoint of this run; 0 if there is none."""
+        return self._num_saved
+
+    @property
     def plan(self) -> Plan:
         """How the gradients of a step are reduced."""
         nbytes = sum(param.nbytes for param in self.replicas[0])
@@ -266,6 +274,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self,
         on_step: Callable[[], None] | None = None,
         on_epoch: Callable[[EpochResult], None] | None = None,
+        on_test_batch: Callable[[int, int], None] | None = None,
     ) -> TrainResult:
         """Train for all epochs.
 
@@ -273,13 +282,14 @@ class Trainer(AbstractContextManager["Trainer"]):
         rate falls or checkpoints are saved.
 
         Args:
-            on_step: Called after every step; its time counts.
+            on_step: Called after every step; its time counts as training time.
             on_epoch: Called after every epoch, such as a `pyringar.train.LivePlot`. A resumed run
                 calls it first for the epochs in the checkpoint.
+            on_test_batch: Called after every batch of test images; see `evaluate`.
 
         Raises:
-            RingarError: The replicas diverged, a checkpoint could not be written, or a second call
-                is refused.
+            RingarError: The replicas diverged, the loss of an epoch is not finite, a checkpoint
+                could not be written, or a second call is refused.
         """
         can_continue = self.config.lr_schedule == "constant" and self._folder is None
         if self._has_run and not can_continue:
@@ -293,8 +303,15 @@ class Trainer(AbstractContextManager["Trainer"]):
             on_epoch(result)
         while len(epochs) < self.config.epochs:
             loss, seconds = self._train_epoch(on_step)
-            result = EpochResult(len(epochs) + 1, loss, self.evaluate(), seconds)
+            accuracy = self.evaluate(on_test_batch)
+            result = EpochResult(len(epochs) + 1, loss, accuracy, seconds)
             self.group.check_equal(self.replicas[0])
+            if not math.isfinite(loss):
+                on_epoch(result)
+                raise RingarError(
+                    f"the loss of epoch {result.epoch} is {loss}, so training ended: try a "
+                    f"smaller learning rate than lr={self.config.lr:g}"
+                )
             epochs.append(result)
             try:
                 self._save(epochs)
@@ -311,18 +328,32 @@ class Trainer(AbstractContextManager["Trainer"]):
             state={name: tensor.detach().cpu() for name, tensor in state.items()},
         )
 
-    def evaluate(self) -> float:
-        """Return the accuracy on the test images, counted by all ranks."""
+    def evaluate(self, on_batch: Callable[[int, int], None] | None = None) -> float:
+        """Return the accuracy on the test images, counted by all ranks.
+
+        Args:
+            on_batch: Called after every batch with the number of images so far, and of all.
+        """
         models = self.model.replicas
         copy_buffers(models)  # of rank 0
         self.group.share_buffers(models[0].state_dict(), self.replicas[0])
         size, split = _EVAL_BATCH, self.group.split
         if isinstance(self._run_step, ShardStep):
             size, split = self._run_step.evaluation(size, self.config.world_size)
-        test = batches(self._data.test_images, self._data.test_labels, size)
+        test = self._test_batches(size, on_batch)
         with autocast(self.config, self.devices), torch_threads(threads_per_rank(self.config)):
             correct, total = count_correct(models, test, split, self.devices)
         return float(self.group.total(correct) / total)
+
+    def _test_batches(
+        self, size: int, on_batch: Callable[[int, int], None] | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        done, total = 0, len(self._data.test_labels)
+        for batch in batches(self._data.test_images, self._data.test_labels, size):
+            yield batch
+            done += len(batch[1])
+            if on_batch is not None:
+                on_batch(done, total)
 
     def close(self) -> None:
         """Close the model's hooks and the communicator."""
@@ -402,12 +433,25 @@ class Trainer(AbstractContextManager["Trainer"]):
 
     def _warn_of_plateau(self) -> None:
         has_plateau = self.config.model == "lenet" and self.config.init == "book"
-        if has_plateau and self._num_steps < 2 * BOOK_PLATEAU_STEPS and self.is_main:
+        if has_plateau and self._num_steps < 2 * BOOK_PLATEAU_STEPS:
             logger.warning(
                 "init is 'book', which stays at chance for some %d steps; this run has %d. "
                 "Init 'he' learns from the first step",
                 BOOK_PLATEAU_STEPS,
                 self._num_steps,
+            )
+
+    def _warn_of_idle_ranks(self) -> None:
+        ranks, size = self.config.world_size, self.config.batch_size
+        if ranks > size and self.config.weights is None:
+            logger.warning(
+                "%d of %d ranks get no image of a batch of %d and only cost time; use at most %d "
+                "ranks, or a batch size of %d or more",
+                ranks - size,
+                ranks,
+                size,
+                size,
+                ranks,
             )
 
     def _open_checkpoints(self) -> Checkpoint | None:
@@ -464,6 +508,7 @@ class Trainer(AbstractContextManager["Trainer"]):
                 tensors=[to_file(tensor) for tensor in self._tensors()[0]],
             )
             checkpoint.write(self._folder)
+            self._num_saved = len(epochs)
 
     def _tensors(self) -> list[list[Tensor]]:
         kinds = (self.replicas, self.model.buffers(), self._run_step.velocities)
@@ -483,6 +528,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         if self.config.lr_schedule == "linear" and self.config.epochs > checkpoint.num_epochs:
             self.stretched_from = checkpoint.num_epochs
         self._done = [EpochResult(int(n), *rest) for n, *rest in checkpoint.epochs]
+        self._num_saved = len(self._done)
         self.step = len(self._done) * self.steps_per_epoch
 
     def _check_tensors(self, checkpoint: Checkpoint, source: Path) -> None:
