@@ -24,7 +24,7 @@ from pyringar import Communicator
 from pyringar.cli import main
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.parallel import shards
-from pyringar.train import TrainConfig, Trainer, graph, group
+from pyringar.train import TrainConfig, Trainer, graph, train_group
 from pyringar.train import trainer as trainer_module
 from pyringar.train.step import EagerStep
 from pyringar.train.step_trace import Trace
@@ -250,7 +250,7 @@ def test_step_reduces_after_join(monkeypatch, data):
 
 def test_refusal_comes_before_images_and_engine(monkeypatch, capsys):
     monkeypatch.setattr(trainer_module, "load_data", None)
-    monkeypatch.setattr(group, "Communicator", None)
+    monkeypatch.setattr(train_group, "Communicator", None)
     assert main(["train", "lenet", "--devices", "cpu,cpu", "--cuda-graph"]) == 2
     said = "--cuda-graph is on and the ranks run on [cpu x 2 ranks], expected all of them on one"
     assert said in capsys.readouterr().err

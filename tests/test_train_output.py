@@ -208,6 +208,7 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
     assert main(options) == 130
     (record,) = caplog.records
     assert record.getMessage().startswith("nothing was kept: --save DIR keeps each finished epoch")
+    capsys.readouterr()
     assert main([*options, "--resume", folder]) == 0
     out = capsys.readouterr().out
     assert "1 of 2 epochs are done; going on" in " ".join(out.split())
