@@ -257,7 +257,7 @@ def test_other_torch_or_threads_are_logged(images, saved, caplog, monkeypatch):
     go(images, LENET, resume=saved)
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("torch: 1.0 here, 2.")
-    there = f"93 here, {threads} where the checkpoint in '{saved}'"
+    there = f"93 now, {threads} when the checkpoint in '{saved}'"
     assert second.startswith(f"torch threads per rank: {there}")
 
 

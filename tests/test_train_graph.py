@@ -252,7 +252,7 @@ def test_refusal_comes_before_images_and_engine(monkeypatch, capsys):
     monkeypatch.setattr(trainer_module, "load_data", None)
     monkeypatch.setattr(train_group, "Communicator", None)
     assert main(["train", "lenet", "--devices", "cpu,cpu", "--cuda-graph"]) == 2
-    said = "--cuda-graph is on and the ranks run on [cpu x 2 ranks], expected all of them on one"
+    said = "--cuda-graph is on and the ranks run on [cpu x 2 ranks], expected all ranks on one"
     assert said in capsys.readouterr().err
 
 

@@ -113,7 +113,10 @@ def refused_as_rank(rank, world_size, store, options):
 def test_options_of_one_process_are_refused(pool):
     for options, words in [
         ({"ranks": 3}, "ranks is 3, but there are 2 processes"),
-        ({"devices": ("cpu", "cpu")}, "devices is ('cpu', 'cpu'), which names the ranks of one"),
+        (
+            {"devices": ("cpu", "cpu")},
+            "devices is ('cpu', 'cpu'), which is for ranks in one process",
+        ),
         ({"allreduce": "fused"}, "allreduce is 'fused', which needs all ranks in one process"),
         ({"model": "resnet18", "batchnorm": "sync"}, "batchnorm is 'sync'"),
     ]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -101,8 +100,8 @@ def _facts(trainer: Trainer, *, is_verbose: bool) -> dict[str, str]:
     if trainer.stretched_from is not None:
         facts["schedule"] = (
             f"stretched from {trainer.stretched_from} to {config.epochs} epochs: the learning rate "
-            "falls to 0 over all of them, so the bits are not those of a run that was never "
-            "stopped; with --lr-schedule constant they are"
+            "falls to 0 over all epochs, so bits differ from an uninterrupted run; with "
+            "--lr-schedule constant they would not"
         )
     return facts
 
@@ -247,13 +246,12 @@ def _append_row(path: str, result: EpochResult) -> None:
 
 
 def as_json(result: TrainResult) -> dict[str, Any]:
-    """Return the configuration and the results; a loss that is not finite is None."""
-    epochs = [asdict(epoch) for epoch in result.epochs]
+    """Return the configuration and the results of a run."""
     return {
         "config": vars(result.config),
         "data": result.data,
         "devices": list(map(str, result.devices)),
         "allreduce": str(result.plan),
         "digest": result.digest,
-        "epochs": [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in epochs],
+        "epochs": [asdict(epoch) for epoch in result.epochs],
     }
