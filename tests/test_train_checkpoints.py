@@ -256,7 +256,7 @@ def test_other_torch_or_threads_are_logged(images, saved, caplog, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "1.0")
     go(images, LENET, resume=saved)
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("torch: 1.0 here, 2.")
+    assert first.startswith("torch: 1.0 now, 2.")
     there = f"93 now, {threads} when the checkpoint in '{saved}'"
     assert second.startswith(f"torch threads per rank: {there}")
 

@@ -102,7 +102,7 @@ def test_json_is_all_that_stdout_gets(capsys, tmp_path):
     assert main([*LENET, "--json", "--live"]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
-    assert "--live is True, but with --json nothing is drawn" in said.err
+    assert "--live is True, but --json draws nothing" in said.err
 
 
 @pytest.mark.parametrize("mode", [[], ["--json"]])

@@ -64,7 +64,7 @@ def make_parser(names: Sequence[str] = _COMMANDS) -> tuple[Parser, dict[str, Par
     """Return the parser of the command line, and the parsers of the named commands."""
     parser = Parser(
         prog="pyringar",
-        description="Allreduce for many ranks in one process, and the trainers that use it.",
+        description="Train on many ranks with an allreduce, and check what an allreduce computes.",
         epilog="`pyringar help COMMAND` lists the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"pyringar {pyringar.__version__}")

@@ -1,4 +1,4 @@
-"""Programs that torchrun starts, as they are: a script or a module, run as ``__main__``."""
+"""Run an unchanged torchrun script or module as ``__main__`` on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyringar.errors import ArgumentError
 
 
 class _MainOfRank(ModuleType):
-    """Gives each rank's threads their ``__main__``, and other threads that of the process."""
+    """The module ``__main__``: in threads of a rank its own, else the one of the process."""
 
     def __init__(self, outside: ModuleType) -> None:
         object.__setattr__(self, "_of_rank", lambda: getattr(current(), "main", None) or outside)
@@ -35,13 +35,14 @@ class _MainOfRank(ModuleType):
 def as_program(target: str, argv: list[str], *, is_module: bool) -> Iterator[Callable[[], None]]:
     """Return a function that runs a script as ``__main__`` of the rank that calls it.
 
-    ``target`` is a file, or the name of a module. Inside, ``sys.argv`` and ``sys.path`` are as the
-    script expects them. ArgumentError if it does not exist, SyntaxError if it is not Python.
+    ``target`` is a file or the name of a module. Inside the context ``sys.argv`` and ``sys.path``
+    are set for the script. ArgumentError if the target does not exist, SyntaxError if it is no
+    Python code.
     """
     spec = _spec_of(target) if is_module else None
     path = os.path.abspath(target) if spec is None else str(spec.origin)
     source = _source_of(path, target)
-    compile(source, path, "exec", dont_inherit=True)  # or all ranks would say that it is no Python
+    compile(source, path, "exec", dont_inherit=True)  # else every rank would raise the SyntaxError
     folder = os.getcwd() if is_module else os.path.dirname(path)
 
     def program() -> None:
@@ -51,11 +52,11 @@ def as_program(target: str, argv: list[str], *, is_module: bool) -> Iterator[Cal
         main.__package__ = None if spec is None else spec.parent
         vars(main)["__builtins__"] = __builtins__
         rank = current()
-        if rank is None:  # in a process of its own
+        if rank is None:  # the rank is a process
             sys.modules["__main__"] = main
         else:
             rank.main = main
-        # Each rank has its own: torch.compile keeps what it has compiled with the code.
+        # One code object per rank, since torch.compile attaches its cache to the code object.
         exec(compile(source, path, "exec", dont_inherit=True), vars(main))
 
     before = sys.argv, sys.path[:], sys.modules["__main__"]

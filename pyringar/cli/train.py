@@ -1,4 +1,4 @@
-"""``pyringar train``: the book's LeNet or ResNet-18, data parallel on any number of ranks."""
+"""``pyringar train``: train LeNet or ResNet-18 data parallel on many ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTION = """Train LeNet or ResNet-18 from scratch on many ranks: the batch is split, every
-rank has a copy of the parameters, and their gradients are summed by pyringar's allreduce. Ranks
-share the machine's GPUs if there are any, else the CPU."""
-_EPILOG = """Without options: two ranks, five epochs, on Fashion-MNIST if it is there or can be
-downloaded, else on a built-in synthetic set. Example:
+_DESCRIPTION = """Train LeNet or ResNet-18 from scratch on many ranks. Each batch is split over the
+ranks, every rank has a copy of the parameters, and an allreduce sums the gradients. Ranks use the
+machine's GPUs if there are any, else the CPU."""
+_EPILOG = """Without options: two ranks and five epochs, on Fashion-MNIST if it is on disk or can be
+downloaded, else on synthetic images. Example:
 pyringar train lenet --ranks 4 --allreduce ring --plot curve.png.
 Under torchrun every process is one rank, on the CPU:
 torchrun --nproc-per-node 2 -m pyringar train lenet"""
@@ -46,71 +46,71 @@ def _weights(text: str) -> tuple[float, ...]:
 _COUNT = {"type": int, "metavar": "N"}
 _FLAG = {"action": "store_true"}
 _SWITCH = {"action": argparse.BooleanOptionalAction}
-# Options by group: the text of --help, and the arguments for argparse. All except those of the last
-# group are fields of TrainConfig, which has the choices and defaults and checks the values.
+# Options by group: the help text, and the arguments for argparse. Options of all groups but "output"
+# are fields of TrainConfig, which defines choices and defaults and checks the values.
 _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "ranks": {
         "ranks": ("number of ranks (2)", {"type": int, "metavar": "K"}),
         "devices": (
-            "one device per rank, such as cpu,cpu or cuda:0,cuda:1 (spread by itself)",
+            "one device per rank, such as cpu,cpu or cuda:0,cuda:1 (spread automatically)",
             {"type": _devices, "metavar": "D,D,..."},
         ),
-        "allreduce": ("how gradients are summed", {}),
+        "allreduce": ("algorithm that sums the gradients", {}),
         "shards": (
-            "cut every batch into N shards, each computed alone: the same bits on any number of "
-            "ranks that get a power of two of shards each",
+            "split every batch into N shards, computed one by one: the same bits on any number of "
+            "ranks, if each rank gets 1, 2, 4, ... shards",
             _COUNT,
         ),
         "weights": (
-            "shares of the ranks in every batch, such as 3,1 (equal)",
+            "relative shard sizes of the ranks, such as 3,1 (equal)",
             {"type": _weights, "metavar": "W,W,..."},
         ),
         "bucket_cap_mb": (
-            "gradients are summed in buckets of about this size",
+            "size of the buckets in which gradients are summed",
             {"type": float, "metavar": "MB"},
         ),
         "no_overlap": (
-            "sum gradients after backward, not during it",
+            "sum gradients after backward, not during backward",
             {"dest": "overlap", "action": "store_false"},
         ),
-        "compile": ("let torch compile the model; overlap is lost", _FLAG),
+        "compile": ("compile the model with torch.compile; disables overlap", _FLAG),
         "cuda_graph": (
-            "capture the step in a CUDA graph and replay it; all ranks on one GPU (on with --amp)",
+            "capture the step in a CUDA graph; all ranks on one GPU (on with --amp)",
             _SWITCH,
         ),
     },
     "recipe": {
         "epochs": ("passes over the images", _COUNT),
-        "batch_size": ("images a step, all ranks together", _COUNT),
+        "batch_size": ("images per step, summed over all ranks", _COUNT),
         "lr": ("learning rate", {"type": float}),
-        "lr_schedule": ("linear falls to 0 over all steps, constant is as in the book", {}),
-        "momentum": ("share of the last step that each step adds", {"type": float}),
+        "lr_schedule": ("linear: falls to 0 over all steps; constant: as in the book", {}),
+        "momentum": ("fraction of the previous update that each update adds", {"type": float}),
         "init": (
-            "initial weights: by the number of inputs (he), 0.01 as in the book, or for resnet18 "
-            "torch's default",
+            "standard deviation of initial weights: by number of inputs (he), 0.01 (book), or for "
+            "resnet18 torch's initial weights (default)",
             {},
         ),
-        "seed": ("of initial weights and image order", {"type": int}),
-        "amp": ("compute in bfloat16 where that is safe (autocast)", _FLAG),
+        "seed": ("seed of initial weights and image order", {"type": int}),
+        "amp": ("compute in bfloat16 where autocast allows it", _FLAG),
     },
     "resnet18 only": {
-        "width": ("channels of the first of four stages", _COUNT),
-        "channels_last": ("the memory layout of tensor cores (on with --amp on GPUs)", _SWITCH),
-        "batchnorm": ("normalise by every rank's own samples, or by the whole batch", {}),
+        "width": ("channels of the first stage", _COUNT),
+        "channels_last": ("memory layout for tensor cores (on with --amp on GPUs)", _SWITCH),
+        "batchnorm": ("normalize over the samples of a rank (local) or over the batch (sync)", {}),
     },
     "data": {
-        "dataset": ("auto: synthetic images if Fashion-MNIST is not available", {}),
+        "dataset": ("auto: Fashion-MNIST if available, else synthetic", {}),
         "data_dir": (
-            "folder of FashionMNIST/raw, or of its download (the user's data folder)",
+            "folder that holds FashionMNIST/raw, or gets the download (the user's data folder)",
             {"metavar": "DIR"},
         ),
     },
     "output": {
         "save": ("write a checkpoint after every epoch", {"metavar": "DIR"}),
         "resume": (
-            "resume from the checkpoint in DIR and save there, with the bits of a run that was "
-            "never stopped; give the same other options, but --epochs may grow (a linear "
-            "schedule is then stretched over all epochs, which changes bits)",
+            "resume from the checkpoint in DIR and save there, with the bits of an uninterrupted "
+            "run; repeat the other options, but --epochs may grow (a linear schedule is then "
+            "stretched over all epochs, which changes bits)",
             {"metavar": "DIR"},
         ),
         "out": (
@@ -118,9 +118,9 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "resnet18(width=...)",
             {"metavar": "FILE.pt"},
         ),
-        "log": ("write a line per epoch", {"metavar": "FILE.csv"}),
+        "log": ("write a row per epoch", {"metavar": "FILE.csv"}),
         "plot": ("write the curve as a picture", {"metavar": "FILE.png"}),
-        "live": ("draw the curve: a bar per epoch beside the table", _FLAG),
+        "live": ("draw a bar of the accuracy beside each epoch", _FLAG),
         "trace": (
             "write a timeline of the first 100 steps, for ui.perfetto.dev and pyringar trace",
             {"metavar": "FILE.json"},
@@ -135,9 +135,9 @@ def add_parser(subparsers: Any) -> None:
         help="train a model on many ranks and print the curve",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        argument_default=argparse.SUPPRESS,  # only options that are given reach TrainConfig
+        argument_default=argparse.SUPPRESS,  # TrainConfig supplies the defaults
     )
-    parser.add_argument("model", choices=CHOICES["model"], help="what to train")
+    parser.add_argument("model", choices=CHOICES["model"], help="model to train")
     for title, options in _OPTIONS.items():
         group = parser.add_argument_group(title)
         for name, (text, how) in options.items():
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     given = dict(vars(args))
     is_json, is_live = given.pop("json", False), given.pop("live", False)
     if is_json and is_live:
-        raise ArgumentError("live is True, but with --json nothing is drawn")
+        raise ArgumentError("live is True, but --json draws nothing")
     with redirect_stdout(io.StringIO()) if is_json else nullcontext():
         outputs, result = _run(given, is_live=is_live)
     if is_json and result is not None:
