@@ -210,12 +210,12 @@ class Timeline:
         compute_ms, exposed_ms = self.compute_s * 1e3, self.exposed_s * 1e3
         total_ms = compute_ms + exposed_ms
         axes.barh(0, compute_ms, color=COLORS[0], label="computation")
-        axes.barh(0, exposed_ms, left=compute_ms, color=_WAITING, label="waiting after computation")
+        axes.barh(0, exposed_ms, left=compute_ms, color=_WAITING, label="waiting after it")
         names = ["compute"]
         for row, (nbytes, ready_s, begin_s, end_s) in enumerate(self.buckets, 1):
             begin_ms = begin_s * 1e3
             took_ms = (total_ms if end_s is None else end_s * 1e3) - begin_ms
-            labels = ("reduction", "last gradient ready") if row == 1 else (None, None)
+            labels = ("reduction", "last gradient came") if row == 1 else (None, None)
             axes.barh(row, took_ms, left=begin_ms, color=COLORS[1], ec=COLORS[1], label=labels[0])
             axes.plot(ready_s * 1e3, row, "k|", ms=10, label=labels[1])
             names.append(f"{nbytes / 1e6:.1f} MB")
@@ -310,7 +310,7 @@ def ring_steps(frames: Sequence[Sequence[Sequence[Sequence[int]]]], schedule: An
         title = "at the start"
         if moves:
             verb = "add" if moves[0].is_reduction else "keep"
-            title = f"step {step}: {verb} the received chunk"
+            title = f"step {step}: {verb} what arrives"
         _draw_ranks(axes[step], title, frames[step])
         for move in moves:
             _draw_message(axes[step], move)

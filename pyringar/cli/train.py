@@ -46,8 +46,8 @@ def _weights(text: str) -> tuple[float, ...]:
 _COUNT = {"type": int, "metavar": "N"}
 _FLAG = {"action": "store_true"}
 _SWITCH = {"action": argparse.BooleanOptionalAction}
-# Options by group: the help text, and the arguments for argparse. Options of all groups but "output"
-# are fields of TrainConfig, which defines choices and defaults and checks the values.
+# Options by group: the help text, and the arguments for argparse. Options of all groups except
+# "output" are fields of TrainConfig, which defines choices and defaults and checks the values.
 _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "ranks": {
         "ranks": ("number of ranks (2)", {"type": int, "metavar": "K"}),
