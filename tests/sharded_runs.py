@@ -1,4 +1,4 @@
-"""Training runs whose bits must agree: what a run is, and its digest after every step."""
+"""Training runs in shards, and digests of their state after every step."""
 
 import hashlib
 import itertools
@@ -11,7 +11,7 @@ from training_runs import garments
 from pyringar.train import TrainConfig, Trainer
 from pyringar.train.train_group import ProcessTrainGroup, TrainGroup
 
-# The last batch of 4 gives two of eight shards no image, and others one.
+# The last of 4 batches has 6 images, so two of the eight shards are empty.
 RECIPE: dict[str, Any] = {"batch_size": 20, "epochs": 1, "shards": 8, "momentum": 0.9, "lr": 0.05}
 MODELS: dict[str, dict[str, Any]] = {"lenet": {}, "resnet18": {"model": "resnet18", "width": 4}}
 KINDS: dict[str, dict[str, Any]] = {"float32": {}, "amp": {"amp": True}}
@@ -48,6 +48,6 @@ def as_rank(
     rank: int, world_size: int, store: Any, machines: str, options: dict[str, Any]
 ) -> list[str]:
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
-    torch.set_num_threads(1 + rank % 2)  # which must not matter
+    torch.set_num_threads(1 + rank % 2)  # must not change bits
     config = TrainConfig(**{**RECIPE, **options}, ranks=world_size)
     return train(ProcessTrainGroup(config, store, rank, world_size), config)

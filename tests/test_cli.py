@@ -1,4 +1,4 @@
-"""Does the command line answer at once, say in one line what is wrong, and end as others do?"""
+"""Test the command line: help, one-line errors, exit statuses, completion and progress."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
     assert main(argv.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     too_long = [line for line in lines if len(line) > 80]
-    assert [line for line in too_long if not re.search(r"[ (]/", line)] == []  # but for paths
+    assert [
+        line for line in too_long if not re.search(r"[ (]/", line)
+    ] == []  # except lines with paths
     assert main([*argv.split(), "--json"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out), dict)
 
@@ -218,7 +220,7 @@ def test_closed_pipe_ends_quietly():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_full_disk_is_one_line():
+def test_full_disk_is_one_line():
     with open("/dev/full", "w") as full:
         done = run("--help", stdout=full)
     assert done.stderr == "pyringar: standard output: No space left on device\n"

@@ -1,4 +1,4 @@
-"""ResNet-18: the chapters' structure and names, and training runs on many ranks."""
+"""Test ResNet-18: structure and names of the book, and training runs on many ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small():
 
 
 class TestModel:
-    def test_numbers_and_names_of_the_chapters(self):
+    def test_shapes_and_names_match_book(self):
         full = resnet18()
         params, buffers = list(full.parameters()), list(full.buffers())
         assert sum(param.numel() for param in params) == 11_175_818
@@ -48,7 +48,7 @@ class TestModel:
         double = resnet18(width=2, seed=5, dtype=torch.float64)
         assert torch.equal(double[0].weight.float(), first[0].weight)
 
-    def test_wrong_arguments_are_named(self):
+    def test_wrong_arguments_raise(self):
         with pytest.raises(pr.ArgumentError, match="width is 0, expected a whole number"):
             resnet18(width=0)
         with pytest.raises(pr.ArgumentError, match="init is 'he', expected one of default, book"):
@@ -121,7 +121,7 @@ def test_defaults_follow_amp_and_devices(options, devices, expected):
 @pytest.mark.parametrize(
     "options", [{}, {"amp": True}, {"momentum": 0.9}, {"batchnorm": "sync"}], ids=str
 )
-def test_layout_is_kept_everywhere(images, options):
+def test_all_tensors_keep_channels_last(images, options):
     with Trainer(TrainConfig(**LAST, **options, ranks=2), images) as trainer:
         found = []
         for layer in trainer.model.replicas[0].modules():
@@ -138,7 +138,7 @@ def test_layout_is_kept_everywhere(images, options):
         assert is_last(activation)
 
 
-def test_biases_before_norms_stay(images):
+def test_biases_before_norms_are_not_trained(images):
     with Trainer(TrainConfig(**LAST, ranks=2, momentum=0.9), images) as trainer:
         before = [param.clone() for param in trainer.replicas[0]]
         trainer.run()
@@ -154,12 +154,12 @@ def test_ranks_agree_bit_for_bit(images):
     plain = training_runs.run(images, **RESNET, ranks=3, dtype="float64")
     assert relative_error(result.params, plain.params) < 1e-9
     assert plain.state.keys() == result.state.keys()
-    for name, tensor in plain.state.items():  # running means count the biases left out
+    for name, tensor in plain.state.items():  # running means include the skipped biases
         torch.testing.assert_close(tensor, result.state[name])
 
 
-@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "as on a GPU"])
-def test_replicas_of_two_layouts_compare(monkeypatch, is_gpu):
+@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "gpu path"])
+def test_replicas_with_different_layouts_compare(monkeypatch, is_gpu):
     if is_gpu:
         monkeypatch.setattr(shards, "_are_on_cpu", lambda _: False)
     weight = torch.randn(6, 5, 3, 3)

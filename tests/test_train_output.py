@@ -1,4 +1,4 @@
-"""``pyringar train`` and ``pyringar trace``: options, files, lines, and tables."""
+"""Test options, files and output of ``pyringar train`` and ``pyringar trace``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_options_match_train_config():
     cli_train.add_parser(commands)
     actions = {action.dest: action for action in commands.choices["train"]._actions}
     defaults = {field.name: getattr(TrainConfig(), field.name) for field in fields(TrainConfig)}
-    del defaults["dtype"]  # for code that checks gradients
+    del defaults["dtype"]  # no option of the command
     assert defaults.keys() <= actions.keys()
     defaults["ranks"] = TrainConfig().world_size
     for name, default in defaults.items():
@@ -72,7 +72,7 @@ def test_options_match_train_config():
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_log_has_a_line_per_finished_epoch(capsys, tmp_path, monkeypatch):
+def test_log_has_row_per_finished_epoch(capsys, tmp_path, monkeypatch):
     path, lengths = tmp_path / "L.CSV", []
     path.write_text("of an older run\n" * 9)
     real = train_output.Outputs.add_epoch
@@ -90,7 +90,7 @@ def test_log_has_a_line_per_finished_epoch(capsys, tmp_path, monkeypatch):
     assert shown == rows_of(capsys.readouterr().out)
 
 
-def test_json_is_all_that_stdout_gets(capsys, tmp_path):
+def test_json_is_only_output_on_stdout(capsys, tmp_path):
     log = tmp_path / "l.csv"
     assert main([*LENET, "--devices", "cpu,cpu", "--log", str(log), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -141,7 +141,7 @@ def test_unwritable_outputs_raise_before_training(capsys, tmp_path, name, monkey
         captured = capsys.readouterr()
         assert f"--{name} is '{path}'" in captured.err
         assert "test acc" not in captured.out
-    assert sorted(os.listdir(tmp_path)) == sorted(["file", f"folder{ending}"]), "nothing is left"
+    assert sorted(os.listdir(tmp_path)) == sorted(["file", f"folder{ending}"]), "no file is left"
 
 
 def test_resume_errors_name_the_flag(capsys, tmp_path, monkeypatch):
@@ -212,11 +212,11 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
     assert main([*options, "--resume", folder]) == 0
     out = capsys.readouterr().out
     assert "1 of 2 epochs are done; going on" in " ".join(out.split())
-    assert rows_of(out) == whole, "the table is that of a run that was not stopped"
+    assert rows_of(out) == whole, "the table equals that of an uninterrupted run"
     assert len((tmp_path / "l.csv").read_text().splitlines()) == 3
 
 
-# -- lines -----------------------------------------------------------------------------------------
+# -- terminal output -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
 
 
 def fake_run(monkeypatch, steps, step_s, cpu_share, **config):
-    """Show the steps of a trainer that takes ``step_s`` a step, on a clock that is set here."""
+    """Display steps of ``step_s`` seconds on a fake clock."""
     clock = SimpleNamespace(now_s=0.0)
     fake = SimpleNamespace(
         monotonic=lambda: clock.now_s, process_time=lambda: clock.now_s * cpu_share
@@ -374,7 +374,15 @@ def test_command_prints_table_and_json(trace, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[:2] == [trace.title, " step" + "".join(f" {name:>9}" for name in COLUMNS)]
-    one = ["15.00", "4.00", "8.00", "8.00", "2.00", "1.00", "2.00"]  # 2 ms of buckets in the wait
+    one = [
+        "15.00",
+        "4.00",
+        "8.00",
+        "8.00",
+        "2.00",
+        "1.00",
+        "2.00",
+    ]  # buckets overlap the wait by 2 ms
     assert [line.split() for line in lines[2:6]] == [[n, *one] for n in ("0", "1", "2", "mean")]
     assert main(["trace", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -390,7 +398,7 @@ def test_table_without_buckets_omits_them(trace):
     assert "exposed" not in str(trace)
 
 
-# -- who worked when -------------------------------------------------------------------------------
+# -- recorded spans --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -425,7 +433,7 @@ def test_overlapping_spans_count_once():
     assert covered_s([]) == 0
 
 
-# -- files that are no traces ----------------------------------------------------------------------
+# -- malformed files -------------------------------------------------------------------------------
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 200
 SPAN = b'{"ph":"X","name":"n","cat":"wait","pid":0,"ts":0,"dur":%s,"args":{"step":0,"bytes":0}}'

@@ -1,4 +1,4 @@
-"""Does training with one rank per process give the bits of one process that has all ranks?"""
+"""Test that training with one rank per process has the bits of one process with all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def as_rank(rank, world_size, store, options, folders):
 
 RUNS = [
     LENET,
-    {**LENET, "batch_size": 74},  # the last batch has one image: one rank has none
+    {**LENET, "batch_size": 74},  # the last batch has one image, so a rank gets none
     RESNET,
 ]
 BOOK = {"batch_size": 37, "bucket_cap_mb": 0.01, "dtype": "float64", "init": "book"}
@@ -110,7 +110,7 @@ def refused_as_rank(rank, world_size, store, options):
     return str(caught.value)
 
 
-def test_options_of_one_process_are_refused(pool):
+def test_options_of_one_process_raise(pool):
     for options, words in [
         ({"ranks": 3}, "ranks is 3, but there are 2 processes"),
         (
