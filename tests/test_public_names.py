@@ -36,7 +36,7 @@ SUBPACKAGES = {
     "ops": "all_reduce",
     "train": "train",
 }
-COMMANDS = "train run trace info build check audit"
+COMMANDS = "train run trace info build check audit completion"
 
 
 def test_public_names_are_listed():
