@@ -102,7 +102,9 @@ class TestChosenDataset:
     def test_incomplete_files_raise(self, tmp_path, suffix):
         write_idx_set(tmp_path, 7, 3, suffix)
         (tmp_path / f"t10k-labels-idx1-ubyte{suffix}").unlink()
-        with pytest.raises(ArgumentError, match=r"lacks t10k-labels-idx1-ubyte; add the missing files"):
+        with pytest.raises(
+            ArgumentError, match=r"lacks t10k-labels-idx1-ubyte; add the missing files"
+        ):
             load_data("auto", tmp_path)
 
     @pytest.mark.parametrize("data_dir", ["", b"images", "a\0b"])

@@ -161,7 +161,10 @@ SYNC = {"model": "resnet18", "batchnorm": "sync"}
         ({"bucket_cap_mb": 0}, "bucket_cap_mb is 0, expected a positive number"),
         ({"amp": True, "dtype": "float64"}, "dtype is 'float64', expected 'float32' with amp"),
         ({**SYNC, "compile": True}, "batchnorm is 'sync', expected 'local' with compile"),
-        ({"cuda_graph": True, "allreduce": "ring"}, "allreduce is 'ring', expected .* cannot capture the ring"),
+        (
+            {"cuda_graph": True, "allreduce": "ring"},
+            "allreduce is 'ring', expected .* cannot capture the ring",
+        ),
         ({"ranks": 2, "weights": (1, 2, 3)}, r"weights has length 3 .* each of 2 ranks"),
         ({"ranks": 2, "weights": (0, 0)}, "expected at least one above 0"),
         ({"ranks": 2, "devices": ("cpu",)}, "ranks is 2, but devices names 1"),

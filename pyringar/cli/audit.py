@@ -84,37 +84,32 @@ def run(args: argparse.Namespace) -> int:
     with _target(args) as target:
         from pyringar.audit.questions import SIZES, audit
 
-        progress = _Progressive(target, None if sizes else _usual_calls(args.ranks))
-        report = audit(progress, sizes or SIZES)
+        # Measured with the default sizes and 2 to 5 ranks.
+        usual_calls = 0 if sizes else 200 + 15 * args.ranks * (args.ranks - 1)
+        report = audit(_Progressive(target, usual_calls), sizes or SIZES)
     STATUS.clear()
     print(json.dumps(report.as_dict(), indent=2) if args.json else report)
     return 0
 
 
-def _usual_calls(k: int) -> int:
-    """Return about how many calls an audit with the default sizes makes; measured, 2 to 5 ranks."""
-    return 200 + 15 * k * (k - 1)
-
-
 class _Progressive:
     """A target that shows the number of its calls as progress."""
 
-    def __init__(self, target: Target, usual_calls: int | None) -> None:
+    def __init__(self, target: Target, usual_calls: int) -> None:
         self.name, self.ranks, self.ways = target.name, target.ranks, target.ways
-        self._target, self._usual = target, usual_calls
-        self._count, self._begin_s = 0, time.monotonic()
+        self._target, self._usual, self._count = target, usual_calls, 0
+        self._begin_s = time.monotonic()
         STATUS.start()
 
     def reduce(
         self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
     ) -> list[Tensor]:
         self._count += 1
-        elapsed_s = time.monotonic() - self._begin_s
-        total = left = ""
-        if self._usual and self._count < self._usual:
-            total = f" of about {self._usual}"
-            left = f", about {duration(elapsed_s * (self._usual / self._count - 1))} left"
-        STATUS.show(f"auditing {self.name}: call {self._count}{total}{left}")
+        text = f"auditing {self.name}: call {self._count}"
+        if self._count < self._usual:
+            left_s = (time.monotonic() - self._begin_s) * (self._usual / self._count - 1)
+            text += f" of about {self._usual}, about {duration(left_s)} left"
+        STATUS.show(text)
         return self._target.reduce(inputs, way, cuts)
 
 

@@ -44,24 +44,24 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from pyringar.cli import make_parser
 
-    _, parsers = make_parser()
-    cases = [line for name, parser in parsers.items() for line in _cases(name, parser)]
+    parsers = make_parser()[1]
+    cases = [f'        *:help:*) choices="{" ".join(parsers)}" ;;']
+    for name, parser in parsers.items():
+        cases += _cases(name, parser)
     commands = " ".join(["help", *parsers, "--help", "--version"])
-    cases.insert(0, f'        *:help:*) choices="{" ".join(parsers)}" ;;')
-    script = _SCRIPT.format(commands=commands, cases="\n".join(cases))
-    print((_ZSH_START if args.shell == "zsh" else "") + script, end="")
+    start = _ZSH_START if args.shell == "zsh" else ""
+    print(start + _SCRIPT.format(commands=commands, cases="\n".join(cases)), end="")
     return 0
 
 
 def _cases(name: str, parser: Parser) -> Iterator[str]:
-    """Yield the shell patterns of one command: first the values of options, then all words."""
     names: list[str] = []
     options: list[str] = []
     for action in parser._actions:
         choices = " ".join(map(str, action.choices or ()))
         names += [] if action.option_strings else choices.split()
         options += [option for option in action.option_strings if option != "-h"]
-        if action.option_strings and action.nargs != 0:
+        if action.nargs != 0:
             for option in action.option_strings:
                 yield f'        *:{name}:{option}) choices="{choices}" ;;'
     # Other words than options may be file names, which the shell completes by default.

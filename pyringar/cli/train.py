@@ -17,7 +17,7 @@ from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError
 from pyringar.train.config import CHOICES, TrainConfig
 
 if TYPE_CHECKING:
-    from pyringar.train import EpochResult, Trainer, TrainResult
+    from pyringar.train import EpochResult, TrainResult
     from pyringar.train.train_group import TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def _weights(text: str) -> tuple[float, ...]:
 
 
 _COUNT = {"type": int, "metavar": "N"}
+_DIR = {"metavar": "DIR"}
 _FLAG = {"action": "store_true"}
 _SWITCH = {"action": argparse.BooleanOptionalAction}
 # Options by group: the help text, and the arguments for argparse. Options of all groups except
@@ -61,70 +62,45 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "ranks, if each rank gets 1, 2, 4, ... shards",
             _COUNT,
         ),
-        "weights": (
-            "relative shard sizes of the ranks, such as 3,1 (equal)",
-            {"type": _weights, "metavar": "W,W,..."},
-        ),
-        "bucket_cap_mb": (
-            "size of the buckets in which gradients are summed",
-            {"type": float, "metavar": "MB"},
-        ),
-        "no_overlap": (
-            "sum gradients after backward, not during backward",
-            {"dest": "overlap", "action": "store_false"},
-        ),
+        "weights": ("shard sizes, such as 3,1 (equal)", {"type": _weights, "metavar": "W,W,..."}),
+        "bucket_cap_mb": ("sum gradients in buckets of MB", {"type": float, "metavar": "MB"}),
+        "no_overlap": ("sum after backward", {"dest": "overlap", "action": "store_false"}),
         "compile": ("compile the model with torch.compile; disables overlap", _FLAG),
-        "cuda_graph": (
-            "capture the step in a CUDA graph; all ranks on one GPU (on with --amp)",
-            _SWITCH,
-        ),
+        "cuda_graph": ("capture the step; all ranks on one GPU (on with --amp)", _SWITCH),
     },
     "recipe": {
         "epochs": ("passes over the images", _COUNT),
         "batch_size": ("images per step, summed over all ranks", _COUNT),
         "lr": ("learning rate", {"type": float}),
         "lr_schedule": ("linear: falls to 0 over all steps; constant: as in the book", {}),
-        "momentum": ("fraction of the previous update that each update adds", {"type": float}),
-        "init": (
-            "standard deviation of initial weights: by number of inputs (he), 0.01 (book), or for "
-            "resnet18 torch's initial weights (default)",
-            {},
-        ),
+        "momentum": ("fraction of the previous update that is added", {"type": float}),
+        "init": ("initial weights: he, or 0.01 as in the book; resnet18: default or book", {}),
         "seed": ("seed of initial weights and image order", {"type": int}),
         "amp": ("compute in bfloat16 where autocast allows it", _FLAG),
     },
     "resnet18 only": {
         "width": ("channels of the first stage", _COUNT),
         "channels_last": ("memory layout for tensor cores (on with --amp on GPUs)", _SWITCH),
-        "batchnorm": ("normalize over the samples of a rank (local) or over the batch (sync)", {}),
+        "batchnorm": ("normalize over the samples of a rank or of the batch (sync)", {}),
     },
     "data": {
         "dataset": ("auto: Fashion-MNIST if available, else synthetic", {}),
-        "data_dir": (
-            "folder that holds FashionMNIST/raw, or gets the download (the user's data folder)",
-            {"metavar": "DIR"},
-        ),
+        "data_dir": ("folder with FashionMNIST/raw (the user's data folder)", _DIR),
     },
     "output": {
-        "save": ("write a checkpoint after every epoch", {"metavar": "DIR"}),
+        "save": ("write a checkpoint after every epoch", _DIR),
         "resume": (
             "resume from the checkpoint in DIR and save there, with the bits of an uninterrupted "
             "run; repeat the other options, but --epochs may grow (a linear schedule is then "
             "stretched over all epochs, which changes bits)",
-            {"metavar": "DIR"},
+            _DIR,
         ),
-        "out": (
-            "write the trained parameters, for load_state_dict of pyringar.train.LeNet() or "
-            "resnet18(width=...)",
-            {"metavar": "FILE.pt"},
-        ),
+        "out": ("write the trained parameters, for load_state_dict", {"metavar": "FILE.pt"}),
         "log": ("write a row per epoch", {"metavar": "FILE.csv"}),
         "plot": ("write the curve as a picture", {"metavar": "FILE.png"}),
         "live": ("draw a bar of the accuracy beside each epoch", _FLAG),
-        "trace": (
-            "write a timeline of the first 100 steps, for ui.perfetto.dev and pyringar trace",
-            {"metavar": "FILE.json"},
-        ),
+        "trace": ("write the times of 100 steps, see pyringar trace", {"metavar": "FILE.json"}),
+        "verbose": ("print the plan of the allreduce in the header", _FLAG),
     },
 }
 
@@ -146,7 +122,6 @@ def add_parser(subparsers: Any) -> None:
             if default not in (None, "") and default is not False:
                 text = f"{text} ({default})"
             group.add_argument("--" + name.replace("_", "-"), help=text, **choices, **how)
-    group.add_argument("--verbose", help="print the plan of the allreduce in the header", **_FLAG)
     add_json_option(group)
 
 
@@ -189,8 +164,12 @@ def _run(options: dict[str, Any], *, is_live: bool) -> tuple[Outputs, TrainResul
         try:
             result = trainer.run(display.step, add_epoch, display.test_batch)
         except BaseException as error:
-            STATUS.clear()
-            _log_kept(trainer, isinstance(error, KeyboardInterrupt))
+            if (folder := trainer.checkpoint_dir) is not None:
+                advice = f"the same command with --resume '{folder}' instead of --save"
+                logger.warning("finished epochs are in '%s'; to go on: %s", folder, advice)
+            elif isinstance(error, KeyboardInterrupt):
+                advice = "--save DIR keeps finished epochs, and --resume DIR goes on from there"
+                logger.warning("nothing was kept: %s", advice)
             raise
         try:
             if group.digest:
@@ -205,25 +184,6 @@ def _run(options: dict[str, Any], *, is_live: bool) -> tuple[Outputs, TrainResul
         finally:
             print(paragraph(str(result)))
     return outputs, result
-
-
-def _log_kept(trainer: Trainer, is_interrupt: bool) -> None:
-    """Log which epochs of an unfinished run were saved, and how to continue it."""
-    epochs, folder = trainer.num_saved_epochs, trainer.checkpoint_dir
-    if epochs and folder is not None:
-        logger.warning(
-            "kept: %d of %d epochs, in '%s'; to go on: the same command with --resume '%s'%s",
-            epochs,
-            trainer.config.epochs,
-            folder,
-            folder,
-            " instead of --save",
-        )
-    elif is_interrupt:
-        logger.warning(
-            "nothing was kept: --save DIR keeps each finished epoch, and --resume DIR goes on "
-            "from there"
-        )
 
 
 def _join(options: Mapping[str, Any]) -> tuple[TrainConfig, TrainGroup]:
@@ -257,6 +217,7 @@ def _load_engines(config: TrainConfig) -> None:
     except CompilerNotFoundError as error:
         if config.allreduce in ("naive", "sharded"):
             return
-        needs_engine = config.shards is not None
-        advice = "" if needs_engine else "; or train without the engine: --allreduce naive"
-        raise CompilerNotFoundError(f"{error}{advice}") from error
+        if config.shards is not None:
+            raise
+        advice = "or train without the engine: --allreduce naive"
+        raise CompilerNotFoundError(f"{error}; {advice}") from error

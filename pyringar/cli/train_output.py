@@ -122,20 +122,46 @@ class EpochDisplay:
 
     def __init__(self, trainer: Trainer, *, is_live: bool) -> None:
         self._trainer, self._is_live = trainer, is_live
-        self._epoch = trainer.step // trainer.steps_per_epoch
-        self._advice = _Advice(trainer)
-        self._begin()
+        self._steps = 0
+        is_one_process = trainer.devices == trainer.all_devices
+        self._checks_cores = is_one_process and trainer.devices[0].type == "cpu"
+        self._begin(trainer.step // trainer.steps_per_epoch)
+
+    def _begin(self, epoch: int) -> None:
+        STATUS.start()
+        num_epochs = self._trainer.config.epochs
+        self._epoch, self._later = epoch, num_epochs - epoch - 1
+        self._title = f"epoch {epoch + 1} of {num_epochs}"
+        self._begin_s = time.monotonic()
 
     def step(self) -> None:
-        trainer, elapsed_s = self._trainer, time.monotonic() - self._begin_s
-        done = trainer.step - self._epoch * trainer.steps_per_epoch
-        rest = trainer.steps_per_epoch - done
-        epoch_s, run_s = (
-            elapsed_s * steps / done for steps in (rest, rest + self._later * (done + rest))
-        )
-        text = f"{self._title}: step {done} of {done + rest}, {duration(epoch_s)} left"
+        per_epoch = self._trainer.steps_per_epoch
+        done = self._trainer.step - self._epoch * per_epoch
+        step_s = (time.monotonic() - self._begin_s) / done
+        left_s = (per_epoch - done) * step_s
+        text = f"{self._title}: step {done} of {per_epoch}, {duration(left_s)} left"
+        run_s = left_s + self._later * per_epoch * step_s
         STATUS.show(f"{text}, {duration(run_s)} for all epochs" if self._later else text)
-        self._advice.step()
+        self._advise()
+
+    def _advise(self) -> None:
+        """Log in the first seconds how to make a slow run faster."""
+        self._steps += 1
+        if self._steps <= _WARM_UP_STEPS:
+            self._warm_s, self._warm_cpu_s = time.monotonic(), time.process_time()
+            return
+        elapsed_s, config = time.monotonic() - self._warm_s, self._trainer.config
+        if self._steps == _ADVICE_AFTER_STEPS and config.model == "resnet18":
+            step_s = elapsed_s / (self._steps - _WARM_UP_STEPS)
+            if (epoch_s := step_s * self._trainer.steps_per_epoch) >= _SLOW_EPOCH_S:
+                where = f"at width {config.width} on this machine"
+                faster = "; faster: --width 8" if config.width > 8 else ""
+                logger.info("an epoch takes about %s %s%s", duration(epoch_s), where, faster)
+        if self._checks_cores and elapsed_s >= _BUSY_AFTER_S:
+            self._checks_cores = False
+            # The ranks of one process never wait, so they use one core or more if it is free.
+            if time.process_time() - self._warm_cpu_s < _BUSY_SHARE * elapsed_s:
+                logger.warning("other programs use the cores, so this is slower than it could be")
 
     def test_batch(self, done: int, total: int) -> None:
         STATUS.show(f"{self._title}: tested {done:,} of {total:,} images")
@@ -148,45 +174,7 @@ class EpochDisplay:
             row += f"  {accuracy_bar(epoch.accuracy)}"
         STATUS.clear()
         print(row, flush=True)
-        self._epoch = epoch.epoch
-        self._begin()
-
-    def _begin(self) -> None:
-        STATUS.start()
-        num_epochs = self._trainer.config.epochs
-        self._title = f"epoch {self._epoch + 1} of {num_epochs}"
-        self._later = num_epochs - self._epoch - 1
-        self._begin_s = time.monotonic()
-
-
-class _Advice:
-    """Logs in the first seconds how to make a slow run faster."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._steps = trainer, 0
-        is_one_process = trainer.devices == trainer.all_devices
-        self._checks_cores = is_one_process and trainer.devices[0].type == "cpu"
-
-    def step(self) -> None:
-        self._steps += 1
-        if self._steps <= _WARM_UP_STEPS:
-            self._begin_s, self._begin_cpu_s = time.monotonic(), time.process_time()
-            return
-        elapsed_s = time.monotonic() - self._begin_s
-        if self._steps == _ADVICE_AFTER_STEPS:
-            self._advise_width(elapsed_s / (self._steps - _WARM_UP_STEPS))
-        if self._checks_cores and elapsed_s >= _BUSY_AFTER_S:
-            self._checks_cores = False
-            # The ranks of one process never wait, so they use one core or more if it is free.
-            if time.process_time() - self._begin_cpu_s < _BUSY_SHARE * elapsed_s:
-                logger.warning("other programs use the cores, so this is slower than it could be")
-
-    def _advise_width(self, step_s: float) -> None:
-        config, epoch_s = self._trainer.config, step_s * self._trainer.steps_per_epoch
-        if config.model == "resnet18" and epoch_s >= _SLOW_EPOCH_S:
-            where = f"at width {config.width} on this machine"
-            faster = "; faster: --width 8" if config.width > 8 else ""
-            logger.info("an epoch takes about %s %s%s", duration(epoch_s), where, faster)
+        self._begin(epoch.epoch)
 
 
 class Outputs:

@@ -231,9 +231,8 @@ class Trainer(AbstractContextManager["Trainer"]):
         self._data = loaded.to(home, config.torch_dtype)
         self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.batch_size)
         self._num_steps = self.steps_per_epoch * config.epochs
-        if self.is_main:
-            self._warn_of_plateau()
-            self._warn_of_idle_ranks()
+        self._warn_of_plateau()
+        self._warn_of_idle_ranks()
         self._shuffle = torch.Generator().manual_seed(config.seed)
         self.model = RankedModel(config, self.devices, self.group.comm)
         if trace is not None:
@@ -245,7 +244,6 @@ class Trainer(AbstractContextManager["Trainer"]):
         self._unchecked: deque[tuple[int, list[Tensor], list[torch.cuda.Event]]] = deque()
         self._has_run = False
         self._done: list[EpochResult] = []  # from the checkpoint
-        self._num_saved = 0
         self.stretched_from: int | None = None
         if self._folder is not None:
             self._recipe |= self._found_recipe(loaded)
@@ -257,11 +255,6 @@ class Trainer(AbstractContextManager["Trainer"]):
         """Folder with the newest checkpoint of the run; None before the first checkpoint."""
         folder = self._folder
         return folder if folder is not None and has_checkpoint(folder) else None
-
-    @property
-    def num_saved_epochs(self) -> int:
-        """Number of epochs in the newest checkpoint of this run; 0 if there is none."""
-        return self._num_saved
 
     @property
     def plan(self) -> Plan:
@@ -339,20 +332,18 @@ class Trainer(AbstractContextManager["Trainer"]):
         size, split = _EVAL_BATCH, self.group.split
         if isinstance(self._run_step, ShardStep):
             size, split = self._run_step.evaluation(size, self.config.world_size)
-        test = self._test_batches(size, on_batch)
+        test = self._test_batches(size, on_batch or (lambda done, total: None))
         with autocast(self.config, self.devices), torch_threads(threads_per_rank(self.config)):
             correct, total = count_correct(models, test, split, self.devices)
         return float(self.group.total(correct) / total)
 
     def _test_batches(
-        self, size: int, on_batch: Callable[[int, int], None] | None
+        self, size: int, on_batch: Callable[[int, int], None]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        done, total = 0, len(self._data.test_labels)
-        for batch in batches(self._data.test_images, self._data.test_labels, size):
+        images, labels = self._data.test_images, self._data.test_labels
+        for i, batch in enumerate(batches(images, labels, size), 1):
             yield batch
-            done += len(batch[1])
-            if on_batch is not None:
-                on_batch(done, total)
+            on_batch(min(i * size, len(labels)), len(labels))
 
     def close(self) -> None:
         """Close the model's hooks and the communicator."""
@@ -443,15 +434,8 @@ class Trainer(AbstractContextManager["Trainer"]):
     def _warn_of_idle_ranks(self) -> None:
         ranks, size = self.config.world_size, self.config.batch_size
         if ranks > size and self.config.weights is None:
-            logger.warning(
-                "%d of %d ranks get no image of a batch of %d and only cost time; use at most %d "
-                "ranks, or a batch size of %d or more",
-                ranks - size,
-                ranks,
-                size,
-                size,
-                ranks,
-            )
+            idle = f"{ranks - size} of {ranks} ranks get no image of a batch of {size}"
+            logger.warning("%s; use at most %d ranks, or a larger batch size", idle, size)
 
     def _open_checkpoints(self) -> Checkpoint | None:
         name, source = ("resume" if self._folder is None else "save"), self._source
@@ -507,7 +491,6 @@ class Trainer(AbstractContextManager["Trainer"]):
                 tensors=[to_file(tensor) for tensor in self._tensors()[0]],
             )
             checkpoint.write(self._folder)
-            self._num_saved = len(epochs)
 
     def _tensors(self) -> list[list[Tensor]]:
         kinds = (self.replicas, self.model.buffers(), self._run_step.velocities)
@@ -527,7 +510,6 @@ class Trainer(AbstractContextManager["Trainer"]):
         if self.config.lr_schedule == "linear" and self.config.epochs > checkpoint.num_epochs:
             self.stretched_from = checkpoint.num_epochs
         self._done = [EpochResult(int(n), *rest) for n, *rest in checkpoint.epochs]
-        self._num_saved = len(self._done)
         self.step = len(self._done) * self.steps_per_epoch
 
     def _check_tensors(self, checkpoint: Checkpoint, source: Path) -> None:
