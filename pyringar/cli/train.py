@@ -74,7 +74,10 @@ _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "lr": ("learning rate", {"type": float}),
         "lr_schedule": ("linear: falls to 0 over all steps; constant: as in the book", {}),
         "momentum": ("fraction of the previous update that is added", {"type": float}),
-        "init": ("initial weights: he, or 0.01 as in the book; resnet18: default or book", {}),
+        "init": (
+            "initial weights: by number of inputs (he), 0.01 (book), or torch's (default)",
+            {},
+        ),
         "seed": ("seed of initial weights and image order", {"type": int}),
         "amp": ("compute in bfloat16 where autocast allows it", _FLAG),
     },
