@@ -118,7 +118,7 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
         ("train lenet --plot curve.pdf", "--plot is 'curve.pdf', expected"),
     ],
 )
-def test_mistake_is_one_line(argv, message, capsys):
+def test_wrong_arguments_print_one_line(argv, message, capsys):
     line = refused(capsys, argv)
     assert message in line
     assert "ArgumentError" not in line

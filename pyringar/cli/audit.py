@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     with _target(args) as target:
         from pyringar.audit.questions import SIZES, audit
 
-        # Measured with the default sizes and 2 to 5 ranks.
+        # The usual number of calls, measured with the default sizes and 2 to 5 ranks.
         usual_calls = 0 if sizes else 200 + 15 * args.ranks * (args.ranks - 1)
         report = audit(_Progressive(target, usual_calls), sizes or SIZES)
     STATUS.clear()

@@ -46,7 +46,7 @@ _ORDERS = {
 
 def describe_plan(plan: Plan) -> str:
     """Return the algorithm of a plan and its order of addition, in a line."""
-    # With small tensors, direct in processes needs one wait; the plan calls that exchange.
+    # Plans in processes call direct exchange where it needs only one wait, for small tensors.
     name = "direct" if plan.algorithm == "exchange" else plan.algorithm
     parts = [f"{name}: {_METHODS[name]}", _ORDERS.get(plan.order, "")]
     return ", ".join(filter(None, parts))
