@@ -119,11 +119,11 @@ def test_sgd_rounds_product_before_subtraction():
     assert param.item() == -(2.0**-11)
 
 
-def test_wrong_arguments_are_named():
+def test_wrong_arguments_raise():
     images, labels = batch_of(4)
     for num_images, num_labels, num_ranks, message in [
         (4, 4, 3, "2 replicas for 3 devices"),
-        (0, 0, 2, "no sample"),
+        (0, 0, 2, "expected one sample or more"),
         (4, 3, 2, r"\(4, 1, 28, 28\) and y \(3,\)"),
     ]:
         given = images[:num_images], labels[:num_labels], make_replicas(2)
@@ -145,7 +145,7 @@ class TestLenet:
         double = draw(dtype=torch.float64)
         check_replicas_equal([he, [param.float() for param in double]])
 
-    def test_wrong_arguments_are_named(self):
+    def test_wrong_arguments_raise(self):
         params, X = lenet_params(), torch.rand(2, 1, 28, 28)  # noqa: N806
         for wrong, given, message in [
             (X[..., :27], params, r"\(2, 1, 28, 27\), expected \(n, 1, 28, 28\)"),
