@@ -1,4 +1,4 @@
-"""``python -m pyringar`` is the ``pyringar`` command."""
+"""Run the ``pyringar`` command for ``python -m pyringar``."""
 
 import sys
 

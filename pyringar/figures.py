@@ -1,12 +1,12 @@
-"""Draw the pictures of the chapter: lines, bars, tables, timelines, the steps of a ring.
+"""Draw the pictures of the chapter: lines, bars, tables, timelines, steps of a ring.
 
     from pyringar import figures
 
     traffic = figures.Lines([2, 4, 8], {"naive": [1, 3, 7], "ring": [1, 1.5, 1.75]}, "ranks k")
     figures.draw(traffic)
 
-`draw` puts panels side by side: `Lines`, `Bars`, `Table`, `Timeline`. Each function returns a
-`Picture`, which a notebook shows. The state of matplotlib (pyplot, rcParams) does not change.
+`draw` puts panels side by side: `Lines`, `Bars`, `Table`, `Timeline`. All functions return a
+`Picture`, which a notebook displays. The state of matplotlib (pyplot, rcParams) does not change.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ __all__ = [
 ]
 
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")
-"""Of ranks 0 to 3, and of the first four curves; further ones begin anew."""
+"""Colors of ranks 0 to 3 and of the first four curves; further curves repeat them."""
 
 _WAITING = "#b3423a"
-_STYLES = ("-", "--", "-.", ":")  # so that curves are told apart without colours, too
+_STYLES = ("-", "--", "-.", ":")  # distinguish curves also without colors
 _MARKERS = "osD^"
-_MAX_MARKED = 20  # points of a curve; more would hide the line
-_MAX_TICKS = 10  # positions that all get a tick
-_DECADES = 1000  # a logarithmic axis that reaches further has its ticks at powers of ten alone
+_MAX_MARKED = 20  # points of a curve with markers; more markers would hide the line
+_MAX_TICKS = 10  # positions up to which each gets a tick
+_DECADES = 1000  # ratio from which a logarithmic axis has ticks only at powers of ten
 _DPI = 100
-_WIDTH, _NARROW = 9.5, 6.0  # inches: of several panels side by side, of a single one
+_WIDTH, _NARROW = 9.5, 6.0  # width in inches: of several panels, of a single panel
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished picture. A notebook shows it as PNG with 100 dots per inch.
+    """A finished picture, which a notebook displays as PNG with 100 dots per inch.
 
     Attributes:
-        figure: The figure of matplotlib.
+        figure: The matplotlib figure.
     """
 
     figure: Any
@@ -61,7 +61,7 @@ class Picture:
         """Write the picture to a file.
 
         Args:
-            path: The suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+            path: File name; the suffix ``.png``, ``.svg`` or ``.pdf`` sets the format.
         """
         self.figure.savefig(path, dpi=_DPI)
 
@@ -73,18 +73,18 @@ class Picture:
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves over common positions, with points and lines.
+    """A panel of curves with common x positions.
 
-    Each curve has a line style and a marker of its own, so a curve on top of another is visible.
+    Curves differ in line style and marker, so that curves with equal values are all visible.
 
     Attributes:
-        x: Positions of all curves. Each gets a tick if there are 10 or fewer.
-        curves: By name, one value per position.
+        x: Positions of all curves. With 10 or fewer, each position gets a tick.
+        curves: One value per position, by name of the curve.
         xlabel, ylabel, title: Texts of the panel.
         log: Logarithmic axes: ``""``, ``"x"``, ``"y"`` or ``"xy"``.
         ylim: Lowest and highest value shown.
-        points: Dots ``(x, y)`` by name, in the colour of the curve with that name.
-        levels: Horizontal lines by name.
+        points: Dots ``(x, y)`` by name, in the color of the curve with that name.
+        levels: Heights of horizontal lines, by name.
     """
 
     x: Sequence[float]
@@ -134,10 +134,10 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar per name, labelled with its value.
+    """A panel with a horizontal bar per name, labeled with its value.
 
     Attributes:
-        values: By name, from top to bottom.
+        values: Lengths of the bars by name, from top to bottom.
         xlabel, title: Texts of the panel.
         form: Format of the values, as in ``format(value, form)``.
     """
@@ -160,10 +160,10 @@ class Bars:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers in rows and columns, the larger the darker.
+    """A panel with a table of numbers; larger numbers have darker cells.
 
     Attributes:
-        rows, columns: Labels of the cells.
+        rows, columns: Labels of rows and columns.
         values: ``values[row][column]``.
         xlabel, ylabel, title: Texts of the panel.
     """
@@ -189,14 +189,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step: the computation, and below it the reduction of each bucket of gradients.
+    """A panel with one step: the computation, and below it the reduction of each bucket.
 
     Attributes:
-        title: Title of the panel, to which the exposed time is added.
-        compute_s: End of the computation.
-        exposed_s: Time from then to the end of the last reduction.
-        buckets: ``(nbytes, ready_s, begin_s, end_s)`` in the order of their launch. An end of None
-            is the end of the step.
+        title: Title of the panel; the exposed time is appended.
+        compute_s: Time at which the computation ends.
+        exposed_s: Seconds from ``compute_s`` to the end of the last reduction.
+        buckets: ``(nbytes, ready_s, begin_s, end_s)`` in the order of their launch. An ``end_s`` of
+            None means the end of the step.
         xlabel: Label of the x axis.
     """
 
@@ -233,9 +233,9 @@ def draw(
     """Draw panels side by side.
 
     Args:
-        *panels: From left to right.
+        *panels: Panels from left to right.
         height: Height of the picture in inches.
-        legend: ``"inside"`` every panel, or ``"below"``, one for all.
+        legend: ``"inside"``: a legend in every panel; ``"below"``: one legend for all panels.
     """
     if not panels:
         raise ArgumentError("panels is empty, expected one or more")
@@ -259,10 +259,10 @@ def draw(
 
 
 def images(tensors: Any) -> Picture:
-    """Show images in a row.
+    """Draw images in a row.
 
     Args:
-        tensors: ``(n, 1, height, width)``, the larger the darker.
+        tensors: Images ``(n, 1, height, width)``; larger values are darker.
     """
     figure = _figure(_WIDTH, 1.2)
     row = figure.subplots(1, len(tensors), squeeze=False)[0]
@@ -273,7 +273,7 @@ def images(tensors: Any) -> Picture:
 
 
 def splits() -> Picture:
-    """Draw three ways to divide four layers of four channels among four devices."""
+    """Draw three ways to split a network of four layers over four devices."""
     figure = _figure(_WIDTH, 3.0)
     titles = ("through the network", "through the layers", "through the data")
     for way, (axes, title) in enumerate(zip(figure.subplots(1, 3), titles, strict=True)):
@@ -292,15 +292,15 @@ def splits() -> Picture:
 
 
 _CENTERS = ((0.0, 1.0), (1.35, 0.0), (0.0, -1.0), (-1.35, 0.0))  # clockwise from the top
-_CELL = 0.17  # side of a contribution's square
+_CELL = 0.17  # side of the square of a contribution
 
 
 def ring_steps(frames: Sequence[Sequence[Sequence[Sequence[int]]]], schedule: Any) -> Picture:
-    """Draw a ring of four ranks at its start and after every step.
+    """Draw a ring of four ranks before the first step and after every step.
 
     Args:
-        frames: ``frames[step][rank][chunk]`` lists the ranks whose contributions are inside.
-        schedule: The messages of every step, as `ring_schedule` returns them.
+        frames: ``frames[step][rank][chunk]`` lists the ranks that contributed to the chunk.
+        schedule: Messages of every step, as `ring_schedule` returns them.
     """
     if len(frames[0]) != len(_CENTERS):
         raise ArgumentError(f"frames has {len(frames[0])} ranks, expected {len(_CENTERS)}")
@@ -354,7 +354,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _scale_by_powers(axes: Any, name: str) -> None:
-    """Make an axis logarithmic, with ticks at 1, 2 and 5 unless it reaches far."""
+    """Make an axis logarithmic, with ticks at 1, 2 and 5 unless its range is large."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     getattr(axes, f"set_{name}scale")("log")

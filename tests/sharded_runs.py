@@ -1,4 +1,4 @@
-"""Training runs on any number of ranks, and digests of their state after every step."""
+"""Training runs in shards, and digests of their state after every step."""
 
 import hashlib
 import itertools
@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 import torch
-from training import garments
+from training_runs import garments
 
 from pyringar.train import TrainConfig, Trainer
-from pyringar.train.group import Processes, TrainGroup
+from pyringar.train.train_group import ProcessTrainGroup, TrainGroup
 
-# Of eight shards of the last batch (6 images), two have no image.
+# The last of 4 batches has 6 images, so two of the eight shards are empty.
 RECIPE: dict[str, Any] = {"batch_size": 20, "epochs": 1, "shards": 8, "momentum": 0.9, "lr": 0.05}
 MODELS: dict[str, dict[str, Any]] = {"lenet": {}, "resnet18": {"model": "resnet18", "width": 4}}
 KINDS: dict[str, dict[str, Any]] = {"float32": {}, "amp": {"amp": True}}
@@ -50,4 +50,4 @@ def as_rank(
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
     torch.set_num_threads(1 + rank % 2)  # must not change bits
     config = TrainConfig(**{**RECIPE, **options}, ranks=world_size)
-    return train(Processes(config, store, rank, world_size), config)
+    return train(ProcessTrainGroup(config, store, rank, world_size), config)

@@ -1,17 +1,22 @@
-"""Does the command line answer at once, say in one line what is wrong, and end as others do?"""
+"""Test the command line: help, one-line errors, exit statuses, completion and progress."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
 import pyringar
-from pyringar.cli import _COMMANDS, main
+from pyringar.cli import _COMMANDS, audit, main, status_line
 
 COMMAND = [sys.executable, "-m", "pyringar"]
 
@@ -48,6 +53,7 @@ def refused(capsys: pytest.CaptureFixture[str], argv: str) -> str:
 def test_help_imports_no_torch():
     lines = [[], ["--help"], ["--version"], ["trian"], ["train", "lenet", "--rank", "2"]]
     lines += [[name, "--help"] for name in _COMMANDS]
+    lines += [["help"], ["help", "train"], ["completion", "bash"]]
     program = WITHOUT_TORCH.format(lines=lines)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -71,7 +77,10 @@ def test_help_fits_a_terminal(argv, capsys, monkeypatch):
     if argv == "--help":
         assert main([]) == 0
         assert capsys.readouterr().out == shown
-        assert all(f"\n    {name} " in shown for name in _COMMANDS)
+        assert all(re.search(rf"^    {name}\b", shown, re.M) for name in _COMMANDS)
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", *argv.split()[:-1]])
+    assert argv == "--version" or capsys.readouterr().out == shown
 
 
 @pytest.mark.parametrize("argv", ["info", "build --no-cuda"])
@@ -80,7 +89,9 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
     assert main(argv.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     too_long = [line for line in lines if len(line) > 80]
-    assert [line for line in too_long if not re.search(r"[ (]/", line)] == []  # but for paths
+    assert [
+        line for line in too_long if not re.search(r"[ (]/", line)
+    ] == []  # except lines with paths
     assert main([*argv.split(), "--json"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out), dict)
 
@@ -89,6 +100,7 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
     ("argv", "message"),
     [
         ("trian", "pyringar: COMMAND is 'trian', expected one of train, "),
+        ("help trian", "pyringar: COMMAND is 'trian', expected one of train, "),
         ("--frobnicate", "pyringar: there is no option --frobnicate (pyringar --help)"),
         ("info --jsn", "pyringar info: there is no option --jsn; did you mean '--json'?"),
         ("info now", "pyringar info: 'now' is one argument too many"),
@@ -106,10 +118,87 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
         ("train lenet --plot curve.pdf", "--plot is 'curve.pdf', expected"),
     ],
 )
-def test_mistake_is_one_line(argv, message, capsys):
+def test_wrong_arguments_print_one_line(argv, message, capsys):
     line = refused(capsys, argv)
     assert message in line
     assert "ArgumentError" not in line
+
+
+@pytest.mark.parametrize(("count", "hint"), [(0, ""), (1, "; did you mean 'cuda'?")])
+def test_gpu_hint_needs_a_gpu(count, hint, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    devices = ", ".join(["cpu", "cuda:0"][: count + 1])
+    expected = f"on this machine there are: {devices}{hint}"
+    assert refused(capsys, "train lenet --devices gpu").endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("pyringar tr", "train trace"),
+        ("pyringar train ", "lenet resnet18"),
+        ("pyringar train lenet --allr", "--allreduce"),
+        ("pyringar train lenet --allreduce s", "sharded"),
+        ("pyringar train lenet --save ", ""),
+        ("pyringar completion ", "bash zsh"),
+    ],
+)
+def test_bash_completes_words(line, expected, capsys):
+    assert main(["completion", "bash"]) == 0
+    words = line.split(" ")
+    script = capsys.readouterr().out + (
+        f"COMP_WORDS=({' '.join(words)} '') COMP_CWORD={len(words) - 1}\n"
+        '_pyringar; echo "${COMPREPLY[*]}"'
+    )
+    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert (found.stdout.strip(), found.stderr) == (expected, "")
+
+
+def test_zsh_script_loads_bash_completion(capsys):
+    assert main(["completion", "zsh"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert ("bashcompinit" in second, "compinit" in first) == (True, True)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_log_erases_progress_and_wraps(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    logger = logging.Logger("a test")
+    logger.addHandler(status_line.LogHandler(is_verbose=False))
+    status = status_line.STATUS
+    monkeypatch.setattr(status, "_last_s", -1e9)
+    status.show("progress " * 30)
+    logger.warning("%s\nmore", "word " * 30)
+    shown, logged = terminal.getvalue().rsplit("\r\x1b[K", 1)
+    assert len(shown) == len("\r\x1b[K") + columns - 1
+    assert " ".join(logged.split()) == f"pyringar: WARNING: {'word ' * 30}more"
+    assert max(map(len, logged.splitlines())) <= columns
+
+
+def test_slow_block_shows_elapsed_seconds(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    status = status_line.StatusLine()
+    with status.elapsed("compiling"):
+        time.sleep(1.5)
+    assert terminal.getvalue().startswith("\r\x1b[Kcompiling, 1 s so far")
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_audit_shows_calls_and_time_left(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    clock = itertools.count(0, 20)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    target = SimpleNamespace(name="gloo", ranks=2, ways=(), reduce=lambda *_: [])
+    audit._Progressive(target, 10).reduce([])
+    assert caplog.messages == ["auditing gloo: call 1 of about 10, about 6 min left"]
 
 
 def test_closed_pipe_ends_quietly():
@@ -120,7 +209,7 @@ def test_closed_pipe_ends_quietly():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_full_disk_is_one_line():
+def test_full_disk_is_one_line():
     with open("/dev/full", "w") as full:
         done = run("--help", stdout=full)
     assert done.stderr == "pyringar: standard output: No space left on device\n"

@@ -1,4 +1,4 @@
-"""Where images come from: files of many kinds, drawn ones, and never others than asked for."""
+"""Test loading of image files, downloads and synthetic images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import write_idx_set
+from training_runs import write_idx_set
 
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.train import data as data_module
@@ -27,7 +27,7 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """Nothing where images are looked for by default, and nothing that downloads any."""
+    """Make the default folder empty, and downloads fail."""
 
     def fail(root):
         raise RingarError("no network")
@@ -60,10 +60,10 @@ def test_home_folder_needs_no_torchvision(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("offline")
-class TestNeverOthersThanAskedFor:
+class TestChosenDataset:
     @pytest.mark.parametrize("dataset", ["auto", "fashion-mnist"])
     @pytest.mark.parametrize("name", ["missing", "empty", "file", "file/folder", "other"])
-    def test_named_folder_is_never_replaced(self, tmp_path, caplog, dataset, name):
+    def test_missing_data_dir_raises(self, tmp_path, caplog, dataset, name):
         write_idx_set(tmp_path / "default", 7, 3)
         for folder in ("empty", "other"):
             (tmp_path / folder).mkdir()
@@ -75,7 +75,7 @@ class TestNeverOthersThanAskedFor:
             assert word in str(caught.value)
         assert not caplog.records
 
-    def test_named_dataset_is_never_replaced(self, caplog):
+    def test_missing_named_dataset_raises(self, caplog):
         with pytest.raises(ArgumentError, match=f"^dataset is 'fashion-mnist', .*{IMAGES}"):
             load_data("fashion-mnist")
         with pytest.raises(ArgumentError, match="dataset is 'cifar'"):
@@ -86,9 +86,11 @@ class TestNeverOthersThanAskedFor:
         assert load_data().name == "synthetic garments"
         (record,) = caplog.records
         assert record.levelname == "WARNING"
-        assert "NOT Fashion-MNIST" in record.getMessage()
-        assert "no network" in record.getMessage()
-        assert str(tmp_path / "default") in record.getMessage()
+        first, reason = record.getMessage().splitlines()
+        expected = "Training on synthetic images (Fashion-MNIST could not be downloaded)."
+        assert first == expected
+        assert "no network" in reason
+        assert str(tmp_path / "default") in reason
 
     def test_broken_default_files_raise(self, tmp_path):
         write_idx_set(tmp_path / "default", 7, 3)
@@ -97,10 +99,12 @@ class TestNeverOthersThanAskedFor:
             load_data()
 
     @pytest.mark.parametrize("suffix", ["", ".gz"])
-    def test_an_incomplete_set_is_not_completed(self, tmp_path, suffix):
+    def test_incomplete_files_raise(self, tmp_path, suffix):
         write_idx_set(tmp_path, 7, 3, suffix)
         (tmp_path / f"t10k-labels-idx1-ubyte{suffix}").unlink()
-        with pytest.raises(ArgumentError, match=r"lacks t10k-labels-idx1-ubyte; add what"):
+        with pytest.raises(
+            ArgumentError, match=r"lacks t10k-labels-idx1-ubyte; add the missing files"
+        ):
             load_data("auto", tmp_path)
 
     @pytest.mark.parametrize("data_dir", ["", b"images", "a\0b"])
@@ -125,7 +129,7 @@ WRONG_IMAGES = [
     (header(2051, 7, 28, 28) + 7 * PIXELS[:-1], "has 5,497 bytes"),
     (header(2051, 7, 28, 28) + 7 * PIXELS + b"\0", "has 5,505 bytes"),
     (header(2051, 2**32 - 1, 28, 28) + PIXELS, r"has 800 bytes .* \(2051, 4294967295, "),
-    (header(2051, 6, 28, 28) + 6 * PIXELS, "holds 7 labels, expected 6: one for each"),
+    (header(2051, 6, 28, 28) + 6 * PIXELS, "holds 7 labels, expected 6, one per image"),
 ]
 WRONG_LABELS = [
     (header(2049, 7)[:7], r"has 7 bytes .*expected \(2049, 'n'\) .* of labels"),
@@ -146,12 +150,12 @@ def test_malformed_file_raises(tmp_path, suffix):
         assert f"{path}'" in str(caught.value)
 
 
-def test_a_damaged_archive_is_told(tmp_path):
+def test_damaged_archive_raises(tmp_path):
     write_idx_set(tmp_path, 7, 3, ".gz")
     path = tmp_path / f"{IMAGES}.gz"
     whole = path.read_bytes()
     damaged = bytearray(whole)
-    damaged[-6] ^= 1  # the checksum
+    damaged[-6] ^= 1  # a bit of the checksum
     broken_code = whole[:10] + b"\xff" * (len(whole) - 10)
     for content in (b"", b"plain", whole[:-9], bytes(damaged), broken_code, whole + b"x"):
         path.write_bytes(content)
@@ -159,7 +163,7 @@ def test_a_damaged_archive_is_told(tmp_path):
             load_data("auto", tmp_path)
 
 
-def test_batches_cover_everything_once():
+def test_batches_cover_all_images_once():
     images, labels = torch.arange(10.0).reshape(10, 1), torch.arange(10)
     in_order = list(batches(images, labels, 4))
     assert [len(y) for _, y in in_order] == [4, 4, 2]
@@ -246,7 +250,7 @@ def test_broken_download_leaves_nothing(tmp_path, mirror, end):
 
 
 @pytest.mark.usefixtures("mirror")
-def test_slower_of_two_downloads_takes_the_files(tmp_path, monkeypatch):
+def test_concurrent_download_is_used(tmp_path, monkeypatch):
     from torchvision.datasets import FashionMNIST
 
     real = FashionMNIST.__init__
@@ -260,7 +264,7 @@ def test_slower_of_two_downloads_takes_the_files(tmp_path, monkeypatch):
     assert len(load_data("auto", tmp_path / "images").train_labels) == 7
 
 
-def test_missing_torchvision_is_explained(tmp_path, caplog, monkeypatch):
+def test_missing_torchvision_falls_back(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
     monkeypatch.setattr(data_module, "default_data_dir", lambda: tmp_path)
     monkeypatch.setattr(data_module, "_SYNTHETIC_TRAIN", 10)

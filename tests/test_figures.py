@@ -1,4 +1,4 @@
-"""Do the chapter's pictures and live plots show what they are given?"""
+"""Test the pictures of the chapter and the live plots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from training import garments
+from training_runs import garments
 
 from pyringar import ArgumentError, figures
 from pyringar.cli import main
@@ -56,7 +56,7 @@ def axes_of(picture):
 
 @pytest.mark.parametrize("legend", ["inside", "below"])
 @pytest.mark.parametrize("name", PICTURES)
-def test_nothing_is_cut_off(name, legend):
+def test_picture_contains_all_parts(name, legend):
     picture = figures.draw(*PICTURES[name], legend=legend)
     picture._repr_png_()
     drawn = picture.figure.get_tightbbox()  # in inches
@@ -66,7 +66,7 @@ def test_nothing_is_cut_off(name, legend):
         assert axes.yaxis.label.get_window_extent().height <= axes.get_window_extent().height
 
 
-def test_ticks_can_be_read():
+def test_ticks_are_readable():
     many = figures.Lines([i / 16 for i in range(17)], {"k = 1": range(1, 18)}, log="y")
     for axes in axes_of(figures.draw(many, lines(log="xy"))):
         x, y = axes.get_xticklabels(), axes.get_yticklabels()
@@ -76,7 +76,7 @@ def test_ticks_can_be_read():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "8"]
 
 
-def test_panels_show_their_numbers():
+def test_panels_show_given_numbers():
     panels = (figures.Bars({"a": 7297.0, "b": 7.37}, form=",.1f"), PANELS["table"], timeline(None))
     bars, table, line = figures.draw(*panels).figure.axes
     assert {text.get_text() for text in bars.texts} == {"7,297.0", "7.4"}
@@ -84,11 +84,13 @@ def test_panels_show_their_numbers():
     assert colors == {f"{i}.00": "black" if i < 4 else "white" for i in range(1, 7)}
     assert line.get_title() == "ring: 1.0 ms exposed"
     last = line.patches[-1]
-    assert last.get_x() + last.get_width() == pytest.approx(5.0)  # milliseconds: the step's end
+    assert last.get_x() + last.get_width() == pytest.approx(
+        5.0
+    )  # the end of the step in milliseconds
     assert [label.get_text() for label in line.get_yticklabels()] == ["compute", "0.4 MB", "0.0 MB"]
 
 
-def test_pictures_of_the_chapter_are_complete():
+def test_ring_splits_and_images_are_complete():
     labels = [
         text.get_text()
         for axes in axes_of(figures.ring_steps(FRAMES, ring_schedule(4)))
@@ -112,7 +114,7 @@ def test_wrong_panels_raise():
         figures.ring_steps([[[[0]] * 3] * 3], [])
 
 
-def test_saving_changes_no_state(tmp_path):
+def test_saving_keeps_matplotlib_state(tmp_path):
     before = mpl.rcParams.copy()
     picture = figures.draw(lines(), PANELS["bars"], PANELS["table"], timeline())
     for ending in ("png", "svg", "pdf"):
@@ -147,9 +149,9 @@ def test_text_has_bar_per_epoch():
 
 @pytest.fixture
 def display(monkeypatch):
-    plt.switch_backend("Agg")  # before it would ask the stand-in
+    plt.switch_backend("Agg")  # otherwise matplotlib asks the fake IPython for a backend
     ipython = ModuleType("IPython")
-    ipython.version_info = (9, 0)  # matplotlib looks
+    ipython.version_info = (9, 0)  # matplotlib reads it
     ipython.display = mock.Mock()
     ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", ipython)

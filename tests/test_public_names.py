@@ -33,7 +33,7 @@ RingarError ArgumentError UnsupportedError BuildError CompilerNotFoundError Cuda
 CollectiveTimeout PeerLostError
 """
 SUBPACKAGES = {"distributed": "ddp_hook", "figures": "draw", "ops": "all_reduce", "train": "train"}
-COMMANDS = "train run trace info build check audit"
+COMMANDS = "train run trace info build check audit completion"
 
 
 def test_public_names_are_listed():

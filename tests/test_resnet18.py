@@ -1,12 +1,12 @@
-"""ResNet-18: the chapters' structure and names, and training runs on many ranks."""
+"""Test ResNet-18: structure and names of the book, and training runs on many ranks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import training
+import training_runs
 from sharded_runs import RECIPE
-from training import garments, relative_error
+from training_runs import garments, relative_error
 
 import pyringar as pr
 from pyringar.parallel import shards
@@ -22,7 +22,7 @@ SMALL = {"model": "resnet18", "width": 4, "epochs": 1, "batch_size": 12}
 
 
 def run(data, **options):
-    return training.run(data, **{**SMALL, **options})
+    return training_runs.run(data, **{**SMALL, **options})
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def small():
 
 
 class TestModel:
-    def test_numbers_and_names_of_the_chapters(self):
+    def test_shapes_and_names_match_book(self):
         full = resnet18()
         params, buffers = list(full.parameters()), list(full.buffers())
         assert sum(param.numel() for param in params) == 11_175_818
@@ -48,7 +48,7 @@ class TestModel:
         double = resnet18(width=2, seed=5, dtype=torch.float64)
         assert torch.equal(double[0].weight.float(), first[0].weight)
 
-    def test_wrong_arguments_are_named(self):
+    def test_wrong_arguments_raise(self):
         with pytest.raises(pr.ArgumentError, match="width is 0, expected a whole number"):
             resnet18(width=0)
         with pytest.raises(pr.ArgumentError, match="init is 'he', expected one of default, book"):
@@ -59,7 +59,7 @@ class TestTraining:
     @pytest.mark.parametrize("options", [{"overlap": False}, {"bucket_cap_mb": 0.01}])
     def test_run_repeats_with_any_buckets(self, small, options):
         result = run(small, ranks=2, **options)
-        training.same_results(result, run(small, ranks=2))
+        training_runs.same_results(result, run(small, ranks=2))
         assert result.state.keys() == resnet18(width=4).state_dict().keys()
 
     def test_sync_batch_norm_matches_one_rank(self, small):
@@ -121,7 +121,7 @@ def test_defaults_follow_amp_and_devices(options, devices, expected):
 @pytest.mark.parametrize(
     "options", [{}, {"amp": True}, {"momentum": 0.9}, {"batchnorm": "sync"}], ids=str
 )
-def test_layout_is_kept_everywhere(images, options):
+def test_all_tensors_keep_channels_last(images, options):
     with Trainer(TrainConfig(**LAST, **options, ranks=2), images) as trainer:
         found = []
         for layer in trainer.model.replicas[0].modules():
@@ -138,7 +138,7 @@ def test_layout_is_kept_everywhere(images, options):
         assert is_last(activation)
 
 
-def test_biases_before_norms_stay(images):
+def test_biases_before_norms_are_not_trained(images):
     with Trainer(TrainConfig(**LAST, ranks=2, momentum=0.9), images) as trainer:
         before = [param.clone() for param in trainer.replicas[0]]
         trainer.run()
@@ -151,15 +151,15 @@ def test_ranks_agree_bit_for_bit(images):
     with Trainer(TrainConfig(**LAST, ranks=3, dtype="float64"), images) as trainer:
         result = trainer.run()
         check_replicas_equal(trainer.replicas)
-    plain = training.run(images, **RESNET, ranks=3, dtype="float64")
+    plain = training_runs.run(images, **RESNET, ranks=3, dtype="float64")
     assert relative_error(result.params, plain.params) < 1e-9
     assert plain.state.keys() == result.state.keys()
-    for name, tensor in plain.state.items():  # running means count the biases left out
+    for name, tensor in plain.state.items():  # running means include the skipped biases
         torch.testing.assert_close(tensor, result.state[name])
 
 
-@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "as on a GPU"])
-def test_replicas_of_two_layouts_compare(monkeypatch, is_gpu):
+@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "gpu path"])
+def test_replicas_with_different_layouts_compare(monkeypatch, is_gpu):
     if is_gpu:
         monkeypatch.setattr(shards, "_are_on_cpu", lambda _: False)
     weight = torch.randn(6, 5, 3, 3)
@@ -175,7 +175,7 @@ def test_replicas_of_two_layouts_compare(monkeypatch, is_gpu):
 def test_shards_give_equal_bits_on_any_ranks():
     few = garments(26, 10)
     options = {**LAST, **RECIPE}
-    assert len({training.run(few, **options, ranks=ranks).digest for ranks in (1, 2, 4)}) == 1
+    assert len({training_runs.run(few, **options, ranks=ranks).digest for ranks in (1, 2, 4)}) == 1
 
 
 def test_files_are_contiguous(images, tmp_path):

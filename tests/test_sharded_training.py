@@ -1,4 +1,4 @@
-"""Training in shards: are all bits equal after every step, on any number of ranks anywhere?"""
+"""Test that training in shards has the same bits on any number of ranks and machines."""
 
 import itertools
 import re
@@ -9,21 +9,21 @@ import pytest
 from case_marks import mostly_slow
 from rank_processes import Crew
 from sharded_runs import KINDS, MODELS, TEST, TRAIN, as_rank, in_one_process
-from training import garments, run, same_results
+from training_runs import garments, run, same_results
 
 import pyringar as pr
 
 
 def check(rows):
     first = next(iter(rows.values()))
-    assert len(set(first)) == len(first), "two steps with equal bits: nothing was learned"
+    assert len(set(first)) == len(first), "two steps have equal bits, so nothing was learned"
     assert {name: row for name, row in rows.items() if row != first} == {}
 
 
 @pytest.mark.parametrize(
     ("model", "kind"), mostly_slow(itertools.product(MODELS, KINDS), ("lenet", "float32"))
 )
-def test_bits_of_any_number_of_ranks(model, kind):
+def test_bits_are_independent_of_ranks(model, kind):
     options = {**MODELS[model], **KINDS[kind]}
     rows = {k: in_one_process(k, **options) for k in (1, 2, 8)}
     for machines in ("aa", "aaaa", "aabb"):

@@ -1,4 +1,4 @@
-"""Does a training run that was stopped go on with the bits of one that was not?"""
+"""Test checkpoints: resume is bit-identical, and wrong or damaged files raise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import PurePath
 import pytest
 import torch
 from case_marks import mostly_slow
-from training import garments, same_results
+from training_runs import garments, same_results
 
 from pyringar.errors import ArgumentError, RingarError
 from pyringar.parallel.shards import check_replicas_equal
@@ -23,7 +23,10 @@ from pyringar.train import TrainConfig, Trainer, checkpoint, train
 from pyringar.train import trainer as trainer_module
 from pyringar.train.checkpoint import Checkpoint
 
-LENET = {"batch_size": 20, "epochs": 3}  # 75 images: 4 steps an epoch, the last one smaller
+LENET = {
+    "batch_size": 20,
+    "epochs": 3,
+}  # 75 images: 4 steps per epoch, the last with a smaller batch
 RESNET = {"model": "resnet18", "width": 4, "batch_size": 20, "epochs": 2}
 FILE = "checkpoint.bin"
 
@@ -97,7 +100,7 @@ def test_epoch_is_saved_before_callback(images, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_more_epochs_after_the_last(images, tmp_path, schedule):
+def test_finished_run_resumes_with_more_epochs(images, tmp_path, schedule):
     options = {**LENET, "lr_schedule": schedule}
     folder = PurePath(tmp_path)
     short = go(images, {**options, "epochs": 1}, save=folder)
@@ -112,7 +115,7 @@ def test_more_epochs_after_the_last(images, tmp_path, schedule):
 
 def test_save_elsewhere_keeps_old_checkpoint(images, saved):
     before, second = (saved / FILE).read_bytes(), saved / "second"
-    others = {"allreduce": "direct", "data_dir": "/nowhere"}  # which change no bit
+    others = {"allreduce": "direct", "data_dir": "/nowhere"}  # options that do not affect bits
     result = go(images, {**LENET, **others}, save=second, resume=saved)
     assert (saved / FILE).read_bytes() == before
     same_results(result, go(images, LENET))
@@ -120,13 +123,13 @@ def test_save_elsewhere_keeps_old_checkpoint(images, saved):
     same_results(go(images, LENET, save=saved, resume=saved), result)
 
 
-def test_train_takes_both(images, tmp_path, monkeypatch):
+def test_train_takes_save_and_resume(images, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "load_data", lambda *_: images)
     first = train(2, 20, 0.1, epochs=1, save=tmp_path)
     same_results(train(2, 20, 0.1, epochs=1, resume=str(tmp_path)), first)
 
 
-# -- refused ---------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def test_resume_with_other_options_raises(images, saved):
@@ -147,7 +150,7 @@ def test_resume_with_other_options_raises(images, saved):
     assert (saved / FILE).read_bytes() == before
 
 
-def test_other_images_are_refused(saved):
+def test_resume_with_other_images_raises(saved):
     changed = garments(75, 30)
     changed.test_labels[0] += 1
     with pytest.raises(ArgumentError, match=r"dataset is .* digest .* checkpoint has .* digest"):
@@ -173,7 +176,7 @@ def test_damaged_checkpoint_raises(images, saved):
 
 
 TWO_BYTES = torch.ones(2, dtype=torch.uint8)
-# The place of a field, another value, and words of the error.
+# Field of the checkpoint, wrong value, and words of the error.
 WRONG = [
     ("recipe", None, "recipe None"),
     ("recipe lr", ..., "recipe {"),
@@ -205,7 +208,7 @@ WRONG = [
 
 
 def test_wrong_field_is_named(images, saved, monkeypatch):
-    monkeypatch.setattr(trainer_module, "batches", None)  # nothing may be trained
+    monkeypatch.setattr(trainer_module, "batches", None)  # training would fail
     content = (saved / FILE).read_bytes()
     start = len(checkpoint._FIRST_LINE)
     for field, value, words in WRONG:
@@ -232,14 +235,14 @@ def test_save_refuses_existing_checkpoint(images, saved):
     assert (saved / FILE).read_bytes() == before
 
 
-def test_a_trainer_runs_once(images):
+def test_second_run_raises(images):
     with Trainer(TrainConfig(**{**LENET, "epochs": 1}), images) as trainer:
         trainer.run()
         with pytest.raises(RingarError, match="run was called before: make another Trainer"):
-            trainer.run()  # at the learning rates after the last
+            trainer.run()
 
 
-def test_a_constant_rate_goes_on(images):
+def test_constant_rate_allows_second_run(images):
     options = {**LENET, "lr_schedule": "constant"}
     whole = go(images, {**options, "epochs": 2})
     with Trainer(TrainConfig(**{**options, "epochs": 1}), images) as trainer:
@@ -256,8 +259,8 @@ def test_other_torch_or_threads_are_logged(images, saved, caplog, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "1.0")
     go(images, LENET, resume=saved)
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("torch: 1.0 here, 2.")
-    there = f"93 here, {threads} where the checkpoint in '{saved}'"
+    assert first.startswith("torch: 1.0 now, 2.")
+    there = f"93 now, {threads} when the checkpoint in '{saved}'"
     assert second.startswith(f"torch threads per rank: {there}")
 
 
@@ -272,7 +275,7 @@ def test_failed_write_keeps_last_checkpoint(images, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         real(descriptor)
 
-    (tmp_path / f".{FILE}.new").write_bytes(b"half" * 10**6)  # of a process that was killed
+    (tmp_path / f".{FILE}.new").write_bytes(b"half" * 10**6)  # left by a killed process
     monkeypatch.setattr(checkpoint.os, "fsync", full)
     with pytest.raises(RingarError, match=r"checkpoint\.bin' cannot be written: No space left"):
         go(images, LENET, on_epoch=told.append, save=tmp_path)
@@ -294,7 +297,7 @@ def rows(lines):
 
 
 def run_command(command, stop=None, after=0):
-    """Return the output and the status. ``stop``: a signal, sent when ``after`` rows are there."""
+    """Return output and status; send the signal ``stop`` after ``after`` rows of the table."""
     lines = []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -310,7 +313,7 @@ def run_command(command, stop=None, after=0):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killed_commands_resume_elsewhere(tmp_path):
-    """One run, killed in each epoch, resumed by another command each time."""
+    """Kill a run in each epoch, and resume it each time with another number of processes."""
     folder, files = tmp_path / "run", [tmp_path / "whole.pt", tmp_path / "resumed.pt"]
     whole, status = run_command([*ALONE, "--out", str(files[0])])
     assert status == 0, whole

@@ -1,8 +1,8 @@
-"""A captured step is the eager one: the same losses and parameters, bit for bit, and its refusals.
+"""Test that a captured training step has the bits of the eager step, and that wrong uses raise.
 
-Where there is no GPU a step is captured and replayed on the CPU, one operator after the other, on
-the very tensors that it had in the capture: like a CUDA graph, a replay runs no Python of the
-step's, and what the host has read or baked in once stays so.
+Without a GPU, a recorder captures the operators of a step on the CPU and replays them on the same
+tensors. Like a CUDA graph, a replay runs no Python code of the step, so values that the host read
+during the capture stay constant.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from case_marks import mostly_slow
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import garments, run, same_results
+from training_runs import garments, run, same_results
 
 from pyringar import Communicator
 from pyringar.cli import main
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.parallel import shards
-from pyringar.train import TrainConfig, Trainer, graph, group
+from pyringar.train import TrainConfig, Trainer, graph, train_group
 from pyringar.train import trainer as trainer_module
 from pyringar.train.step import EagerStep
-from pyringar.train.trace import Trace
+from pyringar.train.step_trace import Trace
 
 Function = Callable[[], None]
 
@@ -36,15 +36,17 @@ Function = Callable[[], None]
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operator and every reduction; a replay does them again, on the same tensors."""
+    """Records operators and reductions; a replay runs them again on the same tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_warm_ups = self.num_replays = 0
         self.is_recording = False
-        self.calls: list[Function] = []  # of the capture under way, or of the last one
-        self._own: set[int] = set()  # memory that was allocated in the capture
-        self._before: dict[int, tuple[Any, Any]] = {}  # other memory, and what it held before
+        self.calls: list[Function] = []  # of the current or the last capture
+        self._own: set[int] = set()  # memory allocated during the capture
+        self._before: dict[
+            int, tuple[Any, Any]
+        ] = {}  # other memory and its content before the capture
 
     def warm_up(self, function: Function) -> None:
         for _ in range(3):
@@ -58,7 +60,7 @@ class Recorder(TorchDispatchMode):
         with self:
             function()
         self.is_recording = False
-        for storage, then in self._before.values():  # a capture does no work
+        for storage, then in self._before.values():  # a CUDA capture runs no kernel
             storage.copy_(then)
         return functools.partial(self.replay, calls)
 
@@ -83,7 +85,9 @@ class Recorder(TorchDispatchMode):
 
         def again() -> None:
             for old, new in zip(outputs, pytree.tree_leaves(func(*args, **kwargs)), strict=True):
-                if old is not None and old.data_ptr() != new.data_ptr():  # else a view, or in place
+                if (
+                    old is not None and old.data_ptr() != new.data_ptr()
+                ):  # equal pointers: a view, or in place
                     old.copy_(new)
 
         self.calls.append(again)
@@ -95,7 +99,7 @@ class Recorder(TorchDispatchMode):
         return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-class InOrder(graph.Branches):
+class InOrder(graph.RankStreams):
     def __init__(self, device, num_ranks, score):
         self.score = score
 
@@ -104,7 +108,7 @@ class InOrder(graph.Branches):
 
 
 class Caller(Recorder):
-    """Calls the function again in each replay."""
+    """A capture whose replay calls the function again."""
 
     def record(self, function: Function) -> Function:
         return functools.partial(self.replay, [torch.enable_grad()(function)])
@@ -114,7 +118,7 @@ class Caller(Recorder):
 def caller(monkeypatch) -> Caller:
     made = Caller()
     monkeypatch.setattr(trainer_module, "check_ranks", lambda *_: None)
-    monkeypatch.setattr(trainer_module, "Branches", InOrder)
+    monkeypatch.setattr(trainer_module, "RankStreams", InOrder)
     monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
     return made
 
@@ -130,7 +134,7 @@ def recorder(monkeypatch, caller) -> Recorder:
         return real(self, lists, op, **options)
 
     monkeypatch.setattr(Communicator, "all_reduce_coalesced", all_reduce_coalesced)
-    # Replicas are compared as on a GPU, where nobody waits.
+    # Compare replicas as on a GPU, without waiting for the result.
     monkeypatch.setattr(shards, "_are_on_cpu", lambda _: False)
     monkeypatch.setattr(graph, "CudaCapture", lambda _: made)
     return made
@@ -141,7 +145,7 @@ def data():
     return garments(100, 40)
 
 
-# 100 images: three batches of 32 leave 4 over, which have a capture of their own.
+# 100 images: three batches of 32, and one of 4, which needs a second capture.
 RESNET = {"model": "resnet18", "width": 4}
 RUNS = [
     {"ranks": 1},
@@ -153,7 +157,7 @@ MORE_RUNS = [
     {"ranks": 2, "amp": True},
     {"ranks": 4, "allreduce": "direct", "dtype": "float64"},
     {"ranks": 2, "lr_schedule": "constant", "overlap": False},
-    {"ranks": 2, "batch_size": 25},  # no batch is smaller
+    {"ranks": 2, "batch_size": 25},  # all batches have one size
     {"ranks": 5, **RESNET, "epochs": 2, "batch_size": 3, "init": "book"},
 ]
 
@@ -167,7 +171,7 @@ def test_replay_has_eager_bits(data, recorder, options):
     same_results(replayed, run(data, **options))
 
 
-def test_synchronised_ranks_are_captured(data, caller):
+def test_sync_batch_norm_is_captured(data, caller):
     options = {**RESNET, "batchnorm": "sync", "batch_size": 32, "epochs": 1}
     replayed = run(data, cuda_graph=True, **options)
     assert caller.num_replays == 4
@@ -192,7 +196,7 @@ def test_divergence_between_replays_raises(data, recorder):
     assert len(steps) == 2
 
 
-# -- branches --------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------
 
 
 def test_step_reduces_after_join(monkeypatch, data):
@@ -235,7 +239,7 @@ def test_step_reduces_after_join(monkeypatch, data):
         None,
         lambda: note("reduce"),
         split=lambda X, y: (X.chunk(3), y.chunk(3)),  # noqa: N803
-        branches=graph.Branches(torch.device("cuda:0"), 3, score),
+        streams=graph.RankStreams(torch.device("cuda:0"), 3, score),
     )
     step(data.train_images[:9], data.train_labels[:9], 0.1)
     sides = ["stream 1", "stream 2"]
@@ -245,22 +249,22 @@ def test_step_reduces_after_join(monkeypatch, data):
     assert log == [*fork, *ranks, *join, ("stream 0", "reduce"), *fork, *join]
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
-def test_refusal_comes_before_images_and_engine(monkeypatch, capsys):
+def test_cpu_ranks_raise_before_loading(monkeypatch, capsys):
     monkeypatch.setattr(trainer_module, "load_data", None)
-    monkeypatch.setattr(group, "Communicator", None)
+    monkeypatch.setattr(train_group, "Communicator", None)
     assert main(["train", "lenet", "--devices", "cpu,cpu", "--cuda-graph"]) == 2
-    said = "--cuda-graph is on and the ranks run on [cpu x 2 ranks], expected all of them on one"
+    said = "--cuda-graph is on and the ranks run on [cpu x 2 ranks], expected all ranks on one"
     assert said in capsys.readouterr().err
 
 
-def test_graph_refuses_several_devices_and_trace():
+def test_several_devices_or_trace_raise():
     gpu, other = torch.device("cuda:0"), torch.device("cuda:1")
     with pytest.raises(ArgumentError, match=r"the ranks run on \[cuda:0, cuda:1\]"):
         graph.check_ranks([gpu, other], None)
-    with pytest.raises(ArgumentError, match="a trace is wanted, but the host sees one replay"):
+    with pytest.raises(ArgumentError, match="trace is given, but the host sees one replay"):
         graph.check_ranks([gpu], Trace())
     graph.check_ranks([other] * 3, None)
 
@@ -273,7 +277,7 @@ def test_failed_capture_raises(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name in ("stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
-    with pytest.raises(CudaError, match=r"on cuda:0: not permitted; without"):
+    with pytest.raises(CudaError, match=r"on cuda:0: not permitted; try it without"):
         graph.CudaCapture(torch.device("cuda:0")).record(fail)
 
 
@@ -292,7 +296,7 @@ GPU_RUNS = [
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device here")
 @pytest.mark.parametrize("options", [*RUNS, *MORE_RUNS, *GPU_RUNS], ids=str)
 def test_graph_has_bits_of_eager_run(data, monkeypatch, options):
-    # Or two eager runs, too, could differ: convolutions add in any order.
+    # By default cuDNN convolutions add in any order, so even two eager runs could differ.
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     options = {"batch_size": 32, "epochs": 2, **options}
     options["devices"] = ["cuda:0"] * options["ranks"]

@@ -1,4 +1,4 @@
-"""``pyringar train`` and ``pyringar trace``: options, files, lines, and tables."""
+"""Test options, files and output of ``pyringar train`` and ``pyringar trace``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training import garments
+from training_runs import garments
 
 import pyringar as pr
-from pyringar.cli import main, train_output
+from pyringar.cli import main, status_line, train_output
 from pyringar.cli import train as cli_train
-from pyringar.errors import ArgumentError
+from pyringar.engine import load
+from pyringar.errors import ArgumentError, CompilerNotFoundError
 from pyringar.train import TrainConfig, Trainer, config, resnet18
 from pyringar.train import trainer as trainer_module
-from pyringar.train.trace import CATEGORIES, Trace, covered_s
+from pyringar.train.step_trace import CATEGORIES, Trace, covered_s
 
 LENET = ["train", "lenet", "--epochs", "2", "--batch-size", "20"]
 LINE = r"test acc: \d\.\d{2}, \d+\.\d sec/epoch on \[.*\]"
@@ -55,7 +56,7 @@ def test_options_match_train_config():
     cli_train.add_parser(commands)
     actions = {action.dest: action for action in commands.choices["train"]._actions}
     defaults = {field.name: getattr(TrainConfig(), field.name) for field in fields(TrainConfig)}
-    del defaults["dtype"]  # for code that checks gradients
+    del defaults["dtype"]  # no option of the command
     assert defaults.keys() <= actions.keys()
     defaults["ranks"] = TrainConfig().world_size
     for name, default in defaults.items():
@@ -71,7 +72,7 @@ def test_options_match_train_config():
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_log_has_a_line_per_finished_epoch(capsys, tmp_path, monkeypatch):
+def test_log_has_row_per_finished_epoch(capsys, tmp_path, monkeypatch):
     path, lengths = tmp_path / "L.CSV", []
     path.write_text("of an older run\n" * 9)
     real = train_output.Outputs.add_epoch
@@ -89,7 +90,7 @@ def test_log_has_a_line_per_finished_epoch(capsys, tmp_path, monkeypatch):
     assert shown == rows_of(capsys.readouterr().out)
 
 
-def test_json_is_all_that_stdout_gets(capsys, tmp_path):
+def test_json_is_only_output_on_stdout(capsys, tmp_path):
     log = tmp_path / "l.csv"
     assert main([*LENET, "--devices", "cpu,cpu", "--log", str(log), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -101,9 +102,17 @@ def test_json_is_all_that_stdout_gets(capsys, tmp_path):
     assert main([*LENET, "--json", "--live"]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
-    assert "--live is True, but with --json nothing is drawn" in said.err
-    assert main([*LENET, "--lr", "1e30", "--epochs", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["epochs"][0]["loss"] is None, "JSON has no NaN"
+    assert "--live is True, but --json draws nothing" in said.err
+
+
+@pytest.mark.parametrize("mode", [[], ["--json"]])
+def test_infinite_loss_ends_training(capsys, tmp_path, mode):
+    folder = tmp_path / "run"
+    assert main([*LENET, "--lr", "1e30", "--save", str(folder), *mode]) == 1
+    out, err = capsys.readouterr()
+    assert re.search(r"the loss of epoch 1 is (nan|inf), .* smaller learning rate than lr=1e", err)
+    assert len(rows_of(out)) == (0 if mode else 1), "later epochs do not run"
+    assert os.listdir(folder) == []
 
 
 def test_out_file_loads_into_module(capsys, tmp_path, few_images):
@@ -132,7 +141,7 @@ def test_unwritable_outputs_raise_before_training(capsys, tmp_path, name, monkey
         captured = capsys.readouterr()
         assert f"--{name} is '{path}'" in captured.err
         assert "test acc" not in captured.out
-    assert sorted(os.listdir(tmp_path)) == sorted(["file", f"folder{ending}"]), "nothing is left"
+    assert sorted(os.listdir(tmp_path)) == sorted(["file", f"folder{ending}"]), "no file is left"
 
 
 def test_resume_errors_name_the_flag(capsys, tmp_path, monkeypatch):
@@ -190,25 +199,31 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
     monkeypatch.setattr(Trainer, "_train_batch", interrupted)
     assert main([*options, "--save", folder]) == 130
     assert "interrupted" in capsys.readouterr().err
-    told = f"to go on: the same command with --resume '{folder}' instead of --save"
-    assert [record.getMessage() for record in caplog.records] == [told]
+    steps.clear()
+    assert main(options) == 130
+    saved, lost = caplog.messages
+    assert saved.startswith(f"finished epochs are in '{folder}'; to go on: the same command with")
+    assert lost.startswith("nothing was kept: --save DIR keeps finished epochs")
+    capsys.readouterr()
     assert main([*options, "--resume", folder]) == 0
     out = capsys.readouterr().out
     assert "1 of 2 epochs are done; going on" in " ".join(out.split())
-    assert rows_of(out) == whole, "the table is that of a run that was not stopped"
+    assert rows_of(out) == whole, "the table equals that of an uninterrupted run"
     assert len((tmp_path / "l.csv").read_text().splitlines()) == 3
 
 
-# -- lines -----------------------------------------------------------------------------------------
+# -- terminal output -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("lenet --ranks 1", "one rank has nothing to add"),
+        ("lenet --ranks 1", "none: a single rank has no gradients to exchange"),
+        ("lenet --verbose", "2,065,088 bytes of memory traffic"),
+        ("lenet --allreduce naive", "naive: rank 0 receives all gradients and returns their sum"),
         ("lenet --ranks 4", "garments, 75 training and 30 test images"),
         (f"lenet --ranks 16 --weights {'1.25,3.875,' * 7}1.25,3.875", "shared 1.25 : 3.875 : 1.25"),
-        ("lenet --init book --lr-schedule constant --momentum 0.9", "constant momentum 0.9, book"),
+        ("lenet --init book --lr-schedule constant --momentum 0.9", "constant, momentum 0.9, book"),
         ("lenet --no-overlap --bucket-cap-mb 0.1 --amp", "summed after backward"),
         ("resnet18 --width 4 --batchnorm sync --amp", "ResNet-18 of width 4, sync batch norm, 44,"),
     ],
@@ -232,15 +247,82 @@ def test_command_prints_choices_and_curve(capsys, tmp_path, monkeypatch, options
     assert "on [cpu" in Trace.load("t.json").title
 
 
+def test_header_names_algorithm_without_internals(capsys):
+    assert main(LENET) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "allreduce  fused: one pass over shared memory, sums in rank order" in lines
+    assert not any("bytes" in line for line in lines)
+
+
+def test_small_process_plan_is_direct():
+    with pr.Communicator(["cpu"] * 2) as comm:
+        plan = replace(comm.plan(1000), algorithm="exchange")
+    assert train_output.describe_plan(plan).startswith("direct: every rank sums a slice")
+
+
 def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     main(LENET)
-    assert not caplog.records, "not in an epoch that is over at once"
+    assert not caplog.records, "an epoch under ten seconds logs nothing"
     clock = itertools.count(0, 4)
-    monkeypatch.setattr(train_output, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    fake = SimpleNamespace(monotonic=lambda: next(clock), process_time=lambda: 0)
+    monkeypatch.setattr(status_line, "time", fake)
     main(LENET)
-    told = [record.getMessage() for record in caplog.records]
-    assert told == ["epoch 1: step 3 of 4", "epoch 2: step 3 of 4"]
+    assert [text.split(", ")[0] for text in caplog.messages] == [
+        "epoch 1 of 2: step 3 of 4",
+        "epoch 2 of 2: step 3 of 4",
+    ]
+    assert caplog.messages[0].endswith(" for all epochs")
+
+
+def fake_run(monkeypatch, steps, step_s, cpu_share, **config):
+    """Display steps of ``step_s`` seconds on a fake clock."""
+    clock = SimpleNamespace(now_s=0.0)
+    fake = SimpleNamespace(
+        monotonic=lambda: clock.now_s, process_time=lambda: clock.now_s * cpu_share
+    )
+    monkeypatch.setattr(train_output, "time", fake)
+    cpus = (torch.device("cpu"),) * 2
+    trainer = SimpleNamespace(config=TrainConfig(**config), devices=cpus, all_devices=cpus)
+    trainer.step, trainer.steps_per_epoch = 0, 200
+    display = train_output.EpochDisplay(trainer, is_live=False)
+    for trainer.step in range(1, steps + 1):
+        clock.now_s += step_s
+        display.step()
+
+
+def test_slow_resnet_suggests_width(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    fake_run(monkeypatch, 30, 6.0, 2.0, model="resnet18")
+    fake_run(monkeypatch, 30, 6.0, 2.0, model="lenet")
+    fake_run(monkeypatch, 30, 0.1, 2.0, model="resnet18")
+    (text,) = caplog.messages
+    assert text == "an epoch takes about 20 min at width 64 on this machine; faster: --width 8"
+
+
+@pytest.mark.parametrize(("share", "times"), [(1.9, 0), (0.5, 1)])
+def test_busy_machine_warns_once(monkeypatch, caplog, share, times):
+    fake_run(monkeypatch, 150, 0.1, share)
+    assert caplog.text.count("other programs use the cores, so this is slower") == times
+
+
+def test_idle_ranks_warn(caplog, few_images):
+    with Trainer(TrainConfig(70, 64), few_images):
+        pass
+    assert "6 of 70 ranks get no image of a batch of 64; use at most 64 ranks" in caplog.text
+
+
+def test_missing_compiler_suggests_naive(monkeypatch, capsys):
+    def refuse():
+        raise CompilerNotFoundError("no C++ compiler")
+
+    monkeypatch.setattr(load, "engine", refuse)
+    assert main(LENET) == 1
+    assert (
+        "no C++ compiler; or train without the engine: --allreduce naive" in capsys.readouterr()[1]
+    )
+    assert main([*LENET, "--shards", "4"]) == 1
+    assert "naive" not in capsys.readouterr().err
 
 
 # -- traces ----------------------------------------------------------------------------------------
@@ -285,7 +367,15 @@ def test_command_prints_table_and_json(trace, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[:2] == [trace.title, " step" + "".join(f" {name:>9}" for name in COLUMNS)]
-    one = ["15.00", "4.00", "8.00", "8.00", "2.00", "1.00", "2.00"]  # 2 ms of buckets in the wait
+    one = [
+        "15.00",
+        "4.00",
+        "8.00",
+        "8.00",
+        "2.00",
+        "1.00",
+        "2.00",
+    ]  # buckets overlap the wait by 2 ms
     assert [line.split() for line in lines[2:6]] == [[n, *one] for n in ("0", "1", "2", "mean")]
     assert main(["trace", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -294,7 +384,14 @@ def test_command_prints_table_and_json(trace, tmp_path, capsys):
     assert [found["mean"][f"{name}_ms"] for name in COLUMNS] == pytest.approx(list(map(float, one)))
 
 
-# -- who worked when -------------------------------------------------------------------------------
+def test_table_without_buckets_omits_them(trace):
+    assert "bucket:" in str(trace)
+    trace.spans = [span for span in trace.spans if span.category != "bucket"]
+    assert "bucket" not in str(trace)
+    assert "exposed" not in str(trace)
+
+
+# -- recorded spans --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -329,7 +426,7 @@ def test_overlapping_spans_count_once():
     assert covered_s([]) == 0
 
 
-# -- files that are no traces ----------------------------------------------------------------------
+# -- malformed files -------------------------------------------------------------------------------
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 200
 SPAN = b'{"ph":"X","name":"n","cat":"wait","pid":0,"ts":0,"dur":%s,"args":{"step":0,"bytes":0}}'

@@ -1,4 +1,4 @@
-"""Does training with one rank per process give the bits of one process that has all ranks?"""
+"""Test that training with one rank per process has the bits of one process with all ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from case_marks import mostly_slow
 from rank_processes import Crew
-from training import garments, run, same_results
+from training_runs import garments, run, same_results
 
 import pyringar as pr
 from pyringar.train import TrainConfig, Trainer
-from pyringar.train.group import Processes, num_processes
+from pyringar.train.train_group import ProcessTrainGroup, num_processes
 
 LENET = {"batch_size": 20, "epochs": 2}
 RESNET = {"model": "resnet18", "width": 8, "batch_size": 16, "epochs": 2}
@@ -28,14 +28,14 @@ def pool():
 def as_rank(rank, world_size, store, options, folders):
     torch.set_num_threads(1)
     config = TrainConfig(ranks=world_size, **options)
-    group = Processes(config, store, rank, world_size)
+    group = ProcessTrainGroup(config, store, rank, world_size)
     with Trainer(config, garments(75, 30), group=group, **folders) as trainer:
         return trainer.run(), group.digest
 
 
 RUNS = [
     LENET,
-    {**LENET, "batch_size": 74},  # the last batch has one image: one rank has none
+    {**LENET, "batch_size": 74},  # the last batch has one image, so a rank gets none
     RESNET,
 ]
 BOOK = {"batch_size": 37, "bucket_cap_mb": 0.01, "dtype": "float64", "init": "book"}
@@ -72,7 +72,7 @@ def test_resume_in_processes_and_back(pool, tmp_path, options):
 
 def unusable_as_rank(rank, world_size, store, folder):
     config = TrainConfig(ranks=world_size, **LENET)
-    group = Processes(config, store, rank, world_size)
+    group = ProcessTrainGroup(config, store, rank, world_size)
     with pytest.raises(pr.RingarError) as caught:
         Trainer(config, garments(75, 30), group=group, resume=folder)
     group.close()
@@ -88,7 +88,7 @@ def test_unusable_folder_raises_on_all_ranks(pool, tmp_path):
 
 def diverge_as_rank(rank, world_size, store):
     config = TrainConfig(ranks=world_size, **LENET)
-    group = Processes(config, store, rank, world_size)
+    group = ProcessTrainGroup(config, store, rank, world_size)
     with Trainer(config, garments(75, 30), group=group) as trainer:
         if rank == 1:
             with torch.no_grad():
@@ -106,14 +106,17 @@ def test_divergence_raises_on_all_ranks(pool):
 def refused_as_rank(rank, world_size, store, options):
     config = TrainConfig(**{"ranks": world_size, **options})
     with pytest.raises(pr.ArgumentError) as caught:
-        Processes(config, store, rank, world_size)
+        ProcessTrainGroup(config, store, rank, world_size)
     return str(caught.value)
 
 
-def test_options_of_one_process_are_refused(pool):
+def test_options_of_one_process_raise(pool):
     for options, words in [
         ({"ranks": 3}, "ranks is 3, but there are 2 processes"),
-        ({"devices": ("cpu", "cpu")}, "devices is ('cpu', 'cpu'), which names the ranks of one"),
+        (
+            {"devices": ("cpu", "cpu")},
+            "devices is ('cpu', 'cpu'), which is for ranks in one process",
+        ),
         ({"allreduce": "fused"}, "allreduce is 'fused', which needs all ranks in one process"),
         ({"model": "resnet18", "batchnorm": "sync"}, "batchnorm is 'sync'"),
     ]:
@@ -122,7 +125,7 @@ def test_options_of_one_process_are_refused(pool):
 
 def load_as_rank(rank, world_size, store, outcome):
     config = TrainConfig(ranks=world_size, **LENET)
-    group = Processes(config, store, rank, world_size)
+    group = ProcessTrainGroup(config, store, rank, world_size)
     times = []
 
     def load():

@@ -1,4 +1,4 @@
-"""Whole training runs learn, repeat themselves and notice divergence; options of runs."""
+"""Test whole training runs: accuracy, repeatability, divergence, and options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from training import garments, run, same_results
+from training_runs import garments, run, same_results
 
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 from pyringar.parallel.shards import check_replicas_equal
@@ -18,8 +18,8 @@ from pyringar.train import trainer as trainer_module
 from pyringar.train.devices import choose_devices, describe_devices
 
 RESNET = {"model": "resnet18", "width": 8, "epochs": 4}
-# Options, least accuracy and largest loss. Measured with 5 seeds: LeNet on drawn images 0.875 to
-# 0.903 and 0.23 to 0.25, ResNet-18 0.78 to 0.84.
+# Options, lowest accuracy and highest loss. Measured with 5 seeds: LeNet on synthetic images has an
+# accuracy of 0.875 to 0.903 and a loss of 0.23 to 0.25, ResNet-18 an accuracy of 0.78 to 0.84.
 GATE = {
     "lenet, drawn images": ({"epochs": 8}, 0.83, 0.30),
     "lenet, real images": ({"epochs": 8}, 0.70, 0.65),
@@ -32,7 +32,7 @@ def small():
     return garments(200, 100)
 
 
-@pytest.mark.timeout(400)  # 5 s of work, but a busy machine has been seen to take a minute
+@pytest.mark.timeout(400)  # takes 5 s, but over a minute on a busy machine
 @pytest.mark.parametrize("name", GATE)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_host_is_at_most_two_steps_ahead(small, monkeypatch):
         for step in range(6):
             trainer._train_batch(images, labels)
             assert len(trainer._unchecked) == min(step + 1, 2)
-            assert len(waited) == 2 * max(0, step - 1), "every GPU once a step"
+            assert len(waited) == 2 * max(0, step - 1), "each GPU once per step"
         trainer._check_steps(0)
     assert sorted(map(str, waited)) == ["cuda:0"] * 6 + ["cuda:1"] * 6
 
@@ -98,7 +98,7 @@ def test_host_is_at_most_two_steps_ahead(small, monkeypatch):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.thorough)])
 def test_compiled_model_trains(model):
-    # Below 8 channels oneDNN writes past its memory on CPUs without AVX-512 (its issue 6035).
+    # With fewer than 8 channels oneDNN writes out of bounds on CPUs without AVX-512 (issue 6035).
     options = {"width": 8} if model == "resnet18" else {}
     options |= {"batch_size": 128, "epochs": 1, "dataset": "synthetic", "compile": True}
     with Trainer(TrainConfig(model=model, **options)) as trainer:
@@ -108,7 +108,7 @@ def test_compiled_model_trains(model):
 
 
 @pytest.mark.parametrize("allreduce", ["auto", "ring"])
-def test_the_result_says_what_ran(small, allreduce):
+def test_result_names_devices_and_algorithm(small, allreduce):
     result = run(small, ranks=4, epochs=2, allreduce=allreduce)
     line = rf"test acc: {result.curve[-1]:.2f}, \d+\.\d sec/epoch on \[cpu x 4 ranks\]"
     assert re.fullmatch(line, str(result))
@@ -161,7 +161,10 @@ SYNC = {"model": "resnet18", "batchnorm": "sync"}
         ({"bucket_cap_mb": 0}, "bucket_cap_mb is 0, expected a positive number"),
         ({"amp": True, "dtype": "float64"}, "dtype is 'float64', expected 'float32' with amp"),
         ({**SYNC, "compile": True}, "batchnorm is 'sync', expected 'local' with compile"),
-        ({"cuda_graph": True, "allreduce": "ring"}, "allreduce is 'ring', expected .* no ring"),
+        (
+            {"cuda_graph": True, "allreduce": "ring"},
+            "allreduce is 'ring', expected .* cannot capture the ring",
+        ),
         ({"ranks": 2, "weights": (1, 2, 3)}, r"weights has length 3 .* each of 2 ranks"),
         ({"ranks": 2, "weights": (0, 0)}, "expected at least one above 0"),
         ({"ranks": 2, "devices": ("cpu",)}, "ranks is 2, but devices names 1"),
@@ -182,7 +185,7 @@ def test_wrong_options_raise(options, message):
         TrainConfig(**options)
 
 
-def test_an_unknown_option_of_train_is_named():
+def test_unknown_train_option_raises():
     with pytest.raises(ArgumentError, match="no option 'nesterov', only allreduce, amp, batchnorm"):
         train(2, 64, 0.1, nesterov=True)
 
@@ -211,7 +214,7 @@ def test_linear_schedule_falls_to_zero():
 )
 def test_ranks_are_spread_over_gpus(monkeypatch, ranks, gpus, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(devices_module, "Communicator", mock.Mock())  # one that can do GPUs
+    monkeypatch.setattr(devices_module, "Communicator", mock.Mock())  # accepts GPUs
     assert describe_devices(choose_devices(ranks)) == expected
 
 

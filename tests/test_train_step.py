@@ -1,4 +1,4 @@
-"""One step on k ranks is the step on one: gradients, trajectories, bits of the replicas."""
+"""Test that a training step on k ranks equals the step on one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from case_marks import mostly_slow
-from training import relative_error
+from training_runs import relative_error
 
 from pyringar import Communicator, GradientBucketer
 from pyringar.errors import ArgumentError
@@ -34,7 +34,7 @@ def batch_of(n, dtype=torch.float32, seed=5):
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Number of images and of ranks, and the ranks' weights. 61 divides by none of the numbers of ranks.
+# Numbers of images and ranks, and weights of the ranks. 61 is not divisible by 2, 4 or 8.
 SPLITS = [(61, k, None) for k in (1, 2, 4, 8)] + [(n, 8, None) for n in (1, 7)]
 SPLITS += [(64, len(w), w) for w in [(192, 64), (255, 1), (1, 0, 2)]]
 
@@ -43,13 +43,13 @@ SPLITS += [(64, len(w), w) for w in [(192, 64), (255, 1), (1, 0, 2)]]
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)], ids=str
 )
-def test_any_split_is_the_undivided_step(n, num_ranks, weights, dtype, tolerance):
+def test_any_split_equals_one_rank(n, num_ranks, weights, dtype, tolerance):
     images, labels = batch_of(n, dtype)
     replicas, (alone,) = make_replicas(num_ranks, dtype), make_replicas(1, dtype)
     loss = sum_loss(lenet(images, alone), labels)
     loss.backward()
     for param in itertools.chain(*replicas):
-        param.grad = torch.full_like(param, 1e6)  # of an earlier step: not added
+        param.grad = torch.full_like(param, 1e6)  # gradients of an earlier step must not be added
     losses = train_batch(images, labels, replicas, ["cpu"] * num_ranks, lr=0.25, weights=weights)
     sizes = shard_sizes(n, num_ranks, weights)
     assert [float(loss) == 0 for loss in losses] == [size == 0 for size in sizes]
@@ -111,19 +111,19 @@ def test_sgd_adds_momentum():
         assert param.item() == expected
 
 
-def test_sgd_rounds_the_product_before_it_subtracts():
+def test_sgd_rounds_product_before_subtraction():
     param = torch.tensor([1.0], requires_grad=True)
     param.grad = torch.tensor([1 + 2.0**-12])
     sgd([param], 1 + 2.0**-12)
-    # 1 - fl(1 + 2^-11 + 2^-24): a fused multiply-add would leave the last bit as well.
+    # 1 - fl(1 + 2^-11 + 2^-24): a fused multiply-add would also subtract 2^-24.
     assert param.item() == -(2.0**-11)
 
 
-def test_wrong_arguments_are_named():
+def test_wrong_arguments_raise():
     images, labels = batch_of(4)
     for num_images, num_labels, num_ranks, message in [
         (4, 4, 3, "2 replicas for 3 devices"),
-        (0, 0, 2, "no sample"),
+        (0, 0, 2, "expected one sample or more"),
         (4, 3, 2, r"\(4, 1, 28, 28\) and y \(3,\)"),
     ]:
         given = images[:num_images], labels[:num_labels], make_replicas(2)
@@ -145,7 +145,7 @@ class TestLenet:
         double = draw(dtype=torch.float64)
         check_replicas_equal([he, [param.float() for param in double]])
 
-    def test_wrong_arguments_are_named(self):
+    def test_wrong_arguments_raise(self):
         params, X = lenet_params(), torch.rand(2, 1, 28, 28)  # noqa: N806
         for wrong, given, message in [
             (X[..., :27], params, r"\(2, 1, 28, 27\), expected \(n, 1, 28, 28\)"),

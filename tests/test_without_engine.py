@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from training import garments
+from training_runs import garments
 
 import pyringar as pr
 from pyringar.cli import main

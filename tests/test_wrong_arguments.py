@@ -173,7 +173,6 @@ def test_table_has_every_public_callable():
         (lambda: pr.allreduce(ones(), "summ"), "sum"),
         (lambda: pr.Communicator(["cpu"], algorithm="rings"), "ring"),
         (lambda: pr.Communicator(["cpu"], order="ranks"), "rank"),
-        (lambda: pr.Communicator(["gpu:0"]), "cuda:0"),
         (lambda: pr.Communicator(["cup"]), "cpu"),
         (lambda: pr.DataParallel(NET, ["cpu"], batchnorm="synced"), "sync"),
         (lambda: pr.train.TrainConfig(dtype="float"), "float64"),

@@ -1,4 +1,4 @@
-"""The command ``pyringar audit``."""
+"""``pyringar audit``: find out which sum an allreduce computes, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ import contextlib
 import json
 import math
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from pyringar.choices import ORDERS, did_you_mean
 from pyringar.cli.parser import add_json_option, add_options
+from pyringar.cli.status_line import STATUS, duration, load_engine
 from pyringar.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from torch import Tensor
+
     from pyringar.audit.library_ranks import LibraryTarget
+    from pyringar.audit.probes import AuditTarget
     from pyringar.grading.cases import Lists
 
 _DESCRIPTION = """\
-Find out by experiment what an allreduce computes: in which order it adds, where
-it rounds, whether bits depend on the rank, the run or the size of a message,
-and whether NaN, infinities, -0 and subnormals are kept."""
+Find out by experiment how an allreduce adds: in which order, where it rounds,
+whether bits depend on the rank, the run or the size of a message, and how it
+treats NaN, infinities, -0 and subnormals. Takes 10 s to some minutes."""
 _EPILOG = """\
 TARGET is a library, whose ranks run as processes on this machine:
-  gloo     the torch.distributed backend for CPUs
-  ringar   pyringar.ProcessCommunicator with --order
-  nccl     the torch.distributed backend for GPUs; needs a GPU per rank
-or a function, MODULE:FUNCTION or FILE.py:FUNCTION, that gets a list of tensors,
-one per rank, and writes their sum into all. Its code runs with your rights.
+  gloo     the backend of torch.distributed for CPUs
+  ringar   pyringar.ProcessCommunicator, with the order of --order
+  nccl     the backend of torch.distributed for GPUs; each rank needs a GPU
+or a function: MODULE:FUNCTION or FILE.py:FUNCTION. The function takes a list of
+tensors, one per rank, and leaves their sum in each. Its code runs with your
+user's rights.
 
-Exit status: 0 the audit ran, also if it found faults; 1 the ranks did not
-start; 2 wrong arguments, or the library is missing.
+Exit status: 0 the audit ran, whatever it found; 1 the ranks did not start;
+2 wrong arguments, or a library that is not installed.
 
 examples:
   pyringar audit gloo --ranks 4
@@ -42,15 +48,15 @@ examples:
 """
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "ranks": ("number of ranks", {"metavar": "K", "type": int, "default": 4}),
-    "sizes": ("message sizes in elements (default: 1 to 1048576)", {"metavar": "N,N,..."}),
-    "order": ("order of ringar (default: any)", {"choices": ORDERS}),
+    "sizes": ("elements of each message (default: 1 to 1048576)", {"metavar": "N,N,..."}),
+    "order": ("order of addition, for ringar (default: any)", {"choices": ORDERS}),
     "timeout": (
-        "limit for a call, and for the import of a function",
+        "limit of a call, and of the import of a function",
         {"metavar": "SECONDS", "type": float, "default": 30},
     ),
 }
 _LIBRARIES = ("gloo", "ringar", "nccl")
-_MAX_RANKS = 30  # sets of ranks are bits of an int32
+_MAX_RANKS = 30  # the audit stores a set of ranks in the bits of an int32
 _MAX_ELEMENTS = 1 << 24
 
 
@@ -62,7 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", metavar="TARGET", help="library or function, see below")
+    parser.add_argument("target", metavar="TARGET", help="a library or a function (see below)")
     add_options(parser, _OPTIONS)
     add_json_option(parser)
 
@@ -78,9 +84,33 @@ def run(args: argparse.Namespace) -> int:
     with _target(args) as target:
         from pyringar.audit.questions import SIZES, audit
 
-        report = audit(target, sizes or SIZES)
+        # The usual number of calls, measured with the default sizes and 2 to 5 ranks.
+        usual_calls = 0 if sizes else 200 + 15 * args.ranks * (args.ranks - 1)
+        report = audit(_Progressive(target, usual_calls), sizes or SIZES)
+    STATUS.clear()
     print(json.dumps(report.as_dict(), indent=2) if args.json else report)
     return 0
+
+
+class _Progressive:
+    """A target that shows the number of its calls as progress."""
+
+    def __init__(self, target: AuditTarget, usual_calls: int) -> None:
+        self.name, self.ranks, self.ways = target.name, target.ranks, target.ways
+        self._target, self._usual, self._count = target, usual_calls, 0
+        self._begin_s = time.monotonic()
+        STATUS.start()
+
+    def reduce(
+        self, inputs: Sequence[Tensor], way: str = "in place", cuts: Sequence[int] = ()
+    ) -> list[Tensor]:
+        self._count += 1
+        text = f"auditing {self.name}: call {self._count}"
+        if self._count < self._usual:
+            left_s = (time.monotonic() - self._begin_s) * (self._usual / self._count - 1)
+            text += f" of about {self._usual}, about {duration(left_s)} left"
+        STATUS.show(text)
+        return self._target.reduce(inputs, way, cuts)
 
 
 def _sizes(text: str | None) -> list[int]:
@@ -102,6 +132,8 @@ def _target(args: argparse.Namespace) -> AbstractContextManager[LibraryTarget | 
         return _function(args)
     from pyringar.audit.library_ranks import LibraryTarget
 
+    if args.target == "ringar":
+        load_engine()  # with progress, before the ranks load it
     if args.target == "nccl":
         import torch
 

@@ -1,4 +1,4 @@
-"""``pyringar build``: compile the engines now rather than at the first call."""
+"""``pyringar build``: compile the engines before their first use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pyringar.cli.parser import add_json_option, paragraph, why_no_gpu
+from pyringar.cli.status_line import STATUS, compiling_text
 from pyringar.engine import build, load
 from pyringar.engine.compile import CPU, CUDA, EngineKind, Recipe
 from pyringar.errors import CompilerNotFoundError
@@ -20,18 +21,18 @@ _RECORDED = ("compiler", "flags", "nvcc", "archs", "build_s")
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "build",
-        help="compile the engines now rather than at the first call",
-        description="Compile the engine for this CPU, and the CUDA engine where torch finds a GPU "
-        "and nvcc is there, and keep them in the cache. The first call of a collective does "
-        "the same; do it here for images, job scripts and slow machines.",
+        help="compile the engines before their first use",
+        description="Compile the engine for this CPU into the cache, and the CUDA engine if torch "
+        "finds a GPU and nvcc is installed. Without this command the first collective call "
+        "compiles them. Use it in container images, in job scripts and on slow machines.",
     )
-    parser.add_argument("--force", action="store_true", help="compile even what is there")
+    parser.add_argument("--force", action="store_true", help="compile again if it is in the cache")
     parser.add_argument(
         "--cuda",
         action=argparse.BooleanOptionalAction,
-        help="compile the CUDA engine without a GPU too (for PYRINGAR_CUDA_ARCHS, else for the "
-        "GPUs here, else for every GPU that nvcc knows), and fail if it cannot be compiled; "
-        "--no-cuda: never",
+        help="compile the CUDA engine also without a GPU, and fail if that is impossible; for "
+        "the architectures in PYRINGAR_CUDA_ARCHS, else of this machine's GPUs, else for all that "
+        "nvcc knows; --no-cuda: only the CPU engine",
     )
     parser.add_argument(
         "--verbose", action="store_true", help="show the compilers' commands and output"
@@ -48,15 +49,15 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(_render(name, found)), flush=True)
 
     tell("engine", _build(CPU, args))
-    # With --cuda, too: the build imports no torch, but asks one that is there for its GPUs.
+    # Imports torch also with --cuda: the build then finds the architectures of this machine's GPUs.
     why = "" if args.cuda is False else why_no_gpu()
     if why and args.cuda is None:
-        tell("cuda", f"not built: {why}; --cuda builds it all the same")
+        tell("cuda", f"not built: {why}; --cuda compiles it anyway")
     elif args.cuda is not False:
         try:
             tell("cuda", _build(CUDA, args))
         except CompilerNotFoundError as error:
-            if args.cuda or os.environ.get("PYRINGAR_NVCC"):  # asked for, in one way or the other
+            if args.cuda or os.environ.get("PYRINGAR_NVCC"):  # the user asked for CUDA
                 raise
             tell("cuda", f"not built: {error}")
     if args.json:
@@ -68,8 +69,11 @@ def _build(kind: EngineKind, args: argparse.Namespace) -> dict[str, Any]:
     started, recipe = time.monotonic(), Recipe(kind=kind)
     found = None if args.force else build.find_engine(recipe)
     if found is not None and found.origin == "wheel" and not kind.cuda:
-        found = None  # for any CPU; asked for is one for this very CPU
-    engine = found or build.build_engine(recipe, force=args.force, verbose=args.verbose)
+        found = None  # it serves any CPU; build compiles for this CPU
+    if found is None:
+        with STATUS.elapsed(compiling_text(kind)):
+            found = build.build_engine(recipe, force=args.force, verbose=args.verbose)
+    engine = found
     seconds = time.monotonic() - started
     load.load(engine)
     recorded = {name: engine.record[name] for name in _RECORDED if name in engine.record}
@@ -80,7 +84,7 @@ def _render(name: str, found: dict[str, Any] | str) -> Iterator[str]:
     if isinstance(found, str):
         yield paragraph(found, name)
         return
-    yield f"{name:<10} {found['path']}"  # not wrapped: it may have spaces
+    yield f"{name:<10} {found['path']}"  # not wrapped, since a path may have spaces
     yield paragraph(found["compiler"], "compiler")
     yield paragraph(" ".join(found["flags"]), "flags")
     if "nvcc" in found:

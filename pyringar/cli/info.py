@@ -1,4 +1,4 @@
-"""``pyringar info``: what is installed, what is built, and what this machine has."""
+"""``pyringar info``: show versions, compilers, built engines and devices."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _LABEL = 1 + max(map(len, ENVIRONMENT))
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "info",
-        help="versions, compiler, cache, devices, what is built",
-        description="Print what is installed, what is built and what this machine has. Builds "
-        "nothing and needs no compiler; put its output into a bug report.",
+        help="print versions, compilers, built engines and devices",
+        description="Print versions, compilers, built engines and devices, for bug reports. Builds "
+        "nothing and needs no compiler.",
     )
     add_json_option(parser)
 
@@ -51,16 +51,16 @@ def gather() -> dict[str, dict[str, Any]]:
         "versions": _versions(),
         "build": _build_facts(),
         "engine": {
-            "cpu": _told(lambda: _engine(CPU)),
-            "cuda": _told(lambda: _engine(CUDA)),
+            "cpu": _or_error(lambda: _engine(CPU)),
+            "cuda": _or_error(lambda: _engine(CUDA)),
         },
         "devices": _devices(),
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
     }
 
 
-def _told(fact: Callable[[], Any]) -> Any:
-    """Return ``fact()``, or its pyringar error as text."""
+def _or_error(fact: Callable[[], Any]) -> Any:
+    """Return ``fact()``, or the text of its RingarError."""
     try:
         return fact()
     except RingarError as error:
@@ -78,7 +78,7 @@ def _versions() -> dict[str, Any]:
     for name in ("torch", "torchvision", "pybind11", "ninja"):
         try:
             versions[name] = str(importlib.import_module(name).__version__)
-        except Exception as error:  # a torchvision of another torch fails with RuntimeError
+        except Exception as error:  # torchvision for another torch raises RuntimeError
             versions[name] = f"cannot be imported: {type(error).__name__}: {error}"
     versions["torch_cuda"] = torch.version.cuda or "torch is a CPU build: the CUDA engine is absent"
     return versions
@@ -93,16 +93,16 @@ def _build_facts() -> dict[str, Any]:
         nvcc = toolchain.find_nvcc()
         try:
             return str(toolchain.read_cuda_toolkit(nvcc, toolchain.find_compiler()))
-        except CompilerNotFoundError:  # told above
+        except CompilerNotFoundError:  # the fact "compiler" has the error
             return f"{nvcc}, without a C++ compiler"
 
     return {
-        "compiler": _told(compiler),
-        "cuda_toolkit": _told(cuda_toolkit),
-        "cuda_archs": _told(lambda: ", ".join(toolchain.cuda_archs_wanted())),
-        "ninja": _told(toolchain.find_ninja),
-        "sources": _told(lambda: str(Recipe().root())),
-        "cache": _told(lambda: str(build.cache_dir())),
+        "compiler": _or_error(compiler),
+        "cuda_toolkit": _or_error(cuda_toolkit),
+        "cuda_archs": _or_error(lambda: ", ".join(toolchain.cuda_archs_wanted())),
+        "ninja": _or_error(toolchain.find_ninja),
+        "sources": _or_error(lambda: str(Recipe().root())),
+        "cache": _or_error(lambda: str(build.cache_dir())),
     }
 
 
@@ -110,12 +110,12 @@ def _engine(kind: EngineKind) -> str | dict[str, Any]:
     engine = build.find_engine(Recipe(kind=kind))
     if engine is None:
         if kind.cuda and (why := why_no_gpu()):
-            return f"not built: {why}; `pyringar build --cuda` builds it all the same"
-        return "not built yet: the first call compiles it, `pyringar build` does it now"
+            return f"not built: {why}; `pyringar build --cuda` compiles it anyway"
+        return "not built yet: the first call compiles it, or `pyringar build`"
     module, record = load.load(engine), engine.record
-    made_for = "this very CPU"
+    made_for = "this CPU"
     if engine.origin == "wheel":
-        made_for = f"any {platform.machine()} CPU; `pyringar build` makes one for this very CPU"
+        made_for = f"any {platform.machine()} CPU; `pyringar build` compiles one for this CPU"
     return {
         "found_in": engine.origin,
         **({} if kind.cuda else {"made_for": made_for}),
@@ -135,6 +135,7 @@ def _devices() -> dict[str, Any]:
     devices = {
         "cpu": f"{cpu.name}, {cpu.machine}",
         "cores": f"{toolchain.cores_allowed()} of {os.cpu_count()} may be used",
+        "threads": f"{torch.get_num_threads()} torch threads",
         "memory": f"{memory_gib:.1f} GiB",
     }
     if why := why_no_gpu():

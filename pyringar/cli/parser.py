@@ -1,10 +1,11 @@
-"""Arguments of a command: their parser, checks of output files, and texts for a terminal."""
+"""Parse arguments, check output files, and wrap text for a terminal."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import shutil
 import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from pyringar.choices import did_you_mean
 from pyringar.errors import ArgumentError, UnsupportedError
 
-_COLUMNS = 80
+_MIN_COLUMNS, _MAX_COLUMNS = 40, 100
 _LABEL = 11  # columns
 
 
@@ -29,7 +30,7 @@ def _reader(kind: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error in one line with the nearest option or choice; allows no abbreviations."""
+    """An argument parser with one-line errors that suggest the nearest option or choice."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
@@ -45,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse ignores errors of writing.
+        # The original ignores errors of writing.
         print(message, end="", file=file)
 
     def error(self, message: str) -> NoReturn:
@@ -60,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{first!r} is one argument too many")
 
     def flags(self) -> dict[str, str]:
-        """Return the options as they are typed, by the names of their values."""
+        """Return the long option for each name of a value."""
         return {
             action.dest: next((f for f in action.option_strings if f.startswith("--")), "-")
             for action in self._actions
@@ -68,25 +69,25 @@ class Parser(argparse.ArgumentParser):
         }
 
     def with_flag(self, message: str) -> str:
-        """Replace an argument's name, at the start or in ``with NAME=``, by its option."""
+        """Replace an argument name at the start, or in ``with NAME=``, by its option."""
         negated = {action.dest for action in self._actions if action.const is False}
         flags = {dest: flag for dest, flag in self.flags().items() if dest not in negated}
         return re.sub(r"^\w+|(?<=\bwith )\w+(?==)", lambda m: flags.get(m[0], m[0]), message)
 
 
 def add_options(parser: Any, options: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
-    """Add options by their names: the text of ``--help``, and other arguments for argparse."""
+    """Add options by name; each has a help text and arguments for argparse."""
     for name, (text, how) in options.items():
         default = " (default: %(default)s)" if "default" in how else ""
         parser.add_argument(f"--{name}", help=f"{text}{default}", **how)
 
 
 def add_json_option(parser: Any) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead")
 
 
 def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Path:
-    """Check that a file with a suffix can be written; return its path with ``~`` expanded."""
+    """Check the suffix and that the file can be written; return the path with ``~`` expanded."""
     if not str(path):
         raise ArgumentError(f"{option} is '', expected a file name")
     path = Path(os.path.expanduser(path))
@@ -113,8 +114,8 @@ def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Pa
 
 
 def _try_to_write(path: Path) -> None:
-    """Open the file, and make a temporary one beside it, since files are replaced atomically."""
-    target = Path(os.path.realpath(path))  # of a link, which may lead to no file yet
+    """Open the file, and create a temporary file beside it, as an atomic write would."""
+    target = Path(os.path.realpath(path))  # a symbolic link may point to a missing file
     if os.path.lexists(target):
         target.open("ab").close()
     else:
@@ -125,10 +126,10 @@ def _try_to_write(path: Path) -> None:
 
 
 def paragraph(text: str, label: str = "", width: int = _LABEL) -> str:
-    """Wrap text to the width of a terminal, beside a label of fewer letters than ``width``."""
+    """Wrap text to the width of the terminal, beside a label shorter than ``width``."""
     return textwrap.fill(
         text,
-        _COLUMNS,
+        max(_MIN_COLUMNS, min(shutil.get_terminal_size().columns, _MAX_COLUMNS)),
         initial_indent=f"{label:<{width}}" if label else "",
         subsequent_indent=" " * (width if label else 2),
         break_on_hyphens=False,

@@ -1,4 +1,4 @@
-"""``pyringar train``: the book's LeNet or ResNet-18, data parallel on any number of ranks."""
+"""``pyringar train``: train LeNet or ResNet-18 data parallel on many ranks."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import io
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 from pyringar.cli.parser import add_json_option, paragraph
-from pyringar.cli.train_output import FILES, Outputs, Progress, as_json, print_header
-from pyringar.errors import ArgumentError
+from pyringar.cli.status_line import STATUS, compiling_text, load_engine
+from pyringar.cli.train_output import FILES, EpochDisplay, Outputs, as_json, print_header
+from pyringar.errors import ArgumentError, CompilerNotFoundError, RingarError
 from pyringar.train.config import CHOICES, TrainConfig
 
 if TYPE_CHECKING:
     from pyringar.train import EpochResult, TrainResult
-    from pyringar.train.group import TrainGroup
+    from pyringar.train.train_group import TrainGroup
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTION = """Train LeNet or ResNet-18 from scratch on many ranks: the batch is split, every
-rank has a copy of the parameters, and their gradients are summed by pyringar's allreduce. Ranks
-share the machine's GPUs if there are any, else the CPU."""
-_EPILOG = """Without options: two ranks, five epochs, on Fashion-MNIST if it is there or can be
-downloaded, else on a built-in synthetic set. Example:
+_DESCRIPTION = """Train LeNet or ResNet-18 from scratch on many ranks. Each batch is split over the
+ranks, every rank has a copy of the parameters, and an allreduce sums the gradients. Ranks use the
+machine's GPUs if there are any, else the CPU."""
+_EPILOG = """Without options: two ranks and five epochs, on Fashion-MNIST if it is on disk or can be
+downloaded, else on synthetic images. Example:
 pyringar train lenet --ranks 4 --allreduce ring --plot curve.png.
 Under torchrun every process is one rank, on the CPU:
 torchrun --nproc-per-node 2 -m pyringar train lenet"""
@@ -43,87 +44,66 @@ def _weights(text: str) -> tuple[float, ...]:
 
 
 _COUNT = {"type": int, "metavar": "N"}
+_DIR = {"metavar": "DIR"}
 _FLAG = {"action": "store_true"}
 _SWITCH = {"action": argparse.BooleanOptionalAction}
-# Options by group: the text of --help, and the arguments for argparse. All except those of the last
-# group are fields of TrainConfig, which has the choices and defaults and checks the values.
+# Options by group: the help text, and the arguments for argparse. Options of all groups except
+# "output" are fields of TrainConfig, which defines choices and defaults and checks the values.
 _OPTIONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "ranks": {
         "ranks": ("number of ranks (2)", {"type": int, "metavar": "K"}),
         "devices": (
-            "one device per rank, such as cpu,cpu or cuda:0,cuda:1 (spread by itself)",
+            "one device per rank, such as cpu,cpu or cuda:0,cuda:1 (spread automatically)",
             {"type": _devices, "metavar": "D,D,..."},
         ),
-        "allreduce": ("how gradients are summed", {}),
+        "allreduce": ("algorithm that sums the gradients", {}),
         "shards": (
-            "cut every batch into N shards, each computed alone: the same bits on any number of "
-            "ranks that get a power of two of shards each",
+            "split every batch into N shards, computed one by one: the same bits on any number of "
+            "ranks, if each rank gets 1, 2, 4, ... shards",
             _COUNT,
         ),
-        "weights": (
-            "shares of the ranks in every batch, such as 3,1 (equal)",
-            {"type": _weights, "metavar": "W,W,..."},
-        ),
-        "bucket_cap_mb": (
-            "gradients are summed in buckets of about this size",
-            {"type": float, "metavar": "MB"},
-        ),
-        "no_overlap": (
-            "sum gradients after backward, not during it",
-            {"dest": "overlap", "action": "store_false"},
-        ),
-        "compile": ("let torch compile the model; overlap is lost", _FLAG),
-        "cuda_graph": (
-            "capture the step in a CUDA graph and replay it; all ranks on one GPU (on with --amp)",
-            _SWITCH,
-        ),
+        "weights": ("shard sizes, such as 3,1 (equal)", {"type": _weights, "metavar": "W,W,..."}),
+        "bucket_cap_mb": ("sum gradients in buckets of MB", {"type": float, "metavar": "MB"}),
+        "no_overlap": ("sum after backward", {"dest": "overlap", "action": "store_false"}),
+        "compile": ("compile the model with torch.compile; disables overlap", _FLAG),
+        "cuda_graph": ("capture the step; all ranks on one GPU (on with --amp)", _SWITCH),
     },
     "recipe": {
         "epochs": ("passes over the images", _COUNT),
-        "batch_size": ("images a step, all ranks together", _COUNT),
+        "batch_size": ("images per step, summed over all ranks", _COUNT),
         "lr": ("learning rate", {"type": float}),
-        "lr_schedule": ("linear falls to 0 over all steps, constant is as in the book", {}),
-        "momentum": ("share of the last step that each step adds", {"type": float}),
+        "lr_schedule": ("linear: falls to 0 over all steps; constant: as in the book", {}),
+        "momentum": ("fraction of the previous update that is added", {"type": float}),
         "init": (
-            "initial weights: by the number of inputs (he), 0.01 as in the book, or for resnet18 "
-            "torch's default",
+            "initial weights: by number of inputs (he), 0.01 (book), or torch's (default)",
             {},
         ),
-        "seed": ("of initial weights and image order", {"type": int}),
-        "amp": ("compute in bfloat16 where that is safe (autocast)", _FLAG),
+        "seed": ("seed of initial weights and image order", {"type": int}),
+        "amp": ("compute in bfloat16 where autocast allows it", _FLAG),
     },
     "resnet18 only": {
-        "width": ("channels of the first of four stages", _COUNT),
-        "channels_last": ("the memory layout of tensor cores (on with --amp on GPUs)", _SWITCH),
-        "batchnorm": ("normalise by every rank's own samples, or by the whole batch", {}),
+        "width": ("channels of the first stage", _COUNT),
+        "channels_last": ("memory layout for tensor cores (on with --amp on GPUs)", _SWITCH),
+        "batchnorm": ("normalize over the samples of a rank or of the batch (sync)", {}),
     },
     "data": {
-        "dataset": ("auto: synthetic images if Fashion-MNIST is not available", {}),
-        "data_dir": (
-            "folder of FashionMNIST/raw, or of its download (the user's data folder)",
-            {"metavar": "DIR"},
-        ),
+        "dataset": ("auto: Fashion-MNIST if available, else synthetic", {}),
+        "data_dir": ("folder with FashionMNIST/raw (the user's data folder)", _DIR),
     },
     "output": {
-        "save": ("write a checkpoint after every epoch", {"metavar": "DIR"}),
+        "save": ("write a checkpoint after every epoch", _DIR),
         "resume": (
-            "resume from the checkpoint in DIR and save there, with the bits of a run that was "
-            "never stopped; give the same other options, but --epochs may grow (a linear "
-            "schedule is then stretched over all epochs, which changes bits)",
-            {"metavar": "DIR"},
+            "resume from the checkpoint in DIR and save there, with the bits of an uninterrupted "
+            "run; repeat the other options, but --epochs may grow (a linear schedule is then "
+            "stretched over all epochs, which changes bits)",
+            _DIR,
         ),
-        "out": (
-            "write the trained parameters, for load_state_dict of pyringar.train.LeNet() or "
-            "resnet18(width=...)",
-            {"metavar": "FILE.pt"},
-        ),
-        "log": ("write a line per epoch", {"metavar": "FILE.csv"}),
+        "out": ("write the trained parameters, for load_state_dict", {"metavar": "FILE.pt"}),
+        "log": ("write a row per epoch", {"metavar": "FILE.csv"}),
         "plot": ("write the curve as a picture", {"metavar": "FILE.png"}),
-        "live": ("draw the curve: a bar per epoch beside the table", _FLAG),
-        "trace": (
-            "write a timeline of the first 100 steps, for ui.perfetto.dev and pyringar trace",
-            {"metavar": "FILE.json"},
-        ),
+        "live": ("draw a bar of the accuracy beside each epoch", _FLAG),
+        "trace": ("write the times of 100 steps, see pyringar trace", {"metavar": "FILE.json"}),
+        "verbose": ("print the plan of the allreduce in the header", _FLAG),
     },
 }
 
@@ -134,9 +114,9 @@ def add_parser(subparsers: Any) -> None:
         help="train a model on many ranks and print the curve",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        argument_default=argparse.SUPPRESS,  # only options that are given reach TrainConfig
+        argument_default=argparse.SUPPRESS,  # TrainConfig supplies the defaults
     )
-    parser.add_argument("model", choices=CHOICES["model"], help="what to train")
+    parser.add_argument("model", choices=CHOICES["model"], help="model to train")
     for title, options in _OPTIONS.items():
         group = parser.add_argument_group(title)
         for name, (text, how) in options.items():
@@ -152,22 +132,23 @@ def run(args: argparse.Namespace) -> int:
     given = dict(vars(args))
     is_json, is_live = given.pop("json", False), given.pop("live", False)
     if is_json and is_live:
-        raise ArgumentError("live is True, but with --json nothing is drawn")
+        raise ArgumentError("live is True, but --json draws nothing")
     with redirect_stdout(io.StringIO()) if is_json else nullcontext():
-        outputs, result = _run(given, is_live)
+        outputs, result = _run(given, is_live=is_live)
     if is_json and result is not None:
         print(json.dumps(as_json(result), indent=2, default=str))
     outputs.check()
     return 0
 
 
-def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult | None]:
+def _run(options: dict[str, Any], *, is_live: bool) -> tuple[Outputs, TrainResult | None]:
     from pyringar.train import Trainer
-    from pyringar.train.group import writes_files
-    from pyringar.train.trace import Trace
+    from pyringar.train.step_trace import Trace
+    from pyringar.train.train_group import writes_files
 
     folders = {name: options.pop(name) for name in ("save", "resume") if name in options}
     files = {name: options.pop(name) for name in FILES if name in options}
+    is_verbose = options.pop("verbose", False)
     outputs = Outputs(files if writes_files() else {})
     config, group = _join(options)
     trace = Trace() if "trace" in files else None
@@ -176,28 +157,30 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
             trainer.run()
             return outputs, None
         outputs.open_log()
-        print_header(trainer)
-        progress = Progress(trainer, is_live=is_live)
+        print_header(trainer, is_verbose=is_verbose)
+        display = EpochDisplay(trainer, is_live=is_live)
 
-        def tell(epoch: EpochResult) -> None:
-            progress.print_epoch(epoch)
+        def add_epoch(epoch: EpochResult) -> None:
+            display.print_epoch(epoch)
             outputs.add_epoch(epoch)
 
         try:
-            result = trainer.run(on_step=progress.step, on_epoch=tell)
-        except BaseException:
-            if trainer.checkpoint_dir is not None:
-                logger.warning(
-                    "to go on: the same command with --resume '%s' instead of --save",
-                    trainer.checkpoint_dir,
-                )
+            result = trainer.run(display.step, add_epoch, display.test_batch)
+        except BaseException as error:
+            if (folder := trainer.checkpoint_dir) is not None:
+                advice = f"the same command with --resume '{folder}' instead of --save"
+                logger.warning("finished epochs are in '%s'; to go on: %s", folder, advice)
+            elif isinstance(error, KeyboardInterrupt):
+                advice = "--save DIR keeps finished epochs, and --resume DIR goes on from there"
+                logger.warning("nothing was kept: %s", advice)
             raise
         try:
             if group.digest:
                 ranks = f"{config.world_size} processes, equal parameters {group.digest}"
                 print(paragraph(ranks, "ranks"))
             if config.shards is not None:
-                print(paragraph(f"{result.digest}, on any ranks that fit the shards", "digest"))
+                digest = f"{result.digest}, the same on every possible number of ranks"
+                print(paragraph(digest, "digest"))
             if trainer.checkpoint_dir is not None:
                 print(f"{'save':<10} {trainer.checkpoint_dir}")
             outputs.write(result, trace)
@@ -207,13 +190,37 @@ def _run(options: dict[str, Any], is_live: bool) -> tuple[Outputs, TrainResult |
 
 
 def _join(options: Mapping[str, Any]) -> tuple[TrainConfig, TrainGroup]:
-    from pyringar.train.group import Processes, TrainGroup, num_processes
+    from pyringar.train.train_group import ProcessTrainGroup, TrainGroup, num_processes
 
     if num_processes() == 1:
         config = TrainConfig(**options)
+        _load_engines(config)
         return config, TrainGroup(config)
     config = TrainConfig(**{"ranks": num_processes(), **options})
-    group = Processes(config)
+    group = ProcessTrainGroup(config)
     if not group.is_main:  # rank 0 logs for all ranks
         logging.getLogger("pyringar").setLevel(logging.ERROR)
     return config, group
+
+
+def _load_engines(config: TrainConfig) -> None:
+    """Load the engines that the run needs; show progress if one must be compiled."""
+    import torch
+
+    from pyringar.engine import load
+    from pyringar.engine.compile import CUDA
+
+    names = ["cuda"] if config.devices is None else [str(name) for name in config.devices]
+    if torch.cuda.device_count() and any(name.startswith("cuda") for name in names):
+        with STATUS.elapsed(compiling_text(CUDA)), suppress(RingarError):  # choose_devices warns
+            load.cuda_engine()
+            return
+    try:
+        load_engine()
+    except CompilerNotFoundError as error:
+        if config.allreduce in ("naive", "sharded"):
+            return
+        if config.shards is not None:
+            raise
+        advice = "or train without the engine: --allreduce naive"
+        raise CompilerNotFoundError(f"{error}; {advice}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -12,101 +11,174 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyringar.cli.parser import check_output_path, paragraph
+from pyringar.cli.status_line import STATUS, duration
 from pyringar.errors import RingarError
 
 if TYPE_CHECKING:
-    from pyringar.train import EpochResult, Trainer, TrainResult
-    from pyringar.train.trace import Trace
+    from pyringar.comm.topology import Plan
+    from pyringar.train import EpochResult, TrainConfig, Trainer, TrainResult
+    from pyringar.train.step_trace import Trace
 
 logger = logging.getLogger(__name__)
 
-FILES = {"out": ".pt", "plot": ".png", "trace": ".json", "log": ".csv"}  # options and suffixes
-_PROGRESS_EVERY_S = 10.0
+FILES = {"out": ".pt", "plot": ".png", "trace": ".json", "log": ".csv"}  # option to suffix
+_WARM_UP_STEPS, _ADVICE_AFTER_STEPS = 3, 20
+_SLOW_EPOCH_S = 60.0
+_BUSY_AFTER_S, _BUSY_SHARE = 5.0, 0.7  # share: processor time by elapsed time
 
 
-def print_header(trainer: Trainer) -> None:
+# How each algorithm works, by the names in docs/algorithms.md.
+_METHODS = {
+    "fused": "one pass over shared memory",
+    "direct": "every rank sums a slice and the others copy it",
+    "ring": "partial sums go around a ring of neighbors",
+    "sharded": "each parameter is summed by the rank that owns it",
+    "naive": "rank 0 receives all gradients and returns their sum",
+    "hierarchical": "first on each machine, then between machines",
+}
+_ORDERS = {
+    "rank": "sums in rank order",
+    "ring": "sums in the order of the ring",
+    "tree": "sums as a balanced tree",
+    "exact": "exact sums",
+}
+
+
+def describe_plan(plan: Plan) -> str:
+    """Return the algorithm of a plan and its order of addition, in a line."""
+    # Plans in processes call direct exchange where it needs only one wait, for small tensors.
+    name = "direct" if plan.algorithm == "exchange" else plan.algorithm
+    parts = [f"{name}: {_METHODS[name]}", _ORDERS.get(plan.order, "")]
+    return ", ".join(filter(None, parts))
+
+
+def print_header(trainer: Trainer, *, is_verbose: bool) -> None:
+    for label, text in _facts(trainer, is_verbose=is_verbose).items():
+        print(paragraph(text, label))
+    print(f"\n{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}", flush=True)
+
+
+def _facts(trainer: Trainer, *, is_verbose: bool) -> dict[str, str]:
     from pyringar.train.devices import describe_devices
     from pyringar.train.models import threads_per_rank
 
-    config = trainer.config
-    params = trainer.replicas[0]
+    config, bucketer, params = trainer.config, trainer.model.bucketer, trainer.replicas[0]
     count = sum(param.numel() for param in params)
-    where = "" if trainer.devices == trainer.all_devices else ", each a process"
-    alone = config.world_size == 1
-    bucketer = trainer.model.bucketer
+    where = "" if trainer.devices == trainer.all_devices else ", one process per rank"
     facts = {
         "model": f"{trainer.model.title}, {count:,} parameters in {len(params)} tensors",
         "data": trainer.description,
         "devices": f"{describe_devices(trainer.all_devices)}{where}",
-        "allreduce": "none: one rank has nothing to add to its gradients",
     }
-    if not alone:
-        facts["allreduce"] = str(trainer.plan)
+    if config.world_size == 1:
+        facts["allreduce"] = "none: a single rank has no gradients to exchange"
+    else:
+        facts["allreduce"] = describe_plan(trainer.plan)
     if config.shards is not None:
         facts["shards"] = (
-            f"{config.shards} of every batch, {config.shards // config.world_size} on every rank, "
-            "computed one by one, summed as a tree"
+            f"{config.shards} per batch, {config.shards // config.world_size} on each rank; "
+            "the gradients are summed as a tree"
         )
-    elif not alone:
+    elif config.world_size > 1:
         num_buckets = len(bucketer.buckets) if bucketer else 1
         is_early = bucketer is not None and bucketer.overlap
-        when = "each summed as soon as it is full" if is_early else "summed after backward"
-        facts["buckets"] = f"{num_buckets}, {when}"
+        buckets = "1 bucket" if num_buckets == 1 else f"{num_buckets} buckets"
+        when = "summed as soon as they are ready" if is_early else "summed after backward"
+        facts["gradients"] = f"in {buckets}, {when}"
     if len(trainer.devices) > 1 and trainer.devices[0].type == "cpu":
         each = threads_per_rank(config)
-        facts["ranks"] = f"in turns, with {each} torch thread{'' if each == 1 else 's'} each"
+        threads = f"{each} torch thread{'' if each == 1 else 's'}"
+        facts["ranks"] = f"one after the other, with {threads} each"
     if config.cuda_graph:
         facts["step"] = "captured in a CUDA graph, replayed for every batch"
-    amp = " with amp" if config.amp else ""
-    amp += ", channels last" if config.channels_last else ""
-    weights = [f"{weight:g}" for weight in config.weights or ()]
-    shares = f" shared {(':' if len(weights) < 9 else ' : ').join(weights)}" if weights else ""
-    momentum = f" momentum {config.momentum:g}" if config.momentum else ""
-    facts["recipe"] = (
-        f"batch {config.batch_size}{shares}, lr {config.lr:g} {config.lr_schedule}{momentum}, "
-        f"{config.init} init, {config.dtype}{amp}, seed {config.seed}"
-    )
+    facts["recipe"] = _recipe(config)
+    if is_verbose:
+        facts["plan"] = str(trainer.plan)
     if trainer.step:
         done = trainer.step // trainer.steps_per_epoch
         facts["resume"] = f"{done} of {config.epochs} epochs are done; going on from the checkpoint"
     if trainer.stretched_from is not None:
         facts["schedule"] = (
             f"stretched from {trainer.stretched_from} to {config.epochs} epochs: the learning rate "
-            "falls to 0 over all of them, so the bits are not those of a run that was never "
-            "stopped; with --lr-schedule constant they are"
+            "falls to 0 over all epochs, so bits differ from an uninterrupted run; with "
+            "--lr-schedule constant they would not"
         )
-    for label, text in facts.items():
-        print(paragraph(text, label))
-    print(f"\n{'epoch':>5}  {'loss':>7}  {'acc':>6}  {'seconds':>7}", flush=True)
+    return facts
 
 
-class Progress:
-    """Logs a line about the current step every 10 seconds."""
+def _recipe(config: TrainConfig) -> str:
+    weights = [f"{weight:g}" for weight in config.weights or ()]
+    shares = f" shared {(':' if len(weights) < 9 else ' : ').join(weights)}" if weights else ""
+    parts = [f"batch {config.batch_size}{shares}", f"lr {config.lr:g} {config.lr_schedule}"]
+    parts += [f"momentum {config.momentum:g}"] if config.momentum else []
+    parts += [f"{config.init} init", config.dtype]
+    parts += ["amp"] if config.amp else []
+    parts += ["channels last"] if config.channels_last else []
+    return ", ".join([*parts, f"seed {config.seed}"])
+
+
+class EpochDisplay:
+    """Shows progress inside epochs on the status line, and a row per finished epoch on stdout."""
 
     def __init__(self, trainer: Trainer, *, is_live: bool) -> None:
         self._trainer, self._is_live = trainer, is_live
-        self._logged_s = time.monotonic()
+        self._steps = 0
+        is_one_process = trainer.devices == trainer.all_devices
+        self._checks_cores = is_one_process and trainer.devices[0].type == "cpu"
+        self._begin(trainer.step // trainer.steps_per_epoch)
+
+    def _begin(self, epoch: int) -> None:
+        STATUS.start()
+        num_epochs = self._trainer.config.epochs
+        self._epoch, self._later = epoch, num_epochs - epoch - 1
+        self._title = f"epoch {epoch + 1} of {num_epochs}"
+        self._begin_s = time.monotonic()
 
     def step(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._logged_s >= _PROGRESS_EVERY_S:
-            self._logged_s = now_s
-            per_epoch = self._trainer.steps_per_epoch
-            epoch, step = divmod(self._trainer.step - 1, per_epoch)
-            logger.info("epoch %d: step %d of %d", epoch + 1, step + 1, per_epoch)
+        per_epoch = self._trainer.steps_per_epoch
+        done = self._trainer.step - self._epoch * per_epoch
+        step_s = (time.monotonic() - self._begin_s) / done
+        left_s = (per_epoch - done) * step_s
+        text = f"{self._title}: step {done} of {per_epoch}, {duration(left_s)} left"
+        run_s = left_s + self._later * per_epoch * step_s
+        STATUS.show(f"{text}, {duration(run_s)} for all epochs" if self._later else text)
+        self._advise()
+
+    def _advise(self) -> None:
+        """Log in the first seconds how to make a slow run faster."""
+        self._steps += 1
+        if self._steps <= _WARM_UP_STEPS:
+            self._warm_s, self._warm_cpu_s = time.monotonic(), time.process_time()
+            return
+        elapsed_s, config = time.monotonic() - self._warm_s, self._trainer.config
+        if self._steps == _ADVICE_AFTER_STEPS and config.model == "resnet18":
+            step_s = elapsed_s / (self._steps - _WARM_UP_STEPS)
+            if (epoch_s := step_s * self._trainer.steps_per_epoch) >= _SLOW_EPOCH_S:
+                where = f"at width {config.width} on this machine"
+                faster = "; faster: --width 8" if config.width > 8 else ""
+                logger.info("an epoch takes about %s %s%s", duration(epoch_s), where, faster)
+        if self._checks_cores and elapsed_s >= _BUSY_AFTER_S:
+            self._checks_cores = False
+            # The ranks of one process never wait, so they use one core or more if it is free.
+            if time.process_time() - self._warm_cpu_s < _BUSY_SHARE * elapsed_s:
+                logger.warning("other programs use the cores, so this is slower than it could be")
+
+    def test_batch(self, done: int, total: int) -> None:
+        STATUS.show(f"{self._title}: tested {done:,} of {total:,} images")
 
     def print_epoch(self, epoch: EpochResult) -> None:
-        from pyringar.train.plots import accuracy_bar
+        from pyringar.train.training_plots import accuracy_bar
 
         row = f"{epoch.epoch:5d}  {epoch.loss:7.4f}  {epoch.accuracy:6.3f}  {epoch.seconds:7.2f}"
         if self._is_live:
             row += f"  {accuracy_bar(epoch.accuracy)}"
+        STATUS.clear()
         print(row, flush=True)
-        self._logged_s = time.monotonic()
+        self._begin(epoch.epoch)
 
 
 class Outputs:
-    """The files of a run: checked before it starts; errors of writing are raised at its end."""
+    """Output files of a run. Checks paths at the start; `check` raises errors of writing."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self._paths = {
@@ -126,7 +198,7 @@ class Outputs:
 
     def write(self, result: TrainResult, trace: Trace | None) -> None:
         from pyringar.train.checkpoint import save_state
-        from pyringar.train.plots import save_plot
+        from pyringar.train.training_plots import save_plot
 
         writers: dict[str, Callable[[str], object]] = {
             "out": lambda path: save_state(result.state, path),
@@ -135,13 +207,13 @@ class Outputs:
         if trace is not None and trace.spans:
             writers["trace"] = trace.save
         elif trace is not None:
-            logger.warning("--trace: all steps were done before, so nothing is written")
+            logger.warning("--trace: the checkpoint has all steps, so there is no trace to write")
         for name, write in writers.items():
             if name in self._paths:
                 self._try(name, write)
         for name, path in self._paths.items():
             if name not in self._failures and (name in writers or name == "log"):
-                print(f"{name:<10} {path}")  # not wrapped: paths may have spaces
+                print(f"{name:<10} {path}")  # not wrapped, since a path may have spaces
 
     def check(self) -> None:
         if self._failures:
@@ -162,13 +234,12 @@ def _append_row(path: str, result: EpochResult) -> None:
 
 
 def as_json(result: TrainResult) -> dict[str, Any]:
-    """Return the configuration and the results; a loss that is not finite is None."""
-    epochs = [asdict(epoch) for epoch in result.epochs]
+    """Return the configuration and the results of a run."""
     return {
         "config": vars(result.config),
         "data": result.data,
         "devices": list(map(str, result.devices)),
         "allreduce": str(result.plan),
         "digest": result.digest,
-        "epochs": [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in epochs],
+        "epochs": [asdict(epoch) for epoch in result.epochs],
     }

@@ -134,7 +134,7 @@ def check_device(given: Any, name: str) -> torch.device:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
         there = _devices_here()
-        known = ["cpu", "cuda", *(there[1:] or ["cuda:0"])]
+        known = ["cpu", *(["cuda"] if there[1:] else []), *there[1:]]
         raise ArgumentError(
             f"{name} is {given!r}, expected a device such as 'cpu' or 'cuda:0'; on this machine "
             f"there are: {', '.join(there)}{did_you_mean(given, known)}"

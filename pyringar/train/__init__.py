@@ -1,11 +1,11 @@
-"""The book's trainers for many ranks: LeNet by hand and ResNet-18, data parallel.
+"""Train LeNet and ResNet-18 data parallel on many ranks, as the book does.
 
     from pyringar.train import train, train_resnet18
 
     print(train(num_gpus=2, batch_size=64, lr=0.1))
     print(train_resnet18(num_gpus=2, batch_size=64, lr=0.1))
 
-Both print accuracy, seconds an epoch, and the devices of the ranks.
+Both print the accuracy, the seconds per epoch, and the devices of the ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pyringar.lazy import lazy_names
 
-# The public names, by the module that defines them.
+# Public names by module.
 _HOMES = {
     "trainer": ["train", "train_resnet18", "Trainer", "TrainResult", "EpochResult"],
     "config": ["TrainConfig"],
@@ -22,7 +22,7 @@ _HOMES = {
     "model_lenet": ["LeNet", "lenet", "lenet_params"],
     "model_resnet18": ["initialise", "resnet18"],
     "data": ["ImageData", "load_data"],
-    "plots": ["LivePlot"],
+    "training_plots": ["LivePlot"],
 }
 
 __all__ = [
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from pyringar.train.data import ImageData, load_data
     from pyringar.train.model_lenet import LeNet, lenet, lenet_params
     from pyringar.train.model_resnet18 import initialise, resnet18
-    from pyringar.train.plots import LivePlot
     from pyringar.train.step import train_batch
     from pyringar.train.trainer import EpochResult, Trainer, TrainResult, train, train_resnet18
+    from pyringar.train.training_plots import LivePlot
 else:
     __getattr__ = lazy_names(__name__, _HOMES)

@@ -1,7 +1,7 @@
-"""Checkpoints of a training run, from which it resumes bit for bit.
+"""Write and read checkpoints, from which a training run resumes bit for bit.
 
-A folder holds the checkpoint of the last whole epoch in one file: a first line, a digest, and the
-bytes of ``torch.save``.
+A folder holds one file, the checkpoint of the last finished epoch. The file consists of a first
+line, a digest, and the bytes of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIGEST_BYTES = 32
 _MAX_SHOWN = 80  # characters of a wrong value
 _MAX_SECONDS = 1e12
 SETTING = ("torch", "torch threads per rank")
-# Options that do not decide the bits of a run, or that the recipe describes by other words.
+# Options that do not affect the bits of a run, or that the recipe holds under another name.
 _FREE = {"ranks", "devices", "allreduce", "epochs", "dataset", "data_dir", "cuda_graph"}
 _RECIPE = ("model", *(field.name for field in fields(TrainConfig) if field.name not in _FREE))
 _NAMES = (*_RECIPE, "ranks", "the kind of devices", "dataset", "allreduce")
@@ -38,26 +38,26 @@ _NAMES = (*_RECIPE, "ranks", "the kind of devices", "dataset", "allreduce")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after one of its epochs."""
+    """The state of a run after an epoch."""
 
-    recipe: dict[str, Any]  # options that decide the bits of the run
-    setting: dict[str, Any]  # version and number of threads of torch, which decide bits too
-    num_epochs: int  # of the whole run
+    recipe: dict[str, Any]  # options that affect the bits of the run
+    setting: dict[str, Any]  # torch's version and number of threads, which also affect bits
+    num_epochs: int  # epochs of the whole run
     epochs: list[list[float]]  # number, loss, accuracy and seconds of each finished epoch
-    shuffle: Tensor  # state of the generator of the images' order
+    shuffle: Tensor  # state of the generator that shuffles the images
     tensors: list[Tensor]  # parameters, buffers and momentum buffers, equal on all ranks
 
     def check(self, recipe: Mapping[str, Any], folder: Path) -> None:
         for name, value in recipe.items():
             if self.recipe[name] != value:
-                told = "not given" if value is None else repr(value)
+                given = "not given" if value is None else repr(value)
                 raise ArgumentError(
-                    f"{name} is {told}, but the checkpoint has {_shown(self.recipe[name])}, in "
+                    f"{name} is {given}, but the checkpoint has {_shown(self.recipe[name])}, in "
                     f"'{folder / _FILE}'"
                 )
 
     def write(self, folder: Path) -> None:
-        """Replace the checkpoint of a folder atomically; RingarError if that fails."""
+        """Replace the checkpoint of a folder atomically; RingarError if writing fails."""
         buffer = io.BytesIO()
         torch.save(vars(self), buffer)
         payload = buffer.getvalue()
@@ -65,13 +65,13 @@ class Checkpoint:
             write_file(folder / _FILE, _FIRST_LINE + _digest(payload) + payload)
         except OSError as error:
             raise RingarError(
-                f"the checkpoint '{folder / _FILE}' cannot be written: {error.strerror}; the one "
-                "before it, if there was one, is whole"
+                f"the checkpoint '{folder / _FILE}' cannot be written: {error.strerror}; an older "
+                "checkpoint in it is unchanged"
             ) from None
 
     @classmethod
     def decode(cls, content: bytes, folder: Path) -> Checkpoint:
-        """Read the content of a file; ArgumentError names the damage, or the wrong field."""
+        """Decode the content of a checkpoint file; ArgumentError names the damaged field."""
         named = named_in(folder)
         if not content.startswith(_FIRST_LINE):
             raise ArgumentError(f"{named} is no checkpoint of this version of pyringar")
@@ -81,7 +81,7 @@ class Checkpoint:
             raise ArgumentError(f"{named} is damaged: cut short or changed after it was written")
         try:
             state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises errors of many kinds
+        except Exception as error:  # torch.load raises many types of exceptions
             words = (str(error).splitlines() or [type(error).__name__])[0]
             raise ArgumentError(f"{named} cannot be read by torch.load: {words}") from error
         names = [field.name for field in fields(cls)]
@@ -138,7 +138,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-# By field: the check of a value, and a description of the possible values.
+# Field to its check, and to the description of valid values in the error.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "recipe": (lambda value: _are_options(value, _NAMES), f"a dict with {', '.join(_NAMES)}"),
     "setting": (
@@ -177,7 +177,7 @@ def read_checkpoint(folder: Path) -> bytes:
 
 
 def prepare_folder(name: str, folder: Path, *, may_replace: bool) -> None:
-    """Make a folder if it is missing, and check that files can be written there."""
+    """Create the folder if it does not exist, and check that files can be written to it."""
     try:
         is_taken = not may_replace and has_checkpoint(folder)
         folder.mkdir(exist_ok=True)
@@ -200,7 +200,7 @@ def _reason_of(error: Exception) -> str:
 
 def write_file(path: Path, content: bytes) -> None:
     """Replace a file atomically. After an OSError the old file is unchanged."""
-    path = Path(os.path.realpath(path))  # a link stays a link
+    path = Path(os.path.realpath(path))  # replace the target of a symbolic link, not the link
     new = path.with_name(f".{path.name}.new")
     try:
         with new.open("wb") as file:
@@ -214,8 +214,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def recipe_of(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return the options that decide the bits of a run on these devices, one per rank."""
-    if config.shards is not None:  # any number of ranks continues with the same bits
+    """Return the options that affect the bits of a run on these devices, one per rank."""
+    if config.shards is not None:  # the run may resume with another number of ranks
         devices = devices[:1]
     return {
         **{name: getattr(config, name) for name in _RECIPE},
@@ -225,7 +225,7 @@ def recipe_of(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str,
 
 
 def to_file(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, contiguous, so that files do not depend on its layout."""
+    """Copy a tensor to the CPU, contiguous, so that files are independent of memory layout."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Every choice of a training run in one frozen object that is checked when it is made."""
+"""Define `TrainConfig`, the validated options of a training run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from pyringar.choices import ALGORITHMS, BATCHNORMS, Algorithm, Order, check_choice, check_count
 from pyringar.errors import ArgumentError
 
-if TYPE_CHECKING:  # the command line shows the choices, and does not wait for torch
+if TYPE_CHECKING:  # the command line lists the choices without importing torch
     import torch
 
 _DEFAULT_RANKS = 2
 _FULL_WIDTH = 64
 
-# The initial weights that each model has; the first is what it takes if none is named.
+# Initial weights of each model; the first is the default.
 INITS = {"lenet": ("he", "book"), "resnet18": ("default", "book")}
 MODEL_TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -30,11 +30,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "batchnorm": BATCHNORMS,
     "init": tuple(dict.fromkeys(init for inits in INITS.values() for init in inits)),
 }
-# Choices that restrict other options: the values left, and why.
+# Options that restrict other options: the values that remain allowed, and the reason.
 _RULES: dict[str, tuple[dict[str, tuple[Any, ...]], str]] = {
     "model lenet": (
         {"width": (_FULL_WIDTH,), "batchnorm": ("local",), "channels_last": (None, False)},
-        "which has no such choice",
+        "which has no such option",
     ),
     "shards": (
         {
@@ -46,67 +46,67 @@ _RULES: dict[str, tuple[dict[str, tuple[Any, ...]], str]] = {
             "compile": (False,),
             "cuda_graph": (None, False),
         },
-        "since their bits must not depend on the ranks",
+        "so that bits do not depend on the number of ranks",
     ),
-    "compile": ({"batchnorm": ("local",)}, "where no layer can wait for other ranks"),
+    "compile": ({"batchnorm": ("local",)}, "since compiled layers cannot wait for other ranks"),
     "amp": ({"dtype": ("float32",)}, "which computes in bfloat16"),
     "cuda_graph": (
         {"allreduce": tuple(name for name in ALGORITHMS if name != "ring")},
-        "which captures no ring",
+        "since a graph cannot capture the ring",
     ),
 }
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Configure a training run.
+    """Options of a training run.
 
-    The defaults learn well in few epochs; the book's own choice is ``batch_size=256, lr=0.2,
-    epochs=10, lr_schedule="constant", init="book"``.
+    The defaults learn well in few epochs. The book uses ``batch_size=256, lr=0.2, epochs=10,
+    lr_schedule="constant", init="book"``.
 
     Attributes:
         ranks: Number of ranks: on the machine's GPUs, or on the CPU if there are none. Default:
             one per entry of ``devices``, else 2.
-        batch_size: Samples a step, over all ranks together.
+        batch_size: Samples per step, summed over all ranks.
         lr: Learning rate.
         devices: One device per rank, such as ``("cpu", "cpu")`` or ``("cuda:0",)``.
         epochs: Passes over the training images.
         allreduce: How gradients are reduced. ``fused``, ``direct``, ``sharded`` and ``naive`` add
-            in rank order and give equal bits; ``ring`` has an order of its own.
-        lr_schedule: ``"linear"``: falls in even steps to 0. ``"constant"``, as in the book: the
-            accuracy then swings by several points from epoch to epoch.
-        weights: Shares of the ranks in every batch, for devices of unequal speed. Any shares give
-            the same gradient.
+            in rank order and give equal bits. ``ring`` adds in another order.
+        lr_schedule: ``"linear"``: the learning rate falls linearly to 0. ``"constant"``: as in the
+            book; the accuracy then changes by several points from epoch to epoch.
+        weights: Relative share of each batch that a rank gets, for devices of unequal speed. The
+            gradient is the same for all weights.
         init: LeNet: ``"he"`` (default) or ``"book"``, see `pyringar.train.lenet_params`.
             ResNet-18: ``"default"`` or ``"book"``, see `pyringar.train.resnet18`.
-        seed: Seed of the parameters and of the order of the images.
-        dtype: ``"float32"`` or ``"float64"``, of parameters, images and gradients.
+        seed: Seed of the initial parameters and of the order of the images.
+        dtype: Dtype of parameters, images and gradients: ``"float32"`` or ``"float64"``.
         dataset: See `pyringar.train.load_data`.
         data_dir: See `pyringar.train.load_data`.
         model: ``"lenet"`` or ``"resnet18"``.
-        width: ResNet-18's channels in the first stage.
-        batchnorm: ResNet-18's statistics: ``"local"``, of the samples of each rank, or ``"sync"``,
-            of the whole batch. Tests use rank 0's running statistics.
-        amp: Compute in bfloat16 where torch's autocast finds it safe. Parameters and gradients
-            stay float32. Faster on GPUs, slower on CPUs without 16-bit arithmetic.
-        channels_last: Keep ResNet-18's activations and weights in channels-last layout for tensor
-            cores, and do not train the biases that batch norm subtracts again. Changes bits by
-            rounding. None: on with ``amp`` on GPUs.
+        width: Channels of ResNet-18 in its first stage.
+        batchnorm: Statistics of ResNet-18: ``"local"`` computes them over the samples of each rank,
+            ``"sync"`` over the whole batch. Evaluation uses the running statistics of rank 0.
+        amp: Compute in bfloat16 where torch's autocast allows it. Parameters and gradients stay
+            float32. Faster on GPUs, slower on CPUs without 16-bit arithmetic.
+        channels_last: Use the channels-last layout in ResNet-18, for tensor cores, and do not train
+            the biases that a batch norm cancels. Changes results by rounding. None: on with
+            ``amp`` on GPUs.
         bucket_cap_mb: See `pyringar.GradientBucketer`.
         overlap: True: on GPUs and over processes, reduce each bucket as soon as it is full. False:
-            reduce after backward, as CPU ranks of one process always do. Changes no bit where
-            ranks are added in rank order.
-        compile: Compile the model with torch, which takes a minute. Its backward returns all
-            gradients at its end, so nothing overlaps.
-        cuda_graph: Capture the whole step in a CUDA graph and replay it for every batch: the host
-            has little to do, and ranks compute at the same time. All ranks must share one GPU, and
-            ``allreduce`` must not be ``"ring"``. Changes no bit. None: on with ``amp`` where it is
-            possible, without ``compile``.
-        momentum: Share of the last step that each step adds, 0 to below 1. With a constant
-            learning rate this is the momentum of ``torch.optim.SGD``.
-        shards: Cut every batch into this many shards and compute each alone with one torch thread:
-            any number of ranks gives the same bits; see `pyringar.ShardedStep`. Batch norm is then
-            per shard.
+            reduce after backward, as CPU ranks of one process always do. Does not change bits if
+            gradients are added in rank order.
+        compile: Compile the model with ``torch.compile``, which takes a minute. Compiled backward
+            returns all gradients at its end, so reduction does not overlap with it.
+        cuda_graph: Capture the whole step in a CUDA graph and replay it for every batch, which
+            saves launches and lets ranks compute at the same time. All ranks must share one GPU,
+            and ``allreduce`` must not be ``"ring"``. Does not change bits. None: on with ``amp`` if
+            possible, and off with ``compile``.
+        momentum: Fraction of the previous update that is added to each update, 0 to below 1. With
+            a constant learning rate it equals the momentum of ``torch.optim.SGD``.
+        shards: Split every batch into this many shards, and compute each with one torch thread.
+            Bits then do not depend on the number of ranks; see `pyringar.ShardedStep`. Batch norm
+            uses the statistics of a shard.
 
     Raises:
         ArgumentError: A value is out of range; names the option.
@@ -120,7 +120,7 @@ class TrainConfig:
     allreduce: Algorithm = "auto"
     lr_schedule: str = "linear"
     weights: Sequence[float] | None = None
-    init: str = ""  # the model's own
+    init: str = ""  # the default of the model
     seed: int = 0
     dtype: str = "float32"
     dataset: str = "auto"
@@ -149,19 +149,19 @@ class TrainConfig:
         for name in ("lr", "bucket_cap_mb"):
             _check_number(name, getattr(self, name), lambda x: 0 < x < math.inf, "positive number")
         _check_number("momentum", self.momentum, lambda x: 0 <= x < 1, "number from 0 to below 1")
-        for name in ("lr", "bucket_cap_mb", "momentum"):  # not NumPy's: a checkpoint has them
+        for name in ("lr", "bucket_cap_mb", "momentum"):  # a checkpoint holds no NumPy numbers
             object.__setattr__(self, name, float(getattr(self, name)))
         for name, choices in CHOICES.items():
-            if name != "init":  # the model's own
+            if name != "init":  # its choices depend on the model
                 check_choice(name, getattr(self, name), choices)
         inits = INITS[self.model]
-        if not self.init:  # frozen, but not yet made
+        if not self.init:
             object.__setattr__(self, "init", inits[0])
         check_choice("init", self.init, inits)
         if self.devices is not None:
-            choose_devices(self.world_size, self.devices)  # raises if one is missing
+            choose_devices(self.world_size, self.devices)  # raises if a device is missing
         if self.weights is not None:
-            shard_sizes(0, self.world_size, self.weights)  # raises if one is wrong
+            shard_sizes(0, self.world_size, self.weights)  # raises if a weight is wrong
             object.__setattr__(self, "weights", tuple(map(float, self.weights)))
         if self.shards is not None:
             check_shards(self.shards, self.world_size, "shards")
@@ -183,7 +183,7 @@ class TrainConfig:
 
         Args:
             devices: One per rank.
-            is_traced: Whether steps are traced, which rules out a graph.
+            is_traced: Whether steps are traced; a CUDA graph cannot be traced.
         """
         is_amp = self.amp and all(device.type == "cuda" for device in devices)
         is_plain = self.allreduce != "ring" and not (self.compile or self.shards)
@@ -214,7 +214,7 @@ class TrainConfig:
         """Return the learning rate of one step.
 
         Args:
-            step: Counted from 0.
+            step: Number of the step, from 0.
             num_steps: Steps of the whole run.
         """
         left = 1.0 if self.lr_schedule == "constant" else 1 - step / num_steps

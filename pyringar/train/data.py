@@ -1,7 +1,7 @@
-"""Images to train on: Fashion-MNIST or others in its format, or else a synthetic set.
+"""Load Fashion-MNIST, images in its format, or synthetic images.
 
-All images are loaded into tensors at once: decoding them one by one would take longer than the
-training that is to be timed.
+All images are loaded into tensors at once, since decoding each image in the training loop would
+take longer than the training.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from pyringar.train.synthetic import synthetic_images
 
 logger = logging.getLogger(__name__)
 
-# Enough for the book's own recipe, 10 epochs with batches of 256, to learn.
+# Enough images for the book's recipe, 10 epochs with batches of 256, to learn.
 _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 12_000, 1_000
-# Where the files of a data_dir may be; the first is torchvision's layout.
+# Folders below data_dir that may hold the files; the first is torchvision's layout.
 _PLACES = (Path("FashionMNIST", "raw"), Path("raw"), Path())
 _HALVES = ("train", "t10k")
 _FILES = [f"{half}-{kind}-ubyte" for half in _HALVES for kind in ("images-idx3", "labels-idx1")]
 _SIDE = 28
 _NUM_CLASSES = 10
-_UINT8 = 0x0800  # magic number of an IDX file of bytes; the number of dimensions is added
+_UINT8 = 0x0800  # magic number of an IDX file of bytes, minus its number of dimensions
 _REACHABLE_WITHIN_S = 5.0
 
 
@@ -46,11 +46,11 @@ class ImageData:
     """Training and test images.
 
     Attributes:
-        name: Of the data set, for people.
+        name: Name of the data set, for display.
         train_images: ``(n, 1, 28, 28)``, from 0 to 1.
         train_labels: ``(n,)``, int64, 0 to 9.
-        test_images: As ``train_images``.
-        test_labels: As ``train_labels``.
+        test_images: In the form of ``train_images``.
+        test_labels: In the form of ``train_labels``.
     """
 
     name: str
@@ -82,7 +82,7 @@ class ImageData:
 def batches(
     images: Tensor, labels: Tensor, batch_size: int, generator: torch.Generator | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut images into batches, shuffled if there is a CPU generator; the last may be smaller."""
+    """Yield batches, shuffled if a CPU generator is given; the last batch may be smaller."""
     if generator is None:
         both = (torch.split(part, batch_size) for part in (images, labels))
         yield from zip(*both, strict=True)
@@ -93,7 +93,7 @@ def batches(
 
 
 def default_data_dir() -> Path:
-    import platformdirs  # an optional package, not needed if data_dir is given
+    import platformdirs  # not needed if data_dir is given
 
     return Path(platformdirs.user_data_dir("pyringar", appauthor=False))
 
@@ -101,23 +101,23 @@ def default_data_dir() -> Path:
 def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> ImageData:
     """Load Fashion-MNIST, images in its format, or the synthetic set into tensors.
 
-    Four files are read: ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte`` and the two that
-    begin with ``t10k``, or the same packed, with ``.gz`` at the end.
+    Reads four files: ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, and two with
+    ``t10k`` instead of ``train``. Each may be compressed, with ``.gz`` at the end.
 
     Args:
-        dataset: ``"fashion-mnist"``: from ``data_dir``, or downloaded into it (30 MB).
-            ``"synthetic"``: drawn by formula. ``"auto"``: the first; if it is not available and
-            no ``data_dir`` is given, the second with a logged warning that says why.
-        data_dir: Folder that holds the files, itself or in ``FashionMNIST/raw`` or ``raw``, as
-            torchvision has it; by default `default_data_dir`. It may hold any number of other
-            images in this format.
+        dataset: ``"fashion-mnist"``: read from ``data_dir``, or downloaded into it (30 MB).
+            ``"synthetic"``: drawn by formula. ``"auto"``: Fashion-MNIST; if that is not available
+            and ``data_dir`` is not given, synthetic images, with a logged warning.
+        data_dir: Folder that holds the files, directly or in ``FashionMNIST/raw`` (the layout of
+            torchvision) or ``raw``. Default: `default_data_dir`. The files may hold other images in
+            this format.
 
     Returns:
         float32 images on the CPU.
 
     Raises:
-        ArgumentError: Unknown ``dataset``; the images are missing and cannot be downloaded; a file
-            is damaged, missing or of another format. Names the file or folder.
+        ArgumentError: ``dataset`` is unknown; the images are missing and cannot be downloaded; a
+            file is missing, damaged or has another format. Names the file or folder.
     """
     check_choice("dataset", dataset, CHOICES["dataset"])
     if dataset == "synthetic":
@@ -133,7 +133,7 @@ def load_data(dataset: str = "auto", data_dir: str | Path | None = None) -> Imag
         if is_broken or data_dir is not None or dataset != "auto":
             raise ArgumentError(f"{asked}, but {error}") from error
         logger.warning(
-            "WARNING: this is NOT Fashion-MNIST but the built-in synthetic set, because %s", error
+            "Training on synthetic images (Fashion-MNIST could not be downloaded).\n%s", error
         )
         return _synthetic()
 
@@ -144,7 +144,7 @@ def _synthetic() -> ImageData:
 
 
 def _fashion_mnist(root: Path) -> ImageData:
-    """Read the files, or download them first; ArgumentError if broken, RingarError if missing."""
+    """Read the files, after a download if needed; ArgumentError: damaged, RingarError: missing."""
     files = _find_files(root)
     if not files:
         try:
@@ -152,7 +152,7 @@ def _fashion_mnist(root: Path) -> ImageData:
         except RingarError as error:
             raise RingarError(
                 f"neither '{root}' nor its {_PLACES[0]} or {_PLACES[1]} holds {_FILES[0]} (or .gz) "
-                f"and its three companions, and Fashion-MNIST cannot be downloaded: {error}"
+                f"and the other three files, and Fashion-MNIST cannot be downloaded: {error}"
             ) from error
         files = _find_files(root)
     train, test = (_read_half(files, half) for half in _HALVES)
@@ -173,8 +173,8 @@ def _find_files(root: Path) -> dict[str, Path]:
             return {plain: folder / name for plain, name in names.items()}
         if len(missing) < len(_FILES):
             raise ArgumentError(
-                f"'{folder}' lacks {', '.join(missing)}; add what is missing, or remove the other "
-                "files of the set"
+                f"'{folder}' lacks {', '.join(missing)}; add the missing files, or remove the "
+                "other files of the set"
             )
     return {}
 
@@ -183,16 +183,16 @@ def _download(root: Path) -> None:
     """Download Fashion-MNIST into torchvision's layout below ``root``."""
     try:
         from torchvision.datasets import FashionMNIST
-    except (ImportError, RuntimeError, OSError) as error:  # one for another torch: RuntimeError
+    except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: made for another torch
         raise UnsupportedError(
             f"torchvision, which downloads it, cannot be imported ({type(error).__name__}: "
-            f"{error}); install the one for torch {torch.__version__}"
+            f"{error}); install the torchvision for torch {torch.__version__}"
         ) from error
     url = FashionMNIST.mirrors[0] + FashionMNIST.resources[1][0]
-    logger.info("downloading Fashion-MNIST (30 MB) from %s into '%s'", url, root)
     try:
         request = urllib.request.Request(url, method="HEAD")
         urllib.request.urlopen(request, timeout=_REACHABLE_WITHIN_S).close()
+        logger.info("downloading Fashion-MNIST (30 MB) from %s into '%s'", url, root)
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as temporary:
             FashionMNIST(temporary, download=True)
@@ -200,7 +200,7 @@ def _download(root: Path) -> None:
             Path(temporary, _PLACES[0]).rename(root / _PLACES[0])
     except (OSError, RuntimeError, HTTPException) as error:
         if _find_files(root):
-            return  # another process was faster
+            return  # another process downloaded them meanwhile
         raise RingarError(
             f"the download from {url} failed ({type(error).__name__}: {error})"
         ) from error
@@ -213,7 +213,7 @@ def _read_half(files: dict[str, Path], half: str) -> tuple[Tensor, Tensor]:
     labels = _read_idx(labels_path, "labels", ())
     if len(images) != len(labels):
         raise ArgumentError(
-            f"'{labels_path}' holds {len(labels):,} labels, expected {len(images):,}: one for each "
+            f"'{labels_path}' holds {len(labels):,} labels, expected {len(images):,}, one per "
             f"image of '{images_path}'"
         )
     wrong = (labels >= _NUM_CLASSES).nonzero()
@@ -227,7 +227,7 @@ def _read_half(files: dict[str, Path], half: str) -> tuple[Tensor, Tensor]:
 
 
 def _read_idx(path: Path, what: str, shape: tuple[int, ...]) -> Tensor:
-    """Read an IDX file: a header of big-endian 32-bit numbers, then bytes; packed if ``.gz``."""
+    """Read an IDX file: a header of big-endian 32-bit numbers, then bytes; gzip if ``.gz``."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = bytearray(file.read())

@@ -1,4 +1,4 @@
-"""Choose the ranks' devices from ``--ranks`` and ``--devices``, and describe them."""
+"""Choose one device per rank from ``--ranks`` and ``--devices``, and describe devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 def choose_devices(
     ranks: int, devices: Sequence[str | torch.device] | None = None
 ) -> tuple[torch.device, ...]:
-    """Return a device for every rank: ``devices``, or the GPUs of this machine, or the CPU.
+    """Return a device for every rank: ``devices``, else the GPUs, else the CPU.
 
-    Neighbouring ranks share a GPU if there are fewer GPUs than ranks. Without a usable CUDA engine
-    all ranks run on the CPU, with a logged warning.
+    Consecutive ranks share a GPU if there are fewer GPUs than ranks. If the CUDA engine cannot be
+    used, all ranks run on the CPU and a warning is logged.
     """
     if devices is not None:
         found = check_devices(devices)
@@ -42,14 +42,14 @@ def _count_usable_gpus() -> int:
     if count:
         try:
             Communicator(["cuda:0"]).close()
-        except RingarError as error:  # no nvcc, a driver that is too old
+        except RingarError as error:  # such as no nvcc, or a driver that is too old
             logger.warning("the %d GPUs of this machine stay idle: %s", count, error)
             return 0
     return count
 
 
 def describe_devices(devices: Sequence[torch.device]) -> str:
-    """Return the devices for people: ``[cpu x 4 ranks]``, ``[cuda:0, cuda:1]``."""
+    """Format devices as ``[cpu x 4 ranks]`` or ``[cuda:0, cuda:1]``."""
     counts = [(device, len(list(same))) for device, same in groupby(devices)]
     parts = [str(d) if count == 1 else f"{d} x {count} ranks" for d, count in counts]
     return f"[{', '.join(parts)}]"

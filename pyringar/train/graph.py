@@ -1,7 +1,7 @@
-"""A training step that is captured in a CUDA graph and replayed for every batch.
+"""Capture a training step in a CUDA graph, and replay the graph for every batch.
 
-Launching the kernels of a LeNet step takes the host many times as long as the GPU needs to run
-them; a replay is one call. Images, labels and the step size have their own tensors.
+For LeNet, launching the kernels of a step takes the host many times as long as the GPU needs to run
+them; a replay is one call. The graph reads images, labels and step size from fixed tensors.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch import Tensor
 from pyringar.errors import ArgumentError, CudaError, RingarError
 from pyringar.train.devices import describe_devices
 from pyringar.train.step import EagerStep, Score
-from pyringar.train.trace import Trace
+from pyringar.train.step_trace import Trace
 
-# The first step plans the buckets and the second uses that plan. Handles, streams and workspaces,
-# which are made at first use, must exist before a capture begins.
+# The first step plans the buckets and the second uses the plan. Library handles, streams and
+# workspaces are created at first use, which is not allowed during a capture.
 _WARM_UP_STEPS = 3
 
 
 def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
     if len(set(devices)) > 1 or devices[0].type != "cuda":
         raise ArgumentError(
-            f"cuda_graph is on and the ranks run on {describe_devices(devices)}, expected all of "
-            "them on one GPU, such as devices cuda:0 for one rank or cuda:0,cuda:0 for two"
+            f"cuda_graph is on and the ranks run on {describe_devices(devices)}, expected all "
+            "ranks on one GPU, such as devices cuda:0 for one rank or cuda:0,cuda:0 for two"
         )
     if trace is not None:
         raise ArgumentError(
-            "cuda_graph is on and a trace is wanted, but the host sees one replay instead of the "
-            "phases of a step; expected one or the other"
+            "cuda_graph is on and trace is given, but the host sees one replay instead of the "
+            "phases of a step: expected one of the two"
         )
 
 
-class Branches:
-    """Runs ranks that share a GPU on one stream each: parallel branches of a graph.
+class RankStreams:
+    """One CUDA stream per rank on a shared GPU, so that ranks are parallel branches of a graph.
 
-    Rank 0 uses the current stream. Autograd runs backward on the streams of forward. Streams use
-    each other's memory only between a join and the next fork, so ``record_stream`` is not needed.
+    Rank 0 uses the current stream. Autograd runs backward on the stream of forward. A stream uses
+    memory of another stream only while all streams are joined, so ``record_stream`` is not needed.
     """
 
     def __init__(self, device: torch.device, num_ranks: int, score: Score) -> None:
@@ -50,28 +50,28 @@ class Branches:
         self.score = score
 
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
-        here = torch.cuda.current_stream(self._device)
-        streams = [here, *self._streams]
+        current = torch.cuda.current_stream(self._device)
+        streams = [current, *self._streams]
         for stream in self._streams:
-            stream.wait_stream(here)
+            stream.wait_stream(current)
         results = {}
         for rank, function in functions.items():
             with torch.cuda.stream(streams[rank]):
                 results[rank] = function()
         for stream in self._streams:
-            here.wait_stream(stream)
+            current.wait_stream(stream)
         return results
 
 
 class CudaCapture:
-    """Captures functions in CUDA graphs on its own stream; replays run on the current stream."""
+    """Captures functions in CUDA graphs on a separate stream; replays use the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, function: Callable[[], None]) -> None:
-        """Call a function several times on the capture stream, ordered after the current stream."""
+        """Call a function several times on the capture stream, after the current stream's work."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -80,35 +80,35 @@ class CudaCapture:
         here.wait_stream(self._stream)
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Capture a function, and return its replay; CudaError if that is not possible."""
-        gc.collect()  # no CUDA memory of a dead cycle may be freed during the capture
+        """Capture a function and return a function that replays it; CudaError if capture fails."""
+        gc.collect()  # garbage collection must not free CUDA memory during the capture
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(self._device)
         try:
             with (
                 torch.cuda.stream(here),  # torch does not restore it after a failed capture
-                # Other threads of the process may use the GPU during the capture.
+                # Allows other threads of the process to use the GPU during the capture.
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 function()
         except RingarError:
             raise
         except RuntimeError as error:
-            # Ending a failed capture raises another error; its context has the reason.
+            # Ending a failed capture raises a second error; its __context__ is the first error.
             reason = error.__context__ or error
             raise CudaError(
                 f"the training step cannot be captured in a CUDA graph on {self._device}: "
-                f"{reason}; without cuda_graph it may run"
+                f"{reason}; try it without cuda_graph"
             ) from error
         return graph.replay
 
 
 class GraphStep:
-    """Replays an `EagerStep`, captured once for each batch size, with the same bits.
+    """A training step that replays CUDA graphs of an `EagerStep`, one graph per batch size.
 
-    The constructor warms up, restores ``state``, and captures; CudaError if that fails. ``batches``
-    has a batch of each size, and ``state`` every tensor that a step changes, except those of
-    ``eager``.
+    Results have the bits of the `EagerStep`. The constructor runs warm-up steps, restores the
+    tensors, and captures; CudaError if the capture fails. ``batches`` holds a batch of each size.
+    ``state`` holds the tensors that a step changes, except the tensors of ``eager``.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class GraphStep:
     def __call__(
         self, X: Tensor, y: Tensor, step_size: float, trace: Trace | None = None
     ) -> Sequence[Tensor]:
-        """Replay the step with a batch of a captured size; the next call overwrites the result."""
+        """Replay the step on a batch of a captured size; the next call overwrites the result."""
         self._step_size.fill_(step_size)
         return self._replays[len(X)](X, y)
 
@@ -134,7 +134,7 @@ class GraphStep:
             flags[:] = self._eager(X, y, self._step_size)
 
         def replay_with(images: Tensor, labels: Tensor) -> Sequence[Tensor]:
-            # Enqueued on the stream of the replays, between the last replay and the next.
+            # On the stream of the replays, so the copies follow the previous replay.
             X.copy_(images)
             y.copy_(labels)
             replay()

@@ -1,7 +1,8 @@
-"""ResNet-18 for small images, as the book has it: its structure, its names, its initial weights.
+"""Define ResNet-18 for small images, with the structure and the names of the book.
 
-The first convolution is 3 x 3 without stride and no pooling follows it, because 28 x 28 pixels are
-few. 20 convolutions (with biases), 17 batch norms, 76 tensors; 11,175,818 numbers at full width.
+The first convolution is 3 x 3 without stride, and no pooling follows it, because images have only
+28 x 28 pixels. 20 convolutions with biases, 17 batch norms, 76 parameter tensors; 11,175,818
+parameters at full width.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pyringar.errors import ArgumentError
 from pyringar.train.config import INITS
 
 _BOOK_STD = 0.01
-_STAGES = (1, 2, 4, 8)  # channels of each, in units of the width
+_STAGES = (1, 2, 4, 8)  # channels of each stage, in multiples of the width
 
 
 class NormedConv(nn.Conv2d):
-    """A convolution before a batch norm; ``skips_bias`` leaves its bias out in training."""
+    """A convolution before a batch norm; ``skips_bias`` omits its bias in training."""
 
     skips_bias = False
 
@@ -31,7 +32,7 @@ class NormedConv(nn.Conv2d):
 
 
 class Residual(nn.Module):
-    """Two convolutions whose result is added to the input, fitted by a third if shapes differ."""
+    """A residual block of two convolutions; a third adapts the input if shapes differ."""
 
     def __init__(self, in_channels: int, out_channels: int, strides: int = 1) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Residual(nn.Module):
         self.bn2 = nn.BatchNorm2d(out_channels)
 
     def forward(self, X: Tensor) -> Tensor:
-        """``(n, in, h, w)`` to ``(n, out, h / strides, w / strides)``."""
+        """Map ``(n, in, h, w)`` to ``(n, out, h / strides, w / strides)``."""
         Y = F.relu(self.bn1(self.conv1(X)))
         Y = self.bn2(self.conv2(Y))
         return F.relu(Y + (X if self.conv3 is None else self.conv3(X)))
@@ -59,21 +60,21 @@ def resnet18(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Build ResNet-18 on the CPU, with the initial weights of a seed.
+    """Build ResNet-18 on the CPU, with initial weights from a seed.
 
     Args:
-        num_classes: Scores per image.
-        in_channels: 1 for grey images.
-        width: Channels of the first stage, which double in each of the other three: 64 in the
-            book, 8 for tests (176,634 numbers).
-        init: ``"default"``, torch's own, or ``"book"``; see `initialise`.
-        seed: Of the initial weights. torch's global generators are left alone.
-        dtype: Of parameters and running statistics. One seed gives the same numbers in all, up to
-            rounding.
+        num_classes: Number of scores per image.
+        in_channels: Channels of the images; 1 for grey images.
+        width: Channels of the first stage; each later stage has twice as many as the one before.
+            64 in the book, 8 for tests (176,634 parameters).
+        init: ``"default"`` (torch's initial weights) or ``"book"``; see `initialise`.
+        seed: Seed of the initial weights. torch's global generators do not change.
+        dtype: Dtype of parameters and running statistics. A seed gives the same numbers in all
+            dtypes, up to rounding.
 
     Returns:
-        A module that scores images: ``(n, in_channels, h, w)`` to ``(n, num_classes)``. Its
-        ``state_dict`` has the book's names: ``0.weight``, ``1.running_mean``,
+        A module that maps images ``(n, in_channels, h, w)`` to scores ``(n, num_classes)``. Its
+        ``state_dict`` has the names of the book: ``0.weight``, ``1.running_mean``,
         ``resnet_block2.0.conv3.weight``, ``fc.1.bias``.
 
     Raises:
@@ -82,13 +83,13 @@ def resnet18(
     check_count("num_classes", num_classes, 1)
     check_count("in_channels", in_channels, 1)
     check_count("width", width, 1)
-    with torch.random.fork_rng(devices=[]):  # modules draw weights as they are made
+    with torch.random.fork_rng(devices=[]):  # constructors draw weights
         first = NormedConv(in_channels, width, 3, padding=1)
         net = nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU())
         channels = width
         for stage, factor in enumerate(_STAGES, 1):
             before, channels = channels, factor * width
-            strides = 1 if stage == 1 else 2  # all others halve height and width
+            strides = 1 if stage == 1 else 2  # stages 2 to 4 halve height and width
             blocks = Residual(before, channels, strides), Residual(channels, channels)
             net.add_module(f"resnet_block{stage}", nn.Sequential(*blocks))
         net.add_module("global_avg_pool", nn.AdaptiveAvgPool2d((1, 1)))
@@ -100,8 +101,8 @@ def resnet18(
 def fit_tensor_cores(net: nn.Module) -> None:
     """Prepare a ResNet-18 for grey images for tensor cores, in place.
 
-    Weights and activations get their channels last. Training leaves out the biases that batch norms
-    subtract again, which take a fifth of a step. Changes results by rounding.
+    Weights and activations get the channels-last layout. Training omits the biases that batch norms
+    cancel, which saves a fifth of a step. Changes results by rounding.
     """
     net.to(memory_format=torch.channels_last)
     for conv in _normed_convs(net):
@@ -115,33 +116,34 @@ def _normed_convs(net: nn.Module) -> list[Any]:
 
 
 def _prepare(net: nn.Module, args: tuple[Tensor]) -> Tensor:
-    """Add the skipped biases to the running means; view images with their channel last.
+    """Add the skipped biases to the running means, and give images channels-last strides.
 
-    One channel lies the same first or last, and only strides tell torch which is meant.
+    With one channel both layouts have the same memory order; only the strides differ.
     """
     if net.training:
         norms: list[Any] = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
         means, biases = [n.running_mean for n in norms], [c.bias for c in _normed_convs(net)]
-        share = norms[0].momentum  # of the new value; the old one is multiplied by the rest
+        # Batch norm multiplies means by 1 - momentum, so this adds momentum * bias to the result.
+        momentum = norms[0].momentum
         with torch.no_grad():
-            torch._foreach_add_(means, biases, alpha=share / (1 - share))
+            torch._foreach_add_(means, biases, alpha=momentum / (1 - momentum))
     (X,) = args
     n, _, height, width = X.shape
     return X.reshape(n, height, width, 1).permute(0, 3, 1, 2)
 
 
 def initialise(net: nn.Module, init: str = "default", seed: int = 0) -> None:
-    """Start again from the numbers of a seed: all of them, running statistics included.
+    """Reset all parameters and running statistics to initial values from a seed.
 
     Args:
-        net: On the CPU, for numbers that do not depend on the device; changed in place.
-        init: ``"default"``: torch's own. ``"book"``: the weights of convolutions and fully
-            connected layers normal with a standard deviation of 0.01 instead.
-        seed: Where the numbers come from. torch's global generators are left alone.
+        net: Module to change in place. On the CPU the values do not depend on the device.
+        init: ``"default"``: torch's initial weights. ``"book"``: weights of convolutions and fully
+            connected layers are normal with a standard deviation of 0.01.
+        seed: Seed of the values. torch's global generators do not change.
 
     Raises:
-        ArgumentError: Unknown ``init``, or a layer with parameters of its own that cannot start
-            again (it has no ``reset_parameters``).
+        ArgumentError: ``init`` is unknown, or a layer has parameters but no
+            ``reset_parameters``.
     """
     check_choice("init", init, INITS["resnet18"])
     with torch.random.fork_rng(devices=[]):
@@ -153,7 +155,7 @@ def initialise(net: nn.Module, init: str = "default", seed: int = 0) -> None:
             if reset is None:
                 raise ArgumentError(
                     f"net has the layer '{name}', a {type(layer).__name__}, whose parameters "
-                    "cannot start again: it has no reset_parameters"
+                    "cannot be reset: expected a method reset_parameters"
                 )
             reset()
             if init == "book" and isinstance(layer, (nn.Conv2d, nn.Linear)):

@@ -1,4 +1,4 @@
-"""A model that is trained, with one replica per rank."""
+"""Hold the trained model, with one replica per rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def threads_per_rank(config: TrainConfig) -> int:
 class RankedModel:
     """One replica of a model per rank of this process, all with the same bits.
 
-    ``params[rank][i]`` are the parameters, and ``bucketer`` reduces their gradients.
+    ``params[rank][i]`` are the parameters. ``bucketer`` reduces their gradients.
     """
 
     def __init__(self, config: TrainConfig, devices: Devices, comm: Comm) -> None:
@@ -61,7 +61,8 @@ class RankedModel:
         self._is_synced = config.batchnorm == "sync" and len(devices) > 1
         if self._is_synced:
             synchronise_batchnorm(self.replicas)
-        # All gradients then come at the end of backward, where a graph's reduction begins anyway.
+        # One cast for all weights delays gradients to the end of backward. In a captured step the
+        # reduction begins there anyway.
         is_captured = config.model == "resnet18" and config.amp and config.cuda_graph
         self._casts_at_once = is_captured and not (config.compile or self._is_synced)
         if config.compile:
@@ -93,7 +94,7 @@ class RankedModel:
             reduce_gradients(self.params, self._devices, self._comm)
 
     def score(self, rank: int, X: Tensor) -> Tensor:
-        """Score one rank's images for training: ``(n, 1, 28, 28)`` to ``(n, 10)``."""
+        """Compute the training scores of a rank: images ``(n, 1, 28, 28)`` to ``(n, 10)``."""
         if not len(X):
             return X.new_empty(0, _NUM_CLASSES)
         replica = self.replicas[rank]
@@ -125,7 +126,7 @@ class RankedModel:
 
 
 class _Cast(torch.autograd.Function):
-    """Casts weights to bfloat16 and their gradients back in one launch, with autocast's bits."""
+    """Cast weights to bfloat16, and gradients back, in one launch; same bits as autocast."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:

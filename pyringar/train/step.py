@@ -1,4 +1,4 @@
-"""One training step on k ranks: the book's train_batch, done right."""
+"""Run one training step on k ranks, as the book's train_batch does."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pyringar.parallel.sharded_step import ShardedStep
 from pyringar.parallel.shards import Device, Split, mismatch_flags, shard_sizes, split_batch
 from pyringar.train.config import TrainConfig
 from pyringar.train.model_lenet import lenet
-from pyringar.train.trace import Trace
+from pyringar.train.step_trace import Trace
 
 if TYPE_CHECKING:
-    from pyringar.train.graph import Branches
+    from pyringar.train.graph import RankStreams
     from pyringar.train.models import RankedModel
 
 Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
-Score = Callable[[int, Tensor], Tensor]  # a rank and its shard to scores
-Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # shards to scores, one per rank
+Score = Callable[[int, Tensor], Tensor]  # maps a rank and its shard to scores
+Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # maps shards to scores, one per rank
 StepSize = float | Tensor  # the learning rate over the batch size
 
 
@@ -43,11 +43,11 @@ def train_batch(
     comm: Communicator | None = None,
     weights: Sequence[float] | None = None,
 ) -> list[Tensor]:
-    """Do one step of SGD with LeNet on a batch that is split over the ranks.
+    """Run one SGD step with LeNet on a batch that is split over the ranks.
 
-    Losses are summed in every shard and the gradients divided by the size of the whole batch. Any
-    split gives the gradient of the undivided batch up to rounding; shards may be empty.
-    Gradients are reduced in one call. Replicas that held the same bits do so afterwards.
+    The loss of a shard is a sum, and gradients are divided by the size of the whole batch. So any
+    split gives the gradient of the whole batch, up to rounding; shards may be empty. Gradients are
+    reduced in one call. Replicas with equal bits still have equal bits afterwards.
 
     Args:
         X: Samples, ``(n, 1, 28, 28)``, ``n`` at least 1.
@@ -56,21 +56,21 @@ def train_batch(
             updated in place; afterwards their ``grad`` is the sum over all ranks.
         devices: One device per rank.
         lr: Learning rate.
-        comm: Reduces the gradients. Default: a communicator in rank order, for this call.
-        weights: Shares of the ranks; see `pyringar.split_batch`.
+        comm: Communicator for the gradients. Default: a new communicator in rank order.
+        weights: Relative shard sizes of the ranks; see `pyringar.split_batch`.
 
     Returns:
-        Every rank's summed loss, on its device, without a synchronization. 0 for an empty shard.
+        The summed loss of every rank, on its device; 0 for an empty shard. Does not synchronize.
 
     Raises:
-        ArgumentError: The numbers of ranks differ, the batch is empty, or `split_batch` refuses.
+        ArgumentError: The numbers of ranks differ, the batch is empty, or `split_batch` raises.
     """
     k = len(device_params)
     if k != len(devices):
         raise ArgumentError(f"device_params has {k} replicas for {len(devices)} devices")
     shards = split_batch(X, y, devices, weights)
     if X.shape[0] == 0:
-        raise ArgumentError(f"X has shape {tuple(X.shape)}: there is no sample to learn from")
+        raise ArgumentError(f"X has shape {tuple(X.shape)}, expected one sample or more")
     step = EagerStep(
         device_params,
         scores=lambda shards: [
@@ -87,14 +87,14 @@ def span(trace: Trace | None, category: str, num_ranks: int) -> AbstractContextM
 
 
 def sum_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy summed over the samples; at least float32."""
+    """Return the cross-entropy, summed over the samples in float32 or float64."""
     if scores.dtype in (torch.float16, torch.bfloat16):
         scores = scores.float()
     return F.cross_entropy(scores, labels, reduction="sum")
 
 
 def reduce_gradients(device_params: Replicas, devices: Sequence[Device], comm: Any) -> None:
-    """Sum the gradients of all replicas into all of them; a missing gradient counts as zeros."""
+    """All-reduce the gradients of all replicas; a missing gradient counts as zeros."""
     for param in itertools.chain(*device_params):
         if param.grad is None:
             param.grad = torch.zeros_like(param)
@@ -111,14 +111,14 @@ def sgd(
 ) -> None:
     """Subtract ``step_size`` times the gradient from every parameter that has one.
 
-    With momentum ``v = momentum * v + step_size * grad`` is subtracted; ``velocities`` holds ``v``,
-    updated in place. Every product is rounded before its use, since only some devices have a fused
-    multiply-add. A CUDA graph reads ``step_size`` from a 0-dimensional tensor.
+    With momentum, ``v = momentum * v + step_size * grad`` is subtracted. ``velocities`` holds ``v``
+    and is updated in place. Products are rounded before they are added, as not all devices have a
+    fused multiply-add. For a CUDA graph ``step_size`` is a 0-dimensional tensor.
     """
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     if not pairs:
         return
-    with torch.no_grad():  # on a GPU a few launches for all parameters, instead of two for each
+    with torch.no_grad():  # _foreach: a few launches for all parameters on a GPU
         steps = list(torch._foreach_mul([grad for _, grad in pairs], step_size))
         if velocities:
             both = zip(velocities, params, strict=True)
@@ -129,11 +129,11 @@ def sgd(
         torch._foreach_sub_([param for param, _ in pairs], steps)
 
 
-class Step:
-    """The state of training steps over ``replicas[rank][i]``.
+class StepState:
+    """Momentum buffers and loss sums of the replicas ``replicas[rank][i]``.
 
-    ``velocities[rank]`` are the momentum buffers, none if ``momentum`` is 0. ``sums`` holds every
-    rank's loss so far, float64, on its device: reading it synchronizes.
+    ``velocities[rank]`` are the momentum buffers; empty if ``momentum`` is 0. ``sums[rank]`` is the
+    summed loss of a rank, float64, on its device; reading it synchronizes.
     """
 
     def __init__(self, replicas: Replicas, momentum: float) -> None:
@@ -147,18 +147,19 @@ class Step:
         sgd(self._replicas[rank], step_size, self.velocities[rank], self._momentum)
 
     def take_loss(self) -> float:
-        """Return the summed loss of all samples since the last call. Waits for the devices."""
+        """Return the loss of all samples since the last call, and reset it. Synchronizes."""
         loss = sum(total.item() for total in self.sums)
         for total in self.sums:
             total.zero_()
         return loss
 
 
-class EagerStep(Step):
-    """One training step of all ranks of this process, called for every batch.
+class EagerStep(StepState):
+    """A training step of all ranks of this process, called for every batch.
 
-    ``split`` cuts a batch into one shard per rank. ``scores`` maps the shards to scores ``(n,
-    classes)``; ``branches`` runs the ranks instead. ``reduce`` sums every ``grad`` over all ranks.
+    ``split`` splits a batch into one shard per rank. ``scores`` maps the shards to scores ``(n,
+    classes)``, unless ``streams`` runs each rank on a CUDA stream. ``reduce`` sums every ``grad``
+    over all ranks.
     """
 
     def __init__(
@@ -167,17 +168,17 @@ class EagerStep(Step):
         scores: Scores,
         reduce: Callable[[], None],
         split: Callable[[Tensor, Tensor], Split],
-        branches: Branches | None = None,
+        streams: RankStreams | None = None,
         momentum: float = 0.0,
     ) -> None:
         super().__init__(replicas, momentum)
         self._scores, self._reduce, self._split = scores, reduce, split
-        self._branches = branches
+        self._streams = streams
 
     def __call__(
         self, X: Tensor, y: Tensor, step_size: StepSize, trace: Trace | None = None
     ) -> list[Tensor]:
-        """Train on a batch; return `mismatch_flags`. Step size: learning rate over batch size."""
+        """Train on a batch; return `mismatch_flags`."""
         losses = self.train(self._split(X, y), step_size, trace)
         for total, loss in zip(self.sums, losses, strict=True):
             total += loss
@@ -187,19 +188,19 @@ class EagerStep(Step):
         """Train on one shard of samples and labels per rank; return every rank's summed loss."""
         k = len(self._replicas)
         for param in itertools.chain(*self._replicas):
-            param.grad = None  # backward would add to it
-        if self._branches is not None:
+            param.grad = None  # or backward would add to it
+        if self._streams is not None:
             computations = {
-                rank: functools.partial(_compute_rank, self._branches.score, rank, X, y)
+                rank: functools.partial(_compute_rank, self._streams.score, rank, X, y)
                 for rank, (X, y) in enumerate(zip(*shards, strict=True))
             }
-            losses = list(self._branches.run(computations).values())
+            losses = list(self._streams.run(computations).values())
         else:
             losses = self._compute_together(shards, trace)
         with span(trace, "wait", k):
             self._reduce()
         updates = {rank: functools.partial(self.update, rank, step_size) for rank in range(k)}
-        run = run_in_order if self._branches is None else self._branches.run
+        run = run_in_order if self._streams is None else self._streams.run
         with span(trace, "optimizer", k):
             run(updates)
         return losses
@@ -208,22 +209,24 @@ class EagerStep(Step):
         with span(trace, "forward", len(shards[0])):
             scores = self._scores(shards[0])
             losses = [sum_loss(*pair) for pair in zip(scores, shards[1], strict=True)]
-        with span(trace, "backward", len(shards[0])):  # autograd runs one thread for each GPU
-            found_losses = [loss for loss in losses if loss.requires_grad]  # ranks without samples
-            if found_losses:
-                torch.autograd.backward(found_losses)
+        with span(trace, "backward", len(shards[0])):
+            # The loss of a rank without samples does not require a gradient. One call for all ranks
+            # lets autograd use a thread per GPU.
+            with_grad = [loss for loss in losses if loss.requires_grad]
+            if with_grad:
+                torch.autograd.backward(with_grad)
         return [loss.detach() for loss in losses]
 
 
 def _compute_rank(score: Score, rank: int, X: Tensor, y: Tensor) -> Tensor:
     loss = sum_loss(score(rank, X), y)
-    if loss.requires_grad:  # a rank without samples may have computed nothing
+    if loss.requires_grad:  # False for a rank without samples
         loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
-class ShardStep(Step):
-    """One training step of all ranks in shards; ``sums[rank]`` is the loss of all ranks."""
+class ShardStep(StepState):
+    """A training step in shards; every ``sums[rank]`` is the summed loss of all ranks."""
 
     def __init__(self, model: RankedModel, comm: Comm, config: TrainConfig) -> None:
         super().__init__(model.params, config.momentum)
@@ -254,13 +257,13 @@ class ShardStep(Step):
         return mismatch_flags(self._replicas)
 
     def take_loss(self) -> float:
-        """Return the loss of all samples since the last call in rank 0's process, else 0."""
+        """Return the loss of all samples since the last call; 0 in processes without rank 0."""
         loss = self.sums[0].item()
         super().take_loss()
         return loss if self._first == 0 else 0.0
 
     def evaluation(self, size: int, world_size: int) -> tuple[int, Any]:
-        """Return a batch size and a split function with equal pieces on any number of ranks."""
+        """Return a batch size, and a split into pieces of one size for any number of ranks."""
         piece = math.ceil(size / self._num_shards)
 
         def split(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> Split:

@@ -1,7 +1,7 @@
-"""Draw ten kinds of garment by formula: a stand-in where Fashion-MNIST is not available.
+"""Draw ten classes of garments by formula, for use without Fashion-MNIST.
 
-The images have the size, range, class names and nearly the brightness of Fashion-MNIST; shirts,
-pullovers and coats resemble each other. Accuracies on the two sets cannot be compared.
+The images have the size, value range and class names of Fashion-MNIST, and nearly its brightness.
+Shirts, pullovers and coats resemble each other. Accuracies on the two sets are not comparable.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pyringar.choices import check_count
 _SIDE = 28
 _Box = tuple[float, float, float, float, float]
 
-# Boxes: centre x and y, half width, half height (an image spans -1 to 1, y down), turn in radians.
-# Clothes are symmetric: the left, where x is negative, mirrors the right. Shoes are as listed.
+# Boxes: center x and y, half width, half height, rotation in radians. An image spans -1 to 1, with
+# y down. Garments except shoes are symmetric: negative x mirrors positive x.
 _GARMENTS: dict[str, tuple[_Box, ...]] = {
     "t-shirt": ((0, 0.05, 0.45, 0.7, 0), (0.58, -0.42, 0.26, 0.15, -0.5)),
     "trouser": ((0, -0.65, 0.32, 0.17, 0), (0.2, 0.1, 0.13, 0.78, 0.05)),
@@ -39,10 +39,10 @@ CLASS_NAMES = tuple(_GARMENTS)
 
 
 def synthetic_images(n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw ``n`` images in random order, with as equal numbers of every class as ``n`` allows.
+    """Draw ``n`` images in random order, with class counts that differ by at most 1.
 
     Returns float32 images ``(n, 1, 28, 28)``, 0 to 1 in steps of 1/255, and int64 indices ``(n,)``
-    into `CLASS_NAMES`. Cost: 0.05 ms an image on one core.
+    into `CLASS_NAMES`. Cost: 0.05 ms per image on one core.
     """
     check_count("n", n, 1)
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ def synthetic_images(n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _draw(boxes: Sequence[_Box], is_shoe: bool, n: int, generator: torch.Generator) -> Tensor:
-    """Draw a garment ``n`` times, each with its own cut, angle, light and pattern."""
+    """Draw a garment ``n`` times with random cut, angle, brightness and stripes."""
 
     def number(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(n, 1, 1, generator=generator)
@@ -72,7 +72,7 @@ def _draw(boxes: Sequence[_Box], is_shoe: bool, n: int, generator: torch.Generat
         u, v = _turned(u, v, turn + number(-0.15, 0.15))
         beside = u.abs() - half_width * number(0.75, 1.2)
         above = v.abs() - half_height * number(0.75, 1.2)
-        distance = torch.maximum(beside, above)  # to the outline, negative inside
+        distance = torch.maximum(beside, above)  # to the outline; negative inside
         cover = torch.maximum(cover, (0.5 - distance * _SIDE / 2).clamp(0, 1))
     along, _ = _turned(x, y, number(0, 3.14))
     stripes = number(-0.5, 0.5).clamp(min=0) * (torch.sin(along * number(8, 22)) > 0)

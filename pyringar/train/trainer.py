@@ -1,4 +1,4 @@
-"""Train a model on k ranks: the book's ``train``, which returns its results."""
+"""Train a model on k ranks, and return the results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -35,18 +35,18 @@ from pyringar.train.checkpoint import (
 from pyringar.train.config import TrainConfig, folder_of
 from pyringar.train.data import ImageData, batches, load_data
 from pyringar.train.devices import describe_devices, synchronize
-from pyringar.train.graph import Branches, GraphStep, check_ranks
-from pyringar.train.group import TrainGroup
+from pyringar.train.graph import GraphStep, RankStreams, check_ranks
 from pyringar.train.model_lenet import BOOK_PLATEAU_STEPS
 from pyringar.train.models import RankedModel, autocast, threads_per_rank
 from pyringar.train.step import EagerStep, ShardStep
-from pyringar.train.trace import Trace
+from pyringar.train.step_trace import Trace
+from pyringar.train.train_group import TrainGroup
 
 logger = logging.getLogger(__name__)
 
 _EVAL_BATCH = 1_000
-_TRACED_STEPS = 100  # a browser still opens the file
-_MOST_STEPS_AHEAD = 2  # of the host, before the GPUs; each holds a batch in their memory
+_TRACED_STEPS = 100  # so that a browser can open the file
+_MOST_STEPS_AHEAD = 2  # that the host enqueues; each step ahead holds a batch in GPU memory
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class EpochResult:
     """Result of one pass over the training images.
 
     Attributes:
-        epoch: Its number, from 1.
-        loss: Mean loss over the training images, each at the step that used it.
-        accuracy: Share of the test images classified correctly afterwards, 0 to 1.
-        seconds: Time without the test.
+        epoch: Number of the epoch, from 1.
+        loss: Mean training loss during the epoch.
+        accuracy: Fraction of the test images classified correctly after the epoch, 0 to 1.
+        seconds: Training time, without evaluation.
     """
 
     epoch: int
@@ -73,12 +73,12 @@ class TrainResult:
     Attributes:
         config: The configuration.
         devices: One device per rank.
-        data: Description of the images, for people.
-        plan: How the gradients were reduced.
+        data: Description of the images.
+        plan: The allreduce of the gradients.
         epochs: One entry per epoch.
         params: The trained parameters, on the CPU.
-        state: The same and, for ResNet-18, rank 0's running statistics, by name, for
-            ``load_state_dict``.
+        state: Parameters by name, for ``load_state_dict``; for ResNet-18 also the running
+            statistics of rank 0.
     """
 
     config: TrainConfig
@@ -91,7 +91,7 @@ class TrainResult:
 
     @property
     def digest(self) -> str:
-        """Digest of ``state``: equal for equal bits."""
+        """Digest of the bits of ``state``."""
         return digest_of(self.state.values())
 
     @property
@@ -110,7 +110,7 @@ class TrainResult:
         return [epoch.seconds for epoch in self.epochs]
 
     def __str__(self) -> str:
-        """Return the last line that the book prints, with the devices of the ranks."""
+        """Return a line with test accuracy, seconds per epoch and devices, as in the book."""
         mean_s = sum(self.seconds) / len(self.seconds)
         where = describe_devices(self.devices)
         return f"test acc: {self.curve[-1]:.2f}, {mean_s:.1f} sec/epoch on {where}"
@@ -128,22 +128,22 @@ def train(
 ) -> TrainResult:
     """Train LeNet (or another ``model``) from scratch on ``num_gpus`` ranks.
 
-    Runs that differ only in the number of ranks start from the same parameters and see the same
-    images in the same order. In float64 LeNet's parameters agree to rounding; in float32 they drift
-    apart after some dozens of steps. With ``shards`` they have the same bits.
+    Runs with different numbers of ranks start from the same parameters and use the same images in
+    the same order. In float64 the parameters of LeNet then agree up to rounding; in float32 they
+    differ visibly after some dozens of steps. With ``shards`` they have the same bits.
 
     Args:
-        num_gpus: Number of ranks: on the machine's GPUs, several on one where there are too few,
-            or on the CPU where there are none.
-        batch_size: Samples a step, over all ranks together.
+        num_gpus: Number of ranks. Ranks share GPUs if there are fewer GPUs than ranks, and use the
+            CPU if there is no GPU.
+        batch_size: Samples per step, summed over all ranks.
         lr: Learning rate.
         on_epoch: See `Trainer.run`.
-        save: See `Trainer`, as for ``resume`` and the exceptions.
+        save: See `Trainer`, which also lists the exceptions.
         resume: See `Trainer`.
         **options: Any other field of `TrainConfig`, by name.
 
     Returns:
-        The curve and the parameters. ``str(result)`` is the book's last line.
+        Curve and parameters. ``str(result)`` is the last line that the book prints.
     """
     known = {field.name for field in fields(TrainConfig)} - {"ranks", "batch_size", "lr"}
     unknown = sorted(set(options) - known)
@@ -157,43 +157,42 @@ def train(
 def train_resnet18(num_gpus: int, batch_size: int, lr: float, **options: Any) -> TrainResult:
     """Train ResNet-18 from scratch on ``num_gpus`` ranks. See `train`.
 
-    With ``batchnorm="local"`` every rank normalises its own samples, so the result depends on the
-    number of ranks. With ``"sync"`` it depends on it by rounding only.
+    With ``batchnorm="local"`` every rank normalizes by the statistics of its own samples, so the
+    result depends on the number of ranks. With ``"sync"`` it differs only by rounding.
     """
     return train(num_gpus, batch_size, lr, **{"model": "resnet18", **options})
 
 
 class Trainer(AbstractContextManager["Trainer"]):
-    """A training run whose devices, data and plan can be inspected before it starts.
+    """A training run, with devices, data and plan to inspect before it starts.
 
     Args:
         config: The configuration.
-        data: Images to use instead of those that ``config`` names.
+        data: Images to use instead of the data set that ``config`` names.
         trace: Records the first 100 steps.
-        group: The rank of this process, if every rank is a process. ``devices`` and ``replicas``
-            are then of this rank alone. Closed with the trainer.
-        save: Folder for a checkpoint, which each epoch replaces. A folder with the checkpoint of
-            another run is refused.
+        group: The ranks of the run. Default: all in this process. With one process per rank,
+            ``devices`` and ``replicas`` hold the rank of this process. `close` closes it.
+        save: Folder for a checkpoint, which each epoch replaces. Must not hold a checkpoint of
+            another run.
         resume: Folder with the checkpoint to resume from. The run then saves there, or in
-            ``save``. The result has the bits of a run that was never stopped, in one process or in
-            many, with the same torch and number of torch threads: a difference is logged. With
-            ``shards`` the number of ranks may change. Options that decide bits must be the same,
-            but ``epochs`` may grow. The linear schedule is then stretched: the learning rate falls
-            to 0 over all epochs of this run, and bits differ from those of a run that was never
-            stopped.
+            ``save``. The result has the bits of an uninterrupted run with the same version and
+            number of threads of torch; a difference is logged. With ``shards`` the number of ranks
+            may change. Options that affect bits must be the same, but ``epochs`` may grow. The
+            linear schedule then falls to 0 over all epochs of this run, so bits differ from an
+            uninterrupted run.
 
     Attributes:
         devices: One device per rank of this process.
         all_devices: One device per rank of the run.
-        is_main: Whether this process has rank 0, which alone prints.
+        is_main: Whether this process has rank 0, the only rank that prints.
         steps_per_epoch: Steps in one epoch.
-        step: Finished steps, including those before the checkpoint.
-        stretched_from: Epochs over which the learning rate fell before the checkpoint, if it falls
-            over more epochs now; else None.
+        step: Number of finished steps, including steps before the checkpoint.
+        stretched_from: Number of epochs of the resumed run, if its linear schedule now falls over
+            more epochs; else None.
 
     Raises:
-        ArgumentError: A device is missing, the steps cannot be captured, or a checkpoint cannot be
-            written or resumed from.
+        ArgumentError: A device is missing, steps cannot be captured, or a checkpoint cannot be
+            written or read.
         CudaError: The capture of a step failed.
         RingarError: The images are not available.
 
@@ -211,7 +210,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         resume: str | Path | None = None,
     ) -> None:
         self._trace = trace
-        # Before the data, because a wrong device should not cost a download.
+        # Before the data is loaded, so that a wrong device does not cost a download.
         self.group = group or TrainGroup(config)
         self.devices = self.group.devices
         self.all_devices = self.group.all_devices
@@ -227,12 +226,13 @@ class Trainer(AbstractContextManager["Trainer"]):
         checkpoint = self._open_checkpoints()
         loaded = data or self.group.load(lambda: load_data(config.dataset, config.data_dir))
         self.description = str(loaded)
-        # Batches are cut on the first GPU, if there is one, so a step copies nothing from the host.
+        # All images are on the first GPU, if there is one, so a step copies nothing from the host.
         home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
         self._data = loaded.to(home, config.torch_dtype)
         self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.batch_size)
         self._num_steps = self.steps_per_epoch * config.epochs
         self._warn_of_plateau()
+        self._warn_of_idle_ranks()
         self._shuffle = torch.Generator().manual_seed(config.seed)
         self.model = RankedModel(config, self.devices, self.group.comm)
         if trace is not None:
@@ -240,7 +240,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self.replicas = self.model.params
         self._run_step = self._make_step()
         self.step = 0
-        # Enqueued steps: number, mismatch flags, and events at the end of the step.
+        # Enqueued steps: step number, mismatch flags, and CUDA events at the end of the step.
         self._unchecked: deque[tuple[int, list[Tensor], list[torch.cuda.Event]]] = deque()
         self._has_run = False
         self._done: list[EpochResult] = []  # from the checkpoint
@@ -252,13 +252,13 @@ class Trainer(AbstractContextManager["Trainer"]):
 
     @property
     def checkpoint_dir(self) -> Path | None:
-        """The folder with the run's newest checkpoint; None if there is none yet."""
+        """Folder with the newest checkpoint of the run; None before the first checkpoint."""
         folder = self._folder
         return folder if folder is not None and has_checkpoint(folder) else None
 
     @property
     def plan(self) -> Plan:
-        """How the gradients of a step are reduced."""
+        """The allreduce of the gradients of a step."""
         nbytes = sum(param.nbytes for param in self.replicas[0])
         return self.group.comm.plan(nbytes, self.config.torch_dtype)
 
@@ -266,25 +266,27 @@ class Trainer(AbstractContextManager["Trainer"]):
         self,
         on_step: Callable[[], None] | None = None,
         on_epoch: Callable[[EpochResult], None] | None = None,
+        on_test_batch: Callable[[int, int], None] | None = None,
     ) -> TrainResult:
         """Train for all epochs.
 
-        A second call trains for the same number of epochs again. It is refused if the learning
-        rate falls or checkpoints are saved.
+        A second call trains for as many epochs again. It raises if the learning rate is not
+        constant or checkpoints are saved.
 
         Args:
-            on_step: Called after every step; its time counts.
-            on_epoch: Called after every epoch, such as a `pyringar.train.LivePlot`. A resumed run
-                calls it first for the epochs in the checkpoint.
+            on_step: Called after every step; its time counts as training time.
+            on_epoch: Called after every epoch, for example a `pyringar.train.LivePlot`. A resumed
+                run first calls it for the epochs in the checkpoint.
+            on_test_batch: Called after every batch of test images; see `evaluate`.
 
         Raises:
-            RingarError: The replicas diverged, a checkpoint could not be written, or a second call
-                is refused.
+            RingarError: The replicas diverged, the loss of an epoch is not finite, a checkpoint
+                could not be written, or a second call is not allowed.
         """
         can_continue = self.config.lr_schedule == "constant" and self._folder is None
         if self._has_run and not can_continue:
             raise RingarError(
-                "run was called before: make another Trainer, with resume to go on from a save"
+                "run was called before: make another Trainer, with resume to continue a saved run"
             )
         self._has_run = True
         on_epoch = on_epoch or (lambda result: None)
@@ -293,12 +295,19 @@ class Trainer(AbstractContextManager["Trainer"]):
             on_epoch(result)
         while len(epochs) < self.config.epochs:
             loss, seconds = self._train_epoch(on_step)
-            result = EpochResult(len(epochs) + 1, loss, self.evaluate(), seconds)
+            accuracy = self.evaluate(on_test_batch)
+            result = EpochResult(len(epochs) + 1, loss, accuracy, seconds)
             self.group.check_equal(self.replicas[0])
+            if not math.isfinite(loss):
+                on_epoch(result)
+                raise RingarError(
+                    f"the loss of epoch {result.epoch} is {loss}, so training ended: try a "
+                    f"smaller learning rate than lr={self.config.lr:g}"
+                )
             epochs.append(result)
             try:
                 self._save(epochs)
-            finally:  # also report an epoch whose checkpoint could not be written
+            finally:  # on_epoch also gets an epoch whose checkpoint could not be written
                 on_epoch(result)
         state = self.model.replicas[0].state_dict()
         return TrainResult(
@@ -311,18 +320,30 @@ class Trainer(AbstractContextManager["Trainer"]):
             state={name: tensor.detach().cpu() for name, tensor in state.items()},
         )
 
-    def evaluate(self) -> float:
-        """Return the accuracy on the test images, counted by all ranks."""
+    def evaluate(self, on_batch: Callable[[int, int], None] | None = None) -> float:
+        """Return the accuracy on the test images, which are split over the ranks.
+
+        Args:
+            on_batch: Called after every batch with the numbers of finished and of all images.
+        """
         models = self.model.replicas
-        copy_buffers(models)  # of rank 0
+        copy_buffers(models)  # from rank 0
         self.group.share_buffers(models[0].state_dict(), self.replicas[0])
         size, split = _EVAL_BATCH, self.group.split
         if isinstance(self._run_step, ShardStep):
             size, split = self._run_step.evaluation(size, self.config.world_size)
-        test = batches(self._data.test_images, self._data.test_labels, size)
+        test = self._test_batches(size, on_batch or (lambda done, total: None))
         with autocast(self.config, self.devices), torch_threads(threads_per_rank(self.config)):
             correct, total = count_correct(models, test, split, self.devices)
         return float(self.group.total(correct) / total)
+
+    def _test_batches(
+        self, size: int, on_batch: Callable[[int, int], None]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        images, labels = self._data.test_images, self._data.test_labels
+        for i, batch in enumerate(batches(images, labels, size), 1):
+            yield batch
+            on_batch(min(i * size, len(labels)), len(labels))
 
     def close(self) -> None:
         """Close the model's hooks and the communicator."""
@@ -338,15 +359,15 @@ class Trainer(AbstractContextManager["Trainer"]):
         config = self.config
         if config.shards is not None:
             return ShardStep(self.model, self.group.comm, config)
-        branches: Branches | None = None
+        streams: RankStreams | None = None
         if config.cuda_graph and config.batchnorm == "local":
-            branches = Branches(self.devices[0], len(self.devices), self.model.score)
+            streams = RankStreams(self.devices[0], len(self.devices), self.model.score)
         eager = EagerStep(
             self.replicas,
             self.model.scores,
             reduce=self.model.reduce,
             split=functools.partial(self.group.split, devices=self.devices, weights=config.weights),
-            branches=branches,
+            streams=streams,
             momentum=config.momentum,
         )
         if not config.cuda_graph:
@@ -379,7 +400,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             if self.model.bucketer is not None:
                 trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
             trace.step += 1
-        # Copied before the next step is enqueued: reading on the GPU would wait for that step too.
+        # Copied before the next step is enqueued; a later read would also wait for that step.
         copies = [flag.to("cpu", non_blocking=True) for flag in flags]
         events = [_record_event(d) for d in set(self.devices) if d.type == "cuda"]
         self._unchecked.append((self.step, copies, events))
@@ -387,7 +408,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self._check_steps(_MOST_STEPS_AHEAD if events else 0)
 
     def _check_steps(self, most_unchecked: int) -> None:
-        """Wait for the oldest steps, and raise if a step left replicas with different bits."""
+        """Wait for the oldest steps; RingarError if replicas differ after a step."""
         while len(self._unchecked) > most_unchecked:
             number, flags, events = self._unchecked.popleft()
             for event in events:
@@ -402,13 +423,19 @@ class Trainer(AbstractContextManager["Trainer"]):
 
     def _warn_of_plateau(self) -> None:
         has_plateau = self.config.model == "lenet" and self.config.init == "book"
-        if has_plateau and self._num_steps < 2 * BOOK_PLATEAU_STEPS and self.is_main:
+        if has_plateau and self._num_steps < 2 * BOOK_PLATEAU_STEPS:
             logger.warning(
                 "init is 'book', which stays at chance for some %d steps; this run has %d. "
                 "Init 'he' learns from the first step",
                 BOOK_PLATEAU_STEPS,
                 self._num_steps,
             )
+
+    def _warn_of_idle_ranks(self) -> None:
+        ranks, size = self.config.world_size, self.config.batch_size
+        if ranks > size and self.config.weights is None:
+            idle = f"{ranks - size} of {ranks} ranks get no image of a batch of {size}"
+            logger.warning("%s; use at most %d ranks, or a larger batch size", idle, size)
 
     def _open_checkpoints(self) -> Checkpoint | None:
         name, source = ("resume" if self._folder is None else "save"), self._source
@@ -430,18 +457,18 @@ class Trainer(AbstractContextManager["Trainer"]):
         return None if source is None else Checkpoint.decode(content, source)
 
     def _check_recipe(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Raise ArgumentError for other options; log another version or number of threads."""
+        """Raise ArgumentError if options differ; log if torch or its thread count differs."""
         checkpoint.check(self._recipe, folder)
         if self.config.epochs < checkpoint.num_epochs:
             raise ArgumentError(
                 f"epochs is {self.config.epochs}, but the checkpoint in '{folder}' is of a run of "
-                f"{checkpoint.num_epochs}; expected as many or more"
+                f"{checkpoint.num_epochs} epochs; expected {checkpoint.num_epochs} or more"
             )
         for name, value in self._setting.items():
             if checkpoint.setting[name] != value:
                 logger.warning(
-                    "%s: %s here, %s where the checkpoint in '%s' was written; the bits may differ "
-                    "from those of a run that was not stopped",
+                    "%s: %s now, %s when the checkpoint in '%s' was written; the bits may differ "
+                    "from an uninterrupted run",
                     name,
                     value,
                     checkpoint.setting[name],
@@ -472,7 +499,7 @@ class Trainer(AbstractContextManager["Trainer"]):
     def _resume_from(self, checkpoint: Checkpoint, source: Path) -> None:
         checkpoint.check(self._recipe, source)
         self._check_tensors(checkpoint, source)
-        # The first step decides the layout of gradients in buckets, and so the bits of a ring.
+        # The first step assigns gradients to buckets, which affects the bits of a ring.
         size = self.config.batch_size
         self._run_step(self._data.train_images[:size], self._data.train_labels[:size], 0.0)
         self._run_step.take_loss()
@@ -486,7 +513,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self.step = len(self._done) * self.steps_per_epoch
 
     def _check_tensors(self, checkpoint: Checkpoint, source: Path) -> None:
-        """Restore the order of images; compare the shapes and dtypes of the tensors."""
+        """Restore the shuffle; raise ArgumentError if a tensor has another shape or dtype."""
         try:
             self._shuffle.set_state(checkpoint.shuffle)
         except RuntimeError as error:

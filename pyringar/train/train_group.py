@@ -1,7 +1,7 @@
-"""The ranks of a training run: all in this process, or each in its own process.
+"""Group the ranks of a training run, in one process or with one process per rank.
 
-Every process has all images, draws the same batches and takes its shard of them. The result has the
-bits of one process with all ranks.
+Every process holds all images, draws the same batches and takes the shard of its rank. The result
+has the bits of a run with all ranks in one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pyringar.train.devices import choose_devices
 
 logger = logging.getLogger(__name__)
 
-_LOAD_TIMEOUT_S = 3600.0  # a download may take that long
+_LOAD_TIMEOUT_S = 3600.0  # long enough for a download
 _POLL_S = 0.05
 
 
@@ -49,9 +49,9 @@ def writes_files() -> bool:
 class TrainGroup:
     """The ranks of a run, all in this process.
 
-    ``devices`` has one device per rank of this process, ``all_devices`` one per rank of the run.
-    ``is_main``: this process has rank 0, which alone prints, draws and downloads. ``digest`` is
-    that of the parameters at the last check of all processes.
+    ``devices`` holds one device per rank of this process, ``all_devices`` one per rank of the run.
+    ``is_main``: this process has rank 0, the only rank that prints and downloads. ``digest`` is
+    the digest of the parameters at the last `check_equal`; empty for one process.
     """
 
     is_main = True
@@ -63,28 +63,28 @@ class TrainGroup:
 
     @functools.cached_property
     def comm(self) -> Comm:
-        """The communicator, made at first use: the CUDA engine may have to be compiled."""
+        """The communicator, created at first use since it may compile the CUDA engine."""
         config = self._config
         return Communicator(self.devices, algorithm=config.allreduce, order=config.order)
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
-        """Call ``load`` in every process, first on rank 0."""
+        """Call ``load`` in every process, on rank 0 before the others."""
         return load()
 
     def split(self, X: Tensor, y: Tensor, *options: Any, **more: Any) -> Split:
-        """Return the shards of this process's ranks; see `split_batch` for the arguments."""
+        """Return the shards of the ranks in this process; takes the arguments of `split_batch`."""
         return split_batch(X, y, *options, **more)
 
     def total(self, value: float) -> Any:
-        """Return the sum of a number over all processes: exact, in rank order."""
+        """Return the sum of a number over all processes, added in rank order."""
         return value
 
     def share(self, read: Callable[[], bytes]) -> bytes:
-        """Call ``read`` in rank 0's process, and return its result in every process."""
+        """Call ``read`` in the process of rank 0, and return its result in every process."""
         return read()
 
     def share_buffers(self, state: dict[str, Tensor], params: Sequence[Tensor]) -> None:
-        """Copy rank 0's buffers to all processes."""
+        """Copy the buffers of rank 0 to all processes."""
 
     def check_equal(self, params: Sequence[Tensor]) -> None:
         """Raise RingarError unless all processes hold the same bits."""
@@ -94,8 +94,8 @@ class TrainGroup:
             self.comm.close()
 
 
-class Processes(TrainGroup):
-    """The rank of this process in a run of many processes, by default that of torchrun."""
+class ProcessTrainGroup(TrainGroup):
+    """A run with one rank per process; by default the processes of torchrun."""
 
     comm: RankCommunicator
 
@@ -106,14 +106,13 @@ class Processes(TrainGroup):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        from pyringar.distributed.hierarchical import communicator_for  # not in every torch
+        from pyringar.distributed.hierarchical import communicator_for  # some torch builds lack it
 
         store, rank, world_size = checked_store(store, rank, world_size)
         _check_config(config, world_size)
         self.devices = (torch.device("cpu"),)
         self.all_devices = self.devices * world_size
         self.is_main = rank == 0
-        # On one machine "auto" and "direct" add in rank order.
         self.comm = communicator_for(
             store,
             rank,
@@ -124,8 +123,8 @@ class Processes(TrainGroup):
         )
         if self.is_main and torch.cuda.device_count():
             logger.warning(
-                "the GPUs stay idle: ranks in processes of their own reduce on the CPU; one "
-                "process drives GPUs, without torchrun"
+                "the GPUs stay idle: with torchrun, ranks train on the CPU; to use the GPUs, start "
+                "one process without torchrun"
             )
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
@@ -158,11 +157,11 @@ class Processes(TrainGroup):
         return (images[rank],), (labels[rank],)
 
     def total(self, value: float) -> Any:
-        """Gather and add here: an all-reduce could add in another order."""
+        """Gather the values and add them in rank order, which an all-reduce does not promise."""
         return sum(self._gather(value))
 
     def share(self, read: Callable[[], bytes]) -> bytes:
-        """Broadcast the result; if ``read`` fails, close, so that no rank waits."""
+        """Broadcast the result of ``read``; if it fails, close, so that other ranks do not wait."""
         try:
             content = read() if self.is_main else b""
         except BaseException:
@@ -208,7 +207,7 @@ def _check_config(config: TrainConfig, world_size: int) -> None:
         )
     if config.devices is not None:
         raise ArgumentError(
-            f"devices is {config.devices!r}, which names the ranks of one process; with one rank "
+            f"devices is {config.devices!r}, which is for ranks in one process; with one rank "
             "per process every rank is on the CPU: leave devices out"
         )
     if config.allreduce not in ALGORITHMS:
@@ -218,6 +217,6 @@ def _check_config(config: TrainConfig, world_size: int) -> None:
         )
     if config.batchnorm == "sync":
         raise ArgumentError(
-            "batchnorm is 'sync', whose ranks meet inside one process; expected 'local' with one "
+            "batchnorm is 'sync', which needs all ranks in one process; expected 'local' with one "
             "rank per process"
         )

@@ -1,7 +1,7 @@
-"""Record where the time of a training step goes: spans by rank, as a file and as a table.
+"""Record the time of each phase of a training step and rank, for a file and a table.
 
-The file has the Chrome format, which https://ui.perfetto.dev and chrome://tracing show: one row for
-each rank's computation and one for its buckets.
+The file has the Chrome trace format, which https://ui.perfetto.dev and chrome://tracing display,
+with a row for the computation of each rank and a row for its buckets.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pyringar.errors import ArgumentError
 from pyringar.parallel.bucketer import StepStats
 
 CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
-"""The kinds of spans: the phases of a step, and a bucket from launch to done."""
+"""Categories of spans: the phases of a step, and "bucket", from launch to finish."""
 _MOST_REASON = 120  # characters
-_NOTES = """\
-ms of a step in which a rank was in a phase; what ranks do at once counts once
-bucket: gradients that are summed over all ranks together when backward has them
-exposed: ms of the buckets' time in which a rank waited"""
+_NOTES = "Times in ms. A phase counts while any rank is in it."
+_BUCKET_NOTES = """
+bucket: a group of gradients is being summed over all ranks
+exposed: the part of the bucket time in which a rank waited"""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A span of time of one rank, in seconds since the trace began.
+    """A time span of a rank, in seconds since the trace began.
 
-    ``name`` is for people: "backward", "bucket 2". ``nbytes`` are those of one rank's gradients in
-    a bucket; 0 for other categories. ArgumentError for an unknown category.
+    ``name`` is a label such as "backward" or "bucket 2". ``nbytes`` is the size of a bucket on one
+    rank, and 0 in other categories. ArgumentError for an unknown category.
     """
 
     name: str
@@ -49,20 +49,20 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the span."""
         return self.end_s - self.begin_s
 
 
 class Trace:
-    """Collects the spans of a training run.
+    """The recorded spans of a training run.
 
     Attributes:
         spans: The recorded spans.
-        title: The run, in a line for people.
-        step: Number of the step that is recorded now.
+        title: Description of the run in one line.
+        step: Number of the current step.
 
-    Cost: two readings of a clock for every span. On GPUs spans are the host's: the time to enqueue
-    kernels, not to run them.
+    Cost: two clock readings per span. On GPUs a span is the time in which the host enqueues
+    kernels, not the time in which they run.
     """
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class Trace:
         """Record the time of a ``with`` block.
 
         Args:
-            category: One of `CATEGORIES`, which is also the name of the span.
-            *ranks: Ranks that get a span.
+            category: Name of the span, one of `CATEGORIES`.
+            *ranks: Ranks for which the span is recorded.
         """
         begin_ns = time.perf_counter_ns()
         try:
@@ -98,7 +98,7 @@ class Trace:
         self.spans.append(Span(name, category, rank, self.step, begin_s, end_s, nbytes))
 
     def add_buckets(self, stats: StepStats, world_size: int) -> None:
-        """Record the buckets of a step, from launch to done, for every rank."""
+        """Record the buckets of a step, from launch to finish, for every rank."""
         for index, bucket in enumerate(stats.buckets):
             if bucket.launched_s is None or bucket.done_s is None:
                 continue
@@ -108,7 +108,7 @@ class Trace:
                 self.add(f"bucket {index}", "bucket", rank, begin_ns, end_ns, bucket.nbytes)
 
     def save(self, path: str | Path) -> None:
-        """Write the Chrome format. An existing file is replaced."""
+        """Write the Chrome trace format; replaces an existing file."""
         events: list[dict[str, Any]] = []
         for rank in sorted({span.rank for span in self.spans}):
             events += [
@@ -140,7 +140,7 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read a file that `save` wrote.
 
-        ArgumentError if the file cannot be read, or `save` did not write it.
+        ArgumentError if the file cannot be read or is not a trace.
         """
         trace = cls()
         try:
@@ -165,26 +165,30 @@ class Trace:
         return [span for span in self.spans if span.step == step]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the table of ``str()`` as values for JSON; times in milliseconds."""
+        """Return the table of `__str__` as JSON values, with times in milliseconds."""
         rows = [_step_times(self.of_step(step)) for step in self.steps()]
         means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
         steps = [{"step": step, **row} for step, row in zip(self.steps(), rows, strict=True)]
         return {"title": self.title, "steps": steps, "mean": means}
 
     def __str__(self) -> str:
-        """Return a table of steps; times in milliseconds."""
+        """Return a table with the milliseconds of each phase in each step."""
+        has_buckets = any(span.category == "bucket" for span in self.spans)
         columns = ["total", *CATEGORIES, "exposed"]
+        if not has_buckets:
+            columns = [name for name in columns if name not in ("bucket", "exposed")]
         facts = self.as_json()
         lines = [self.title] if self.title else []
         lines.append(f"{'step':>5}{''.join(f' {name:>9}' for name in columns)}")
         for row in (*facts["steps"], {"step": "mean", **facts["mean"]}):
             cells = "".join(f" {row[f'{name}_ms']:9.2f}" for name in columns)
             lines.append(f"{row['step']:>5}{cells}")
-        return "\n".join([*lines, "", _NOTES])
+        notes = _NOTES + _BUCKET_NOTES if has_buckets else _NOTES
+        return "\n".join([*lines, "", notes])
 
 
 def _step_times(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the milliseconds of a step: total, by category, and the buckets' exposed time."""
+    """Return milliseconds of a step: in total, per category, and exposed bucket time."""
     of = {kind: [span for span in spans if span.category == kind] for kind in CATEGORIES}
     seconds = {"total": max(span.end_s for span in spans) - min(span.begin_s for span in spans)}
     seconds |= {kind: covered_s(found) for kind, found in of.items()}

@@ -1,4 +1,4 @@
-"""Shared by tests of training: images, runs, and errors."""
+"""Images, training runs and comparisons of results, for tests of training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def garments(num_train: int, num_test: int) -> ImageData:
 
 
 def write_idx_set(folder: Path, num_train: int, num_test: int, suffix: str = "") -> Path:
-    """Write a set of files whose image ``i`` is all ``i``, with the label ``i % 10``."""
+    """Write image files; all pixels of image ``i`` are ``i``, and its label is ``i % 10``."""
     folder.mkdir(parents=True, exist_ok=True)
     for half, n in (("train", num_train), ("t10k", num_test)):
         images = b"".join(bytes([i]) * 28 * 28 for i in range(n))

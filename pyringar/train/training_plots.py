@@ -1,4 +1,4 @@
-"""Plots of a training run: live ones in notebooks and terminals, and a picture at its end."""
+"""Plot a training run: live in notebooks and terminals, and as a picture file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BAR_COLUMNS = 40
 
 
 class LivePlot(AbstractContextManager["LivePlot"]):
-    """Test accuracy over the epochs: a picture that grows in a notebook, else a bar per epoch.
+    """Live plot of the test accuracy: a picture in a notebook, else a text bar per epoch.
 
         with LivePlot(num_epochs=8) as plot, Trainer(config) as trainer:
             trainer.run(on_epoch=plot)
@@ -28,14 +28,14 @@ class LivePlot(AbstractContextManager["LivePlot"]):
     Several runs in one plot: ``run(on_epoch=plot.curve("4 ranks"))``.
 
     Args:
-        num_epochs: Length of the picture's axis, which grows with more epochs.
+        num_epochs: Length of the epoch axis, which grows with more epochs.
         where: ``"notebook"``, ``"text"``, or ``"auto"``: a picture in a notebook, else text.
-        file: Receives the text; default ``sys.stdout``.
+        file: Stream for the text. Default: ``sys.stdout``.
 
     Raises:
-        UnsupportedError: ``"notebook"`` without IPython.
+        UnsupportedError: A picture needs IPython, which is not installed.
 
-    A context manager. Cost: in a notebook some 50 ms an epoch.
+    A context manager. Cost: about 50 ms per epoch in a notebook.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class LivePlot(AbstractContextManager["LivePlot"]):
         self._num_epochs = num_epochs or 1
         in_notebook = where == "notebook" or (where == "auto" and _is_notebook())
         self._display = _import_display() if in_notebook else None
-        self._picture: Any = None  # the handle of the picture in a notebook
+        self._picture: Any = None  # IPython's handle of the displayed picture
         self._file = file or sys.stdout
 
     def __call__(self, result: EpochResult) -> None:
-        """Add an epoch to the curve without a name."""
+        """Add an epoch to the curve 'accuracy'."""
         self._add("accuracy", result)
 
     def curve(self, label: str) -> Callable[[EpochResult], None]:
         """Return a callback for ``Trainer.run(on_epoch=...)`` that adds epochs to a new curve.
 
         Args:
-            label: Name of the curve in the legend. An old curve of that name is removed.
+            label: Name of the curve in the legend. Replaces an existing curve of this name.
         """
         self.curves.pop(label, None)
         return lambda result: self._add(label, result)
