@@ -31,7 +31,7 @@ from pyringar.audit.trees import (
     fold,
     join,
 )
-from pyringar.grading.cases import Lists
+from pyringar.grading.graded_calls import ListAllreduce
 from pyringar.grading.checks import Subject
 from pyringar.parallel.shards import bits_of
 
@@ -45,11 +45,11 @@ def fill(data: list[Tensor], total: Tensor) -> None:
         tensor.copy_(total)
 
 
-def lists_of(allreduce: Allreduce, k: int = 4) -> Lists:
-    return Lists(Subject(allreduce, (torch.device("cpu"),) * k).run, "planted", k)
+def lists_of(allreduce: Allreduce, k: int = 4) -> ListAllreduce:
+    return ListAllreduce(Subject(allreduce, (torch.device("cpu"),) * k).run, "planted", k)
 
 
-def lists(total: Sum, k: int = 5) -> Lists:
+def lists(total: Sum, k: int = 5) -> ListAllreduce:
     return lists_of(lambda data: fill(data, total(data)), k)
 
 

@@ -20,15 +20,15 @@ import pyringar as pr
 from pyringar.cli import main
 from pyringar.grading import remote
 from pyringar.grading.checks import CHECKS
-from pyringar.grading.grader import Property, Report, check_allreduce
-from pyringar.grading.marks import REQUIRED, Marked, write_csv
-from pyringar.grading.solution import Target
+from pyringar.grading.grader import Property, GradeReport, check_allreduce
+from pyringar.grading.marks import REQUIRED, MarkedSolution, write_csv
+from pyringar.grading.solution import Solution
 
 Allreduce = Callable[[list[Tensor]], object]
 
 
 @functools.cache
-def graded(fn: Allreduce) -> Report:
+def graded(fn: Allreduce) -> GradeReport:
     return check_allreduce(fn)
 
 
@@ -329,11 +329,11 @@ def verdicts(monkeypatch):
     return given
 
 
-def report(verdict: str, name: str = "sum", detail: str = "as it should") -> Report:
+def report(verdict: str, name: str = "sum", detail: str = "as it should") -> GradeReport:
     properties = tuple(
         Property(n, verdict if n == name else "pass", detail if n == name else "") for n in REQUIRED
     )
-    return Report("solution.allreduce", ("cpu",), properties)
+    return GradeReport("solution.allreduce", ("cpu",), properties)
 
 
 def rows(path) -> list[dict[str, str]]:
@@ -502,7 +502,11 @@ def test_odd_text_is_kept_in_csv(tmp_path):
     path, name = tmp_path / "marks.csv", 'a  b\t=1\r\n,"é 漢\udcff' + 600 * "x" + ".py"
     failing = report("fail", "strides", "\x00\x1b[2J\u202e")
     write_csv(
-        path, [Marked(Target(name, "f"), failing), Marked(Target("=1+1", "f"), None, 600 * "x")]
+        path,
+        [
+            MarkedSolution(Solution(name, "f"), failing),
+            MarkedSolution(Solution("=1+1", "f"), None, 600 * "x"),
+        ],
     )
     first, second = rows(path)
     assert second["file"] == "'=1+1", "no formula for a spreadsheet"

@@ -14,7 +14,7 @@ import torch
 from pyringar.grading import grader, remote, worker
 from pyringar.grading.checks import CHECKS
 from pyringar.grading.remote import grade
-from pyringar.grading.solution import CannotLoadError, Target
+from pyringar.grading.solution import CannotLoadError, Solution
 
 GOOD = """
 def good(data):
@@ -45,7 +45,9 @@ def import_has_time(monkeypatch):
 
 def graded(code: str, timeout_s: float = TIMEOUT_S, show=lambda text: None):
     source = (GOOD + textwrap.dedent(code)).encode()
-    return grade(Target("/nowhere/solution.py", "allreduce", source), ["cpu"] * 4, timeout_s, show)
+    return grade(
+        Solution("/nowhere/solution.py", "allreduce", source), ["cpu"] * 4, timeout_s, show
+    )
 
 
 # -- solutions that are right, and do something besides --------------------------------------------

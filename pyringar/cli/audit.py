@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pyringar.audit.ranks import Ranks
-    from pyringar.grading.cases import Lists
+    from pyringar.grading.graded_calls import ListAllreduce
 
 _DESCRIPTION = """\
 Find out by experiment what an allreduce computes: in which order it adds, where
@@ -97,7 +97,7 @@ def _sizes(text: str | None) -> list[int]:
     return sizes
 
 
-def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
+def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | ListAllreduce]:
     if args.target not in _LIBRARIES:
         return _function(args)
     from pyringar.audit.ranks import Ranks
@@ -114,9 +114,9 @@ def _target(args: argparse.Namespace) -> AbstractContextManager[Ranks | Lists]:
 
 
 @contextlib.contextmanager
-def _function(args: argparse.Namespace) -> Iterator[Lists]:
+def _function(args: argparse.Namespace) -> Iterator[ListAllreduce]:
     from pyringar.cli.check import shower, target_of
-    from pyringar.grading.cases import Lists
+    from pyringar.grading.graded_calls import ListAllreduce
     from pyringar.grading.remote import graded
     from pyringar.grading.solution import CannotLoadError
 
@@ -130,6 +130,6 @@ def _function(args: argparse.Namespace) -> Iterator[Lists]:
     try:
         with graded(target, ["cpu"] * args.ranks, args.timeout, show) as remote:
             name = f"{os.path.basename(target.where)}:{target.function}"
-            yield Lists(lambda case, x: remote.rested().run(case, x), name, args.ranks)
+            yield ListAllreduce(lambda case, x: remote.rested().run(case, x), name, args.ranks)
     except CannotLoadError as error:
         raise ArgumentError(f"nothing was audited: {error}") from error

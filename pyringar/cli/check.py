@@ -17,7 +17,7 @@ from pyringar.errors import ArgumentError
 
 # The grader imports torch, for which `--help` need not wait.
 if TYPE_CHECKING:
-    from pyringar.grading.solution import Target
+    from pyringar.grading.solution import Solution
 
 _DESCRIPTION = """\
 Grade an allreduce function, or those of a class, property by property. This
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     return _grade_one(targets[0], args)
 
 
-def _grade_one(target: Target, args: argparse.Namespace) -> int:
+def _grade_one(target: Solution, args: argparse.Namespace) -> int:
     from pyringar.grading.remote import grade
     from pyringar.grading.solution import CannotLoadError
 
@@ -103,8 +103,8 @@ def _grade_one(target: Target, args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def _grade_class(targets: list[Target], path: Path | None, args: argparse.Namespace) -> int:
-    from pyringar.grading.marks import REQUIRED, Marked, write_csv
+def _grade_class(targets: list[Solution], path: Path | None, args: argparse.Namespace) -> int:
+    from pyringar.grading.marks import REQUIRED, MarkedSolution, write_csv
     from pyringar.grading.remote import grade
     from pyringar.grading.solution import CannotLoadError, printable
 
@@ -112,13 +112,13 @@ def _grade_class(targets: list[Target], path: Path | None, args: argparse.Namesp
     say = functools.partial(print, end="", file=stream, flush=True)
     name_width = min(_MAX_NAME, max(len("solution"), *(len(printable(t.where)) for t in targets)))
     say(f"{'solution':<{name_width}}  marks  first look at\n")
-    marked: list[Marked] = []
+    marked: list[MarkedSolution] = []
     for target in targets:
-        say(Marked(target, None).columns(_WIDTH, name_width)[0])
+        say(MarkedSolution(target, None).columns(_WIDTH, name_width)[0])
         try:
-            one = Marked(target, grade(target, args.devices, args.timeout))
+            one = MarkedSolution(target, grade(target, args.devices, args.timeout))
         except CannotLoadError as error:
-            one = Marked(target, None, str(error))
+            one = MarkedSolution(target, None, str(error))
         except KeyboardInterrupt:
             say("\n")
             raise
@@ -152,9 +152,9 @@ def shower(prog: str) -> Callable[[bytes], None]:
     return show
 
 
-def _targets(args: argparse.Namespace) -> list[Target]:
+def _targets(args: argparse.Namespace) -> list[Solution]:
     """Read all files now: a solution may write into the file of the next one."""
-    targets: list[Target] = []
+    targets: list[Solution] = []
     for text in args.targets:
         if os.path.isdir(text):
             files = sorted(_python_files(text))
@@ -177,9 +177,9 @@ def _python_files(folder: str) -> Iterator[str]:
                 yield os.path.normpath(os.path.join(where, name))
 
 
-def target_of(text: str, function: str) -> Target:
+def target_of(text: str, function: str) -> Solution:
     """Return the target that a text names; ``function`` is for a text without a function."""
-    from pyringar.grading.solution import Target
+    from pyringar.grading.solution import Solution
 
     where, _, name = text.rpartition(":")
     if os.path.isfile(text) or text.endswith(".py"):
@@ -190,7 +190,7 @@ def target_of(text: str, function: str) -> Target:
             "nor a folder"
         )
     if not where.endswith(".py") and os.sep not in where and not os.path.isfile(where):
-        return Target(where, name)
+        return Solution(where, name)
     if not os.path.isfile(where):
         raise ArgumentError(f"there is no file {where!r} (current directory: {Path.cwd()})")
     if not where.endswith(".py"):
@@ -198,12 +198,12 @@ def target_of(text: str, function: str) -> Target:
     return _file_target(where, name)
 
 
-def _file_target(path: str, function: str) -> Target:
-    from pyringar.grading.solution import Target
+def _file_target(path: str, function: str) -> Solution:
+    from pyringar.grading.solution import Solution
 
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe might never end
-        return Target(path, function, trouble="it is no regular file")
+        return Solution(path, function, trouble="it is no regular file")
     try:
-        return Target(path, function, Path(path).read_bytes())
+        return Solution(path, function, Path(path).read_bytes())
     except OSError as error:
-        return Target(path, function, trouble=error.strerror or str(error))
+        return Solution(path, function, trouble=error.strerror or str(error))

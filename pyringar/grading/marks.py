@@ -12,19 +12,19 @@ from typing import Any
 
 from pyringar.errors import RingarError
 from pyringar.grading.checks import CHECKS
-from pyringar.grading.grader import Report
-from pyringar.grading.solution import Target, printable
+from pyringar.grading.grader import GradeReport
+from pyringar.grading.solution import Solution, printable
 
 REQUIRED = tuple(check.name for check in CHECKS if check.verdict_on_failure == "fail")
 _MAX_MESSAGE = 500
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedSolution:
     """A solution and its report, or the reason why it could not be loaded."""
 
-    target: Target
-    report: Report | None
+    target: Solution
+    report: GradeReport | None
     trouble: str = ""
 
     @property
@@ -63,7 +63,7 @@ class Marked:
         return f"{name:<{name_width}}  ", head + textwrap.shorten(first, left, placeholder="...")
 
 
-def write_csv(path: Path, solutions: Iterable[Marked]) -> None:
+def write_csv(path: Path, solutions: Iterable[MarkedSolution]) -> None:
     """Write a row per solution. RingarError if the file cannot be written."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)

@@ -1,4 +1,4 @@
-"""Call a function in its own process, and judge the results in this one.
+"""GradedCall a function in its own process, and judge the results in this one.
 
 The process is forked from this one, which has imported torch: it is ready within milliseconds. It
 prints into a pipe, and writes results into shared memory, which is copied before it is judged. So a
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from pyringar.errors import ArgumentError
 from pyringar.grading import worker
-from pyringar.grading.cases import Call, Case, Failure, Other
+from pyringar.grading.graded_calls import GradedCall, CallCase, Failure, OddResult
 from pyringar.grading.checks import Raised, Subject
-from pyringar.grading.grader import Report, judge_all
-from pyringar.grading.solution import CannotLoadError, Target, printable
+from pyringar.grading.grader import GradeReport, judge_all
+from pyringar.grading.solution import CannotLoadError, Solution, printable
 from pyringar.parallel.sharded_step import torch_threads
 
 _TICK_S = 0.05  # how often a silent process is looked at
@@ -43,8 +43,8 @@ class EndedError(Exception):
 
 
 def grade(
-    target: Target, devices: list[str], timeout_s: float, show: Show = lambda text: None
-) -> Report:
+    target: Solution, devices: list[str], timeout_s: float, show: Show = lambda text: None
+) -> GradeReport:
     """Return the verdicts on a solution; ``show`` gets its output.
 
     ``timeout_s`` is for its import, and for all calls of one property. ArgumentError if a device is
@@ -53,11 +53,11 @@ def grade(
     with graded(target, devices, timeout_s, show) as remote:
         verdicts = judge_all(lambda check, _: check.look(remote), remote.rested, timeout_s)
         stem = os.path.basename(target.where).removesuffix(".py")
-        return Report(f"{stem}.{target.function}", remote.device_names, verdicts)
+        return GradeReport(f"{stem}.{target.function}", remote.device_names, verdicts)
 
 
 @contextlib.contextmanager
-def graded(target: Target, devices: list[str], timeout_s: float, show: Show) -> Iterator[Remote]:
+def graded(target: Solution, devices: list[str], timeout_s: float, show: Show) -> Iterator[Remote]:
     remote = Remote(target, devices, timeout_s, show)
     # A forked process has torch's pool, but not its threads.
     with contextlib.closing(remote), torch_threads(1):
@@ -68,7 +68,7 @@ def graded(target: Target, devices: list[str], timeout_s: float, show: Show) -> 
 class Remote(Subject):
     """A function in another process, which is started again after it ended."""
 
-    def __init__(self, target: Target, devices: list[str], timeout_s: float, show: Show) -> None:
+    def __init__(self, target: Solution, devices: list[str], timeout_s: float, show: Show) -> None:
         super().__init__(lambda data: None, (torch.device("cpu"),) * len(devices))
         arena = self._arena = worker.Arena(len(devices))
         self._start = partial(_Process, target, devices, arena, timeout_s, show)
@@ -89,10 +89,10 @@ class Remote(Subject):
     def close(self) -> None:
         self._process.end()
 
-    def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
-        """Call the function in its process. Failure if it raised or ended; TimeoutError if late."""
+    def run(self, case: CallCase, inputs: Sequence[Tensor] | None = None) -> GradedCall:
+        """GradedCall the function in its process. Failure if it raised or ended; TimeoutError if late."""
         self.last_case = case
-        call = Call(case, self.devices, inputs)
+        call = GradedCall(case, self.devices, inputs)
         try:
             answer = self._ask(call)
         except (EndedError, CannotLoadError, TimeoutError) as error:
@@ -108,7 +108,7 @@ class Remote(Subject):
             raise Failure(case, "the process answered what makes no sense") from error
         return call
 
-    def _ask(self, call: Call) -> dict[str, Any]:
+    def _ask(self, call: GradedCall) -> dict[str, Any]:
         if self._process.is_ended:
             self._process = self._start()
             self.load()
@@ -126,13 +126,13 @@ class Remote(Subject):
             base.copy_(self._arena.tensor(places[rank], base.shape, base.dtype))
         return answer
 
-    def _take_over(self, call: Call, answer: dict[str, Any]) -> None:
+    def _take_over(self, call: GradedCall, answer: dict[str, Any]) -> None:
         def thing(words: dict[str, Any]) -> Any:
             if "rank" in words:
                 return given[words["rank"]]
             if "at" in words:
                 return self._arena.tensor(words["at"], call.case.shape, call.case.dtype).clone()
-            return Other(_clean(words["other"]))
+            return OddResult(_clean(words["other"]))
 
         given = call.given
         call.data = [thing(words) for words in answer["data"]]
@@ -150,7 +150,12 @@ def _clean(words: Any) -> str:
 
 class _Process:
     def __init__(
-        self, target: Target, devices: list[str], arena: worker.Arena, timeout_s: float, show: Show
+        self,
+        target: Solution,
+        devices: list[str],
+        arena: worker.Arena,
+        timeout_s: float,
+        show: Show,
     ) -> None:
         self._timeout_s = timeout_s
         self._show = show

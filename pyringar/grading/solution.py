@@ -21,7 +21,7 @@ class CannotLoadError(Exception):
 
 
 @dataclass(frozen=True)
-class Target:
+class Solution:
     """A function to grade.
 
     ``where`` is a file that ends in ``.py``, or a module's name. ``function`` is the name in there,
@@ -53,7 +53,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
 
 
-def load(target: Target) -> Callable[..., Any]:
+def load(target: Solution) -> Callable[..., Any]:
     if target.trouble:
         raise CannotLoadError(f"{target.where} cannot be read: {target.trouble}")
     found: Any = _import(target)
@@ -78,7 +78,7 @@ def _callables(module: Any) -> list[str]:
     return own or names
 
 
-def _import(target: Target) -> ModuleType:
+def _import(target: Solution) -> ModuleType:
     where = target.where
     folder = Path(where).resolve().parent if target.is_file else Path.cwd()
     sys.path.insert(0, str(folder))
@@ -97,7 +97,7 @@ def _import(target: Target) -> ModuleType:
         raise CannotLoadError(f"importing {where} failed with {words}") from error
 
 
-def _import_file(target: Target) -> ModuleType:
+def _import_file(target: Solution) -> ModuleType:
     path = Path(target.where).resolve()
     # Not under a name that is taken: a solution may be called torch.py.
     name = path.stem if path.stem not in sys.modules else f"checked_{path.stem}"

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
-from pyringar.grading.cases import Case, Other, layouts_of
+from pyringar.grading.graded_calls import CallCase, OddResult, layouts_of
 from pyringar.grading.checks import Raised, Subject
-from pyringar.grading.solution import CannotLoadError, Target, load
+from pyringar.grading.solution import CannotLoadError, Solution, load
 
 MEMORY_BYTES = 2 << 30
 """Memory that each process of a solution may allocate, and its largest file."""
@@ -52,7 +52,7 @@ class Arena:
         return flat.view(tuple(shape))
 
     @staticmethod
-    def places(case: Case, turn: int) -> list[int]:
+    def places(case: CallCase, turn: int) -> list[int]:
         """Return where the memory of every rank begins, and where the last one ends.
 
         Ranks lie in descending order in every other call, so that addresses tell the function
@@ -73,7 +73,7 @@ def after(offset: int, shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def serve(
-    target: Target, devices: list[str], channel: socket.socket, output: int, arena: Arena
+    target: Solution, devices: list[str], channel: socket.socket, output: int, arena: Arena
 ) -> NoReturn:
     """Load the function, then answer calls until the grader closes the channel.
 
@@ -118,7 +118,7 @@ def _data_bytes() -> int:
     return 0
 
 
-def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Arena) -> None:
+def _serve(target: Solution, devices: list[str], channel: socket.socket, arena: Arena) -> None:
     requests = channel.makefile("rb")
 
     def answer(message: dict[str, Any]) -> None:
@@ -138,10 +138,10 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
     answer({"loaded": [str(device) for device in ranks]})
     for line in requests:
         request = json.loads(line)
-        answer(_call(subject, Case.from_dict(request["case"]), request["places"], arena))
+        answer(_call(subject, CallCase.from_dict(request["case"]), request["places"], arena))
 
 
-def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict[str, Any]:
+def _call(subject: Subject, case: CallCase, places: list[int], arena: Arena) -> dict[str, Any]:
     layouts = layouts_of(case)
     shared = [
         arena.tensor(places[rank], layout.base_shape(case.shape), case.dtype)
@@ -161,7 +161,9 @@ def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict
             _exit(0)
     things = _Things(case, arena, places[-1])
     moved = [
-        None if Other.of(t, case) is None and (t.data_ptr(), t.stride()) == was else things.add(t)
+        None
+        if OddResult.of(t, case) is None and (t.data_ptr(), t.stride()) == was
+        else things.add(t)
         for t, was in zip(given, before, strict=True)
     ]
     named = [things.name(found, given) for found in data[: 2 * case.k]]
@@ -174,7 +176,7 @@ def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict
 class _Things:
     """The items that a function left in the list, described or copied for the grader."""
 
-    def __init__(self, case: Case, arena: Arena, start: int) -> None:
+    def __init__(self, case: CallCase, arena: Arena, start: int) -> None:
         self.case = case
         self.arena = arena
         self.at = start
@@ -189,7 +191,7 @@ class _Things:
         if id(found) in self._places:
             return self._places[id(found)]
         try:
-            other = Other.of(found, self.case)
+            other = OddResult.of(found, self.case)
             if other is not None:
                 return {"other": other.words[:200]}
             self.arena.tensor(self.at, self.case.shape, self.case.dtype).copy_(found.detach())

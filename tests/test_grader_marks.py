@@ -1,0 +1,219 @@
+"""Marks of typical solutions are those of the table in docs/grading.md."""
+
+import itertools
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyringar.grading.causes import COSTS, OTHER_COST
+from pyringar.grading.checks import CHECKS
+from pyringar.grading.grader import check_allreduce
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs/grading.md").read_text(encoding="utf-8")
+
+
+def fill(data, total):
+    for tensor in data:
+        tensor.copy_(total)
+
+
+def right(data):
+    fill(data, torch.stack(data).sum(0))
+
+
+def book_in_place(data):
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+    for i in range(1, len(data)):
+        data[i][:] = data[0].to(data[i].device)
+
+
+def book_rebinding(data):
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+    for i in range(1, len(data)):
+        data[i] = data[0].to(data[i].device)
+
+
+def todo(data):
+    pass  # TODO
+
+
+def new_list(data):
+    total = torch.stack(data).sum(0)
+    return [total.clone() for _ in data]
+
+
+def returns_sum(data):
+    return sum(data)
+
+
+def zeroes(data):
+    fill(data, torch.zeros_like(data[0]))
+
+
+def broadcast(data):
+    fill(data, data[0].clone())
+
+
+def only_rank_0(data):
+    for tensor in data[1:]:
+        data[0] += tensor
+
+
+def mean(data):
+    fill(data, torch.stack(data).sum(0) / len(data))
+
+
+def counts_rank_0_twice(data):
+    total = data[0].clone()
+    for tensor in data:
+        total += tensor
+    fill(data, total)
+
+
+def no_remainder(data):
+    k, total = len(data), torch.stack(data).sum(0).flatten()
+    n = len(total) // k
+    for tensor in data:
+        flat = tensor.flatten()
+        flat[: n * k] = total[: n * k]
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def no_remainder_and_copy(data):
+    """ravel() copies a strided tensor, and the copy is written."""
+    flats = [tensor.ravel() for tensor in data]
+    n = len(flats[0]) // len(data)
+    for chunk in range(len(data)):
+        part = slice(chunk * n, chunk * n + n)
+        fill([flat[part] for flat in flats], torch.stack([f[part] for f in flats]).sum(0))
+
+
+def float32_buffer(data):
+    total = torch.zeros(data[0].shape)
+    for tensor in data:
+        total += tensor
+    fill(data, total)
+
+
+def half_precision(data):
+    fill(data, torch.stack([tensor.bfloat16() for tensor in data]).sum(0))
+
+
+def two_ranks_only(data):
+    data[0] += data[1]
+    data[1].copy_(data[0])
+
+
+calls = itertools.count()
+
+
+def race(data):
+    """Threads add without a lock; an unlucky schedule in every third call loses rank 0's sum."""
+    total, is_unlucky = torch.zeros_like(data[0]), next(calls) % 3 == 0
+
+    def add(tensor):
+        old = torch.zeros_like(total) if is_unlucky else total.clone()
+        total.copy_(old + tensor)
+
+    for tensor in data:
+        thread = threading.Thread(target=add, args=(tensor,))
+        thread.start()
+        thread.join()
+    fill(data, total)
+
+
+def crashes(data):
+    raise NotImplementedError
+
+
+def hangs(data):
+    threading.Event().wait(60)
+
+
+COSTS_ON_PAGE = {f"`{name}`": cost for name, cost in COSTS.items()}
+COSTS_ON_PAGE["every other property"] = OTHER_COST
+# From the table of the page: the first words of a row, and its mark.
+MARKS = dict(re.findall(r"^\| (.+?) \| (\d+) \|", PAGE, re.MULTILINE))
+SOLUTIONS = {
+    "right, by `torch.stack(data).sum(0)`": right,
+    "the book's loop, in place": book_in_place,
+    "float32 buffer, also for float64": float32_buffer,
+    "forgets the remainder (`n // k`)": no_remainder,
+    "the same, and writes into `ravel()`": no_remainder_and_copy,
+    "adds in half precision": half_precision,
+    "works for two ranks only": two_ranks_only,
+    "threads without a lock": race,
+    "the mean, not the sum": mean,
+    "counts rank 0 twice": counts_rank_0_twice,
+    "rebinds: `data[i] = data[0].to(...)`": book_rebinding,
+    "only rank 0 gets the sum": only_rank_0,
+    "returns a new list": new_list,
+    "returns the sum": returns_sum,
+    "copies rank 0 to all ranks": broadcast,
+    "fills zeros": zeroes,
+    "`pass  # TODO`": todo,
+    "raises an exception": crashes,
+    "never returns": hangs,
+}
+USELESS = list(SOLUTIONS)[list(SOLUTIONS).index("rebinds: `data[i] = data[0].to(...)`") :]
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_mark_is_on_page(name):
+    timeout_s = 1 if name == "never returns" else 60
+    report = check_allreduce(SOLUTIONS[name], timeout_s=timeout_s)
+    assert report.points == int(MARKS[name]), str(report)
+
+
+def test_table_is_complete_and_ordered():
+    marks = [int(MARKS[name]) for name in SOLUTIONS]
+    assert marks == sorted(marks, reverse=True)
+    assert set(MARKS) == {*SOLUTIONS, *COSTS_ON_PAGE}
+    assert all(int(MARKS[name]) == 0 for name in USELESS)
+    assert min(int(MARKS[name]) for name in SOLUTIONS if name not in USELESS) >= 50
+
+
+def test_costs_are_on_page():
+    assert {name: int(MARKS[name]) for name in COSTS_ON_PAGE} == COSTS_ON_PAGE
+
+
+def test_every_property_is_explained():
+    explained = re.findall(r"^\| `([a-z ]+)` \| [A-Z]", PAGE, re.MULTILINE)
+    required = [check.name for check in CHECKS if check.verdict_on_failure == "fail"]
+    assert explained == required
+
+
+def test_remainder_fails_sizes_alone():
+    report = check_allreduce(no_remainder)
+    assert [p.name for p in report.failed] == ["sizes"], str(report)
+
+
+def test_one_mistake_costs_once():
+    report = check_allreduce(two_ranks_only)
+    assert len(report.failed) > 3
+    assert {p.cause for p in report.failed} == {"ranks"}
+
+
+def test_race_is_unstable():
+    report = check_allreduce(race)
+    assert {p.verdict for p in report.failed} == {"unstable"}
+    assert "looks like a race: results differ between runs: rank" in report.failed[0].detail
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (mean, "this is the mean, not the sum: rank 0, element 0: expected 1.0, got 0.5"),
+        (counts_rank_0_twice, "rank 0 is counted twice: rank 0, element"),
+        (float32_buffer, "computed in float32?: rank 0, element"),
+        (half_precision, "computed in bfloat16?: rank 0, element"),
+        (new_list, "rank 0 still holds its own values; the function returned a list instead: rank"),
+    ],
+)
+def test_hint_precedes_numbers(fn, hint):
+    assert check_allreduce(fn).first_look_at.detail.startswith(hint)
