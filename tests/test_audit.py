@@ -31,8 +31,8 @@ from pyringar.audit.trees import (
     fold,
     join,
 )
-from pyringar.grading.graded_calls import ListAllreduce
 from pyringar.grading.checks import Subject
+from pyringar.grading.graded_calls import ListAllreduce
 from pyringar.parallel.shards import bits_of
 
 SIZES = (8, 300)

@@ -20,7 +20,7 @@ import pyringar as pr
 from pyringar.cli import main
 from pyringar.grading import remote
 from pyringar.grading.checks import CHECKS
-from pyringar.grading.grader import Property, GradeReport, check_allreduce
+from pyringar.grading.grader import GradeReport, Property, check_allreduce
 from pyringar.grading.marks import REQUIRED, MarkedSolution, write_csv
 from pyringar.grading.solution import Solution
 

@@ -107,7 +107,7 @@ HOSTILE = {
             for fd in range(3, 4096):
                 try: os.write(fd, b"rubbish\\n")
                 except OSError: pass""",
-        "the process answered what makes no sense",
+        "the process sent an answer that is not the grader",
     ),
     "patches torch and the grader": (
         """

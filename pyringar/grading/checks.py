@@ -1,6 +1,6 @@
 """The properties that the grader checks, and the cases of each.
 
-A property goes from small cases to large ones and raises a `Failure` for the first that fails. Cases
+A property goes from small cases to large ones and raises the first `Failure`. Cases
 other than those of ``sizes`` have sizes that the ranks divide, so that a function which forgets the
 remainder fails ``sizes`` alone.
 """

@@ -6,7 +6,6 @@ import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -187,7 +186,7 @@ def judge_all(
             found = within_limit(check.look, tested)
         except Failure as failure:
             verdicts.append(
-                _failed(check, failure, finder, partial(within_limit, subject=subject()))
+                _failed(check, failure, finder, lambda work: within_limit(work, subject()))
             )
         except TimeoutError:
             hangs += 1
