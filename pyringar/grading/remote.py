@@ -34,6 +34,7 @@ from pyringar.parallel.sharded_step import torch_threads
 
 _END_S = 1.0  # for the supervisor's report of the worker's end
 _MIN_START_S = 60.0
+_POLL_S = 0.05
 _MAX_WORDS = 1000
 _NONSENSE = "the process sent an answer that is not the grader's"
 Show = Callable[[bytes], object]  # gets the output of a solution
@@ -280,7 +281,17 @@ class _Process:
             message = None
         if not isinstance(message, dict):
             raise EndedError(_NONSENSE)
+        self._check_supervisor(ends)
         return message
+
+    def _check_supervisor(self, ends: float) -> None:
+        """Raise EndedError if the solution has killed the supervisor; it may still run itself."""
+        with contextlib.suppress(OSError):
+            self._control.sendall(b"?")
+        self._control.settimeout(max(ends - time.monotonic(), _POLL_S))
+        while b"\n" not in self._reports:
+            self._read_report()
+        self._reports = self._reports.removeprefix(b"alive\n")
 
     def _drain(self) -> None:
         """Show a part of the output: an endless output must not delay the deadline."""
