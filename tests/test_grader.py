@@ -242,10 +242,7 @@ def test_repeated_hang_ends_grading():
     took_s = time.monotonic() - started
     release.set()
     assert took_s < 10
-    assert (
-        "no answer within 0.2 s (k=2, numel=840, float32, positional values)"
-        in report["sum"].detail
-    )
+    assert report["sum"].detail.startswith("no answer within 0.2 s (k=2, numel=840, float32,")
     assert report["dtypes"].detail.startswith("not run")
     assert [p.verdict for p in report.required] == 3 * ["timeout"] + 10 * ["fail"]
     assert report.first_look_at is report["sum"]

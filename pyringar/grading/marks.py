@@ -18,8 +18,8 @@ from pyringar.grading.solution import Solution, printable
 
 REQUIRED = tuple(check.name for check in CHECKS if check.verdict_on_failure == "fail")
 OUT_OF = 100
-_HEAD = ("file", "function", "marks", "out_of", *REQUIRED)
-_HEAD = (*_HEAD, "first_look_at", "message", "imports", "remark")
+_LAST = ("first_look_at", "message", "imports", "remark")
+_HEAD = ("file", "function", "marks", "out_of", *REQUIRED, *_LAST)
 _MAX_MESSAGE = 500
 
 
@@ -94,6 +94,7 @@ class MarksFile:
 
     def __init__(self, path: Path, resume: bool) -> None:
         self.path, self.part = path, path.with_name(f"{path.name}.part")
+        self._linked_path = os.path.realpath(path)
         if self.part.exists() and not resume:
             raise ArgumentError(
                 f"--csv is '{path}', but '{self.part}' has the rows of a grading that did not end: "
@@ -120,7 +121,7 @@ class MarksFile:
     def complete(self) -> None:
         """Replace the file. Write all rows anew, since a solution may have changed them."""
         self.begin()
-        os.replace(self.part, self.path)
+        os.replace(self.part, self._linked_path)
 
     def _write(self, mode: str, rows: Iterable[Iterable[str]]) -> None:
         text = io.StringIO(newline="")

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pyringar.errors import ArgumentError
+from pyringar.errors import ArgumentError, RingarError
 from pyringar.grading import worker
 from pyringar.grading.checks import Raised, Subject
 from pyringar.grading.graded_calls import CallCase, Failure, GradedCall, OddResult
@@ -189,8 +189,11 @@ class _Process:
         self._channel.setblocking(False)
         self._control.settimeout(max(timeout_s, _MIN_START_S))
         self._reports = b""
-        while b"\n" not in self._reports:
-            self._read_report()
+        try:
+            while b"\n" not in self._reports:
+                self._read_report()
+        except (EndedError, TimeoutError) as error:
+            raise RingarError("the process for a solution did not start") from error
         ids, _, self._reports = self._reports.partition(b"\n")
         self._supervisor_id, self._worker_id = map(int, ids.split())
         self._selector = selectors.DefaultSelector()
