@@ -319,6 +319,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "lesson.py").write_text(LESSON)
     (tmp_path / "broken.py").write_text("import torch\n1 / 0\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
     return tmp_path / "class"
 
 
@@ -414,9 +415,7 @@ def test_class_is_graded(folder, capsys):
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[1] == "class/anna.py          100/100"
-    assert lines[2].startswith(
-        "class/book.py            0/100  in place: the function rebinds list"
-    )
+    assert lines[2].startswith("class/book.py            0/100  in place: the function rebinds")
     assert lines[3].startswith("class/cut/solution.py    0/100  loading: SyntaxError: '(' was")
     assert lines[-1] == "1 of 4 pass all 13 properties; marks.csv has a row for each"
     assert "required" not in out + err  # which anna prints

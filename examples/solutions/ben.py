@@ -1,4 +1,4 @@
-"""As the book prints it: the second loop puts other tensors into the list."""
+"""The book's function of 2021: the second loop puts other tensors into the list."""
 
 
 def allreduce(data):

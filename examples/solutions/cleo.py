@@ -1,4 +1,4 @@
-"""Takes the mean, which is not what was asked for."""
+"""Takes the mean instead of the sum."""
 
 import torch
 
