@@ -367,7 +367,7 @@ def test_function_is_graded(folder, capsys, target):
     assert "noise" not in out
 
 
-def test_report_of_a_function_is_json(folder, capsys):
+def test_function_report_is_json(folder, capsys):
     assert main(["check", "lesson:bad", "--json", "--devices", "cpu,cpu"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert (document["target"], document["passed"]) == ("lesson:bad", False)
@@ -418,7 +418,7 @@ def test_class_is_graded(folder, capsys):
     assert lines[2].startswith("class/book.py            0/100  in place: the function rebinds")
     assert lines[3].startswith("class/cut/solution.py    0/100  loading: SyntaxError: '(' was")
     assert lines[-1] == "1 of 4 pass all 13 properties; marks.csv has a row for each"
-    assert "required" not in out + err  # which anna prints
+    assert "required" not in out + err  # anna.py prints a fake verdict
 
 
 def test_json_is_one_document(folder, capsys):
@@ -434,10 +434,10 @@ def test_json_is_one_document(folder, capsys):
     assert len(anna["properties"]) == len(CHECKS)
     assert (cut["passed"], cut["marks"], cut["first_look_at"]) == (False, 0, "loading")
     assert "SyntaxError" in cut["error"]
-    assert "class/anna.py" in err  # the table
+    assert "class/anna.py" in err  # the table goes to stderr
 
 
-def test_targets(folder, verdicts, capsys):
+def test_target_order_is_kept(folder, verdicts, capsys):
     targets = ["class/cut", "class/book.py", "class/anna.py:f"]
     assert main(["check", *targets, "--json", "--function", "g"]) == 1
     found = [s["target"] for s in json.loads(capsys.readouterr().out)["solutions"]]

@@ -261,7 +261,7 @@ def test_supervisor_ends_with_the_grader():
             time.sleep(0.01)
 
 
-# Without PR_SET_PDEATHSIG the supervisor alone ends the solution.
+# Grades a solution, and kills the grader when the solution prints.
 GRADE_AND_DIE = """
 import os
 from pyringar.grading.remote import grade
@@ -303,7 +303,7 @@ def test_order_of_addresses_is_not_repeatable(monkeypatch):
     assert not graded(code).passed
 
 
-# -- the grader's own process ----------------------------------------------------------------------
+# -- threads of the grader -------------------------------------------------------------------------
 
 
 def test_solution_waits_for_no_grader_thread(monkeypatch):

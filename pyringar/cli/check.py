@@ -1,4 +1,4 @@
-"""``pyringar check``: grade an allreduce, or a class of them, property by property."""
+"""``pyringar check``: grade an allreduce function, or the functions of a class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pyringar.cli.parser import add_json_option, add_options, check_output_path
 from pyringar.errors import ArgumentError
 
-# The grader imports torch, for which `--help` need not wait.
+# Not imported for `--help`: the grader imports torch, which takes seconds.
 if TYPE_CHECKING:
     from pyringar.grading.marks import MarkedSolution
     from pyringar.grading.solution import Solution

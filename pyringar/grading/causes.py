@@ -16,8 +16,8 @@ from pyringar.grading.checks import Check, Subject, same_bits, wrong_value
 from pyringar.grading.graded_calls import CallCase, Failure, even_case, layout_names
 
 COSTS = {
-    "no sum": 100,  # the basic call leaves no rank, or not every rank, anything like the sum
-    "wrong sum": 50,  # the basic call leaves the mean, say
+    "no sum": 100,  # after the basic call, a rank's tensor is not nearly the sum
+    "wrong sum": 50,  # after the basic call, every rank has the mean, for example
     "unstable": 50,  # wrong sums in some runs
     "digits": 40,  # integers are right, other numbers too inaccurate
     "ranks": 50,
@@ -26,13 +26,13 @@ COSTS = {
 }
 """Points of 100 that a mistake costs; `OTHER_COST` if it is not named here."""
 OTHER_COST = 10
-LEAST_POINTS = 10  # of a function whose basic call leaves something like the sum
+LEAST_POINTS = 10  # of a function without the mistake "no sum"
 TOO_SLOW = "too slow"
 _REPETITIONS = 3
 
 
 class _Attempt(NamedTuple):
-    """The outcome of one call: whether sums are right or near, and the tensors of all ranks."""
+    """The outcome of one call. ``is_near``: wrong sums have a known mistake, such as the mean."""
 
     is_right: bool
     is_near: bool = False
@@ -40,7 +40,7 @@ class _Attempt(NamedTuple):
 
 
 class CauseFinder:
-    """Finds causes of failures of one function; remembers the calls that it has tried."""
+    """Finds the mistake behind each failure of one function. Repeats no call that it tried."""
 
     def __init__(self) -> None:
         self._tried: dict[CallCase, list[_Attempt]] = {}
@@ -75,7 +75,7 @@ class CauseFinder:
             attempts = self._tried[case] = []
             while len(attempts) < _REPETITIONS:
                 attempts.append(_attempt(subject, case))
-                if not attempts[-1].results:  # restarting a process takes time
+                if not attempts[-1].results:  # an error: a worker that ended is slow to restart
                     break
         return self._tried[case]
 

@@ -30,8 +30,8 @@ from pyringar.grading.graded_calls import (
 from pyringar.grading.solution import call_words
 from pyringar.parallel.shards import has_bits
 
-_MANY_RANKS = (17, 33)  # several ranks share a device
-_MANY_ELEMENTS = 2**21 + 17  # odd
+_MANY_RANKS = (17, 33)  # more than devices: several ranks share a device
+_MANY_ELEMENTS = 2**21 + 17
 
 
 class Raised(Failure):
@@ -92,7 +92,7 @@ def wrong_value(call: GradedCall, rank: int, found: Any) -> Failure | None:
 
 
 def _is_right(got: Tensor, expected: Tensor, bound: Tensor | float) -> Tensor:
-    if not expected.dtype.is_floating_point:  # their difference has no rounding
+    if not expected.dtype.is_floating_point:  # integers must be exact
         return got == expected
     near = (got - expected).abs() <= bound
     if bool(near.all()):

@@ -102,7 +102,7 @@ class Failure(Exception):  # noqa: N818
         self.detail = detail
         self.tried = case
         self.is_wrong_sum = is_wrong_sum
-        # JSON has no infinities and no NaN.
+        # JSON cannot hold infinities and NaN.
         clear = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in more.items()
@@ -224,7 +224,7 @@ class GradedCall:
             return torch.stack(self.inputs).sum(0, dtype=torch.int64), 0.0
         terms = torch.stack(self.inputs).to(torch.float64)
         total = terms.sum(0)
-        if self.case.values == "special":  # rounded, because float64 does not overflow
+        if self.case.values == "special":  # in float64, the sum would not overflow
             return total.to(dtype).to(torch.float64), 0.0
         if is_exact(self.case):
             return total, 0.0

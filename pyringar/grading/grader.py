@@ -80,7 +80,7 @@ class GradeReport:
 
     @property
     def first_look_at(self) -> Property | None:
-        """Return the failure that explains most of the others; None if all passed."""
+        """Return the first failure, which explains most others; None if all passed."""
         return self.failed[0] if self.failed else None
 
     @property

@@ -61,7 +61,7 @@ class MarkedSolution:
         if len(name) > name_width:
             name = "..." + name[3 - name_width :]
         first, message = self.first_look_at
-        # The column before names the file.
+        # The file's name is in the first column already.
         words = message.partition(" failed with ") if self.report is None else (message, "", "")
         is_unstable = self.report is not None and first and self.report[first].verdict == "unstable"
         if first:

@@ -37,7 +37,7 @@ _MIN_START_S = 60.0
 _POLL_S = 0.05
 _MAX_WORDS = 1000
 _NONSENSE = "the process sent an answer that is not the grader's"
-Show = Callable[[bytes], object]  # gets the output of a solution
+Show = Callable[[bytes], object]  # receives the output of a solution
 
 
 class EndedError(Exception):
@@ -61,7 +61,10 @@ def grade(
 
 
 def check_worker_devices(devices: list[str], timeout_s: float) -> None:
-    """Raise ArgumentError if a device is missing. A worker looks: CUDA does not survive a fork."""
+    """Raise ArgumentError if a device is missing.
+
+    A worker checks, since CUDA cannot be used in a process forked after its initialization.
+    """
     harmless = Solution("harmless.py", "allreduce", b"def allreduce(data): ...")
     with contextlib.suppress(CannotLoadError), graded(harmless, devices, timeout_s, lambda _: None):
         pass
@@ -161,7 +164,7 @@ def _clean(words: Any) -> str:
 
 
 class _Process:
-    """The worker of a solution, and its supervisor."""
+    """The worker process of a solution, and its supervisor process."""
 
     def __init__(
         self,
@@ -288,7 +291,7 @@ class _Process:
         return message
 
     def _check_supervisor(self, ends: float) -> None:
-        """Raise EndedError if the solution has killed the supervisor; it may still run itself."""
+        """Raise EndedError if the solution killed the supervisor, even if the worker still runs."""
         with contextlib.suppress(OSError):
             self._control.sendall(b"?")
         self._control.settimeout(max(ends - time.monotonic(), _POLL_S))
@@ -309,7 +312,7 @@ class _Process:
 def _fork_orphan(work: Callable[[], NoReturn]) -> None:
     """Run ``work`` in a process whose parent has ended. Ctrl-C does not interrupt it."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or the child would print it again
+        stream.flush()  # or the forked process prints buffered text again
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         with warnings.catch_warnings():

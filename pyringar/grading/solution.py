@@ -18,7 +18,9 @@ from typing import Any, NoReturn
 from pyringar.grading.source_code import SUFFIXES, code_parts, noted_imports
 
 _MAX_WORDS = 500  # characters of an exception's message
-_PART_OF_LIMIT = 0.8  # of an import's time, after which the functions defined so far are graded
+_PART_OF_LIMIT = (
+    0.8  # of the timeout, for the import
+)
 
 
 class CannotLoadError(Exception):
@@ -113,12 +115,12 @@ def _import(solution: Solution, limit_s: float) -> tuple[Any, str]:
 def _run_file(solution: Solution) -> tuple[ModuleType, str]:
     """Run a file, or all cells of a notebook: a cell may not need the cell that failed."""
     path = Path(solution.where).resolve()
-    # A solution may be called torch.py.
+    # A solution called torch.py must not replace torch.
     name = path.stem if path.stem not in sys.modules else f"checked_{path.stem}"
     module = ModuleType(name)
     module.__file__ = str(path)
     module.__dict__.update(get_ipython=_IPythonStub, display=_IPythonStub())
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses need it
     source = path.read_bytes() if solution.source is None else solution.source
     try:
         parts = code_parts(str(path), source)
@@ -153,7 +155,10 @@ class ImportTimeoutError(BaseException):
 
 @contextlib.contextmanager
 def _import_limit(seconds: float) -> Iterator[None]:
-    """Raise in the file before the grader ends the process: a later cell may train a net."""
+    """Raise ImportTimeoutError in the file before the grader kills the process.
+
+    So a function is graded although a later cell trains a net.
+    """
     seconds *= _PART_OF_LIMIT
 
     def raise_timeout(number: int, frame: object) -> NoReturn:

@@ -28,14 +28,14 @@ from pyringar.grading.solution import CannotLoadError, Solution, load
 MEMORY_BYTES = 2 << 30
 """Memory that each process of a solution may allocate, and the size limit of its files."""
 
-_ALIGNMENT = 64  # bytes, as torch aligns
+_ALIGNMENT = 64  # bytes, like torch's allocator
 # Three copies (call, list, tensors) of two million floats of two ranks fit.
 _BYTES = 96 << 20
 _BYTES_PER_RANK = 1 << 20  # three copies of 65,520 floats fit
 _MAX_FILES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
-_exit = os._exit  # a solution may replace os._exit
+_exit = os._exit  # before a solution can replace os._exit
 
 
 class Arena:
@@ -102,7 +102,7 @@ def supervise(control: socket.socket, start_worker: Callable[[], object]) -> NoR
 
 
 def _is_closed(control: socket.socket) -> bool:
-    """Wait for a moment; answer a question of the grader."""
+    """Return whether the grader closed the socket. Waits ``_POLL_S``; answers a question."""
     try:
         received = control.recv(1)
     except TimeoutError:
@@ -161,7 +161,9 @@ def _isolate(channel: socket.socket, output: int) -> None:
 
 def kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):  # the process leads its group as soon as it runs
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a zombie
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # macOS: zombie
             kill(pid, signal.SIGKILL)
 
 
@@ -228,7 +230,7 @@ def _call(subject: Subject, case: CallCase, places: list[int], arena: Arena) -> 
     ]
     named = [items.name(found, given) for found in data[: 2 * case.k]]
     for target, base in zip(shared, bases, strict=True):
-        if base is not target:  # on a GPU
+        if base is not target:  # the tensors are on a GPU
             target.copy_(base)
     return {"returned": returned, "given": moved, "data": named}
 
