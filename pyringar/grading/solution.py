@@ -18,9 +18,7 @@ from typing import Any, NoReturn
 from pyringar.grading.source_code import SUFFIXES, code_parts, noted_imports
 
 _MAX_WORDS = 500  # characters of an exception's message
-_PART_OF_LIMIT = (
-    0.8  # of the timeout, for the import
-)
+_PART_OF_LIMIT = 0.8  # of the timeout, for the import
 
 
 class CannotLoadError(Exception):

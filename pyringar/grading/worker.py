@@ -161,9 +161,7 @@ def _isolate(channel: socket.socket, output: int) -> None:
 
 def kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):  # the process leads its group as soon as it runs
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # macOS: zombie
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: zombie
             kill(pid, signal.SIGKILL)
 
 
