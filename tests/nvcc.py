@@ -1,4 +1,4 @@
-"""Marks the tests that need nvcc, and finds the toolkit's headers."""
+"""Marker for tests that need nvcc, and the toolkit's include folders."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Is the CUDA engine right without a GPU, and is every planted mistake noticed?
+"""The CUDA engine without a GPU, and planted mistakes that these tests must notice.
 
-The kernels run on CPU threads (`cpp/cuda`). The host code of `csrc/cuda` and `csrc/cuda_process`
-runs on a model of CUDA's runtime (`cpp/cuda_model`): streams run late and in any order that CUDA
-allows, and every access is checked for races. nvcc's PTX shows the order of memory.
+The kernels run on CPU threads (`cpp/cuda`). The host code runs on a model of CUDA's runtime
+(`cpp/cuda_model`): streams run late and in any order that CUDA allows, and every memory access is
+checked for races. The memory order of the ring kernels is checked in nvcc's PTX.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from pyringar.engine import toolchain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)]
 
-# A kernel reads the same bytes as elements and as vectors, as CUDA code may.
+# Kernels access the same bytes as elements and as vectors, which CUDA allows.
 FLAGS = ("-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 FEW_THREADS = "-DPYRINGAR_EMULATED_THREADS=4"
-PLAIN = Variant("g++", ("-O0", FEW_THREADS), 3)  # compiled longer than it runs
+PLAIN = Variant("g++", ("-O0", FEW_THREADS), 3)
 THREAD = Variant("g++", (*THREAD_FLAGS, FEW_THREADS), 30)
-# The model sees calls of memcpy.
+# The model intercepts calls of memcpy, so the compiler must not inline them.
 ON_MODEL = Variant("g++", (*PLAIN.flags, "-fno-builtin-memcpy", "-Wno-psabi"), 0)
 VARIANTS = {
     "plain": PLAIN,
@@ -56,9 +56,9 @@ VARIANTS = {
 
 SHARED = [STRESS / f"{name}.cpp" for name in ("check", "oracle", "stress")]
 MODEL = [STRESS / "cuda/cuda_emulator.cpp", *sorted((STRESS / "cuda_model").glob("*.cpp"))]
-KERNELS = [CSRC / "cuda/kernels.cpp"]  # beside the units of each dtype
+KERNELS = [CSRC / "cuda/kernels.cpp"]  # plus one unit per dtype
 BOTH = [CSRC / "cuda/folds.cpp", CSRC / "cuda/runtime.cpp"]
-HOST = "background devices group ring_links staging"
+HOST = "background device_group device_ring devices staging_buffers"
 HOST_SOURCES = [CSRC / f"cuda/{name}.cpp" for name in HOST.split()]
 PROCESS_SOURCES = [*sorted((CSRC / "cuda_process").glob("*.cpp")), *ENGINE_SOURCES]
 PROCESS_SOURCES += [STRESS / "process_calls.cpp"]
@@ -72,50 +72,51 @@ INCLUDED = ("", "cuda", "cuda_model", "cuda_host", "cuda_processes")
 
 
 class Mistake(NamedTuple):
-    part: str  # of the kernels' tests, or "host" or "processes"
+    part: str  # of the program "kernels", or the program "host" or "processes"
     file: str
     line: str
-    instead: str = ""
+    changed: str = ""
 
 
-GROUP, WATCH = "cuda_process/group.cpp", "cuda_process/device_watch.cpp"
-# Runs each time; the others before a release.
-KEPT = Mistake("host", "cuda/group.cpp", "[&] { meeting.meet(streams); }", "[] {}")
-# One for each rule of the model, and for each thing that the kernels' tests look at.
+GROUP, WATCH = "cuda_process/cuda_process_group.cpp", "cuda_process/device_watch.cpp"
+SLOTS = "cuda_process/process_staging"
+# Runs in every slow run. MISTAKES run before a release.
+ALWAYS = Mistake("host", "cuda/device_group.cpp", "[&] { meeting.meet(streams); }", "[] {}")
+# One mistake per rule of the model and per check of the kernel tests.
 MISTAKES = [
     Mistake("ring", "cuda/flag.cuh", "if (thread_index() == 0) fence(scope)", "(void)scope"),
     Mistake("ring", "cuda/flag.cuh", "__ATOMIC_RELEASE", "__ATOMIC_RELAXED"),
     Mistake("ring", "cuda/flag.cuh", "word, __ATOMIC_ACQUIRE)", "word, __ATOMIC_RELAXED)"),
-    Mistake("ring", "cuda/flag.cuh", "block_told(came)", "came || thread_index() != 0"),
+    Mistake("ring", "cuda/flag.cuh", "block_broadcast(came)", "came || thread_index() != 0"),
     Mistake(
         "ring", "cuda/ring.cuh", "sees_prev() && sees_next() ?", "sees_prev() || sees_next() ?"
     ),
     Mistake("ring", "cuda/ring.cuh", "n - args_.num_slots", "n - 2 * args_.num_slots"),
-    Mistake("ring", "cuda/ring_moves.cuh", "  move_units<1>(tail, n, job);\n"),
+    Mistake("ring", "cuda/ring_jobs.cuh", "  move_units<1>(tail, n, job);\n"),
     Mistake("fused-all", "cuda/fused.cuh", "raw[r], i))", "raw[kGroup - 1 - r], i))"),
     Mistake("fused-all", "cuda/fused.cuh", "(num - 1) % kGroup + 1", "num % kGroup + 1"),
     Mistake("fused-all", "cuda/fused.cuh", "if (at < vectors.end) "),
     Mistake("fused-mean", "cuda/pack.cuh", "fma(rest, divisor.reciprocal, guess)", "guess"),
     Mistake("fused-mean", "cuda/pack.cuh", "x + x != x", "x - x == 0"),
-    Mistake("host", "cuda/group.cpp", "  if (ring_ != nullptr) ring_->abort();\n"),
-    Mistake("host", "cuda/group.cpp", "    last_use_->wait_for();\n"),
+    Mistake("host", "cuda/device_group.cpp", "  if (ring_ != nullptr) ring_->abort();\n"),
+    Mistake("host", "cuda/device_group.cpp", "    last_use_->wait_for();\n"),
     Mistake("host", "cuda/runtime.cpp", "return kBrokenCapture;", "return 0;"),
     Mistake("host", "cuda/runtime.cpp", "if (has_context(before_)) {", "if (device >= 0) {"),
-    Mistake("host", "cuda/staging.cpp", "  const auto lock = lock_launches();\n"),
-    Mistake("host", "cuda/staging.cpp", "devices_.has_peers(), wanted", "true, wanted"),
+    Mistake("host", "cuda/staging_buffers.cpp", "  const auto lock = lock_launches();\n"),
+    Mistake("host", "cuda/staging_buffers.cpp", "!is_on_host_, wanted", "true, wanted"),
     Mistake("host", "cuda/background.cpp", "    last_->wait_for();\n"),
     Mistake("host", "cuda/background.cpp", "if (bucket.ready != nullptr) {", "if (false) {"),
     Mistake("host", "cuda/devices.cpp", "    events_[d].make_wait(streams[0], devices_[0]);\n"),
-    Mistake("processes", "cuda_process/staging.cpp", "WAIT_VALUE_GEQ", "WAIT_VALUE_EQ"),
+    Mistake("processes", SLOTS + ".cpp", "WAIT_VALUE_GEQ", "WAIT_VALUE_EQ"),
     Mistake("processes", GROUP, "    staging_.await_reduced(n, stream_);\n"),
-    Mistake("processes", "cuda_process/staging.cpp", "  staging_.last_call_.record(stream_);\n"),
-    Mistake("processes", "cuda_process/staging.h", "message % kStagingSlots", "message % 3"),
+    Mistake("processes", SLOTS + ".cpp", "  staging_.last_call_.record(stream_);\n"),
+    Mistake("processes", SLOTS + ".h", "message % kStagingSlots", "message % 3"),
     Mistake("processes", WATCH, "  release(culprit);\n"),
     Mistake("processes", WATCH, "!stillness_.is_late(culprit)) return", "culprit < 999) return"),
-    Mistake("processes", GROUP, "    raise_untold();\n"),
+    Mistake("processes", GROUP, "    raise_unreported();\n"),
     Mistake("processes", GROUP, "(is_idle && all_others_are_gone(*host_))", "(true)"),
 ]
-HANGS_AFTER_S = 150  # four times what a program without a mistake takes
+HANGS_AFTER_S = 150  # four times the duration without a mistake
 
 
 def thorough(*values):
@@ -123,7 +124,7 @@ def thorough(*values):
 
 
 class Builder:
-    """Compiles each source once per variant, and again if it includes the file of a mistake."""
+    """Compiles each source once per variant, and again if it includes a mistake's file."""
 
     def __init__(self, new_folder) -> None:
         self.new_folder = new_folder
@@ -140,7 +141,7 @@ class Builder:
         if variant is ON_MODEL:
             compiler += [f"-isystem{path}" for path in cuda_includes()]
         compiler += [*FLAGS, *variant.flags, "-x", "c++"]
-        csrc = planted(folder, mistake) if mistake else CSRC
+        csrc = plant(folder, mistake) if mistake else CSRC
         objects, commands = [], []
         for i, source in enumerate([*self.kernels, *PROGRAMS[name]]):
             is_changed = mistake and includes(compiler, source, CSRC / mistake.file)
@@ -148,9 +149,9 @@ class Builder:
             if made is None or is_changed:
                 made = folder / f"{i}_{source.name}.o"
                 command = [*compiler, "-c", source]
-                if is_changed:  # it may leave a variable that is not read
+                if is_changed:  # -w: the mistake may leave an unused variable
                     command = [compiler[0], f"-I{csrc}", *compiler[1:], "-w", "-c"]
-                    command.append(below(csrc, source))
+                    command.append(relocate(source, csrc))
                 else:
                     self.objects[variant, source] = made
                 commands.append([*command, "-o", made])
@@ -168,16 +169,16 @@ def includes(compiler, source: Path, header: Path) -> bool:
     return str(header) in run([*compiler, "-MM", source], COMPILE_TIMEOUT_S).stdout
 
 
-def below(csrc: Path, path: Path) -> Path:
+def relocate(path: Path, csrc: Path) -> Path:
     return csrc / path.relative_to(CSRC) if path.is_relative_to(CSRC) else path
 
 
-def planted(folder: Path, mistake: Mistake) -> Path:
+def plant(folder: Path, mistake: Mistake) -> Path:
     copy = folder / "csrc"
     shutil.copytree(CSRC, copy)
     text = (copy / mistake.file).read_text(encoding="utf-8")
     assert mistake.line in text, f"{mistake.file} no longer says {mistake.line!r}"
-    (copy / mistake.file).write_text(text.replace(mistake.line, mistake.instead), encoding="utf-8")
+    (copy / mistake.file).write_text(text.replace(mistake.line, mistake.changed), encoding="utf-8")
     return copy
 
 
@@ -187,14 +188,14 @@ def builder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", some(VARIANTS, "plain", "thread"))
-def test_kernels_on_threads(builder, name):
+def test_kernels_pass_on_cpu_threads(builder, name):
     check(VARIANTS[name], builder.build("kernels", VARIANTS[name]))
 
 
 @pytest.mark.parametrize(
     ("name", "rounds"), [("host", 24), ("processes", 10), thorough("processes", 40)]
 )
-def test_engine_on_runtime_model(builder, name, rounds):
+def test_engine_passes_on_runtime_model(builder, name, rounds):
     program = builder.build(name, ON_MODEL)
     for seed in range(1, 4):
         done = execute(ON_MODEL, program, "--seed", seed, "--rounds", rounds)
@@ -207,17 +208,17 @@ def fails(variant: Variant, program: Path, *options: object) -> bool:
     except subprocess.TimeoutExpired:
         return True
     print(done.stdout[:2000])
-    assert done.returncode != 2, "there is no such part"
+    assert done.returncode != 2, "unknown part"
     return done.returncode != 0
 
 
 @pytest.mark.parametrize(
-    "mistake", [KEPT, *map(thorough, MISTAKES)], ids=lambda mistake: mistake.file
+    "mistake", [ALWAYS, *map(thorough, MISTAKES)], ids=lambda mistake: mistake.file
 )
 def test_planted_mistake_is_noticed(builder, mistake):
     if mistake.part in PROGRAMS:
         program = builder.build(mistake.part, ON_MODEL, mistake)
-        noticed = any(  # of a missing lock each seed notices half
+        noticed = any(  # one seed finds a missing lock in half the cases
             fails(ON_MODEL, program, "--seed", seed, "--rounds", 24) for seed in range(1, 13)
         )
     else:
@@ -227,7 +228,7 @@ def test_planted_mistake_is_noticed(builder, mistake):
     assert noticed
 
 
-# The instructions of a ring kernel that order memory. Every fence and flag has both scopes.
+# Instructions of ring kernels that order memory. Fences and flags occur with both scopes.
 SCOPED = {
     form.format(scope)
     for scope in ("gpu", "sys")
@@ -272,5 +273,5 @@ def test_ptx_orders_memory(tmp_path):
     assert done.returncode == 0, done.stdout
     ptx = made.read_text()
     assert has_right_order(ptx)
-    for pattern, instead in PTX_MISTAKES:
-        assert not has_right_order(re.sub(pattern, instead, ptx)), f"{pattern} went unnoticed"
+    for pattern, changed in PTX_MISTAKES:
+        assert not has_right_order(re.sub(pattern, changed, ptx)), f"the check misses {pattern}"

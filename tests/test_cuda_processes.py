@@ -1,8 +1,7 @@
-"""One rank per process, with tensors on GPUs: are bits, streams, refusals and faults right?
+"""Ranks in processes with tensors on GPUs: bits, streams, errors and killed ranks.
 
-What needs no GPU stands first: arguments. The rest carries the marker `cuda`; functions named
-``on_rank_...`` run in the ranks (see ranks.py). `tests/test_cuda_emulated.py` runs all
-that is below Python on devices of host memory.
+All tests but the first carry the marker `cuda`. Functions named ``on_rank_...`` run in the ranks
+(see ranks.py). `tests/test_cuda_emulated.py` tests the C++ code without a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def on_rank_wrong_kind(state: SimpleNamespace, name: str) -> list[str]:
+def on_rank_join_mixed(state: SimpleNamespace, name: str) -> list[str]:
     torch.cuda.device_count = lambda: 1
     load.cuda_engine = load.engine
     device = "cuda:0" if state.rank == 1 else None
@@ -43,13 +42,13 @@ def on_rank_wrong_kind(state: SimpleNamespace, name: str) -> list[str]:
         )
     except errors.ArgumentError as error:
         return [str(error)]
-    return ["nobody noticed"]
+    return ["no error"]
 
 
-def test_mixed_kinds_of_device_raise(new_crew):
+def test_mixed_device_types_raise(new_crew):
     crew = new_crew(2)
     crew.join()
-    for [text] in crew.run(on_rank_wrong_kind, name=new_name()):
+    for [text] in crew.run(on_rank_join_mixed, name=new_name()):
         assert "device is a cpu device for rank 0 (process " in text, text
         assert "a cuda device for rank 1 (process " in text, text
         assert "could not make the group" not in text, text
@@ -62,7 +61,7 @@ def gpu(test):
 
 @pytest.fixture(scope="module")
 def gpu_crew_of():
-    load.cuda_engine()  # compiled once, here
+    load.cuda_engine()  # compile before the ranks start
     with crews(device="cuda:0", timeout=60) as get:
         yield get
 
@@ -101,13 +100,13 @@ def on_rank_streams(state) -> None:
 
 @gpu
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_streams(gpu_crew_of, world_size):
+def test_all_reduce_follows_streams(gpu_crew_of, world_size):
     gpu_crew_of(world_size).run(on_rank_streams)
 
 
 @gpu
 @pytest.mark.skipif(num_gpus() < 2, reason=f"needs two CUDA devices, here: {num_gpus()}")
-def test_two_gpus(new_crew):
+def test_two_gpus_give_right_bits(new_crew):
     crew = new_crew(2)
     name = new_name()
     for rank in range(2):
@@ -154,7 +153,7 @@ def test_killed_rank_is_lost(new_gpu_crew, is_large):
     crew.start(on_rank_reduce, [0, 2], numel=numel)
     culprit = f"rank 1 (process {crew[1].pid}"
     assert_all_fail(crew, [0, 2], "PeerLostError", culprit, within_s=5)
-    # The processes are as good as new ones.
+    # The surviving processes can make a new group.
     crew.join([0, 2], device="cuda:0")
     assert crew.run(on_rank_reduce, [0, 2]) == [True, True]
 
@@ -171,8 +170,8 @@ def on_rank_synchronize(state) -> None:
 
 
 @gpu
-def test_killed_rank_with_busy_device(new_gpu_crew):
-    """The others' streams wait for an event that its device never comes to."""
+def test_killed_busy_rank_releases_streams(new_gpu_crew):
+    """Streams of the survivors wait for a call that the killed rank's GPU never runs."""
     crew = new_gpu_crew(3, timeout=20.0)
     crew.run(on_rank_reduce)
     crew[0].start(on_rank_enqueue, busy_s=0)
@@ -180,7 +179,7 @@ def test_killed_rank_with_busy_device(new_gpu_crew):
     crew[2].start(on_rank_enqueue, busy_s=0)
     for outcome in crew.outcomes():
         assert outcome.error is None, outcome.trace
-        assert outcome.seconds < 5, "the host waited for a device"
+        assert outcome.seconds < 5, "the host waited for the GPU"
     crew[1].kill()
     crew.start(on_rank_synchronize, [0, 2])
     for outcome in crew.outcomes([0, 2], within_s=40):
@@ -199,9 +198,9 @@ def on_rank_expandable(state) -> bool:
 
 
 @gpu
-def test_expandable_segments(new_crew):
+def test_expandable_segments_are_reduced(new_crew):
     crew = new_crew(2)
     load.cuda_engine()
     crew.run(on_rank_set_allocator)
     crew.join(device="cuda:0")
-    assert crew.run(on_rank_expandable) == [True] * 2, "torch did not take the setting"
+    assert crew.run(on_rank_expandable) == [True] * 2, "torch ignored PYTORCH_CUDA_ALLOC_CONF"

@@ -1,8 +1,8 @@
-// bucketer: the Python class `Bucketer`, and the hooks that parameters call.
+// bucketer: the Python class `Bucketer`, and its gradient hooks.
 //
 // Floor     bindings; included by module.cpp alone, after pybind11.
-// Contract  the hook after accumulation counts the gradient, and launches its bucket when that is
-//           complete. The hook before accumulation zeroes a gradient that holds a sum: see Held.
+// Contract  After accumulation a hook counts the gradient and launches a complete bucket. Before
+//           accumulation a hook zeroes a gradient that holds an earlier sum (bucket/step.h).
 // Threads   with the GIL held.
 // Tests     tests/test_bucketing.py, tests/test_bucketing_sums.py
 #pragma once
@@ -14,25 +14,25 @@
 #include <set>
 
 #include "bindings/convert.h"
-#include "bindings/python_call.h"
+#include "bindings/gil_release.h"
 #include "bucket/step.h"
 
 namespace pyringar {
 
 struct BoundBucketer {
   Step step;
-  const std::size_t first_rank;      // of this process in the group, for messages
-  const bool in_order;               // buckets are launched in the order of the plan
-  const py::object on_complete;      // weak method (bucket): launches it. None: wait() launches all
-  const py::object on_failed;        // weak method (reason): a backward pass has failed
+  const std::size_t first_rank;      // global rank of this process's first rank, for messages
+  const bool in_order;               // launch buckets in the order of the plan
+  const py::object on_complete;      // weak method (bucket): launch it. None: wait() launches
+  const py::object on_failed;        // weak method (reason): a backward pass failed
   const py::object on_new;           // (parameter): its gradient is a new tensor
-  const py::object is_accumulating;  // (parameter): does the running pass add to `grad`?
+  const py::object is_accumulating;  // (parameter) -> bool: will this pass add to its gradient?
   const py::object current_task = py::module_::import("torch._C").attr("_current_graph_task_id");
   const py::object engine =
       py::module_::import("torch.autograd").attr("Variable").attr("_execution_engine");
-  py::object ready = py::none();  // the GPU events of a step
+  py::object ready = py::none();  // the step's ReadyEvents on GPUs
   const ReadyHook* ready_hook = nullptr;
-  std::set<std::int64_t> passes = {};  // backward passes that run
+  std::set<std::int64_t> passes = {};  // running backward passes
   bool is_launching = false;
   bool is_counting = true;
   bool is_closed = false;  // hooks do nothing
@@ -57,15 +57,15 @@ void call_if_alive(const py::object& weak_method, const Argument& argument) {
 
 // -- backward passes ------------------------------------------------------------------------------
 
-// torch calls a callback after a pass that succeeded. After a failed pass, torch drops it uncalled.
+// Detects failed passes: torch calls the callback after success only, and always destroys it.
 struct PassEnd {
   BucketerPtr bucketer;
   std::int64_t pass;
 
   ~PassEnd() {
-    if (bucketer->passes.erase(pass) == 0) return;  // it succeeded
+    if (bucketer->passes.erase(pass) == 0) return;  // the pass succeeded
     const py::error_scope error_of_backward;
-    for (int attempt = 0; attempt < 2; ++attempt) {  // a signal may end the first
+    for (int attempt = 0; attempt < 2; ++attempt) {  // a signal may interrupt the first attempt
       try {
         call_if_alive(bucketer->on_failed, "a backward pass failed");
         return;
@@ -76,14 +76,14 @@ struct PassEnd {
   }
 };
 
-// Compiled autograd calls no callback at the end of a pass.
+// Compiled autograd does not call callbacks at the end of a pass.
 inline bool in_compiled_autograd() {
   const py::dict modules = py::module_::import("sys").attr("modules");
   const py::str name = "torch._dynamo.compiled_autograd";
   return modules.contains(name) && modules[name].attr("in_compiled_autograd_region").cast<bool>();
 }
 
-// Returns whether the end of the running pass will be noticed.
+// Register the running pass. Return False if its end cannot be observed.
 inline bool begin_pass(const BucketerPtr& bucketer) {
   const auto pass = bucketer->current_task().cast<std::int64_t>();
   if (bucketer->passes.count(pass) > 0) return true;
@@ -102,10 +102,10 @@ struct Hook {
   std::size_t rank;
   std::size_t index;
   void (*function)(Hook&, py::handle);
-  py::object ref;  // zero_sum: the parameter. count: a weak reference to its last gradient, or None
+  py::object ref;  // zero_sum: the parameter. count: weak reference to the last gradient, or None
 };
 
-// Before accumulation: the sum of an earlier step must not be added once for each rank.
+// Before accumulation: zero the sum of an earlier step, or all ranks' sums would add up.
 inline void zero_sum(Hook& hook, py::handle) {
   Held& held = hook.bucketer->step.at(hook.rank, hook.index);
   if (held != Held::kSum) return;
@@ -117,7 +117,7 @@ inline void zero_sum(Hook& hook, py::handle) {
 
 inline void launch_complete(BoundBucketer& bucketer, std::size_t bucket) {
   if (!bucketer.in_order) return call_if_alive(bucketer.on_complete, bucket);
-  if (bucketer.is_launching) return;  // another thread, which goes on with this bucket
+  if (bucketer.is_launching) return;  // another thread launches this bucket too
   bucketer.is_launching = true;
   while (!bucketer.is_closed && bucketer.step.is_next_complete()) {
     call_if_alive(bucketer.on_complete, bucketer.step.next++);
@@ -131,7 +131,7 @@ inline py::object weak_grad(py::handle param) {
 }
 
 inline void count(Hook& hook, py::handle param) {
-  // torch also calls the hook without a gradient. If another hook removed it, that is an error.
+  // torch calls this hook without a gradient too. If another hook removed it, that is an error.
   if (param.attr("grad").is_none() && py::len(param.attr("_post_accumulate_grad_hooks")) == 1) {
     return;
   }

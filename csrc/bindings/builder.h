@@ -1,7 +1,7 @@
-// builder: collects the tensors of a call, checks them against each other, and lays out pointers.
+// builder: checks the tensors of one call against each other, and lays out its pointer tables.
 //
-// Contract  Every refusal is an Error that names the operation, the argument and its value. Results
-//           in place bypass autograd: no written tensor may require grad while autograd records.
+// Contract  An Error names the operation, the argument and its value. In-place results bypass
+//           autograd, so a written tensor must not require grad while autograd records.
 // Threads   with the GIL held; bindings/prepare.cpp is the only user.
 // Tests     tests/conformance/test_refused.py, tests/conformance/test_layouts.py
 #pragma once
@@ -33,7 +33,6 @@ class Builder {
     collective_.world_size = world_size;
     collective_.num_local = ranks.num_local(world_size);
     collective_.fold = Fold::of(options.reduction, world_size);
-    // One rank has nothing to reduce and no rank to wait for.
     collective_.algorithm = world_size == 1 ? Algorithm::kFused : options.algorithm;
     collective_.remote.what = options.what;
   }
@@ -48,7 +47,6 @@ class Builder {
     names_.reserve(num_tensors);
     is_written_.reserve(num_tensors);
   }
-  // rank: local.
   void add(PyObject* object, ArgName name, int rank, bool is_written) {
     TensorView& view = views_.emplace_back();
     names_.push_back(name);
@@ -66,7 +64,7 @@ class Builder {
            "call it under torch.no_grad(), or pass .detach()");
     }
   }
-  // The tensors of all ranks, which must agree. is_written(rank): the call writes that rank's.
+  // Add and compare the tensors of all ranks. is_written(rank): true if the call writes them.
   template <typename IsWritten>
   void add_all(const GivenTensors& given, IsWritten&& is_written) {
     const std::size_t n = given.num_tensors();
@@ -82,7 +80,6 @@ class Builder {
 
   // -- checks -------------------------------------------------------------------------------------
 
-  // All ranks' tensors must have one dtype and shape.
   void check_agree(std::size_t i, std::size_t first) const {
     const TensorView& a = views_[i];
     const TensorView& b = views_[first];
@@ -96,7 +93,7 @@ class Builder {
       differs("shape", describe_shape(a), describe_shape(b));
     }
   }
-  // The two must have one dtype, and the whole a part for each rank.
+  // Raise unless dtypes agree and the whole has one part per rank.
   void check_parts(std::size_t whole, std::size_t part) const {
     const TensorView& w = views_[whole];
     const TensorView& p = views_[part];
@@ -110,28 +107,27 @@ class Builder {
          dtype_name(p.dtype), "; expected ", ranks_.world_size,
          " times as many, one part per rank");
   }
-  // A written tensor must share no byte with another, nor with itself. is_skipped: same as another.
+  // Raise if a written tensor overlaps itself or another tensor. is_skipped[i]: i is an alias.
   void check_disjoint(const std::vector<bool>& is_skipped = {}) const;
 
   // -- layouts ------------------------------------------------------------------------------------
 
-  // Whether the two, which agree, are the same elements in the same memory.
+  // True if two tensors of one shape are the same elements in memory.
   bool is_same(std::size_t i, std::size_t j) const {
     const TensorView& a = views_[i];
     const TensorView& b = views_[j];
-    return a.numel > 0 && a.data == b.data && a.is_negated == b.is_negated && lie_alike(a, b);
+    return a.numel > 0 && a.data == b.data && a.is_negated == b.is_negated && same_layout(a, b);
   }
-  // Whether tensors first, first + step, ..., one per rank, lie alike.
-  bool all_lie_alike(std::size_t first, std::size_t step) const {
+  // True if tensors first, first + step, ... (one per rank) have the same layout.
+  bool all_same_layout(std::size_t first, std::size_t step) const {
     for (std::size_t i = first + step; i < views_.size(); i += step) {
-      if (!lie_alike(views_[i], views_[first])) return false;
+      if (!same_layout(views_[i], views_[first])) return false;
     }
     return true;
   }
 
-  // Memory of tensor i in the order of its index: its own, or a copy. Dense tensors with equal
-  // strides on all ranks need no copy, unless is_flat asks for index order. The group that runs the
-  // call copies to and from `packed`; torch copies on GPUs, on its current stream.
+  // Return tensor i's memory, or a dense copy in index order. Without is_flat, dense tensors need
+  // no copy. Host copies go into `packed`. On GPUs torch copies, on its current stream.
   std::byte* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
     const TensorView& v = views_[i];
     if (v.numel == 0 || (v.is_dense && (!is_flat || has_index_order(v)))) return v.data;
@@ -149,7 +145,7 @@ class Builder {
     return copy.data;
   }
 
-  // Tensor i of one rank among processes, reduced in place: how it lies goes into the digests.
+  // Add tensor i of a rank in its own process, reduced in place. Digests include its layout.
   void add_in_place(std::size_t i, bool is_output) {
     const TensorView& v = views_[i];
     if (ranks_.compares_shapes) mix_sizes(v);
@@ -162,7 +158,7 @@ class Builder {
     collective_.add_local(data, data, v.numel, v.dtype);
   }
 
-  // Pointer tables are filled front to back into memory reserved once, so that they stay put.
+  // Pointer tables are appended to memory that is reserved once, so that they never move.
   void reserve_pointers(std::size_t n) {
     collective_.pointers.reserve(n);
     collective_.ranks.reserve(n);
@@ -189,12 +185,12 @@ class Builder {
     std::uint64_t& digest = collective_.remote.strides;
     digest = mix(digest, index + 1);
     for (int dim = 0; dim < view.ndim; ++dim) {
-      if (view.shape[dim] == 1) continue;  // its stride means nothing
+      if (view.shape[dim] == 1) continue;  // its stride has no effect
       digest = mix(digest, static_cast<std::uint64_t>(view.strides[dim]));
     }
   }
 
-  const Reading reading_;
+  const TensorReadGuard reading_;
   const char* const operation_;
   const LocalRanks& ranks_;
   const bool is_recording_ = TorchFunctions::get().is_grad_enabled();

@@ -1,5 +1,4 @@
 // call_cache: see the header.
-
 #include "bindings/call_cache.h"
 
 #include <utility>
@@ -21,15 +20,15 @@ std::uint64_t digest_of(const CallOptions& options, const std::byte* memory) {
 PreparedCall::PreparedCall(const CallOptions& made_with, const GivenTensors& tensors,
                            std::shared_ptr<const Collective> checked)
     : options(made_with), call(std::move(checked)) {
-  const Reading reading;
-  for (std::size_t i = 0; i < tensors.all().size(); ++i) places.emplace_back(tensors.at(i));
+  const TensorReadGuard reading;
+  for (std::size_t i = 0; i < tensors.all().size(); ++i) identities.emplace_back(tensors.at(i));
 }
 
 void PreparedCall::check_unchanged(const GivenTensors& tensors) const {
-  const Reading reading;
+  const TensorReadGuard reading;
   TensorView view;
-  for (std::size_t i = 0; i < places.size(); ++i) {
-    if (try_view(tensors.at(i), &view) && places[i].is_of(view)) continue;
+  for (std::size_t i = 0; i < identities.size(); ++i) {
+    if (try_view(tensors.at(i), &view) && identities[i].matches(view)) continue;
     fail(ErrorKind::kArgument, "bind: ", tensors.name(i).text(),
          " has new memory or layout; bind again");
   }
@@ -37,22 +36,22 @@ void PreparedCall::check_unchanged(const GivenTensors& tensors) const {
 
 std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
                                                   const GivenTensors& tensors) const {
-  const Reading reading;
+  const TensorReadGuard reading;
   const std::size_t size = tensors.all().size();
   TensorView view;
   if (size == 0 || !try_view(tensors.at(0), &view)) return nullptr;
   const auto found = entries_.find(digest_of(options, view.data));
   if (found == entries_.end()) return nullptr;
-  // Shared: torch gives the GIL away below, and another thread may then replace the entry.
+  // Hold a reference: torch may release the GIL below, and another thread may replace the entry.
   const std::shared_ptr<const PreparedCall> shared = found->second;
   const PreparedCall& entry = *shared;
-  // As many tensors are as many ranks: a group takes one number of ranks, or one tensor per rank.
-  if (!entry.is_of(options) || entry.places.size() != size) return nullptr;
+  // Equal tensor counts mean equal rank counts: a group has a fixed size, or one tensor per rank.
+  if (!entry.has_options(options) || entry.identities.size() != size) return nullptr;
   const TorchFunctions& torch = TorchFunctions::get();
   const bool is_recording = torch.is_grad_enabled();
   for (std::size_t i = 0; i < size; ++i) {
     if (i > 0 && !try_view(tensors.at(i), &view)) return nullptr;
-    if (!entry.places[i].is_of(view)) return nullptr;
+    if (!entry.identities[i].matches(view)) return nullptr;
     if (is_recording && torch.requires_grad(view.object)) return nullptr;
   }
   return entry.call;
@@ -60,7 +59,7 @@ std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
 
 void CallCache::keep(const CallOptions& options, const GivenTensors& tensors,
                      std::shared_ptr<const Collective> call) {
-  const Reading reading;
+  const TensorReadGuard reading;
   const std::size_t size = tensors.all().size();
   TensorView view;
   if (size == 0 || !try_view(tensors.at(0), &view) || view.data == nullptr) return;

@@ -1,7 +1,6 @@
-// convert: names to enums, and our exceptions to Python's, for every module of the bindings.
+// convert: Python names to enums, and C++ exceptions to classes of pyringar.errors.
 //
-// Contract  an unknown name is an ArgumentError with the choices; every ErrorKind becomes the class
-//           of the same name in pyringar.errors.
+// Contract  An unknown name raises ArgumentError with the choices.
 // Threads   with the GIL held.
 // Tests     tests/conformance/test_refused.py, tests/test_communicator.py
 #pragma once
@@ -24,7 +23,6 @@ inline std::chrono::nanoseconds to_nanoseconds(double seconds) {
   return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, 1e9) * 1e9));
 }
 
-// The value whose name Python passed; names[i] belongs to value i.
 template <typename Enum>
 std::optional<Enum> find(py::handle given, const char* (*name_of)(Enum), int count) {
   const bool is_text = PyUnicode_Check(given.ptr()) != 0;
@@ -63,17 +61,15 @@ inline Algorithm parse_algorithm(py::handle algorithm) {
   return parse<Algorithm>(algorithm, "algorithm", &algorithm_name, kNumAlgorithms);
 }
 
-// Notes a work in in_flight, a dict, with what must live until it is done, and returns it. Not left
-// to Python, which raises what signals bring as soon as the call has returned.
+// Store in_flight[work] = memory and return the work, before a signal handler can raise in Python.
 inline py::object keep_until_done(py::handle in_flight, py::object work, py::object memory) {
   if (PyDict_SetItem(in_flight.ptr(), work.ptr(), memory.ptr()) != 0) {
-    memory.release();  // leaked: the engine writes there
+    memory.release();  // leak it: the engine writes there
     throw py::error_already_set();
   }
   return work;
 }
 
-// The class of pyringar.errors for each ErrorKind.
 inline py::object python_class(ErrorKind kind) {
   constexpr const char* kClasses[] = {"ArgumentError", "UnsupportedError", "CollectiveTimeout",
                                       "RingarError",   "CudaError",        "PeerLostError"};
@@ -86,9 +82,8 @@ inline void set_python_error(std::exception_ptr pointer) {
   } catch (const Error& error) {
     PyErr_SetString(python_class(error.kind()).ptr(), error.what());
   } catch (const PythonErrorPending&) {
-    // What Python raised is what the caller gets.
   } catch (const py::error_already_set& error) {
-    // Not its restore(), which may be called once: a work is asked again.
+    // Not restore(), which may be called once: the exception of a work can be raised repeatedly.
     PyErr_Restore(error.type().inc_ref().ptr(), error.value().inc_ref().ptr(),
                   error.trace().inc_ref().ptr());
   } catch (const std::bad_alloc& error) {
@@ -98,7 +93,7 @@ inline void set_python_error(std::exception_ptr pointer) {
   }
 }
 
-// pybind11 asks one translator after the other; other exceptions go on to the next.
+// Exception translator for pybind11. It passes other exceptions on to the next translator.
 inline void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);

@@ -1,18 +1,16 @@
-// cuda_module: the CUDA engine as Python sees it; cuda_process adds ranks in processes.
+// cuda_module: the Python module _cuda_engine. cuda_process.cpp adds ranks in processes.
 //
-// Contract  Group has the calls of the CPU engine's Group. Importing needs no GPU and no driver.
-//           Kernels are launched without the GIL.
+// Contract  Group has the methods of the CPU engine's Group. The import needs no GPU and no driver.
 // Tests     tests/cuda, tests/build/test_cuda_build.py
-
 #include <pybind11/pybind11.h>
 
 #include <memory>
 #include <mutex>
 
-#include "bindings/cuda_ready.h"
+#include "bindings/cuda_ready_events.h"
 #include "bindings/group_binding.h"
 #include "cuda/background.h"
-#include "cuda/group.h"
+#include "cuda/device_group.h"
 #include "cuda/runtime.h"
 #include "os/process.h"
 
@@ -22,7 +20,6 @@ namespace {
 
 using Streams = std::vector<cudaStream_t>;
 
-// The current streams of devices, which frameworks know.
 Streams current_streams(const std::vector<int>& devices) {
   Streams streams;
   for (const int device : devices) {
@@ -31,27 +28,26 @@ Streams current_streams(const std::vector<int>& devices) {
   return streams;
 }
 
-// With the GIL, while no other thread is in the group, perhaps for long.
-void check_usable(cuda::Group& group) {
+// Check without releasing the GIL, unless another thread holds the group's lock.
+void check_usable(cuda::DeviceGroup& group) {
   if (group.try_check_usable()) return;
-  const PythonCall python_call;
+  const GilRelease no_gil;
   group.check_usable();
 }
 
-// A call that is under way on the communicator's own streams.
+// An asynchronous call on the group's separate streams.
 class CudaWork {
  public:
-  // latest: the capture that the group's latest call was in.
-  CudaWork(std::shared_ptr<cuda::Group> group, std::shared_ptr<cuda::Done> done,
+  // latest: capture id of the group's latest call.
+  CudaWork(std::shared_ptr<cuda::DeviceGroup> group, std::shared_ptr<cuda::DoneEvents> done,
            std::shared_ptr<const cuda::CaptureId> latest)
       : group_(std::move(group)), done_(std::move(done)), latest_(std::move(latest)) {}
 
-  // One that is captured is over with its capture, which a call outside of it shows: what it reads
-  // and writes is for the owner of the graph to keep from then on.
+  // A captured call ends with its capture: a later call outside of the capture shows that.
   bool is_completed() const {
     return done_->capture() == 0 ? done_->is_done() : done_->capture() != *latest_;
   }
-  // Orders the current streams after it; the host goes on.
+  // Make the current streams wait for the call. The host does not wait.
   bool wait() {
     done_->make_wait(current_streams(group_->devices()));
     check_usable(*group_);
@@ -67,17 +63,17 @@ class CudaWork {
   }
 
  private:
-  const std::shared_ptr<cuda::Group> group_;
-  const std::shared_ptr<cuda::Done> done_;
+  const std::shared_ptr<cuda::DeviceGroup> group_;
+  const std::shared_ptr<cuda::DoneEvents> done_;
   const std::shared_ptr<const cuda::CaptureId> latest_;
 };
 
-// A group, and its calls in the background.
-class StreamedGroup : public ForkGuard {
+// A DeviceGroup, its asynchronous calls and its prepared calls.
+class BoundCudaGroup : public ForkGuard {
  public:
-  StreamedGroup(std::vector<int> devices, std::chrono::nanoseconds timeout)
+  BoundCudaGroup(std::vector<int> devices, std::chrono::nanoseconds timeout)
       : devices_(std::move(devices)),
-        group_(std::make_shared<cuda::Group>(devices_, timeout)),
+        group_(std::make_shared<cuda::DeviceGroup>(devices_, timeout)),
         background_(group_) {}
 
   CallCache calls;
@@ -88,54 +84,54 @@ class StreamedGroup : public ForkGuard {
   bool has_this_thread() const { return false; }
   void check_usable() { pyringar::check_usable(group()); }
   void check() { group().try_check_usable(); }
-  // CUDA does not live through fork(), and a thread may have held the group's lock.
-  cuda::Group& group() {
+  // CUDA does not work after fork(), and the group's lock may be held.
+  cuda::DeviceGroup& group() {
     check_not_forked();
     return *group_;
   }
 
   void run(const Collective& collective) {
     const Streams streams = current_streams(group_->devices());
-    const PythonCall python_call;
+    const GilRelease no_gil;
     group_->run(collective, streams);
   }
-  py::object submit(const Collective& collective, cuda::Bucket bucket) {
+  py::object submit(const Collective& collective, cuda::BucketReady bucket) {
     const Streams streams = current_streams(group_->devices());
-    std::shared_ptr<cuda::Done> done;
+    std::shared_ptr<cuda::DoneEvents> done;
     {
-      const PythonCall python_call;
+      const GilRelease no_gil;
       const std::lock_guard<std::mutex> lock(background_mutex_);
       done = background_.submit(collective, streams, bucket);
     }
     return work(std::move(done));
   }
-  // What the background's calls read and write is let go of afterwards.
+  // Wait for asynchronous calls, since their tensors may be freed afterwards.
   void close() {
-    const std::lock_guard<std::mutex> lock(background_mutex_);  // to the end: no call comes between
+    const std::lock_guard<std::mutex> lock(background_mutex_);
     background_.wait_for();
     group().close();
   }
-  // The work of all that is on the current streams.
+  // Return a work that ends with all work now on the current streams.
   py::object enqueued() const {
     const Streams streams = current_streams(group_->devices());
-    return work(std::make_shared<cuda::Done>(group_->devices(), streams));
+    return work(std::make_shared<cuda::DoneEvents>(group_->devices(), streams));
   }
 
  private:
-  py::object work(std::shared_ptr<cuda::Done> done) const {
+  py::object work(std::shared_ptr<cuda::DoneEvents> done) const {
     *latest_capture_ = done->capture();
     return py::cast(std::make_shared<CudaWork>(group_, std::move(done), latest_capture_));
   }
 
   const std::vector<int> devices_;  // by rank
-  const std::shared_ptr<cuda::Group> group_;
+  const std::shared_ptr<cuda::DeviceGroup> group_;
   std::mutex background_mutex_;
   cuda::Background background_;
   const std::shared_ptr<cuda::CaptureId> latest_capture_ = std::make_shared<cuda::CaptureId>(0);
 };
 
-struct Engine {
-  using Group = StreamedGroup;
+struct CudaTransport {
+  using Group = BoundCudaGroup;
   using GroupPtr = std::shared_ptr<Group>;
 
   static Group& host(Group& group) { return group; }
@@ -146,47 +142,49 @@ struct Engine {
   }
   static py::object submit(const GroupPtr& group, const Collective& collective, py::handle after) {
     if (after.is_none()) return group->submit(collective, {});
-    const auto pair = py::reinterpret_borrow<py::tuple>(after);  // ready, bucket
-    return group->submit(collective, pair[0].cast<const BoundReady&>().bucket(pair[1].cast<int>()));
+    const auto pair = py::reinterpret_borrow<py::tuple>(after);  // (ready events, bucket)
+    return group->submit(collective,
+                         pair[0].cast<const BoundReadyEvents&>().bucket(pair[1].cast<int>()));
   }
   static py::object enqueued(const GroupPtr& group) { return group->enqueued(); }
   static void wait_until_free(Group&) {}
 };
 
 void bind_group(py::module_& m) {
-  py::class_<StreamedGroup, Engine::GroupPtr> group(m, "Group");
-  def_list_calls<Engine>(group);
+  py::class_<BoundCudaGroup, CudaTransport::GroupPtr> group(m, "Group");
+  def_list_calls<CudaTransport>(group);
   group
       .def(py::init([](std::vector<int> devices, double timeout_s) {
-        const PythonCall python_call;  // peers are tried
-        return new_group<Engine>(std::move(devices), to_nanoseconds(timeout_s));
+        const GilRelease no_gil;  // enables and tests peer access
+        return new_group<CudaTransport>(std::move(devices), to_nanoseconds(timeout_s));
       }))
       .def("abort",
-           [](StreamedGroup& self) {
-             const PythonCall python_call;
+           [](BoundCudaGroup& self) {
+             const GilRelease no_gil;
              self.group().abort();
            })
       .def("make_ready",
-           [](const StreamedGroup& self, std::vector<int> bucket_sizes) {
-             return std::make_unique<BoundReady>(*self.ranks().devices, std::move(bucket_sizes));
+           [](const BoundCudaGroup& self, std::vector<int> bucket_sizes) {
+             return std::make_unique<BoundReadyEvents>(*self.ranks().devices,
+                                                       std::move(bucket_sizes));
            })
-      .def("has_peers", [](StreamedGroup& self) { return self.group().has_peers(); })
+      .def("has_peers", [](BoundCudaGroup& self) { return self.group().has_peers(); })
       .def("stats",
-           [](StreamedGroup& self) {
+           [](BoundCudaGroup& self) {
              const auto stats = [&] {
-               const PythonCall python_call;
+               const GilRelease no_gil;
                return self.group().stats();
              }();
              return stats_dict(stats, &algorithm_name, false);
            })
       .def("withhold_rank",
-           [](StreamedGroup& self, int rank) {
-             const PythonCall python_call;
+           [](BoundCudaGroup& self, int rank) {
+             const GilRelease no_gil;
              self.group().withhold_rank(rank);
            })
-      .def("close", [](StreamedGroup& self) {
+      .def("close", [](BoundCudaGroup& self) {
         if (self.forked()) return false;
-        const PythonCall python_call;
+        const GilRelease no_gil;
         self.close();
         return true;
       });
@@ -200,14 +198,14 @@ PYBIND11_MODULE(_cuda_engine, m) {
   py::class_<CudaWork, std::shared_ptr<CudaWork>>(m, "Work")
       .def("is_completed", &CudaWork::is_completed)
       .def("exception", &CudaWork::exception)
-      .def("finished_ns", [](CudaWork&) { return 0; })  // nobody on the host waits for it
+      .def("finished_ns", [](CudaWork&) { return 0; })  // unknown to the host
       .def("wait", [](CudaWork& work, double) { return work.wait(); });
-  py::class_<BoundReady>(m, "Ready")
-      .def("hook", &BoundReady::hook)
-      .def("make_wait", &BoundReady::make_wait, py::arg("bucket"), py::arg("rank"));
+  py::class_<BoundReadyEvents>(m, "Ready")
+      .def("hook", &BoundReadyEvents::hook)
+      .def("make_wait", &BoundReadyEvents::make_wait, py::arg("bucket"), py::arg("rank"));
   bind_group(m);
   bind_cuda_process_group(m);
-  m.def("end_reading", &Reading::end);
+  m.def("end_reading", &TensorReadGuard::end);
   m.def("num_devices", &cuda::num_devices);
   m.def("runtime_version", [] { return CUDART_VERSION; });
 }

@@ -1,14 +1,13 @@
-// cuda_process: the class ProcessGroup of ranks whose tensors are on GPUs.
+// cuda_process: the class ProcessGroup of _cuda_engine: ranks in processes with tensors on GPUs.
 //
-// Contract  it has the calls of the CPU engine's ProcessGroup.
+// Contract  It has the methods of the CPU engine's ProcessGroup.
 // Tests     tests/test_cuda_processes.py
-
 #include <memory>
 #include <string>
 
-#include "bindings/cuda_ready.h"
+#include "bindings/cuda_ready_events.h"
 #include "bindings/shared_segment.h"
-#include "cuda_process/group.h"
+#include "cuda_process/cuda_process_group.h"
 
 namespace pyringar {
 
@@ -18,25 +17,26 @@ cudaStream_t stream_of(const CudaProcessGroup& group) {
   return static_cast<cudaStream_t>(current_stream(group.device()));
 }
 
-// A call that is under way on the communicator's own stream, or will be.
+// An asynchronous call on the group's separate stream.
 class CudaProcessWork {
  public:
   CudaProcessWork(std::shared_ptr<CudaProcessGroup> group, CudaProcessGroup::Submitted submitted)
       : group_(std::move(group)), submitted_(std::move(submitted)) {}
 
-  // While a stream is captured nobody may ask an event: not yet, then.
+  // Events cannot be queried while the stream is captured: return False then.
   bool is_completed() {
     if (submitted_.enqueued != nullptr && !submitted_.enqueued->is_completed()) return false;
     return !cuda::is_capturing(stream_of(*group_), group_->device()) && submitted_.done->is_done();
   }
-  // Orders the current stream after it; the host waits until it is enqueued.
+  // Wait on the host until the call is enqueued, then make the current stream wait for it.
   bool wait(double timeout_s) {
     try {
       if (submitted_.enqueued != nullptr && !wait_for(*submitted_.enqueued, timeout_s)) {
         return false;
       }
     } catch (const Error&) {
-      group_->failure_of(submitted_);  // close() need not say it again
+      // marks the failure as reported, so that close() does not repeat it
+      group_->failure_of(submitted_);
       throw;
     }
     submitted_.done->make_wait(stream_of(*group_), group_->device());
@@ -55,14 +55,14 @@ class CudaProcessWork {
   const CudaProcessGroup::Submitted submitted_;
 };
 
-// A group, its prepared calls, and the device of its tensors.
-struct CallingGroup : WithCalls<CudaProcessGroup> {
-  using WithCalls<CudaProcessGroup>::WithCalls;
+// A CudaProcessGroup, its prepared calls, and its device.
+struct BoundCudaProcessGroup : GroupWithCache<CudaProcessGroup> {
+  using GroupWithCache<CudaProcessGroup>::GroupWithCache;
   const std::vector<int> devices = {device()};
 };
 
-struct Engine {
-  using Group = CallingGroup;
+struct CudaProcessTransport {
+  using Group = BoundCudaProcessGroup;
   using GroupPtr = std::shared_ptr<Group>;
 
   static ProcessGroup& host(Group& group) { return group.host(); }
@@ -72,7 +72,7 @@ struct Engine {
   static void run(Group& group, const Collective& call, PyObject* written) {
     mark_written(written);
     const cudaStream_t stream = stream_of(group);
-    const PythonCall python_call;
+    const GilRelease no_gil;
     group.run(call, stream);
   }
   static py::object submit(const GroupPtr& group, Collective call, py::handle) {
@@ -96,11 +96,11 @@ py::dict limits() {
                   "process_exchange"_a = options.exchange_bytes);
 }
 
-Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
-                            double timeout_s, int device) {
+CudaProcessTransport::GroupPtr make_group(SharedMemory& memory, int rank, int world_size,
+                                          const py::bytes& token, double timeout_s, int device) {
   const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
-  const CudaProcessOptions options{to_nanoseconds(timeout_s), &look_at_signals};
-  return new_group<Engine>(std::move(memory), segment, rank, device, options);
+  const CudaProcessOptions options{to_nanoseconds(timeout_s), &check_signals};
+  return new_group<CudaProcessTransport>(std::move(memory), segment, rank, device, options);
 }
 
 }  // namespace
@@ -111,20 +111,20 @@ void bind_cuda_process_group(py::module_& m) {
   py::class_<CudaProcessWork, std::shared_ptr<CudaProcessWork>>(m, "ProcessWork")
       .def("is_completed", &CudaProcessWork::is_completed)
       .def("exception", &CudaProcessWork::exception)
-      .def("finished_ns", [](CudaProcessWork&) { return 0; })  // nobody waits for it on the host
+      .def("finished_ns", [](CudaProcessWork&) { return 0; })  // unknown to the host
       .def("wait", &CudaProcessWork::wait)
       .def("describe", &CudaProcessWork::describe);
-  py::class_<CallingGroup, Engine::GroupPtr> group(m, "ProcessGroup");
-  def_process_calls<Engine>(group);
+  py::class_<BoundCudaProcessGroup, CudaProcessTransport::GroupPtr> group(m, "ProcessGroup");
+  def_process_calls<CudaProcessTransport>(group);
   group.def(py::init(&make_group))
       .def("connect",
-           [](CallingGroup& group) {
-             const PythonCall python_call;
+           [](BoundCudaProcessGroup& group) {
+             const GilRelease no_gil;
              group.connect();
            })
       .def("make_ready",
-           [](const CallingGroup& group, std::vector<int> bucket_sizes) {
-             return std::make_unique<BoundReady>(group.devices, std::move(bucket_sizes));
+           [](const BoundCudaProcessGroup& group, std::vector<int> bucket_sizes) {
+             return std::make_unique<BoundReadyEvents>(group.devices, std::move(bucket_sizes));
            })
       .def("slot_bytes", &CudaProcessGroup::slot_bytes);
 }

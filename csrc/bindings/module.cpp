@@ -1,10 +1,7 @@
-// module: the engine as Python sees it: Group, Work, names and sizes, and the ring's schedule.
+// module: the Python module _engine: Group, Work, Bucketer, ProcessGroup, names and sizes.
 //
-// Contract  pyringar.engine.load loads it; pyringar.comm alone uses it, but for the schedule.
-//           Errors arrive as the classes of pyringar.errors. The GIL is released while data moves,
-//           except for calls so short that handing it over would take longer.
+// Contract  The GIL is released while data moves, except in calls shorter than a release.
 // Tests     tests/test_communicator.py, tests/conformance/test_refused.py
-
 #include <pybind11/pybind11.h>
 
 #include "bindings/bucketer.h"
@@ -22,11 +19,11 @@ namespace {
 
 using namespace py::literals;
 
-// Payload of all ranks up to which a call keeps the GIL: some microseconds of work.
+// Bytes of all ranks up to which a call keeps the GIL. It then takes some microseconds.
 constexpr std::size_t kKeepGilBytes = 128 * 1024;
 
-struct Engine {
-  using Group = WithCalls<pyringar::Group>;
+struct ThreadTransport {
+  using Group = GroupWithCache<pyringar::Group>;
   using GroupPtr = std::shared_ptr<Group>;
 
   static Group& host(Group& group) { return group; }
@@ -38,17 +35,17 @@ struct Engine {
         group.try_run(collective)) {
       return;
     }
-    const PythonCall python_call;
+    const GilRelease no_gil;
     group.run(collective);
   }
   static py::object submit(const GroupPtr& group, Collective call, py::handle) {
     return py::cast([&] {
-      const PythonCall python_call;  // it may run at once
+      const GilRelease no_gil;  // the call may run in this thread
       return group->submit(std::move(call));
     }());
   }
   static void wait_until_free(Group& group) {
-    const PythonCall python_call;
+    const GilRelease no_gil;
     group.wait_for_turn();
   }
 };
@@ -84,7 +81,6 @@ py::list names_of(const char* (*name_of)(Enum), int count) {
   return names;
 }
 
-// What parameters may be called, in the order of the engine's enums.
 py::dict names() {
   return py::dict(
       "dtypes"_a = names_of(&dtype_name, kNumDTypes), "ops"_a = names_of(&op_name, kNumReduceOps),
@@ -93,7 +89,7 @@ py::dict names() {
       "process_algorithms"_a = names_of(&process_algorithm_name, kNumProcessAlgorithms));
 }
 
-// Sizes in bytes at which engines cut buffers or change what they do; tests try those around them.
+// Sizes in bytes at which the engine changes its cuts or algorithms, for tests.
 py::dict limits() {
   return py::dict("fused_block"_a = kMaxBlockBytes, "ring_link"_a = kLinkBytes,
                   "process_slot"_a = kSlotBytes, "process_exchange"_a = kExchangeBytes,
@@ -102,20 +98,21 @@ py::dict limits() {
 }
 
 void bind_group(py::module_& m) {
-  py::class_<Engine::Group, Engine::GroupPtr> group(m, "Group");
-  def_list_calls<Engine>(group);
+  py::class_<ThreadTransport::Group, ThreadTransport::GroupPtr> group(m, "Group");
+  def_list_calls<ThreadTransport>(group);
   group
       .def(py::init([](int world_size, double timeout_s) {
-        return new_group<Engine>(world_size, to_nanoseconds(timeout_s), &look_at_signals);
+        return new_group<ThreadTransport>(world_size, to_nanoseconds(timeout_s), &check_signals);
       }))
-      .def("close", &Group::close, py::call_guard<PythonCall>())
-      .def("stats", [](Engine::Group& group) { return stats_dict(group.stats(), &algorithm_name); })
+      .def("close", &Group::close, py::call_guard<GilRelease>())
+      .def("stats",
+           [](ThreadTransport::Group& group) { return stats_dict(group.stats(), &algorithm_name); })
       .def(
           "delay_rank",
-          [](Engine::Group& group, int rank, double seconds) {
+          [](ThreadTransport::Group& group, int rank, double seconds) {
             group.delay_rank(rank, to_nanoseconds(seconds));
           },
-          py::call_guard<PythonCall>())
+          py::call_guard<GilRelease>())
       .def("end_delay", &Group::end_delay);
 }
 
@@ -129,11 +126,11 @@ PYBIND11_MODULE(_engine, m) {
       .def("exception", [](Work& work) { return as_exception(work.exception()); })
       .def("finished_ns", &Work::finished_ns)
       .def("wait", &wait_for)
-      .def("describe", &Work::describe, py::call_guard<PythonCall>());
+      .def("describe", &Work::describe, py::call_guard<GilRelease>());
   bind_group(m);
   bind_bucketer(m);
   bind_process_group(m);
-  m.def("end_reading", &Reading::end);
+  m.def("end_reading", &TensorReadGuard::end);
   m.def("use_torch_functions", &TorchFunctions::use);  // for tests
   m.def("build_info", &build_info);
   m.def("names", &names);

@@ -1,5 +1,4 @@
-// prepare: reads the tensors of a call, has them checked, and lays out its pointer tables.
-
+// prepare: see the header.
 #include "bindings/prepare.h"
 
 #include "bindings/builder.h"
@@ -29,14 +28,14 @@ const OperationTraits& traits(Operation operation) {
   return kTraits[static_cast<int>(operation)];
 }
 
-// Copies a list or tuple of the expected length into a tuple. expected < 0: any length.
+// expected < 0: any length.
 py::tuple read_list(py::handle given, const char* operation, const std::string& argument,
                     Py_ssize_t expected, const char* per) {
   if (!is_sequence(given.ptr())) {
-    fail(ErrorKind::kArgument, operation, ": ", argument, " is ", kind_of(given.ptr()),
+    fail(ErrorKind::kArgument, operation, ": ", argument, " is ", type_text(given.ptr()),
          ", expected a list or tuple with one ", per);
   }
-  // The caller's own tuple or a new one: a list could change while the GIL is released.
+  // A list could change while the GIL is released. A tuple is not copied.
   auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(given.ptr()));
   if (!items) throw py::error_already_set();
   const Py_ssize_t size = PyTuple_GET_SIZE(items.ptr());
@@ -47,7 +46,6 @@ py::tuple read_list(py::handle given, const char* operation, const std::string& 
   return items;
 }
 
-// The tensors of the local ranks for which is_one(rank) is true.
 template <typename IsOne>
 py::object tensors_of(const GivenTensors& given, IsOne&& is_one) {
   py::list found;
@@ -60,13 +58,13 @@ py::object tensors_of(const GivenTensors& given, IsOne&& is_one) {
   return found;
 }
 
-// A copy, as bytes: a 16-bit float that is loaded as fp32 loses the payload of a NaN.
+// Copies are made as bytes: widening a 16-bit float to fp32 loses the payload of a NaN.
 Buffers copy_of_bytes(void* const* source, void* const* destinations, int num_destinations,
                       std::size_t bytes) {
   return {source, destinations, 1, num_destinations, bytes, DType::kUInt8};
 }
 
-// A reduce-scatter reads wholes, of a chunk per rank, and writes chunks; an all-gather the reverse.
+// A reduce-scatter reads wholes and writes one chunk per rank, an all-gather the reverse.
 PreparedCollective prepare_chunks(py::handle outputs, py::handle inputs, const CallOptions& options,
                                   const LocalRanks& ranks) {
   const bool scatters = options.operation == Operation::kReduceScatter;
@@ -134,7 +132,6 @@ PreparedCollective prepare_chunks(py::handle outputs, py::handle inputs, const C
   return builder.finish(out.all(), in.all());
 }
 
-// An output may be the root's own input.
 PreparedCollective prepare_reduce(py::handle output, py::handle inputs, const CallOptions& options,
                                   const LocalRanks& local) {
   const bool are_lists = is_coalesced(options.operation);
@@ -144,7 +141,6 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, const Ca
   const int k = ranks.num_ranks();
   const int root = options.root;
   const std::size_t n = ranks.num_tensors();
-  // The outputs are those of one rank.
   const LocalRanks rank_of_outputs{k, root, true};
   if (are_lists) {
     read_list(output, options.name(), argument, static_cast<Py_ssize_t>(n),
@@ -157,7 +153,7 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, const Ca
   const auto first_output = static_cast<std::size_t>(k) * n;
   const auto first_own = static_cast<std::size_t>(root) * n;
   std::vector<bool> is_in_place;
-  std::vector<bool> is_skipped(first_output);  // the root's inputs that are outputs
+  std::vector<bool> is_skipped(first_output);  // root inputs that are also outputs
   for (std::size_t i = 0; i < n; ++i) {
     builder.add(outputs.at(i), outputs.name(i), root, true);
     builder.check_agree(first_output + i, i);
@@ -168,7 +164,7 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, const Ca
   builder.reserve_pointers(first_output + n);
   for (std::size_t i = 0; i < n; ++i) {
     const bool in_place = is_in_place[i];
-    const bool is_flat = !builder.all_lie_alike(i, n);
+    const bool is_flat = !builder.all_same_layout(i, n);
     void* const* sources = builder.table_end();
     for (int rank = 0; rank < k; ++rank) {
       const std::size_t at = static_cast<std::size_t>(rank) * n + i;
@@ -193,12 +189,12 @@ PreparedCollective prepare_broadcast(py::handle tensors, const CallOptions& opti
   GivenTensors ranks(tensors, options.name(), are_lists ? "lists" : "tensors", local, are_lists,
                      !are_lists);
   ranks.adopt_arrays();
-  const int root = options.root - local.first_rank;  // among the local ranks
+  const int root = options.root - local.first_rank;  // index among the local ranks
   const int k = ranks.num_ranks();
   const std::size_t n = ranks.num_tensors();
   const auto is_written = [root](int rank) { return rank != root; };
   Builder builder(options, local, local.is_one_of_processes ? local.world_size : k);
-  // In place on some rank: refused on all ranks, or the others would wait for the root.
+  // Requires-grad errors must occur on all ranks, or the other ranks would wait for the root.
   const bool checks_all = local.is_one_of_processes;
   builder.add_all(ranks, [&](int rank) { return checks_all || is_written(rank); });
   builder.check_disjoint();
@@ -211,7 +207,7 @@ PreparedCollective prepare_broadcast(py::handle tensors, const CallOptions& opti
   }
   builder.reserve_pointers(static_cast<std::size_t>(k) * n);
   for (std::size_t i = 0; i < n; ++i) {
-    const bool is_flat = !builder.all_lie_alike(i, n);
+    const bool is_flat = !builder.all_same_layout(i, n);
     const auto push = [&](int rank) {
       const std::size_t at = static_cast<std::size_t>(rank) * n + i;
       builder.push(builder.memory(at, rank == root, rank != root, is_flat), rank);
@@ -264,7 +260,6 @@ GivenTensors::GivenTensors(py::handle given, const char* operation, const char* 
   if (are_lists) read_lists();
 }
 
-// From a tuple of lists to one of tensors.
 void GivenTensors::read_lists() {
   std::vector<py::tuple> lists;
   Py_ssize_t length = -1;
@@ -321,7 +316,7 @@ PreparedCollective prepare_all_reduce(GivenTensors& given, const CallOptions& op
   }
   builder.reserve_pointers(n * static_cast<std::size_t>(k));
   for (std::size_t i = 0; i < n; ++i) {
-    const bool is_flat = !builder.all_lie_alike(i, n);
+    const bool is_flat = !builder.all_same_layout(i, n);
     void* const* table = builder.table_end();
     for (int rank = 0; rank < k; ++rank) {
       const std::size_t at = static_cast<std::size_t>(rank) * n + i;
@@ -329,7 +324,7 @@ PreparedCollective prepare_all_reduce(GivenTensors& given, const CallOptions& op
     }
     const TensorView& view = builder[i];
     builder.collective().bytes += view.bytes();
-    if (k == 1 || view.numel == 0) continue;  // the sum of one is itself
+    if (k == 1 || view.numel == 0) continue;  // one rank's tensor is its own sum
     builder.collective().tensors.push_back({table, table, k, k, view.numel, view.dtype});
   }
   return builder.finish(given.all());

@@ -1,9 +1,9 @@
-// prepare: from the tensors of a call in Python to a Collective, every check on the way.
+// prepare: checks the Python arguments of a call and makes a Collective.
 //
-// Units     One tuple has all tensors of a call, rank after rank, each rank's in its list's order.
-// Contract  Either a Collective that can run, or an Error: nothing was changed, and no rank was
-//           told. Ranks in other processes compare a digest of sizes, and one of the strides of
-//           dense tensors that are not in the order of their index.
+// Units     One tuple holds all tensors of a call, rank by rank.
+// Contract  An error is raised before any tensor changes or another rank is told. Ranks in
+//           processes compare digests of sizes, and of the strides of dense tensors not in index
+//           order.
 // Threads   with the GIL held.
 // Tests     tests/conformance/test_refused.py, tests/conformance/test_bits.py
 #pragma once
@@ -17,21 +17,20 @@ namespace pyringar {
 
 namespace py = pybind11;
 
-// The ranks of a group that are in this process: all of a group, or one.
+// The group's ranks in this process: all ranks, or one.
 struct LocalRanks {
-  int world_size;  // 0: as many ranks as the call has tensors
+  int world_size;  // 0: one rank per tensor of the call
   int first_rank = 0;
-  // Every rank has a separate process. The local rank's tensor is passed bare.
+  // Every rank has a separate process. Its tensor is passed without a list.
   bool is_one_of_processes = false;
   bool compares_shapes = true;
-  const std::vector<int>* devices = nullptr;  // of each local rank; null: in the host's memory
+  const std::vector<int>* devices = nullptr;  // by local rank; null: host memory
 
   int num_local(int num_given) const {
     return is_one_of_processes ? 1 : world_size == 0 ? num_given : world_size;
   }
 };
 
-// The calls as Python names them.
 enum class Operation : std::uint8_t {
   kAllReduce,
   kAllReduceCoalesced,
@@ -52,24 +51,23 @@ inline Operation parse_operation(py::handle operation) {
   return parse<Operation>(operation, "operation", &operation_name, kNumOperations);
 }
 
-// One argument of a call: its tensors, read from lists that may change afterwards.
+// The tensors of one argument. Later changes of the caller's lists have no effect.
 class GivenTensors {
  public:
-  // given: a tensor for each local rank; if are_lists, a list for each. Of one rank among processes
-  // a tensor, or a list; is_one: a tensor only. argument: its name in messages.
+  // given: one tensor per local rank, or one list per local rank if are_lists. In a group of
+  // processes: a tensor or a list, or only a tensor if is_one. argument: its name in messages.
   GivenTensors(py::handle given, const char* operation, const char* argument,
                const LocalRanks& ranks, bool are_lists, bool is_one = false);
 
   int num_ranks() const { return num_ranks_; }
-  std::size_t num_tensors() const { return num_tensors_; }  // of each rank
+  std::size_t num_tensors() const { return num_tensors_; }  // per rank
   const py::tuple& all() const { return all_; }
   PyObject* at(std::size_t i) const {
     return PyTuple_GET_ITEM(all_.ptr(), static_cast<Py_ssize_t>(i));
   }
   ArgName name(std::size_t i) const { return names_[i]; }
 
-  // Tensors that share the memory of arrays of other libraries. Before it the tuple holds what the
-  // caller passed.
+  // Replace arrays of other libraries by tensors that share their memory.
   void adopt_arrays();
 
  private:
@@ -88,25 +86,23 @@ struct CallOptions {
   Algorithm algorithm = Algorithm::kFused;
   int root = 0;
   std::string what{};     // see RemoteCall
-  bool is_bound = false;  // for messages
+  bool is_bound = false;  // messages then name the operation "bind"
 
   const char* name() const;
 };
 
-// A checked call, and the objects that must live until it is done.
+// A checked call, and the objects that must live until it ends.
 struct PreparedCollective {
   Collective call;
-  py::object written;  // the tensors that it writes; like `read` a list or tuple of its own
-  py::object read;     // those it only reads; None: there are none
-  py::list copies;     // on GPUs: (tensor, dense copy), to be copied back; (None, copy) of an input
+  py::object written;  // list or tuple of the tensors that the call writes
+  py::object read;     // list or tuple of the tensors that it only reads, or None
+  py::list copies;     // GPUs: (tensor, dense copy) to copy back; (None, copy) for an input
 };
 
-// The tensors, or lists of tensors, of an all_reduce.
 GivenTensors given_tensors(py::handle given, const CallOptions& options, const LocalRanks& ranks);
-// tensors: adopts arrays of other libraries.
 PreparedCollective prepare_all_reduce(GivenTensors& tensors, const CallOptions& options,
                                       const LocalRanks& ranks);
-// outputs, inputs: as Python passed them; inputs are None where a call is in place.
+// outputs, inputs: as in Python. inputs is None for in-place calls.
 PreparedCollective prepare(py::handle outputs, py::handle inputs, const CallOptions& options,
                            const LocalRanks& ranks);
 

@@ -1,9 +1,8 @@
-// process: one rank of a group of processes as Python sees it, and shared memory.
+// process: the class ProcessGroup of _engine: one rank of a group of processes.
 //
-// Contract  pyringar.comm.process_communicator is its only user. Every argument is checked before
-//           anything is announced to the other ranks.
+// Contract  Only pyringar.comm.process_communicator uses it. All arguments are checked before the
+//           call is announced to other ranks.
 // Tests     tests/conformance/test_bits.py
-
 #include <pybind11/functional.h>
 
 #include <memory>
@@ -16,22 +15,22 @@ namespace pyringar {
 
 namespace {
 
-struct Engine {
-  using Group = WithCalls<ProcessGroup>;
+struct ProcessTransport {
+  using Group = GroupWithCache<ProcessGroup>;
   using GroupPtr = std::shared_ptr<Group>;
 
   static Group& host(Group& group) { return group; }
   static LocalRanks ranks(const Group& group) {
     return {group.world_size(), group.rank(), true, group.compares_shapes()};
   }
-  // A short call is done before the GIL would have changed hands, if the other ranks are there.
+  // A short call keeps the GIL until it waits: without a wait it is shorter than a release.
   static void run(Group& group, const Collective& call, PyObject* written) {
     if (call.bytes <= kExchangeBytes) {
-      const PythonCall python_call(written);
+      const GilRelease no_gil(written);
       return group.run(call);
     }
     mark_written(written);
-    const PythonCall python_call;
+    const GilRelease no_gil;
     group.run(call);
   }
   static py::object submit(const GroupPtr& group, Collective call, py::handle) {
@@ -39,12 +38,13 @@ struct Engine {
   }
 };
 
-Engine::GroupPtr make_group(SharedMemory& memory, int rank, int world_size, const py::bytes& token,
-                            double timeout_s, bool compares_shapes) {
+ProcessTransport::GroupPtr make_group(SharedMemory& memory, int rank, int world_size,
+                                      const py::bytes& token, double timeout_s,
+                                      bool compares_shapes) {
   const Segment segment = Segment::attach(memory.data(), world_size, parse_token(token));
-  const ProcessGroupOptions options{to_nanoseconds(timeout_s), compares_shapes, &look_at_signals,
-                                    &let_others_run, &mark_announced};
-  return new_group<Engine>(std::move(memory), segment, rank, options);
+  const ProcessGroupOptions options{to_nanoseconds(timeout_s), compares_shapes, &check_signals,
+                                    &release_gil, &mark_tensors_written};
+  return new_group<ProcessTransport>(std::move(memory), segment, rank, options);
 }
 
 }  // namespace
@@ -57,10 +57,10 @@ void bind_process_group(py::module_& m) {
   });
   m.def("is_alive",
         [](std::int32_t pid, std::uint64_t start_ticks) { return is_alive({pid, start_ticks}); });
-  py::class_<Engine::Group, Engine::GroupPtr> group(m, "ProcessGroup");
-  def_process_calls<Engine>(group);
+  py::class_<ProcessTransport::Group, ProcessTransport::GroupPtr> group(m, "ProcessGroup");
+  def_process_calls<ProcessTransport>(group);
   group.def(py::init(&make_group))
-      .def("submit_step", &ProcessGroup::submit_step);  // the step takes the GIL by itself
+      .def("submit_step", &ProcessGroup::submit_step);  // acquires the GIL to run the step
 }
 
 }  // namespace pyringar

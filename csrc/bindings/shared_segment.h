@@ -1,6 +1,7 @@
-// shared_segment: the shared memory of a group of processes, for both modules.
+// shared_segment: Python functions that create and open a group's shared memory.
 //
-// Contract  A group's ranks all use one module: each may have been made by another compiler.
+// Contract  All ranks of a group use the same module, since compilers may lay out memory
+//           differently.
 // Threads   with the GIL held.
 // Tests     tests/test_process_life.py
 #pragma once
@@ -29,7 +30,7 @@ inline void def_shared_segment(py::module_& m) {
   constexpr const char* kOwner = "a group of processes";
   py::class_<SharedMemory>(m, "SharedMemory", py::module_local())
       .def_property_readonly("fd", &SharedMemory::fd);
-  // Laid out, and not opened by another process yet.
+  // Return memory with an initialized segment.
   m.def("create_segment", [](int world_size, const py::bytes& token) {
     SharedMemory memory = SharedMemory::create(Segment::bytes_for(world_size), kOwner);
     Segment::lay_out(memory.data(), world_size, parse_token(token));

@@ -1,5 +1,4 @@
-// tensor: DLPack's exchange table for the data, torch's attributes for what DLPack does not say.
-
+// tensor: reads data through DLPack's exchange table, and all else through torch's attributes.
 #include "bindings/tensor.h"
 
 #include <pybind11/pybind11.h>
@@ -16,9 +15,8 @@ namespace pyringar {
 
 namespace {
 
-// The C structures of DLPack 1.3 by which torch (2.11 and up) shows a tensor, and the function
-// table of a tensor type, __dlpack_c_exchange_api__: stable within the major version. The result of
-// dltensor_from_py_object is valid while the tensor lives and is not resized.
+// C structures of DLPack 1.3, and the table __dlpack_c_exchange_api__ of a tensor type (torch 2.11
+// and up). A result of dltensor_from_py_object is valid until the tensor is resized or freed.
 namespace dlpack {
 
 constexpr std::uint32_t kMajorVersion = 1;
@@ -58,15 +56,15 @@ std::string text_of(PyObject* object, const char* name) {
   return py::str(py::handle(object).attr(name));
 }
 
-// Python objects that every call needs, looked up once and never destroyed.
+// Python objects that every call needs, looked up once and leaked.
 struct TorchNames {
   py::object tensor_type = py::module_::import("torch").attr("Tensor");
   py::object untyped_storage =
       py::reinterpret_steal<py::object>(PyUnicode_InternFromString("untyped_storage"));
 
   static TorchNames& get() {
-    // Guarded by the GIL, and by no lock of C++'s: looking up may give the GIL away, to a thread
-    // that would wait for that lock. It then looks up too, and the last one's are kept.
+    // Guarded by the GIL, not by a static's lock: a lookup may release the GIL to a thread that
+    // would wait for that lock. Of two results the last is kept.
     static TorchNames* names = nullptr;
     if (names == nullptr) names = new TorchNames;
     return *names;
@@ -89,7 +87,7 @@ const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
   if (api == nullptr || api->dltensor_from_py_object == nullptr) {
     fail(ErrorKind::kUnsupported, "this torch offers no DLPack 1.x exchange table");
   }
-  Py_INCREF(as_object);  // a type that is known must not be replaced by another at its address
+  Py_INCREF(as_object);  // no other type may get this address
   Py_XDECREF(known_type);
   known_type = type;
   known_api = api;
@@ -126,7 +124,7 @@ void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
   view->count();
 }
 
-// dims: from the innermost one on.
+// dims: innermost dimension first.
 template <typename Dims>
 bool has_no_gaps(const TensorView& view, const Dims& dims) {
   std::int64_t expected = 1;
@@ -147,7 +145,7 @@ bool is_dense(const TensorView& view) {
   return has_no_gaps(view, dims);
 }
 
-// What torch refused to show, in the words of the promise: sparse, meta, quantized, nested...
+// Raise for layouts that DLPack cannot describe: sparse, meta, quantized, nested.
 [[noreturn]] void refuse_layout(PyObject* object, const char* operation, ArgName name) {
   const py::error_already_set refused;
   const std::string text = py::str(refused.value());
@@ -184,7 +182,7 @@ std::string ArgName::text() const {
   return join(argument, "[", index, "]");
 }
 
-std::string kind_of(PyObject* object) {
+std::string type_text(PyObject* object) {
   if (object == Py_None) return "None";
   const std::string_view name = Py_TYPE(object)->tp_name;
   const bool begins_with_vowel = name.find_first_of("aeiouAEIOU") == 0;
@@ -194,7 +192,7 @@ std::string kind_of(PyObject* object) {
 void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view) {
   const dlpack::ExchangeApi* api = exchange_api_of(Py_TYPE(object));
   if (api == nullptr) {
-    fail(ErrorKind::kArgument, operation, ": ", name.text(), " is ", kind_of(object),
+    fail(ErrorKind::kArgument, operation, ": ", name.text(), " is ", type_text(object),
          ", expected a tensor, or an array of NumPy or CuPy");
   }
   dlpack::Tensor raw{};
@@ -217,7 +215,7 @@ void read_tensor(PyObject* object, const char* operation, ArgName name, TensorVi
   view->is_dense = !view->is_negated && is_dense(*view);
 }
 
-Place::Place(PyObject* tensor) {
+TensorIdentity::TensorIdentity(PyObject* tensor) {
   TensorView view;
   read_tensor(tensor, "all_reduce", {"tensor"}, &view);
   data_ = view.data;
@@ -228,10 +226,9 @@ Place::Place(PyObject* tensor) {
   layout_.insert(layout_.end(), view.strides, view.strides + view.ndim);
 }
 
-bool Place::is_of(const TensorView& view) const {
+bool TensorIdentity::matches(const TensorView& view) const {
   const auto ndim = static_cast<std::size_t>(view.ndim);
-  // The sign even of the same object: it may be a new tensor at that address, or have a negated
-  // `.data`.
+  // The sign may differ for the same object: its `.data` or the object at its address changed.
   return view.data == data_ && view.device == device_ && view.dtype == dtype_ &&
          2 * ndim == layout_.size() && std::equal(view.shape, view.shape + ndim, layout_.begin()) &&
          std::equal(view.strides, view.strides + ndim, layout_.begin() + view.ndim) &&
@@ -260,7 +257,7 @@ py::object as_tensor(PyObject* object, const char* operation, const std::string&
   return arrays.attr("as_tensor")(given, join(operation, ": ", name));
 }
 
-bool lie_alike(const TensorView& view, const TensorView& first) {
+bool same_layout(const TensorView& view, const TensorView& first) {
   if (view.numel <= 1) return true;
   if (view.is_negated != first.is_negated) return false;
   for (int dim = 0; dim < view.ndim; ++dim) {
@@ -273,7 +270,7 @@ bool has_index_order(const TensorView& view) {
   return view.numel <= 1 || has_no_gaps(view, std::views::iota(0, view.ndim) | std::views::reverse);
 }
 
-Reading::Reading() {
+TensorReadGuard::TensorReadGuard() {
   if (last_reader_ && *last_reader_ != std::this_thread::get_id()) {
     PyEval_SaveThread();
     while (true) std::this_thread::sleep_for(std::chrono::hours(1));
@@ -281,7 +278,7 @@ Reading::Reading() {
   ++num_threads_;
 }
 
-void Reading::end() {
+void TensorReadGuard::end() {
   last_reader_ = std::this_thread::get_id();
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   while (num_threads_ > 0 && std::chrono::steady_clock::now() < deadline) {

@@ -1,13 +1,13 @@
-// tensor: what a collective must know of a Python tensor, read without torch's headers and checked.
+// tensor: reads Python tensors without torch's headers, and checks them.
 //
-// Units     shape and strides in elements, as torch gives them; borrowed from the tensor.
-// Contract  A TensorView is valid while its Python object lives and is not resized. Every refusal
-//           is an Error that names the operation, the argument with its index, and the value.
+// Units     shape and strides in elements, borrowed from the tensor.
+// Contract  A TensorView is valid while its Python object lives and is not resized. An Error names
+//           the operation, the argument with its index, and the value.
 // Threads   with the GIL held.
 // Tests     tests/conformance/test_refused.py, tests/conformance/test_layouts.py
 #pragma once
 
-#include <pybind11/pytypes.h>  // a fifth of the whole pybind11's compile time
+#include <pybind11/pytypes.h>  // compiles five times as fast as pybind11.h
 
 #include <cstddef>
 #include <cstdint>
@@ -27,17 +27,16 @@ namespace py = pybind11;
 struct TensorView {
   PyObject* object;
   std::byte* data;
-  int device;  // index of the GPU, or kHost
+  int device;  // GPU index, or kHost
   DType dtype;
-  bool is_negated;  // torch's lazy negation: memory holds the elements with the other sign
-  bool is_dense;    // its elements fill one block of memory as they are, in whatever order
+  bool is_negated;  // torch's lazy negation: memory holds the negated elements
+  bool is_dense;    // its elements fill one block of memory, in any order
   int ndim;
   const std::int64_t* shape;
   const std::int64_t* strides;
   std::size_t numel;
 
   std::size_t bytes() const { return numel * item_bytes(dtype); }
-  // Sets numel.
   void count() {
     numel = 1;
     for (int dim = 0; dim < ndim; ++dim) numel *= static_cast<std::size_t>(shape[dim]);
@@ -45,7 +44,7 @@ struct TensorView {
   StridedView strided() const;
 };
 
-// Where a tensor stands in the caller's arguments: "tensor", "tensors[1]", "lists[1][0]".
+// Position of a tensor in the arguments: "tensor", "tensors[1]", "lists[1][0]".
 struct ArgName {
   const char* argument;
   int index = -1;
@@ -53,44 +52,39 @@ struct ArgName {
   std::string text() const;
 };
 
-// What an object is, for messages: "None", "an int", "a list".
-std::string kind_of(PyObject* object);
+// Describe an object's type for messages: "None", "an int", "a list".
+std::string type_text(PyObject* object);
 
-// Into a view where it is to stay: copying one that was just written costs as much as reading it.
+// Fill `view` in place: returning a TensorView would copy it, which costs as much as reading it.
 void read_tensor(PyObject* object, const char* operation, ArgName name, TensorView* view);
 
-// "cpu" or "cuda:1".
 std::string device_name(int device);
 
-// torch's current stream on a GPU, as the CUDA runtime knows it.
+// Return torch's current stream of a GPU, as a CUDA runtime handle.
 void* current_stream(int device);
 
-// Reads a tensor on a CPU or GPU with a dtype of the engine, but for is_negated and is_dense. False
-// for other objects: the checks of a call say why.
+// Read a supported tensor, except is_negated and is_dense. False: read_tensor() gives the reason.
 bool try_view(PyObject* object, TensorView* view);
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
-// torch.Tensor itself, not a subclass: what needs no second look.
 bool is_plain_tensor(PyObject* object);
 
-// A torch.Tensor as it is; an array of another library (CuPy, NumPy, ...) as a tensor that shares
-// its memory; anything else as it is, for read_tensor() to refuse. Errors name operation and name.
+// Return a tensor, or an array (CuPy, NumPy, ...) as a tensor that shares its memory. Other objects
+// are returned unchanged, and read_tensor() refuses them.
 py::object as_tensor(PyObject* object, const char* operation, const std::string& name);
 
-// Whether tensors of one shape have equal layouts. Strides of dimensions of size 1 do not count,
-// nor any strides of a tensor with one element or none.
-bool lie_alike(const TensorView& view, const TensorView& first);
+// True if tensors of one shape have equal signs and strides. Dimensions of size 1 do not count.
+bool same_layout(const TensorView& view, const TensorView& first);
 
-// Whether elements lie side by side in the order of their index.
+// True if elements are contiguous in index order.
 bool has_index_order(const TensorView& view);
 
-// Where a tensor's elements lie: tells at once whether a tensor still lies there.
-class Place {
+// Identifies a tensor's memory and layout, to detect changes.
+class TensorIdentity {
  public:
-  explicit Place(PyObject* tensor);
-  // view: from try_view().
-  bool is_of(const TensorView& view) const;
+  explicit TensorIdentity(PyObject* tensor);
+  bool matches(const TensorView& view) const;
 
  private:
   const std::byte* data_;
@@ -100,29 +94,28 @@ class Place {
   std::vector<std::int64_t> layout_;  // sizes, then strides
 };
 
-// A thread that reads tensors. torch gives the GIL away meanwhile, and a daemon thread that comes
-// back for it after the interpreter's end would abort the process (bindings/python_call.h).
-class Reading {
+// Scope in which a thread reads tensors. torch may release the GIL meanwhile. After the
+// interpreter's end a daemon thread must not reacquire it (bindings/gil_release.h).
+class TensorReadGuard {
  public:
-  Reading();  // stays for ever in any other thread than the one that has called end()
-  ~Reading() { --num_threads_; }
-  Reading(const Reading&) = delete;
-  Reading& operator=(const Reading&) = delete;
+  TensorReadGuard();  // after end(): sleeps forever on every other thread
+  ~TensorReadGuard() { --num_threads_; }
+  TensorReadGuard(const TensorReadGuard&) = delete;
+  TensorReadGuard& operator=(const TensorReadGuard&) = delete;
 
-  // Before the interpreter's end. Waits for those who read, but not longer than a second: a
-  // tensor's own Python code may wait for anything.
+  // Called before the interpreter's end. Waits at most one second for threads that read.
   static void end();
 
  private:
-  inline static int num_threads_ = 0;  // guarded by the GIL, as the next is
+  inline static int num_threads_ = 0;  // both guarded by the GIL
   inline static std::optional<std::thread::id> last_reader_;
 };
 
-// Names of the tensors of a list, or of equally long lists end to end.
+// Names for the tensors of one list, or of concatenated lists of equal length.
 struct ListNames {
   const char* argument;
   bool is_indexed = true;
-  std::size_t per_list = 0;  // 0: it is one list, or one tensor
+  std::size_t per_list = 0;  // 0: one list, or one tensor
 
   ArgName operator[](std::size_t i) const {
     const auto number = static_cast<int>(i);
@@ -133,13 +126,13 @@ struct ListNames {
   }
 };
 
-// Thrown through code that has released the GIL, while a Python exception is pending.
+// Thrown through code without the GIL while a Python exception is pending.
 struct PythonErrorPending {};
 
-// The storages of the tensors in these lists (None: no list), which keep their memory.
+// Return the storages of all tensors in these lists, which keep their memory alive. None: no list.
 py::list storages_of(std::initializer_list<py::handle> lists);
 
-// Tells autograd that these tensors (a list or tuple) were written in place.
+// Increment the autograd versions of tensors (a list or tuple) that are written in place.
 inline void mark_written(PyObject* tensors) { TorchFunctions::get().increment_version(tensors); }
 
 }  // namespace pyringar

@@ -1,5 +1,4 @@
 // torch_functions: see the header.
-
 #include "bindings/torch_functions.h"
 
 #include <dlfcn.h>
@@ -26,7 +25,7 @@ bool look_up_in(const char* library, const char* name, Function* function) {
   void* const loaded = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
   if (loaded == nullptr) return false;
   *function = reinterpret_cast<Function>(dlsym(loaded, name));
-  dlclose(loaded);  // torch keeps it loaded
+  dlclose(loaded);  // torch keeps the library loaded
   return *function != nullptr;
 }
 
@@ -37,8 +36,8 @@ bool is_true(const py::handle& object) { return object.ptr() == Py_True; }
 TorchFunctions* TorchFunctions::functions_ = nullptr;
 
 const TorchFunctions& TorchFunctions::get() {
-  // Guarded by the GIL, and by no lock of C++'s: the constructor may give the GIL away, to a thread
-  // that would wait for that lock. That thread then makes another, and the last one is kept.
+  // Guarded by the GIL, not by a static's lock: the constructor may release the GIL to a thread
+  // that would wait for that lock. Of two objects the last is kept.
   if (functions_ == nullptr) functions_ = new TorchFunctions;
   return *functions_;
 }
@@ -57,7 +56,7 @@ TorchFunctions::TorchFunctions()
     const py::object tensor = torch_.attr("Tensor")(py::make_tuple(1.0));
     are_direct_ = are_found_ = find_offset(tensor) && have_right_answers(tensor);
   } catch (py::error_already_set&) {
-    // A mode of the calling thread refused one of the tensors.
+    // A dispatch mode of this thread refused a tensor.
   }
 }
 
@@ -103,7 +102,7 @@ bool TorchFunctions::find_offset(const py::object& tensor) {
   return false;
 }
 
-// Three by two elements of rows of five, at their second column.
+// Check read_direct() on a strided view: columns 1 to 3, transposed, of a 2 x 5 tensor.
 bool TorchFunctions::reads(const py::object& tensor) const {
   const py::object rows = tensor.attr("new_zeros")(py::make_tuple(2, 5));
   const py::object part = rows.attr("t")()[py::slice(1, 4, 1)];

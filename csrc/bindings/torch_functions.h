@@ -1,12 +1,11 @@
-// torch_functions: what a call asks torch about its tensors and its thread.
+// torch_functions: direct calls of torch's C++ functions that read tensors and thread state.
 //
-// Floor     bindings. Nothing is linked and no header of torch is included: functions are looked up
-//           in the loaded libraries. Those of the shim that compiled models use have C names and
-//           return errors. The others have mangled names, which hold the parameter types.
-// Contract  get() tries the functions on tensors with known answers. If one is missing or wrong,
-//           all questions go through Python, which takes ten times as long.
-//           No function throws or releases the GIL: an exception of torch must not cross an engine
-//           that is linked to a static libstdc++.
+// Floor     bindings. No torch header, no linking: functions are looked up by name in the loaded
+//           libraries. The stable C shim (aoti_torch_*) returns errors. The other functions have
+//           mangled names, which encode their parameter types.
+// Contract  get() tests the functions on tensors with known answers. If one is missing or wrong,
+//           all questions go through Python, ten times slower. No function releases the GIL or
+//           throws: a torch exception must not cross an engine with a static libstdc++.
 // Threads   with the GIL held.
 // Tests     tests/test_torch_functions.py
 #pragma once
@@ -29,19 +28,17 @@ class TorchFunctions {
  public:
   static const TorchFunctions& get();
 
-  // For tests: ask through Python, or again in C++. Returns whether C++ is asked.
+  // For tests: choose between C++ and Python. Return True if C++ is used.
   static bool use(bool are_direct);
-  bool is_grad_enabled() const;     // whether autograd records what this thread does
-  bool has_dispatch_modes() const;  // modes see this thread's calls, as make_fx does
-  // tensor: a torch.Tensor, or of a subclass.
+  bool is_grad_enabled() const;  // autograd records this thread's operations
+  // such as make_fx
+  bool has_dispatch_modes() const;
   bool is_neg(PyObject* tensor) const;
   bool requires_grad(PyObject* tensor) const;
-  // Reads a dense torch.Tensor on a CPU or GPU with a dtype of the engine, but for is_negated and
-  // is_dense. False for other objects, subclasses included.
+  // Read a supported torch.Tensor, except is_negated and is_dense. False: another object.
   bool read(PyObject* object, TensorView* view) const {
     return are_direct_ && read_direct(object, view);
   }
-  // tensors: a list or tuple.
   void increment_version(PyObject* tensors) const;
 
  private:
@@ -49,7 +46,7 @@ class TorchFunctions {
 
   TorchFunctions();
   template <typename Value>
-  using Getter = std::int32_t (*)(const Tensor*, Value*);  // 0: no error
+  using Getter = std::int32_t (*)(const Tensor*, Value*);  // returns 0 on success
 
   bool look_up();
   bool find_offset(const py::object& tensor);
@@ -68,7 +65,7 @@ class TorchFunctions {
   bool are_found_ = false;
   bool are_direct_ = false;
   PyTypeObject* tensor_type_ = nullptr;
-  std::size_t offset_ = 0;  // of the at::Tensor in a Python tensor
+  std::size_t offset_ = 0;  // of the at::Tensor inside a Python tensor object
   std::array<std::int32_t, kNumDTypes> dtype_codes_{};
   std::int32_t cpu_code_ = 0;
   std::int32_t cuda_code_ = 0;

@@ -1,8 +1,7 @@
-// args: what hosts hand to kernels: plain structures, the same on both sides.
+// args: plain structures that the host passes to kernels by value.
 //
-// Units     bytes, elements, nanoseconds. Pointers are of the device that runs the kernel, or of
-//           memory that it can reach.
-// Contract  all are passed by value, and fit the 32,764 bytes that a launch can carry.
+// Units     bytes, elements, nanoseconds. Kernels can dereference every pointer.
+// Contract  Each structure fits the 32,764 bytes of kernel parameters.
 // Tests     tests/cpp/cuda/
 #pragma once
 
@@ -14,51 +13,52 @@
 
 namespace pyringar::cuda {
 
-// A flag has a cache line of its own, kFlagStride words from one to the next in an array.
+// Each flag has a separate cache line. kFlagStride is the distance between flags, in words.
 inline constexpr int kFlagStride = 32;
 
 enum class Awaited : std::int32_t { kMessage, kSlot };
 
-// Written by the device, read by the host, in memory of the host that both can see.
+// First failed wait of a device. Kernels write it in pinned host memory, and the host reads it.
 struct Failure {
-  std::uint32_t is_set;  // last, after all the others
+  std::uint32_t is_set;  // written last, after all other members
   Awaited what;
-  std::int32_t rank;  // who waited
-  std::int32_t peer;  // for whom
-  std::int32_t step;  // of the ring
+  std::int32_t rank;  // the rank that waited
+  std::int32_t peer;  // the rank that it waited for
+  std::int32_t step;  // ring step
   std::uint32_t seen;
   std::uint32_t wanted;
 };
 
-struct Patience {
-  std::uint64_t timeout_ns;  // without progress of who is waited for
-  std::uint32_t* gave_up;    // one word on this device: 0, or 1 once a block has failed
+struct WaitLimits {
+  std::uint64_t timeout_ns;  // for a counter that stays unchanged
+  std::uint32_t* gave_up;    // device word: 1 once a block has failed, else 0
   Failure* failure;
-  std::int32_t withheld;  // rank that does not take part; -1 for none
+  std::int32_t withheld;  // for tests: this rank's blocks exit at once; -1: all ranks run
 };
 
 inline constexpr int kRingThreads = 512;
-inline constexpr int kRingBlocksEach = 2;  // of a multiprocessor: one moves data while one waits
+// one block moves data while the other waits
+inline constexpr int kRingBlocksEach = 2;
 inline constexpr int kMaxLocalRanks = 64;
 
 inline constexpr std::size_t kFlagBytes = kFlagStride * sizeof(std::uint32_t);
 
-// The links of one rank. Flags are kFlagStride words apart per channel; slots [channel][slot].
+// One rank's slots and flags. Slots are indexed [channel][slot]. Each channel has one flag.
 struct RingPorts {
   const std::byte* in_slots;
   const std::uint32_t* in_flag;
-  std::uint32_t* in_taken;  // prev's out_taken
-  std::byte* out_slots;     // next's in_slots
-  std::uint32_t* out_flag;  // next's in_flag
+  std::uint32_t* in_taken;  // the previous rank's out_taken
+  std::byte* out_slots;     // the next rank's in_slots
+  std::uint32_t* out_flag;  // the next rank's in_flag
   const std::uint32_t* out_taken;
-  std::uint32_t* base;  // messages carried so far
-  // Where the neighbours are among this device's ranks; -1: on another device.
+  std::uint32_t* base;  // number of messages that each link has carried
+  // Index of the neighbor among this device's ranks. -1: the neighbor is on another device.
   std::int32_t prev_local;
   std::int32_t next_local;
 };
 
 struct RingArgs {
-  const RingPorts* ports;  // of this device's ranks, in device memory
+  const RingPorts* ports;  // one per rank of this device, in device memory
   std::uint64_t numel;
   std::uint32_t piece_elems;
   std::uint32_t num_slots;
@@ -67,13 +67,13 @@ struct RingArgs {
   std::int32_t num_channels;
   Divisor divisor;
   RingPhases phases;
-  Patience patience;
+  WaitLimits patience;
   std::int32_t rank[kMaxLocalRanks];
   const void* input[kMaxLocalRanks];
   void* output[kMaxLocalRanks];
 };
 
-// Elements that a piece has less than fit a slot, where it begins at an index below this.
+// A piece is this many elements shorter than its slot, because it may begin at any index below.
 inline constexpr std::size_t kSlotSpareElems = 16;
 
 }  // namespace pyringar::cuda

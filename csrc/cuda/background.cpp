@@ -1,5 +1,4 @@
 // background: see the header.
-
 #include "cuda/background.h"
 
 #include <algorithm>
@@ -10,32 +9,32 @@
 
 namespace pyringar::cuda {
 
-Done::Done(const std::vector<int>& devices, Streams streams)
+DoneEvents::DoneEvents(const std::vector<int>& devices, Streams streams)
     : Events(devices), capture_(capture_of(streams[0], devices[0])) {
   record(streams);
 }
 
-Ready::Ready(std::vector<int> device_of_rank, std::vector<int> bucket_sizes)
+ReadyEvents::ReadyEvents(std::vector<int> device_of_rank, std::vector<int> bucket_sizes)
     : device_of_rank_(std::move(device_of_rank)),
       bucket_sizes_(std::move(bucket_sizes)),
-      parts_(device_of_rank_.size() * bucket_sizes_.size()) {
+      bucket_ranks_(device_of_rank_.size() * bucket_sizes_.size()) {
   start_step();
 }
 
-void Ready::start_step() {
+void ReadyEvents::start_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
-    parts_[i].missing = bucket_sizes_[i / device_of_rank_.size()];
-    parts_[i].streams.clear();
+  for (std::size_t i = 0; i < bucket_ranks_.size(); ++i) {
+    bucket_ranks_[i].missing = bucket_sizes_[i / device_of_rank_.size()];
+    bucket_ranks_[i].streams.clear();
   }
 }
 
-void Ready::note(int bucket, int rank, bool is_new, cudaStream_t stream) {
+void ReadyEvents::note(int bucket, int rank, bool is_new, cudaStream_t stream) {
   if (device_of(rank) == kHost) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  Part& own = part(bucket, rank);
+  BucketRank& own = bucket_rank(bucket, rank);
   auto found = std::find_if(own.streams.begin(), own.streams.end(),
-                            [&](const Stream& known) { return known.stream == stream; });
+                            [&](const StreamEvent& known) { return known.stream == stream; });
   if (found == own.streams.end()) {
     if (own.events.size() == own.streams.size()) own.events.emplace_back(device_of(rank));
     own.streams.push_back({stream, &own.events[own.streams.size()]});
@@ -44,15 +43,16 @@ void Ready::note(int bucket, int rank, bool is_new, cudaStream_t stream) {
   if (is_new && --own.missing > 0) return;
   if (own.missing > 0) return;
   if (!is_new) return found->event->record(stream);
-  for (const Stream& one : own.streams) one.event->record(one.stream);
+  for (const StreamEvent& one : own.streams) one.event->record(one.stream);
 }
 
-void Ready::make_wait(int bucket, int device, cudaStream_t stream) const {
+void ReadyEvents::make_wait(int bucket, int device, cudaStream_t stream) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (std::size_t rank = 0; rank < device_of_rank_.size(); ++rank) {
     if (device_of_rank_[rank] != device) continue;
-    const Part& own = parts_[static_cast<std::size_t>(bucket) * device_of_rank_.size() + rank];
-    for (const Stream& one : own.streams) one.event->make_wait(stream, device);
+    const BucketRank& own =
+        bucket_ranks_[static_cast<std::size_t>(bucket) * device_of_rank_.size() + rank];
+    for (const StreamEvent& one : own.streams) one.event->make_wait(stream, device);
   }
 }
 
@@ -65,14 +65,12 @@ void Background::check_captures(const Collective& collective, Streams current, S
     fail(ErrorKind::kUnsupported, collective.operation,
          ": a CUDA graph captures calls in the background of this communicator, on its stream of "
          "cuda:",
-         device,
-         ", and this call is not one of them; make it after the capture, or with "
-         "another communicator");
+         device, "; make this call after the capture, or with another communicator");
   }
 }
 
-std::shared_ptr<Done> Background::submit(const Collective& collective, Streams current,
-                                         Bucket bucket) {
+std::shared_ptr<DoneEvents> Background::submit(const Collective& collective, Streams current,
+                                               BucketReady bucket) {
   const std::string name = bucket.ready == nullptr ? "background" : join("bucket ", bucket.index);
   const ProfiledRange range(name.c_str());
   const std::vector<int>& devices = group_->devices();
@@ -91,9 +89,9 @@ std::shared_ptr<Done> Background::submit(const Collective& collective, Streams c
     ready.record(current[d]);
     ready.make_wait(own[d], devices[d]);
   }
-  std::shared_ptr<Done> done;
+  std::shared_ptr<DoneEvents> done;
   const auto note = [&] {
-    done = std::make_shared<Done>(devices, own);
+    done = std::make_shared<DoneEvents>(devices, own);
     if (done->capture() == 0) last_ = done;
   };
   try {
@@ -109,7 +107,7 @@ void Background::wait_for() const {
   if (last_ == nullptr) return;
   try {
     last_->wait_for();
-  } catch (const Error&) {  // a device that does not answer has nothing under way
+  } catch (const Error&) {  // a failed device has no running work
   }
 }
 

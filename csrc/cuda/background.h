@@ -1,10 +1,10 @@
-// background: calls of a group on streams of its own, beside what the callers' streams go on with.
+// background: asynchronous calls, on separate streams beside the callers' streams.
 //
-// Contract  submit() runs a call after what is on the current streams, or, of a bucket, after its
-//           gradients. In a capture the own streams join it, and must be joined again
-//           (Done::make_wait); calls of others are refused meanwhile. What a call reads and writes
-//           must stay until wait_for() has returned, or its Done says so.
-// Threads   one at a time per Background; Done any.
+// Contract  submit() runs a call after the work on the current streams, or after a bucket's
+//           gradients. The caller keeps the tensors until wait_for() returns or DoneEvents is done.
+//           During a capture the separate streams join it, and DoneEvents::make_wait() must join
+//           them back. Calls outside of that capture are refused meanwhile.
+// Threads   Background: one at a time. DoneEvents: any.
 // Tests     tests/cpp/cuda_host
 #pragma once
 
@@ -14,74 +14,75 @@
 #include <mutex>
 #include <vector>
 
-#include "cuda/group.h"
+#include "cuda/device_group.h"
 
 namespace pyringar::cuda {
 
-// What was on streams, one for each device of a group, at one moment.
-class Done : public Events {
+// Events recorded at the end of one call, one per device.
+class DoneEvents : public Events {
  public:
-  Done(const std::vector<int>& devices, Streams streams);
-  CaptureId capture() const { return capture_; }  // 0: none
+  DoneEvents(const std::vector<int>& devices, Streams streams);
+  CaptureId capture() const { return capture_; }  // 0: recorded outside of a capture
 
  private:
   const CaptureId capture_;
 };
 
-// Once a rank's last gradient of a bucket has come, an event is recorded in every stream on which
-// one came, and again in the stream of one that comes once more. The stream that reduces the bucket
-// waits for the events of all ranks, and so for nothing that backward does later. Any thread.
-class Ready {
+// Events that mark when a bucket's gradients are ready. When a rank has all gradients of a bucket,
+// each stream that produced one records an event. A gradient accumulated again records its stream
+// again. The bucket's call does not wait for later work of backward. Any thread.
+class ReadyEvents {
  public:
-  // device_of_rank: kHost for ranks that need none. bucket_sizes: how many gradients each has.
-  Ready(std::vector<int> device_of_rank, std::vector<int> bucket_sizes);
+  // device_of_rank: kHost for ranks without events. bucket_sizes: gradients per bucket.
+  ReadyEvents(std::vector<int> device_of_rank, std::vector<int> bucket_sizes);
 
   int device_of(int rank) const { return device_of_rank_[static_cast<std::size_t>(rank)]; }
-  // A gradient has come on this stream: is_new, the rank's first or only one for its parameter.
+  // Record that a gradient was accumulated on this stream. is_new: for the first time in this step.
   void note(int bucket, int rank, bool is_new, cudaStream_t stream);
-  // Streams of the ranks' devices go on after what was recorded; others are left alone.
+  // Make a stream of the device wait for the bucket's gradients on that device.
   void make_wait(int bucket, int device, cudaStream_t stream) const;
   void start_step();
 
  private:
-  struct Stream {
+  struct StreamEvent {
     cudaStream_t stream;
     Event* event;
   };
-  struct Part {  // of a rank in a bucket
+  struct BucketRank {  // one rank's share of a bucket
     int missing = 0;
-    std::vector<Stream> streams;
-    std::deque<Event> events;  // used again in every step
+    std::vector<StreamEvent> streams;
+    std::deque<Event> events;  // reused in every step
   };
-  Part& part(int bucket, int rank) {
-    return parts_[static_cast<std::size_t>(bucket) * device_of_rank_.size() +
-                  static_cast<std::size_t>(rank)];
+  BucketRank& bucket_rank(int bucket, int rank) {
+    return bucket_ranks_[static_cast<std::size_t>(bucket) * device_of_rank_.size() +
+                         static_cast<std::size_t>(rank)];
   }
 
   const std::vector<int> device_of_rank_;
   const std::vector<int> bucket_sizes_;
-  mutable std::mutex mutex_;  // guards the rest
-  std::vector<Part> parts_;
+  mutable std::mutex mutex_;  // guards bucket_ranks_
+  std::vector<BucketRank> bucket_ranks_;
 };
 
-struct Bucket {
-  const Ready* ready = nullptr;  // none: after what is on the current streams
+struct BucketReady {
+  const ReadyEvents* ready = nullptr;  // null: wait for the current streams instead
   int index = 0;
 };
 
 class Background {
  public:
-  explicit Background(std::shared_ptr<Group> group) : group_(std::move(group)) {}
+  explicit Background(std::shared_ptr<DeviceGroup> group) : group_(std::move(group)) {}
 
-  std::shared_ptr<Done> submit(const Collective& collective, Streams current, Bucket bucket = {});
+  std::shared_ptr<DoneEvents> submit(const Collective& collective, Streams current,
+                                     BucketReady bucket = {});
   void wait_for() const;
 
  private:
   void check_captures(const Collective& collective, Streams current, Streams own) const;
 
-  const std::shared_ptr<Group> group_;
-  std::vector<Stream> own_;           // made when they are needed
-  std::shared_ptr<const Done> last_;  // that is no graph's
+  const std::shared_ptr<DeviceGroup> group_;
+  std::vector<Stream> own_;                 // one per device, made by the first submit()
+  std::shared_ptr<const DoneEvents> last_;  // last call outside of captures
 };
 
 }  // namespace pyringar::cuda

@@ -1,5 +1,4 @@
 // devices: see the header.
-
 #include "cuda/devices.h"
 
 #include <algorithm>
@@ -21,7 +20,7 @@ Devices::Devices(std::vector<int> of_rank) : of_rank_(std::move(of_rank)) {
   }
   if (indices_.empty()) fail(ErrorKind::kArgument, "no rank is on a CUDA device");
   {
-    const auto launches = lock_launches();  // peers are tried with memory of their own
+    const auto launches = lock_launches();  // enable_peers() allocates memory and launches kernels
     for (const int a : indices_) {
       for (const int b : indices_) has_peers_ = has_peers_ && enable_peers(a, b);
     }
@@ -51,7 +50,7 @@ const std::vector<int>& Devices::most_blocks(const void* kernel, int threads) {
   for (const Device& device : devices_) {
     const OnDevice guard(device.index);
     const BesideCaptures beside;
-    // Loads it: a first launch would do so while another device's kernel already waits for it.
+    // Load the kernel now: a load synchronizes, and would deadlock with a kernel that waits.
     cudaFuncAttributes attributes{};
     check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes", device.index);
     int per_multiprocessor = 0;
@@ -76,7 +75,7 @@ void Events::make_wait(Streams streams) const {
   }
 }
 
-// By way of the first: fewer calls than from all to all.
+// Stream 0 is the hub: 2 (k - 1) waits instead of k (k - 1).
 void Events::meet(Streams streams) {
   for (std::size_t d = 1; d < events_.size(); ++d) {
     events_[d].record(streams[d]);
@@ -93,7 +92,7 @@ bool Events::is_done() const {
                      [](const Event& event) { return event.is_done(); });
 }
 
-// For all of them, also where one's device has failed; raises the first failure.
+// Wait for all events, even after a failure. Raise the first failure.
 void Events::wait_for() const {
   std::exception_ptr failure;
   for (const Event& event : events_) {

@@ -1,8 +1,8 @@
-// devices: which device each rank is on, and in which order the devices' streams go on.
+// devices: the device of each rank, and events that order the streams of all devices.
 //
-// Contract  What a Group tells of its devices never changes. meet() orders all streams after all;
-//           nothing waits but streams, for events that are recorded already.
-// Threads   any for what is const; the rest one at a time.
+// Contract  A communicator's devices never change. meet() and make_wait() make streams wait for
+//           recorded events. The host does not wait.
+// Threads   const functions: any. All others: one at a time.
 // Tests     tests/cpp/cuda_host
 #pragma once
 
@@ -16,7 +16,8 @@
 
 namespace pyringar::cuda {
 
-using Streams = std::span<const cudaStream_t>;  // one per device, in the order of Devices
+// one per device of a Devices
+using Streams = std::span<const cudaStream_t>;
 
 struct Device {
   int index;
@@ -26,19 +27,19 @@ struct Device {
 
 class Devices {
  public:
-  // of_rank[r]: the index of rank r's device, or kHost.
+  // of_rank[r]: device index of rank r, or kHost.
   explicit Devices(std::vector<int> of_rank);
 
   int world_size() const { return static_cast<int>(of_rank_.size()); }
   int of_rank(std::size_t rank) const { return of_rank_[rank]; }
-  const std::vector<int>& indices() const { return indices_; }  // each once
-  std::size_t position_of(int index) const;                     // in indices()
+  const std::vector<int>& indices() const { return indices_; }  // without duplicates
+  std::size_t position_of(int index) const;                     // index into indices()
   bool has_host_ranks() const { return has_host_ranks_; }
   bool has_peers() const { return has_peers_; }
 
   std::size_t size() const { return devices_.size(); }
   const Device& operator[](std::size_t d) const { return devices_[d]; }
-  // Blocks of a kernel that fit on each device at once. It is loaded there from then on.
+  // Load the kernel and return how many of its blocks fit on each device at once.
   const std::vector<int>& most_blocks(const void* kernel, int threads);
 
  private:
@@ -50,23 +51,23 @@ class Devices {
   std::map<const void*, std::vector<int>> most_blocks_;  // by kernel
 };
 
-// An event on each device, used again and again; a capture needs its own.
+// One event per device. A capture needs separate Events, other calls reuse theirs.
 class Events {
  public:
-  explicit Events(std::vector<int> devices);  // each once
+  explicit Events(std::vector<int> devices);  // devices: without duplicates
 
   void record(Streams streams);
-  void make_wait(Streams streams) const;  // each for its own device's
-  void meet(Streams streams);             // every stream goes on after all of them
-  bool is_done() const;                   // not for what a capture recorded
-  void wait_for() const;                  // on the host, for what was recorded last
+  void make_wait(Streams streams) const;  // stream d waits for event d
+  void meet(Streams streams);             // every stream waits for all streams
+  bool is_done() const;                   // not for events recorded in a capture
+  void wait_for() const;                  // blocks the host until the last record has run
 
  private:
   std::vector<int> devices_;
   std::vector<Event> events_;
 };
 
-// On the device if the others reach it there, else in the host's memory.
+// Allocate on the device if its peers can reach it there, else in pinned host memory.
 Memory shared_memory(int device, bool is_reachable, std::size_t bytes);
 
 }  // namespace pyringar::cuda

@@ -1,27 +1,26 @@
-// flag: the one file of the CUDA engine that knows memory order, and how long a kernel waits.
+// flag: counters by which thread blocks wait for each other. Only this file orders memory.
 //
 // Units     nanoseconds on the device's global clock.
-// Contract  settle(), then signal(): a block that has seen the counter through wait() reads what
-//           the threads of this block wrote before, and may overwrite what they read. Counters only
-//           grow (modulo 2^32). A wait ends with the counter, with another block's failure, or when
-//           the counter has not moved for the timeout, which is reported once per device. Data
-//           moves past L1, which other multiprocessors do not see.
+// Contract  A block that has seen a counter in block_wait() may read all data written before
+//           block_fence() and signal(), and overwrite all data read before them. Counters only grow
+//           (modulo 2^32). A wait ends when the counter arrives, another block fails, or the
+//           counter does not change for the timeout, which one block per device reports. Loads and
+//           stores bypass L1, which is not coherent.
 //
 //             all threads   write payload, read slots        (weak)
-//             block         barrier                          settle()
-//             thread 0      fence, acq_rel                   settle()
+//             block         barrier                          block_fence()
+//             thread 0      fence, acq_rel                   block_fence()
 //             thread 0      store flags, relaxed             signal(): any number after one fence
 //
-//             thread 0      load flag, acquire               wait()
-//             block         barrier
+//             thread 0      load flag, acquire               block_wait()
+//             block         barrier                          block_wait()
 //             all threads   read payload, write slots        (weak)
 //
-//           One fence of one thread is enough (PTX ISA, "Memory Consistency Model"): a fence and a
-//           strong write behind it are a release pattern on every location so written (8.8), which
-//           synchronizes with an acquire that reads the write, as do the threads of a bar.sync with
-//           each other (8.9.4); causality order goes through both (8.9.5, 8.10.6). Fence and flags
-//           have one scope: the device, where both neighbours are on it, else the system.
-// Source    PTX ISA 9, chapter 8, sections as above. NCCL: prims_simple.h, postPeer.
+//           One fence by one thread is enough. A fence and a later strong write are a release
+//           pattern (PTX ISA 8.8), which synchronizes with the acquire that reads the write.
+//           Threads synchronize at a bar.sync (8.9.4). Causality order includes both (8.9.5,
+//           8.10.6). The scope is the device if both neighbors are on it, else the system.
+// Source    PTX ISA 9, chapter 8, "Memory Consistency Model". NCCL: prims_simple.h, postPeer.
 // Tests     tests/cpp/cuda/ and tests/cuda; tests/test_cuda_emulated.py also checks the PTX
 #pragma once
 
@@ -54,8 +53,8 @@ inline void trap_unless_aligned(const void* pointer) {
 }
 #endif
 
-// `volatile` keeps loads after the wait before them and before the fence after them. Without a
-// clobber of all memory the kernel's arguments stay in registers.
+// `volatile` keeps the load between the preceding wait and the following fence. It has no "memory"
+// clobber, so that kernel arguments stay in registers.
 PYRINGAR_DEVICE inline Bytes16 load16(const void* from) {
 #if defined(__CUDACC__)
   Bytes16 b;
@@ -109,8 +108,8 @@ PYRINGAR_DEVICE T load_element(const T* from) {
 #endif
 }
 
-// Who takes part in an order: blocks of one device, or also other devices and the host.
-enum class Scope { kDevice, kSystem };
+// Observers of a memory order: one device's blocks, or all devices and the host.
+enum class MemoryScope { kDevice, kSystem };
 
 PYRINGAR_DEVICE inline std::uint32_t load_acquire(const std::uint32_t* word) {
 #if defined(__CUDACC__)
@@ -130,28 +129,29 @@ PYRINGAR_DEVICE inline void store_release(std::uint32_t* word, std::uint32_t val
 #endif
 }
 
-PYRINGAR_DEVICE inline std::uint32_t load_flag(const std::uint32_t* flag, Scope scope) {
+PYRINGAR_DEVICE inline std::uint32_t load_flag(const std::uint32_t* flag, MemoryScope scope) {
 #if defined(__CUDACC__)
-  if (scope == Scope::kSystem) return load_acquire(flag);
+  if (scope == MemoryScope::kSystem) return load_acquire(flag);
   std::uint32_t value;
   asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
   return value;
 #else
-  emulator::check_scope(flag, scope == Scope::kSystem);
+  emulator::check_scope(flag, scope == MemoryScope::kSystem);
   return load_acquire(flag);
 #endif
 }
 
-// Ordered by the fence before it alone.
-PYRINGAR_DEVICE inline void store_flag(std::uint32_t* flag, std::uint32_t value, Scope scope) {
+// Relaxed: fence() orders it.
+PYRINGAR_DEVICE inline void store_flag(std::uint32_t* flag, std::uint32_t value,
+                                       MemoryScope scope) {
 #if defined(__CUDACC__)
-  if (scope == Scope::kSystem) {
+  if (scope == MemoryScope::kSystem) {
     asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
   } else {
     asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
   }
 #else
-  emulator::check_scope(flag, scope == Scope::kSystem);
+  emulator::check_scope(flag, scope == MemoryScope::kSystem);
   if (emulator::has_fenced()) {
     __atomic_store_n(flag, value, __ATOMIC_RELEASE);
   } else {
@@ -160,9 +160,9 @@ PYRINGAR_DEVICE inline void store_flag(std::uint32_t* flag, std::uint32_t value,
 #endif
 }
 
-PYRINGAR_DEVICE inline void fence([[maybe_unused]] Scope scope) {
+PYRINGAR_DEVICE inline void fence([[maybe_unused]] MemoryScope scope) {
 #if defined(__CUDACC__)
-  if (scope == Scope::kSystem) {
+  if (scope == MemoryScope::kSystem) {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
   } else {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
@@ -181,34 +181,33 @@ PYRINGAR_DEVICE inline bool claim(std::uint32_t* word) {
 #endif
 }
 
-// By all threads of the block: what they did comes before the flags that follow.
-PYRINGAR_DEVICE inline void settle(Scope scope) {
+// Order the block's accesses before the flags that follow. Called by all threads of the block.
+PYRINGAR_DEVICE inline void block_fence(MemoryScope scope) {
   block_barrier();
   if (thread_index() == 0) fence(scope);
 }
 
-PYRINGAR_DEVICE inline void signal(std::uint32_t* flag, std::uint32_t value, Scope scope) {
+PYRINGAR_DEVICE inline void signal(std::uint32_t* flag, std::uint32_t value, MemoryScope scope) {
   if (thread_index() == 0) store_flag(flag, value, scope);
 }
 
-inline constexpr unsigned kSpinsPerLook = 64;
+inline constexpr unsigned kPollsPerTimeCheck = 64;
 
-// Ranks that began to wait together would give up together, but only one reports. A later step
-// waits longer, so that the neighbor of the missing rank reports.
+// Timeout added per ring step, so that the neighbor of the missing rank reports first.
 inline constexpr std::uint64_t kNsPerStep = 5'000'000;
 
-// One thread waits. `report` fills in who waited for whom.
+// Poll until the flag reaches `wanted`. report(failure) fills in ranks and step. One thread calls.
 template <typename Report>
-PYRINGAR_DEVICE bool spin(const std::uint32_t* flag, Scope scope, std::uint32_t wanted, int step,
-                          const Patience& patience, Report&& report) {
+PYRINGAR_DEVICE bool poll_flag(const std::uint32_t* flag, MemoryScope scope, std::uint32_t wanted,
+                               int step, const WaitLimits& patience, Report&& report) {
   const std::uint64_t timeout_ns =
       patience.timeout_ns + static_cast<std::uint64_t>(step) * kNsPerStep;
-  std::uint64_t still_since_ns = 0;  // 0: not looked yet
+  std::uint64_t still_since_ns = 0;  // 0: no time check yet
   std::uint32_t last_seen = 0;
-  for (unsigned spins = 1;; ++spins) {
+  for (unsigned polls = 1;; ++polls) {
     const std::uint32_t seen = load_flag(flag, scope);
     if (reached(seen, wanted)) return true;
-    if (spins % kSpinsPerLook != 0) continue;
+    if (polls % kPollsPerTimeCheck != 0) continue;
     if (load_acquire(patience.gave_up) != 0) return false;
     const std::uint64_t now = now_ns();
     if (still_since_ns == 0 || seen != last_seen) {
@@ -216,7 +215,7 @@ PYRINGAR_DEVICE bool spin(const std::uint32_t* flag, Scope scope, std::uint32_t 
       last_seen = seen;
     }
     if (now - still_since_ns < timeout_ns) {
-      spin_pause();
+      poll_pause();
       continue;
     }
     if (claim(patience.gave_up)) {
@@ -230,12 +229,12 @@ PYRINGAR_DEVICE bool spin(const std::uint32_t* flag, Scope scope, std::uint32_t 
   }
 }
 
-// Thread 0 looks, all threads of the block learn.
+// Thread 0 polls and shares the result with its block.
 template <typename Report>
-PYRINGAR_DEVICE bool block_wait(const std::uint32_t* flag, Scope scope, std::uint32_t wanted,
-                                int step, const Patience& patience, Report&& report) {
-  const bool came = thread_index() == 0 && spin(flag, scope, wanted, step, patience, report);
-  return block_told(came);
+PYRINGAR_DEVICE bool block_wait(const std::uint32_t* flag, MemoryScope scope, std::uint32_t wanted,
+                                int step, const WaitLimits& patience, Report&& report) {
+  const bool came = thread_index() == 0 && poll_flag(flag, scope, wanted, step, patience, report);
+  return block_broadcast(came);
 }
 
 }  // namespace pyringar::cuda

@@ -1,5 +1,4 @@
 // folds: see the header.
-
 #include "cuda/folds.h"
 
 #include <algorithm>
@@ -11,7 +10,7 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Whose sum of one source is that source, bit by bit.
+// Integer dtype of the same size: the sum of one source is a copy of its bits.
 DType copied_as(std::size_t item) {
   return item == 8 ? DType::kInt64 : item == 4 ? DType::kInt32 : DType::kUInt8;
 }
@@ -30,7 +29,7 @@ FusedLaunches::FusedLaunches(const TensorList& list, std::size_t num_devices) {
 
 void FusedLaunches::launch(std::span<const int> devices,
                            std::span<const cudaStream_t> streams) const {
-  for (const Launch& one : launches_) {
+  for (const FusedLaunch& one : launches_) {
     const OnDevice guard(devices[one.device]);
     void* arguments[] = {one.table.get()};
     check(cudaLaunchKernel(one.kernel, dim3(one.num_tiles), dim3(kThreads), arguments, 0,

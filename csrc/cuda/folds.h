@@ -1,8 +1,8 @@
-// folds: launches of the fused kernels, over whole tensors or pieces of memory: sums and copies.
+// folds: launches of the fused kernels, for sums and for copies.
 //
-// Units     elements for folds, bytes for copies. Pointers are of memory that the device reaches.
-// Contract  As core/fold.h says; a destination may be one of its sources. Everything that was added
-//           runs in as few launches as it fits, in no order among itself.
+// Units     elements for sums, bytes for copies. The device can access all pointers.
+// Contract  Results as in core/fold.h. A destination may be one of its sources. One launch takes as
+//           many items as fit, in no particular order.
 // Threads   one object belongs to one thread.
 // Tests     tests/cpp/cuda_processes
 #pragma once
@@ -21,7 +21,7 @@
 
 namespace pyringar::cuda {
 
-// The launches of one list of tensors, of each device's slice; for as long as the tensors stay.
+// Prepared launches for one list of tensors, one slice per device. The tensors stay allocated.
 class FusedLaunches {
  public:
   FusedLaunches(const TensorList& list, std::size_t num_devices);
@@ -29,14 +29,14 @@ class FusedLaunches {
   void launch(std::span<const int> devices, std::span<const cudaStream_t> streams) const;
 
  private:
-  struct Launch {
+  struct FusedLaunch {
     const void* kernel;
-    std::size_t device;  // its position
+    std::size_t device;  // position in Devices
     std::uint32_t num_tiles;
     std::shared_ptr<void> table;
   };
 
-  std::vector<Launch> launches_;
+  std::vector<FusedLaunch> launches_;
 };
 
 class Folds {
@@ -47,7 +47,7 @@ class Folds {
 
   void add(DType dtype, std::span<const void* const> sources,
            std::initializer_list<void*> destinations, std::size_t numel);
-  // dtype: of what lies there; its bits are kept, also those of a NaN.
+  // dtype: of the copied elements. NaN payloads are kept.
   void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType dtype);
   void launch(int device, cudaStream_t stream) const;
 
@@ -55,7 +55,7 @@ class Folds {
   struct Item {
     DType dtype;
     std::size_t numel;
-    std::size_t pointers;  // index of the first
+    std::size_t pointers;  // index of the first pointer
   };
 
   const Fold fold_;

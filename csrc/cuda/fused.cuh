@@ -1,11 +1,11 @@
-// fused: read k inputs, add in registers, write k outputs; one pass, many tensors.
+// fused: read k inputs, add in registers, write k outputs. One pass, many tensors.
 //
-// Contract  fused_kernel adds in rank order, tree_kernel as core/tree.h says, whatever the grid:
-//           one thread folds each element, and reads it from all sources before it writes it, since
-//           a destination may be one of them. A thread holds 16 bytes of every source, or single
-//           elements of tensors that are not aligned alike; beyond 8 sources it goes on in groups.
-// Threads   any grid of kThreads-wide blocks; blocks do not wait for each other.
-// Tests     tests/cpp/cuda/fused_test.cpp, tests/cuda, tests/build/test_cuda_kernels.py
+// Contract  fused_kernel adds in rank order, tree_kernel in the order of core/tree.h, for any grid.
+//           One thread folds an element and reads it from all sources before it writes, because a
+//           destination may be a source. A thread holds 16 bytes of each source, or single elements
+//           if the tensors' alignments differ. More than 8 sources are read in groups.
+// Threads   any grid of blocks of kThreads. Blocks do not wait for each other.
+// Tests     tests/cpp/cuda/fused_kernel_test.cpp, tests/cuda, tests/build/test_cuda_kernels.py
 #pragma once
 
 #include "core/fold.h"
@@ -24,13 +24,13 @@ PYRINGAR_DEVICE T finished(T sum, const Divisor& divisor) {
   return sum;
 }
 
-// Sixteen bytes of a source, folded a pack at a time.
+// 16 bytes of a source. A thread folds them one pack at a time.
 template <typename E>
 struct WideUnit {
   using Element = typename E::Element;
   using Raw = Bytes16;
   using Value = Pack<E>;
-  static constexpr int kMost = kTreeGroup;  // sources that are loaded at once
+  static constexpr int kMost = kTreeGroup;  // number of sources loaded at once
   static constexpr int kValues = kPackBytes / Value::kBytes;
 
   PYRINGAR_DEVICE Raw load(const Element* from) const { return load16(from); }
@@ -51,7 +51,7 @@ struct WideUnit {
   }
 };
 
-// Elements of a source, kThreads apart, for tensors that are not aligned alike.
+// Single elements of a source, kThreads apart, for tensors with different alignments.
 template <typename E>
 struct ElementsUnit {
   using Element = typename E::Element;
@@ -62,7 +62,7 @@ struct ElementsUnit {
     Element element[kValues];
   };
 
-  std::size_t left;  // elements from the thread's first to the end
+  std::size_t left;  // elements from the thread's first one to the end
 
   PYRINGAR_DEVICE bool has(int i) const { return static_cast<std::size_t>(i) * kThreads < left; }
   PYRINGAR_DEVICE Raw load(const Element* from) const {
@@ -96,9 +96,9 @@ class UnitFold {
   using Element = typename E::Element;
   using Value = typename Unit::Value;
 
-  PYRINGAR_DEVICE UnitFold(const TableView& table, const Segment& segment, std::size_t at,
+  PYRINGAR_DEVICE UnitFold(const TableView& table, const TableEntry& entry, std::size_t at,
                            Unit unit)
-      : table_(table), segment_(segment), at_(at), unit_(unit) {}
+      : table_(table), entry_(entry), at_(at), unit_(unit) {}
 
   PYRINGAR_DEVICE void run() const {
     typename Unit::Raw result;
@@ -114,7 +114,7 @@ class UnitFold {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) take(i, sums[i]);
     }
-    void* const* destinations = table_.pointers + segment_.destinations;
+    void* const* destinations = table_.pointers + entry_.destinations;
     for (int r = 0; r < table_.num_destinations; ++r) {
       unit_.store(result, static_cast<Element*>(destinations[r]) + at_);
     }
@@ -122,7 +122,7 @@ class UnitFold {
 
  private:
   static constexpr int kValues = Unit::kValues;
-  // Sources that are loaded at once beside the sums so far.
+  // Sources loaded at once while partial sums occupy registers.
   static constexpr int kGroup = sizeof(Element) == 8 ? 2 : 4;
   static constexpr int kSlots = 11;
   static_assert(LargeTable::kMaxPointers <= kGroup << kSlots);
@@ -131,7 +131,7 @@ class UnitFold {
     return Unit::template combined<Op>(a, b);
   }
 
-  // Calls take(i, sum) for each value of sources [lo, lo + kNum), in the kernel's order.
+  // Call take(i, sum) for each value, with the sum over sources [lo, lo + kNum).
   template <int kNum, typename Take>
   PYRINGAR_DEVICE void add_group(int lo, const Take& take) const {
     typename Unit::Raw raw[kNum];
@@ -163,7 +163,7 @@ class UnitFold {
       });
       for (int i = 0; i < kValues; ++i) sums[i] = slots[0][i];
     } else {
-      // The first group takes the remainder, so that every other one is full.
+      // The first group is the short one, so that the loop's groups are full.
       int next = (num - 1) % kGroup + 1;
       with_count<kGroup>(next, [&]<int kNum>() {
         add_group<kNum>(0, [&](int i, const Value& sum) { sums[i] = sum; });
@@ -187,47 +187,48 @@ class UnitFold {
   }
 
   PYRINGAR_DEVICE const Element* source(int r) const {
-    return static_cast<const Element*>(table_.pointers[segment_.sources + r]) + at_;
+    return static_cast<const Element*>(table_.pointers[entry_.sources + r]) + at_;
   }
 
   const TableView& table_;
-  const Segment& segment_;
+  const TableEntry& entry_;
   const std::size_t at_;
   const Unit unit_;
 };
 
 template <typename E, typename Op, Order order>
-PYRINGAR_DEVICE void fold_elements(const TableView& table, const Segment& segment,
+PYRINGAR_DEVICE void fold_elements(const TableView& table, const TableEntry& entry,
                                    std::size_t begin, std::size_t end) {
   using Unit = ElementsUnit<E>;
   for (std::size_t i = begin + thread_index(); i < end; i += Unit::kValues * kThreads) {
-    UnitFold<E, Op, order, Unit>(table, segment, i, {end - i}).run();
+    UnitFold<E, Op, order, Unit>(table, entry, i, {end - i}).run();
   }
 }
 
 template <typename E, typename Op, Order order>
-PYRINGAR_DEVICE void fold_tile(const TableView& table, const Segment& segment, std::uint32_t tile) {
+PYRINGAR_DEVICE void fold_tile(const TableView& table, const TableEntry& entry,
+                               std::uint32_t tile) {
   constexpr std::size_t kItem = sizeof(typename E::Element);
-  const std::size_t begin = segment.head + tile * tile_elems(kItem);
-  if (segment.vector == 0) {
+  const std::size_t begin = entry.head + tile * tile_elems(kItem);
+  if (entry.vector == 0) {
     const std::size_t end = begin + tile_elems(kItem);
-    fold_elements<E, Op, order>(table, segment, begin, end < segment.numel ? end : segment.numel);
+    fold_elements<E, Op, order>(table, entry, begin, end < entry.numel ? end : entry.numel);
     return;
   }
-  const Range vectors = vector_range(segment, kItem);
+  const Range vectors = vector_range(entry, kItem);
   if (tile == 0) {
-    fold_elements<E, Op, order>(table, segment, 0, vectors.begin);
-    fold_elements<E, Op, order>(table, segment, vectors.end, segment.numel);
+    fold_elements<E, Op, order>(table, entry, 0, vectors.begin);
+    fold_elements<E, Op, order>(table, entry, vectors.end, entry.numel);
   }
   const std::size_t at = begin + thread_index() * (kPackBytes / kItem);
-  if (at < vectors.end) UnitFold<E, Op, order, WideUnit<E>>(table, segment, at, {}).run();
+  if (at < vectors.end) UnitFold<E, Op, order, WideUnit<E>>(table, entry, at, {}).run();
 }
 
 template <typename E, typename Op, Order order>
 PYRINGAR_DEVICE void fold_tiles(const TableView& table) {
   for (std::uint32_t tile = block_index(); tile < table.num_tiles; tile += num_blocks()) {
-    const Segment& segment = table.segments[find_segment(table, tile)];
-    fold_tile<E, Op, order>(table, segment, tile - segment.first_tile);
+    const TableEntry& entry = table.entries[find_entry(table, tile)];
+    fold_tile<E, Op, order>(table, entry, tile - entry.first_tile);
   }
 }
 

@@ -1,6 +1,4 @@
-// kernels: from a dtype to the unit that holds its kernels. Not in the header: nvcc would then
-// compile the kernels of all dtypes in each unit.
-
+// kernels: dispatch by dtype. In the header, it would make nvcc compile all dtypes in each unit.
 #include "cuda/kernels.h"
 
 namespace pyringar::cuda {

@@ -1,5 +1,4 @@
-// kernels: those of the dtype PYRINGAR_DTYPE; nvcc compiles this file once for each, side by side.
-
+// kernels: all kernels of the dtype PYRINGAR_DTYPE. nvcc compiles this file once per dtype.
 #include "cuda/kernels.h"
 
 #include "cuda/fused.cuh"
@@ -11,7 +10,7 @@ namespace {
 
 template <typename E, typename Op, typename T>
 const void* fused_for(Order order) {
-  // Other reductions give the same bits in every order: rank order serves both.
+  // All other reductions give equal bits in any order.
   constexpr bool kHasTrees = std::is_floating_point_v<typename E::Partial> &&
                              (std::is_base_of_v<Sum, Op> || std::is_same_v<Op, Prod>);
   if constexpr (kHasTrees) {
@@ -35,7 +34,7 @@ const void* kernel_for(Order order, KernelKind kind) {
   return nullptr;
 }
 
-// Whether a sum needs a division at its end that a multiplication cannot replace.
+// True unless multiplying by the reciprocal gives the bits of the division.
 template <typename E>
 bool divides(const Fold& fold) {
   const bool is_power_of_two = (fold.divisor & (fold.divisor - 1)) == 0;

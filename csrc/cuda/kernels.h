@@ -1,6 +1,7 @@
-// kernels: which kernel runs a dtype and a reduction, for hosts that launch it.
+// kernels: the kernel for a dtype, an operation and an order, for hosts that launch it.
 //
-// Contract  the argument of each kind: fused a table of cuda/table.h, ring RingArgs.
+// Contract  Kernel argument: SmallTable for kFusedSmall, LargeTable for kFusedLarge, RingArgs for
+//           kRing.
 // Tests     tests/build/test_cuda_kernels.py reads registers and SASS, tests/cuda runs them
 #pragma once
 
@@ -20,7 +21,7 @@ inline constexpr KernelKind kFusedWith<SmallTable> = KernelKind::kFusedSmall;
 template <DType dtype>
 const void* kernel_of(const Fold& fold, KernelKind kind);
 
-// For cudaLaunchKernel. A ring ignores the order of the fold. Callers refuse exact sums.
+// Return the function for cudaLaunchKernel. A ring ignores fold.order. Exact sums have no kernel.
 const void* kernel_function(DType dtype, const Fold& fold, KernelKind kind);
 
 }  // namespace pyringar::cuda

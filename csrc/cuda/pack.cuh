@@ -1,8 +1,8 @@
-// pack: sixteen bytes of elements: load, widen, reduce, narrow, store.
+// pack: 16 bytes of elements: load, widen, reduce, narrow, store.
 //
-// Contract  the arithmetic of the CPU engine, bit for bit, for everything that is not a NaN: 16-bit
-//           floats in fp32 and rounded once, integers wrap, no contraction, no flushing (see the
-//           compiler flags in pyringar/engine/compile.py).
+// Contract  The CPU engine's arithmetic, bit for bit, except for NaNs. 16-bit floats are reduced in
+//           fp32 and rounded once. Integers wrap. No contraction, no flushing of denormals
+//           (compiler flags: pyringar/engine/compile.py).
 // Tests     tests/cpp/cuda/, tests/cuda compares CPU bits with GPU bits
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace pyringar::cuda {
 
-// Elements as they lie in memory: some times sixteen bytes, or a single one.
+// kSize elements as in memory: a multiple of 16 bytes, or one element.
 template <typename T, int kSize>
 struct Lanes {
   static_assert(kSize * sizeof(T) % kPackBytes == 0);
@@ -70,7 +70,7 @@ PYRINGAR_DEVICE void store_lanes(const Lanes<T, kSize>& lanes, T* to) {
   }
 }
 
-// What an element is added in, and the way there and back.
+// An element type, the type of its partial sums, and the conversions.
 template <typename T>
 struct PlainElement {
   using Element = T;
@@ -116,25 +116,25 @@ struct ElementOf<DType::kFloat16> : Float16Element {};
 template <>
 struct ElementOf<DType::kBFloat16> : BFloat16Element {};
 
-// A sum that is divided at the end. fused alone has kernels for it; ring's Sum divides, too.
+// A sum with a division at the end. Only fused kernels use it: a ring's Sum divides too.
 struct Mean : Sum {};
 
-// x / divisor, rounded once. Integers divide towards zero. Of fp32 in fp64, where nvcc's division
-// would call a function: the quotient is correctly rounded, and rounding it again gives the fp32
-// quotient, because x / divisor is either a tie or further from one than an fp64 rounding error.
+// x / divisor, rounded once. Integer division truncates. fp32 divides in fp64 without a call: the
+// fp64 quotient is correctly rounded. Rounding it to fp32 gives the fp32 quotient, since x /
+// divisor is an fp32 tie or further from a tie than the fp64 rounding error.
 template <typename T>
 PYRINGAR_DEVICE T divided(T x, const Divisor& divisor) {
   if constexpr (std::is_same_v<T, float>) {
     const double guess = x * divisor.reciprocal;
     const double rest = fma(-guess, static_cast<double>(divisor.value), static_cast<double>(x));
     const auto quotient = static_cast<float>(fma(rest, divisor.reciprocal, guess));
-    return x + x != x ? quotient : x;  // zeros keep their sign, infinities stay
+    return x + x != x ? quotient : x;  // keep the sign of zeros, and infinities
   } else {
     return static_cast<T>(x / divisor.value);
   }
 }
 
-// The elements of four bytes, or one longer element, widened.
+// Four bytes of elements, or one 8-byte element, widened to partials.
 template <typename E>
 struct Pack {
   using Partial = typename E::Partial;

@@ -1,5 +1,4 @@
 // peers: see the header.
-
 #include "cuda/peers.h"
 
 #include <cuda.h>
@@ -22,15 +21,15 @@ __device__ std::uint32_t pattern(std::uint32_t seed, std::uint32_t i) {
   return (seed ^ i) * 2654435761u + i;
 }
 
-// Counts the words of the peer's memory that do not hold what was written there.
+// Write the pattern into the peer's memory. Count the words that read back wrong.
 __global__ void probe_kernel(std::uint32_t* remote, std::uint32_t seed, std::uint32_t* wrong) {
   for (std::uint32_t i = thread_index(); i < kProbeWords; i += num_threads()) {
     remote[i] = pattern(seed, i);
   }
-  fence(Scope::kSystem);
+  fence(MemoryScope::kSystem);
   block_barrier();
   for (std::uint32_t i = thread_index(); i < kProbeWords; i += num_threads()) {
-    // What another thread wrote: the own line could come out of a buffer on the way.
+    // Read a word of another thread: this thread's word could come from a write buffer.
     const std::uint32_t other = (i + 1021) % kProbeWords;
     if (load_acquire(remote + other) != pattern(seed, other)) atomicAdd(wrong, 1u);
   }
@@ -54,7 +53,7 @@ std::uint32_t read_word(const Memory& word, int device, const Stream& stream) {
 
 bool probe(int from, int to) {
   const BesideCaptures beside;
-  // Not the default stream, which would synchronize with captured streams.
+  // The default stream would synchronize with captured streams.
   const Stream stream_from(from);
   const Stream stream_to(to);
   const Memory remote = device_memory(to, kProbeWords * sizeof(std::uint32_t));
@@ -85,7 +84,7 @@ bool try_link(int from, int to) {
     const OnDevice guard(from);
     const cudaError_t status = cudaDeviceEnablePeerAccess(to, 0);
     if (status == cudaErrorPeerAccessAlreadyEnabled) {
-      cudaGetLastError();  // torch has been here
+      cudaGetLastError();  // torch may have enabled access before
     } else {
       check(status, "cudaDeviceEnablePeerAccess", from);
     }

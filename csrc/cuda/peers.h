@@ -1,18 +1,17 @@
-// peers: which devices can read and write each other's memory, tried out with real data.
+// peers: which devices can access each other's memory. A test transfer decides.
 //
-// Contract  enable_peers() switches access on, once per process and pair, and never off; a pair
-//           counts only after a kernel of each has written a pattern into the other's memory, read
-//           it back, and the other has found it there: some machines say yes and deliver zeros.
+// Contract  enable_peers() enables peer access once per process and pair, and never disables it. A
+//           kernel on each device writes a pattern into the other's memory and reads it back. The
+//           owner checks it too: some machines report peer access and deliver zeros.
 // Threads   any.
 // Tests     tests/cuda (on machines with two devices)
 #pragma once
 
 namespace pyringar::cuda {
 
-// Both directions work.
 bool enable_peers(int a, int b);
 
-// Memory that cudaMalloc made; other memory (torch's expandable segments) no peer can see.
+// True for memory from cudaMalloc. Peers cannot access torch's expandable segments, for example.
 bool is_peer_visible(const void* memory);
 
 }  // namespace pyringar::cuda

@@ -1,19 +1,18 @@
-// ring: the ring program of core/ring_program.h on thread blocks, slots in the next rank's memory.
+// ring: core/ring_program.h on thread blocks, with slots in the next rank's memory.
 //
-// Contract  One block per (local rank, channel), all co-resident (a cooperative launch). Channel c
-//           takes pieces c, c + C, ... of every chunk, with slots and flags of its own, so the
-//           order of addition is the one of the CPU's ring. The reader's memory holds slots and
-//           flag, which prev writes; the writer's `taken`, which next writes.
-//           Ranks of one device read each other's inputs and results in place; only partial sums go
-//           through slots (cpu/ring.cpp says why both stay unchanged meanwhile). Between devices
-//           all data goes through slots. In a slot, element i of a piece lies at index shift + i:
-//           16-byte alignment in an aligned tensor is kept.
-// Tests     tests/cpp/cuda/ring_test.cpp under ThreadSanitizer, tests/cuda;
+// Contract  One block per local rank and channel, all resident at once (cooperative launch).
+//           Channel c of C takes pieces c, c + C, ... of every chunk, through separate slots and
+//           flags. So elements are added in the order of the CPU ring. Slots and flag are in the
+//           reader's memory, and `taken` is in the writer's. Ranks on one device read each other's
+//           inputs and results in place (cpu/ring.cpp explains why these stay unchanged). Only
+//           partial sums go through slots. Between devices all data does. Element i of a piece is
+//           at index shift + i of its slot, so that slots have the alignment of the tensors.
+// Tests     tests/cpp/cuda/ring_kernel_test.cpp under ThreadSanitizer, tests/cuda;
 //           tests/build/test_cuda_kernels.py reads registers and loads in flight
 #pragma once
 
 #include "cuda/flag.cuh"
-#include "cuda/ring_moves.cuh"
+#include "cuda/ring_jobs.cuh"
 
 namespace pyringar::cuda {
 
@@ -21,22 +20,22 @@ PYRINGAR_DEVICE inline int prev_of(const RingProgram& program) {
   return (program.rank + program.world_size - 1) % program.world_size;
 }
 
-// A block's arguments, in shared memory to save registers.
+// One block's arguments. They are in shared memory to save registers.
 struct RingShared {
-  struct Tensor {
+  struct RankTensor {
     const void* input;
     void* output;
-    // Where a rank's part of a gather, or its result of a scatter, begins: at its own chunk.
+    // First element of the tensor: the rank's chunk, where the tensor is one chunk, else 0.
     std::size_t first_input;
     std::size_t first_output;
   };
   RingProgram program;
   RingCut cut;
-  RingPorts ports;  // of the block's channel
-  Tensor own;
-  Tensor prev;          // where it is on this device
-  Range first_of_prev;  // the chunk that prev sends first
-  Scope scope;
+  RingPorts ports;  // offset to the block's channel
+  RankTensor own;
+  RankTensor prev;      // valid if prev is on this device
+  Range first_of_prev;  // first chunk that the previous rank sends
+  MemoryScope scope;
 
   PYRINGAR_DEVICE bool sees_prev() const { return ports.prev_local >= 0; }
   PYRINGAR_DEVICE bool sees_next() const { return ports.next_local >= 0; }
@@ -51,7 +50,7 @@ struct RingShared {
     for (std::uint32_t** flag : {&ports.out_flag, &ports.in_taken, &ports.base}) *flag += flags;
     own = tensor(args, local);
     if (sees_prev()) prev = tensor(args, ports.prev_local);
-    scope = sees_prev() && sees_next() ? Scope::kDevice : Scope::kSystem;
+    scope = sees_prev() && sees_next() ? MemoryScope::kDevice : MemoryScope::kSystem;
     program = {args.rank[local],
                args.world_size,
                args.numel,
@@ -65,7 +64,7 @@ struct RingShared {
   }
 
  private:
-  static PYRINGAR_DEVICE Tensor tensor(const RingArgs& args, int local) {
+  static PYRINGAR_DEVICE RankTensor tensor(const RingArgs& args, int local) {
     const std::size_t chunk = chunk_range(args.numel, args.world_size, args.rank[local]).begin;
     return {args.input[local], args.output[local],
             args.phases == RingPhases::kAllGather ? chunk : 0,
@@ -73,7 +72,7 @@ struct RingShared {
   }
 };
 
-// One message: where its data comes from and where the result is written.
+// The sources and destinations of one message.
 template <typename E>
 class RingMove {
  public:
@@ -83,12 +82,12 @@ class RingMove {
   enum class Kind { kNothing, kWiden, kAdd, kFinish, kCopy };
 
   Kind kind = Kind::kNothing;
-  bool is_own_part = false;      // theirs: elements of prev's input, not partials
-  const void* theirs = nullptr;  // of prev, in its tensors or in a slot
-  const Element* own = nullptr;  // of this rank's input
-  Element* kept = nullptr;       // in its output
-  void* sent = nullptr;          // in a slot of its next
-  bool is_shared = true;         // neighbours must be told when it is done
+  bool receives_input = false;     // `received` holds elements of prev's input, not partial sums
+  const void* received = nullptr;  // in prev's tensors or in a slot of this rank
+  const Element* own = nullptr;    // in this rank's input, or the source of a copy
+  Element* kept = nullptr;         // in this rank's output; null: not written
+  void* sent = nullptr;            // in a slot of the next rank; null: not sent
+  bool is_shared = true;           // neighbor blocks access the data, so their flags need a fence
 
   PYRINGAR_DEVICE RingMove(const RingArgs& args, const RingShared& shared)
       : args_(args), shared_(shared) {}
@@ -130,11 +129,11 @@ class RingMove {
   }
 
  private:
-  using Tensor = RingShared::Tensor;
-  static PYRINGAR_DEVICE const Element* input(const Tensor& tensor, Range range) {
+  using RankTensor = RingShared::RankTensor;
+  static PYRINGAR_DEVICE const Element* input(const RankTensor& tensor, Range range) {
     return static_cast<const Element*>(tensor.input) + (range.begin - tensor.first_input);
   }
-  static PYRINGAR_DEVICE Element* output(const Tensor& tensor, Range range) {
+  static PYRINGAR_DEVICE Element* output(const RankTensor& tensor, Range range) {
     return static_cast<Element*>(tensor.output) + (range.begin - tensor.first_output);
   }
   template <typename T>
@@ -153,11 +152,11 @@ class RingMove {
   PYRINGAR_DEVICE void add(Kind how, Range range, std::uint32_t n_in) {
     kind = how;
     own = input(shared_.own, range);
-    // What prev sends first is its own part, to which nothing was added.
+    // Prev's first chunk holds its input elements: nothing has been added to it.
     const Range first = shared_.first_of_prev;
-    is_own_part = shared_.sees_prev() && first.begin <= range.begin && range.begin < first.end;
-    theirs = in_slot<Partial>(n_in, range);
-    if (is_own_part) theirs = input(shared_.prev, range);
+    receives_input = shared_.sees_prev() && first.begin <= range.begin && range.begin < first.end;
+    received = in_slot<Partial>(n_in, range);
+    if (receives_input) received = input(shared_.prev, range);
   }
   PYRINGAR_DEVICE void send_result(Range range, std::uint32_t n_out) {
     if (!shared_.sees_next()) sent = out_slot<Element>(n_out, range);
@@ -185,10 +184,10 @@ class BlockRing {
                         failure.what = Awaited::kMessage;
                       });
   }
-  // Times out after any wait for a message, so that a missing message is reported first.
+  // Times out after every wait_message(), so that a missing message is reported first.
   PYRINGAR_DEVICE bool wait_slot(std::uint32_t n, int action) const {
     const bool is_partial = 0 < action && action < args_.world_size - 1;
-    if (shared_.sees_next() && !is_partial) return true;  // it stays where it is
+    if (shared_.sees_next() && !is_partial) return true;  // the next rank reads it in place
     const std::uint32_t wanted = n - args_.num_slots;
     const int step = 2 * args_.world_size + action;
     return block_wait(shared_.ports.out_taken, shared_.scope, wanted, step, args_.patience,
@@ -209,56 +208,56 @@ class BlockRing {
     if (move.kind == Kind::kNothing) return;
     perform(move, static_cast<int>(range.size()),
             static_cast<int>(range.begin % RingMove<E>::kPackElems));
-    if (move.is_shared) is_settled_ = false;
+    if (move.is_shared) is_fenced_ = false;
   }
 
  private:
   using Kind = typename RingMove<E>::Kind;
 
-  // One fence for both flags of an action, none if no other block reads the data.
+  // One fence covers both flags of an action. No fence if no other block accesses the data.
   PYRINGAR_DEVICE void tell(std::uint32_t* flag, std::uint32_t n) {
-    if (!is_settled_) settle(shared_.scope);
-    is_settled_ = true;
+    if (!is_fenced_) block_fence(shared_.scope);
+    is_fenced_ = true;
     signal(flag, n, shared_.scope);
   }
 
   PYRINGAR_DEVICE void perform(const RingMove<E>& move, int n, int shift) const {
     if (move.kind == Kind::kCopy) {
       move_range(n, shift,
-                 Transfer<E, Element>{move.own, move.kept, static_cast<Element*>(move.sent)});
+                 CopyJob<E, Element>{move.own, move.kept, static_cast<Element*>(move.sent)});
     } else if (move.kind == Kind::kWiden) {
       move_range(n, shift,
-                 Transfer<E, Partial>{move.own, nullptr, static_cast<Partial*>(move.sent)});
-    } else if (!std::is_same_v<Element, Partial> && move.is_own_part) {
+                 CopyJob<E, Partial>{move.own, nullptr, static_cast<Partial*>(move.sent)});
+    } else if (!std::is_same_v<Element, Partial> && move.receives_input) {
       reduce<Element>(move, n, shift);
     } else {
       reduce<Partial>(move, n, shift);
     }
   }
-  template <typename Theirs>
+  template <typename Received>
   PYRINGAR_DEVICE void reduce(const RingMove<E>& move, int n, int shift) const {
     if (move.kind == Kind::kAdd) {
-      reduce_to<Theirs, Outcome::kPartial>(move, n, shift);
+      reduce_to<Received, ReduceOutput::kPartial>(move, n, shift);
     } else if (std::is_same_v<Op, Sum> && args_.divisor.value != 1) {
-      reduce_to<Theirs, Outcome::kMean>(move, n, shift);
+      reduce_to<Received, ReduceOutput::kMean>(move, n, shift);
     } else {
-      reduce_to<Theirs, Outcome::kResult>(move, n, shift);
+      reduce_to<Received, ReduceOutput::kResult>(move, n, shift);
     }
   }
-  template <typename Theirs, Outcome kOutcome>
+  template <typename Received, ReduceOutput kOutput>
   PYRINGAR_DEVICE void reduce_to(const RingMove<E>& move, int n, int shift) const {
-    using Job = Reduction<E, Op, Theirs, kOutcome>;
+    using Job = ReduceJob<E, Op, Received, kOutput>;
     move_range(n, shift,
-               Job{static_cast<const Theirs*>(move.theirs), move.own, move.kept,
+               Job{static_cast<const Received*>(move.received), move.own, move.kept,
                    static_cast<typename Job::Sent*>(move.sent), args_.divisor});
   }
 
   const RingArgs& args_;
   const RingShared& shared_;
-  bool is_settled_ = true;  // nothing was moved since the last fence
+  bool is_fenced_ = true;  // no data was moved since the last fence
 };
 
-// Chosen by run_ring: this engine moves data in one place for all actions.
+// Overload that run_ring() picks: it inlines the data movement once for all actions.
 template <typename E, typename Op>
 PYRINGAR_DEVICE void run_ring_action(BlockRing<E, Op>& engine, const RingProgram&, int action,
                                      Range range, std::uint32_t n_in, std::uint32_t n_out) {

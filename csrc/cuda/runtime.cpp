@@ -1,5 +1,4 @@
 // runtime: see the header.
-
 #include "cuda/runtime.h"
 
 #include <cuda.h>
@@ -18,7 +17,7 @@ namespace pyringar::cuda {
 
 namespace {
 
-// After these every CUDA call of the process fails.
+// True if every later CUDA call of the process fails.
 bool is_sticky(cudaError_t status) {
   switch (status) {
     case cudaErrorIllegalAddress:
@@ -50,7 +49,7 @@ bool has_context(int device) {
   return get_state(device, &flags, &is_active) == CUDA_SUCCESS && is_active != 0;
 }
 
-// Retained for good: the runtime's own context of the device.
+// The runtime's primary context of the device, retained until the process ends.
 CUcontext context_of(int device) {
   static const auto retain = reinterpret_cast<decltype(&cuDevicePrimaryCtxRetain)>(
       driver_function("cuDevicePrimaryCtxRetain"));
@@ -81,7 +80,7 @@ void pop_context() {
 
 void check(cudaError_t status, const char* call, int device) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // the next call shall not be blamed for this one
+  cudaGetLastError();  // so that the next call does not report this error
   const std::string where = device < 0 ? "" : join(" on cuda:", device);
   const char* advice =
       is_sticky(status)
@@ -136,7 +135,7 @@ Memory device_memory(int device, std::size_t bytes) {
   void* raw = nullptr;
   check(cudaMalloc(&raw, bytes), "cudaMalloc", device);
   Memory memory(raw, Release{device, [](void* it) { cudaFree(it); }});
-  // Not on the default stream, which would synchronize with captured streams.
+  // The default stream would synchronize with captured streams.
   const Stream stream(device);
   check(cudaMemsetAsync(raw, 0, bytes, stream.get()), "cudaMemsetAsync", device);
   check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device);
@@ -239,7 +238,7 @@ CaptureId capture_of(cudaStream_t stream, int device) {
 }
 
 std::unique_lock<std::mutex> lock_launches() {
-  static auto* mutex = new std::mutex;  // never destroyed: calls may come at the program's end
+  static auto* mutex = new std::mutex;  // leaked: calls may come while the process exits
   return std::unique_lock<std::mutex>(*mutex);
 }
 

@@ -1,10 +1,10 @@
-// runtime: the CUDA runtime with owners and exceptions: devices, streams, events, memory.
+// runtime: RAII wrappers of the CUDA runtime: devices, streams, events, memory.
 //
-// Contract  every failed call is an Error of kind kCuda that names the call, the device and CUDA's
-//           reason. Owners release on the device they were made on and never throw. Only devices
-//           named here get a context. Captures of other threads go on while memory is allocated,
-//           freed and cleared and events are queried.
-// Threads   any; the current device of the calling thread is left as it was.
+// Contract  A failed call raises Error of kind kCuda, with the call, the device and CUDA's reason.
+//           Owners release on their device and never throw. Only devices named in calls get a
+//           context. Allocations, frees, memsets and event queries do not invalidate captures of
+//           other threads.
+// Threads   any. The calling thread's current device is restored.
 // Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once
 
@@ -23,7 +23,7 @@ namespace pyringar::cuda {
 
 void check(cudaError_t status, const char* call, int device = -1);
 
-// What was enqueued before an error runs, and others must come after it all the same.
+// Run body(), then end(), also after an error: later calls must be ordered after the enqueued work.
 template <typename Body, typename End>
 void run_and_always(Body&& body, End&& end) {
   try {
@@ -35,8 +35,8 @@ void run_and_always(Body&& body, End&& end) {
   end();
 }
 
-// Makes a device current, and the one before it again. A thread that has used no device yet counts
-// as on device 0, where cudaSetDevice would make a context: there it goes by the driver's stack.
+// Makes a device current, and restores the previous device. A thread without a device counts as on
+// device 0. cudaSetDevice(0) would create a context there, so the driver's context stack is used.
 class OnDevice {
  public:
   explicit OnDevice(int device);
@@ -50,7 +50,7 @@ class OnDevice {
   int before_ = 0;
 };
 
-// While it lives this thread may do what a capture of any thread would otherwise forbid.
+// Allows calls in this thread that a capture of any thread would forbid.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -62,7 +62,7 @@ class BesideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Gives back on the device; it stays when the device does not answer any more.
+// Frees on the device. If the device does not answer, the memory leaks.
 struct Release {
   int device = -1;
   void (*give_back)(void*) = nullptr;
@@ -71,7 +71,7 @@ struct Release {
 using Memory = std::unique_ptr<void, Release>;
 
 Memory device_memory(int device, std::size_t bytes);  // zeroed
-// Zeroed, pinned, and seen by every device; made by way of this one.
+// Zeroed, pinned host memory that every device can access, allocated through `device`.
 Memory host_memory(int device, std::size_t bytes);
 
 template <typename T>
@@ -79,16 +79,16 @@ T* as(const Memory& memory, std::size_t offset_bytes = 0) {
   return reinterpret_cast<T*>(static_cast<std::byte*>(memory.get()) + offset_bytes);
 }
 
-cudaIpcMemHandle_t ipc_handle(const Memory& memory);              // what device_memory() made
+cudaIpcMemHandle_t ipc_handle(const Memory& memory);              // for memory of device_memory()
 Memory map_memory(int device, const cudaIpcMemHandle_t& handle);  // of another process
 
 class Event {
  public:
   explicit Event(int device);
-  void record(cudaStream_t stream) const;                 // a stream of the same device
-  void make_wait(cudaStream_t stream, int device) const;  // a stream of any device
-  bool is_done() const;   // not for one that was recorded in a capture
-  void wait_for() const;  // on the host
+  void record(cudaStream_t stream) const;                 // on a stream of the same device
+  void make_wait(cudaStream_t stream, int device) const;  // on a stream of any device
+  bool is_done() const;                                   // not for a record made in a capture
+  void wait_for() const;                                  // blocks the host
 
  private:
   int device_;
@@ -97,7 +97,7 @@ class Event {
 
 class Stream {
  public:
-  explicit Stream(int device);  // of the highest priority, not ordered with the default stream
+  explicit Stream(int device);  // non-blocking, of the highest priority
   cudaStream_t get() const { return stream_.get(); }
 
  private:
@@ -107,17 +107,16 @@ class Stream {
 int num_devices();  // 0 without a driver
 
 using CaptureId = unsigned long long;
-inline constexpr CaptureId kBrokenCapture = ~CaptureId{0};  // a call that it forbids has ended it
+inline constexpr CaptureId kBrokenCapture = ~CaptureId{0};  // an unsafe call invalidated it
 CaptureId capture_of(cudaStream_t stream, int device);
 inline bool is_capturing(cudaStream_t stream, int device) {
   return capture_of(stream, device) != 0;
 }
 
-// Held while launches that wait for each other across devices are enqueued, in one order; and while
-// a Group allocates or frees memory, which would deadlock between two launches of a call.
+// Lock for launches whose kernels wait for each other across devices: all threads enqueue them in
+// one order. Also held for a DeviceGroup's allocations and frees, which must not come between them.
 std::unique_lock<std::mutex> lock_launches();
 
-// Names what a thread does, for profilers: Nsight Systems shows a bar (NVTX).
 class ProfiledRange {
  public:
 #if __has_include(<nvtx3/nvToolsExt.h>)
@@ -130,7 +129,6 @@ class ProfiledRange {
   ProfiledRange& operator=(const ProfiledRange&) = delete;
 };
 
-// A function of the driver, which this library does not link against.
 void* driver_function(const char* name);
 
 }  // namespace pyringar::cuda

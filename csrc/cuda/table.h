@@ -1,11 +1,11 @@
-// table: the tensors of one launch as tiles. Passed to kernels by value: a launch allocates no
+// table: the tensors of one launch, cut into tiles. Kernels get it by value: a launch allocates no
 // memory, and a CUDA graph can capture it.
 //
-// Units     elements for ranges, bytes where it says so.
-// Contract  Every element of every segment lies in exactly one of: head, vectors, tail. Vectors are
-//           16-byte aligned for every pointer of the segment. The first tile of a segment also
-//           takes head and tail. A segment whose pointers disagree modulo 16 has no vectors.
-// Tests     tests/cpp/cuda/fused_test.cpp, tests/cpp/cuda_processes
+// Units     elements for ranges; byte counts are named so.
+// Contract  An entry is one tensor: head, vectors, tail. Vectors are 16-byte aligned for all
+//           pointers of the entry. Its first tile also covers head and tail. An entry whose
+//           pointers differ modulo 16 has no vectors.
+// Tests     tests/cpp/cuda/fused_kernel_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
 #include <cstddef>
@@ -16,13 +16,13 @@
 namespace pyringar::cuda {
 
 #if defined(PYRINGAR_EMULATED_THREADS)
-inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // of the CPU's, in tests
+inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // host threads, in tests
 #else
 inline constexpr int kThreads = 256;
 #endif
 
-// Blocks of a fused kernel that the registers of a multiprocessor hold at once. With a block more
-// kernels spill or load the last sources late; 4, 5 and 6 blocks are equally fast.
+// Resident blocks of a fused kernel per multiprocessor. With one more block kernels spill or load
+// the last sources late. 4, 5 and 6 blocks are equally fast.
 PYRINGAR_HD constexpr int fused_blocks(std::size_t item) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   if (item == 4) return 4;  // int32 spills with 5
@@ -30,53 +30,52 @@ PYRINGAR_HD constexpr int fused_blocks(std::size_t item) {
   return item == 4 ? 5 : item == 1 ? 3 : 4;
 }
 
-// A tile is 4 KiB of every source: each thread of a block takes 16 bytes.
+// A tile is 4 KiB of every source: 16 bytes per thread.
 PYRINGAR_HD constexpr std::size_t tile_elems(std::size_t item) {
   return static_cast<std::size_t>(kThreads) * (16 / item);
 }
 
-struct Segment {
+struct TableEntry {
   std::uint64_t numel;
-  std::uint32_t first_tile;  // of this segment, counted over the launch
-  std::uint16_t sources;     // where its pointers begin in the table
+  std::uint32_t first_tile;  // index in the launch
+  std::uint16_t sources;     // index of the first source pointer in the table
   std::uint16_t destinations;
   std::uint16_t head;    // elements before the first vector
-  std::uint16_t vector;  // 1: all pointers reach 16-byte alignment after head elements
+  std::uint16_t vector;  // 1: all pointers are 16-byte aligned after `head` elements
   std::uint32_t unused;
 };
-static_assert(sizeof(Segment) == 24);
+static_assert(sizeof(TableEntry) == 24);
 
-PYRINGAR_HD constexpr std::uint32_t num_tiles(const Segment& segment, std::size_t item) {
-  const std::size_t body = segment.numel - segment.head;
+PYRINGAR_HD constexpr std::uint32_t num_tiles(const TableEntry& entry, std::size_t item) {
+  const std::size_t body = entry.numel - entry.head;
   const std::size_t tiles = (body + tile_elems(item) - 1) / tile_elems(item);
   return static_cast<std::uint32_t>(tiles > 0 ? tiles : 1);
 }
 
-// Elements [begin, end) of the vectors of a segment; what is left on both sides are head and tail.
-PYRINGAR_HD constexpr Range vector_range(const Segment& segment, std::size_t item) {
-  const std::size_t head = segment.head;
-  if (segment.vector == 0) return {head, head};
-  return {head, head + (segment.numel - head) / (16 / item) * (16 / item)};
+// Elements [begin, end) of the vectors. The head precedes them, the tail follows.
+PYRINGAR_HD constexpr Range vector_range(const TableEntry& entry, std::size_t item) {
+  const std::size_t head = entry.head;
+  if (entry.vector == 0) return {head, head};
+  return {head, head + (entry.numel - head) / (16 / item) * (16 / item)};
 }
 
-// A view of either size of table below.
 struct TableView {
   void* const* pointers;
-  const Segment* segments;
-  std::uint32_t num_segments;
+  const TableEntry* entries;
+  std::uint32_t num_entries;
   std::uint32_t num_tiles;
-  int num_sources;       // of every segment
-  int num_destinations;  // of every segment
+  int num_sources;       // of every entry
+  int num_destinations;  // of every entry
   Divisor divisor;
 };
 
-// The segment of a tile: the last one whose first tile is not behind it.
-PYRINGAR_HD constexpr std::uint32_t find_segment(const TableView& table, std::uint32_t tile) {
+// Find the entry of a tile: the last entry whose first_tile is not greater.
+PYRINGAR_HD constexpr std::uint32_t find_entry(const TableView& table, std::uint32_t tile) {
   std::uint32_t low = 0;
-  std::uint32_t high = table.num_segments;
+  std::uint32_t high = table.num_entries;
   while (high - low > 1) {
     const std::uint32_t middle = (low + high) / 2;
-    if (table.segments[middle].first_tile <= tile) {
+    if (table.entries[middle].first_tile <= tile) {
       low = middle;
     } else {
       high = middle;
@@ -85,11 +84,11 @@ PYRINGAR_HD constexpr std::uint32_t find_segment(const TableView& table, std::ui
   return low;
 }
 
-template <int kPointers, int kSegments>
+template <int kPointers, int kEntries>
 struct Table {
   static constexpr int kMaxPointers = kPointers;
-  static constexpr int kMaxSegments = kSegments;
-  std::uint32_t num_segments = 0;
+  static constexpr int kMaxEntries = kEntries;
+  std::uint32_t num_entries = 0;
   std::uint32_t num_tiles = 0;
   std::uint32_t num_pointers = 0;
   std::int32_t num_sources = 0;
@@ -97,27 +96,27 @@ struct Table {
   std::uint32_t unused = 0;
   Divisor divisor;
   void* pointers[kPointers];
-  Segment segments[kSegments];
+  TableEntry entries[kEntries];
 
   PYRINGAR_HD TableView view() const {
-    return {pointers, segments, num_segments, num_tiles, num_sources, num_destinations, divisor};
+    return {pointers, entries, num_entries, num_tiles, num_sources, num_destinations, divisor};
   }
 };
 
-// Kernel parameters are copied at every launch: most launches need few. The large table holds all
-// of ResNet-18 for 8 ranks, in place; longer lists take several launches.
+// Each launch copies its parameters, and most calls fit the small table. The large table holds
+// ResNet-18 for 8 ranks in place. Longer lists take several launches.
 using SmallTable = Table<96, 24>;
 using LargeTable = Table<640, 120>;
 static_assert(sizeof(SmallTable) < 1400 && sizeof(LargeTable) < 8192);
 
-// Of one tensor: sources and destinations that are the same list (in place) are stored once.
+// Number of pointers that a tensor takes. In place, sources and destinations are stored once.
 inline std::uint32_t pointers_wanted(const void* const* sources, void* const* destinations,
                                      int num_sources, int num_destinations) {
   const bool in_place = sources == destinations && num_sources == num_destinations;
   return static_cast<std::uint32_t>(num_sources + (in_place ? 0 : num_destinations));
 }
 
-// Tensors of a call that go into one launch: add() says whether there was room.
+// Fills a table with tensors. add() returns false if the table is full.
 template <typename T>
 class TableBuilder {
  public:
@@ -128,24 +127,22 @@ class TableBuilder {
     table_.divisor = Divisor::of(divisor);
   }
 
-  // Of every tensor, numel elements from offset_bytes on.
   bool add(const void* const* sources, void* const* destinations, std::size_t numel,
            std::size_t offset_bytes = 0) {
     const auto num_sources = static_cast<std::uint32_t>(table_.num_sources);
     const auto num_destinations = static_cast<std::uint32_t>(table_.num_destinations);
     const std::uint32_t wanted =
         pointers_wanted(sources, destinations, table_.num_sources, table_.num_destinations);
-    if (table_.num_segments == T::kMaxSegments ||
+    if (table_.num_entries == T::kMaxEntries ||
         table_.num_pointers + wanted > static_cast<std::uint32_t>(T::kMaxPointers)) {
       return false;
     }
-    Segment& segment = table_.segments[table_.num_segments++];
-    segment = {numel, table_.num_tiles, push(sources, num_sources, offset_bytes), 0, 0, 0, 0};
-    segment.destinations = wanted == num_sources
-                               ? segment.sources
-                               : push(destinations, num_destinations, offset_bytes);
-    align(segment, wanted);
-    table_.num_tiles += num_tiles(segment, item_);
+    TableEntry& entry = table_.entries[table_.num_entries++];
+    entry = {numel, table_.num_tiles, push(sources, num_sources, offset_bytes), 0, 0, 0, 0};
+    entry.destinations =
+        wanted == num_sources ? entry.sources : push(destinations, num_destinations, offset_bytes);
+    align(entry, wanted);
+    table_.num_tiles += num_tiles(entry, item_);
     return true;
   }
 
@@ -159,17 +156,17 @@ class TableBuilder {
     return first;
   }
 
-  void align(Segment& segment, std::uint32_t count) const {
+  void align(TableEntry& entry, std::uint32_t count) const {
     const auto misalignment = [&](std::uint32_t i) {
-      return reinterpret_cast<std::uintptr_t>(table_.pointers[segment.sources + i]) % 16;
+      return reinterpret_cast<std::uintptr_t>(table_.pointers[entry.sources + i]) % 16;
     };
     for (std::uint32_t i = 1; i < count; ++i) {
       if (misalignment(i) != misalignment(0)) return;
     }
     if (misalignment(0) % item_ != 0) return;
     const std::size_t head = (16 - misalignment(0)) % 16 / item_;
-    segment.vector = 1;
-    segment.head = static_cast<std::uint16_t>(head < segment.numel ? head : segment.numel);
+    entry.vector = 1;
+    entry.head = static_cast<std::uint16_t>(head < entry.numel ? head : entry.numel);
   }
 
   T& table_;

@@ -1,9 +1,9 @@
-// tables: a call's tensors as the tables of cuda/table.h, a launch's worth at a time.
+// tables: cuts a call's tensors into launches, with a table of cuda/table.h per device.
 //
-// Contract  as few launches as tables allow, a dtype at a time. All tensors have the same number of
-//           sources, and of destinations. Over several devices each gets its slice of every tensor,
-//           the same tensors in each table.
-// Tests     tests/cpp/cuda_host/group_test.cpp, tests/cpp/cuda_processes
+// Contract  One dtype per launch, and as few launches as the tables allow. All tensors have equally
+//           many sources, and equally many destinations. Each device's table holds its slice of the
+//           same tensors.
+// Tests     tests/cpp/cuda_host/device_group_test.cpp, tests/cpp/cuda_processes
 #pragma once
 
 #include <algorithm>
@@ -22,19 +22,18 @@ namespace pyringar::cuda {
 struct TensorList {
   std::span<const Buffers> tensors;
   Fold fold;
-  const char* operation;  // for messages
+  const char* operation;  // name in error messages
 };
 
 // Slices begin at multiples of this many elements, so that vectors stay aligned.
 inline constexpr std::size_t kSliceElems = 64;
 
-// The part of a tensor that device d reduces.
 inline Range slice_of(std::size_t numel, int num_devices, int d) {
   const Range blocks = chunk_range((numel + kSliceElems - 1) / kSliceElems, num_devices, d);
   return {std::min(blocks.begin * kSliceElems, numel), std::min(blocks.end * kSliceElems, numel)};
 }
 
-// False, and nothing added, if the tables are full: they fill up together.
+// Add each device's slice. False: all tables are full, and nothing was added.
 template <typename T>
 bool add_slices(std::vector<TableBuilder<T>>& builders, const Buffers& tensor) {
   const auto num_devices = static_cast<int>(builders.size());
@@ -49,11 +48,11 @@ bool add_slices(std::vector<TableBuilder<T>>& builders, const Buffers& tensor) {
   return true;
 }
 
-// Short tensors leave nothing to the last devices.
+// False if a device has only empty slices, since the tensors are short.
 template <typename T>
 bool has_elements(const T& table) {
-  return std::any_of(table.segments, table.segments + table.num_segments,
-                     [](const Segment& segment) { return segment.numel > 0; });
+  return std::any_of(table.entries, table.entries + table.num_entries,
+                     [](const TableEntry& entry) { return entry.numel > 0; });
 }
 
 template <typename T, typename Launch>
@@ -70,7 +69,7 @@ void launch_dtype(const TensorList& list, DType dtype, std::size_t num_devices, 
     for (; next != list.tensors.end(); ++next) {
       if (next->dtype == dtype && !add_slices(builders, *next)) break;
     }
-    if (tables[0].num_segments == 0) {
+    if (tables[0].num_entries == 0) {
       if (next == list.tensors.end()) return;
       fail(ErrorKind::kUnsupported, list.operation, ": ", first.num_sources,
            " ranks are more than one launch can address (", T::kMaxPointers, " pointers)");
@@ -80,32 +79,32 @@ void launch_dtype(const TensorList& list, DType dtype, std::size_t num_devices, 
   }
 }
 
-// What the tensors of a dtype take of a table.
-struct Room {
-  std::size_t segments = 0;
+// Table entries and pointers that the tensors of one dtype need.
+struct TableDemand {
+  std::size_t entries = 0;
   std::size_t pointers = 0;
 
   template <typename T>
   bool fits() const {
-    return segments <= T::kMaxSegments && pointers <= T::kMaxPointers;
+    return entries <= T::kMaxEntries && pointers <= T::kMaxPointers;
   }
 };
 
-// launch(dtype, tables), with a table per device, until all tensors are launched.
+// Call launch(dtype, tables) with a table per device until all tensors are launched.
 template <typename Launch>
 void launch_tables(const TensorList& list, std::size_t num_devices, Launch&& launch) {
-  std::array<Room, kNumDTypes> rooms{};
+  std::array<TableDemand, kNumDTypes> demands{};
   for (const Buffers& tensor : list.tensors) {
-    Room& room = rooms[static_cast<std::size_t>(tensor.dtype)];
-    room.segments += 1;
-    room.pointers += pointers_wanted(tensor.sources, tensor.destinations, tensor.num_sources,
-                                     tensor.num_destinations);
+    TableDemand& demand = demands[static_cast<std::size_t>(tensor.dtype)];
+    demand.entries += 1;
+    demand.pointers += pointers_wanted(tensor.sources, tensor.destinations, tensor.num_sources,
+                                       tensor.num_destinations);
   }
   for (int i = 0; i < kNumDTypes; ++i) {
     const auto dtype = static_cast<DType>(i);
-    const Room& room = rooms[static_cast<std::size_t>(i)];
-    if (room.segments == 0) continue;
-    if (room.fits<SmallTable>()) {
+    const TableDemand& demand = demands[static_cast<std::size_t>(i)];
+    if (demand.entries == 0) continue;
+    if (demand.fits<SmallTable>()) {
       launch_dtype<SmallTable>(list, dtype, num_devices, launch);
     } else {
       launch_dtype<LargeTable>(list, dtype, num_devices, launch);

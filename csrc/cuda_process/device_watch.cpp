@@ -1,5 +1,4 @@
 // device_watch: see the header.
-
 #include "cuda_process/device_watch.h"
 
 #include <string>
@@ -18,7 +17,7 @@ std::uint32_t value_of(const DeviceLine::Word& word) {
   return word.value.load(std::memory_order_acquire);
 }
 
-// Others may raise it at the same time; the greater number stays.
+// Other ranks may raise the word at the same time. The greatest value wins.
 void raise(DeviceLine::Word& word, std::uint32_t wanted) {
   std::uint32_t now = value_of(word);
   while (!reached(now, wanted) && !word.value.compare_exchange_weak(now, wanted)) {
@@ -55,7 +54,7 @@ DeviceWatch::~DeviceWatch() {
 }
 
 void DeviceWatch::begin(std::uint32_t last) {
-  // What this GPU is done with it waits for no more; a number that stayed behind would turn.
+  // Expected values below `finished` move up: an old value would compare wrong after 2^31 messages.
   const std::uint32_t done = value_of(segment_.device(rank_).finished);
   for (std::atomic<std::uint32_t>* expected : {&announced_, &reduced_}) {
     if (reached(done, expected->load())) expected->store(done);
@@ -70,28 +69,28 @@ void DeviceWatch::begin(std::uint32_t last) {
     }
   }
   last_.store(last, std::memory_order_release);
-  if (is_asleep_) changed_.notify_all();
+  if (is_sleeping_) changed_.notify_all();
 }
 
 bool DeviceWatch::is_idle() const {
   return reached(value_of(segment_.device(rank_).finished), last());
 }
 
-std::uint64_t DeviceWatch::mark_of(int rank) const {
+std::uint64_t DeviceWatch::progress_of(int rank) const {
   const DeviceLine& line = segment_.device(rank);
   return std::uint64_t{value_of(line.announced)} + value_of(line.reduced) + value_of(line.finished);
 }
 
 std::uint64_t DeviceWatch::progress() const {
   std::uint64_t all = 0;
-  for (int rank = 0; rank < segment_.world_size(); ++rank) all += mark_of(rank);
+  for (int rank = 0; rank < segment_.world_size(); ++rank) all += progress_of(rank);
   return all;
 }
 
 void DeviceWatch::abort() {
   const std::lock_guard<std::mutex> lock(mutex_);
   releases_all_ = true;
-  look();
+  poll();
 }
 
 void DeviceWatch::run() {
@@ -99,31 +98,31 @@ void DeviceWatch::run() {
   while (!is_ending_) {
     if (is_idle()) {
       stillness_.forget();
-      is_asleep_ = true;
+      is_sleeping_ = true;
       changed_.wait(lock, [this] { return is_ending_ || !is_idle(); });
-      is_asleep_ = false;
+      is_sleeping_ = false;
     } else {
       changed_.wait_for(lock, stillness_.nap());
-      look();
+      poll();
     }
   }
 }
 
-void DeviceWatch::look() {
+void DeviceWatch::poll() {
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     if (rank == rank_ || !is_behind(rank)) continue;
     if (releases_all_) {
       release(rank);
     } else if (const char* how = host_.how_gone(rank); how != nullptr && is_behind(rank)) {
-      // What it did before it went counts.
+      // Messages that the rank wrote before it exited count: check again.
       give_up(rank, ErrorKind::kPeerLost, join(", which ", how));
     }
   }
   if (releases_all_) return;
   stillness_.set_timeout(host_.timeout());
-  stillness_.look(rank_, [this](int rank) { return mark_of(rank); });
+  stillness_.look(rank_, [this](int rank) { return progress_of(rank); });
   const int culprit = most_behind();
-  // If this GPU is no further itself, it is busy with other work: its peers will find it late.
+  // This GPU is not ahead: it is busy with other work, and its peers will find it late.
   if (culprit < 0 || lead(rank_, culprit) <= 0) return stillness_.forget();
   if (!stillness_.is_late(culprit)) return;
   releases_all_ = true;
@@ -141,7 +140,7 @@ bool DeviceWatch::is_behind(int rank) const {
          is_awaited(line.reduced, reduced_.load(std::memory_order_acquire));
 }
 
-// As PeerWatch says; -1: this rank's streams wait for no rank.
+// Return the rank that is furthest behind, or -1 if this rank's streams wait for no rank.
 int DeviceWatch::most_behind() const {
   int last = -1;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
@@ -153,10 +152,10 @@ int DeviceWatch::most_behind() const {
 }
 
 void DeviceWatch::give_up(int culprit, ErrorKind kind, const std::string& why) {
-  tell_failure(segment_, kind,
-               join("the GPU of ", host_.name_of(rank_), " waited for that of ",
-                    host_.name_of(culprit), why, "; ", host_.last_call_of(culprit),
-                    ". Results of calls that were still under way are void"));
+  tell_failure(
+      segment_, kind,
+      join("the GPU of ", host_.name_of(rank_), " waited for that of ", host_.name_of(culprit), why,
+           "; ", host_.last_call_of(culprit), ". Results of unfinished calls are undefined"));
   release(culprit);
 }
 

@@ -1,22 +1,21 @@
-// device_watch: how far the GPUs of all ranks are, which rank is lost or late there, and how
-// streams that wait for it come to an end.
+// device_watch: progress of all ranks' GPUs. It detects lost and late ranks, and ends streams that
+// wait for them.
 //
 // Units     messages, as core/staged_program.h counts them; nanoseconds.
-// Contract  The words of a rank's DeviceLine only grow (modulo 2^32). The rank's streams write
-//           them; other ranks' streams wait for the first two, hosts for the third:
+// Contract  A rank's streams write its DeviceLine, whose words only grow (modulo 2^32). Other
+//           ranks' streams wait for the first two words, and hosts for the third:
 //
-//             announced, reduced   as core/staged_program.h says
-//             finished             it is done with n, the last message of a call
+//             announced, reduced   as in core/staged_program.h
+//             finished             the GPU has run message n, the last of a call
 //
-//           While calls of this rank are on its GPU, a thread looks at the words 20 times a second.
-//           A rank is lost if its process has ended while this rank's streams wait for it. It is
-//           late if it is furthest behind and has not moved for the timeout while this rank's GPU
-//           was further. Then all ranks are told, and each survivor raises the words of that rank
-//           to what its own streams wait for, repeatedly. `released` keeps what the rank had
-//           finished by then: calls that end with a later message are void on every rank.
-//           The thread makes no CUDA calls: another thread may hold CUDA's locks while a stream
-//           waits, or capture.
-// Threads   begin() and expect_*() one at a time; all else any.
+//           While this rank's GPU runs calls, a thread polls the words 20 times a second. A rank is
+//           lost if its process has ended while this rank's streams wait for it. A rank is late if
+//           it is furthest behind and has not moved for the timeout, and this rank's GPU is ahead
+//           of it. All ranks are then told. Each survivor repeatedly raises the lost rank's words
+//           to the values that its streams wait for. `released` records what the rank had finished.
+//           Calls that end with a later message have undefined results on every rank. The thread
+//           makes no CUDA calls: another thread may hold CUDA's locks, or capture.
+// Threads   begin() and expect_*() one at a time; all others any.
 // Tests     tests/cpp/cuda_processes
 #pragma once
 
@@ -31,16 +30,16 @@
 
 namespace pyringar {
 
-// Whether the call whose last message is `last` ended, or will end, without all of its data.
+// True if the call that ends with message `last` lacks, or will lack, a lost rank's data.
 bool is_void(const Segment& segment, std::uint32_t last);
 
 class DeviceWatch {
  public:
-  // host: who is gone, and what is said of a rank.
+  // host: detects processes that have ended, and names ranks in messages.
   DeviceWatch(const Segment& segment, int rank, const PeerWatch& host);
   ~DeviceWatch();
 
-  // A call of this rank, before its stream is asked to wait, or to write `finished`.
+  // Start watching a call. Called before its stream waits or writes `finished`.
   void begin(std::uint32_t last);
   void expect_announced(std::uint32_t n) { announced_.store(n, std::memory_order_release); }
   void expect_reduced(std::uint32_t n) { reduced_.store(n, std::memory_order_release); }
@@ -48,18 +47,18 @@ class DeviceWatch {
   bool is_idle() const;
   std::uint32_t last() const { return last_.load(std::memory_order_acquire); }
   std::uint64_t progress() const;
-  // Releases the streams at once, for all ranks that they wait for.
+  // Release this rank's streams now, whichever ranks they wait for.
   void abort();
 
  private:
   void run();
-  void look();
+  void poll();
   bool is_behind(int rank) const;
   std::int32_t lead(int rank, int other) const {
     return lead_of(segment_.device(rank), segment_.device(other));
   }
   int most_behind() const;
-  std::uint64_t mark_of(int rank) const;
+  std::uint64_t progress_of(int rank) const;
   void give_up(int culprit, ErrorKind kind, const std::string& why);
   void release(int rank) const;
 
@@ -67,14 +66,14 @@ class DeviceWatch {
   const int rank_;
   const PeerWatch& host_;
   std::atomic<std::uint32_t> last_;
-  std::atomic<std::uint32_t> announced_;  // what the streams wait for
+  std::atomic<std::uint32_t> announced_;  // the messages that this rank's streams wait for
   std::atomic<std::uint32_t> reduced_;
 
-  std::mutex mutex_;  // guards all below
+  std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   Stillness stillness_;
-  bool is_asleep_ = false;     // until begin()
-  bool releases_all_ = false;  // some rank is late, or this one aborts
+  bool is_sleeping_ = false;   // thread sleeps until begin()
+  bool releases_all_ = false;  // a rank is late, or this rank aborts
   bool is_ending_ = false;
   std::thread thread_;
 };

@@ -1,5 +1,5 @@
 // staged_engines: the copies and folds of a rank in a staged program, written once for the memory
-// of the host (process/call) and of a GPU (cuda_process/group).
+// of the host (process/call) and of a GPU (cuda_process/cuda_process_group).
 //
 // Contract  Rank order, for every size and cut into pieces. A rank reads its part in its tensors,
 //           and the parts of other ranks in their slots. Memory is StagedCounters and brings

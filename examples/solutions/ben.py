@@ -1,4 +1,4 @@
-"""The book's function of 2021: the second loop puts other tensors into the list."""
+"""As the book printed it in 2021: the second loop rebinds items of the list."""
 
 
 def allreduce(data):

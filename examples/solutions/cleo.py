@@ -1,4 +1,4 @@
-"""Takes the mean instead of the sum."""
+"""Computes the mean instead of the sum."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""Which nvcc and which GPUs is the CUDA engine built with and for, apart from the CPU engine?
+"""Building the CUDA engine: nvcc, architectures, cache keys, the build command.
 
-None of these tests needs a GPU; those that compile need nvcc, and take a tiny engine.
+No test needs a GPU. Tests that compile need nvcc and use a tiny engine.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def nvcc_in(tmp_path):
 
 @needs_compiler
 @needs_nvcc
-def test_builds_links_and_imports_without_a_gpu(cache, tiny_cuda, unloaded, monkeypatch):
+def test_cuda_engine_imports_without_gpu(cache, tiny_cuda, unloaded, monkeypatch):
     built = _build.ensure_engine(tiny_cuda)
     assert built.path.name == f"_cuda_engine{toolchain.extension_suffix()}"
     assert built.record["archs"] == ["9.0"]
     assert _build.ensure_engine(tiny_cuda).origin == "cache"
-    # Another cudart in the process, torch's, and this one must not find each other's functions.
+    # The engine's CUDA runtime must not mix with torch's: it is static and exports nothing.
     words = ["readelf", "--dynamic", "--dyn-syms", "--wide", str(built.path)]
     needs = toolchain.run_tool(words, "readelf")
     assert not re.search(r"NEEDED.*lib(cuda|cudart)", needs)
@@ -64,12 +64,12 @@ def test_builds_links_and_imports_without_a_gpu(cache, tiny_cuda, unloaded, monk
     assert module is load.cuda_engine() is load.loaded_cuda_engine()
     assert asked == [_build.CUDA]
     assert load.loaded_engine() is None
-    # With a GPU or without one, with a driver or without: an answer, and no crash.
+    # With or without a GPU or driver, the calls return a status.
     for error in (module.count_error(), module.launch_error()):
         assert re.fullmatch("cuda(Success|Error[A-Za-z]+)", error)
 
 
-def test_each_engine_has_its_own_key(cache, tiny_cuda):
+def test_engines_have_separate_keys(cache, tiny_cuda):
     root = tiny_cuda.root()
     cpu = _build.Recipe(root)
 
@@ -154,12 +154,12 @@ def test_nvcc_is_searched_in_order(cache, tmp_path, monkeypatch, nvcc_in):
         monkeypatch.delenv("PYRINGAR_NVCC", raising=False)
 
 
-def test_missing_nvcc_says_what_to_install(cache, tiny_cuda, no_nvcc, monkeypatch):
+def test_missing_nvcc_error_names_package(cache, tiny_cuda, no_nvcc, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/no/cuda")
     with pytest.raises(CompilerNotFoundError) as caught:
         _build.ensure_engine(tiny_cuda)
-    for told in ("PYRINGAR_NVCC", "/no/cuda/bin/nvcc", "pip install 'pyringar[cuda]'"):
-        assert told in str(caught.value)
+    for text in ("PYRINGAR_NVCC", "/no/cuda/bin/nvcc", "pip install 'pyringar[cuda]'"):
+        assert text in str(caught.value)
     assert not cache.exists()
     monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
     with pytest.raises(CompilerNotFoundError, match="PYRINGAR_NVCC='/no/such/nvcc'"):
@@ -172,7 +172,7 @@ def test_broken_toolkit_is_named(cache, tmp_path, monkeypatch, nvcc_in):
     monkeypatch.setenv("PYRINGAR_NVCC", str(nvcc))
     for folder in ("include", "lib64"):
         (tmp_path / folder).mkdir()
-    for said, file, told in [
+    for said, file, text in [
         ("exit 1", "", "does not work"),
         ("echo hello", "", "does not say where its toolkit is"),
         (f"echo '#$ TOP={tmp_path}'", "include/cuda_runtime.h", "cuda_runtime.h is not"),
@@ -180,7 +180,7 @@ def test_broken_toolkit_is_named(cache, tmp_path, monkeypatch, nvcc_in):
         (f"echo '#$ TOP={tmp_path}'", "", "no GPU it makes code for"),
     ]:
         nvcc.write_text(f"#!/bin/sh\n{said}")
-        with pytest.raises(BuildError, match=told) as caught:
+        with pytest.raises(BuildError, match=text) as caught:
             toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
         assert str(nvcc) in str(caught.value)
         assert "pyringar[cuda]" in str(caught.value)
@@ -210,7 +210,7 @@ TOOLKIT = toolchain.CudaToolkit(
         ("", ("all",), ("8.0", "9.0", "12.0+PTX")),
     ],
 )
-def test_archs(cache, monkeypatch, chosen, wanted, built):
+def test_archs_variable_is_parsed(cache, monkeypatch, chosen, wanted, built):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", chosen)
     assert toolchain.cuda_archs_wanted() == wanted
@@ -230,7 +230,7 @@ def test_unknown_archs_raise():
         toolchain.cuda_archs_built(("9.0", "10.3"), TOOLKIT)
 
 
-def test_default_archs_are_the_gpus(cache, monkeypatch):
+def test_default_archs_match_gpus(cache, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -241,14 +241,14 @@ def test_default_archs_are_the_gpus(cache, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert toolchain.cuda_archs_wanted() == ("all",)
     monkeypatch.delitem(sys.modules, "torch")
-    assert toolchain.cuda_archs_wanted() == ("all",), "torch is asked, and not imported to be asked"
+    assert toolchain.cuda_archs_wanted() == ("all",), "torch must not be imported for this"
 
 
 # --- the command line ---
 
 
 @needs_compiler
-def test_build_command_says_why_cuda_is_missing(cache, tiny_cuda, no_nvcc, monkeypatch, capsys):
+def test_build_command_explains_missing_cuda(cache, tiny_cuda, no_nvcc, monkeypatch, capsys):
     own = tiny_cuda.source_root
     monkeypatch.setattr(_build.Recipe, "root", lambda self: self.source_root or own)
 
@@ -256,22 +256,22 @@ def test_build_command_says_why_cuda_is_missing(cache, tiny_cuda, no_nvcc, monke
         return main(["build", *arguments]), "".join(capsys.readouterr())
 
     monkeypatch.setattr(torch.version, "cuda", None)
-    status, told = build()
-    assert (status, "cuda       not built: torch is a CPU build; --cuda b" in told) == (0, True)
+    status, text = build()
+    assert (status, "cuda       not built: torch is a CPU build; --cuda b" in text) == (0, True)
     assert "cuda " not in build("--no-cuda")[1]
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_available", lambda: False)
         assert "cuda       not built: no GPU or no driver; --cuda builds it" in build()[1]
-    status, told = build("--cuda")
-    assert (status, "pyringar build: no CUDA compiler" in told) == (1, True)
+    status, text = build("--cuda")
+    assert (status, "pyringar build: no CUDA compiler" in text) == (1, True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    status, told = build()
-    assert (status, "cuda       not built: no CUDA compiler" in told) == (0, True)
+    status, text = build()
+    assert (status, "cuda       not built: no CUDA compiler" in text) == (0, True)
     monkeypatch.setenv("PYRINGAR_NVCC", "/no/such/nvcc")
-    status, told = build()
-    assert (status, "/no/such/nvcc" in told) == (1, True)
+    status, text = build()
+    assert (status, "/no/such/nvcc" in text) == (1, True)
 
 
 # --- nvcc from pip alone ---
@@ -288,19 +288,19 @@ print(built.record["nvcc"], load.load(built).count_error())
 
 
 @pytest.mark.slow
-@pytest.mark.thorough  # it downloads a toolkit
+@pytest.mark.thorough  # downloads a toolkit
 @pytest.mark.timeout(900)
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="pip has nvcc for Linux")
 def test_nvcc_from_pip_builds_engine(tmp_path, cache, tiny_cuda, python):
-    """What the extra ``cuda`` brings is enough: compiler, headers, the CUDA runtime to link."""
+    """The extra ``cuda`` installs all that the build needs: nvcc, headers and the runtime."""
     project = (REPO / "pyproject.toml").read_text(encoding="utf-8")
     wanted = re.search(r'^cuda = .*"(cuda-toolkit\[.+?)"', project, re.MULTILINE)
     assert wanted is not None
-    # Into this environment, whatever the one whose packages it borrows has of it.
+    # Install even if the parent environment has the package.
     run(python, "-m", "pip", "install", "--ignore-installed", wanted[1], cwd=tmp_path)
 
     variables = {"PATH": "/usr/bin:/bin", "CUDA_HOME": "", "PYRINGAR_CUDA_ARCHS": "9.0"}
     command = (python, "-c", FROM_PIP, REPO / "pyringar", str(tiny_cuda.source_root))
-    told = run(*command, cwd=tmp_path, PYRINGAR_CACHE_DIR=cache, **variables)
-    assert re.search(rf"toolkit {python.parents[1]}.*/nvidia/cu13\) cuda\w+$", told.strip())
+    text = run(*command, cwd=tmp_path, PYRINGAR_CACHE_DIR=cache, **variables)
+    assert re.search(rf"toolkit {python.parents[1]}.*/nvidia/cu13\) cuda\w+$", text.strip())

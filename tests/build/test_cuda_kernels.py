@@ -1,4 +1,4 @@
-"""Does the CUDA engine build for all architectures, and do its kernels fit into the registers?"""
+"""The CUDA engine builds for all architectures, and no kernel spills registers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiny_engine import run as run_without_settings
 from pyringar.engine import build, toolchain
 from pyringar.engine.compile import DTYPES, NVCC_FLAGS
 
-# For each, the number of blocks that one multiprocessor must hold at once; they are 256 threads.
+# Fused kernels: blocks of 256 threads that must fit on one multiprocessor at once.
 BLOCKS = {
     "float64": 4,
     "float32": 5,
@@ -27,12 +27,12 @@ BLOCKS = {
     "int32": 5,
     "int64": 4,
 }
-REGISTERS = 65_536  # of a multiprocessor; given out in eights
+REGISTERS = 65_536  # per multiprocessor; a thread gets a multiple of 8
 RING_REGISTERS = 64  # two blocks of 512 threads
 TABLES = 2
-FUSED_OPS = 5  # the sum, the mean, the largest, the smallest, the product
-TREE_OPS = 3  # sums, means and products of floats; others are the same in every order
-RING_OPS = 4  # the sum's kernel divides, too
+FUSED_OPS = 5  # sum, mean, max, min, prod
+TREE_OPS = 3  # sum, mean and prod of floats: other results do not depend on the order
+RING_OPS = 4  # the kernel of sum divides for mean
 PEER_KERNELS = {"probe": 1, "verify": 1}
 
 
@@ -103,5 +103,4 @@ def test_kernels_fit_registers(tmp_path, dtype):
     most = REGISTERS // (256 * BLOCKS[dtype]) // 8 * 8
     for kernel in kernels:
         assert kernel.spilled_bytes == 0, kernel
-        # Sums in a tree of 4-byte floats have a block less than their other kernels.
         assert kernel.registers <= (RING_REGISTERS if kernel.kind == "ring" else most), kernel

@@ -1,5 +1,4 @@
-// check: see check.h.
-
+// check: see the header.
 #include "check.h"
 
 #include <sys/wait.h>
@@ -9,8 +8,7 @@
 #include <cstdlib>
 #include <mutex>
 
-// Threads share exceptions through std::exception_ptr, whose reference count is atomic, but counted
-// inside libstdc++, where ThreadSanitizer does not look.
+// libstdc++ counts references to exceptions atomically, but ThreadSanitizer does not see that.
 extern "C" const char* __tsan_default_suppressions();
 extern "C" const char* __tsan_default_suppressions() {
   return "race:std::__exception_ptr::exception_ptr::_M_release\n"
@@ -31,7 +29,7 @@ void set_position(const Position& now) { position = now; }
 
 void fail_check(const char* file, int line, const char* condition, const std::string& values) {
   static std::mutex once;
-  once.lock();  // kept: the first failure is the one to read
+  once.lock();  // never unlocked: only the first failure is printed
   std::fprintf(stderr, "%s:%d: CHECK(%s) failed%s%s\n", file, line, condition,
                values.empty() ? "" : ": ", values.c_str());
   std::fprintf(stderr, "again: --only %s --seed %llu --from-round %llu --rounds 1\n", position.part,
@@ -93,7 +91,7 @@ void in_child(const std::function<void()>& program) {
   }
   int status = 0;
   CHECK(waitpid(child, &status, 0) == child, "waitpid failed");
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with status ", status);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child exited with status ", status);
 }
 
 std::string message_of(ErrorKind kind, const std::function<void()>& action) {

@@ -1,8 +1,8 @@
-// check: what all parts of the stress test share: CHECK, random numbers, guarded memory, threads.
+// check: helpers of all stress tests: CHECK, random numbers, guarded memory, threads.
 //
-// Contract  A failed CHECK prints file, line, condition and values, and how to run that very round
-//           again, then ends the process with status 1, from whichever thread it was on.
-// Threads   CHECK from any thread; a Random belongs to one thread.
+// Contract  A failed CHECK prints file, line, condition, values, and the options that repeat the
+//           round. It then ends the process with status 1.
+// Threads   CHECK: any. A Random belongs to one thread.
 #pragma once
 
 #include <chrono>
@@ -32,7 +32,7 @@ namespace pyringar::stress {
     }                                                                    \
   } while (false)
 
-// What a failure message says to run again.
+// The round that a failure message says to repeat.
 struct Position {
   const char* part;
   std::uint64_t seed;
@@ -40,7 +40,7 @@ struct Position {
 };
 void set_position(const Position& position);
 
-// SplitMix64 (Steele, Lea, Flood 2014): any seed will do, also 0.
+// SplitMix64 (Steele, Lea, Flood 2014). Any seed is valid, 0 too.
 class Random {
  public:
   explicit Random(std::uint64_t seed) : state_(seed) {}
@@ -57,7 +57,7 @@ class Random {
   }
   bool one_in(int n) { return below(static_cast<std::size_t>(n)) == 0; }
   Random fork() { return Random(bits()); }
-  // One for each rank.
+  // One generator per rank.
   std::vector<Random> forks(int count) {
     std::vector<Random> made;
     for (int i = 0; i < count; ++i) made.push_back(fork());
@@ -68,19 +68,18 @@ class Random {
   std::uint64_t state_;
 };
 
-// For waits that should not end, and for how much later than its deadline one may on a busy
-// machine.
+// kLong: a timeout that is never reached. kGraceSeconds: delay that a busy machine may cause.
 inline constexpr std::chrono::nanoseconds kLong = std::chrono::minutes(10);
 inline constexpr double kGraceSeconds = 10.0;
 
-// Sizes that matter: none, few, about one vector, about one block, and now and then up to `most`.
+// Sizes at edges: none, few, about one vector, about one block, seldom up to `most`.
 std::size_t random_numel(Random& random, std::size_t most);
 
-// Mostly nothing, sometimes a yield, seldom a short sleep.
+// Mostly return at once, sometimes yield, seldom sleep.
 void dawdle(Random& random);
 
-// Bytes at any offset from a cache line, with canaries before and behind, or, as often, nothing
-// behind, so that AddressSanitizer sees the first byte too far.
+// Memory at any byte offset, with canaries before it. Behind it are canaries, or nothing in half
+// the cases, so that AddressSanitizer sees an overrun.
 class Guarded {
  public:
   // Begins `offset` bytes behind a 16-byte boundary.
@@ -97,19 +96,19 @@ class Guarded {
   std::unique_ptr<std::byte[]> memory_;
 };
 
-// Calls program(rank) on a thread per rank, all at once.
+// Run program(rank) on one thread per rank.
 void on_all_ranks(int world_size, const std::function<void(int rank)>& program);
 
-// Runs the program in a forked child, which must end well and in time.
+// Run the program in a forked child. It must exit with status 0 within a minute.
 void in_child(const std::function<void()>& program);
 
-// Calls action, which must throw an Error of this kind; returns its message.
+// Run action, which must throw an Error of this kind. Return its message.
 std::string message_of(ErrorKind kind, const std::function<void()>& action);
-// The same, and the message must hold `words`.
+// Run action, which must throw an Error of this kind with `words` in its message.
 void check_throws(ErrorKind kind, std::string_view words, const std::function<void()>& action);
 
-// For checks that depend on time: a machine that stands still for a moment makes anybody late. An
-// attempt returns "" or what it complains about; three complaints in a row are a failure.
+// For timing checks, which a busy machine may fail. attempt() returns "" or a complaint. Three
+// complaints in a row fail.
 void check_one_of_three(const std::function<std::string()>& attempt);
 
 class Stopwatch {

@@ -1,5 +1,4 @@
-// oracle: see oracle.h.
-
+// oracle: see the header.
 #include "oracle.h"
 #include "core/exact_sum.h"
 #include "core/tree.h"
@@ -18,7 +17,7 @@ constexpr std::size_t kLineBytes = 64;
 
 struct Format {
   int mantissa_bits;
-  int lowest_exponent;  // of a normal number
+  int lowest_exponent;  // of normal numbers
   int highest_exponent;
 };
 constexpr Format kFloat16Format = {10, -14, 15};
@@ -47,11 +46,10 @@ std::uint16_t encode(double value, const Format& format) {
   if (value >= std::ldexp(1.0, format.highest_exponent + 1)) return with_sign(infinite);
   if (value == 0) return sign;
   const int exponent = std::max(std::ilogb(value), format.lowest_exponent);
-  // In units of the last place: exact, then rounded by the processor's own ties-to-even.
+  // In units of the last place: exact. Then rounded, ties to even.
   const int units =
       static_cast<int>(std::nearbyint(std::ldexp(value, format.mantissa_bits - exponent)));
-  // Units without the leading one, plus the exponent; a carry moves into the exponent by itself,
-  // and from the highest exponent into infinity.
+  // Units without the leading bit, plus the exponent. A carry moves into the exponent by itself.
   return with_sign(units + ((exponent - format.lowest_exponent) << format.mantissa_bits));
 }
 
@@ -174,8 +172,7 @@ T random_edge(Random& random) {
     const T edges[] = {0, 1, std::numeric_limits<T>::min(), std::numeric_limits<T>::max()};
     return edges[random.below(4)];
   } else {
-    // Zeros, the smallest, the largest, infinities and NaN of fp16; all are finite elsewhere but
-    // the last two.
+    // Edge values of fp16: zeros, smallest, largest, infinities, NaN.
     const double edges[] = {0.0,      -0.0,    0x1p-24, -0x1p-24, 65504.0,   -65504.0,
                             0x1p-126, 0x1p-25, 1.0,     HUGE_VAL, -HUGE_VAL, std::nan("")};
     return from_double<T>(edges[random.below(std::size(edges))]);
@@ -273,7 +270,7 @@ std::vector<int> ring_order(int world_size, int chunk) {
   return order;
 }
 
-// Of sources[order[0]], sources[order[1]], ..., from left to right.
+// Reduce sources[order[0]], sources[order[1]], ... from left to right.
 void reduce_elements(DType dtype, ReduceOp op, int divisor, const void* const* sources,
                      const std::vector<int>& order, Range range, void* expected) {
   with_element(dtype, [&](auto element) {
@@ -288,7 +285,7 @@ void reduce_elements(DType dtype, ReduceOp op, int divisor, const void* const* s
   });
 }
 
-// is_last: rounded to 16 bits next, as if that were the first time.
+// is_last: rounded to 16 bits next, so it must not round before.
 template <typename P>
 P exact_sum(const std::vector<P>& x, bool is_last) {
   if constexpr (std::is_integral_v<P>) {
@@ -408,7 +405,7 @@ void Tensors::check_all_reduced(Fold fold, bool in_ring_order, const char* what)
     check_same(dtype_, pointers_[rank], expected.data(), numel_,
                join(what, " ", op_name(fold.op), " in ", order_name(fold.order), " order over ",
                     count(), " ranks, rank ", rank));
-    // P2: the same bits on all ranks, NaN included.
+    // All ranks hold equal bits, even in NaNs.
     CHECK(bytes() == 0 || std::memcmp(pointers_[rank], pointers_[0], bytes()) == 0, what, ": rank ",
           rank, " holds other bits than rank 0");
   }
@@ -450,7 +447,7 @@ void RingTensors::check() const {
     check_same(shape_.dtype, output(rank), whole.data() + range.begin * item, range.size(),
                join("ring phases ", static_cast<int>(shape_.phases), " ", op_name(fold_.op),
                     " over ", shape_.num_sources, " ranks, rank ", rank));
-    // The same bits on all ranks, NaN included.
+    // All ranks hold equal bits, even in NaNs.
     CHECK(is_chunk || std::memcmp(output(rank), output(0), shape_.numel * item) == 0, "rank ", rank,
           " holds other bits than rank 0");
   }

@@ -1,10 +1,8 @@
-// oracle: what every reduction must give, one element at a time, by other means than the engine's.
+// oracle: the expected result of every reduction, computed one element at a time.
 //
-// Contract  16-bit floats are widened and narrowed through double arithmetic with explicit quanta,
-//           not with the bit tricks of core/half.h; folds are plain loops in the order they are
-//           given, or the equations of core/fold.h as they stand; exact sums are
-//           core/exact_sum.h's. Two NaNs are equal whatever their bits; all else is compared bit
-//           for bit.
+// Contract  Independent of the engine: 16-bit floats are converted through double arithmetic, and
+//           folds are plain loops or the equations of core/fold.h. Exact sums use core/exact_sum.h.
+//           Any two NaNs are equal. All other values are compared bit for bit.
 #pragma once
 
 #include <cstddef>
@@ -29,28 +27,27 @@ inline constexpr ReduceOp kAllOps[] = {ReduceOp::kSum, ReduceOp::kMean, ReduceOp
                                        ReduceOp::kMin, ReduceOp::kProd};
 DType random_dtype(Random& random);
 ReduceOp random_op(Random& random);
-// In any order that an engine on the host has, or, of one with GPUs, all but exact sums.
+// random_fold: any order that CPU engines have. random_gpu_fold: no exact sums.
 Fold random_fold(Random& random, int world_size);
 Fold random_gpu_fold(Random& random, int world_size);
 
-// Positions, random floats, random bits with NaN and infinities, or values at the edges of the
-// type. One kind per call.
+// Fill with positions, random floats, random bits (with NaN and infinities), or edge values.
 void fill(Random& random, DType dtype, void* to, std::size_t n);
 
-// Folds elements [range) of all sources into expected[range).
+// Fold elements [range) of all sources into expected[range).
 void fold_elements(DType dtype, const Fold& fold, const std::vector<const void*>& sources,
                    Range range, void* expected);
 
 void check_same(DType dtype, const void* got, const void* expected, std::size_t n,
                 const std::string& what);
 
-// Where tensors lie: on cache lines; at any element's address, as torch's views do, all alike, or
-// the first two apart modulo 16 bytes; at any byte's.
+// Addresses of tensors: cache lines; equal element offsets; offsets where the first two differ
+// modulo 16 bytes; any bytes.
 enum class Addresses { kAligned, kAlike, kApart, kAnyByte };
-Addresses random_addresses(Random& random);  // of an element
+Addresses random_addresses(Random& random);  // aligned to elements
 
-// Tensors of one size with random contents, and what they held before; canaries before them, and
-// behind every other one. One for each rank, where it is about ranks.
+// Tensors of equal size with random contents and a copy of them. Canaries are before each tensor
+// and, in half the cases, behind it. Usually tensor i is of rank i.
 class Tensors {
  public:
   Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel,
@@ -63,13 +60,13 @@ class Tensors {
   DType dtype() const { return dtype_; }
   std::size_t bytes() const { return numel_ * item_bytes(dtype_); }
   std::vector<const void*> before() const;
-  // Replaces the contents of tensor i, and what it held before.
+  // Replace the contents of tensor i and the copy.
   void set(std::size_t i, const void* contents);
-  Buffers buffers() const;  // reduced in place
+  Buffers buffers() const;  // for an in-place reduction
 
   void check_canaries() const;
   void check_unchanged() const;
-  // All hold the reduction of what they held before: in the fold's order, or the ring's.
+  // Check that all tensors hold the reduction of the copies, in the fold's or the ring's order.
   void check_all_reduced(Fold fold, bool in_ring_order, const char* what) const;
 
  private:
@@ -80,15 +77,15 @@ class Tensors {
   std::vector<std::vector<std::byte>> before_;
 };
 
-// Elements of the whole reduction, in the order the algorithm promises.
+// Return the whole reduction, in the order that the algorithm promises.
 std::vector<std::byte> expected_reduction(DType dtype, const Fold& fold,
                                           const std::vector<const void*>& sources,
                                           std::size_t numel, bool in_ring_order);
 
-// One collective of a ring, of one phase: each rank's input and output, and what those must hold.
+// Inputs, outputs and expected results of one ring collective.
 class RingTensors {
  public:
-  // at: where each tensor lies.
+  // at: chooses the address of each tensor.
   RingTensors(Random& random, const Fold& fold, const Buffers& shape, bool in_place,
               Addresses (*at)(Random& random));
 
@@ -106,7 +103,7 @@ class RingTensors {
   std::vector<std::byte> expected() const;
 
   Fold fold_;
-  Buffers shape_;  // no pointers
+  Buffers shape_;  // without pointers
   bool in_place_;
   std::vector<Tensors> inputs_;
   std::vector<Tensors> outputs_;

@@ -1,5 +1,4 @@
 // stress: see the header.
-
 #include "stress.h"
 
 #include <unistd.h>
@@ -17,7 +16,7 @@ namespace {
 
 struct Options {
   std::uint64_t rounds = 20;
-  double seconds = 0;  // or so long, a share of it for each part
+  double seconds = 0;  // instead of rounds: split between the parts
   std::uint64_t seed = 1;
   std::string only;
   std::uint64_t from_round = 0;
@@ -28,7 +27,7 @@ std::vector<Part>& all_parts() {
   return parts;
 }
 
-// A round is a second at most on an idle machine; this many is a hang.
+// A round takes at most a second on an idle machine.
 constexpr unsigned kHangSeconds = 300;
 
 void report_hang(int) {
@@ -49,7 +48,7 @@ void run_round(const Part& part, std::uint64_t seed, std::uint64_t round) {
   alarm(0);
 }
 
-// One round at least.
+// Run at least one round.
 void run_part(const Part& part, const Options& options, double share_seconds) {
   const Stopwatch stopwatch;
   const auto one_in = static_cast<std::uint64_t>(part.one_in);

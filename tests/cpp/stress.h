@@ -1,23 +1,21 @@
-// stress: the parts of a test program, each run again and again with random inputs; and main().
+// stress: a test program of parts, each run repeatedly with random inputs, and main().
 //
-//   [--rounds N | --seconds S] [--seed X] [--only PART] [--from-round R]
+// [--rounds N | --seconds S] [--seed X] [--only PART] [--from-round R]
 //
-// Programs  stress (tests/cpp): the CPU engine; tests/test_stress.py builds and runs it
-//           emulated (tests/cpp/cuda): the CUDA kernels; tests/test_cuda_emulated.py
-//           host (tests/cpp/cuda_host): the CUDA host code; tests/test_cuda_emulated.py
-//           processes (tests/cpp/cuda_processes); tests/test_cuda_emulated.py
-// Contract  Every round has a seed of its own, so that it can be run alone. A round leaves no
-//           thread behind and needs no other round before it. A line per part; the first failed
-//           check ends the process with status 1, a wrong option with 2, a hang with 3.
+// Programs  tests/cpp: the CPU engine (tests/test_stress.py); tests/cpp/cuda: the CUDA kernels,
+//           cuda_host: the CUDA host code, cuda_processes: ranks in processes with GPUs
+//           (tests/test_cuda_emulated.py)
+// Contract  Every round has a separate seed, and runs alone with --from-round. The program prints a
+//           line per part. Status 1: a check failed. 2: a wrong option. 3: a hang.
 #pragma once
 
 #include "check.h"
 
 namespace pyringar::stress {
 
-inline constexpr int kOnce = 0;  // all there is to try, in one round
+inline constexpr int kOnce = 0;  // one round covers all inputs
 
-// Made before main(), it registers a part that runs in one of `one_in` rounds.
+// A static Part registers itself. It runs in one of `one_in` rounds.
 struct Part {
   using Round = void (*)(Random& random);
 

@@ -1,5 +1,4 @@
 // cuda_emulator: see the header.
-
 #include "cuda_emulator.h"
 
 #include <chrono>
@@ -12,16 +11,16 @@ namespace pyringar::emulator {
 
 namespace {
 
-struct Block {
-  explicit Block(unsigned num_threads) : barrier(num_threads) {}
+struct EmulatedBlock {
+  explicit EmulatedBlock(unsigned num_threads) : barrier(num_threads) {}
 
   std::barrier<> barrier;
-  Shared shared;
+  BlockShared shared;
 };
 
-// All threads begin together: deadlines count from there.
+// All threads start together, since their timeouts count from there.
 void run_at_once(stress::Random& random, const Launch& launch) {
-  std::deque<Block> blocks;
+  std::deque<EmulatedBlock> blocks;
   for (unsigned b = 0; b < launch.num_blocks; ++b) blocks.emplace_back(launch.num_threads);
   std::barrier<> start(static_cast<std::ptrdiff_t>(launch.num_blocks) * launch.num_threads);
   std::vector<std::thread> threads;
@@ -42,7 +41,7 @@ void run_at_once(stress::Random& random, const Launch& launch) {
 
 }  // namespace
 
-void run_in_turn(const Launch& launch) {
+void run_sequentially(const Launch& launch) {
   for (unsigned b = 0; b < launch.num_blocks; ++b) {
     for (unsigned t = 0; t < launch.num_threads; ++t) {
       here = {t, launch.num_threads, b, launch.num_blocks, nullptr, nullptr, nullptr};
@@ -66,8 +65,8 @@ void run_streams(stress::Random& random, const std::vector<std::vector<Launch>>&
 }
 
 void wait_for_block() {
-  if (here.turns != nullptr) {
-    here.turns->wait_for_block();
+  if (here.scheduler != nullptr) {
+    here.scheduler->wait_for_block();
     here.has_fenced = false;
     return;
   }
@@ -78,7 +77,7 @@ void wait_for_block() {
 }
 
 void check_scope(const std::uint32_t* flag, bool is_system) {
-  // Relaxed: what this notes must not order what it watches.
+  // Relaxed, so that this bookkeeping does not order the accesses under test.
   auto* users = const_cast<std::uint32_t*>(flag) + 2;
   const std::uint32_t own = 1u << here.device;
   const std::uint32_t all = __atomic_or_fetch(users, own, __ATOMIC_RELAXED);
@@ -88,12 +87,12 @@ void check_scope(const std::uint32_t* flag, bool is_system) {
 }
 
 void pause_a_little() {
-  if (here.turns != nullptr) return here.turns->pause();
+  if (here.scheduler != nullptr) return here.scheduler->pause();
   std::this_thread::yield();
 }
 
 std::uint64_t now_ns() {
-  if (here.turns != nullptr) return here.turns->now_ns();
+  if (here.scheduler != nullptr) return here.scheduler->now_ns();
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() /
                                     std::chrono::nanoseconds(1));
 }

@@ -1,21 +1,18 @@
-// captures: graphs of a group's calls, replayed beside others; what is refused in a capture, and
-// what goes on beside one.
-
+// captures: CUDA graphs of calls, calls that captures refuse, and calls beside captures.
 #include <deque>
 
-#include "cases.h"
 #include "cuda/background.h"
+#include "group_cases.h"
 #include "stress.h"
 
 namespace pyringar::stress {
 
 namespace {
 
-class Graph {
+class CapturedGraph {
  public:
-  // All streams of a group in one capture.
   template <typename Program>
-  Graph(const cuda::Group& group, const Streams& streams, Program&& program) {
+  CapturedGraph(const cuda::DeviceGroup& group, const Streams& streams, Program&& program) {
     const int first = group.devices()[0];
     ok(cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
     for (std::size_t d = 1; d < streams.size(); ++d) {
@@ -30,10 +27,10 @@ class Graph {
     ok(cudaGraphInstantiate(&exec_, graph, 0), "cudaGraphInstantiate");
     ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
   }
-  ~Graph() { cudaGraphExecDestroy(exec_); }
+  ~CapturedGraph() { cudaGraphExecDestroy(exec_); }
 
-  // After what is on all streams, and before what comes there.
-  void replay(const cuda::Group& group, const Streams& streams) const {
+  // Replay after all work now on the streams, and before later work.
+  void replay(const cuda::DeviceGroup& group, const Streams& streams) const {
     const int first = group.devices()[0];
     for (std::size_t d = 1; d < streams.size(); ++d) {
       order(streams[d], group.devices()[d], streams[0], first);
@@ -48,41 +45,40 @@ class Graph {
   cudaGraphExec_t exec_ = nullptr;
 };
 
-// Replayed twice, beside eager calls of the same group on other streams, and once it is closed.
+// Replay graphs twice beside eager calls of the same group, and once after close().
 void check_graphs(Random& random) {
   start(random);
   const std::vector<Ranks> all = {{0, 0}, {0, 0, 0}, {0, 1}, {2, 0, 1}, {0, 1, 0, 1}};
   const Ranks ranks = all[random.below(all.size())];
-  cuda::Group group(ranks, kLong);
+  cuda::DeviceGroup group(ranks, kLong);
   const Streams streams = make_capturable(group);
-  std::deque<Case> captured;
+  std::deque<GroupCase> captured;
   for (int i = random.between(1, 3); i > 0; --i) {
     captured.emplace_back(random, ranks, Algorithm::kDirect, 4);
   }
-  std::deque<Case> eager;
-  const Graph graph(group, streams, [&] {
-    for (const Case& call : captured) group.run(call.collective(), streams);
+  std::deque<GroupCase> eager;
+  const CapturedGraph graph(group, streams, [&] {
+    for (const GroupCase& call : captured) group.run(call.collective(), streams);
   });
   for (int replay = 0; replay < 3; ++replay) {
     const bool is_closed = replay == 2;
     if (is_closed) group.close();
-    for (Case& call : captured) call.fill(group, streams);
+    for (GroupCase& call : captured) call.fill(group, streams);
     graph.replay(group, streams);
     if (!is_closed) {
       const Streams others = make_streams(random, group);
       const auto algorithm = random.one_in(2) ? Algorithm::kRing : Algorithm::kDirect;
       eager.emplace_back(random, ranks, algorithm, 4).call(group, others);
     }
-    for (Case& call : captured) call.read(group, streams);
+    for (GroupCase& call : captured) call.read(group, streams);
     model::run_to_end();
     model::meet_hosts();
-    for (const Case& call : captured) call.check();
-    for (const Case& call : eager) call.check();
+    for (const GroupCase& call : captured) call.check();
+    for (const GroupCase& call : eager) call.check();
   }
 }
 
-// Rings, ranks in the host's memory, and GPUs that do not reach each other's tensors: refused, also
-// in the background, and the capture goes on.
+// Refused calls, also asynchronous ones, leave the capture intact.
 void check_not_capturable(Random& random) {
   start(random);
   const bool is_mixed = random.one_in(3);
@@ -92,28 +88,28 @@ void check_not_capturable(Random& random) {
                                                     : Ranks{0, 1};
   if (!is_mixed && !is_ring)
     peers = random.one_in(2) ? model::Peers{false, true} : model::Peers{true, false};
-  const auto group = std::make_shared<cuda::Group>(ranks, kLong);
+  const auto group = std::make_shared<cuda::DeviceGroup>(ranks, kLong);
   cuda::Background background(group);
-  Case call(random, ranks, is_ring ? Algorithm::kRing : Algorithm::kDirect, 3, true);
+  GroupCase call(random, ranks, is_ring ? Algorithm::kRing : Algorithm::kDirect, 3, true);
   const Streams streams = make_capturable(*group);
   call.fill(*group, streams);
-  const Graph graph(*group, streams, [&] {
+  const CapturedGraph graph(*group, streams, [&] {
     check_throws(ErrorKind::kUnsupported, "cannot be captured",
                  [&] { group->run(call.collective(), streams); });
     check_throws(ErrorKind::kUnsupported, "cannot be captured",
                  [&] { background.submit(call.collective(), streams); });
   });
-  group->run(call.collective(), streams);  // as if nothing had been
+  group->run(call.collective(), streams);  // the refused call had no effect
   call.read(*group, streams);
   model::run_to_end();
   call.check();
 }
 
-// Some streams are captured, others are not: refused, and nothing is enqueued.
+// If only some streams are captured, the call is refused and nothing is enqueued.
 void check_half_captured(Random& random) {
   start(random);
-  cuda::Group group({0, 1, 2}, kLong);
-  Case call(random, {0, 1, 2}, random.one_in(2) ? Algorithm::kDirect : Algorithm::kRing, 3);
+  cuda::DeviceGroup group({0, 1, 2}, kLong);
+  GroupCase call(random, {0, 1, 2}, random.one_in(2) ? Algorithm::kDirect : Algorithm::kRing, 3);
   const Streams streams = make_capturable(group);
   call.fill(group, streams);
   const std::size_t odd = random.below(3);
@@ -123,26 +119,26 @@ void check_half_captured(Random& random) {
   cudaGraph_t graph = nullptr;
   ok(cudaStreamEndCapture(streams[odd], &graph), "cudaStreamEndCapture");
   ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  group.run(call.collective(), streams);  // as if nothing had been
+  group.run(call.collective(), streams);  // the refused call had no effect
   call.read(group, streams);
   model::run_to_end();
   call.check();
 }
 
-// A capture that a forbidden call has ended is not taken for none.
+// An invalidated capture is refused too.
 void check_broken_capture(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{0, 1};
-  const auto group = std::make_shared<cuda::Group>(ranks, kLong);
+  const auto group = std::make_shared<cuda::DeviceGroup>(ranks, kLong);
   cuda::Background background(group);
-  Case call(random, ranks, Algorithm::kDirect, 3);
+  GroupCase call(random, ranks, Algorithm::kDirect, 3);
   const Streams streams = make_capturable(*group);
   call.fill(*group, streams);
   ok(cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeRelaxed), "cudaStreamBeginCapture");
   for (std::size_t d = 1; d < streams.size(); ++d) {
     order(streams[0], group->devices()[0], streams[d], group->devices()[d]);
   }
-  CHECK(cudaStreamSynchronize(streams[0]) != cudaSuccess, "waited for a capture");
+  CHECK(cudaStreamSynchronize(streams[0]) != cudaSuccess, "synchronized a captured stream");
   check_throws(ErrorKind::kUnsupported, "was invalidated",
                [&] { group->run(call.collective(), streams); });
   check_throws(ErrorKind::kUnsupported, "was invalidated",
@@ -150,32 +146,32 @@ void check_broken_capture(Random& random) {
   cudaGraph_t graph = nullptr;
   CHECK(cudaStreamEndCapture(streams[0], &graph) != cudaSuccess, "a broken capture gave a graph");
   cudaGetLastError();
-  group->run(call.collective(), streams);  // as if nothing had been
+  group->run(call.collective(), streams);  // the refused call had no effect
   call.read(*group, streams);
   model::run_to_end();
   call.check();
 }
 
-// Calls in the background join a capture; others are refused meanwhile, and the capture goes on.
+// Asynchronous calls join the capture. Other calls are refused and leave it intact.
 void check_captured_background(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{0, 1};
-  const auto group = std::make_shared<cuda::Group>(ranks, kLong);
+  const auto group = std::make_shared<cuda::DeviceGroup>(ranks, kLong);
   cuda::Background background(group);
-  Case captured(random, ranks, Algorithm::kDirect, 3);
-  Case eager(random, ranks, Algorithm::kDirect, 3);
+  GroupCase captured(random, ranks, Algorithm::kDirect, 3);
+  GroupCase eager(random, ranks, Algorithm::kDirect, 3);
   const Streams streams = make_capturable(*group);
   const Streams others = make_capturable(*group);
-  const auto submit = [&](Case& call, const Streams& current) {
+  const auto submit = [&](GroupCase& call, const Streams& current) {
     const auto done = background.submit(call.collective(), current);
     done->make_wait(current);
     return done;
   };
   eager.fill(*group, others);
   {
-    const Graph graph(*group, streams, [&] {
+    const CapturedGraph graph(*group, streams, [&] {
       const auto done = submit(captured, streams);
-      CHECK(done->capture() != 0, "a captured call is said to run");
+      CHECK(done->capture() != 0, "the call is not captured");
       check_throws(ErrorKind::kUnsupported, "captures calls in the background",
                    [&] { submit(eager, others); });
       if (ranks[1] == 0) return;
@@ -194,11 +190,11 @@ void check_captured_background(Random& random) {
   eager.check();
 }
 
-// Events are asked, and groups made, used and closed, while another thread captures.
+// Event queries, and groups that are made, used and closed, do not disturb a capture.
 void check_beside_capture(Random& random) {
   start(random);
-  cuda::Group group({0, 0}, kLong);
-  Case call(random, {0, 0}, Algorithm::kRing, 3);
+  cuda::DeviceGroup group({0, 0}, kLong);
+  GroupCase call(random, {0, 0}, Algorithm::kRing, 3);
   const Streams streams = make_capturable(group);
   call.fill(group, streams);
   group.run(call.collective(), streams);
@@ -209,8 +205,8 @@ void check_beside_capture(Random& random) {
   {
     std::thread([&] {
       while (!done.is_done()) continue;
-      cuda::Group other({0, 0}, kLong);
-      Case own(random, {0, 0}, Algorithm::kRing, 2);
+      cuda::DeviceGroup other({0, 0}, kLong);
+      GroupCase own(random, {0, 0}, Algorithm::kRing, 2);
       const Streams others = make_capturable(other);
       own.fill(other, others);
       other.run(own.collective(), others);
@@ -219,7 +215,7 @@ void check_beside_capture(Random& random) {
     }).join();
   }
   cudaGraph_t graph = nullptr;
-  ok(cudaStreamEndCapture(captured, &graph), "the capture beside which all this was");
+  ok(cudaStreamEndCapture(captured, &graph), "the capture was invalidated");
   ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
 }
 

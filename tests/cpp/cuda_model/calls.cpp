@@ -1,7 +1,6 @@
-// calls: devices, streams, events and launches, as the engine calls them.
+// calls: devices, streams, events and launches of the modelled runtime.
 //
 // Contract  the rules of runtime_model.h.
-
 #include <algorithm>
 #include <optional>
 
@@ -17,7 +16,7 @@ namespace {
 thread_local cudaError_t last_error = cudaSuccess;
 
 struct EventHandle {
-  Event state;
+  EventPtr state;
   int process;
 };
 
@@ -28,14 +27,14 @@ struct Identity {
   cuda::KernelKind kind;
 };
 
-// None: not a kernel of the engine.
+// nullopt: not a kernel of the engine.
 std::optional<Identity> identify(const void* kernel) {
   for (int i = 0; i < kNumDTypes * kNumReduceOps * cuda::kNumKernelKinds; ++i) {
     const auto kind = static_cast<cuda::KernelKind>(i % cuda::kNumKernelKinds);
     const auto op = static_cast<ReduceOp>(i / cuda::kNumKernelKinds % kNumReduceOps);
     const auto dtype = static_cast<DType>(i / cuda::kNumKernelKinds / kNumReduceOps);
     for (const Order order : {Order::kRank, Order::kTree}) {
-      for (const int divisor : {1, 3}) {  // means by 3 have kernels of their own
+      for (const int divisor : {1, 3}) {  // means by 3 have separate kernels
         const Fold fold{op, divisor, order};
         if (cuda::kernel_function(dtype, fold, kind) == kernel) return Identity{dtype, kind};
       }
@@ -44,7 +43,7 @@ std::optional<Identity> identify(const void* kernel) {
   return {};
 }
 
-// The call, its argument copied now, as a launch does.
+// A kernel call with a copy of its argument, as a launch makes.
 template <typename T>
 std::function<void()> bound(const void* kernel, const T& argument) {
   const auto function = reinterpret_cast<void (*)(T)>(const_cast<void*>(kernel));
@@ -54,19 +53,19 @@ std::function<void()> bound(const void* kernel, const T& argument) {
 template <typename T>
 void touch_table(const T& table, std::size_t item, std::vector<Access>& accesses) {
   const cuda::TableView view = table.view();
-  for (std::uint32_t s = 0; s < view.num_segments; ++s) {
-    const cuda::Segment& segment = view.segments[s];
-    const std::size_t bytes = segment.numel * item;
+  for (std::uint32_t s = 0; s < view.num_entries; ++s) {
+    const cuda::TableEntry& entry = view.entries[s];
+    const std::size_t bytes = entry.numel * item;
     for (int i = 0; i < view.num_sources; ++i) {
-      accesses.push_back(access(view.pointers[segment.sources + i], bytes, Touch::kRead));
+      accesses.push_back(access(view.pointers[entry.sources + i], bytes, Touch::kRead));
     }
     for (int i = 0; i < view.num_destinations; ++i) {
-      accesses.push_back(access(view.pointers[segment.destinations + i], bytes, Touch::kWrite));
+      accesses.push_back(access(view.pointers[entry.destinations + i], bytes, Touch::kWrite));
     }
   }
 }
 
-// Slots and what waits protect each other; that they are there is asked for.
+// Flags order the accesses to slots. Only their allocation is checked.
 void touch_ring(const cuda::RingArgs& args, unsigned num_blocks, std::size_t item,
                 std::vector<Access>& accesses) {
   const auto num_local = num_blocks / static_cast<unsigned>(args.num_channels);
@@ -95,7 +94,7 @@ void touch_ring(const cuda::RingArgs& args, unsigned num_blocks, std::size_t ite
 cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** arguments,
                    cudaStream_t stream, bool is_cooperative) {
   host().before_launch.run_if_due();
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   Machine& machine = call.machine();
   const std::optional<Identity> what = identify(kernel);
@@ -110,13 +109,13 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** argumen
   if (state->capture == nullptr) machine.load(call.lock(), kernel, state->device);
   const std::size_t item = item_bytes(what->dtype);
   const bool is_ring = what->kind == cuda::KernelKind::kRing;
-  Work work{Work::Kind::kRun, join("a launch of ", is_ring ? "ring" : "fused")};
+  StreamWork work{StreamWork::Kind::kRun, join("a launch of ", is_ring ? "ring" : "fused")};
   work.kernel = kernel;
   emulator::Launch entry{blocks.x, threads.x, {}, state->device};
   const auto fuse = [&](const auto& table) {
     entry.kernel = bound(kernel, table);
     touch_table(table, item, work.accesses);
-    work.run = [entry] { emulator::run_in_turn(entry); };
+    work.run = [entry] { emulator::run_sequentially(entry); };
   };
   if (is_ring) {
     if (!is_cooperative) {
@@ -126,7 +125,7 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** argumen
     entry.num_threads = cuda::kThreads;
     entry.kernel = bound(kernel, args);
     touch_ring(args, blocks.x, item, work.accesses);
-    work.kind = Work::Kind::kGrid;
+    work.kind = StreamWork::Kind::kGrid;
     work.launch = std::move(entry);
   } else if (what->kind == cuda::KernelKind::kFusedSmall) {
     fuse(*static_cast<cuda::SmallTable*>(arguments[0]));
@@ -141,8 +140,8 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** argumen
   return error(status);
 }
 
-// Nobody may ask for, or wait for, what a capture recorded.
-cudaError_t check_event(const Call& call, const EventState& event) {
+// Events recorded in a capture cannot be queried or waited for.
+cudaError_t check_event(const RuntimeCall& call, const EventState& event) {
   if (event.capture == nullptr || call.fault() != cudaSuccess) return call.check_unsafe();
   if (!event.capture->is_over) call.machine().invalidate(*event.capture, cudaErrorCapturedEvent);
   return error(cudaErrorCapturedEvent);
@@ -165,12 +164,12 @@ extern "C" {
 // -- devices --------------------------------------------------------------------------------------
 
 cudaError_t cudaGetDevice(int* device) {
-  Call call(Call::Touches::kNothing);
+  RuntimeCall call(RuntimeCall::Touches::kNothing);
   return *device = current_device(), cudaSuccess;
 }
-// Since CUDA 12.0 it makes the context. It replaces what the driver's calls have pushed.
+// Makes a context since CUDA 12.0. Replaces the top of the driver's context stack.
 cudaError_t cudaSetDevice(int device) {
-  Call call(Call::Touches::kNothing);
+  RuntimeCall call(RuntimeCall::Touches::kNothing);
   if (device < 0 || device >= kDevices) {
     return error(cudaErrorInvalidDevice);
   }
@@ -179,28 +178,28 @@ cudaError_t cudaSetDevice(int device) {
   return call.fault();
 }
 cudaError_t cudaGetDeviceCount(int* count) {
-  Call call(Call::Touches::kNothing);
+  RuntimeCall call(RuntimeCall::Touches::kNothing);
   return *count = kDevices, cudaSuccess;
 }
 cudaError_t cudaGetLastError() {
-  const cudaError_t sticky = Call(Call::Touches::kNothing).fault();
+  const cudaError_t sticky = RuntimeCall(RuntimeCall::Touches::kNothing).fault();
   return sticky != cudaSuccess ? sticky : std::exchange(last_error, cudaSuccess);
 }
 const char* cudaGetErrorString(cudaError_t) { return "refused"; }
 const char* cudaGetErrorName(cudaError_t) { return "cudaError"; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  Call call(Call::Touches::kNothing);
+  RuntimeCall call(RuntimeCall::Touches::kNothing);
   return *value = kMultiprocessors, call.fault();
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
-  Call call;
+  RuntimeCall call;
   return *lowest = *highest = 0, call.fault();
 }
 
 // -- streams --------------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   const bool is_blocking = flags != cudaStreamNonBlocking;
   StreamState* made = call.machine().make_stream(host().process, current_device(), is_blocking);
@@ -209,14 +208,14 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
 }
-// What is on it still runs.
+// Work on the stream still runs.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  Call call;
+  RuntimeCall call;
   call.machine().state_of(stream)->is_destroyed = true;
   return call.fault();
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   StreamState* state = call.machine().state_of(stream);
   if (state->capture != nullptr) {
@@ -240,12 +239,12 @@ cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 blocks, dim3 th
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int,
                                                           std::size_t) {
-  Call call;
+  RuntimeCall call;
   return *blocks = call.machine().options.blocks_per_multiprocessor, call.fault();
 }
 // Loads the kernel on the current device.
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   *attributes = {};
   call.machine().load(call.lock(), kernel, current_device());
@@ -255,7 +254,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* ke
 // -- events ---------------------------------------------------------------------------------------
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   call.process().num_events += 1;
   const int process = host().process;
@@ -263,15 +262,15 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return *event = reinterpret_cast<cudaEvent_t>(made), cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  Call call;
+  RuntimeCall call;
   call.machine().processes[handle_of(event).process].num_events -= 1;
   delete &handle_of(event);
   return call.fault();
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
-  const Event& state = handle_of(event).state;
+  const EventPtr& state = handle_of(event).state;
   StreamState* on = call.machine().state_of(stream);
   if (on->device != state->device) return error(cudaErrorInvalidResourceHandle);
   state->capture = on->capture;
@@ -279,15 +278,15 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     state->nodes = on->nodes;
     return on->capture->is_invalid ? error(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
   }
-  Work work{Work::Kind::kRecord, "a record"};
+  StreamWork work{StreamWork::Kind::kRecord, "a record"};
   work.event = state;
   work.record = ++state->recorded;
   return error(call.machine().enqueue(on, std::move(work)));
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
-  const Event& state = handle_of(event).state;
+  const EventPtr& state = handle_of(event).state;
   StreamState* on = call.machine().state_of(stream);
   if (state->capture != nullptr) {
     if (state->capture->is_over) return error(cudaErrorCapturedEvent);
@@ -306,13 +305,13 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   if (on->capture != nullptr) {
     return error(call.machine().invalidate(*on->capture, cudaErrorStreamCaptureIsolation));
   }
-  Work work{Work::Kind::kWait, "a wait for an event"};
+  StreamWork work{StreamWork::Kind::kWait, "a wait for an event"};
   work.event = state;
   work.record = state->recorded;
   return error(call.machine().enqueue(on, std::move(work)));
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  Call call;
+  RuntimeCall call;
   Machine& machine = call.machine();
   const EventState& state = *handle_of(event).state;
   if (const cudaError_t refused = check_event(call, state)) return refused;
@@ -322,9 +321,9 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  Call call;
+  RuntimeCall call;
   Machine& machine = call.machine();
-  const Event state = handle_of(event).state;
+  const EventPtr state = handle_of(event).state;
   if (const cudaError_t refused = check_event(call, *state)) return refused;
   const std::uint64_t wanted = state->recorded;
   machine.run_until(call.lock(), "cudaEventSynchronize",

@@ -1,17 +1,16 @@
-// capture: streams that are captured, and graphs: nodes instead of entries.
+// capture: stream captures and graphs of the modelled runtime.
 //
 // Contract  the rules "capture", "isolation", "joined" and "replay" of runtime_model.h.
-
 #include <algorithm>
 
 #include "machine.h"
 
 namespace pyringar::model {
 
-// What another thread does comes before the call.
-Call::Between::Between() { host().in_between.run_if_due(); }
+// The other thread's action precedes the call.
+RuntimeCall::Between::Between() { host().in_between.run_if_due(); }
 
-cudaError_t Machine::add_node(StreamState* stream, Work work) {
+cudaError_t Machine::add_node(StreamState* stream, StreamWork work) {
   Capture& capture = *stream->capture;
   if (capture.is_invalid) return cudaErrorStreamCaptureInvalidated;
   capture.graph->nodes.push_back({std::move(work), stream->nodes});
@@ -24,7 +23,7 @@ cudaError_t Machine::invalidate(Capture& capture, cudaError_t error) const {
   return error;
 }
 
-// R, cudaThreadExchangeStreamCaptureMode.
+// Runtime API, cudaThreadExchangeStreamCaptureMode.
 cudaError_t Machine::check_unsafe_call() {
   const Host& own = host();
   if (own.mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
@@ -43,7 +42,6 @@ std::shared_ptr<Graph>& graph_of(cudaGraph_t graph) {
   return *reinterpret_cast<std::shared_ptr<Graph>*>(graph);
 }
 
-// All nodes that come before those, and they themselves.
 std::set<std::size_t> ancestors(const Graph& graph, const std::set<std::size_t>& nodes) {
   std::set<std::size_t> found = nodes;
   for (std::size_t i = graph.nodes.size(); i-- > 0;) {
@@ -80,7 +78,7 @@ using namespace pyringar::model;
 extern "C" {
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   Machine& machine = call.machine();
   if (stream == nullptr) return error(cudaErrorStreamCaptureUnsupported);
@@ -94,7 +92,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return *graph = nullptr, call.fault();
   StreamState* state = call.machine().state_of(stream);
   const auto capture = state->capture;
@@ -108,14 +106,14 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
                                      unsigned long long* id, cudaGraph_t* graph,
                                      const cudaGraphNode_t**, const cudaGraphEdgeData**,
                                      std::size_t*) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   const StreamState& state = *call.machine().state_of(stream);
   const auto& capture = state.capture;
   *status = capture == nullptr    ? cudaStreamCaptureStatusNone
             : capture->is_invalid ? cudaStreamCaptureStatusInvalidated
                                   : cudaStreamCaptureStatusActive;
-  // "all optional outputs ... are set only if the status is active".
+  // Runtime API: "all optional outputs ... are set only if the status is active".
   if (capture == nullptr || capture->is_invalid) return cudaSuccess;
   if (id != nullptr) *id = capture->id;
   if (graph != nullptr) *graph = reinterpret_cast<cudaGraph_t>(&capture->graph);
@@ -128,19 +126,19 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   *exec = reinterpret_cast<cudaGraphExec_t>(new std::shared_ptr<Graph>(graph_of(graph)));
   return cudaSuccess;
 }
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
-  Work work{Work::Kind::kGraph, "a graph"};
+  StreamWork work{StreamWork::Kind::kGraph, "a graph"};
   work.graph = *reinterpret_cast<std::shared_ptr<Graph>*>(exec);
   for (const Node& node : work.graph->nodes) {
-    const Work& captured = node.work;
+    const StreamWork& captured = node.work;
     if (captured.kernel != nullptr) {
       call.machine().load(call.lock(), captured.kernel, captured.device);
     }
@@ -149,7 +147,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  Call call;
+  RuntimeCall call;
   delete &graph_of(graph);
   return call.fault();
 }

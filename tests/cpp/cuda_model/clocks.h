@@ -1,11 +1,9 @@
-// clocks: who has seen what: vector clocks of streams and host threads, and which accesses to
-// memory nothing orders.
+// clocks: vector clocks of streams and host threads, which detect unordered memory accesses.
 //
-// Contract  An actor is a stream, a node of a graph or a host thread; each has a clock of its own.
-//           What an actor does comes after all that its clock has joined. Two accesses to the same
-//           bytes, one of them a write, that are ordered neither way are a race, reported with what
-//           both were. Bytes that flags protect are only checked for being there, and what comes
-//           after a wait that a host has ended is not checked.
+// Contract  An actor is a stream, a graph node or a host thread, with one clock. Two accesses to
+//           the same bytes, one of them a write, are a race if neither actor's clock has seen the
+//           other access. Bytes that flags order are only checked for allocation. Accesses after a
+//           wait that a host has released are not checked.
 // Threads   one at a time.
 // Source    Flanagan and Freund, "FastTrack", 2009: the epochs; djit+: the clocks.
 #pragma once
@@ -27,7 +25,7 @@ class Clock {
     is_released_ |= other.is_released_;
     join_times(other);
   }
-  // A host that has waited for a stream goes on in order, however that came to an end.
+  // Join without the released state: a host that waited for a stream is ordered after it.
   void join_times(const Clock& other) {
     for (const auto& [actor, time] : other.times_) {
       std::uint64_t& own = times_[actor];
@@ -39,7 +37,7 @@ class Clock {
     const auto found = times_.find(actor);
     return found != times_.end() && found->second >= time;
   }
-  // A host has ended what this waited for: what comes after it is in no order.
+  // A host ended the wait: later accesses have no order.
   void release() { is_released_ = true; }
   bool is_released() const { return is_released_; }
 
@@ -69,14 +67,14 @@ struct Epoch {
 
 class Shadow {
  public:
-  // "" or what races with it. `clock` is the actor's, ticked.
+  // Record an access. Return the race, or "". `clock`: of the actor, after tick().
   std::string note(const Access& access, const Epoch& now, const Clock& clock);
   void forget(std::uintptr_t begin, std::size_t bytes);
 
  private:
   struct Bytes {
     Epoch written;
-    std::vector<Epoch> read;  // since
+    std::vector<Epoch> read;  // since the last write
   };
   void split(std::uintptr_t at);
 

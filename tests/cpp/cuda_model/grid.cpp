@@ -1,5 +1,4 @@
 // grid: see the header.
-
 #include "grid.h"
 
 #include <utility>
@@ -18,10 +17,10 @@ Grid::Grid(emulator::Launch launch, const std::uint64_t* now_ns)
     for (unsigned t = 0; t < launch_.num_threads; ++t) {
       Fiber& fiber = fibers_.emplace_back();
       fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
-      fiber.place = {
+      fiber.position = {
           t, launch_.num_threads, b, launch_.num_blocks, &blocks_[b].shared, nullptr, nullptr};
-      fiber.place.device = launch_.device;
-      fiber.place.turns = this;
+      fiber.position.device = launch_.device;
+      fiber.position.scheduler = this;
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack.get();
       fiber.context.uc_stack.ss_size = kStackBytes;
@@ -48,7 +47,7 @@ void Grid::yield() { swapcontext(&current_->context, &scheduler_); }
 void Grid::pause() { yield(); }
 
 void Grid::wait_for_block() {
-  Block& block = blocks_[current_->place.block];
+  Block& block = blocks_[current_->position.block];
   current_->passed = block.passed + 1;
   if (++block.arrived == launch_.num_threads) {
     block.arrived = 0;
@@ -60,15 +59,15 @@ void Grid::wait_for_block() {
 
 bool Grid::slice(stress::Random& random) {
   const std::uint64_t before = num_steps_;
-  const emulator::Place outer = emulator::here;
+  const emulator::ThreadPosition outer = emulator::here;
   const std::size_t first = random.below(fibers_.size());
   for (std::size_t i = 0; i < fibers_.size(); ++i) {
     Fiber& fiber = fibers_[(first + i) % fibers_.size()];
     if (fiber.is_done || waits_for_block(fiber)) continue;
     current_ = &fiber;
-    emulator::here = fiber.place;
+    emulator::here = fiber.position;
     swapcontext(&scheduler_, &fiber.context);
-    fiber.place = emulator::here;
+    fiber.position = emulator::here;
   }
   emulator::here = outer;
   return num_steps_ != before;

@@ -1,7 +1,7 @@
-// grid: a kernel whose blocks wait, as fibers: one per CUDA thread, in an order drawn from a seed.
+// grid: a running kernel whose blocks wait, with one fiber per CUDA thread, in random order.
 //
-// Contract  slice() lets every fiber run until it waits: for its block, or for a flag. True if
-//           anything came of it. Time is the model's.
+// Contract  slice() runs every fiber until it waits for its block or a flag. It returns true if any
+//           fiber advanced. Time is the model's.
 // Threads   one at a time.
 // Tests     tests/cpp/cuda_host
 #pragma once
@@ -18,7 +18,7 @@
 
 namespace pyringar::model {
 
-class Grid : public emulator::Turns {
+class Grid : public emulator::FiberScheduler {
  public:
   Grid(emulator::Launch launch, const std::uint64_t* now_ns);
   Grid(const Grid&) = delete;
@@ -34,21 +34,21 @@ class Grid : public emulator::Turns {
 
  private:
   struct Block {
-    emulator::Shared shared{};
+    emulator::BlockShared shared{};
     unsigned arrived = 0;
     unsigned passed = 0;
   };
   struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
-    emulator::Place place;
-    unsigned passed = 0;  // barriers of its block
+    emulator::ThreadPosition position;
+    unsigned passed = 0;  // number of passed barriers
     bool is_done = false;
   };
   static void enter(unsigned high, unsigned low);
   void yield();
   bool waits_for_block(const Fiber& fiber) const {
-    return fiber.passed > blocks_[fiber.place.block].passed;
+    return fiber.passed > blocks_[fiber.position.block].passed;
   }
 
   const emulator::Launch launch_;
@@ -58,7 +58,7 @@ class Grid : public emulator::Turns {
   Fiber* current_ = nullptr;
   ucontext_t scheduler_{};
   std::size_t num_running_ = 0;
-  std::uint64_t num_steps_ = 0;  // barriers passed and fibers ended
+  std::uint64_t num_steps_ = 0;  // passed barriers and ended fibers
 };
 
 }  // namespace pyringar::model

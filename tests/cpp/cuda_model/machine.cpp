@@ -1,5 +1,4 @@
 // machine: see the header.
-
 #include "machine.h"
 
 #include <algorithm>
@@ -87,11 +86,11 @@ void Machine::throw_pending() {
   throw broken;
 }
 
-cudaError_t Call::check_unsafe() const {
+cudaError_t RuntimeCall::check_unsafe() const {
   return fault_ != cudaSuccess ? fault_ : error(machine_.check_unsafe_call());
 }
 
-Call::Call(Touches touches) : machine_(Machine::get()), lock_(machine_.mutex) {
+RuntimeCall::RuntimeCall(Touches touches) : machine_(Machine::get()), lock_(machine_.mutex) {
   machine_.throw_pending();
   ProcessState& own = process();
   fault_ = own.fault;
@@ -122,16 +121,17 @@ std::uintptr_t Machine::canonical(std::uintptr_t address, std::size_t bytes,
   return found->second.canonical + (address - found->first);
 }
 
-// Copies reach everything: the driver sees to that.
-void Machine::check_reach(const Work& work, const Access& access) {
+// Checks kernels only: the driver copies between any memories.
+void Machine::check_reach(const StreamWork& work, const Access& access) {
   const auto* found = allocation_of(access.begin, access.bytes);
   if (found == nullptr || found->second.device == work.device) return;
   const Allocation& there = found->second;
   const bool is_enabled = processes.at(work.process).reached.count({work.device, there.device}) > 0;
   const char* why = there.device < 0 ? (there.is_tensor ? "which is pageable" : nullptr)
-                    : !is_enabled    ? "which is no peer of it"
-                    : there.is_tensor && !peers.tensors_are_visible ? "where peers do not see it"
-                                                                    : nullptr;
+                    : !is_enabled    ? "without peer access"
+                    : there.is_tensor && !peers.tensors_are_visible
+                        ? "which its allocator does not share with peers"
+                        : nullptr;
   if (why == nullptr) return;
   const std::string where = there.device < 0 ? "the host" : join("cuda:", there.device);
   throw Broken("peer",
@@ -139,7 +139,7 @@ void Machine::check_reach(const Work& work, const Access& access) {
 }
 
 std::string Machine::user_of(std::uintptr_t begin, std::size_t bytes) const {
-  const auto uses = [&](const Work& work) {
+  const auto uses = [&](const StreamWork& work) {
     const ProcessState& process = processes.at(work.process);
     return process.is_alive && process.fault == cudaSuccess &&
            std::any_of(work.accesses.begin(), work.accesses.end(), [&](const Access& access) {
@@ -187,7 +187,7 @@ StreamState* Machine::state_of(cudaStream_t stream) {
   return found;
 }
 
-cudaError_t Machine::enqueue(StreamState* stream, Work work) {
+cudaError_t Machine::enqueue(StreamState* stream, StreamWork work) {
   if (stream->is_destroyed) throw Broken("order", work.what + " on a stream that is destroyed");
   if (!processes[stream->process].is_alive) return cudaSuccess;
   work.process = host().process;
@@ -206,12 +206,12 @@ cudaError_t Machine::enqueue(StreamState* stream, Work work) {
         return invalidate(*other->capture, cudaErrorStreamCaptureImplicit);
       }
       const auto between = std::make_shared<EventState>(EventState{0, 1});
-      Work record{Work::Kind::kRecord, "the default stream's order"};
+      StreamWork record{StreamWork::Kind::kRecord, "the default stream's order"};
       record.event = between;
       record.record = 1;
       record.ticket = next_id++;
       other->entries.push_back(record);
-      record.kind = Work::Kind::kWait;
+      record.kind = StreamWork::Kind::kWait;
       record.ticket = next_id++;
       stream->entries.push_back(record);
     }
@@ -230,14 +230,14 @@ unsigned Machine::places_left(int device) const {
   return left;
 }
 
-bool Machine::can_begin(const Work& work) const {
+bool Machine::can_begin(const StreamWork& work) const {
   switch (work.kind) {
-    case Work::Kind::kWait:
+    case StreamWork::Kind::kWait:
       return has_come_to(*work.event, work.record);
-    case Work::Kind::kAwaitWord:
+    case StreamWork::Kind::kAwaitWord:
       return static_cast<std::int32_t>(__atomic_load_n(work.word, __ATOMIC_ACQUIRE) - work.value) >=
              0;
-    case Work::Kind::kGrid:
+    case StreamWork::Kind::kGrid:
       return places_left(work.device) >= work.launch.num_blocks;
     default:
       return work.kernel == nullptr || places_left(work.device) > 0;
@@ -281,7 +281,7 @@ std::vector<Machine::Candidate> Machine::candidates() {
 
 bool Machine::step() {
   for (const Candidate& candidate : candidates()) {
-    if (take(candidate)) return true;  // else a grid that waits for something
+    if (take(candidate)) return true;  // false: a grid that waits
   }
   return false;
 }
@@ -294,13 +294,13 @@ bool Machine::take(const Candidate& candidate) {
     begin(run.launch.graph->nodes[candidate.node].work, run.stream, &run, candidate.node);
     return true;
   }
-  Work work = std::move(candidate.stream->entries.front());
+  StreamWork work = std::move(candidate.stream->entries.front());
   candidate.stream->entries.pop_front();
   begin(std::move(work), candidate.stream, nullptr, 0);
   return true;
 }
 
-void Machine::begin(Work work, StreamState* stream, GraphRun* graph, std::size_t node) {
+void Machine::begin(StreamWork work, StreamState* stream, GraphRun* graph, std::size_t node) {
   const Actor actor = graph == nullptr ? stream->actor : graph->actors[node];
   Clock& clock = graph == nullptr ? stream->clock : graph->clocks[node];
   clock.join(graph == nullptr ? work.from_host : graph->launch.from_host);
@@ -311,11 +311,11 @@ void Machine::begin(Work work, StreamState* stream, GraphRun* graph, std::size_t
     }
   }
   run_work(work, clock, actor);
-  if (work.kind == Work::Kind::kGrid) {
+  if (work.kind == StreamWork::Kind::kGrid) {
     if (graph == nullptr) stream->is_busy = true;
     auto grid = std::make_unique<Grid>(work.launch, &now_ns);
     running.push_back({std::move(grid), std::move(work), stream, graph, node});
-  } else if (work.kind == Work::Kind::kGraph) {
+  } else if (work.kind == StreamWork::Kind::kGraph) {
     stream->is_busy = true;
     const std::size_t count = work.graph->nodes.size();
     auto run = std::make_unique<GraphRun>(
@@ -328,10 +328,10 @@ void Machine::begin(Work work, StreamState* stream, GraphRun* graph, std::size_t
   }
 }
 
-void Machine::run_work(const Work& work, Clock& clock, Actor actor) {
-  if (work.kind == Work::Kind::kWait) return clock.join(work.event->clocks[work.record]);
+void Machine::run_work(const StreamWork& work, Clock& clock, Actor actor) {
+  if (work.kind == StreamWork::Kind::kWait) return clock.join(work.event->clocks[work.record]);
   const Epoch now{actor, clock.tick(actor), work.what, clock.is_released()};
-  if (work.kind == Work::Kind::kAwaitWord) {
+  if (work.kind == StreamWork::Kind::kAwaitWord) {
     const auto word = words.find(canonical(work.accesses[0].begin, sizeof work.value, now));
     const bool was_written =
         word != words.end() && static_cast<std::int32_t>(word->second.value - work.value) >= 0;
@@ -342,9 +342,9 @@ void Machine::run_work(const Work& work, Clock& clock, Actor actor) {
     if (work.kernel != nullptr && access.bytes > 0) check_reach(work, access);
   }
   note(work.accesses, now, clock);
-  if (work.kind == Work::Kind::kRun && work.run) work.run();
-  if (work.kind == Work::Kind::kRecord) work.event->clocks[work.record] = clock;
-  if (work.kind == Work::Kind::kWriteWord) {
+  if (work.kind == StreamWork::Kind::kRun && work.run) work.run();
+  if (work.kind == StreamWork::Kind::kRecord) work.event->clocks[work.record] = clock;
+  if (work.kind == StreamWork::Kind::kWriteWord) {
     WordState& word = words[canonical(work.accesses[0].begin, sizeof work.value, now)];
     word.clock.join(clock);
     word.value = work.value;
@@ -384,13 +384,13 @@ std::string Machine::waiting() const {
   std::string text;
   for (const auto& stream : streams) {
     if (stream->entries.empty()) continue;
-    const Work& next = stream->entries.front();
+    const StreamWork& next = stream->entries.front();
     text += join("\n    process ", stream->process, ", cuda:", stream->device, ": ", next.what);
   }
   for (const Running& one : running) {
     text += join("\n    cuda:", one.work.device, ": blocks of ", one.work.what, " wait");
   }
-  return text.empty() ? " nothing is under way" : text;
+  return text.empty() ? " no work is enqueued" : text;
 }
 
 void Machine::drain(Lock& lock, const char* what, const IsAwaited& is_awaited) {
@@ -408,14 +408,13 @@ void Machine::wait_for(Lock& lock, const char* what, const IsAwaited& is_awaited
   }
 }
 
-// When they are first needed: "loading kernels may require context synchronization". Nothing is
-// ordered by what only may wait.
+// A kernel's first use loads it, which "may require context synchronization", but orders nothing.
 void Machine::load(Lock& lock, const void* kernel, int device) {
   if (options.loads_eagerly || !loaded.insert({kernel, device}).second) return;
   drain(lock, "loading a kernel", on_device(device));
 }
 
-// -- the tests' side ------------------------------------------------------------------------------
+// -- functions for tests --------------------------------------------------------------------------
 
 void start(std::uint64_t seed, const Options& options) {
   const std::lock_guard lock(Machine::get().mutex);

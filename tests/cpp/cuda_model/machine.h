@@ -1,9 +1,9 @@
-// machine: the state of the modelled runtime, and what runs next.
+// machine: the state of the modelled runtime, and its scheduler.
 //
-// Contract  Everything with the lock held. An entry of a stream, or a node of a graph that is
-//           replayed, is a Work; it runs whole, but for kernels whose blocks wait (Grid), which run
-//           in slices beside all else. step() does the next thing that can be done.
-// Threads   one at a time: Call holds the lock.
+// Contract  Called with the lock held. A StreamWork is an entry of a stream or a node of a replayed
+//           graph. It runs as a whole, except a Grid, which runs in slices. step() runs one work or
+//           slice that can run.
+// Threads   one at a time: RuntimeCall holds the lock.
 #pragma once
 
 #include <deque>
@@ -23,7 +23,7 @@
 namespace pyringar::model {
 
 inline constexpr int kDevices = 8;
-inline constexpr int kMultiprocessors = 6;  // of each
+inline constexpr int kMultiprocessors = 6;  // per device
 
 struct Capture;
 struct Graph;
@@ -31,18 +31,18 @@ struct GraphRun;
 
 struct EventState {
   int device;
-  std::uint64_t recorded = 0;                  // by the host
-  std::map<std::uint64_t, Clock> clocks = {};  // of the records that a device has come to
+  std::uint64_t recorded = 0;                  // number of records by the host
+  std::map<std::uint64_t, Clock> clocks = {};  // clocks of records that the device has run
   std::shared_ptr<Capture> capture = nullptr;  // of the last record
-  std::set<std::size_t> nodes = {};            // what it stands for there
+  std::set<std::size_t> nodes = {};            // the capture's nodes that the record stands for
 };
-using Event = std::shared_ptr<EventState>;
+using EventPtr = std::shared_ptr<EventState>;
 
 inline bool has_come_to(const EventState& event, std::uint64_t record) {
   return record == 0 || event.clocks.count(record) > 0;
 }
 
-struct Work {
+struct StreamWork {
   enum class Kind { kRun, kGrid, kRecord, kWait, kWriteWord, kAwaitWord, kGraph };
   Kind kind;
   std::string what;
@@ -52,11 +52,11 @@ struct Work {
   std::vector<Access> accesses = {};
   std::function<void()> run = {};
   emulator::Launch launch = {};
-  Event event = nullptr;
+  EventPtr event = nullptr;
   std::uint64_t record = 0;
   std::uint32_t* word = nullptr;
   std::uint32_t value = 0;
-  std::uint64_t ticket = 0;  // in the order in which things are enqueued
+  std::uint64_t ticket = 0;  // order of enqueueing
   std::shared_ptr<Graph> graph = nullptr;
   Clock from_host = {};
 };
@@ -67,16 +67,16 @@ struct StreamState {
   bool is_blocking;  // waits for the null stream
   Actor actor;
   std::uint64_t priority = 0;
-  std::deque<Work> entries = {};
+  std::deque<StreamWork> entries = {};
   Clock clock = {};
-  bool is_busy = false;  // a grid or a graph of it runs
+  bool is_busy = false;  // a grid or graph of this stream runs
   bool is_destroyed = false;
   std::shared_ptr<Capture> capture = nullptr;
-  std::set<std::size_t> nodes = {};  // in the capture: what comes next comes after these
+  std::set<std::size_t> nodes = {};  // in a capture: predecessors of the next node
 };
 
 struct Node {
-  Work work;
+  StreamWork work;
   std::set<std::size_t> after;
 };
 
@@ -87,7 +87,7 @@ struct Graph {
 struct Capture {
   std::uint64_t id;
   cudaStreamCaptureMode mode;
-  int host;  // thread that began it
+  int host;  // thread that began the capture
   StreamState* origin;
   std::shared_ptr<Graph> graph;
   std::set<StreamState*> streams;
@@ -97,31 +97,30 @@ struct Capture {
 
 struct GraphRun {
   StreamState* stream;
-  Work launch;
-  std::vector<int> state;  // of each node: 0 waits, 1 runs, 2 done
+  StreamWork launch;
+  std::vector<int> state;  // by node: 0 waiting, 1 running, 2 done
   std::vector<Clock> clocks;
   std::vector<Actor> actors;
 };
 
-// A grid that is on a device.
 struct Running {
   std::unique_ptr<Grid> grid;
-  Work work;
+  StreamWork work;
   StreamState* stream;
-  GraphRun* graph;  // or none
+  GraphRun* graph;  // null: not in a graph
   std::size_t node;
 };
 
 struct Allocation {
   std::size_t bytes;
-  int device;  // -1: the host's
+  int device;  // -1: host memory
   int process;
-  int fd;  // -1: the heap's
+  int fd;  // -1: heap memory
   bool is_tensor;
   int num_mapped = 0;
-  std::uintptr_t canonical = 0;    // where its owner has it
-  std::uintptr_t opened_from = 0;  // of another process's memory
-  std::string file = {};           // what registered memory is mapped from
+  std::uintptr_t canonical = 0;    // address in the owning process
+  std::uintptr_t opened_from = 0;  // address of the original, for mappings
+  std::string file = {};           // backing file of registered memory
 };
 
 struct ProcessState {
@@ -129,33 +128,31 @@ struct ProcessState {
   std::set<int> contexts;
   cudaError_t fault = cudaSuccess;
   bool is_held = false;
-  std::set<std::pair<int, int>> reached;  // by kernels of one device, memory of another
+  std::set<std::pair<int, int>> reached;  // (device, peer whose memory its kernels can access)
   Refused refused = Refused::kNothing;
-  int launches_left = -1;   // until one is refused
-  int visible_device = -1;  // all
+  int launches_left = -1;   // launches until one is refused; -1: never
+  int visible_device = -1;  // -1: all
   long num_events = 0;
 };
 
-// A word of stream memory operations.
 struct WordState {
   Clock clock = {};
-  std::uint32_t value = 0;  // that a stream wrote last
+  std::uint32_t value = 0;  // last value that a stream wrote
 };
 
-// What another thread does once, after so many calls of this one.
+// An action of another thread, run once before a later call of this thread.
 struct Interlude {
   std::function<void()> run = {};
   int calls_before = 0;
   void run_if_due();
 };
 
-// One host thread.
 struct Host {
-  int id = -1;  // none yet
+  int id = -1;  // -1: not registered
   int process = 0;
   bool is_registered = false;
   int device = 0;
-  std::vector<int> pushed;  // contexts, of the driver
+  std::vector<int> pushed;  // driver context stack
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   Interlude in_between;
   Interlude before_launch;
@@ -164,7 +161,7 @@ struct Host {
 };
 Host& host();
 
-// Knows who holds it: what the model itself copies meanwhile is no access of the host's.
+// Mutex that knows its owner: the model's own copies are not host accesses.
 class Mutex {
  public:
   void lock() {
@@ -192,7 +189,7 @@ class Machine {
   stress::Random random{1};
   Options options;
   std::uint64_t now_ns = 0;
-  int num_hosts = 0;  // that are registered
+  int num_hosts = 0;  // registered host threads
   int num_actors = 0;
   std::vector<std::unique_ptr<StreamState>> streams;
   std::map<std::pair<int, int>, StreamState*> null_streams;  // by process and device
@@ -202,12 +199,12 @@ class Machine {
   std::map<int, ProcessState> processes;
   std::map<int, Opening> openings;
   std::map<int, Clock> host_clocks;
-  std::set<std::shared_ptr<Capture>> captures;   // that are not over
-  std::set<std::pair<const void*, int>> loaded;  // kernels, by device
+  std::set<std::shared_ptr<Capture>> captures;   // captures in progress
+  std::set<std::pair<const void*, int>> loaded;  // (kernel, device)
   std::map<std::uintptr_t, WordState> words;     // by address
   std::uint64_t next_id = 1;
   Shadow shadow;
-  std::optional<Broken> pending;  // told by the next call
+  std::optional<Broken> pending;  // thrown by the next call
 
   void start(std::uint64_t seed, const Options& options);
   void throw_pending();
@@ -215,7 +212,7 @@ class Machine {
   // -- streams --
   StreamState* state_of(cudaStream_t stream);
   StreamState* make_stream(int process, int device, bool is_blocking);
-  cudaError_t enqueue(StreamState* stream, Work work);
+  cudaError_t enqueue(StreamState* stream, StreamWork work);
   bool step();
   template <typename IsDone>
   void run_until(Lock& lock, const char* what, IsDone&& is_done);
@@ -229,18 +226,18 @@ class Machine {
   Actor host_actor() const;
   void note(const std::vector<Access>& accesses, const Epoch& now, const Clock& clock);
   void note_host(const void* begin, std::size_t bytes, Touch touch, const char* what);
-  // Which of these bytes is part; null: none.
+  // Return the allocation that contains these bytes, or null.
   const std::pair<const std::uintptr_t, Allocation>* allocation_of(std::uintptr_t address,
                                                                    std::size_t bytes = 1) const;
   std::uintptr_t canonical(std::uintptr_t address, std::size_t bytes, const Epoch& now) const;
-  void check_reach(const Work& work, const Access& access);
-  // "", or what still uses memory of this process that is going.
+  void check_reach(const StreamWork& work, const Access& access);
+  // Return what still uses this memory, or "".
   std::string user_of(std::uintptr_t begin, std::size_t bytes) const;
 
   // -- captures, in capture.cpp --
-  cudaError_t add_node(StreamState* stream, Work work);
+  cudaError_t add_node(StreamState* stream, StreamWork work);
   cudaError_t invalidate(Capture& capture, cudaError_t error) const;
-  cudaError_t check_unsafe_call();  // what a capture in "global" mode does not allow to any thread
+  cudaError_t check_unsafe_call();  // raises for calls that a "global" capture forbids
 
  private:
   struct Candidate {
@@ -250,14 +247,14 @@ class Machine {
     std::size_t node;
     Running* running;
   };
-  bool can_begin(const Work& work) const;
+  bool can_begin(const StreamWork& work) const;
   bool is_first(const StreamState& stream) const;
   unsigned places_left(int device) const;
   std::vector<Candidate> candidates();
   bool take(const Candidate& candidate);
   bool run_grid(Running& running);
-  void begin(Work work, StreamState* stream, GraphRun* graph, std::size_t node);
-  void run_work(const Work& work, Clock& clock, Actor actor);
+  void begin(StreamWork work, StreamState* stream, GraphRun* graph, std::size_t node);
+  void run_work(const StreamWork& work, Clock& clock, Actor actor);
   void end_node(GraphRun& run, std::size_t node);
   void end_graph(GraphRun& run);
   std::string waiting() const;
@@ -274,27 +271,27 @@ void Machine::run_until(Lock& lock, const char* what, IsDone&& is_done) {
       continue;
     }
     ++stuck;
-    if (num_hosts > 1 && watch.seconds() < 30) {  // another thread may still do something
+    if (num_hosts > 1 && watch.seconds() < 30) {  // another thread may still act
       lock.unlock();
       std::this_thread::sleep_for(std::chrono::microseconds(50));
       lock.lock();
     } else if (options.lets_time_pass && !running.empty() && stuck < 100'000) {
       now_ns += 1'000'000;
     } else {
-      throw Broken("deadlock", join(what, " waits for ever:", waiting()));
+      throw Broken("deadlock", join(what, " waits forever:", waiting()));
     }
   }
 }
 
-// One call into the runtime: the lock, what faults and captures say, and what comes in between.
-class Call {
+// Scope of one runtime call: holds the lock, reports faults, runs interludes.
+class RuntimeCall {
  public:
   enum class Touches { kNothing, kDevice };
-  explicit Call(Touches touches = Touches::kDevice);
+  explicit RuntimeCall(Touches touches = Touches::kDevice);
   Machine& machine() const { return machine_; }
   Lock& lock() { return lock_; }
   cudaError_t fault() const { return fault_; }
-  cudaError_t check_unsafe() const;  // the fault, or that a capture does not allow this call
+  cudaError_t check_unsafe() const;  // the fault, or a capture forbids this call
   ProcessState& process() const { return machine_.processes[host().process]; }
 
  private:
@@ -306,13 +303,11 @@ class Call {
   cudaError_t fault_ = cudaSuccess;
 };
 
-// Memory of another process, which is gone if that process is and nobody else has it open.
+// Unmap another process's memory. The last unmapping frees it if its process is dead.
 void close_opened(Machine& machine, std::uintptr_t at);
 int current_device();
-// Streams of the calling thread's process.
 inline constexpr int kAnyDevice = -1;
 Machine::IsAwaited on_device(int device);
-// Remembers what cudaGetLastError returns.
 cudaError_t error(cudaError_t status);
 
 }  // namespace pyringar::model

@@ -1,7 +1,6 @@
-// memory: allocations, copies, memory of other processes, and the driver's functions.
+// memory: allocations, copies, IPC and driver functions of the modelled runtime.
 //
 // Contract  the rules "freed", "deadlock", "pageable", "ipc" and "word" of runtime_model.h.
-
 #include <cuda.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -31,7 +30,7 @@ int make_file(std::size_t bytes) {
   return fd;
 }
 
-// Of a mapping: device, file and offset; "" if it has no file.
+// Return device, inode and offset of a mapping, or "" for anonymous memory.
 std::string file_at(std::uintptr_t address) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
@@ -49,7 +48,7 @@ std::string file_at(std::uintptr_t address) {
 }
 
 Broken still_used(const std::string& user) {
-  return {"freed", "memory goes that is still used by " + user};
+  return {"freed", "freed memory is still used by " + user};
 }
 
 void check_unused(const Machine& machine, std::uintptr_t begin, std::size_t bytes) {
@@ -57,13 +56,11 @@ void check_unused(const Machine& machine, std::uintptr_t begin, std::size_t byte
   if (!user.empty()) throw still_used(user);
 }
 
-// G, Implicit Synchronization: commands before and after an allocation cannot run concurrently; so
-// it may wait for the device, and orders nothing. The list has a memset and a copy within a
-// device's memory, too. They are commands of one stream's here, and where they keep apart what
-// comes before from what comes after on the same device nobody waits for ever: kernels that wait
-// for each other across launches are on different devices.
+// CUDA Guide, Implicit Synchronization: an allocation may wait for the device. It orders nothing.
+// Memsets and device copies are on that list too. Here they wait only for their stream: kernels
+// that wait for each other are on different devices, so no deadlock is missed.
 cudaError_t allocate(void** memory, std::size_t bytes, bool is_host) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   Machine& machine = call.machine();
   const int device = current_device();
@@ -76,19 +73,18 @@ cudaError_t allocate(void** memory, std::size_t bytes, bool is_host) {
   return *memory = made, cudaSuccess;
 }
 
-// R, cudaFree, speaks of an "implicit synchronization"; that peers are waited for, too, has been
-// observed (pytorch issue 50925). Of cudaFreeHost nothing is said: it waits or does not. After a
-// fault the memory is gone with the process.
+// Runtime API, cudaFree: "implicit synchronization". It waits for peers too (pytorch issue 50925).
+// cudaFreeHost is undocumented: here it waits in half the cases. After a fault the memory is gone.
 cudaError_t release(void* memory, bool is_host) {
   if (memory == nullptr) return cudaSuccess;
-  Call call;
+  RuntimeCall call;
   Machine& machine = call.machine();
   if (!call.process().is_alive) return call.fault();
   const cudaError_t refused = call.check_unsafe();
   if (refused != cudaSuccess && refused != call.fault()) return refused;
   const auto found = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory));
   if (found == machine.memory.end() || (found->second.device < 0) != is_host) {
-    throw Broken("freed", "freed what is not allocated");
+    throw Broken("freed", "freed memory that is not allocated");
   }
   if (found->second.num_mapped > 0) {
     throw Broken("ipc", join("memory of process ", found->second.process, " freed while ",
@@ -107,11 +103,11 @@ cudaError_t release(void* memory, bool is_host) {
 }
 
 cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   Machine& machine = call.machine();
-  Work work{Work::Kind::kRun, "a copy"};
-  // Memory that nobody allocated here is the host's, pageable: read at once, written at the end.
+  StreamWork work{StreamWork::Kind::kRun, "a copy"};
+  // Unknown memory is pageable host memory: read at once, written when the copy runs.
   const auto is_known = [&](const void* memory) {
     return machine.allocation_of(reinterpret_cast<std::uintptr_t>(memory)) != nullptr;
   };
@@ -128,9 +124,9 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaStream_t str
 }
 
 cudaError_t fill(void* memory, int value, std::size_t bytes, cudaStream_t stream) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
-  Work work{Work::Kind::kRun, "a memset"};
+  StreamWork work{StreamWork::Kind::kRun, "a memset"};
   work.accesses.push_back(access(memory, bytes, Touch::kWrite));
   work.run = [=] { std::memset(memory, value, bytes); };
   return error(call.machine().enqueue(call.machine().state_of(stream), std::move(work)));
@@ -139,14 +135,13 @@ cudaError_t fill(void* memory, int value, std::size_t bytes, cudaStream_t stream
 // -- the driver -----------------------------------------------------------------------------------
 
 CUresult context_state(CUdevice device, unsigned* flags, int* is_active) {
-  Call call(Call::Touches::kNothing);
+  RuntimeCall call(RuntimeCall::Touches::kNothing);
   *flags = 0;
   *is_active = static_cast<int>(call.process().contexts.count(device));
   return CUDA_SUCCESS;
 }
-// A context is its device's number and one.
 CUresult retain_context(CUcontext* context, CUdevice device) {
-  Call call(Call::Touches::kNothing);
+  RuntimeCall call(RuntimeCall::Touches::kNothing);
   call.process().contexts.insert(device);
   *context = reinterpret_cast<CUcontext>(static_cast<std::intptr_t>(device) + 1);
   return CUDA_SUCCESS;
@@ -156,16 +151,17 @@ CUresult push_context(CUcontext context) {
   return CUDA_SUCCESS;
 }
 CUresult pop_context(CUcontext*) {
-  if (host().pushed.empty()) throw Broken("context", "popped what was not pushed");
+  if (host().pushed.empty()) throw Broken("context", "popped an empty context stack");
   host().pushed.pop_back();
   return CUDA_SUCCESS;
 }
-CUresult operate(CUstream stream, CUdeviceptr word, std::uint32_t value, Work::Kind kind) {
-  Call call;
+CUresult operate(CUstream stream, CUdeviceptr word, std::uint32_t value, StreamWork::Kind kind) {
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return CUDA_ERROR_ILLEGAL_ADDRESS;
   Machine& machine = call.machine();
   if (call.process().refused == Refused::kStreamMemory) return CUDA_ERROR_NOT_SUPPORTED;
-  Work work{kind, kind == Work::Kind::kWriteWord ? "a write of a word" : "a wait for a word"};
+  StreamWork work{kind,
+                  kind == StreamWork::Kind::kWriteWord ? "a write of a word" : "a wait for a word"};
   work.word = reinterpret_cast<std::uint32_t*>(word);
   work.value = value;
   work.accesses.push_back(access(work.word, sizeof value, Touch::kFlags));
@@ -174,11 +170,11 @@ CUresult operate(CUstream stream, CUdeviceptr word, std::uint32_t value, Work::K
 }
 CUresult write_word(CUstream stream, CUdeviceptr word, cuuint32_t value, unsigned flags) {
   if (flags != CU_STREAM_WRITE_VALUE_DEFAULT) throw Broken("word", "written without a barrier");
-  return operate(stream, word, value, Work::Kind::kWriteWord);
+  return operate(stream, word, value, StreamWork::Kind::kWriteWord);
 }
 CUresult await_word(CUstream stream, CUdeviceptr word, cuuint32_t value, unsigned flags) {
   if (flags != CU_STREAM_WAIT_VALUE_GEQ) throw Broken("word", "not awaited by >=");
-  return operate(stream, word, value, Work::Kind::kAwaitWord);
+  return operate(stream, word, value, StreamWork::Kind::kAwaitWord);
 }
 
 }  // namespace
@@ -196,8 +192,8 @@ void hide_tensor(const void* memory) {
   const auto found = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory));
   if (found == machine.memory.end()) return;
   const std::string user = machine.user_of(found->first, found->second.bytes);
-  const bool is_told = std::uncaught_exceptions() == 0;  // destructors call this
-  if (is_told && !user.empty()) machine.pending = still_used(user);
+  const bool can_report = std::uncaught_exceptions() == 0;  // called from destructors
+  if (can_report && !user.empty()) machine.pending = still_used(user);
   machine.shadow.forget(found->first, found->second.bytes);
   machine.memory.erase(found);
 }
@@ -209,7 +205,7 @@ using namespace pyringar::model;
 
 extern "C" {
 
-// What the host itself copies to and from memory that devices see (linked with --wrap=memcpy).
+// Records the host's copies of device-visible memory (linked with --wrap=memcpy).
 void* __real_memcpy(void* to, const void* from, std::size_t bytes);
 void* __wrap_memcpy(void* to, const void* from, std::size_t bytes);
 void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
@@ -223,7 +219,7 @@ void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
     try {
       if (is_pinned(from)) machine.note_host(from, bytes, Touch::kRead, "the host's memcpy");
       if (is_pinned(to)) machine.note_host(to, bytes, Touch::kWrite, "the host's memcpy");
-    } catch (const Broken& broken) {  // whoever calls memcpy does not expect it to throw
+    } catch (const Broken& broken) {  // callers of memcpy expect no exception
       machine.pending = broken;
     }
   }
@@ -237,16 +233,16 @@ cudaError_t cudaHostAlloc(void** memory, std::size_t bytes, unsigned) {
 cudaError_t cudaFree(void* memory) { return release(memory, false); }
 cudaError_t cudaFreeHost(void* memory) { return release(memory, true); }
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
-  Call call;
+  RuntimeCall call;
   return *free = *total = std::size_t{1} << 30, call.fault();
 }
 cudaError_t cudaHostRegister(void* memory, std::size_t bytes, unsigned) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   if (call.process().refused == Refused::kRegistration) return error(cudaErrorNotSupported);
   const auto at = reinterpret_cast<std::uintptr_t>(memory);
   Allocation made{bytes, -1, host().process, -2, false, 0, at};
-  // What several processes have mapped is one memory, wherever each has it.
+  // One file is one memory, at whatever address each process maps it.
   made.file = file_at(at);
   for (const auto& [other, registered] : call.machine().memory) {
     if (!made.file.empty() && registered.file == made.file) made.canonical = registered.canonical;
@@ -255,7 +251,7 @@ cudaError_t cudaHostRegister(void* memory, std::size_t bytes, unsigned) {
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* memory) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   Machine& machine = call.machine();
   const auto at = reinterpret_cast<std::uintptr_t>(memory);
@@ -268,7 +264,7 @@ cudaError_t cudaHostUnregister(void* memory) {
   return cudaSuccess;
 }
 cudaError_t cudaHostGetDevicePointer(void** device, void* memory, unsigned) {
-  Call call;
+  RuntimeCall call;
   return *device = memory, call.fault();
 }
 
@@ -283,7 +279,7 @@ cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStre
 // -- other processes ------------------------------------------------------------------------------
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
-  Call call;
+  RuntimeCall call;
   if (call.fault() != cudaSuccess) return call.fault();
   const auto at = reinterpret_cast<std::uintptr_t>(memory);
   const auto found = call.machine().memory.find(at);
@@ -294,7 +290,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
   return cudaSuccess;
 }
 cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned flags) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   Machine& machine = call.machine();
   std::uintptr_t at = 0;
@@ -324,12 +320,12 @@ cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsig
   return cudaSuccess;
 }
 cudaError_t cudaIpcCloseMemHandle(void* memory) {
-  Call call;
+  RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;
   Machine& machine = call.machine();
   const auto found = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory));
   if (found == machine.memory.end() || found->second.opened_from == 0) {
-    throw Broken("ipc", "closed what was not opened");
+    throw Broken("ipc", "closed memory that was not opened");
   }
   check_unused(machine, found->first, found->second.bytes);
   close_opened(machine, found->first);

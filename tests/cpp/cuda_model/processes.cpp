@@ -1,8 +1,6 @@
-// processes: what ends with one, what others keep of it, and what the driver refuses to one.
+// processes: death of modelled processes, and what the driver refuses a process.
 //
-// Contract  the rule "ipc" of runtime_model.h. A thread belongs to the process of the thread that
-//           has started it.
-
+// Contract  the rule "ipc" of runtime_model.h. A new thread belongs to its creator's process.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -26,7 +24,7 @@ struct Start {
   Clock clock;
 };
 
-// What a thread does comes after what has been before it was started.
+// A thread is ordered after its creation.
 void* begin_thread(void* raw) {
   const std::unique_ptr<Start> own(static_cast<Start*>(raw));
   const Start& start = *own;
@@ -71,7 +69,7 @@ void kill_process(int process) {
     if (allocation.process == process && allocation.opened_from != 0) opened.push_back(at);
   }
   for (const std::uintptr_t at : opened) close_opened(machine, at);
-  // Its own view of what it made stays: threads that stand for it may still look there.
+  // The dead process's memory stays mapped here: its threads may still read it.
   std::erase_if(machine.memory, [&](const auto& entry) {
     const Allocation& allocation = entry.second;
     return allocation.process == process && !allocation.is_tensor && allocation.num_mapped == 0;
@@ -123,12 +121,12 @@ int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int device) {
-  const Call call;
+  const RuntimeCall call;
   std::snprintf(id, static_cast<std::size_t>(length), "0000:%02X:00.0", device);
   return call.fault();
 }
 cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* id) {
-  const Call call(Call::Touches::kNothing);
+  const RuntimeCall call(RuntimeCall::Touches::kNothing);
   *device = static_cast<int>(std::strtol(id + 5, nullptr, 16));
   const int visible = call.process().visible_device;
   return visible < 0 || visible == *device ? cudaSuccess : error(cudaErrorInvalidDevice);

@@ -1,11 +1,10 @@
-// faults: ranks that die, are late or fail: every stream comes to an end, what is right is not
-// called void, and what is void is told.
-
+// faults: ranks that die, are late or fail. Every stream ends. Calls with undefined results are
+// reported once, and all other results are right.
 #include <atomic>
 #include <string>
 #include <thread>
 
-#include "crew.h"
+#include "rank_threads.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -16,15 +15,15 @@ using Submitted = CudaProcessGroup::Submitted;
 using namespace std::chrono_literals;
 
 std::string name_of(int rank) { return join("rank ", rank, " (process "); }
-// Of whom a device waited for: the text names both.
+// The message names the waiting device's rank and the late rank.
 std::string late_name_of(int rank) { return join("waited for that of ", name_of(rank)); }
 
 bool is_void(CudaProcessGroup& group, const Submitted& work) {
   return pyringar::is_void(group.host().segment(), *work.last);
 }
 
-// Calls on streams of their own, and what became of each.
-struct Calls {
+// One rank's calls on a stream, and their outcomes.
+struct RankCalls {
   const std::vector<Case>& cases;
   std::vector<AllTensors>& tensors;
   CudaProcessGroup& group;
@@ -38,7 +37,7 @@ struct Calls {
   void enqueue(std::size_t i) {
     works.push_back(enqueue_case(cases[i], tensors[i][rank], group, stream.get()));
   }
-  // Until one fails; returns why.
+  // Enqueue until a call fails. Return its message, or "".
   std::string enqueue_from(std::size_t first, ErrorKind kind) {
     for (std::size_t i = first; i < cases.size(); ++i) {
       try {
@@ -50,7 +49,7 @@ struct Calls {
     }
     return "";
   }
-  // All streams have come to an end: whatever is not void must be right.
+  // Check all results that are not void. Return the number of void calls.
   int check_results() const {
     int num_void = 0;
     for (std::size_t i = 0; i < works.size(); ++i) {
@@ -62,27 +61,26 @@ struct Calls {
     }
     return num_void;
   }
-  // Once, by the work or by close(), unless a call has said so.
-  void check_told(Random& random, ErrorKind kind, int culprit, bool is_told) {
+  // Check that a failure is reported once: by a call, a work, or close().
+  void check_reported(Random& random, ErrorKind kind, int culprit, bool is_reported) {
     const int num_void = check_results();
     const bool is_late = kind == ErrorKind::kTimeout;
     const std::string name = is_late ? late_name_of(culprit) : name_of(culprit);
     if (random.one_in(2)) {
       for (const Submitted& work : works) {
         const std::exception_ptr failure = group.failure_of(work);
-        CHECK((failure != nullptr) == is_void(group, work), "a work does not say what it is");
+        CHECK((failure != nullptr) == is_void(group, work), "failure_of() and is_void() disagree");
         if (failure == nullptr) continue;
-        is_told = true;
+        is_reported = true;
         check_throws(kind, name, [&] { std::rethrow_exception(failure); });
       }
     }
     const auto close = [&] { group.close(); };
-    if (num_void > 0 && !is_told) check_throws(kind, name, close);
+    if (num_void > 0 && !is_reported) check_throws(kind, name, close);
     close();
   }
 };
 
-// What a nap of the calling thread does.
 thread_local std::function<void()> nap;
 
 CudaProcessOptions options_with(Random& random, std::chrono::nanoseconds timeout) {
@@ -94,35 +92,33 @@ CudaProcessOptions options_with(Random& random, std::chrono::nanoseconds timeout
   return options;
 }
 
-// A few cases, on two to four ranks, one of them the odd one out.
-struct Scene {
-  explicit Scene(Random& random, std::size_t num_cases, std::chrono::nanoseconds timeout = kLong,
-                 int num_ranks = 0)
+// Cases on two to four ranks. `odd` is the faulty rank.
+struct FaultSetup {
+  explicit FaultSetup(Random& random, std::size_t num_cases,
+                      std::chrono::nanoseconds timeout = kLong, int num_ranks = 0)
       : world_size(num_ranks > 0 ? num_ranks : random.between(2, 4)),
         odd(random.between(0, world_size - 1)),
-        crew(random, world_size, options_with(random, timeout), random.between(1, 30), true) {
+        ranks(random, world_size, options_with(random, timeout), random.between(1, 30), true) {
     for (std::size_t i = 0; i < num_cases; ++i) cases.push_back(plain_case(1 + random.below(6000)));
   }
 
-  // program(calls), on all ranks at once.
-  void run(const std::function<void(Calls& calls)>& program) {
+  void run(const std::function<void(RankCalls& calls)>& program) {
     tensors = make_all_tensors(cases, world_size);
-    crew.run([&](CudaProcessGroup& group, int rank) {
+    ranks.run([&](CudaProcessGroup& group, int rank) {
       group.connect();
-      Calls calls{cases, tensors, group, rank};
+      RankCalls calls{cases, tensors, group, rank};
       program(calls);
     });
   }
 
   const int world_size;
   const int odd;
-  const Crew crew;
+  const RankThreads ranks;
   std::vector<Case> cases{};
   std::vector<AllTensors> tensors{};
 };
 
-// How the process of one rank comes to its end: between two calls, or while its host waits in one;
-// with its device far behind, somewhere, or at the end of all it was asked to do.
+// How one rank's process dies: between calls or in a host wait, with its device behind or done.
 struct Death {
   Death(Random& random, int world_size, const std::vector<Case>& cases)
       : victim(random.between(0, world_size - 1)),
@@ -133,18 +129,18 @@ struct Death {
         is_waiting(at < cases.size() && !cases[at].is_async && random.one_in(2)) {}
 
   const int victim;
-  const int last_one;  // joins the call in which the victim dies later
+  const int last_one;  // joins late the call in which the victim dies
   const std::size_t at;
   const std::size_t busy_from;
   const bool is_done_before;
   const bool is_waiting;
   std::atomic<bool> has_come{false};
 
-  void meet(const Crew& crew, Calls& calls) {
+  void meet(const RankThreads& ranks, RankCalls& calls) {
     const auto die = [&] {
-      crew.kill(calls.group);
+      ranks.kill(calls.group);
       has_come = true;
-      throw Crew::Killed{};
+      throw RankThreads::Killed{};
     };
     for (std::size_t i = 0; i < at; ++i) {
       if (i == busy_from && !is_done_before) hold(victim, true);
@@ -152,7 +148,7 @@ struct Death {
     }
     if (is_done_before) {
       synchronize(calls.stream.get());
-      CHECK(calls.check_results() == 0, "void before anybody died");
+      CHECK(calls.check_results() == 0, "void before the rank died");
     }
     if (is_waiting) {
       nap = die;
@@ -161,7 +157,7 @@ struct Death {
     die();
   }
 
-  void survive(Random& random, Calls& calls) const {
+  void survive(Random& random, RankCalls& calls) const {
     std::size_t first = 0;
     if (calls.rank == last_one && is_waiting) {
       while (first < at) calls.enqueue(first++);
@@ -170,36 +166,36 @@ struct Death {
     const std::string why = calls.enqueue_from(first, ErrorKind::kPeerLost);
     CHECK(why.empty() || why.find(name_of(victim)) != std::string::npos, why);
     synchronize(calls.stream.get());
-    calls.check_told(random, ErrorKind::kPeerLost, victim, !why.empty());
+    calls.check_reported(random, ErrorKind::kPeerLost, victim, !why.empty());
   }
 };
 
 void check_death(Random& random) {
-  Scene scene(random, 0);
+  FaultSetup setup(random, 0);
   const std::size_t num_cases = 1 + random.below(6);
   for (std::size_t i = 0; i < num_cases; ++i) {
-    const std::size_t slot_bytes = scene.crew.options().slot_bytes;
-    scene.cases.push_back(make_case(random, scene.world_size, slot_bytes));
+    const std::size_t slot_bytes = setup.ranks.options().slot_bytes;
+    setup.cases.push_back(make_case(random, setup.world_size, slot_bytes));
   }
-  Death death(random, scene.world_size, scene.cases);
+  Death death(random, setup.world_size, setup.cases);
   const std::uint64_t seed = random.bits();
-  scene.run([&](Calls& calls) {
+  setup.run([&](RankCalls& calls) {
     Random own(seed + static_cast<std::uint64_t>(calls.rank));
-    calls.rank == death.victim ? death.meet(scene.crew, calls) : death.survive(own, calls);
+    calls.rank == death.victim ? death.meet(setup.ranks, calls) : death.survive(own, calls);
   });
 }
 
-// A device that does not come to a call is late where another's has come; with its host's.
+// A device that never starts a call is late, once another device has started it.
 void check_late(Random& random) {
-  Scene scene(random, 1 + random.below(4), 300ms);
+  FaultSetup setup(random, 1 + random.below(4), 300ms);
   const std::uint64_t seed = random.bits();
   std::atomic<int> num_done{0};
-  scene.run([&](Calls& calls) {
-    const bool is_odd = calls.rank == scene.odd;
+  setup.run([&](RankCalls& calls) {
+    const bool is_odd = calls.rank == setup.odd;
     if (is_odd) hold(calls.rank, true);
     std::string why = calls.enqueue_from(0, ErrorKind::kTimeout);
     if (is_odd) {
-      while (num_done < scene.world_size - 1) std::this_thread::yield();
+      while (num_done < setup.world_size - 1) std::this_thread::yield();
       hold(calls.rank, false);
     }
     const Stopwatch watch;
@@ -207,69 +203,69 @@ void check_late(Random& random) {
     CHECK(watch.seconds() < kGraceSeconds, "streams waited for long");
     num_done += 1;
     if (why.empty()) {
-      CHECK(is_void(calls.group, calls.works.back()), "nobody noticed");
+      CHECK(is_void(calls.group, calls.works.back()), "the late rank is not reported");
       if (seed % 2 == 0) {
-        check_throws(ErrorKind::kTimeout, late_name_of(scene.odd), [&] { calls.enqueue(0); });
-        why = "told";
+        check_throws(ErrorKind::kTimeout, late_name_of(setup.odd), [&] { calls.enqueue(0); });
+        why = "reported";
       }
     }
-    while (num_done < scene.world_size) std::this_thread::yield();
+    while (num_done < setup.world_size) std::this_thread::yield();
     Random own(seed);
-    calls.check_told(own, ErrorKind::kTimeout, scene.odd, !why.empty());
+    calls.check_reported(own, ErrorKind::kTimeout, setup.odd, !why.empty());
   });
 }
 
-// A device that stops within a call, for which its peers wait: it is late, and they are not.
+// A device that stops within a call is late. Its waiting peers are not.
 void check_late_midway(Random& random) {
-  Scene scene(random, 4, 300ms);
+  FaultSetup setup(random, 4, 300ms);
   const std::uint64_t seed = random.bits();
   std::atomic<int> num_done{0};
-  scene.run([&](Calls& calls) {
+  setup.run([&](RankCalls& calls) {
     const std::string why = calls.enqueue_from(0, ErrorKind::kTimeout);
-    if (calls.rank == scene.odd && why.empty()) {
+    if (calls.rank == setup.odd && why.empty()) {
       const DeviceLine& own = calls.group.host().segment().device(calls.rank);
       const std::uint32_t last = *calls.works.back().last;
       while (own.announced.value == own.finished.value && own.finished.value != last) cpu_pause();
       hold(calls.rank, true);
-      while (num_done < scene.world_size - 1) std::this_thread::yield();
+      while (num_done < setup.world_size - 1) std::this_thread::yield();
       hold(calls.rank, false);
     }
     synchronize(calls.stream.get());
     num_done += 1;
-    while (num_done < scene.world_size) std::this_thread::yield();
+    while (num_done < setup.world_size) std::this_thread::yield();
     Random own(seed);
-    calls.check_told(own, ErrorKind::kTimeout, scene.odd, !why.empty());
+    calls.check_reported(own, ErrorKind::kTimeout, setup.odd, !why.empty());
   });
 }
 
-// All devices do other work for longer than the timeout: nobody waits for anybody.
+// If all devices are busy for longer than the timeout, no rank is late.
 void check_busy(Random& random) {
   constexpr auto kTimeout = 500ms;
-  Scene scene(random, 2, kTimeout);
+  FaultSetup setup(random, 2, kTimeout);
   std::atomic<int> num_enqueued{0};
-  scene.run([&](Calls& calls) {
+  setup.run([&](RankCalls& calls) {
     hold(calls.rank, true);
     calls.enqueue_all();
     num_enqueued += 1;
-    while (num_enqueued < scene.world_size) std::this_thread::yield();
+    while (num_enqueued < setup.world_size) std::this_thread::yield();
     if (calls.rank == 0) {
       std::this_thread::sleep_for(2 * kTimeout);
-      for (int rank = 0; rank < scene.world_size; ++rank) hold(rank, false);
+      for (int rank = 0; rank < setup.world_size; ++rank) hold(rank, false);
     }
     synchronize(calls.stream.get());
-    CHECK(calls.check_results() == 0, "void without need");
+    CHECK(calls.check_results() == 0, "right results are void");
   });
 }
 
-// A failure that leaves all devices be: calls that were enqueued before it are right.
+// After a mismatch, calls that were enqueued before are right.
 void check_earlier_calls(Random& random) {
-  Scene scene(random, 1 + random.below(3));
-  scene.run([&](Calls& calls) {
-    const bool is_odd = calls.rank == scene.odd;
+  FaultSetup setup(random, 1 + random.below(3));
+  setup.run([&](RankCalls& calls) {
+    const bool is_odd = calls.rank == setup.odd;
     if (is_odd) hold(calls.rank, true);
     calls.enqueue_all();
     const Case differs = plain_case(is_odd ? 10 : 20);
-    AllTensors others(differs, scene.world_size);
+    AllTensors others(differs, setup.world_size);
     check_throws(ErrorKind::kArgument, "ranks call different things", [&] {
       enqueue_case(differs, others[calls.rank], calls.group, calls.stream.get());
     });
@@ -278,45 +274,45 @@ void check_earlier_calls(Random& random) {
       hold(calls.rank, false);
     }
     synchronize(calls.stream.get());
-    CHECK(calls.check_results() == 0, "void without need");
+    CHECK(calls.check_results() == 0, "right results are void");
     check_unchanged(others[calls.rank]);
   });
 }
 
-// One rank's launch fails in the midst of a call: nothing waits for what it did not enqueue.
+// If one rank's launch fails, no stream waits for work that was not enqueued.
 void check_refused_launch(Random& random) {
-  Scene scene(random, 4);
+  FaultSetup setup(random, 4);
   const int after = random.between(0, 6);
-  scene.run([&](Calls& calls) {
-    const bool is_odd = calls.rank == scene.odd;
+  setup.run([&](RankCalls& calls) {
+    const bool is_odd = calls.rank == setup.odd;
     if (is_odd) refuse_launch(calls.rank, after);
     const std::string why = calls.enqueue_from(0, is_odd ? ErrorKind::kCuda : ErrorKind::kState);
     CHECK(why.empty() || why.find("launch of fused") != std::string::npos, why);
     synchronize(calls.stream.get());
-    CHECK(calls.check_results() == 0, "void without need");
+    CHECK(calls.check_results() == 0, "right results are void");
   });
 }
 
-// One rank ends the group for all, at once, whatever its stream waits for.
+// One rank aborts the group for all ranks, whatever its stream waits for.
 void check_abort(Random& random) {
-  Scene scene(random, 1 + random.below(3));
-  const int aborting = (scene.odd + 1) % scene.world_size;
+  FaultSetup setup(random, 1 + random.below(3));
+  const int aborting = (setup.odd + 1) % setup.world_size;
   std::atomic<int> num_enqueued{0};
   std::atomic<bool> has_aborted{false};
-  scene.run([&](Calls& calls) {
-    if (calls.rank == scene.odd) hold(calls.rank, true);
+  setup.run([&](RankCalls& calls) {
+    if (calls.rank == setup.odd) hold(calls.rank, true);
     calls.enqueue_all();
     num_enqueued += 1;
-    while (num_enqueued < scene.world_size) std::this_thread::yield();
+    while (num_enqueued < setup.world_size) std::this_thread::yield();
     if (calls.rank == aborting) {
       const Stopwatch watch;
-      CHECK(calls.group.close(Leaving::kAborting), "it has not closed");
+      CHECK(calls.group.close(Leaving::kAborting), "close() returned false");
       CHECK(watch.seconds() < kGraceSeconds, "abort waited for long");
       has_aborted = true;
     } else {
       while (!has_aborted) std::this_thread::yield();
     }
-    if (calls.rank == scene.odd) hold(calls.rank, false);
+    if (calls.rank == setup.odd) hold(calls.rank, false);
     synchronize(calls.stream.get());
     const int num_void = calls.check_results();
     if (calls.rank != aborting && num_void > 0) {
@@ -327,7 +323,7 @@ void check_abort(Random& random) {
 
 struct Interrupt {};
 
-// The wait of close() ends where a signal's handler throws.
+// An exception of a signal handler ends the wait of close().
 void interrupt_close(CudaProcessGroup& group) {
   nap = [&] {
     check_throws(ErrorKind::kState, "signal handler", [&] { group.close(); });
@@ -341,31 +337,30 @@ void interrupt_close(CudaProcessGroup& group) {
   nap = {};
 }
 
-// A rank closes while its GPU is busy with other work: it is told, once, and its tensors stay in
-// use until the GPU has come to its calls.
+// close() of a rank whose GPU is busy raises once. Its tensors stay in use until the GPU is done.
 void check_close_of_a_busy_rank(Random& random) {
-  Scene scene(random, 1, 100ms, 2);
-  scene.cases[0].is_async = true;
+  FaultSetup setup(random, 1, 100ms, 2);
+  setup.cases[0].is_async = true;
   const bool is_interrupted = random.one_in(2);
-  const bool is_missed = random.one_in(2);  // by the other rank, which calls it late first
+  const bool is_missed = random.one_in(2);  // the other rank finds this rank late first
   std::atomic<int> num_enqueued{0};
   std::atomic<bool> is_over{false};
-  scene.run([&](Calls& calls) {
+  setup.run([&](RankCalls& calls) {
     if (calls.rank == 0 || !is_missed) hold(calls.rank, true);
     calls.enqueue(0);
     num_enqueued += 1;
     while (num_enqueued < 2) std::this_thread::yield();
     if (calls.rank == 0) {
       if (is_interrupted) interrupt_close(calls.group);
-      check_throws(ErrorKind::kTimeout, "has not come to the end", [&] { calls.group.close(); });
-      CHECK(!calls.group.close(), "tensors in use are let go of");
+      check_throws(ErrorKind::kTimeout, "has not finished its calls", [&] { calls.group.close(); });
+      CHECK(!calls.group.close(), "close() released tensors in use");
       is_over = true;
     }
     while (!is_over) std::this_thread::yield();
     hold(calls.rank, false);
     synchronize(calls.stream.get());
     if (calls.rank == 0) {
-      CHECK(calls.group.close(), "its GPU is not done");
+      CHECK(calls.group.close(), "the GPU is not idle");
     } else if (calls.check_results() > 0) {
       check_throws(ErrorKind::kTimeout, name_of(0), [&] { calls.group.close(); });
     }

@@ -1,6 +1,5 @@
-// staging: see the header.
-
-#include "cuda_process/staging.h"
+// process_staging: see the header.
+#include "cuda_process/process_staging.h"
 
 #include <cuda.h>
 
@@ -17,7 +16,7 @@ namespace {
 
 constexpr std::size_t kMostProbeWords = 4096;
 constexpr std::uint32_t kProbed = 1;
-// Far less than what turns a comparison, on all ranks alike.
+// `reduced` may lag this far: well below 2^31, where comparisons of counters fail.
 constexpr std::uint32_t kMostBehind = std::uint32_t{1} << 30;
 
 std::vector<std::uint32_t> pattern_of(int rank, std::size_t num_words) {
@@ -29,11 +28,12 @@ std::vector<std::uint32_t> pattern_of(int rank, std::size_t num_words) {
   return words;
 }
 
-using Operation = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+using StreamOperation = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 
-Operation operation(const char* name) { return reinterpret_cast<Operation>(driver_function(name)); }
+StreamOperation stream_operation(const char* name) {
+  return reinterpret_cast<StreamOperation>(driver_function(name));
+}
 
-// The runtime's error codes are the driver's.
 void check_operation(CUresult status, const char* name, int device) {
   if (status == CUDA_ERROR_NOT_SUPPORTED) {
     fail(ErrorKind::kUnsupported, "cuda:", device, " has no stream memory operations (", name,
@@ -74,7 +74,7 @@ RegisteredMemory::~RegisteredMemory() {
     const OnDevice guard(device_);
     const BesideCaptures beside;
     cudaHostUnregister(memory_);
-  } catch (const Error&) {  // the device does not answer any more
+  } catch (const Error&) {  // the device does not answer
   }
 }
 
@@ -85,7 +85,7 @@ std::uintptr_t RegisteredMemory::on_device(const Word& word) const {
 
 void RegisteredMemory::write_word(const Word& word, std::uint32_t value,
                                   cudaStream_t stream) const {
-  static const Operation write = operation("cuStreamWriteValue32");
+  static const StreamOperation write = stream_operation("cuStreamWriteValue32");
   const OnDevice guard(device_);  // the null stream is the current device's
   check_operation(write(stream, on_device(word), value, CU_STREAM_WRITE_VALUE_DEFAULT),
                   "cuStreamWriteValue32", device_);
@@ -93,13 +93,13 @@ void RegisteredMemory::write_word(const Word& word, std::uint32_t value,
 
 void RegisteredMemory::await_word(const Word& word, std::uint32_t value,
                                   cudaStream_t stream) const {
-  static const Operation wait = operation("cuStreamWaitValue32");
+  static const StreamOperation wait = stream_operation("cuStreamWaitValue32");
   const OnDevice guard(device_);
   check_operation(wait(stream, on_device(word), value, CU_STREAM_WAIT_VALUE_GEQ),
                   "cuStreamWaitValue32", device_);
 }
 
-StagingHandles place_of(int device) {
+StagingHandles describe_gpu(int device) {
   const OnDevice guard(device);
   const BesideCaptures beside;
   StagingHandles handles{};
@@ -126,12 +126,12 @@ StagingPlan plan_staging(std::span<const StagingHandles> all, std::size_t slot_b
   return plan;
 }
 
-OwnStaging::OwnStaging(int device_index, const StagingPlan& agreed)
+LocalSlots::LocalSlots(int device_index, const StagingPlan& agreed)
     : device(device_index),
       plan(agreed),
       slots(device_memory(device, kStagingSlots * plan.slot_bytes)) {}
 
-ProcessStaging::ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
+ProcessStaging::ProcessStaging(const LocalSlots& own, const pyringar::Segment& segment, int rank,
                                const PeerWatch& host, std::span<const StagingHandles> all)
     : own_(own),
       segment_(segment),
@@ -157,8 +157,9 @@ ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs
   } catch (const Error& error) {
     const bool is_own_process = segment_.line(rank).process.pid == segment_.line(rank_).process.pid;
     const char* hint =
-        is_own_process ? "; both ranks are in one process, which CUDA does not let open what it "
-                         "shows to others: take pyringar.Communicator for GPUs of one process"
+        is_own_process
+            ? "; both ranks are in one process, and CUDA cannot map memory in the process "
+              "that exports it: use pyringar.Communicator for GPUs of one process"
         : !is_visible(theirs.gpu.data())
             ? "; that GPU is not visible in this process: let CUDA_VISIBLE_DEVICES name all ranks' "
               "GPUs in every process, and pass device= to each"
@@ -168,8 +169,8 @@ ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs
   }
 }
 
-// Probes lie in message 0's slot, what was read of each peer's in message 1's, one after the other.
-void ProcessStaging::make_probe() {
+// A probe is in the slot of message 0. Peers' probes are copied to the slot of message 1, in turn.
+void ProcessStaging::write_probe() {
   const OnDevice guard(own_.device);
   const BesideCaptures beside;
   const std::size_t words = std::min(kMostProbeWords, plan().slot_bytes / sizeof(std::uint32_t));
@@ -182,20 +183,20 @@ void ProcessStaging::make_probe() {
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", own_.device);
 }
 
-std::string ProcessStaging::look_at_probes() {
+std::string ProcessStaging::check_probes() {
   const OnDevice guard(own_.device);
   const BesideCaptures beside;
   const std::size_t num_words =
       std::min(kMostProbeWords, plan().slot_bytes / sizeof(std::uint32_t));
   const cudaStream_t stream = probe_stream_.get();
   for (const Peer& peer : peers_) {
-    // Its GPU has come to the write: a stream need not wait for what the host does not find.
+    // The peer has written the word. If the host cannot see it, a stream would wait forever.
     const Word& word = line(peer.rank).probe.value;
     if (word.load(std::memory_order_acquire) != kProbed) {
-      return join("the host does not find the word that the GPU of rank ", peer.rank, " wrote");
+      return join("the host does not see a write of the GPU of rank ", peer.rank);
     }
     words_.await_word(word, kProbed, stream);
-    // A kernel reads, as later; the host looks at what it has read.
+    // Read with a kernel, as calls do, and check on the host.
     Folds copies = Folds::copies();
     copies.add_copy(slot(rank_, 1), slot(peer.rank, 0), num_words * sizeof(std::uint32_t),
                     DType::kInt32);
@@ -208,9 +209,9 @@ std::string ProcessStaging::look_at_probes() {
     const std::vector<std::uint32_t> wanted = pattern_of(peer.rank, num_words);
     const auto differs = std::mismatch(found.begin(), found.end(), wanted.begin());
     if (differs.first != found.end()) {
-      return join("cuda:", own_.device, " finds ", *differs.first, " in word ",
+      return join("cuda:", own_.device, " reads ", *differs.first, " from word ",
                   differs.first - found.begin(), " of the memory of rank ", peer.rank,
-                  ", which wrote ", *differs.second);
+                  ", expected ", *differs.second);
     }
   }
   return {};
@@ -233,10 +234,10 @@ StagedCall::StagedCall(const ProcessStaging& staging, std::uint32_t last, cudaSt
 
 void StagedCall::end() {
   is_open_ = false;
-  // Exchanges leave it behind. No rank waits for this write.
+  // Exchanges do not write `reduced`. No rank waits for this write.
   const bool is_far_behind = !reached(staging_.last_reduced_, last_ - kMostBehind);
   if (is_far_behind) staging_.write_reduced(last_, stream_);
-  // Before the record: the next call, on another stream, may write it as soon as that is done.
+  // Before the record: after it the next call may write the word from another stream.
   staging_.words_.write_word(staging_.line(staging_.rank_).finished.value, last_, stream_);
   staging_.last_call_.record(stream_);
 }
@@ -245,7 +246,7 @@ StagedCall::~StagedCall() {
   if (!is_open_) return;
   try {
     end();
-  } catch (const Error&) {  // the device has failed, and never says so
+  } catch (const Error&) {  // the device has failed and does not report it
   }
 }
 

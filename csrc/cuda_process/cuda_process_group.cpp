@@ -1,6 +1,5 @@
-// group: meeting, one call, and who frees what when.
-
-#include "cuda_process/group.h"
+// cuda_process_group: connecting, one call, and when slots are freed.
+#include "cuda_process/cuda_process_group.h"
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +18,7 @@ namespace {
 
 constexpr std::size_t kSliceBytes = 256;
 
-// Slots on GPUs. Writes go to the stream first, then to the host; waits the other way round.
+// Slots on GPUs. A write is enqueued before the host counter is set, a wait after the host's wait.
 class StreamMemory : public StagedCounters {
  public:
   static constexpr std::size_t kPartAlignment = 16;
@@ -43,7 +42,8 @@ class StreamMemory : public StagedCounters {
     return true;
   }
   void publish_reduced(std::uint32_t n) {
-    if (n != base_) staging_.write_reduced(n, stream_);  // else the host brings its own up
+    // the base message only raises the host counter
+    if (n != base_) staging_.write_reduced(n, stream_);
     StagedCounters::publish_reduced(n);
   }
   bool wait_reduced(std::uint32_t n) {
@@ -57,7 +57,7 @@ class StreamMemory : public StagedCounters {
   std::byte* own_slot(std::uint32_t n) const { return slot(rank_, n); }
   Range slice_of(Range piece, int owner) const {
     const auto [first, last] = piece;
-    // Ranks that share a GPU take turns there: one of them reduces all.
+    // Kernels of ranks that share a GPU run one after the other, so rank 0 reduces the whole piece.
     if (staging_.plan().shares_gpu) return {first, owner == 0 ? last : first};
     return slice_in_units(piece, world_size_, owner, kSliceBytes);
   }
@@ -76,9 +76,9 @@ class StreamMemory : public StagedCounters {
   const int rank_;
 };
 
-// Enqueues a call. The host waits until the others have enqueued theirs, and for no device. False:
-// the watch knows why; what has been enqueued by then still runs. Of ranks that share a GPU, one
-// reduces for all: k processes take 2k - 1 turns there for a piece, not 3k.
+// Enqueue a call. The host waits for the other hosts, and for no device. False: the watch has the
+// reason, and the work enqueued so far still runs. With a shared GPU one rank reduces for all: 2k -
+// 1 kernels per piece instead of 3k.
 bool run_staged(const Collective& call, bool is_direct, ProcessRank& self,
                 const ProcessStaging& staging, cudaStream_t stream) {
   const StreamMemory memory(call.fold, self, staging, stream);
@@ -114,22 +114,22 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// How long close() looks whether the others close too, before it leaves the slots for later.
+// How long close() waits for the other ranks to close, before it leaves the slots allocated.
 constexpr auto kPatienceOfClose = 200ms;
 
-// Slots of closed groups that others may still read.
-struct Leftovers {
+// Slots of closed groups that other ranks may still read.
+struct UnfreedSlots {
   struct Entry {
-    std::shared_ptr<ProcessGroup> host;  // its segment says who has left
-    std::shared_ptr<cuda::OwnStaging> own;
-    std::unique_ptr<cuda::ProcessStaging> staging;  // until the device has come to an end
+    std::shared_ptr<ProcessGroup> host;  // its segment shows which ranks have exited
+    std::shared_ptr<cuda::LocalSlots> own;
+    std::unique_ptr<cuda::ProcessStaging> staging;  // null once the GPU has run all calls
   };
   std::mutex mutex;
   std::vector<Entry> entries;
 
-  static Leftovers& get() {
-    static auto* leftovers = new Leftovers;  // never destroyed: CUDA may be gone by then
-    return *leftovers;
+  static UnfreedSlots& get() {
+    static auto* unfreed = new UnfreedSlots;  // leaked: CUDA may be unloaded before destructors run
+    return *unfreed;
   }
 };
 
@@ -142,41 +142,41 @@ bool all_others_are_gone(const ProcessGroup& group) {
   return true;
 }
 
-// After such an error the caller knows that results under way may be void.
+// True for errors after which the caller knows that pending results may be undefined.
 bool is_about_peers(const Error& error) {
   return error.kind() == ErrorKind::kPeerLost || error.kind() == ErrorKind::kTimeout;
 }
 
-void free_leftovers() {
-  Leftovers& leftovers = Leftovers::get();
-  const std::lock_guard<std::mutex> lock(leftovers.mutex);
-  for (Leftovers::Entry& entry : leftovers.entries) {
+void free_slots() {
+  UnfreedSlots& unfreed = UnfreedSlots::get();
+  const std::lock_guard<std::mutex> lock(unfreed.mutex);
+  for (UnfreedSlots::Entry& entry : unfreed.entries) {
     if (entry.host->forked() || entry.staging == nullptr || !entry.staging->is_idle()) continue;
     entry.staging = nullptr;
     entry.host->close();
   }
-  std::erase_if(leftovers.entries, [](const Leftovers::Entry& entry) {
+  std::erase_if(unfreed.entries, [](const UnfreedSlots::Entry& entry) {
     return !entry.host->forked() && entry.staging == nullptr && all_others_are_gone(*entry.host);
   });
 }
 
-// Whether its GPU has not come to the end of its calls.
+// True if the GPU still runs calls of this closed group.
 bool is_left_running(const ProcessGroup& group) {
-  Leftovers& leftovers = Leftovers::get();
-  const std::lock_guard<std::mutex> lock(leftovers.mutex);
-  return std::any_of(leftovers.entries.begin(), leftovers.entries.end(),
-                     [&](const Leftovers::Entry& entry) {
+  UnfreedSlots& unfreed = UnfreedSlots::get();
+  const std::lock_guard<std::mutex> lock(unfreed.mutex);
+  return std::any_of(unfreed.entries.begin(), unfreed.entries.end(),
+                     [&](const UnfreedSlots::Entry& entry) {
                        return entry.host.get() == &group && entry.staging != nullptr;
                      });
 }
 
 }  // namespace
 
-// What ranks tell each other while they connect.
-struct CudaProcessGroup::Outcome {
+// What each rank gathers from the others while it connects.
+struct CudaProcessGroup::ConnectStatus {
   cuda::StagingHandles handles{};
   ErrorKind kind = ErrorKind::kState;
-  std::array<char, 500> error{};  // empty: all is well
+  std::array<char, 500> error{};  // empty: no error
 
   template <typename Step>
   void attempt(Step&& step) {
@@ -202,56 +202,58 @@ CudaProcessGroup::CudaProcessGroup(SharedMemory memory, const Segment& segment, 
 CudaProcessGroup::~CudaProcessGroup() {
   try {
     close();
-  } catch (const Error&) {  // close() would have raised it
+  } catch (const Error&) {  // a call of close() would have raised it
   }
 }
 
-void CudaProcessGroup::exchange(const Outcome& own, std::vector<Outcome>& all) {
-  static_assert(std::is_trivially_copyable_v<Outcome>);
-  Outcome input = own;
+void CudaProcessGroup::exchange(const ConnectStatus& own, std::vector<ConnectStatus>& all) {
+  static_assert(std::is_trivially_copyable_v<ConnectStatus>);
+  ConnectStatus input = own;
   Collective call;
   call.kind = CallKind::kAllGather;
   call.world_size = host_->world_size();
   call.reserve_local(1);
-  call.add_local(&input, all.data(), all.size() * sizeof(Outcome), DType::kUInt8);
+  call.add_local(&input, all.data(), all.size() * sizeof(ConnectStatus), DType::kUInt8);
   host_->run(call);
   raise_first(own, all);
 }
 
-void CudaProcessGroup::raise_first(const Outcome& own, const std::vector<Outcome>& all) const {
+void CudaProcessGroup::raise_first(const ConnectStatus& own,
+                                   const std::vector<ConnectStatus>& all) const {
   if (own.error[0] != '\0') fail(own.kind, own.error.data());
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    const Outcome& other = all[rank];
+    const ConnectStatus& other = all[rank];
     if (other.error[0] == '\0') continue;
     const RankLine& line = host_->segment().line(static_cast<int>(rank));
     const bool is_known = other.kind == ErrorKind::kCuda || other.kind == ErrorKind::kUnsupported;
     const std::string text(other.error.data(), strnlen(other.error.data(), other.error.size()));
     fail(is_known ? other.kind : ErrorKind::kState, "rank ", rank, " (process ", line.process.pid,
-         ") cannot take part: ", text);
+         ") cannot join: ", text);
   }
 }
 
-std::vector<cuda::StagingHandles> CudaProcessGroup::handles_of(const std::vector<Outcome>& all) {
+std::vector<cuda::StagingHandles> CudaProcessGroup::handles_of(
+    const std::vector<ConnectStatus>& all) {
   std::vector<cuda::StagingHandles> handles;
-  for (const Outcome& outcome : all) handles.push_back(outcome.handles);
+  for (const ConnectStatus& status : all) handles.push_back(status.handles);
   return handles;
 }
 
 void CudaProcessGroup::connect() {
-  free_leftovers();
-  std::vector<Outcome> all(static_cast<std::size_t>(host_->world_size()));
-  Outcome own;
+  free_slots();
+  std::vector<ConnectStatus> all(static_cast<std::size_t>(host_->world_size()));
+  ConnectStatus own;
   const auto on_all_ranks = [&](auto&& step) {
     own.attempt(step);
     exchange(own, all);
   };
   on_all_ranks([&] {
     stream_ = std::make_unique<cuda::Stream>(device_);
-    own.handles = cuda::place_of(device_);
+    own.handles = cuda::describe_gpu(device_);
   });
   plan_ = cuda::plan_staging(handles_of(all), options_.slot_bytes, options_.most_shared_slot_bytes);
   on_all_ranks([&] {
-    own_ = std::make_shared<cuda::OwnStaging>(device_, plan_);
+    own_ = std::make_shared<cuda::LocalSlots>(device_, plan_);
     if (host_->world_size() > 1) own.handles.slots = cuda::ipc_handle(own_->slots);
   });
   on_all_ranks([&] {
@@ -259,12 +261,12 @@ void CudaProcessGroup::connect() {
                                                       host_->watch(), handles_of(all));
     const std::lock_guard<std::mutex> lock(abort_mutex_);
     abortable_ = staging_.get();
-    staging_->make_probe();
+    staging_->write_probe();
   });
   on_all_ranks([&] {
-    const std::string wrong = staging_->look_at_probes();
+    const std::string wrong = staging_->check_probes();
     if (wrong.empty()) return;
-    fail(ErrorKind::kUnsupported, "memory that processes share does not arrive: ", wrong);
+    fail(ErrorKind::kUnsupported, "memory shared with other processes fails a test: ", wrong);
   });
 }
 
@@ -275,15 +277,14 @@ void CudaProcessGroup::check_connected() const {
 
 void CudaProcessGroup::check_not_captured(const Collective& call, cudaStream_t stream) const {
   if (!cuda::is_capturing(stream, device_)) return;
-  fail(
-      ErrorKind::kUnsupported, call_name(call.kind),
-      ": ranks in processes of their own meet on the host in every call, which a CUDA graph cannot "
-      "capture; call it outside of the graph, or drive all GPUs from one process "
-      "(pyringar.Communicator)");
+  fail(ErrorKind::kUnsupported, call_name(call.kind),
+       ": ranks in processes synchronize on the host in every call, which a CUDA graph cannot "
+       "capture; "
+       "call it outside of the graph, or drive all GPUs from one process (pyringar.Communicator)");
 }
 
 ProcessPlan CudaProcessGroup::plan(std::size_t bytes) const {
-  // Two ranks with a GPU each would read as much from each other either way.
+  // Two ranks on two GPUs read as much from each other with either algorithm.
   const int most_exchange = plan_.shares_gpu ? 1 : 2;
   const bool is_exchange = host_->world_size() <= most_exchange || bytes <= options_.exchange_bytes;
   const std::size_t slots = (bytes + plan_.slot_bytes - 1) / plan_.slot_bytes;
@@ -303,8 +304,8 @@ bool CudaProcessGroup::enqueue(const Collective& call, ProcessRank& self, cudaSt
   if (!cuda::run_staged(call, is_direct, self, *staging_, stream)) {
     if (!self.lies_otherwise) return false;
     fail(ErrorKind::kUnsupported, call_name(call.kind),
-         ": the ranks' tensors lie in different strides, which ranks in processes of their own "
-         "cannot mix on GPUs; pass .contiguous() ones");
+         ": the ranks' tensors have different strides, which ranks in processes do not support on "
+         "GPUs; pass .contiguous() tensors");
   }
   last_.store(staging_->last());
   const std::lock_guard<std::mutex> lock(stats_mutex_);
@@ -318,7 +319,7 @@ void CudaProcessGroup::run(const Collective& call, cudaStream_t stream) {
   try {
     host_->run_program([&](ProcessRank& self) { return enqueue(call, self, stream); });
   } catch (const Error& error) {
-    has_told_.store(has_told_.load() || is_about_peers(error));
+    has_reported_.store(has_reported_.load() || is_about_peers(error));
     throw;
   }
 }
@@ -333,7 +334,7 @@ CudaProcessGroup::Submitted CudaProcessGroup::submit(Collective call, cudaStream
   auto shared = std::make_shared<const Collective>(std::move(call));
   auto enqueued = host_->submit_program(
       [this, ready, done, last, shared](ProcessRank& self) {
-        // A thread begins on device 0: none of its calls need go there and back.
+        // Threads start on device 0. Switch once, so that the calls below need not.
         cuda::check(cudaSetDevice(device_), "cudaSetDevice", device_);
         ready->make_wait(stream_->get(), device_);
         bool is_enqueued = false;
@@ -358,9 +359,9 @@ Error CudaProcessGroup::void_error() const {
   } catch (const Error& error) {
     const bool is_late = error.kind() == ErrorKind::kTimeout;
     return {is_late ? ErrorKind::kTimeout : ErrorKind::kPeerLost,
-            join("results of calls that had returned are void: ", error.what())};
+            join("results of calls that had returned are undefined: ", error.what())};
   }
-  return {ErrorKind::kPeerLost, "results of calls that had returned are void"};
+  return {ErrorKind::kPeerLost, "results of calls that had returned are undefined"};
 }
 
 std::exception_ptr CudaProcessGroup::failure_of(const Submitted& work) {
@@ -370,20 +371,20 @@ std::exception_ptr CudaProcessGroup::failure_of(const Submitted& work) {
       try {
         std::rethrow_exception(refused);
       } catch (const Error& error) {
-        has_told_.store(has_told_.load() || is_about_peers(error));
-      } catch (...) {  // a step's
+        has_reported_.store(has_reported_.load() || is_about_peers(error));
+      } catch (...) {  // an exception of a Python step
       }
       return refused;
     }
   }
   if (!is_void(host_->segment(), *work.last)) return nullptr;
-  has_told_.store(true);
+  has_reported_.store(true);
   return std::make_exception_ptr(void_error());
 }
 
-void CudaProcessGroup::raise_untold() {
-  if (has_told_.load() || !is_void(host_->segment(), last_.load())) return;
-  has_told_.store(true);
+void CudaProcessGroup::raise_unreported() {
+  if (has_reported_.load() || !is_void(host_->segment(), last_.load())) return;
+  has_reported_.store(true);
   throw void_error();
 }
 
@@ -393,8 +394,8 @@ ProcessStats CudaProcessGroup::stats() {
   return stats_;
 }
 
-// False: the device does not get on, with other work perhaps. A rank that it waits for ends that
-// wait sooner (cuda_process/device_watch).
+// False: the GPU makes no progress, perhaps because of other work. A lost or late rank is not the
+// reason: DeviceWatch has ended those waits.
 bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const {
   auto moved = Clock::now();
   std::uint64_t progress = staging_->progress();
@@ -411,7 +412,7 @@ bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const 
   return true;
 }
 
-// A call may wait inside CUDA for a late rank: it is let go of, once all know why.
+// End calls that wait inside CUDA for a late rank, after all ranks were told why.
 void CudaProcessGroup::release_streams() {
   if (host_->forked()) return;
   host_->leave_at_once("has aborted the group");
@@ -427,18 +428,18 @@ bool CudaProcessGroup::close(Leaving leaving) {
     release(leaving);
     is_closed_ = true;
   }
-  free_leftovers();
+  free_slots();
   const bool is_idle = !is_left_running(*host_);
   if (leaving != Leaving::kAfterCalls) {
-    has_told_.store(true);  // the caller chose not to wait
-  } else if (!is_idle && !has_told_.exchange(true)) {
+    has_reported_.store(true);  // the caller chose not to wait
+  } else if (!is_idle && !has_reported_.exchange(true)) {
     const PeerWatch& watch = host_->watch();
     fail(ErrorKind::kTimeout, "close: the GPU of ", watch.name_of(host_->rank()),
-         " has not come to the end of its calls, without progress for ",
+         " has not finished its calls, without progress for ",
          std::chrono::duration<double>(watch.timeout()).count(),
-         " s; their results may be void, and their tensors stay in use until it has");
+         " s; their results may be undefined, and their tensors stay in use until it has");
   } else {
-    raise_untold();
+    raise_unreported();
   }
   return is_idle;
 }
@@ -452,7 +453,7 @@ void CudaProcessGroup::release(Leaving leaving) {
     is_idle = staging_ == nullptr || wait_until_idle(patience);
     const std::lock_guard<std::mutex> lock(abort_mutex_);
     abortable_ = nullptr;
-    // Unmapped before the others hear that this rank has left: then they free what it mapped.
+    // Unmap before the other ranks see this rank leave: they then free the mapped slots.
     if (is_idle) staging_ = nullptr;
   }
   if (is_idle) {
@@ -460,7 +461,7 @@ void CudaProcessGroup::release(Leaving leaving) {
   } else {
     tell_failure(host_->segment(), ErrorKind::kTimeout,
                  join(host_->watch().name_of(host_->rank()),
-                      " has closed, and its GPU did not come to the end of its calls"));
+                      " has closed, and its GPU has not finished its calls"));
   }
   stream_ = nullptr;
   const auto start = Clock::now();
@@ -469,9 +470,9 @@ void CudaProcessGroup::release(Leaving leaving) {
     std::this_thread::sleep_for(1ms);
   }
   if (own_ != nullptr && !(is_idle && all_others_are_gone(*host_))) {
-    Leftovers& leftovers = Leftovers::get();
-    const std::lock_guard<std::mutex> entries_lock(leftovers.mutex);
-    leftovers.entries.push_back({host_, own_, std::move(staging_)});
+    UnfreedSlots& unfreed = UnfreedSlots::get();
+    const std::lock_guard<std::mutex> entries_lock(unfreed.mutex);
+    unfreed.entries.push_back({host_, own_, std::move(staging_)});
   }
   own_ = nullptr;
 }

@@ -1,4 +1,4 @@
-// cuda_ready: cuda::Ready as the bucketer's hooks call it, and Python.
+// cuda_ready_events: cuda::ReadyEvents for Python and for the bucketer's hooks.
 //
 // Threads   with the GIL held.
 // Tests     tests/cuda/test_gpu_streams.py, tests/test_cuda_processes.py
@@ -13,14 +13,14 @@
 
 namespace pyringar {
 
-// Notes gradients as they come, on the current streams of the threads in which hooks run.
-class BoundReady {
+// Records gradients on the current stream of the thread that runs the hook.
+class BoundReadyEvents {
  public:
-  BoundReady(const std::vector<int>& devices, std::vector<int> bucket_sizes)
+  BoundReadyEvents(const std::vector<int>& devices, std::vector<int> bucket_sizes)
       : ready_(devices, std::move(bucket_sizes)) {}
 
-  cuda::Bucket bucket(int index) const { return {&ready_, index}; }
-  // The current stream of the rank's device goes on after the bucket's gradients.
+  cuda::BucketReady bucket(int index) const { return {&ready_, index}; }
+  // Make the current stream of the rank's device wait for the bucket's gradients.
   void make_wait(int bucket, int rank) const {
     const int device = ready_.device_of(rank);
     if (device == kHost) return;
@@ -31,7 +31,7 @@ class BoundReady {
  private:
   static bool note(void* self, int bucket, int rank, bool is_new) {
     try {
-      cuda::Ready& ready = static_cast<BoundReady*>(self)->ready_;
+      cuda::ReadyEvents& ready = static_cast<BoundReadyEvents*>(self)->ready_;
       const int device = ready.device_of(rank);
       if (device == kHost) return true;
       const auto stream = static_cast<cudaStream_t>(current_stream(device));
@@ -43,9 +43,9 @@ class BoundReady {
     }
   }
 
-  cuda::Ready ready_;
+  cuda::ReadyEvents ready_;
   const ReadyHook hook_{
-      this, [](void* self) { static_cast<BoundReady*>(self)->ready_.start_step(); }, &note};
+      this, [](void* self) { static_cast<BoundReadyEvents*>(self)->ready_.start_step(); }, &note};
 };
 
 }  // namespace pyringar

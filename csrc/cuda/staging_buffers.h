@@ -1,8 +1,8 @@
-// staging: a call's tensors in buffers that all devices reach, where they do not reach the tensors.
+// staging_buffers: copies of a call's tensors that all devices can access.
 //
-// Contract  buffers lie in the host's memory if a rank does or if devices do not reach each other,
-//           else on the rank's device. They grow and are used again by later calls, which must
-//           follow each other, which the caller ensures.
+// Contract  The buffers are in host memory if a rank is, or if devices have no peer access. Else
+//           each buffer is on the rank's device. Buffers grow and are reused. The caller orders the
+//           calls that use them.
 // Threads   one at a time.
 // Tests     tests/cpp/cuda_host
 #pragma once
@@ -15,13 +15,12 @@
 
 namespace pyringar::cuda {
 
-class Staging {
+class StagingBuffers {
  public:
-  explicit Staging(const Devices& devices);
+  explicit StagingBuffers(const Devices& devices);
 
   bool is_needed(const Collective& collective) const;
-  // The same call on buffers, inputs copied there. A pointer that is source and destination is one
-  // buffer. last_use: of the buffers, by calls before.
+  // Copy inputs into the buffers, and return the call on them. last_use: of earlier calls.
   Collective copy_in(const Collective& collective, Streams streams, const Events& last_use);
   void copy_out(const Collective& collective, const Collective& staged, Streams streams) const;
 
@@ -31,7 +30,7 @@ class Staging {
     std::size_t bytes = 0;
   };
 
-  // Where each pointer's copy begins in its rank's buffer; the buffers are large enough afterwards.
+  // Grow the buffers, and return each pointer's offset in its rank's buffer.
   std::vector<std::size_t> lay_out(const Collective& collective, const Events& last_use);
   void reserve(std::size_t rank, std::size_t bytes, const Events& last_use);
   void copy_later(void* to, const void* from, std::size_t bytes, int device, Streams streams) const;

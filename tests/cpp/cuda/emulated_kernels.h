@@ -1,4 +1,4 @@
-// emulated: what the tests of emulated kernels share.
+// emulated_kernels: launches of emulated kernels by dtype and reduction.
 #pragma once
 
 #include "core/fold.h"
@@ -8,7 +8,6 @@
 
 namespace pyringar::stress {
 
-// The kernel of a dtype and a reduction, from the same table as the host's launches.
 template <typename... Arguments>
 auto kernel_of(DType dtype, const Fold& fold, cuda::KernelKind kind) {
   using Kernel = void (*)(Arguments...);

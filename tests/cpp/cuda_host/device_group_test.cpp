@@ -1,11 +1,10 @@
-// group_test: cuda/group and its parts on the modelled runtime, with the kernels' own source: bits,
-// streams, captures and replays, what is refused, what is told, and what is left behind.
-
+// device_group_test: cuda/device_group on the modelled runtime, with the kernels' own source: bits,
+// stream order, errors, leaks.
 #include <algorithm>
 #include <cstdlib>
 
-#include "cases.h"
 #include "cuda/background.h"
+#include "group_cases.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -19,39 +18,39 @@ Ranks random_ranks(Random& random) {
   return all[random.below(all.size())];
 }
 
-Algorithm random_algorithm(Random& random, const cuda::Group& group, const Ranks& ranks) {
+Algorithm random_algorithm(Random& random, const cuda::DeviceGroup& group, const Ranks& ranks) {
   const bool one_memory = group.devices().size() == 1 && !group.has_host_ranks();
   if (!group.has_host_ranks() && ranks.size() > 1 && random.one_in(2)) return Algorithm::kRing;
   return one_memory && random.one_in(2) ? Algorithm::kFused : Algorithm::kDirect;
 }
 
-// Calls on streams that nothing else orders; devices do them when they like.
+// Calls on streams that nothing else orders.
 void check_bits(Random& random) {
   start(random);
   const Ranks ranks = random_ranks(random);
   peers = {!random.one_in(3), !random.one_in(3)};
-  std::deque<Case> calls;
-  cuda::Group group(ranks, kLong);
+  std::deque<GroupCase> calls;
+  cuda::DeviceGroup group(ranks, kLong);
   for (int i = 0; i < 4; ++i) {
     const Streams streams = make_streams(random, group);
-    Case& call = calls.emplace_back(random, ranks, random_algorithm(random, group, ranks), 12);
+    GroupCase& call = calls.emplace_back(random, ranks, random_algorithm(random, group, ranks), 12);
     call.call(group, streams);
   }
   if (random.one_in(2)) group.close();
   model::run_to_end();
   if (random.one_in(2)) group.close();
-  for (const Case& call : calls) call.check();
+  for (const GroupCase& call : calls) call.check();
 }
 
-// Staging in the host's memory grows while a call before still uses it.
+// Staging in host memory grows while an earlier call still uses it.
 void check_growth(Random& random) {
   start(random);
   const Ranks ranks = {0, 1};
   peers = {false, true};
-  cuda::Group group(ranks, kLong);
-  Case small(random, ranks, Algorithm::kDirect, 1);
-  Case large(random, ranks, Algorithm::kDirect, 1, true);
-  for (Case* call : {&small, &large}) {
+  cuda::DeviceGroup group(ranks, kLong);
+  GroupCase small(random, ranks, Algorithm::kDirect, 1);
+  GroupCase large(random, ranks, Algorithm::kDirect, 1, true);
+  for (GroupCase* call : {&small, &large}) {
     const Streams streams = make_streams(random, group);
     call->call(group, streams);
   }
@@ -62,27 +61,27 @@ void check_growth(Random& random) {
 
 void check_closed(Random& random) {
   start(random);
-  cuda::Group group({0, 1}, kLong);
+  cuda::DeviceGroup group({0, 1}, kLong);
   group.close();
   group.close();
-  Case call(random, {0, 1}, Algorithm::kDirect, 3);
+  GroupCase call(random, {0, 1}, Algorithm::kDirect, 3);
   check_throws(ErrorKind::kState, "closed",
                [&] { group.run(call.collective(), make_streams(random, group)); });
 }
 
-// -- gradients, and calls in the background -------------------------------------------------------
+// -- asynchronous calls and gradients -------------------------------------------------------------
 
-// Calls beside the callers' streams, which go on once the results are there.
+// Asynchronous calls beside the callers' streams.
 void check_background(Random& random) {
   start(random);
   const Ranks ranks = random_ranks(random);
   peers = {!random.one_in(3), !random.one_in(3)};
-  const auto group = std::make_shared<cuda::Group>(ranks, kLong);
+  const auto group = std::make_shared<cuda::DeviceGroup>(ranks, kLong);
   cuda::Background background(group);
-  std::deque<Case> cases;
+  std::deque<GroupCase> cases;
   for (int i = 0; i < 3; ++i) {
     const Streams streams = make_streams(random, *group);
-    Case& one = cases.emplace_back(random, ranks, random_algorithm(random, *group, ranks), 6);
+    GroupCase& one = cases.emplace_back(random, ranks, random_algorithm(random, *group, ranks), 6);
     one.fill(*group, streams);
     const auto done = background.submit(one.collective(), streams);
     if (random.one_in(2)) {
@@ -92,40 +91,38 @@ void check_background(Random& random) {
     done->make_wait(others);
     one.read(*group, others);
   }
-  if (random.one_in(2)) {  // as where a communicator is closed, and its tensors are let go
-    Case& last = cases.emplace_back(random, ranks, Algorithm::kDirect, 6);
+  if (random.one_in(2)) {  // close() of a communicator, after which tensors are freed
+    GroupCase& last = cases.emplace_back(random, ranks, Algorithm::kDirect, 6);
     const Streams streams = make_streams(random, *group);
     last.fill(*group, streams);
     const auto done = background.submit(last.collective(), streams);
     background.wait_for();
-    CHECK(done->is_done(), "a call in the background runs on");
+    CHECK(done->is_done(), "wait_for() returned before the call ended");
     last.read(*group, streams);
   }
   model::run_to_end();
-  for (const Case& one : cases) one.check();
+  for (const GroupCase& one : cases) one.check();
 }
 
-// Gradients come on streams that nobody else knows, the last one from a thread whose current
-// streams are the default ones; backward goes on in those streams.
+// Gradients arrive on private streams, and backward continues there.
 void check_gradients(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{1, 0, 1};
-  const auto group = std::make_shared<cuda::Group>(ranks, kLong);
+  const auto group = std::make_shared<cuda::DeviceGroup>(ranks, kLong);
   cuda::Background background(group);
-  cuda::Ready ready(ranks, {1, 3});
-  std::deque<Case> cases;
+  cuda::ReadyEvents ready(ranks, {1, 3});
+  std::deque<GroupCase> cases;
   for (int step = 0; step < 2; ++step) {
     ready.start_step();
     for (int bucket = 0; bucket < 2; ++bucket) {
       const int size = bucket == 0 ? 1 : 3;
-      std::vector<Case*> gradients;
+      std::vector<GroupCase*> gradients;
       for (int i = 0; i < size; ++i) {
         gradients.push_back(&cases.emplace_back(random, ranks, Algorithm::kDirect, 1));
       }
-      // In any order, on two streams for each rank.
       for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
         const Streams own = {make_stream(ranks[rank]), make_stream(ranks[rank])};
-        for (Case* gradient : gradients) {
+        for (GroupCase* gradient : gradients) {
           const cudaStream_t stream = own[random.below(2)];
           gradient->fill_rank(rank, stream);
           ready.note(bucket, static_cast<int>(rank), true, stream);
@@ -136,26 +133,26 @@ void check_gradients(Random& random) {
         }
       }
       const Streams defaults(group->devices().size());
-      for (Case* gradient : gradients) {
+      for (GroupCase* gradient : gradients) {
         const auto done =
-            background.submit(gradient->collective(), defaults, cuda::Bucket{&ready, bucket});
+            background.submit(gradient->collective(), defaults, cuda::BucketReady{&ready, bucket});
         done->make_wait(defaults);
         gradient->read(*group, defaults);
       }
     }
     model::run_to_end();
     model::meet_hosts();
-    for (const Case& one : cases) one.check();
+    for (const GroupCase& one : cases) one.check();
   }
 }
 
-// -- what stands still ----------------------------------------------------------------------------
+// -- deadlocks, timeouts and failures -------------------------------------------------------------
 
-// Another thread frees memory between two calls of this one into the runtime, whichever.
+// Another thread frees memory between any two runtime calls of a group's call.
 void check_frees(Random& random) {
   start(random);
-  cuda::Group group({0, 1}, kLong);
-  Case call(random, {0, 1}, Algorithm::kDirect, 3);
+  cuda::DeviceGroup group({0, 1}, kLong);
+  GroupCase call(random, {0, 1}, Algorithm::kDirect, 3);
   const Streams streams = make_capturable(group);
   call.fill(group, streams);
   void* memory = nullptr;
@@ -171,27 +168,26 @@ void check_frees(Random& random) {
   call.check();
 }
 
-// The same between the launches of a ring, which wait for each other. There this library's own
-// allocations and frees wait for their turn.
+// Another thread allocates, frees or orders streams between the launches of a ring.
 void check_between_launches(Random& random) {
   start(random);
-  cuda::Group group({0, 1}, kLong);
-  Case call(random, {0, 1}, Algorithm::kRing, 3);
+  cuda::DeviceGroup group({0, 1}, kLong);
+  GroupCase call(random, {0, 1}, Algorithm::kRing, 3);
   const Streams streams = make_capturable(group);
   call.fill(group, streams);
   peers.tensors_are_visible = false;
-  cuda::Group staged({0, 1}, kLong);
-  Case own(random, {0, 1}, Algorithm::kDirect, 3);
+  cuda::DeviceGroup staged({0, 1}, kLong);
+  GroupCase own(random, {0, 1}, Algorithm::kDirect, 3);
   const Streams others = make_capturable(staged);
   own.fill(staged, others);
   const cudaStream_t side = make_stream(1);
   std::thread other;
   const int what = random.between(0, 3);
-  if (what == 3) staged.run(own.collective(), others);  // has memory to free then
+  if (what == 3) staged.run(own.collective(), others);  // so that close() frees staging memory
   model::before_launch(random.between(0, 3), [&] {
-    if (what == 0) other = std::thread([] { cuda::Group({0, 1}, kLong).close(); });
+    if (what == 0) other = std::thread([] { cuda::DeviceGroup({0, 1}, kLong).close(); });
     if (what == 1) other = std::thread([&] { staged.run(own.collective(), others); });
-    if (what == 2) order(streams[0], 0, side, 1);  // to load a kernel would wait for it
+    if (what == 2) order(streams[0], 0, side, 1);  // loading a kernel would wait for it
     if (what == 3) other = std::thread([&] { staged.close(); });
   });
   group.run(call.collective(), streams);
@@ -208,11 +204,11 @@ void check_launch_blocking(Random& random) {
   options.launch_blocking = true;
   start(random, options);
   setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
-  cuda::Group group({0, 1}, kLong);
-  Case direct(random, {0, 1}, Algorithm::kDirect, 3);
+  cuda::DeviceGroup group({0, 1}, kLong);
+  GroupCase direct(random, {0, 1}, Algorithm::kDirect, 3);
   const Streams streams = make_streams(random, group);
   direct.call(group, streams);
-  Case ring(random, {0, 1}, Algorithm::kRing, 3);
+  GroupCase ring(random, {0, 1}, Algorithm::kRing, 3);
   check_throws(ErrorKind::kUnsupported, "CUDA_LAUNCH_BLOCKING",
                [&] { group.run(ring.collective(), streams); });
   unsetenv("CUDA_LAUNCH_BLOCKING");
@@ -220,19 +216,18 @@ void check_launch_blocking(Random& random) {
   direct.check();
 }
 
-// A device that waits for a late one does the rest of its work meanwhile, on which the late one
-// depends.
+// A device that waits for a late device still runs other streams, which the late device needs.
 void check_late_device(Random& random) {
   start(random);
-  cuda::Group group({0, 1}, kLong);
-  Case call(random, {0, 1}, Algorithm::kDirect, 1, true);
-  Case own(random, {0}, Algorithm::kFused, 1, true);
+  cuda::DeviceGroup group({0, 1}, kLong);
+  GroupCase call(random, {0, 1}, Algorithm::kDirect, 1, true);
+  GroupCase own(random, {0}, Algorithm::kFused, 1, true);
   const Streams streams = make_capturable(group);
   const cudaStream_t side = make_stream(0);
-  group.run(call.collective(), streams);  // kernels are loaded then
+  group.run(call.collective(), streams);  // loads the kernels
   call.fill(group, streams);
   const cuda::Event event(0);
-  cuda::Group alone({0}, kLong);
+  cuda::DeviceGroup alone({0}, kLong);
   alone.run(own.collective(), Streams{side});
   model::run_to_end();
   own.fill(alone, {side});
@@ -246,15 +241,15 @@ void check_late_device(Random& random) {
   call.check();
 }
 
-// The last call of a program fails: close() says so, once.
+// If the last call of a program fails, close() raises once.
 void check_withheld(Random& random) {
   model::Options options;
   options.lets_time_pass = true;
   start(random, options);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 1, 0, 1} : Ranks{0, 0, 0};
-  cuda::Group group(ranks, std::chrono::milliseconds(100));
+  cuda::DeviceGroup group(ranks, std::chrono::milliseconds(100));
   group.withhold_rank(1);
-  Case call(random, ranks, Algorithm::kRing, 1);
+  GroupCase call(random, ranks, Algorithm::kRing, 1);
   if (call.collective().tensors[0].numel == 0) return;
   const Streams streams = make_capturable(group);
   group.run(call.collective(), streams);
@@ -270,17 +265,17 @@ void check_withheld(Random& random) {
   }
 }
 
-// A launch in the middle of a call fails. Calls after it are in order with what was enqueued.
+// If a launch in the middle of a call fails, later calls are still ordered after the enqueued work.
 void check_refused_launch(Random& random) {
   start(random);
   const std::vector<Ranks> all = {{0, 0}, {0, 1}, {0, -1}};
   const Ranks ranks = all[random.below(all.size())];
   const bool is_ring = ranks[1] == 0;
   peers = {false, false};
-  cuda::Group group(ranks, kLong);
+  cuda::DeviceGroup group(ranks, kLong);
   const auto algorithm = is_ring ? Algorithm::kRing : Algorithm::kDirect;
-  Case refused(random, ranks, algorithm, 6);
-  Case next(random, ranks, algorithm, 6);
+  GroupCase refused(random, ranks, algorithm, 6);
+  GroupCase next(random, ranks, algorithm, 6);
   const Streams streams = make_capturable(group);
   const Streams others = make_capturable(group);
   refused.fill(group, streams);
@@ -299,13 +294,13 @@ void check_refused_launch(Random& random) {
   next.check();
 }
 
-// The same in the background, on one of two devices: its memory is nobody's when that is told.
+// If a background launch fails on one device, the tensors are unused once the error is raised.
 void check_refused_background(Random& random) {
   start(random);
   const Ranks ranks = {0, 1};
-  const auto group = std::make_shared<cuda::Group>(ranks, kLong);
+  const auto group = std::make_shared<cuda::DeviceGroup>(ranks, kLong);
   cuda::Background background(group);
-  Case call(random, ranks, Algorithm::kDirect, 6);
+  GroupCase call(random, ranks, Algorithm::kDirect, 6);
   const Streams streams = make_capturable(*group);
   call.fill(*group, streams);
   model::refuse_launch(0, random.between(0, 3));
@@ -319,18 +314,18 @@ void check_refused_background(Random& random) {
   model::run_to_end();
 }
 
-// A ring that waits for a rank which does not come is let go of, also where close() waits for it.
+// abort() ends a ring that waits for a missing rank, also while close() waits.
 void check_abort(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 1, 0, 1} : Ranks{0, 0, 0};
-  cuda::Group group(ranks, kLong);
+  cuda::DeviceGroup group(ranks, kLong);
   group.withhold_rank(1);
-  Case call(random, ranks, Algorithm::kRing, 1);
+  GroupCase call(random, ranks, Algorithm::kRing, 1);
   const Streams streams = make_capturable(group);
   group.run(call.collective(), streams);
   if (random.one_in(2)) {
     model::in_between(0, [&] {
-      model::meet_hosts();  // as by the group's lock
+      model::meet_hosts();  // models the group's lock
       group.abort();
     });
     group.close();
@@ -345,8 +340,7 @@ void check_abort(Random& random) {
 
 // -- devices --------------------------------------------------------------------------------------
 
-// A process that uses cuda:1 and cuda:3 has contexts there, whichever thread calls. The caller's
-// current device stays what it was, with a context or without.
+// Only cuda:1 and cuda:3 get contexts, and the caller's current device is restored.
 void check_contexts(Random& random) {
   start(random);
   const int before = random.one_in(2) ? 3 : 0;
@@ -357,9 +351,9 @@ void check_contexts(Random& random) {
       ok(cudaGetDevice(&current), "cudaGetDevice");
       CHECK(current == before, "the current device is ", current, ", not ", before);
     };
-    cuda::Group group({3, 1}, kLong);
+    cuda::DeviceGroup group({3, 1}, kLong);
     const auto algorithm = random.one_in(2) ? Algorithm::kDirect : Algorithm::kRing;
-    Case call(random, {3, 1}, algorithm, 2);
+    GroupCase call(random, {3, 1}, algorithm, 2);
     const Streams streams = make_capturable(group);
     call.fill(group, streams);
     group.run(call.collective(), streams);
@@ -384,8 +378,8 @@ void check_contexts(Random& random) {
 
 void check_sticky(Random& random) {
   start(random);
-  cuda::Group group({0, 0}, kLong);
-  Case call(random, {0, 0}, Algorithm::kDirect, 2);
+  cuda::DeviceGroup group({0, 0}, kLong);
+  GroupCase call(random, {0, 0}, Algorithm::kDirect, 2);
   const Streams streams = make_capturable(group);
   model::fault(0, cudaErrorIllegalAddress);
   check_throws(ErrorKind::kCuda, "until the process is restarted",

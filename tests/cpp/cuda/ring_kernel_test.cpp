@@ -1,12 +1,11 @@
-// ring_test: the ring kernel with ranks on one to three devices of threads: call after call on the
-// same links, counters that wrap, a rank that does not come.
-
+// ring_kernel_test: the ring kernel with ranks on one to three emulated devices. Repeated calls,
+// counters that wrap, a missing rank.
 #include "cuda/ring.cuh"
 
 #include <algorithm>
 #include <deque>
 
-#include "emulated.h"
+#include "emulated_kernels.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -21,15 +20,14 @@ using cuda::RingArgs;
 using cuda::RingPorts;
 using emulator::Launch;
 
-// Nothing that a test should see the end of.
 constexpr std::uint64_t kLongNs = 600'000'000'000;
-// Pieces are cut for so much less than a slot: what is between must stay as it was.
+// Unused end of each slot, which holds canaries.
 constexpr std::uint32_t kUnusedSlotBytes = 64;
 constexpr std::uint32_t kCanaryWord = 0xa5a5a5a5;
 constexpr std::uint32_t kSlotBytes = 320;
 constexpr int kMostDevices = 3;
 
-// Flags that begin at `base`; what else is on their lines is zero, as hosts leave it.
+// Make flags with value `base`. The other words of their cache lines are zero, as hosts leave them.
 std::vector<std::uint32_t> flags_from(std::uint32_t base, std::size_t count) {
   std::vector<std::uint32_t> words(count * kFlagStride);
   for (std::size_t i = 0; i < words.size(); i += kFlagStride) words[i] = base;
@@ -41,14 +39,12 @@ struct RingShape {
   int num_channels;
 };
 
-// Elements of a piece that fills its slot.
 std::size_t largest_piece(DType dtype) {
   return (kSlotBytes - kUnusedSlotBytes) / partial_bytes(dtype) - cuda::kSlotSpareElems;
 }
 
-// One collective of one phase, and how the kernel cuts it.
-struct RingCall {
-  RingCall(Random& random, const RingShape& shape, std::size_t numel)
+struct KernelCall {
+  KernelCall(Random& random, const RingShape& shape, std::size_t numel)
       : tensors(random_tensors(random, shape.world_size, numel)),
         num_channels(random.between(1, shape.num_channels)),
         num_threads(static_cast<unsigned>(random.between(1, 3))),
@@ -86,16 +82,15 @@ std::size_t random_size(Random& random, int world_size) {
   return random.below(k * (kSlotBytes / 4 + (random.one_in(4) ? 500 : 0)));
 }
 
-// Ranks on devices, links wired as in cuda/ring_links.cpp.
+// Ranks on devices, linked as in cuda/device_ring.cpp.
 class RingDevices {
  public:
   RingDevices(Random& random, const RingShape& shape, std::uint32_t base, std::uint64_t timeout_ns);
 
-  RingArgs args(std::size_t device, const RingCall& call, int withheld);
+  RingArgs args(std::size_t device, const KernelCall& call, int withheld);
   std::size_t num_devices() const { return ranks_.size(); }
   const std::vector<int>& ranks(std::size_t device) const { return ranks_[device]; }
   const Failure& failure(std::size_t device) const { return failures_[device]; }
-  // All counters of a channel have moved on by this much.
   void check_counters(int channel, std::uint32_t wanted) const;
   void check_slots() const;
 
@@ -159,7 +154,7 @@ RingPorts RingDevices::ports(int r, const std::vector<int>& local) {
           local_index(next)};
 }
 
-RingArgs RingDevices::args(std::size_t device, const RingCall& call, int withheld) {
+RingArgs RingDevices::args(std::size_t device, const KernelCall& call, int withheld) {
   RingArgs args{};
   args.ports = ports_[device].data();
   args.numel = call.tensors.numel();
@@ -200,7 +195,7 @@ void RingDevices::check_slots() const {
   }
 }
 
-Launch launch_of(RingDevices& devices, std::size_t device, const RingCall& call, int withheld) {
+Launch launch_of(RingDevices& devices, std::size_t device, const KernelCall& call, int withheld) {
   const auto kernel =
       kernel_of<RingArgs>(call.tensors.dtype(), {call.tensors.fold().op}, cuda::KernelKind::kRing);
   const RingArgs args = devices.args(device, call, withheld);
@@ -209,16 +204,15 @@ Launch launch_of(RingDevices& devices, std::size_t device, const RingCall& call,
           static_cast<int>(device)};
 }
 
-// Mostly so that the counters wrap within the round.
+// Mostly close to 2^32, so that counters wrap in the round.
 std::uint32_t random_base(Random& random) {
   return random.one_in(3) ? 0 : 0u - static_cast<std::uint32_t>(random.below(60));
 }
 
-// One rank alone would send to itself: hosts do not launch that.
+// A ring of one rank is never launched.
 int random_world_size(Random& random) { return random.one_in(8) ? 8 : random.between(2, 5); }
 
-// On every device: who reports is whom the culprit's neighbour made wait, and names a peer that is
-// not there, or one that waits itself. The earliest step over all devices names the culprit.
+// The earliest step over all devices must name the missing rank.
 std::string check_failures(const RingDevices& devices, int world_size, int absent,
                            std::uint32_t base) {
   const Failure* earliest = nullptr;
@@ -253,8 +247,8 @@ std::string withhold_rank(Random& random, int world_size, int absent) {
   const RingShape shape{world_size, random.between(1, 2)};
   const std::uint32_t base = random_base(random);
   RingDevices devices(random, shape, base, static_cast<std::uint64_t>(kTimeoutSeconds * 1e9));
-  const RingCall call(random, shape,
-                      2 * static_cast<std::size_t>(world_size) + random_size(random, world_size));
+  const KernelCall call(random, shape,
+                        2 * static_cast<std::size_t>(world_size) + random_size(random, world_size));
   std::vector<std::vector<Launch>> streams;
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
     streams.push_back({launch_of(devices, d, call, absent)});
@@ -267,43 +261,42 @@ std::string withhold_rank(Random& random, int world_size, int absent) {
   return check_failures(devices, world_size, absent, base);
 }
 
-// By the order of steps, since ranks begin to wait within microseconds of each other.
+// Check later steps separately: ranks start to wait within microseconds of each other.
 void check_later_steps_wait_longer() {
   constexpr int kStep = 4;
   std::uint32_t flag[kFlagStride] = {};
   std::uint32_t gave_up = 0;
   Failure failure{};
-  const cuda::Patience patience{1'000'000, &gave_up, &failure, -1};
+  const cuda::WaitLimits patience{1'000'000, &gave_up, &failure, -1};
   const std::uint64_t begin_ns = emulator::now_ns();
-  CHECK(!cuda::spin(flag, cuda::Scope::kDevice, 1, kStep, patience, [](Failure&) {}),
+  CHECK(!cuda::poll_flag(flag, cuda::MemoryScope::kDevice, 1, kStep, patience, [](Failure&) {}),
         "nothing was signalled");
   const std::uint64_t waited_ns = emulator::now_ns() - begin_ns;
   CHECK(waited_ns >= patience.timeout_ns + kStep * cuda::kNsPerStep, "gave up after ", waited_ns,
         " ns");
 }
 
-// Call after call on the same links.
 void ring_round(Random& random) {
   const int world_size = random_world_size(random);
   const RingShape shape{world_size, random.between(1, world_size > 5 ? 2 : 3)};
   const std::uint32_t base = random_base(random);
   RingDevices devices(random, shape, base, kLongNs);
-  std::deque<RingCall> calls;
+  std::deque<KernelCall> calls;
   for (int i = random.between(1, 4); i > 0; --i) {
     calls.emplace_back(random, shape, random_size(random, world_size));
   }
   std::vector<std::vector<Launch>> streams(devices.num_devices());
   for (std::size_t d = 0; d < devices.num_devices(); ++d) {
-    for (const RingCall& call : calls) {
+    for (const KernelCall& call : calls) {
       streams[d].push_back(launch_of(devices, d, call, -1));
     }
   }
   emulator::run_streams(random, streams);
-  for (const RingCall& call : calls) call.tensors.check();
+  for (const KernelCall& call : calls) call.tensors.check();
   devices.check_slots();
   for (int channel = 0; channel < shape.num_channels; ++channel) {
     std::uint32_t wanted = base;
-    for (const RingCall& call : calls) {
+    for (const KernelCall& call : calls) {
       if (channel < call.num_channels) wanted += call.num_messages(shape.world_size, channel);
     }
     devices.check_counters(channel, wanted);

@@ -1,6 +1,5 @@
-// staging: see the header.
-
-#include "cuda/staging.h"
+// staging_buffers: see the header.
+#include "cuda/staging_buffers.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,16 +12,16 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;  // of every tensor in a buffer
 
-struct Use {
+struct PointerUse {
   bool is_source;
   bool is_destination;
 };
 
-// visit(index in `pointers`, bytes, Use) for every pointer of a call, once.
+// Call visit(index in `pointers`, bytes, PointerUse) once for every pointer of the call.
 template <typename Visit>
 void for_each_pointer(const Collective& collective, Visit&& visit) {
   for (const Buffers& tensor : collective.tensors) {
-    const auto visit_all = [&](const void* const* table, int count, Use use) {
+    const auto visit_all = [&](const void* const* table, int count, PointerUse use) {
       const std::size_t first = collective.index_of(table);
       for (int i = 0; i < count; ++i) {
         visit(first + static_cast<std::size_t>(i), tensor.numel * item_bytes(tensor.dtype), use);
@@ -37,12 +36,12 @@ void for_each_pointer(const Collective& collective, Visit&& visit) {
 
 }  // namespace
 
-Staging::Staging(const Devices& devices)
+StagingBuffers::StagingBuffers(const Devices& devices)
     : devices_(devices),
       is_on_host_(devices_.has_host_ranks() || !devices_.has_peers()),
       buffers_(static_cast<std::size_t>(devices_.world_size())) {}
 
-bool Staging::is_needed(const Collective& collective) const {
+bool StagingBuffers::is_needed(const Collective& collective) const {
   if (is_on_host_) return true;
   if (devices_.size() == 1) return false;
   return std::any_of(
@@ -50,11 +49,11 @@ bool Staging::is_needed(const Collective& collective) const {
       [](const void* pointer) { return pointer != nullptr && !is_peer_visible(pointer); });
 }
 
-void Staging::reserve(std::size_t rank, std::size_t bytes, const Events& last_use) {
+void StagingBuffers::reserve(std::size_t rank, std::size_t bytes, const Events& last_use) {
   Buffer& buffer = buffers_[rank];
   if (buffer.bytes >= bytes) return;
-  last_use.wait_for();  // cudaFreeHost is not said to
-  // To free and to allocate waits for the device: seldom, then.
+  last_use.wait_for();  // cudaFreeHost is not documented to wait
+  // Double the size: each free and allocation waits for the device.
   const std::size_t wanted = std::max(bytes, 2 * buffer.bytes);
   const auto lock = lock_launches();
   buffer = {};
@@ -63,10 +62,11 @@ void Staging::reserve(std::size_t rank, std::size_t bytes, const Events& last_us
   buffer.bytes = wanted;
 }
 
-std::vector<std::size_t> Staging::lay_out(const Collective& collective, const Events& last_use) {
+std::vector<std::size_t> StagingBuffers::lay_out(const Collective& collective,
+                                                 const Events& last_use) {
   std::vector<std::size_t> used(buffers_.size());
   std::vector<std::size_t> offsets(collective.pointers.size());
-  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use) {
+  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, PointerUse) {
     std::size_t& next = used[static_cast<std::size_t>(collective.ranks[at])];
     offsets[at] = next;
     next += (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -77,10 +77,11 @@ std::vector<std::size_t> Staging::lay_out(const Collective& collective, const Ev
   return offsets;
 }
 
-Collective Staging::copy_in(const Collective& collective, Streams streams, const Events& last_use) {
+Collective StagingBuffers::copy_in(const Collective& collective, Streams streams,
+                                   const Events& last_use) {
   const std::vector<std::size_t> offsets = lay_out(collective, last_use);
   Collective staged = collective.copy();
-  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use use) {
+  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, PointerUse use) {
     const auto rank = static_cast<std::size_t>(collective.ranks[at]);
     const int device = devices_.of_rank(rank);
     staged.pointers[at] = as<std::byte>(buffers_[rank].memory, offsets[at]);
@@ -94,30 +95,30 @@ Collective Staging::copy_in(const Collective& collective, Streams streams, const
   return staged;
 }
 
-void Staging::copy_out(const Collective& collective, const Collective& staged,
-                       Streams streams) const {
+void StagingBuffers::copy_out(const Collective& collective, const Collective& staged,
+                              Streams streams) const {
   const auto device_of = [&](std::size_t at) {
     return devices_.of_rank(static_cast<std::size_t>(collective.ranks[at]));
   };
-  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use use) {
+  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, PointerUse use) {
     if (!use.is_destination || bytes == 0 || device_of(at) == kHost) return;
     copy_later(collective.pointers[at], staged.pointers[at], bytes, device_of(at), streams);
   });
   if (!devices_.has_host_ranks()) return;
-  // The host's tensors are results now or never: nothing orders their readers after a stream.
+  // Host tensors must hold the results on return, since no stream orders their readers.
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const OnDevice guard(devices_[d].index);
     const BesideCaptures beside;
     check(cudaStreamSynchronize(streams[d]), "cudaStreamSynchronize", devices_[d].index);
   }
-  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, Use use) {
+  for_each_pointer(collective, [&](std::size_t at, std::size_t bytes, PointerUse use) {
     if (!use.is_destination || bytes == 0 || device_of(at) != kHost) return;
     std::memcpy(collective.pointers[at], staged.pointers[at], bytes);
   });
 }
 
-void Staging::copy_later(void* to, const void* from, std::size_t bytes, int device,
-                         Streams streams) const {
+void StagingBuffers::copy_later(void* to, const void* from, std::size_t bytes, int device,
+                                Streams streams) const {
   const OnDevice guard(device);
   check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, streams[devices_.position_of(device)]),
         "cudaMemcpyAsync", device);

@@ -1,6 +1,6 @@
-// crew: ranks as threads that stand for processes, calls with any tensors, and what they must give.
+// rank_threads: ranks as threads that stand for processes, and calls with random tensors.
 //
-// Threads   a Crew's program runs on a thread per rank.
+// Threads   programs run on one thread per rank.
 #pragma once
 
 #include <cstring>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda_process/group.h"
+#include "cuda_process/cuda_process_group.h"
 #include "process_calls.h"
 #include "runtime_model.h"
 
@@ -20,28 +20,26 @@ using namespace pyringar::model;
 
 using Rank = std::size_t;
 
-// Ranks, each on a thread that stands for its process, in one group or in several.
-class Crew {
+// Ranks of one group or several, each on a thread that stands for its process.
+class RankThreads {
  public:
-  // Starts the devices, too: entries run when another is enqueued once in one_in times; 0: never.
-  // Where a device is held no kernel may be loaded.
-  Crew(Random& random, int world_size, CudaProcessOptions options, int one_in = 3,
-       bool loads_eagerly = false);
+  // one_in: an entry runs after one of so many is enqueued; 0: never. Held devices load no kernels.
+  RankThreads(Random& random, int world_size, CudaProcessOptions options, int one_in = 3,
+              bool loads_eagerly = false);
 
-  // program(group, rank), on all ranks at once; groups are closed after it, at their own times.
+  // Run program(group, rank) on all ranks at once, then close the groups.
   using Program = std::function<void(CudaProcessGroup& group, int rank)>;
   void run(const Program& program) const;
   using Groups = std::vector<std::unique_ptr<CudaProcessGroup>>;
   void run_groups(int num_groups,
                   const std::function<void(const Groups&, int rank)>& program) const;
 
-  // The calling rank's process is gone: what it had enqueued, its threads' view of the memory that
-  // it shared. To be thrown out of the program, or from a nap, once this has returned.
+  // End the calling rank's process and its view of shared memory. The caller then throws Killed.
   struct Killed {};
   void kill(CudaProcessGroup& group) const;
 
   const CudaProcessOptions& options() const { return options_; }
-  int place(int rank) const { return places_[static_cast<Rank>(rank)]; }
+  int device(int rank) const { return devices_[static_cast<Rank>(rank)]; }
 
  private:
   std::vector<SharedMemory> make_memory(int num_groups) const;
@@ -52,7 +50,7 @@ class Crew {
   const std::uint64_t seed_;
   const std::uint32_t first_message_;
   const std::uint32_t last_reduced_;
-  std::vector<int> places_;
+  std::vector<int> devices_;
 };
 
 CudaProcessOptions random_options(Random& random);
@@ -60,7 +58,7 @@ CudaProcessOptions random_options(Random& random);
 Case make_case(Random& random, int world_size, std::size_t slot_bytes);
 Case plain_case(std::size_t numel);  // an all_reduce of one fp32 tensor
 
-// Each rank's tensors of a case, which are its device's memory once a call is enqueued.
+// All ranks' tensors of a case. They count as device memory once a call is enqueued.
 class AllTensors {
  public:
   AllTensors(const Case& made, int world_size);
@@ -75,7 +73,7 @@ class AllTensors {
 };
 std::vector<AllTensors> make_all_tensors(const std::vector<Case>& cases, int world_size);
 
-// Fills, calls and reads on one stream: nothing but its order says that the call is in between.
+// Fill, call and read on one stream. Only stream order separates these steps.
 CudaProcessGroup::Submitted enqueue_case(const Case& made, CallTensors& tensors,
                                          CudaProcessGroup& group, cudaStream_t stream);
 void synchronize(cudaStream_t stream);

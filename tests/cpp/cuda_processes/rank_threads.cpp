@@ -1,6 +1,5 @@
-// crew: see the header.
-
-#include "crew.h"
+// rank_threads: see the header.
+#include "rank_threads.h"
 
 #include <stddef.h>
 #include <sys/mman.h>
@@ -10,18 +9,18 @@
 
 namespace pyringar::stress {
 
-Crew::Crew(Random& random, int world_size, CudaProcessOptions options, int one_in,
-           bool loads_eagerly)
+RankThreads::RankThreads(Random& random, int world_size, CudaProcessOptions options, int one_in,
+                         bool loads_eagerly)
     : world_size_(world_size),
       options_(std::move(options)),
       seed_(random.bits()),
-      // Now and then so that the counters wrap on the way.
+      // Sometimes close to 2^32, so that the counters wrap.
       first_message_(random.one_in(2) ? 0 : 0u - static_cast<std::uint32_t>(random.below(60))),
-      // As after so many exchanges that it is brought up soon.
+      // Sometimes so far behind that the next call must raise `reduced`.
       last_reduced_(first_message_ - (random.one_in(2) ? 0 : (1u << 30) - 8)) {
   const int spread = random.between(0, 2);
   for (int rank = 0; rank < world_size; ++rank) {
-    places_.push_back(spread == 0 ? 0 : spread == 1 ? rank % 2 : rank);
+    devices_.push_back(spread == 0 ? 0 : spread == 1 ? rank % 2 : rank);
   }
   Options devices;
   devices.one_in = one_in;
@@ -31,17 +30,17 @@ Crew::Crew(Random& random, int world_size, CudaProcessOptions options, int one_i
   start(random.bits(), devices);
 }
 
-void Crew::run(const Program& program) const {
+void RankThreads::run(const Program& program) const {
   run_groups(1, [&](const Groups& groups, int rank) { program(*groups[0], rank); });
 }
 
-void Crew::run_groups(int num_groups,
-                      const std::function<void(const Groups&, int)>& program) const {
+void RankThreads::run_groups(int num_groups,
+                             const std::function<void(const Groups&, int)>& program) const {
   const std::vector<SharedMemory> memory = make_memory(num_groups);
   on_all_ranks(world_size_, [&](int rank) {
     become_process(rank);
     try {
-      cuda::check(cudaSetDevice(place(rank)), "cudaSetDevice");
+      cuda::check(cudaSetDevice(device(rank)), "cudaSetDevice");
       Groups groups = join(memory, rank);
       try {
         program(groups, rank);
@@ -57,9 +56,9 @@ void Crew::run_groups(int num_groups,
     }
   });
   run_to_end();
-  // Slots stay while others may read them, who may die late: the process's next group frees them.
+  // Slots outlive close() while other ranks read them. The process's next group frees them.
   std::thread([this] {
-    become_process(world_size_);  // none of those that are dead
+    become_process(world_size_);  // a new process
     SharedMemory memory = SharedMemory::create(Segment::bytes_for(1), "a test");
     const Segment segment = Segment::lay_out(memory.data(), 1, SegmentToken{});
     CudaProcessGroup(std::move(memory), segment, 0, 0, options_).close();
@@ -68,7 +67,7 @@ void Crew::run_groups(int num_groups,
         num_events(), " events are left");
 }
 
-std::vector<SharedMemory> Crew::make_memory(int num_groups) const {
+std::vector<SharedMemory> RankThreads::make_memory(int num_groups) const {
   std::vector<SharedMemory> memory;
   for (int i = 0; i < num_groups; ++i) {
     memory.push_back(SharedMemory::create(Segment::bytes_for(world_size_), "a test"));
@@ -87,24 +86,24 @@ std::vector<SharedMemory> Crew::make_memory(int num_groups) const {
   return memory;
 }
 
-Crew::Groups Crew::join(const std::vector<SharedMemory>& memory, int rank) const {
+RankThreads::Groups RankThreads::join(const std::vector<SharedMemory>& memory, int rank) const {
   Groups groups;
   for (const SharedMemory& one : memory) {
     SharedMemory own = SharedMemory::open(getpid(), one.fd(), one.bytes(), "a test");
     const Segment segment = Segment::attach(own.data(), world_size_, SegmentToken{});
     groups.push_back(
-        std::make_unique<CudaProcessGroup>(std::move(own), segment, rank, place(rank), options_));
+        std::make_unique<CudaProcessGroup>(std::move(own), segment, rank, device(rank), options_));
     while (!groups.back()->host().absent_ranks().empty()) std::this_thread::yield();
   }
   return groups;
 }
 
-void Crew::kill(CudaProcessGroup& group) const {
+void RankThreads::kill(CudaProcessGroup& group) const {
   const Segment& segment = group.host().segment();
   const int rank = group.host().rank();
   kill_process(rank);
-  segment.line(rank).process.start_ticks += 1;  // another process of that number
-  // The threads that stood for it see a copy from now on.
+  segment.line(rank).process.start_ticks += 1;  // a process id that was reused
+  // The dead process's threads see a private copy of the segment from now on.
   auto* const begin =
       reinterpret_cast<std::byte*>(&segment.failure()) - offsetof(SegmentHeader, failure);
   const std::size_t bytes = Segment::bytes_for(world_size_);
@@ -183,7 +182,7 @@ std::vector<AllTensors> make_all_tensors(const std::vector<Case>& cases, int wor
 
 namespace {
 
-// As whoever has let go of a call's memory, and gets it back.
+// Write the tensors, as the caller may after an error.
 void write_again(const CallTensors& tensors) {
   for (const auto* all : {&tensors.inputs, &tensors.outputs}) {
     for (const Tensors& tensor : *all) host_writes(tensor[0], tensor.bytes());

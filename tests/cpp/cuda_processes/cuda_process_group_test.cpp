@@ -1,22 +1,22 @@
-// group_test: ranks in processes with tensors on GPUs, as threads on devices that are host memory:
-// cuda_process/group and all below it, with the kernels' own source.
-
+// cuda_process_group_test: CudaProcessGroup with ranks as threads on the modelled runtime, with the
+// kernels' own source.
 #include <unistd.h>
 
 #include <string>
 
-#include "crew.h"
+#include "rank_threads.h"
 #include "stress.h"
 
 namespace pyringar::stress {
 
 namespace {
 
-// Many calls, enqueued before the devices have done the first of them.
+// Many calls, enqueued before the devices run the first.
 void check_collectives(Random& random) {
   const int world_size = random.between(1, 4);
   const CudaProcessOptions options = random_options(random);
-  const Crew crew(random, world_size, options, random.one_in(2) ? 0 : random.between(1, 30));
+  const RankThreads ranks(random, world_size, options,
+                          random.one_in(2) ? 0 : random.between(1, 30));
   std::vector<Case> cases;
   const std::size_t num_cases = 1 + random.below(12);
   for (std::size_t i = 0; i < num_cases; ++i) {
@@ -24,7 +24,7 @@ void check_collectives(Random& random) {
   }
   std::vector<AllTensors> tensors = make_all_tensors(cases, world_size);
   const std::uint64_t seed = random.bits();
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     Random own(seed + static_cast<std::uint64_t>(rank));
     const cuda::Stream first(group.device());
@@ -35,8 +35,8 @@ void check_collectives(Random& random) {
       if (own.one_in(8)) dawdle(own);
       enqueue_case(cases[i], tensors[i][rank], group, streams[own.below(3)]);
     }
-    CHECK(contexts() == std::set<int>{crew.place(rank)}, "a context on another device");
-    if (own.one_in(2)) return;  // close() has to wait for them
+    CHECK(contexts() == std::set<int>{ranks.device(rank)}, "a context on another device");
+    if (own.one_in(2)) return;  // close() has to wait for the calls
     for (const cudaStream_t stream : streams) synchronize(stream);
     const DeviceLine& words = group.host().segment().device(rank);
     const std::uint32_t behind = words.finished.value - words.reduced.value;
@@ -47,18 +47,18 @@ void check_collectives(Random& random) {
   }
 }
 
-// Two groups of the same ranks, from a thread each, in orders of their own.
+// Two groups of the same ranks. Each rank calls them from two threads, in different orders.
 void check_two_groups(Random& random) {
   const int world_size = random.between(2, 3);
   const CudaProcessOptions options = random_options(random);
-  const Crew crew(random, world_size, options, random.between(1, 30));
+  const RankThreads ranks(random, world_size, options, random.between(1, 30));
   std::vector<Case> cases;
   for (int i = 0; i < 6; ++i) {
     cases.push_back(make_case(random, world_size, options.slot_bytes));
     cases.back().is_async = false;
   }
   std::vector<AllTensors> tensors = make_all_tensors(cases, world_size);
-  crew.run_groups(2, [&](const Crew::Groups& groups, int rank) {
+  ranks.run_groups(2, [&](const RankThreads::Groups& groups, int rank) {
     for (const auto& group : groups) group->connect();
     on_all_ranks(2, [&](int which) {
       CudaProcessGroup& group = *groups[static_cast<Rank>(which)];
@@ -78,7 +78,7 @@ void check_two_groups(Random& random) {
 void check_mismatch(Random& random) {
   const int world_size = random.between(2, 4);
   const int odd = random.between(0, world_size - 1);
-  const Crew crew(random, world_size, random_options(random));
+  const RankThreads ranks(random, world_size, random_options(random));
   const std::size_t numel = 1 + random.below(3000);
   const int what = random.between(0, 3);
   std::vector<Case> cases;
@@ -91,7 +91,7 @@ void check_mismatch(Random& random) {
     cases.push_back(made);
   }
   std::vector<AllTensors> tensors = make_all_tensors(cases, world_size);
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     const auto r = static_cast<Rank>(rank);
     const cuda::Stream stream(group.device());
@@ -109,11 +109,11 @@ void check_absence(Random& random) {
   const bool leaves = random.one_in(2);
   CudaProcessOptions options = random_options(random);
   options.timeout = std::chrono::milliseconds(300);
-  const Crew crew(random, world_size, options);
+  const RankThreads ranks(random, world_size, options);
   const Case made = plain_case(1 + random.below(3000));
   AllTensors tensors(made, world_size);
   std::atomic<int> num_done{0};
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     const cuda::Stream stream(group.device());
     if (rank == absent) {
@@ -131,10 +131,10 @@ void check_absence(Random& random) {
 }
 
 void check_capture(Random& random) {
-  const Crew crew(random, 2, random_options(random));
+  const RankThreads ranks(random, 2, random_options(random));
   const Case made = plain_case(100);
   AllTensors tensors(made, 2);
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     CallTensors& own = tensors[rank];
     const cuda::Stream stream(group.device());
@@ -151,20 +151,21 @@ void check_capture(Random& random) {
       cuda::check(cudaStreamEndCapture(stream.get(), &graph), "cudaStreamEndCapture");
       cuda::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
     }
-    enqueue_case(made, own, group, stream.get());  // nobody was told
+    // the other rank was not told of the refused calls
+    enqueue_case(made, own, group, stream.get());
   });
   for (int rank = 0; rank < 2; ++rank) tensors.check(made, rank);
 }
 
-// The others still have open what this rank has closed.
+// A rank closes while other ranks still map its slots.
 void check_early_close(Random& random) {
   const int world_size = random.between(2, 4);
   const int early = random.between(0, world_size - 1);
-  const Crew crew(random, world_size, random_options(random));
+  const RankThreads ranks(random, world_size, random_options(random));
   const Case made = plain_case(1 + random.below(3000));
   AllTensors tensors(made, world_size);
   std::atomic<bool> has_closed{false};
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     group.connect();
     const cuda::Stream stream(group.device());
     enqueue_case(made, tensors[rank], group, stream.get());
@@ -177,7 +178,7 @@ void check_early_close(Random& random) {
   for (int rank = 0; rank < world_size; ++rank) tensors.check(made, rank);
 }
 
-// What keeps one rank from connecting is raised on all, with what may help.
+// If one rank cannot connect, all ranks raise the reason and a hint.
 void check_connecting(Random& random) {
   struct Obstacle {
     ErrorKind kind;
@@ -187,7 +188,7 @@ void check_connecting(Random& random) {
   const Obstacle obstacles[] = {
       {ErrorKind::kCuda, "cudaIpcOpenMemHandle",
        [](int odd) { set_opening(odd, Opening::kIsRefused); }},
-      {ErrorKind::kUnsupported, "does not arrive",
+      {ErrorKind::kUnsupported, "shared with other processes fails",
        [](int odd) { set_opening(odd, Opening::kGivesOtherMemory); }},
       {ErrorKind::kUnsupported, "cudaHostRegister",
        [](int odd) { refuse(odd, Refused::kRegistration); }},
@@ -198,19 +199,19 @@ void check_connecting(Random& random) {
   const int odd = random.between(0, world_size - 1);
   const std::size_t which = random.below(std::size(obstacles));
   const Obstacle& obstacle = obstacles[which];
-  const Crew crew(random, world_size, random_options(random));
+  const RankThreads ranks(random, world_size, random_options(random));
   obstacle.set(odd);
-  const bool is_elsewhere = random.one_in(2);  // as far as the others know
+  const bool is_elsewhere = random.one_in(2);  // the odd rank claims to be another process
   const int refused = odd == 0 ? 1 : 0;
-  show_device(odd, crew.place(odd));
-  crew.run([&](CudaProcessGroup& group, int rank) {
+  show_device(odd, ranks.device(odd));
+  ranks.run([&](CudaProcessGroup& group, int rank) {
     if (rank == odd && is_elsewhere) group.host().segment().line(rank).process = {getppid(), 0};
     const std::string culprit = rank == odd ? "" : join("rank ", odd, " (process ");
     const std::string text = message_of(obstacle.kind, [&] { group.connect(); });
     CHECK(text.find(obstacle.words) != std::string::npos, text);
     CHECK(text.find(culprit) != std::string::npos, text);
     if (which != 0) return;
-    const bool is_hidden = is_elsewhere && crew.place(refused) != crew.place(odd);
+    const bool is_hidden = is_elsewhere && ranks.device(refused) != ranks.device(odd);
     const bool names_process = text.find("in one process") != std::string::npos;
     CHECK(names_process == !is_elsewhere, text);
     CHECK((text.find("CUDA_VISIBLE_DEVICES") != std::string::npos) == is_hidden, text);

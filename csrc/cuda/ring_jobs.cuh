@@ -1,11 +1,11 @@
-// ring_moves: what a block of the ring does to the elements of a piece.
+// ring_jobs: how one block reduces or copies the elements of a piece.
 //
-// Units     elements, counted from the first of the range. Pointers are to that element.
-// Contract  A job loads and stores units, of sixteen bytes of elements or of one; a thread loads a
-//           batch of them before it uses the first. Where one of a job's tensors is not aligned as
-//           the slots are, the whole range goes element by element.
-// Threads   all of a block, with the same arguments; no order among them.
-// Tests     tests/cpp/cuda/ring_test.cpp, tests/build/test_cuda_kernels.py
+// Units     elements. Pointers are to the first element of the piece.
+// Contract  A job loads and stores units of 16 bytes of elements, or single elements. A thread
+//           loads a batch of units before it uses the first. If a tensor is not aligned as its
+//           slots are, the whole piece is moved in single elements.
+// Threads   all threads of a block, with equal arguments, in no order.
+// Tests     tests/cpp/cuda/ring_kernel_test.cpp, tests/build/test_cuda_kernels.py
 #pragma once
 
 #include <type_traits>
@@ -14,56 +14,57 @@
 
 namespace pyringar::cuda {
 
-enum class Outcome { kPartial, kResult, kMean };
+enum class ReduceOutput { kPartial, kResult, kMean };
 
-// Units that a thread loads before it uses the first: what 64 registers hold without spilling.
+// Batch size in units: the most that 64 registers hold without spilling.
 constexpr int ring_batch(std::size_t item, bool divides) {
   if (item == 1) return 1;
   if (divides) return item == 2 ? 1 : 2;
   return item == 2 ? 2 : 4;
 }
 
-// Theirs, partials of a slot or elements of prev's input, + own: to the next slot or the output.
-template <typename E, typename Op, typename Theirs, Outcome kOutcome>
-struct Reduction {
-  static constexpr bool kFinishes = kOutcome != Outcome::kPartial;
+// Reduce job: received + own. A partial sum goes to the next slot, a result to the output too.
+// Received is Partial (a slot) or Element (prev's input).
+template <typename E, typename Op, typename Received, ReduceOutput kOutput>
+struct ReduceJob {
+  static constexpr bool kFinishes = kOutput != ReduceOutput::kPartial;
   static constexpr int kPackElems = kPackBytes / static_cast<int>(sizeof(typename E::Element));
   using Element = typename E::Element;
   using Partial = typename E::Partial;
   using Sent = std::conditional_t<kFinishes, Element, Partial>;
   template <int kSize>
   struct Loaded {
-    Lanes<Theirs, kSize> theirs;
+    Lanes<Received, kSize> received;
     Lanes<Element, kSize> own;
   };
-  static constexpr int kBatch = ring_batch(sizeof(Element), kOutcome == Outcome::kMean);
+  static constexpr int kBatch = ring_batch(sizeof(Element), kOutput == ReduceOutput::kMean);
 
-  const Theirs* theirs;
+  const Received* received;
   const Element* own;
   Element* kept;
   Sent* sent;
   Divisor divisor;
 
   PYRINGAR_DEVICE bool is_aligned(int i) const {
-    return is_vector(own + i) && is_vector(theirs + i) && (!kFinishes || is_vector(kept + i));
+    return is_vector(own + i) && is_vector(received + i) && (!kFinishes || is_vector(kept + i));
   }
   template <int kSize>
   PYRINGAR_DEVICE Loaded<kSize> load(int i) const {
-    return {load_lanes<kSize>(theirs + i), load_lanes<kSize>(own + i)};
+    return {load_lanes<kSize>(received + i), load_lanes<kSize>(own + i)};
   }
   template <int kSize>
   PYRINGAR_DEVICE void store(int i, const Loaded<kSize>& loaded) const {
-    Theirs left[kSize];
+    Received left[kSize];
     Element right[kSize];
     Sent result[kSize];
-    loaded.theirs.read(left);
+    loaded.received.read(left);
     loaded.own.read(right);
 #pragma unroll
     for (int lane = 0; lane < kSize; ++lane) {
       const Partial sum =
           Op::template apply<Partial>(as_partial(left[lane]), E::widened(right[lane]));
       if constexpr (kFinishes) {
-        result[lane] = E::narrowed(kOutcome == Outcome::kMean ? divided(sum, divisor) : sum);
+        result[lane] = E::narrowed(kOutput == ReduceOutput::kMean ? divided(sum, divisor) : sum);
       } else {
         result[lane] = sum;
       }
@@ -74,8 +75,8 @@ struct Reduction {
   }
 
  private:
-  static PYRINGAR_DEVICE Partial as_partial(Theirs x) {
-    if constexpr (std::is_same_v<Theirs, Partial>) {
+  static PYRINGAR_DEVICE Partial as_partial(Received x) {
+    if constexpr (std::is_same_v<Received, Partial>) {
       return x;
     } else {
       return E::widened(x);
@@ -83,9 +84,9 @@ struct Reduction {
   }
 };
 
-// From an input, an output or a slot to the output and the next rank's slot; either may be none.
+// Copy job: from an input, output or slot to the output and the next slot. Either may be null.
 template <typename E, typename Sent>
-struct Transfer {
+struct CopyJob {
   static constexpr int kPackElems = kPackBytes / static_cast<int>(sizeof(typename E::Element));
   using Element = typename E::Element;
   template <int kSize>
@@ -120,7 +121,7 @@ struct Transfer {
   }
 };
 
-// Batches of units of kSize elements. kFull: all of a batch is there, and loads need no condition.
+// Move one batch of units of kSize elements. kFull: every unit exists, so loads are unconditional.
 template <bool kFull, int kSize, int kBatch, typename Job>
 PYRINGAR_DEVICE void move_batch(int i, int step, int end, const Job& job) {
   const auto is_mine = [&](int u) { return kFull || i + u * step < end; };
@@ -148,7 +149,7 @@ PYRINGAR_DEVICE void move_units(int begin, int end, const Job& job) {
   }
 }
 
-// All n elements. In a slot, and in an aligned tensor, the first lies this far behind a vector's.
+// Run a job over n elements. shift: elements from a 16-byte boundary to the first element.
 template <typename Job>
 PYRINGAR_DEVICE void move_range(int n, int shift, const Job& job) {
   constexpr int kPack = Job::kPackElems;

@@ -1,6 +1,5 @@
-// group: see the header.
-
-#include "cuda/group.h"
+// device_group: see the header.
+#include "cuda/device_group.h"
 
 #include <cstdlib>
 #include <string_view>
@@ -12,7 +11,7 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Then a launch waits for the end of its kernel, which waits for launches to come.
+// A blocking launch waits for its kernel, which would wait for launches that never come.
 bool launches_block() {
   const char* value = std::getenv("CUDA_LAUNCH_BLOCKING");
   return value != nullptr && *value != '\0' && std::string_view(value) != "0";
@@ -20,33 +19,33 @@ bool launches_block() {
 
 }  // namespace
 
-Group::Group(std::vector<int> device_of_rank, std::chrono::nanoseconds timeout)
+DeviceGroup::DeviceGroup(std::vector<int> device_of_rank, std::chrono::nanoseconds timeout)
     : devices_(std::move(device_of_rank)),
       timeout_(timeout),
       meeting_(std::make_unique<Events>(devices())),
       last_use_(std::make_unique<Events>(devices())),
-      staging_(std::make_unique<Staging>(devices_)) {}
+      staging_(std::make_unique<StagingBuffers>(devices_)) {}
 
-Group::~Group() {
+DeviceGroup::~DeviceGroup() {
   try {
     close();
-  } catch (const Error&) {  // its owner had calls to hear of it, and close()
+  } catch (const Error&) {  // earlier calls and close() reported it
   }
 }
 
-void Group::close() {
+void DeviceGroup::close() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (std::exchange(is_closed_, true)) return;
   try {
     last_use_->wait_for();
-  } catch (const Error&) {  // a device that does not answer has nothing under way
+  } catch (const Error&) {  // a failed device has no running work
   }
   const std::string failure = new_failure();
   {
     const auto launches = lock_launches();
     std::unique_lock<std::mutex> abort_lock(abort_mutex_);
-    std::unique_ptr<RingLinks> ring = std::move(ring_);
-    abort_lock.unlock();  // to free memory can take long
+    std::unique_ptr<DeviceRing> ring = std::move(ring_);
+    abort_lock.unlock();  // freeing memory can take long
     ring.reset();
     staging_.reset();
   }
@@ -57,39 +56,39 @@ void Group::close() {
   fail(ErrorKind::kTimeout, failure);
 }
 
-void Group::abort() {
+void DeviceGroup::abort() {
   const std::lock_guard<std::mutex> lock(abort_mutex_);
   is_aborted_ = true;
   if (ring_ != nullptr) ring_->abort();
 }
 
-void Group::withhold_rank(int rank) {
+void DeviceGroup::withhold_rank(int rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   withheld_rank_ = rank;
 }
 
-GroupStats Group::stats() {
+GroupStats DeviceGroup::stats() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return stats_;
 }
 
-void Group::check_usable() {
+void DeviceGroup::check_usable() {
   const std::lock_guard<std::mutex> lock(mutex_);
   check_usable_locked();
 }
 
-bool Group::try_check_usable() {
+bool DeviceGroup::try_check_usable() {
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (lock) check_usable_locked();
   return lock.owns_lock();
 }
 
-bool Group::is_aborted() {
+bool DeviceGroup::is_aborted() {
   const std::lock_guard<std::mutex> lock(abort_mutex_);
   return is_aborted_;
 }
 
-void Group::check_usable_locked() {
+void DeviceGroup::check_usable_locked() {
   if (failure_.empty() && is_aborted()) {
     failure_ = "this communicator was aborted";
     failure_kind_ = ErrorKind::kState;
@@ -100,12 +99,12 @@ void Group::check_usable_locked() {
   if (!failure_.empty()) fail(ErrorKind::kTimeout, failure_);
 }
 
-std::string Group::new_failure() {
+std::string DeviceGroup::new_failure() {
   if (!failure_.empty() || is_aborted() || ring_ == nullptr) return "";
   return ring_->failure(operation_);
 }
 
-CaptureId Group::check_captures(const Collective& collective, Streams streams) const {
+CaptureId DeviceGroup::check_captures(const Collective& collective, Streams streams) const {
   const CaptureId capture = capture_of(streams[0], devices()[0]);
   for (std::size_t d = 1; d < streams.size(); ++d) {
     const CaptureId other = capture_of(streams[d], devices()[d]);
@@ -128,7 +127,7 @@ CaptureId Group::check_captures(const Collective& collective, Streams streams) c
   return capture;
 }
 
-void Group::check_capturable(const Collective& collective) const {
+void DeviceGroup::check_capturable(const Collective& collective) const {
   if (collective.algorithm == Algorithm::kRing) {
     fail(ErrorKind::kUnsupported, collective.operation,
          ": a ring cannot be captured in a CUDA graph; use algorithm 'direct'");
@@ -146,7 +145,7 @@ void Group::check_capturable(const Collective& collective) const {
   }
 }
 
-void Group::check_ring() const {
+void DeviceGroup::check_ring() const {
   if (has_host_ranks()) {
     fail(ErrorKind::kUnsupported, operation_,
          ": ring does not support ranks in the host's memory; use algorithm 'auto'");
@@ -157,7 +156,7 @@ void Group::check_ring() const {
        "before the first one ends; unset it, or use algorithm 'direct'");
 }
 
-void Group::run(const Collective& collective, Streams streams) {
+void DeviceGroup::run(const Collective& collective, Streams streams) {
   const ProfiledRange range(collective.operation);
   const std::lock_guard<std::mutex> lock(mutex_);
   check_usable_locked();
@@ -175,7 +174,7 @@ void Group::run(const Collective& collective, Streams streams) {
   run_tables(collective, streams, meeting);
 }
 
-void Group::run_tables(const Collective& collective, Streams streams, Events& meeting) const {
+void DeviceGroup::run_tables(const Collective& collective, Streams streams, Events& meeting) const {
   if (collective.launches == nullptr) {
     const TensorList list{collective.tensors, collective.fold, collective.operation};
     collective.launches = std::make_shared<FusedLaunches>(list, devices().size());
@@ -187,9 +186,9 @@ void Group::run_tables(const Collective& collective, Streams streams, Events& me
   run_and_always(launch, [&] { meeting.meet(streams); });
 }
 
-void Group::run_staged(const Collective& collective, Streams streams) {
+void DeviceGroup::run_staged(const Collective& collective, Streams streams) {
   last_use_->make_wait(streams);
-  if (has_host_ranks()) last_use_->wait_for();  // the host writes there, too
+  if (has_host_ranks()) last_use_->wait_for();  // the host writes to the staging buffers too
   run_and_always(
       [&] {
         const Collective staged = staging_->copy_in(collective, streams, *last_use_);
@@ -199,15 +198,15 @@ void Group::run_staged(const Collective& collective, Streams streams) {
       [&] { last_use_->record(streams); });
 }
 
-void Group::make_links() {
+void DeviceGroup::make_links() {
   const auto launches = lock_launches();
-  auto links = std::make_unique<RingLinks>(devices_, timeout_, operation_);
+  auto links = std::make_unique<DeviceRing>(devices_, timeout_, operation_);
   const std::lock_guard<std::mutex> lock(abort_mutex_);
   ring_ = std::move(links);
   if (is_aborted_) ring_->abort();
 }
 
-void Group::run_ring(const Collective& collective, Streams streams) {
+void DeviceGroup::run_ring(const Collective& collective, Streams streams) {
   if (ring_ == nullptr) make_links();
   last_use_->make_wait(streams);
   const auto launch = [&] {
@@ -218,9 +217,9 @@ void Group::run_ring(const Collective& collective, Streams streams) {
   if (devices_.size() == 1) {
     return run_and_always(launch, [&] { last_use_->record(streams); });
   }
-  // Of all groups of the process, in one order on all devices.
+  // All groups of the process enqueue their rings in the same order on all devices.
   const auto launches = lock_launches();
-  static auto* last_between = new std::map<int, Event>;  // by device; guarded by the lock
+  static auto* last_between = new std::map<int, Event>;  // by device; guarded by lock_launches()
   for (std::size_t d = 0; d < streams.size(); ++d) {
     const int device = devices()[d];
     last_between->try_emplace(device, device).first->second.make_wait(streams[d], device);

@@ -1,9 +1,7 @@
-// fused_test: the fused kernel over many tensors at once, against the oracle, in both orders.
+// fused_kernel_test: the fused and tree kernels over many tensors, against the oracle.
 //
-// Contract  fused-all takes every dtype, reduction and order over numbers of ranks below, at and
-//           above a group of sources, with vectors and with single elements. fused-mean divides by
-//           up to as many ranks as a table addresses, over values that are hard to round.
-
+// Contract  fused-all: every dtype, reduction and order, with fewer and more sources than a group,
+//           aligned and unaligned. fused-mean: divisors up to the largest table, hard values.
 #include "cuda/fused.cuh"
 
 #include <algorithm>
@@ -12,7 +10,7 @@
 #include <limits>
 #include <optional>
 
-#include "emulated.h"
+#include "emulated_kernels.h"
 #include "stress.h"
 
 namespace pyringar::stress {
@@ -32,10 +30,10 @@ struct FusedCall {
   int num_sources;
   int num_destinations;
   Outputs outputs;
-  std::optional<Addresses> addresses = {};  // of all tensors; else at random
+  std::optional<Addresses> addresses = {};  // of all tensors; absent: random
 };
 
-// One tensor over all ranks: sources, destinations, and what those must hold.
+// One tensor of all ranks: sources, destinations, expected results.
 class FusedPart {
  public:
   FusedPart(Random& random, const FusedCall& call, std::size_t numel)
@@ -47,7 +45,7 @@ class FusedPart {
             random, call.dtype,
             call.outputs == Outputs::kFresh ? static_cast<std::size_t>(call.num_destinations) : 0,
             numel, addresses(random)) {
-    // Some inputs: a list of its own, in an order of its own.
+    // Some inputs, in reverse order.
     for (int i = 0; call.outputs == Outputs::kSomeInputs && i < call.num_destinations; ++i) {
       some_.push_back(inputs_[static_cast<std::size_t>(call.num_sources - 1 - i)]);
     }
@@ -109,7 +107,7 @@ void run_fused(Random& random, const FusedCall& call, KernelKind kind,
   }
   const auto kernel = kernel_of<T>(call.dtype, call.fold, kind);
   const auto num_blocks = static_cast<unsigned>(random.between(1, 5));
-  emulator::run_in_turn({num_blocks, cuda::kThreads, [&] { kernel(*table); }});
+  emulator::run_sequentially({num_blocks, cuda::kThreads, [&] { kernel(*table); }});
   for (const FusedPart& part : parts) part.check();
 }
 
@@ -128,7 +126,7 @@ Fold any_fold(Random& random, ReduceOp op, int k) {
   return fold;
 }
 
-// Tiles, batches of single elements, and their borders, from one and from several tensors.
+// Sizes around tiles and batches of single elements, for one tensor and for several.
 void run_all_outputs(Random& random, DType dtype, Fold fold, int k) {
   const std::size_t tile = cuda::tile_elems(item_bytes(dtype));
   const std::size_t batch = std::min<std::size_t>(tile, 4 * cuda::kThreads);
@@ -152,8 +150,7 @@ T from_bits(std::uint64_t bits) {
   return x;
 }
 
-// fp32: zeros, all of the smallest denormals (their quotients may be ties), quotients that are
-// barely normal, the largest numbers, infinities, NaN, neighbors of ties, and random bits.
+// fp32: zeros, denormals (with ties), barely normal quotients, the largest numbers, NaN, ties.
 void add_hard_floats(Random& random, int divisor, std::vector<float>& values) {
   const auto around = [&](float middle, std::uint32_t radius) {
     std::uint32_t bits;
@@ -166,15 +163,16 @@ void add_hard_floats(Random& random, int divisor, std::vector<float>& values) {
   const auto real = static_cast<float>(divisor);
   around(0, 3000);
   around(real * std::numeric_limits<float>::min(), 500);
-  around(std::numeric_limits<float>::max(), 500);  // with infinities and NaN
+  around(std::numeric_limits<float>::max(), 500);  // includes infinities and NaN
   for (int i = 0; i < 1000; ++i) {
-    const double tie = 0x1p24 + 2.0 * static_cast<double>(random.below(1 << 23)) + 1;  // 25 bits
+    const double tie =
+        0x1p24 + 2.0 * static_cast<double>(random.below(1 << 23)) + 1;  // 25 bits, fp32 has 24
     around(static_cast<float>(tie * divisor), 1);
     values.push_back(from_bits<float>(random.bits()));
   }
 }
 
-// All values of 8 and 16 bits, hard ones of fp32, edges and random bits of others.
+// All values of 8 and 16 bits, hard values of fp32, edges and random bits of other dtypes.
 template <typename T>
 std::vector<T> hard_values(Random& random, int divisor) {
   std::vector<T> values;
@@ -226,7 +224,7 @@ void fused_all_round(Random& random) {
 }
 
 void fused_mean_round(Random& random) {
-  // The product with the reciprocals of 98 and 246 misses ties: it must be corrected.
+  // With 98 and 246 the product with the reciprocal is wrong at ties, and must be corrected.
   for (const int divisor : {2, 3, 5, 6, 7, 9, 11, 98, 100, 127, 128, 129, 246, 255, 256, 257,
                             LargeTable::kMaxPointers}) {
     check_mean<double>(random, DType::kFloat64, divisor);

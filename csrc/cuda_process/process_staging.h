@@ -1,24 +1,22 @@
-// staging: the slots that one rank shows to ranks in other processes, and the counters by which the
-// streams of all ranks wait for each other.
+// process_staging: slots on GPUs that other processes map, and words by which the streams of all
+// ranks wait for each other.
 //
-// Units     bytes; message n lies in slot n % kStagingSlots, see core/staged_program.h.
-// Contract  Every rank owns kStagingSlots slots, which torch's allocator could not export, and the
-//           words of its DeviceLine in the group's shared memory (cuda_process/device_watch.h). Its
-//           streams write these words, and all other ranks' streams wait for them. Ranks only read
-//           from each other's slots.
+// Units     bytes. Message n is in slot n % kStagingSlots, see core/staged_program.h.
+// Contract  Every rank allocates its slots, since memory of torch's allocator cannot be exported.
+//           Its streams write the words of its DeviceLine (cuda_process/device_watch.h), and the
+//           other ranks' streams wait for them. Ranks only read each other's slots, and unmap them
+//           before the owner frees them.
 //
-//           No deadlock: a rank enqueues the write of a word, then sets its own counter in shared
-//           memory. The other hosts wait for that counter before they enqueue a stream's wait for
-//           the word. So each write is enqueued before all waits for it, in any process, and the
-//           oldest entry that has not run can always run: for any number of groups and threads,
-//           with one hardware queue, and where processes share a GPU.
+//           No deadlock: a rank enqueues the write of a word, then sets its host counter. The other
+//           hosts wait for that counter before they enqueue a wait for the word. So every write is
+//           enqueued before all waits for it, and the oldest pending entry can always run. This
+//           holds for any number of groups and threads, for one hardware queue, and for shared
+//           GPUs.
 //
-//           No slot is reused too early: copy_in(n) follows this stream's waits for the words n - 2
-//           of all ranks, which are `reduced` in a direct call and `announced` in an exchange. The
-//           owner writes the first after all its reads of n - 3, the second after those of n - 4.
-//           This needs each rank's calls in stream order (StagedCall).
-//
-//           The owner frees its slots after the other ranks have unmapped them.
+//           No early reuse of a slot: copy_in(n) comes after this stream's waits for message n - 2
+//           of all ranks: `reduced` in a direct call, `announced` in an exchange. The owner writes
+//           `reduced` after all its reads of n - 3, and `announced` after those of n - 4.
+//           StagedCall keeps each rank's calls in stream order.
 // Threads   one at a time; is_idle(), progress(), abort(), last() any.
 // Source    CUDA Driver API, Stream Memory Operations
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
@@ -41,21 +39,18 @@ namespace pyringar::cuda {
 
 using Word = std::atomic<std::uint32_t>;
 
-// 32-bit words in the caller's host memory, which every device sees while this is there.
-// write_word: the word holds the value once all that is on the stream before has run and can be
-// seen from everywhere (the driver's default flag fences). await_word: what comes after on the
-// stream runs once (int32_t)(*addr - value) >= 0; a value that the host writes counts, too, so a
-// wait whose writer is gone can be ended. What a driver refuses is an Error of kind kUnsupported.
-// Any thread. Source: CUDA Driver API, Stream Memory Operations.
+// Host memory whose 32-bit words streams write and wait for. write_word: the word changes when all
+// earlier work of the stream is visible everywhere. await_word: the stream continues when
+// (int32_t)(*addr - value) >= 0. The host may write too, to end a wait for a lost rank. Unsupported
+// operations raise kUnsupported. Any thread.
 class RegisteredMemory {
  public:
-  // device: the one whose streams write and wait. memory: whole pages.
+  // device: its streams write and wait. memory: the caller's, in whole pages.
   RegisteredMemory(int device, void* memory, std::size_t bytes);
   ~RegisteredMemory();
   RegisteredMemory(const RegisteredMemory&) = delete;
   RegisteredMemory& operator=(const RegisteredMemory&) = delete;
 
-  // word: lies in the memory.
   void write_word(const Word& word, std::uint32_t value, cudaStream_t stream) const;
   void await_word(const Word& word, std::uint32_t value, cudaStream_t stream) const;
 
@@ -64,30 +59,30 @@ class RegisteredMemory {
 
   const int device_;
   void* const memory_;
-  std::uintptr_t device_memory_ = 0;  // as the device sees it
+  std::uintptr_t device_memory_ = 0;  // address of the memory on the device
 };
 
-// All of their slots together take no more of the GPU's free memory than this part.
+// Divisor: the slots of all ranks take at most this fraction of the GPU's free memory.
 inline constexpr std::size_t kPartOfFree = 16;
 
-// Plain bytes: ranks gather each other's.
+// What each rank tells the others. Trivially copyable, for an all-gather.
 struct StagingHandles {
-  std::array<char, 16> gpu;  // where it is on the bus: the same name in every process
-  std::uint64_t free_bytes;  // there
+  std::array<char, 16> gpu;  // PCI bus id: the same name in every process
+  std::uint64_t free_bytes;  // on this GPU
   cudaIpcMemHandle_t slots;
 };
 
-StagingHandles place_of(int device);
+StagingHandles describe_gpu(int device);
 
 struct StagingPlan {
-  bool shares_gpu;  // all ranks have the same one
+  bool shares_gpu;  // all ranks use one GPU
   std::size_t slot_bytes;
 };
 StagingPlan plan_staging(std::span<const StagingHandles> all, std::size_t slot_bytes,
                          std::size_t most_shared_bytes);
 
-struct OwnStaging {
-  OwnStaging(int device, const StagingPlan& plan);
+struct LocalSlots {
+  LocalSlots(int device, const StagingPlan& plan);
 
   const int device;
   const StagingPlan plan;
@@ -96,13 +91,13 @@ struct OwnStaging {
 
 class ProcessStaging {
  public:
-  // own, segment, host: outlive this. all[r]: of rank r; own ones are not opened.
-  ProcessStaging(const OwnStaging& own, const pyringar::Segment& segment, int rank,
+  // own, segment, host: must outlive this object. all[r]: of rank r. all[rank] is not mapped.
+  ProcessStaging(const LocalSlots& own, const pyringar::Segment& segment, int rank,
                  const PeerWatch& host, std::span<const StagingHandles> all);
 
-  // Every rank writes, all meet, every rank looks. Returns what does not arrive, or nothing.
-  void make_probe();
-  std::string look_at_probes();
+  // Every rank writes a probe; after a barrier every rank reads all. Returns what is wrong, or "".
+  void write_probe();
+  std::string check_probes();
 
   int device() const { return own_.device; }
   const StagingPlan& plan() const { return own_.plan; }
@@ -131,7 +126,7 @@ class ProcessStaging {
   }
 
   bool is_idle() const { return watch_->is_idle(); }
-  // Whether nothing runs there any more because it has failed.
+  // True if the device failed, and so runs nothing.
   bool has_failed() const;
   std::uint64_t progress() const { return watch_->progress(); }
   std::uint32_t last() const { return watch_->last(); }
@@ -148,7 +143,7 @@ class ProcessStaging {
   DeviceLine& line(int rank) const { return segment_.device(rank); }
   Peer open(int rank, const StagingHandles& theirs) const;
 
-  const OwnStaging& own_;
+  const LocalSlots& own_;
   const pyringar::Segment& segment_;
   const int rank_;
   const RegisteredMemory words_;
@@ -160,7 +155,7 @@ class ProcessStaging {
   const std::unique_ptr<DeviceWatch> watch_;
 };
 
-// Around a call of this rank: after the one before. The stream says when it has ended.
+// Scope of one call: orders it after this rank's previous call, and marks its end on the stream.
 class StagedCall {
  public:
   StagedCall(const ProcessStaging& staging, std::uint32_t last, cudaStream_t stream);

@@ -1,6 +1,5 @@
-// ring_links: see the header.
-
-#include "cuda/ring_links.h"
+// device_ring: see the header.
+#include "cuda/device_ring.h"
 
 #include <algorithm>
 #include <utility>
@@ -14,21 +13,21 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Slots of all links together. A message costs the same time to announce however small it is: more
-// in each is worth more than all in L2 (docs/cuda-kernels.md).
+// Bytes of all slots. Signalling costs the same for any size, so large slots gain more than slots
+// that fit into L2 (docs/cuda-kernels.md).
 constexpr std::size_t kSlotsBytes = std::size_t{128} << 20;
 constexpr std::size_t kMinSlotBytes = 4 * 1024;
 constexpr std::size_t kMaxSlotBytes = 64 * 1024;
 constexpr int kMaxChannels = 256;
-// Blocks that wait for other devices: what a link of 450 GB/s has in flight in 2 us, 0.9 MB, 32 KB
-// a block. More would take multiprocessors from work that other devices wait for.
+// Most blocks that wait for other devices. 28 blocks of 32 KB cover 0.9 MB, which a link of 450
+// GB/s has in flight during 2 us. More blocks would take multiprocessors from other kernels.
 constexpr int kMaxWaitingBlocks = 32;
 constexpr std::size_t kSlotStepBytes = 256;
 constexpr std::size_t kPieceStepElems = 256;
 
 }  // namespace
 
-RingLinks::RingLinks(Devices& devices, std::chrono::nanoseconds timeout, const char* operation)
+DeviceRing::DeviceRing(Devices& devices, std::chrono::nanoseconds timeout, const char* operation)
     : devices_(devices),
       timeout_(timeout),
       num_ranks_(static_cast<std::size_t>(devices_.world_size())),
@@ -39,7 +38,8 @@ RingLinks::RingLinks(Devices& devices, std::chrono::nanoseconds timeout, const c
   slot_bytes_ =
       static_cast<std::uint32_t>(std::clamp(kSlotsBytes / all_slots, kMinSlotBytes, kMaxSlotBytes) /
                                  kSlotStepBytes * kSlotStepBytes);
-  for (std::size_t rank = 0; rank < num_ranks_; ++rank) ends_.push_back(make_end(rank));
+  for (std::size_t rank = 0; rank < num_ranks_; ++rank)
+    rank_memory_.push_back(make_rank_memory(rank));
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     ports_.push_back(make_ports(devices_[d]));
     records_.push_back({device_memory(devices_[d].index, sizeof(std::uint32_t)),
@@ -47,13 +47,13 @@ RingLinks::RingLinks(Devices& devices, std::chrono::nanoseconds timeout, const c
   }
 }
 
-Patience RingLinks::patience(std::size_t d, int withheld_rank) const {
+WaitLimits DeviceRing::patience(std::size_t d, int withheld_rank) const {
   return {static_cast<std::uint64_t>(timeout_.count()), as<std::uint32_t>(records_[d].gave_up),
           as<Failure>(records_[d].failure), withheld_rank};
 }
 
-// By copies: they need no multiprocessor, and all may be taken by what waits.
-void RingLinks::abort() const {
+// Copies need no free multiprocessor: waiting kernels may occupy all of them.
+void DeviceRing::abort() const {
   const std::uint32_t yes = 1;
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const int device = devices_[d].index;
@@ -65,24 +65,25 @@ void RingLinks::abort() const {
                             stream.get()),
             "cudaMemcpyAsync", device);
       check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device);
-    } catch (const Error&) {  // nothing runs on a device that has failed; the others must hear
+      // a failed device runs no kernel
+    } catch (const Error&) {
     }
   }
 }
 
-// Who waits for the earliest step waits for the culprit; the others wait for that rank.
-std::string RingLinks::failure(const char* operation) const {
-  const auto turn = [](const Failure* f) { return std::pair(f->step, f->what); };
+// The wait at the earliest ring step names the culprit. Later waits are for ranks that wait too.
+std::string DeviceRing::failure(const char* operation) const {
+  const auto wait_order = [](const Failure* f) { return std::pair(f->step, f->what); };
   const Failure* earliest = nullptr;
-  for (const Records& records : records_) {
+  for (const DeviceRecords& records : records_) {
     const auto* failure = as<const Failure>(records.failure);
     if (__atomic_load_n(&failure->is_set, __ATOMIC_ACQUIRE) == 0) continue;
-    if (earliest == nullptr || turn(failure) < turn(earliest)) earliest = failure;
+    if (earliest == nullptr || wait_order(failure) < wait_order(earliest)) earliest = failure;
   }
   return earliest == nullptr ? "" : describe(*earliest, operation);
 }
 
-std::string RingLinks::describe(const Failure& failure, const char* operation) const {
+std::string DeviceRing::describe(const Failure& failure, const char* operation) const {
   const double seconds = std::chrono::duration<double>(timeout_).count();
   const auto name_of = [&](int rank) {
     return join("rank ", rank, " (cuda:", devices_.of_rank(static_cast<std::size_t>(rank)), ")");
@@ -93,8 +94,8 @@ std::string RingLinks::describe(const Failure& failure, const char* operation) c
               failure.seen, " of ", failure.wanted, ")");
 }
 
-// As many as all ranks of every device can have resident at once, for every dtype.
-void RingLinks::choose_channels(const char* operation) {
+// All ranks' blocks must be resident at once, on every device and for every dtype.
+void DeviceRing::choose_channels(const char* operation) {
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const int index = devices_[d].index;
     const auto local = static_cast<int>(devices_[d].ranks.size());
@@ -117,7 +118,7 @@ void RingLinks::choose_channels(const char* operation) {
   }
 }
 
-RingLinks::End RingLinks::make_end(std::size_t rank) const {
+DeviceRing::RankMemory DeviceRing::make_rank_memory(std::size_t rank) const {
   const int here = devices_.of_rank(rank);
   const bool prev_reaches = enable_peers(devices_.of_rank(prev_of(rank)), here);
   const bool next_reaches = enable_peers(here, devices_.of_rank(next_of(rank)));
@@ -128,8 +129,8 @@ RingLinks::End RingLinks::make_end(std::size_t rank) const {
           shared_memory(here, next_reaches, flag_bytes), device_memory(here, flag_bytes)};
 }
 
-Memory RingLinks::make_ports(const Device& device) const {
-  const auto place_of = [&](std::size_t rank) {
+Memory DeviceRing::make_ports(const Device& device) const {
+  const auto local_index = [&](std::size_t rank) {
     const auto found = std::find(device.ranks.begin(), device.ranks.end(), static_cast<int>(rank));
     return found == device.ranks.end() ? -1
                                        : static_cast<std::int32_t>(found - device.ranks.begin());
@@ -137,13 +138,13 @@ Memory RingLinks::make_ports(const Device& device) const {
   std::vector<RingPorts> ports;
   for (const int rank : device.ranks) {
     const auto r = static_cast<std::size_t>(rank);
-    const End& own = ends_[r];
-    const End& prev = ends_[prev_of(r)];
-    const End& next = ends_[next_of(r)];
-    ports.push_back({as<std::byte>(own.slots), as<std::uint32_t>(own.flag),
-                     as<std::uint32_t>(prev.taken), as<std::byte>(next.slots),
-                     as<std::uint32_t>(next.flag), as<std::uint32_t>(own.taken),
-                     as<std::uint32_t>(own.base), place_of(prev_of(r)), place_of(next_of(r))});
+    const RankMemory& own = rank_memory_[r];
+    const RankMemory& prev = rank_memory_[prev_of(r)];
+    const RankMemory& next = rank_memory_[next_of(r)];
+    ports.push_back(
+        {as<std::byte>(own.slots), as<std::uint32_t>(own.flag), as<std::uint32_t>(prev.taken),
+         as<std::byte>(next.slots), as<std::uint32_t>(next.flag), as<std::uint32_t>(own.taken),
+         as<std::uint32_t>(own.base), local_index(prev_of(r)), local_index(next_of(r))});
   }
   const std::size_t bytes = ports.size() * sizeof(RingPorts);
   Memory memory = device_memory(device.index, bytes);
@@ -156,8 +157,9 @@ Memory RingLinks::make_ports(const Device& device) const {
   return memory;
 }
 
-// As even as slots allow: all channels have about as many pieces, also of short chunks.
-RingLinks::Cut RingLinks::cut(const Buffers& tensor, const std::vector<int>& most_blocks) const {
+// Cut chunks evenly within the slot size, so that all channels get about the same number of pieces.
+DeviceRing::PieceCut DeviceRing::cut(const Buffers& tensor,
+                                     const std::vector<int>& most_blocks) const {
   const std::size_t capacity = slot_bytes_ / partial_bytes(tensor.dtype) - kSlotSpareElems;
   const std::size_t chunk = chunk_range(tensor.numel, devices_.world_size(), 0).size();
   auto channels = static_cast<std::size_t>(num_channels_);
@@ -174,8 +176,8 @@ RingLinks::Cut RingLinks::cut(const Buffers& tensor, const std::vector<int>& mos
   return {piece, static_cast<int>(std::min(channels, pieces))};
 }
 
-RingArgs RingLinks::arguments(std::size_t d, const Buffers& tensor, Fold fold,
-                              const Cut& cut) const {
+RingArgs DeviceRing::arguments(std::size_t d, const Buffers& tensor, Fold fold,
+                               const PieceCut& cut) const {
   RingArgs args{};
   args.ports = as<const RingPorts>(ports_[d]);
   args.numel = tensor.numel;
@@ -195,15 +197,15 @@ RingArgs RingLinks::arguments(std::size_t d, const Buffers& tensor, Fold fold,
   return args;
 }
 
-void RingLinks::launch(const Buffers& tensor, Fold fold, Streams streams, int withheld_rank) {
+void DeviceRing::launch(const Buffers& tensor, Fold fold, Streams streams, int withheld_rank) {
   const void* kernel = kernel_function(tensor.dtype, fold, KernelKind::kRing);
-  const Cut parts = cut(tensor, devices_.most_blocks(kernel, kRingThreads));
-  if (parts.num_channels == 0) return;
+  const PieceCut pieces = cut(tensor, devices_.most_blocks(kernel, kRingThreads));
+  if (pieces.num_channels == 0) return;
   for (std::size_t d = 0; d < devices_.size(); ++d) {
-    RingArgs args = arguments(d, tensor, fold, parts);
+    RingArgs args = arguments(d, tensor, fold, pieces);
     args.patience = patience(d, withheld_rank);
-    const auto blocks =
-        static_cast<unsigned>(devices_[d].ranks.size()) * static_cast<unsigned>(parts.num_channels);
+    const auto blocks = static_cast<unsigned>(devices_[d].ranks.size()) *
+                        static_cast<unsigned>(pieces.num_channels);
     const OnDevice guard(devices_[d].index);
     void* arguments[] = {&args};
     check(cudaLaunchCooperativeKernel(kernel, dim3(blocks), dim3(kRingThreads), arguments, 0,
