@@ -1,17 +1,20 @@
-"""Marks of typical solutions are those of the table in docs/grading.md."""
+"""Marks of typical solutions are in the table of docs/grading.md; notebooks are graded."""
 
 import itertools
+import json
 import re
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from test_grader import averages, fill, rebinding, repaired, stacked
+from test_grader import BOOK, GOOD, averages, fill, rebinding, repaired, rows, stacked
 
+from pyringar.cli import main
 from pyringar.grading.causes import COSTS, OTHER_COST
 from pyringar.grading.checks import CHECKS
 from pyringar.grading.grader import check_allreduce
+from pyringar.grading.solution import Solution
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/grading.md").read_text(encoding="utf-8")
 
@@ -164,3 +167,63 @@ def test_race_is_unstable():
 )
 def test_hint_precedes_numbers(fn, hint):
     assert check_allreduce(fn).first_look_at.detail.startswith(hint)
+
+
+# -- notebooks and exported notebooks --------------------------------------------------------------
+
+
+def notebook(*cells: str) -> str:
+    markdown = {"cell_type": "markdown", "source": ["# %not code"]}
+    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    return json.dumps({"cells": [markdown, *code], "nbformat": 4})
+
+
+EXPORTED = f"get_ipython().run_line_magic('matplotlib', 'inline')\n{GOOD}\nprint(undefined)\n"
+NOTEBOOKS = {
+    "same.py": BOOK,
+    "same.ipynb": notebook("%matplotlib inline\n!pip install \\\n  d2l\nx = !ls\nhelp?", GOOD),
+    "bash.ipynb": notebook("%%bash\nls | grep (", "%%time\nimport d2l_missing", GOOD, "1 / 0"),
+    "error.ipynb": notebook("x = 1\n1 / 0"),
+    "damaged.ipynb": '{"cells": 3}',
+    "export.py": EXPORTED,
+    ".ipynb_checkpoints/same.ipynb": "not read",
+}
+
+
+def test_notebooks_are_graded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in NOTEBOOKS.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    assert main(["check", ".", "--csv", "marks.csv", "--devices", "cpu,cpu"]) == 1
+    found = {row["file"]: row for row in rows("marks.csv")}
+    marks = {"same.py": 0, "same.ipynb": 100, "bash.ipynb": 100, "export.py": 100}
+    assert {name: int(row["marks"]) for name, row in found.items() if row["marks"] != "0"} == {
+        name: mark for name, mark in marks.items() if mark
+    }
+    assert len(found) == 6
+    missing = "another line failed: ModuleNotFoundError: No module named 'd2l_missing' at "
+    assert found["bash.ipynb"]["remark"] == f"{missing}{tmp_path}/bash.ipynb, code cell 2:2"
+    assert found["same.ipynb"]["remark"] == ""
+    assert "NameError: name 'undefined' is not defined at" in found["export.py"]["remark"]
+    zero = f"ZeroDivisionError: division by zero at {tmp_path}/error.ipynb, code cell 1:2"
+    assert found["error.ipynb"]["message"] == f"importing error.ipynb failed with {zero}"
+    assert "damaged.ipynb cannot be read: it is not a notebook" in found["damaged.ipynb"]["message"]
+    assert "export.py      100/100  another line failed: NameError" in capsys.readouterr().out
+
+
+IMPORTS = {
+    "from pyringar import allreduce": ["pyringar.allreduce"],
+    "import pyringar as pr; pr.allreduce([])": ["pyringar"],
+    "import torch; torch.distributed.all_reduce(x)": ["torch.distributed.all_reduce"],
+    "from torch import distributed": ["torch.distributed"],
+    "__import__('pyringar')": ["pyringar"],
+    "import torch, pyringarden": [],
+    "x = (1,": [],
+}
+
+
+@pytest.mark.parametrize(("code", "names"), IMPORTS.items(), ids=IMPORTS)
+def test_imports_are_noted(code, names):
+    assert Solution("a.py", "f", code.encode()).imports == names
+    assert Solution("a.ipynb", "f", notebook(code).encode()).imports == names
