@@ -1,4 +1,4 @@
-"""Grade a class: a folder of solutions becomes marks.csv, and a list of what to go through next.
+"""Grade a class: write marks.csv for a folder of solutions, and list the topics to explain next.
 
 python examples/grade_class.py examples/solutions marks.csv
 """
@@ -12,13 +12,13 @@ from collections import defaultdict
 if len(sys.argv) != 3:
     sys.exit("usage: grade_class.py FOLDER MARKS.csv")
 folder, marks = sys.argv[1:]
-if os.path.lexists(marks):  # what is read below are this lesson's marks, or none
+if os.path.lexists(marks):  # or old marks would be read below
     sys.exit(f"{marks} is there already: move it, or name another file")
 
-# Every solution runs in a process of its own, with a deadline and a limit of memory.
+# Every solution runs in a separate process, with limits of time and memory.
 check = [sys.executable, "-m", "pyringar", "check", folder, "--csv", marks]
 status = subprocess.run(check).returncode
-if not os.path.exists(marks):  # it is written when all are graded
+if not os.path.exists(marks):  # rows are in marks.csv.part until all are graded
     sys.exit(f"no marks were written: pyringar check ended with status {status}")
 
 by_property = defaultdict(list)

@@ -18,8 +18,8 @@ from pyringar.audit.findings import AuditReport
 from pyringar.audit.probes import DTYPES, evaluate, exact_sum, find_order, wide_values
 from pyringar.audit.questions import audit, order_of
 from pyringar.audit.trees import EXACT, Region, Tree, balanced, fold, join
-from pyringar.grading.cases import Lists
 from pyringar.grading.checks import Subject
+from pyringar.grading.graded_calls import ListAllreduce
 from pyringar.parallel.shards import bits_of
 
 SIZES = (8, 300)
@@ -32,11 +32,11 @@ def fill(data: list[Tensor], total: Tensor) -> None:
         tensor.copy_(total)
 
 
-def lists_of(allreduce: Allreduce, k: int = 4) -> Lists:
-    return Lists(Subject(allreduce, (torch.device("cpu"),) * k).run, "planted", k)
+def lists_of(allreduce: Allreduce, k: int = 4) -> ListAllreduce:
+    return ListAllreduce(Subject(allreduce, (torch.device("cpu"),) * k).run, "planted", k)
 
 
-def lists(total: Sum, k: int = 5) -> Lists:
+def lists(total: Sum, k: int = 5) -> ListAllreduce:
     return lists_of(lambda data: fill(data, total(data)), k)
 
 

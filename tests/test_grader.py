@@ -1,4 +1,4 @@
-"""Does the grader tell right from wrong, and does `pyringar check` grade functions and classes?"""
+"""The grader passes right functions and fails wrong ones; `pyringar check` grades classes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import pyringar as pr
 from pyringar.cli import main
 from pyringar.grading import remote
 from pyringar.grading.checks import CHECKS
-from pyringar.grading.grader import Property, Report, check_allreduce
-from pyringar.grading.marks import REQUIRED, Marked, write_csv
-from pyringar.grading.solution import Target
+from pyringar.grading.grader import GradeReport, Property, check_allreduce
+from pyringar.grading.marks import REQUIRED, MarkedSolution, MarksFile
+from pyringar.grading.solution import Solution
 
 Allreduce = Callable[[list[Tensor]], object]
 
 
 @functools.cache
-def graded(fn: Allreduce) -> Report:
+def graded(fn: Allreduce) -> GradeReport:
     return check_allreduce(fn)
 
 
@@ -41,7 +41,7 @@ def fill(data, total):
 
 
 def rebinding(data):
-    """The book's allreduce: its second loop rebinds entries of the list."""
+    """The book's allreduce of 2021: its second loop rebinds items of the list."""
     for i in range(1, len(data)):
         data[0][:] += data[i].to(data[0].device)
     for i in range(1, len(data)):
@@ -60,7 +60,7 @@ def stacked(data):
 
 
 def chunked_ring(data):
-    """Every chunk added in an order of its own, as a ring does."""
+    """Adds every chunk in another order of ranks, as a ring does."""
     k = len(data)
     flats = [t.reshape(-1) for t in data]
     bounds = [c * flats[0].numel() // k for c in range(k + 1)]
@@ -120,17 +120,17 @@ def each_rank_its_own_order(data):
 
 
 def only_contiguous(data):
-    """ravel() copies what is not contiguous, and the copy is what gets written."""
+    """ravel() copies a tensor that is not contiguous, and the copy is written."""
     repaired([t.ravel() for t in data])
 
 
 def trusts_the_strides_of_rank_0(data):
-    """Right as long as every rank's elements lie where rank 0's do."""
+    """Right if all ranks have the strides of rank 0."""
     repaired([t.as_strided(data[0].shape, data[0].stride()) for t in data])
 
 
 def writes_the_gaps(data):
-    """Sums everything from the first to the last byte, whatever lies between."""
+    """Sums all memory between the first and the last element."""
     spans = []
     for tensor in data:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -188,25 +188,25 @@ def swallows_nan_and_infinities(data):
     fill(data, total.nan_to_num() if total.is_floating_point() else total)
 
 
-# The function, what fails (all that fails, if it begins with "only"), and the words for the last.
+# The function, properties that fail (no others fail after "only"), and words of the last.
 PLANTED: list[tuple[Allreduce, str, str]] = [
     (rebinding, "only list, in place", "rank 1's own tensor still holds its own values"),
     (averages, "every rank, sizes, sum", "this is the mean, not the sum"),
-    (skips_writing_the_last_rank, "in place, same bits, every rank", "expected 3.0, got 2.0 (it"),
-    (forgets_rank_2, "sum, ranks", "what rank 2 had is missing"),
-    (wrong_for_three, "sizes, same bits, ranks", "k=3, numel=1009"),
+    (skips_writing_the_last_rank, "in place, same bits, every rank", "expected 3.0, got 2.0 (k=2"),
+    (forgets_rank_2, "sum, ranks", "the values of rank 2 are missing"),
+    (wrong_for_three, "sizes, same bits, ranks", "k=3, numel=840"),
     (shortens_the_list, "only list", "the list had 1 items before and 0 after"),
     (points_tensors_elsewhere, "only in place", "made to point at other memory"),
     (random_order, "only repeatable", "than in run 1"),
     (each_rank_its_own_order, "only same bits", "has other bits than rank 0"),
     (only_contiguous, "only mixed strides, strides", "every other element"),
-    (trusts_the_strides_of_rank_0, "only mixed strides", "beside transposed [5, 7]"),
+    (trusts_the_strides_of_rank_0, "only mixed strides", "beside transposed [4, 6]"),
     (writes_the_gaps, "outside", "that is not part of its tensor was written"),
     (float32_only, "dtypes", "float64, random values"),
-    (fails_on_nothing, "only sizes", "numel=0, float32, positional values: raises Run"),
-    (gives_sparse_tensors, "same bits, sum", "rank 0 holds sparse float32 of shape [1009]"),
+    (fails_on_nothing, "only sizes", "raises RuntimeError"),
+    (gives_sparse_tensors, "same bits, sum", "rank 0 holds sparse float32 of shape [840]"),
     (swallows_nan_and_infinities, "only nan and inf", "element 0: expected nan, got 0.0"),
-    (leaves_ranks_beyond_32_alone, "only ranks", "k=33, numel=1009, float32, positional values"),
+    (leaves_ranks_beyond_32_alone, "only ranks", "k=33, numel=9240, float32, positional values"),
     (drops_elements_beyond_two_million, "only sizes", "element 2000000: expected 3.0, got 1.0"),
     (takes_a_group, "sum", f"argument: 'group' (called as fn(data)) at {__file__}:"),
 ]
@@ -220,9 +220,16 @@ def test_planted_mistakes_fail(fn, what, words):
     assert set(names) <= {p.name for p in report.failed}, str(report)
     assert len(names) == len(report.failed) or not what.startswith("only ")
     assert words in report[names[-1]].detail
-    assert max(len(line) for line in str(report).splitlines()) <= 80
     if fn is rebinding:
-        assert str(report).endswith("properties: in place, list\nfirst look at: in place")
+        last = "properties: in place, list\nmark: 0 of 100, for: no sum\nfirst look at: in place"
+        assert str(report).endswith(last)
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_report_has_terminal_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    longest = max(len(line) for line in str(graded(rebinding)).splitlines())
+    assert columns - 15 < longest <= columns
 
 
 # -- deadlines, devices, arguments -----------------------------------------------------------------
@@ -235,7 +242,7 @@ def test_repeated_hang_ends_grading():
     took_s = time.monotonic() - started
     release.set()
     assert took_s < 10
-    assert "numel=1009, float32, positional values: no answer within" in report["sum"].detail
+    assert report["sum"].detail.startswith("no answer within 0.2 s (k=2, numel=840, float32,")
     assert report["dtypes"].detail.startswith("not run")
     assert [p.verdict for p in report.required] == 3 * ["timeout"] + 10 * ["fail"]
     assert report.first_look_at is report["sum"]
@@ -312,6 +319,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "lesson.py").write_text(LESSON)
     (tmp_path / "broken.py").write_text("import torch\n1 / 0\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
     return tmp_path / "class"
 
 
@@ -329,11 +337,11 @@ def verdicts(monkeypatch):
     return given
 
 
-def report(verdict: str, name: str = "sum", detail: str = "as it should") -> Report:
+def report(verdict: str, name: str = "sum", detail: str = "as it should") -> GradeReport:
     properties = tuple(
         Property(n, verdict if n == name else "pass", detail if n == name else "") for n in REQUIRED
     )
-    return Report("solution.allreduce", ("cpu",), properties)
+    return GradeReport("solution.allreduce", ("cpu",), properties)
 
 
 def rows(path) -> list[dict[str, str]]:
@@ -353,7 +361,7 @@ def test_function_is_graded(folder, capsys, target):
     assert "noise" not in out
 
 
-def test_report_of_a_function_is_json(folder, capsys):
+def test_function_report_is_json(folder, capsys):
     assert main(["check", "lesson:bad", "--json", "--devices", "cpu,cpu"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert (document["target"], document["passed"]) == ("lesson:bad", False)
@@ -366,7 +374,7 @@ def test_report_of_a_function_is_json(folder, capsys):
         ("lesson", "is not MODULE:FUNCTION"),
         ("no_such_solution:f", "there is no module 'no_such_solution'"),
         ("no/such/file.py:f", "there is no file 'no/such/file.py'"),
-        ("lesson:nothing", "what can be called: Ring, allreduce, bad"),
+        ("lesson:nothing", "it has: Ring, allreduce, bad"),
         ("lesson:answer", "is a value of type int"),
         ("broken.py:f", "broken.py:2"),
     ],
@@ -387,9 +395,8 @@ def test_class_is_graded(folder, capsys):
     anna, book, cut, other = rows("marks.csv")
     names = ["class/anna.py", "class/book.py", "class/cut/solution.py", "class/other_name.py"]
     assert [r["file"] for r in (anna, book, cut, other)] == names
-    total = str(len(REQUIRED))
-    assert {r["out_of"] for r in rows("marks.csv")} == {total}
-    assert [r["marks"] for r in rows("marks.csv")] == [total, str(len(REQUIRED) - 2), "0", "0"]
+    assert {r["out_of"] for r in rows("marks.csv")} == {"100"}
+    assert [r["marks"] for r in rows("marks.csv")] == ["100", "0", "0", "0"]
     assert {anna[name] for name in REQUIRED} == {"pass"}
     assert [name for name in REQUIRED if book[name] == "fail"] == ["in place", "list"]
     assert book["first_look_at"] == "in place"
@@ -401,11 +408,11 @@ def test_class_is_graded(folder, capsys):
     assert "class/other_name.py has no 'allreduce'" in other["message"]
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[1] == "class/anna.py          13/13"
-    assert lines[2].startswith("class/book.py          11/13  in place: rank 1's own tensor still")
-    assert lines[3].startswith("class/cut/solution.py   0/13  loading: SyntaxError: '(' was never")
+    assert lines[1] == "class/anna.py          100/100"
+    assert lines[2].startswith("class/book.py            0/100  in place: the function rebinds")
+    assert lines[3].startswith("class/cut/solution.py    0/100  loading: SyntaxError: '(' was")
     assert lines[-1] == "1 of 4 pass all 13 properties; marks.csv has a row for each"
-    assert "required" not in out + err  # which anna prints
+    assert "required" not in out + err  # anna.py prints a fake verdict
 
 
 def test_json_is_one_document(folder, capsys):
@@ -417,14 +424,14 @@ def test_json_is_one_document(folder, capsys):
     assert document["passed"] is False
     anna, cut = document["solutions"]
     assert anna["target"] == "class/anna.py:allreduce"
-    assert (anna["passed"], anna["marks"], anna["out_of"]) == (True, 13, 13)
+    assert (anna["passed"], anna["marks"], anna["out_of"]) == (True, 100, 100)
     assert len(anna["properties"]) == len(CHECKS)
     assert (cut["passed"], cut["marks"], cut["first_look_at"]) == (False, 0, "loading")
     assert "SyntaxError" in cut["error"]
-    assert "class/anna.py" in err  # the table
+    assert "class/anna.py" in err  # the table goes to stderr
 
 
-def test_targets(folder, verdicts, capsys):
+def test_target_order_is_kept(folder, verdicts, capsys):
     targets = ["class/cut", "class/book.py", "class/anna.py:f"]
     assert main(["check", *targets, "--json", "--function", "g"]) == 1
     found = [s["target"] for s in json.loads(capsys.readouterr().out)["solutions"]]
@@ -436,10 +443,10 @@ def test_solution_cannot_change_the_next(folder, capsys):
     (folder / "anna.py").write_text(code + GOOD)
     assert main(["check", "class/anna.py", "class/book.py", "--devices", "cpu,cpu"]) == 1
     assert (folder / "book.py").read_text() == "1 / 0"
-    assert "class/book.py  11/13  in place" in capsys.readouterr().out
+    assert "class/book.py    0/100  in place" in capsys.readouterr().out
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- wrong arguments ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -451,32 +458,72 @@ def test_solution_cannot_change_the_next(folder, capsys):
         (["class", "--timeout", "0"], "--timeout is 0, expected a positive number"),
         (["class", "class/none.py"], "there is no file 'class/none.py'"),
         (["class", "class/notes.txt:f"], "'class/notes.txt' is not a Python file"),
-        (["empty"], "there is no *.py in the folder 'empty'"),
+        (["empty"], "there is no *.py or *.ipynb in the folder 'empty'"),
+        (["class", "--resume"], "--resume needs --csv"),
+        (["class", "--csv", "other.csv", "--resume"], "'other.csv' has other columns than"),
         (["class", "--devices", "cpu,tpu"], "check: --devices[1] is 'tpu'"),
     ],
 )
 def test_wrong_arguments_are_refused_first(folder, capsys, arguments, words):
     for name in ("empty", "taken.csv"):
         Path(name).mkdir()
+    Path("other.csv").write_text("name,mark\n")
     for file in folder.rglob("*.py"):
         if file.is_file():
             file.write_text(f"open({str(folder / 'ran')!r}, 'w')")
     assert main(["check", *arguments]) == 2
-    assert words in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert words in err
+    assert out == ""
     assert not (folder / "ran").exists()
-    assert sorted(os.listdir("."))[1:] == ["class", "empty", "lesson.py", "taken.csv"]
+    files = ["class", "empty", "lesson.py", "other.csv", "taken.csv"]
+    assert sorted(os.listdir("."))[1:] == files
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("planted")])
-def test_broken_off_grading_keeps_old_marks(folder, verdicts, error):
+def test_interrupted_grading_resumes(folder, verdicts, error, capsys):
     Path("marks.csv").write_text("old")
     verdicts["book.py"] = error
     assert main(["check", "class", "--csv", "marks.csv"]) in (1, 130)
     assert Path("marks.csv").read_text() == "old"
-    assert sorted(os.listdir("."))[1:] == ["class", "lesson.py", "marks.csv"]
+    assert [row["file"] for row in rows("marks.csv.part")] == ["class/anna.py"]
+    assert "marks.csv.part has 1 rows; go on with --resume" in capsys.readouterr().err
+    assert main(["check", "class", "--csv", "marks.csv"]) == 2
+    assert "'marks.csv.part' has the rows of a grading that did not end" in capsys.readouterr().err
+    verdicts.update({"anna.py": AssertionError("graded twice"), "book.py": report("pass")})
+    with Path("marks.csv.part").open("a") as part:
+        part.write("class/book.py,allreduce,10")  # the grader died here
+    assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 1
+    graded_files = [row["file"].removeprefix("class/") for row in rows("marks.csv")]
+    assert graded_files == ["anna.py", "book.py", "cut/solution.py", "other_name.py"]
+    assert rows("marks.csv")[1]["marks"] == "100"
+    assert capsys.readouterr().out.endswith(
+        "1 of 4 pass all 13 properties; marks.csv has a row for each\n"
+    )
+    assert not Path("marks.csv.part").exists()
+    (folder / "new.py").write_text(GOOD)
+    assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 1
+    assert [row["file"] for row in rows("marks.csv")][4:] == ["class/new.py"]
 
 
-# -- nothing vanishes ------------------------------------------------------------------------------
+def test_progress_names_time_left(folder, verdicts, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["check", "class"]) == 1
+    err = capsys.readouterr().err
+    assert "grading class/anna.py: 0 of 4 done\x1b[K" in err
+    assert "grading class/book.py: 1 of 4 done, about 0 s left" in err
+    assert err.endswith("\r\x1b[K")
+
+
+def test_killed_parent_costs_one_mark(folder, capsys):
+    code = "import os, signal\ndef allreduce(data): os.kill(os.getppid(), signal.SIGKILL)\n"
+    (folder / "anna.py").write_text(code)
+    assert main(["check", "class", "--csv", "marks.csv", "--devices", "cpu,cpu"]) == 1
+    assert "the process killed its parent process" in rows("marks.csv")[0]["message"]
+    assert len(rows("marks.csv")) == 4
+
+
+# -- unreadable files -----------------------------------------------------------------------------
 
 
 def test_unreadable_files_have_a_row(folder, capsys):
@@ -498,17 +545,23 @@ def test_unreadable_files_have_a_row(folder, capsys):
 
 
 def test_odd_text_is_kept_in_csv(tmp_path):
-    """A teacher joins the table by the names of the files; messages are short and printable."""
+    """File names are exact, so that a teacher can join tables. Messages are printable."""
     path, name = tmp_path / "marks.csv", 'a  b\t=1\r\n,"é 漢\udcff' + 600 * "x" + ".py"
     failing = report("fail", "strides", "\x00\x1b[2J\u202e")
-    write_csv(
-        path, [Marked(Target(name, "f"), failing), Marked(Target("=1+1", "f"), None, 600 * "x")]
-    )
+    file = MarksFile(path, resume=False)
+    file.add(MarkedSolution(Solution(name, "f"), failing))
+    file.add(MarkedSolution(Solution("=1+1", "f"), None, 600 * "x"))
+    assert file.has(Solution(name, "f"))
+    assert file.has(Solution("=1+1", "f"))
+    file.complete()
     first, second = rows(path)
     assert second["file"] == "'=1+1", "no formula for a spreadsheet"
     assert first["file"] == name.replace("\udcff", "\\udcff")
     assert first["message"] == "\\x00\\x1b[2J\\u202e"
     assert (first["strides"], first["first_look_at"]) == ("fail", "strides")
     assert (second["message"], second["marks"], second["sum"]) == (500 * "x", "0", "fail")
-    before, after = ["file", "function", "marks", "out_of"], ["first_look_at", "message"]
+    before, after = (
+        ["file", "function", "marks", "out_of"],
+        ["first_look_at", "message", "imports", "remark"],
+    )
     assert list(first) == [*before, *REQUIRED, *after]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pyringar.audit.library_ranks import LibraryTarget
     from pyringar.audit.probes import AuditTarget
-    from pyringar.grading.cases import Lists
+    from pyringar.grading.graded_calls import ListAllreduce
 
 _DESCRIPTION = """\
 Find out by experiment how an allreduce adds: in which order, where it rounds,
@@ -127,7 +127,7 @@ def _sizes(text: str | None) -> list[int]:
     return sizes
 
 
-def _target(args: argparse.Namespace) -> AbstractContextManager[LibraryTarget | Lists]:
+def _target(args: argparse.Namespace) -> AbstractContextManager[LibraryTarget | ListAllreduce]:
     if args.target not in _LIBRARIES:
         return _function(args)
     from pyringar.audit.library_ranks import LibraryTarget
@@ -146,9 +146,9 @@ def _target(args: argparse.Namespace) -> AbstractContextManager[LibraryTarget | 
 
 
 @contextlib.contextmanager
-def _function(args: argparse.Namespace) -> Iterator[Lists]:
+def _function(args: argparse.Namespace) -> Iterator[ListAllreduce]:
     from pyringar.cli.check import shower, target_of
-    from pyringar.grading.cases import Lists
+    from pyringar.grading.graded_calls import ListAllreduce
     from pyringar.grading.remote import graded
     from pyringar.grading.solution import CannotLoadError
 
@@ -162,6 +162,6 @@ def _function(args: argparse.Namespace) -> Iterator[Lists]:
     try:
         with graded(target, ["cpu"] * args.ranks, args.timeout, show) as remote:
             name = f"{os.path.basename(target.where)}:{target.function}"
-            yield Lists(lambda case, x: remote.rested().run(case, x), name, args.ranks)
+            yield ListAllreduce(lambda case, x: remote.rested().run(case, x), name, args.ranks)
     except CannotLoadError as error:
         raise ArgumentError(f"nothing was audited: {error}") from error

@@ -1,4 +1,4 @@
-"""``pyringar check``: grade an allreduce, or a class of them, property by property."""
+"""``pyringar check``: grade an allreduce function, or the functions of a class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import functools
 import json
 import math
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,36 +17,38 @@ from typing import TYPE_CHECKING, Any
 from pyringar.cli.parser import add_json_option, add_options, check_output_path
 from pyringar.errors import ArgumentError
 
-# The grader imports torch, for which `--help` need not wait.
+# Not imported for `--help`: the grader imports torch, which takes seconds.
 if TYPE_CHECKING:
-    from pyringar.grading.solution import Target
+    from pyringar.grading.marks import MarkedSolution
+    from pyringar.grading.solution import Solution
 
 _DESCRIPTION = """\
-Grade an allreduce function, or those of a class, property by property. This
-runs the code that it grades, with your rights, each solution in a process of
-its own. Grade a stranger's in a container or as a user of its own."""
+Grade the allreduce functions of a class, property by property. This runs the
+code that it grades, with your rights, each solution in a separate process.
+Grade the code of strangers in a container: docs/grading.md has the command."""
 _EPILOG = """\
 FUNCTION is called with a list of tensors, one per rank, like the book's
-allreduce(data), and must leave their sum in every one of them. A DIR stands
-for all *.py in it and in its folders, except hidden files and folders.
+allreduce(data), and must write their sum into every tensor. A DIR stands for
+all *.py and *.ipynb in it and in its folders, except hidden files and folders.
+The code cells of a notebook run in order, without lines that begin with % or !.
 
 Exit status: 0 all required properties pass, 1 one fails, 2 wrong arguments
-(a device or a file that is not there; the only solution cannot be loaded and
-there is no --csv, in which that is a row with 0 marks).
+(a missing device or file, or a single solution that cannot be loaded; with
+--csv it has a row with 0 marks instead), 130 interrupted.
 
 examples:
   pyringar check solution.py:allreduce
   pyringar check pyringar:allreduce --devices cpu,cpu,cpu,cpu
   pyringar check submissions/ --csv marks.csv
+  pyringar check submissions/ --csv marks.csv --resume
 """
 _DEFAULT_RANKS = 8
-_WIDTH = 80
-_MAX_NAME = 32
-_MAX_SHOWN_BYTES = 1 << 16  # of what a solution prints
+_MIN_NAME = 32
+_MAX_SHOWN_BYTES = 1 << 16  # of a solution's output
 
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "function": (
-        "the function in a FILE or DIR that names none",
+        "the function of a FILE or DIR without :FUNCTION",
         {"metavar": "NAME", "default": "allreduce"},
     ),
     "devices": (
@@ -52,10 +56,17 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"metavar": "LIST", "type": lambda text: text.split(",")},
     ),
     "timeout": (
-        "for the import, and for all calls of a property",
+        "limit of the import, and of all calls of a property",
         {"metavar": "SECONDS", "type": float, "default": 10},
     ),
-    "csv": ("write a row per solution to FILE.csv", {"metavar": "FILE"}),
+    "csv": (
+        "write a row per solution, to FILE.csv.part until all are graded",
+        {"metavar": "FILE"},
+    ),
+    "resume": (
+        "keep the rows of the CSV file and grade the other solutions",
+        {"action": "store_true"},
+    ),
 }
 
 
@@ -71,7 +82,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "targets",
         metavar="TARGET",
         nargs="+",
-        help="FILE.py, FILE.py:FUNCTION, MODULE:FUNCTION or DIR; what to grade",
+        help="FILE.py, FILE.ipynb, FILE.py:FUNCTION, MODULE:FUNCTION or DIR",
     )
     parser.set_defaults(devices=["cpu"] * _DEFAULT_RANKS)
     add_options(parser, _OPTIONS)
@@ -81,6 +92,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     if not (args.timeout > 0 and math.isfinite(args.timeout)):
         raise ArgumentError(f"--timeout is {args.timeout:g}, expected a positive number")
+    if args.resume and (args.json or not args.csv):
+        raise ArgumentError("--resume needs --csv, and does not go with --json")
     targets = _targets(args)
     path = check_output_path("--csv", args.csv, ".csv") if args.csv else None
     if path or len(args.targets) > 1 or os.path.isdir(args.targets[0]):
@@ -88,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return _grade_one(targets[0], args)
 
 
-def _grade_one(target: Target, args: argparse.Namespace) -> int:
+def _grade_one(target: Solution, args: argparse.Namespace) -> int:
     from pyringar.grading.remote import grade
     from pyringar.grading.solution import CannotLoadError
 
@@ -103,38 +116,91 @@ def _grade_one(target: Target, args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def _grade_class(targets: list[Target], path: Path | None, args: argparse.Namespace) -> int:
-    from pyringar.grading.marks import REQUIRED, Marked, write_csv
-    from pyringar.grading.remote import grade
-    from pyringar.grading.solution import CannotLoadError, printable
+def _grade_class(targets: list[Solution], path: Path | None, args: argparse.Namespace) -> int:
+    from pyringar.grading.marks import REQUIRED, MarksFile
+    from pyringar.grading.remote import check_worker_devices
+    from pyringar.grading.solution import printable
 
+    file = MarksFile(path, args.resume) if path else None
+    check_worker_devices(args.devices, args.timeout)
     stream = sys.stderr if args.json else sys.stdout
-    say = functools.partial(print, end="", file=stream, flush=True)
-    name_width = min(_MAX_NAME, max(len("solution"), *(len(printable(t.where)) for t in targets)))
-    say(f"{'solution':<{name_width}}  marks  first look at\n")
-    marked: list[Marked] = []
-    for target in targets:
-        say(Marked(target, None).columns(_WIDTH, name_width)[0])
-        try:
-            one = Marked(target, grade(target, args.devices, args.timeout))
-        except CannotLoadError as error:
-            one = Marked(target, None, str(error))
-        except KeyboardInterrupt:
-            say("\n")
-            raise
-        marked.append(one)
-        say(one.columns(_WIDTH, name_width)[1].rstrip() + "\n")
-    num_passed = sum(one.passed for one in marked)
-    all_passed = num_passed == len(marked)
-    rows = ""
-    if path:
-        write_csv(path, marked)
-        rows = f"; {printable(str(path))} has a row for each"
+    say = functools.partial(print, file=stream, flush=True)
+    width = shutil.get_terminal_size().columns
+    left = [target for target in targets if not (file and file.has(target))]
+    if file:
+        file.begin()
+        if file.rows:
+            say(f"{printable(str(path))} has {len(file.rows)} solutions already")
+    longest = max(len("solution"), *(len(printable(t.where)) for t in targets))
+    name_width = min(longest, max(_MIN_NAME, width * 2 // 5))
+    say(f"{'solution':<{name_width}}    marks  first look at")
+    marked: list[MarkedSolution] = []
+    progress = _Progress(len(left))
+    try:
+        for target in left:
+            progress.show(printable(target.where))
+            one = _marked(target, args)
+            progress.clear()
+            marked.append(one)
+            say(one.line(width, name_width))
+            if file:
+                file.add(one)
+    except BaseException:
+        progress.clear()
+        if file:
+            rest = f"has {len(file.rows)} rows; go on with --resume"
+            print(f"{printable(str(file.part))} {rest}", file=sys.stderr)
+        raise
+    num, num_passed = len(marked), sum(one.passed for one in marked)
+    if file:
+        file.complete()
+        num, num_passed = len(file.rows), file.num_passed
     if args.json:
         solutions = [one.as_dict() for one in marked]
-        print(json.dumps({"passed": all_passed, "solutions": solutions}, indent=2))
-    say(f"\n{num_passed} of {len(marked)} pass all {len(REQUIRED)} properties{rows}\n")
-    return 0 if all_passed else 1
+        print(json.dumps({"passed": num_passed == num, "solutions": solutions}, indent=2))
+    rows = f"; {printable(str(path))} has a row for each" if path else ""
+    say(f"\n{num_passed} of {num} pass all {len(REQUIRED)} properties{rows}")
+    return 0 if num_passed == num else 1
+
+
+def _marked(target: Solution, args: argparse.Namespace) -> MarkedSolution:
+    from pyringar.grading.marks import MarkedSolution
+    from pyringar.grading.remote import grade
+    from pyringar.grading.solution import CannotLoadError
+
+    try:
+        return MarkedSolution(target, grade(target, args.devices, args.timeout))
+    except CannotLoadError as error:
+        return MarkedSolution(target, None, str(error))
+
+
+class _Progress:
+    """A line on a terminal that names the solution being graded, and estimates the time left."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._began = time.monotonic()
+        self._is_shown = sys.stderr.isatty()
+
+    def show(self, name: str) -> None:
+        if self._is_shown:
+            words = f"grading {name}: {self._done} of {self._total} done{self._estimate()}"
+            columns = shutil.get_terminal_size().columns - 1
+            print(f"\r{words[:columns]}\x1b[K", end="", file=sys.stderr, flush=True)
+        self._done += 1
+
+    def clear(self) -> None:
+        if self._is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _estimate(self) -> str:
+        if not self._done:
+            return ""
+        seconds = (time.monotonic() - self._began) / self._done * (self._total - self._done)
+        if seconds < 60:
+            return f", about {seconds:.0f} s left"
+        return f", about {seconds / 60:.0f} min left"
 
 
 def shower(prog: str) -> Callable[[bytes], None]:
@@ -147,63 +213,66 @@ def shower(prog: str) -> Callable[[bytes], None]:
         sys.stderr.write(text[:left].decode(errors="backslashreplace"))
         left -= len(text)
         if left <= 0:
-            sys.stderr.write(f"\n{prog}: the rest of what it prints is not shown\n")
+            sys.stderr.write(f"\n{prog}: the rest of its output is not shown\n")
 
     return show
 
 
-def _targets(args: argparse.Namespace) -> list[Target]:
+def _targets(args: argparse.Namespace) -> list[Solution]:
     """Read all files now: a solution may write into the file of the next one."""
-    targets: list[Target] = []
+    targets: list[Solution] = []
     for text in args.targets:
         if os.path.isdir(text):
-            files = sorted(_python_files(text))
+            files = sorted(_solution_files(text))
             if not files:
-                raise ArgumentError(f"there is no *.py in the folder '{text}'")
+                raise ArgumentError(f"there is no *.py or *.ipynb in the folder '{text}'")
             targets += [_file_target(file, args.function) for file in files]
         else:
             targets.append(target_of(text, args.function))
     return targets
 
 
-def _python_files(folder: str) -> Iterator[str]:
+def _solution_files(folder: str) -> Iterator[str]:
+    from pyringar.grading.source_code import SUFFIXES
+
     def refuse(error: OSError) -> None:
         raise ArgumentError(f"the folder '{error.filename}' cannot be read: {error.strerror}")
 
     for where, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
         for name in files:
-            if name.endswith(".py") and name[0] != ".":
+            if name.endswith(SUFFIXES) and name[0] != ".":
                 yield os.path.normpath(os.path.join(where, name))
 
 
-def target_of(text: str, function: str) -> Target:
-    """Return the target that a text names; ``function`` is for a text without a function."""
-    from pyringar.grading.solution import Target
+def target_of(text: str, function: str) -> Solution:
+    """Return the solution that a text names; ``function`` is for a text without ``:FUNCTION``."""
+    from pyringar.grading.solution import Solution
+    from pyringar.grading.source_code import SUFFIXES
 
     where, _, name = text.rpartition(":")
-    if os.path.isfile(text) or text.endswith(".py"):
+    if os.path.isfile(text) or text.endswith(SUFFIXES):
         where, name = text, function
     elif not where or not name:
         raise ArgumentError(
             f"{text!r} is not MODULE:FUNCTION, such as solution:allreduce, nor FILE.py:FUNCTION, "
             "nor a folder"
         )
-    if not where.endswith(".py") and os.sep not in where and not os.path.isfile(where):
-        return Target(where, name)
+    if not where.endswith(SUFFIXES) and os.sep not in where and not os.path.isfile(where):
+        return Solution(where, name)
     if not os.path.isfile(where):
         raise ArgumentError(f"there is no file {where!r} (current directory: {Path.cwd()})")
-    if not where.endswith(".py"):
-        raise ArgumentError(f"{where!r} is not a Python file (.py)")
+    if not where.endswith(SUFFIXES):
+        raise ArgumentError(f"{where!r} is not a Python file (.py) or a notebook (.ipynb)")
     return _file_target(where, name)
 
 
-def _file_target(path: str, function: str) -> Target:
-    from pyringar.grading.solution import Target
+def _file_target(path: str, function: str) -> Solution:
+    from pyringar.grading.solution import Solution
 
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe might never end
-        return Target(path, function, trouble="it is no regular file")
+        return Solution(path, function, trouble="it is no regular file")
     try:
-        return Target(path, function, Path(path).read_bytes())
+        return Solution(path, function, Path(path).read_bytes())
     except OSError as error:
-        return Target(path, function, trouble=error.strerror or str(error))
+        return Solution(path, function, trouble=error.strerror or str(error))

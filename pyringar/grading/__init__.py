@@ -1,1 +1,1 @@
-"""The grader: what a correct allreduce does, tried out."""
+"""The grader: tests whether a function is a correct allreduce."""

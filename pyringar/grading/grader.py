@@ -1,11 +1,8 @@
-"""Grade any ``allreduce(data)``, property by property.
-
-A function that passes the book's own example can still be wrong: the printed version rebinds list
-items, so every replica but the first keeps its own gradient while the list looks right.
-"""
+"""Grade any ``allreduce(data)``, property by property."""
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,66 +15,78 @@ from pyringar.choices import check_positive
 from pyringar.comm.jobs import Jobs
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
-from pyringar.grading.cases import Failure
+from pyringar.grading.causes import TOO_SLOW, CauseFinder, points
 from pyringar.grading.checks import CHECKS, Check, Subject
+from pyringar.grading.graded_calls import CallCase, Failure
 from pyringar.grading.solution import function_name
 
+Work = Callable[[Subject], str | None]
 _DEFAULT_RANKS = 8
-_MAX_HANGS = 3  # late properties, after which the rest is not run
-_WIDTH = 80  # of a terminal
+_MAX_HANGS = 3  # properties that time out, after which the rest is not run
 
 
 @dataclass(frozen=True)
 class Property:
-    """One verdict.
+    """The verdict on one property.
 
     Attributes:
         name: Of the property, such as ``"in place"``.
-        verdict: ``"pass"``, ``"fail"``, ``"timeout"``, or ``"reported"`` if it is not required.
+        verdict: ``"pass"``, ``"fail"``, ``"unstable"`` if the result differs between runs,
+            ``"timeout"``, or ``"reported"`` if the property is not required.
         detail: The description of the pass or the failure.
         case: The smallest case that shows a failure: ``k``, ``shape``, ``numel``, ``dtype``,
             ``layout``, ``values``, and if known ``rank``, ``index``, ``expected`` and ``got``.
+        cause: The mistake that made the property fail, such as ``"no sum"`` or ``"sizes"``.
+            Properties with an equal cause cost marks once.
     """
 
     name: str
     verdict: str
     detail: str
     case: dict[str, Any] | None = None
+    cause: str = ""
 
 
 @dataclass(frozen=True)
-class Report:
+class GradeReport:
     """All verdicts on one function; ``str(report)`` is a table.
 
     Attributes:
         function: The name of the function.
         devices: The device of every rank.
-        properties: One `Property` per thing tried.
+        properties: One `Property` per check.
+        remark: An error of the file after it defined the function, or "".
     """
 
     function: str
     devices: tuple[str, ...]
     properties: tuple[Property, ...]
+    remark: str = ""
 
     @property
     def passed(self) -> bool:
-        """Return whether nothing failed, nor ran into its deadline."""
+        """Return whether every required property passed."""
         return not self.failed
 
     @property
     def failed(self) -> tuple[Property, ...]:
-        """Return what failed or ran into its deadline, what explains most first."""
-        return tuple(p for p in self.properties if p.verdict in ("fail", "timeout"))
+        """Return the required properties that did not pass; the first explains most others."""
+        return tuple(p for p in self.properties if p.verdict not in ("pass", "reported"))
 
     @property
     def required(self) -> tuple[Property, ...]:
-        """Return the properties that count, without what is only reported."""
+        """Return the properties that count, without properties that are only reported."""
         return tuple(p for p in self.properties if p.verdict != "reported")
 
     @property
     def first_look_at(self) -> Property | None:
-        """Return the failure that explains most of the others; None if nothing failed."""
+        """Return the first failure, which explains most others; None if all passed."""
         return self.failed[0] if self.failed else None
+
+    @property
+    def points(self) -> int:
+        """Return the mark, 0 to 100: 100 minus the cost of each cause."""
+        return points((p.name, p.cause) for p in self.failed)
 
     def __getitem__(self, name: str) -> Property:
         return {found.name: found for found in self.properties}[name]
@@ -85,9 +94,11 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as values for JSON."""
         first = self.first_look_at
-        return {"passed": self.passed, "first_look_at": first and first.name, **asdict(self)}
+        summary = {"passed": self.passed, "points": self.points}
+        return {**summary, "first_look_at": first and first.name, **asdict(self)}
 
     def __str__(self) -> str:
+        columns = shutil.get_terminal_size().columns
         width = max(len(p.name) for p in self.properties)
         names = ", ".join(self.devices)
         if len(set(self.devices)) == 1:
@@ -95,13 +106,16 @@ class Report:
         lines = [f"{self.function} on {names}", ""]
         for p in self.properties:
             head = f"{p.name:<{width}}  {p.verdict:<8}  "
-            lines += textwrap.wrap(head + p.detail, _WIDTH, subsequent_indent=" " * len(head))
+            lines += textwrap.wrap(head + p.detail, columns, subsequent_indent=" " * len(head))
+        remark = textwrap.wrap(f"remark: {self.remark}", columns) if self.remark else []
         required, failed = len(self.required), self.failed
         if not failed:
-            return "\n".join([*lines, "", f"passed: all {required} required properties"])
+            return "\n".join([*lines, "", *remark, f"passed: all {required} required properties"])
         names = ", ".join(p.name for p in failed)
         last = f"FAILED: {len(failed)} of {required} required properties: {names}"
-        lines += ["", *textwrap.wrap(last, _WIDTH)]
+        causes = ", ".join(dict.fromkeys(p.cause for p in failed))
+        lines += ["", *remark, *textwrap.wrap(last, columns)]
+        lines.append(f"mark: {self.points} of 100, for: {causes}")
         if len(failed) > 1:
             lines.append(f"first look at: {failed[0].name}")
         return "\n".join(lines)
@@ -112,81 +126,106 @@ def check_allreduce(
     devices: Sequence[str | torch.device] | None = None,
     *,
     timeout_s: float = 60.0,
-) -> Report:
+) -> GradeReport:
     """Grade a list-of-tensors allreduce, such as the book's ``allreduce(data)``.
 
-    Sums of floats are compared with a float64 reference and the bound ``k * eps * sum(|x|)``, which
-    any order of addition keeps, even if it rounds to 16 bits after every term. Integers, and floats
-    that hold small integers, must be exact.
+    Float sums are compared with a float64 reference. The bound ``k * eps * sum(|x|)`` allows any
+    order of addition, and 16-bit rounding after every term. Integers must be exact, also in floats.
 
     Args:
         fn: Called as ``fn(data)`` with a list of equal-shaped tensors, one per rank. To pass, it
-            leaves the sum of all in every one of them.
-        devices: One per rank. Every number of ranks up to theirs is tried, and 17 and 33 ranks,
-            several to a device. None: 8 CPU ranks.
+            writes the sum into every tensor.
+        devices: One per rank. All numbers of ranks up to ``len(devices)`` are tried. 17 and 33
+            ranks are tried too and share devices. None: 8 CPU ranks.
         timeout_s: Seconds for each property. A call that takes longer stays behind in a daemon
-            thread and fails; after three late properties the rest fails without being run.
+            thread, and its property fails. After three time-outs the rest fails without a run.
 
     Returns:
-        A `Report`. An exception raised by ``fn`` is a failed verdict, never an exception.
+        A `GradeReport`. An exception raised by ``fn`` is a failed property.
 
     Raises:
         ArgumentError: ``fn`` cannot be called, a device is missing, or ``timeout_s`` is not a
             positive number.
 
-    Cost: about 200 calls, the largest with two million elements per rank, 17 MB for two: half a
-    second on a CPU. ``fn`` runs in this process, and can end it or fill its memory. ``pyringar
-    check`` runs it in a process of its own.
+    Cost: about 200 calls, half a second on a CPU. The largest call has two ranks with two million
+    elements each, 17 MB. ``fn`` runs in this process, and can end the process or fill its memory.
+    ``pyringar check`` runs ``fn`` in a separate process.
     """
     if not callable(fn):
         raise ArgumentError(f"fn is {fn!r}, expected a function of a list of tensors")
     check_positive("timeout_s", timeout_s, "number of seconds")
     ranks = check_devices(["cpu"] * _DEFAULT_RANKS if devices is None else devices)
 
-    def look(check: Check, subject: Subject) -> str | None:
-        return _within(timeout_s, lambda: check.look(subject))
+    def within_limit(work: Work, subject: Subject) -> str | None:
+        return _within(timeout_s, lambda: work(subject))
 
-    verdicts = judge_all(look, lambda: Subject(fn, ranks), timeout_s)
-    return Report(function_name(fn), tuple(str(device) for device in ranks), verdicts)
+    verdicts = judge_all(within_limit, lambda: Subject(fn, ranks), timeout_s)
+    return GradeReport(function_name(fn), tuple(str(device) for device in ranks), verdicts)
 
 
 def judge_all(
-    look: Callable[[Check, Subject], str | None], subject: Callable[[], Subject], timeout_s: float
+    within_limit: Callable[[Work, Subject], str | None],
+    subject: Callable[[], Subject],
+    timeout_s: float,
 ) -> tuple[Property, ...]:
     """Return a verdict per property.
 
-    ``look`` raises `Failure`, or TimeoutError after ``timeout_s``. ``subject`` returns a new
-    subject for each property, since a hung property may still call the last one.
+    ``within_limit`` runs work with a subject, and raises TimeoutError after ``timeout_s``.
+    ``subject`` returns a new subject for each run, since a hung run may still call the last one.
     """
     verdicts: list[Property] = []
+    finder = CauseFinder()
     hangs = 0
     for check in CHECKS:
-        verdict, case = check.verdict_on_failure, None
-        detail: str | None
         if hangs == _MAX_HANGS:
-            detail = f"not run: {hangs} other properties did not finish"
-            verdicts.append(Property(check.name, verdict, detail))
+            detail = f"not run: {hangs} other properties timed out"
+            verdicts.append(Property(check.name, check.verdict_on_failure, detail, cause=TOO_SLOW))
             continue
         tested = subject()
         try:
-            detail = look(check, tested)
-            if detail is None:
-                verdict, detail = "pass", check.covered(tested)
+            found = within_limit(check.look, tested)
         except Failure as failure:
-            detail, case = str(failure), failure.case
+            verdicts.append(
+                _failed(check, failure, finder, lambda work: within_limit(work, subject()))
+            )
         except TimeoutError:
             hangs += 1
-            detail = f"no answer within {timeout_s:g} s"
-            if tested.last_case is not None:
-                late = Failure(tested.last_case, detail)
-                detail, case = str(late), late.case
-            verdict = "timeout" if verdict == "fail" else verdict
-        verdicts.append(Property(check.name, verdict, detail, case))
+            verdicts.append(_timed_out(check, tested.last_case, timeout_s))
+        else:
+            verdict = "pass" if found is None else check.verdict_on_failure
+            verdicts.append(Property(check.name, verdict, found or check.covered(tested)))
     return tuple(verdicts)
 
 
+def _failed(
+    check: Check, failure: Failure, finder: CauseFinder, within_limit: Callable[[Work], str | None]
+) -> Property:
+    verdict, detail = check.verdict_on_failure, str(failure)
+    if verdict == "reported":
+        return Property(check.name, verdict, detail, failure.case)
+    try:
+        cause = within_limit(lambda subject: finder.find(check, failure, subject)) or check.name
+    except TimeoutError:
+        cause = check.name
+    if cause == "unstable":
+        detail = f"looks like a race: results differ between runs: {detail}"
+    if cause == "unstable" or (check.name == "repeatable" and not failure.is_wrong_sum):
+        verdict = "unstable"
+    return Property(check.name, verdict, detail, failure.case, cause)
+
+
+def _timed_out(check: Check, case: CallCase | None, timeout_s: float) -> Property:
+    verdict = "timeout" if check.verdict_on_failure == "fail" else check.verdict_on_failure
+    cause = "no sum" if check is CHECKS[0] else TOO_SLOW
+    detail = f"no answer within {timeout_s:g} s"
+    if case is None:
+        return Property(check.name, verdict, detail, cause=cause)
+    late = Failure(case, detail)
+    return Property(check.name, verdict, str(late), late.case, cause)
+
+
 def _within(timeout_s: float, work: Callable[[], str | None]) -> str | None:
-    """Run ``work`` in its own thread; TimeoutError if it is late, and the thread stays behind."""
+    """Run ``work`` in a new thread. TimeoutError leaves the thread running."""
     jobs = Jobs("grader")
     job = jobs.submit(work, "grading")
     jobs.end()

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyringar.errors import RingarError
+from pyringar.errors import ArgumentError, RingarError
 from pyringar.grading.checks import CHECKS
-from pyringar.grading.grader import Report
-from pyringar.grading.solution import Target, printable
+from pyringar.grading.grader import GradeReport
+from pyringar.grading.solution import Solution, printable
 
 REQUIRED = tuple(check.name for check in CHECKS if check.verdict_on_failure == "fail")
+OUT_OF = 100
+_LAST = ("first_look_at", "message", "imports", "remark")
+_HEAD = ("file", "function", "marks", "out_of", *REQUIRED, *_LAST)
 _MAX_MESSAGE = 500
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedSolution:
     """A solution and its report, or the reason why it could not be loaded."""
 
-    target: Target
-    report: Report | None
+    target: Solution
+    report: GradeReport | None
     trouble: str = ""
 
     @property
     def marks(self) -> int:
-        return len(REQUIRED) - len(self.report.failed) if self.report else 0
+        return self.report.points if self.report else 0
 
     @property
     def passed(self) -> bool:
-        return self.marks == len(REQUIRED)
+        return self.report is not None and self.report.passed
 
     @property
     def first_look_at(self) -> tuple[str, str]:
@@ -44,44 +48,110 @@ class Marked:
         return (first.name, first.detail) if first else ("", "")
 
     def as_dict(self) -> dict[str, Any]:
-        exact = {"target": str(self.target), "marks": self.marks, "out_of": len(REQUIRED)}
+        exact = {"target": str(self.target), "marks": self.marks, "out_of": OUT_OF}
+        exact["imports"] = self.target.imports
         if self.report is not None:
             return {**exact, **self.report.as_dict()}
         message = {"first_look_at": "loading", "error": self.trouble}
         return {**exact, "passed": False, **message, "properties": []}
 
-    def columns(self, width: int, name_width: int) -> tuple[str, str]:
+    def line(self, width: int, name_width: int) -> str:
+        """Return the row of the table, of at most ``width`` columns."""
         name = printable(self.target.where)
         if len(name) > name_width:
             name = "..." + name[3 - name_width :]
-        # The case, and the file again, are for those who look closer.
         first, message = self.first_look_at
-        words = message.partition(" failed with " if self.report is None else ": ")
-        first = f"{first}: {words[2] or words[0]}" if first else ""
-        head = f"{self.marks:>2}/{len(REQUIRED)}  "
-        left = width - name_width - 2 - len(head)
-        return f"{name:<{name_width}}  ", head + textwrap.shorten(first, left, placeholder="...")
+        # The file's name is in the first column already.
+        words = message.partition(" failed with ") if self.report is None else (message, "", "")
+        is_unstable = self.report is not None and first and self.report[first].verdict == "unstable"
+        if first:
+            first += f"{' (unstable)' if is_unstable else ''}: {words[2] or words[0]}"
+        remark = self.report.remark if self.report and not first else ""
+        head = f"{name:<{name_width}}  {self.marks:>3}/{OUT_OF}  "
+        left = max(width - len(head), len("..."))
+        return (head + textwrap.shorten(first or remark, left, placeholder="...")).rstrip()
+
+    @property
+    def row(self) -> list[str]:
+        """The cells of the CSV file."""
+        verdicts = {p.name: p.verdict for p in self.report.properties} if self.report else {}
+        first, message = self.first_look_at
+        remark = self.report.remark if self.report else ""
+        return [
+            *_names(self.target),
+            str(self.marks),
+            str(OUT_OF),
+            *(verdicts.get(name, "fail") for name in REQUIRED),
+            first,
+            _cell(printable(message)[:_MAX_MESSAGE]),
+            _cell(printable("; ".join(self.target.imports))[:_MAX_MESSAGE]),
+            _cell(printable(remark)[:_MAX_MESSAGE]),
+        ]
 
 
-def write_csv(path: Path, solutions: Iterable[Marked]) -> None:
-    """Write a row per solution. RingarError if the file cannot be written."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    head = ["file", "function", "marks", "out_of"]
-    writer.writerow([*head, *REQUIRED, "first_look_at", "message"])
-    for one in solutions:
-        verdicts = {p.name: p.verdict for p in one.report.properties} if one.report else {}
-        name = [_cell(one.target.where), _cell(one.target.function)]
-        cells = [verdicts.get(name, "fail") for name in REQUIRED]
-        first, message = one.first_look_at
-        message = _cell(printable(message)[:_MAX_MESSAGE])
-        writer.writerow([*name, one.marks, len(REQUIRED), *cells, first, message])
+class MarksFile:
+    """A CSV file that grows by a row per solution, as ``FILE.csv.part`` until it is complete."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path, self.part = path, path.with_name(f"{path.name}.part")
+        self._linked_path = os.path.realpath(path)
+        if self.part.exists() and not resume:
+            raise ArgumentError(
+                f"--csv is '{path}', but '{self.part}' has the rows of a grading that did not end: "
+                "go on with --resume, or remove it"
+            )
+        before = next((p for p in (self.part, path) if resume and p.exists()), None)
+        self.rows = _complete_rows(before) if before else []
+
+    def has(self, target: Solution) -> bool:
+        return _names(target) in [row[:2] for row in self.rows]
+
+    @property
+    def num_passed(self) -> int:
+        passes = ["pass"] * len(REQUIRED)
+        return sum(row[4 : 4 + len(REQUIRED)] == passes for row in self.rows)
+
+    def begin(self) -> None:
+        self._write("wb", [_HEAD, *self.rows])
+
+    def add(self, one: MarkedSolution) -> None:
+        self.rows.append(one.row)
+        self._write("ab", self.rows[-1:])
+
+    def complete(self) -> None:
+        """Replace the file. Write all rows anew, since a solution may have changed them."""
+        self.begin()
+        os.replace(self.part, self._linked_path)
+
+    def _write(self, mode: str, rows: Iterable[Iterable[str]]) -> None:
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows(rows)
+        try:
+            with self.part.open(mode) as file:
+                file.write(text.getvalue().encode(errors="backslashreplace"))
+        except OSError as error:
+            raise RingarError(
+                f"--csv is '{self.path}': '{self.part}' could not be written: {error.strerror}"
+            ) from error
+
+
+def _complete_rows(path: Path) -> list[list[str]]:
+    """Return the rows of a file. The last row is cut if the grader ended while it wrote it."""
     try:
-        path.write_bytes(text.getvalue().encode(errors="backslashreplace"))
-    except OSError as error:
-        raise RingarError(
-            f"--csv is '{path}', which could not be written: {error.strerror}"
-        ) from error
+        text = path.read_bytes().decode()
+        head, *rows = csv.reader(io.StringIO(text, newline=""))
+    except (OSError, ValueError, csv.Error) as error:
+        raise ArgumentError(f"--resume: '{path}' cannot be read: {error}") from error
+    if head != list(_HEAD):
+        raise ArgumentError(f"--resume: '{path}' has other columns than this pyringar writes")
+    if rows and not text.endswith("\n"):
+        rows.pop()
+    return [row for row in rows if len(row) == len(_HEAD)]
+
+
+def _names(target: Solution) -> list[str]:
+    names = (target.where, target.function)
+    return [_cell(name).encode(errors="backslashreplace").decode() for name in names]
 
 
 def _cell(text: str) -> str:

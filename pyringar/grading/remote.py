@@ -1,9 +1,9 @@
-"""Call a function in its own process, and judge the results in this one.
+"""Call a function in a worker process, and judge the results in this process.
 
-The process is forked from this one, which has imported torch: it is ready within milliseconds. It
-prints into a pipe, and writes results into shared memory, which is copied before it is judged. So a
-solution cannot print, patch or exit its way to a verdict. Its process is trusted only for the order
-of tensors in the list (``list``), and the type of the result (``returns``).
+The worker is forked from this process, which has imported torch, so it starts within milliseconds.
+It prints into a pipe, and writes results into shared memory, which is copied before it is judged.
+So a solution gets no verdict by printing, patching torch or exiting. The worker is trusted only for
+the order of tensors in the list (``list``), and the type of the result (``returns``).
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from pyringar.errors import ArgumentError
+from pyringar.errors import ArgumentError, RingarError
 from pyringar.grading import worker
-from pyringar.grading.cases import Call, Case, Failure, Other
 from pyringar.grading.checks import Raised, Subject
-from pyringar.grading.grader import Report, judge_all
-from pyringar.grading.solution import CannotLoadError, Target, printable
+from pyringar.grading.graded_calls import CallCase, Failure, GradedCall, OddResult
+from pyringar.grading.grader import GradeReport, judge_all
+from pyringar.grading.solution import CannotLoadError, Solution, printable
 from pyringar.parallel.sharded_step import torch_threads
 
-_TICK_S = 0.05  # how often a silent process is looked at
-_LAST_WORDS_S = 1.0
+_END_S = 1.0  # for the supervisor's report of the worker's end
+_MIN_START_S = 60.0
+_POLL_S = 0.05
 _MAX_WORDS = 1000
-Show = Callable[[bytes], object]  # gets the output of a solution
+_NONSENSE = "the process sent an answer that is not the grader's"
+Show = Callable[[bytes], object]  # receives the output of a solution
 
 
 class EndedError(Exception):
@@ -43,21 +45,33 @@ class EndedError(Exception):
 
 
 def grade(
-    target: Target, devices: list[str], timeout_s: float, show: Show = lambda text: None
-) -> Report:
-    """Return the verdicts on a solution; ``show`` gets its output.
+    target: Solution, devices: list[str], timeout_s: float, show: Show = lambda text: None
+) -> GradeReport:
+    """Return the verdicts on a solution. ``show`` receives its output.
 
-    ``timeout_s`` is for its import, and for all calls of one property. ArgumentError if a device is
-    missing, CannotLoadError if the import fails or hangs, or there is no such function.
+    ``timeout_s`` limits the import, and all calls of one property. ArgumentError if a device is
+    missing. CannotLoadError if the import defines no such function.
     """
     with graded(target, devices, timeout_s, show) as remote:
-        verdicts = judge_all(lambda check, _: check.look(remote), remote.rested, timeout_s)
-        stem = os.path.basename(target.where).removesuffix(".py")
-        return Report(f"{stem}.{target.function}", remote.device_names, verdicts)
+        verdicts = judge_all(lambda work, rested: work(rested), remote.rested, timeout_s)
+        stem = os.path.basename(target.where)
+        stem = os.path.splitext(stem)[0] if target.is_file else stem
+        name = f"{stem}.{target.function}"
+        return GradeReport(name, remote.device_names, verdicts, remote.remark)
+
+
+def check_worker_devices(devices: list[str], timeout_s: float) -> None:
+    """Raise ArgumentError if a device is missing.
+
+    A worker checks, since CUDA cannot be used in a process forked after its initialization.
+    """
+    harmless = Solution("harmless.py", "allreduce", b"def allreduce(data): ...")
+    with contextlib.suppress(CannotLoadError), graded(harmless, devices, timeout_s, lambda _: None):
+        pass
 
 
 @contextlib.contextmanager
-def graded(target: Target, devices: list[str], timeout_s: float, show: Show) -> Iterator[Remote]:
+def graded(target: Solution, devices: list[str], timeout_s: float, show: Show) -> Iterator[Remote]:
     remote = Remote(target, devices, timeout_s, show)
     # A forked process has torch's pool, but not its threads.
     with contextlib.closing(remote), torch_threads(1):
@@ -66,9 +80,9 @@ def graded(target: Target, devices: list[str], timeout_s: float, show: Show) -> 
 
 
 class Remote(Subject):
-    """A function in another process, which is started again after it ended."""
+    """A function in a worker process. A new worker is started after the last one ended."""
 
-    def __init__(self, target: Target, devices: list[str], timeout_s: float, show: Show) -> None:
+    def __init__(self, target: Solution, devices: list[str], timeout_s: float, show: Show) -> None:
         super().__init__(lambda data: None, (torch.device("cpu"),) * len(devices))
         arena = self._arena = worker.Arena(len(devices))
         self._start = partial(_Process, target, devices, arena, timeout_s, show)
@@ -77,9 +91,10 @@ class Remote(Subject):
         self._left_s = timeout_s
         self._process = self._start()
         self.device_names: tuple[str, ...] = ()
+        self.remark = ""
 
     def load(self) -> None:
-        self.device_names = self._process.load()
+        self.device_names, self.remark = self._process.load()
 
     def rested(self) -> Remote:
         self.last_case = None
@@ -89,10 +104,10 @@ class Remote(Subject):
     def close(self) -> None:
         self._process.end()
 
-    def run(self, case: Case, inputs: Sequence[Tensor] | None = None) -> Call:
-        """Call the function in its process. Failure if it raised or ended; TimeoutError if late."""
+    def run(self, case: CallCase, inputs: Sequence[Tensor] | None = None) -> GradedCall:
+        """Call the function in its worker. Failure if it raised or ended; TimeoutError if late."""
         self.last_case = case
-        call = Call(case, self.devices, inputs)
+        call = GradedCall(case, self.devices, inputs)
         try:
             answer = self._ask(call)
         except (EndedError, CannotLoadError, TimeoutError) as error:
@@ -105,10 +120,10 @@ class Remote(Subject):
         try:
             self._take_over(call, answer)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise Failure(case, "the process answered what makes no sense") from error
+            raise Failure(case, _NONSENSE) from error
         return call
 
-    def _ask(self, call: Call) -> dict[str, Any]:
+    def _ask(self, call: GradedCall) -> dict[str, Any]:
         if self._process.is_ended:
             self._process = self._start()
             self.load()
@@ -126,19 +141,19 @@ class Remote(Subject):
             base.copy_(self._arena.tensor(places[rank], base.shape, base.dtype))
         return answer
 
-    def _take_over(self, call: Call, answer: dict[str, Any]) -> None:
-        def thing(words: dict[str, Any]) -> Any:
+    def _take_over(self, call: GradedCall, answer: dict[str, Any]) -> None:
+        def item(words: dict[str, Any]) -> Any:
             if "rank" in words:
                 return given[words["rank"]]
             if "at" in words:
                 return self._arena.tensor(words["at"], call.case.shape, call.case.dtype).clone()
-            return Other(_clean(words["other"]))
+            return OddResult(_clean(words["other"]))
 
         given = call.given
-        call.data = [thing(words) for words in answer["data"]]
+        call.data = [item(words) for words in answer["data"]]
         for rank, words in enumerate(answer["given"]):
             if words is not None:
-                moved = thing(words)
+                moved = item(words)
                 call.data = [moved if found is given[rank] else found for found in call.data]
                 given[rank] = moved
         call.returned = answer["returned"] and _clean(answer["returned"])
@@ -149,34 +164,47 @@ def _clean(words: Any) -> str:
 
 
 class _Process:
+    """The worker process of a solution, and its supervisor process."""
+
     def __init__(
-        self, target: Target, devices: list[str], arena: worker.Arena, timeout_s: float, show: Show
+        self,
+        target: Solution,
+        devices: list[str],
+        arena: worker.Arena,
+        timeout_s: float,
+        show: Show,
     ) -> None:
         self._timeout_s = timeout_s
         self._show = show
         self._buffer = b""
         self.is_ended = False
-        self._channel, theirs = socket.socketpair()
-        self._output, their_output = os.pipe()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or the child would print it again
-        with warnings.catch_warnings():
-            # Python 3.12 warns of threads at a fork: idle pools, which the child does not use.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
-        if self._pid == 0:
-            worker.serve(target, devices, theirs, their_output, arena)
-        theirs.close()
-        os.close(their_output)
+        self._channel, worker_channel = socket.socketpair()
+        self._control, supervisor_control = socket.socketpair()
+        self._output, worker_output = os.pipe()
+        serve = partial(
+            worker.serve, target, devices, worker_channel, worker_output, arena, timeout_s
+        )
+        _fork_orphan(partial(worker.supervise, supervisor_control, serve))
+        worker_channel.close()
+        supervisor_control.close()
+        os.close(worker_output)
         os.set_blocking(self._output, False)
         self._channel.setblocking(False)
-        self._status: int | None = None
+        self._control.settimeout(max(timeout_s, _MIN_START_S))
+        self._reports = b""
+        try:
+            while b"\n" not in self._reports:
+                self._read_report()
+        except (EndedError, TimeoutError) as error:
+            raise RingarError("the process for a solution did not start") from error
+        ids, _, self._reports = self._reports.partition(b"\n")
+        self._supervisor_id, self._worker_id = map(int, ids.split())
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._channel, selectors.EVENT_READ)
-        self._selector.register(self._output, selectors.EVENT_READ)
+        for file in (self._channel, self._control, self._output):
+            self._selector.register(file, selectors.EVENT_READ)
 
-    def load(self) -> tuple[str, ...]:
-        """Wait until the solution is imported; return the devices of the ranks. See `grade`."""
+    def load(self) -> tuple[tuple[str, ...], str]:
+        """Wait until the solution is imported; return devices and a remark. See `grade`."""
         try:
             message = self._receive(time.monotonic() + self._timeout_s)
         except TimeoutError:
@@ -188,44 +216,59 @@ class _Process:
             raise ArgumentError(message["no_device"])
         if "cannot_load" in message:
             raise CannotLoadError(_clean(message["cannot_load"]))
-        return tuple(map(_clean, message.get("loaded", ())))
+        return tuple(map(_clean, message.get("loaded", ()))), _clean(message.get("remark", ""))
 
     def ask(self, request: dict[str, Any], ends: float) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` tells
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` raises
             self._channel.sendall(json.dumps(request).encode() + b"\n")
         return self._receive(ends)
 
     def end(self) -> None:
-        """Kill the process and its group; show the rest of what it printed."""
+        """Kill the worker and its group; show the rest of its output."""
         if self.is_ended:
             return
         self.is_ended = True
-        for kill in (os.killpg, os.kill):  # it leads its group as soon as it runs
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a zombie
-                kill(self._pid, signal.SIGKILL)
-        if self._status is None:
-            os.waitpid(self._pid, 0)
-        with self._selector, self._channel, os.fdopen(self._output):
+        with contextlib.suppress(OSError):  # the supervisor kills the worker
+            self._control.shutdown(socket.SHUT_WR)
+        self._control.settimeout(_END_S)
+        with contextlib.suppress(TimeoutError, EndedError):
+            while b"\n" not in self._reports:
+                self._read_report()
+        if b"\n" not in self._reports:  # the solution has killed or stopped the supervisor
+            worker.kill_group(self._supervisor_id)
+            worker.kill_group(self._worker_id)
+        with self._selector, self._channel, self._control, os.fdopen(self._output):
             self._drain()
+        with contextlib.suppress(ChildProcessError):
+            while os.getpid() == 1 and os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # in a container, this process inherits all orphans
 
-    def _wait(self, seconds: float) -> int | None:
-        ends = time.monotonic() + seconds
-        while self._status is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            if pid:
-                self._status = status
-            elif time.monotonic() >= ends:
-                break
-            else:
-                time.sleep(0.001)
-        return self._status
+    def _read_report(self) -> None:
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            received = self._control.recv(64)
+        if not received:
+            raise EndedError("the process killed its parent process")
+        self._reports += received
+
+    def _raise_end(self) -> NoReturn:
+        self._control.settimeout(_END_S)
+        try:
+            while b"\n" not in self._reports:
+                self._read_report()
+        except TimeoutError:
+            raise EndedError("the process closed the grader's files") from None
+        code = os.waitstatus_to_exitcode(int(self._reports))
+        if code >= 0:
+            raise EndedError(f"the process ended with status {code} instead of answering")
+        raise EndedError(f"the process was ended by {signal.Signals(-code).name}")
 
     def _receive(self, ends: float) -> dict[str, Any]:
         while b"\n" not in self._buffer:
             left = ends - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            ready = {key.fileobj for key, _ in self._selector.select(min(left, _TICK_S))}
+            ready = {key.fileobj for key, _ in self._selector.select(left)}
             if self._output in ready:
                 self._drain()
             if self._channel in ready:
@@ -233,18 +276,28 @@ class _Process:
                 with contextlib.suppress(ConnectionResetError):
                     received = self._channel.recv(1 << 16)
                 if not received:
-                    raise EndedError(_exit_words(self._wait(_LAST_WORDS_S)))
+                    self._raise_end()
                 self._buffer += received
-            elif not ready and self._wait(0) is not None:  # its children may hold the channel
-                raise EndedError(_exit_words(self._status))
+            elif self._control in ready:  # children of the worker may hold the channel open
+                self._raise_end()
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             message = json.loads(line)
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise EndedError("the process answered what makes no sense")
+            raise EndedError(_NONSENSE)
+        self._check_supervisor(ends)
         return message
+
+    def _check_supervisor(self, ends: float) -> None:
+        """Raise EndedError if the solution killed the supervisor, even if the worker still runs."""
+        with contextlib.suppress(OSError):
+            self._control.sendall(b"?")
+        self._control.settimeout(max(ends - time.monotonic(), _POLL_S))
+        while b"\n" not in self._reports:
+            self._read_report()
+        self._reports = self._reports.removeprefix(b"alive\n")
 
     def _drain(self) -> None:
         """Show a part of the output: an endless output must not delay the deadline."""
@@ -256,11 +309,22 @@ class _Process:
                 self._selector.unregister(self._output)
 
 
-def _exit_words(status: int | None) -> str:
-    """Describe the end of a process; None: it still runs."""
-    if status is None:
-        return "the process closed the grader's files"
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"the process ended with status {code} instead of answering"
-    return f"the process was ended by {signal.Signals(-code).name}"
+def _fork_orphan(work: Callable[[], NoReturn]) -> None:
+    """Run ``work`` in a process whose parent has ended. Ctrl-C does not interrupt it."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or the forked process prints buffered text again
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads at a fork: idle pools, which the child does not use.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    if os.fork() == 0:
+                        work()
+                finally:
+                    os._exit(0)
+        os.waitpid(pid, 0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)

@@ -1,32 +1,37 @@
-"""Load the function to be graded, and name the line of its file where an error arose."""
+"""Load the graded function, and name the line of its file where an error arose."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
+import linecache
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-_MAX_WORDS = 500  # of an exception's message
+from pyringar.grading.source_code import SUFFIXES, code_parts, noted_imports
+
+_MAX_WORDS = 500  # characters of an exception's message
+_PART_OF_LIMIT = 0.8  # of the timeout, for the import
 
 
 class CannotLoadError(Exception):
-    """The target names no callable function."""
+    """The solution has no function that can be called."""
 
 
 @dataclass(frozen=True)
-class Target:
-    """A function to grade.
+class Solution:
+    """The function to grade, and the file or module that defines it.
 
-    ``where`` is a file that ends in ``.py``, or a module's name. ``function`` is the name in there,
-    such as ``Ring.run``. ``source``: the file's content before the first solution ran. ``trouble``:
-    why the file could not be read.
+    ``where`` is a module's name, or a file that ends in ``.py`` or ``.ipynb``. ``function`` is a
+    name in it, such as ``Ring.run``. ``source``: the content of the file before the first solution
+    ran. ``trouble``: the reason why the file could not be read.
     """
 
     where: str
@@ -36,7 +41,12 @@ class Target:
 
     @property
     def is_file(self) -> bool:
-        return self.where.endswith(".py")
+        return self.where.endswith(SUFFIXES)
+
+    @property
+    def imports(self) -> list[str]:
+        """Names of pyringar and torch.distributed in the code."""
+        return noted_imports(self.where, self.source) if self.source else []
 
     def __str__(self) -> str:
         return f"{self.where}:{self.function}"
@@ -53,21 +63,25 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
 
 
-def load(target: Target) -> Callable[..., Any]:
-    if target.trouble:
-        raise CannotLoadError(f"{target.where} cannot be read: {target.trouble}")
-    found: Any = _import(target)
-    for name in target.function.split("."):
+def load(solution: Solution, import_limit_s: float) -> tuple[Callable[..., Any], str]:
+    """Return the function, and a remark if its file failed after the function was defined."""
+    if solution.trouble:
+        raise CannotLoadError(f"{solution.where} cannot be read: {solution.trouble}")
+    found, error = _import(solution, import_limit_s)
+    for name in solution.function.split("."):
         if not hasattr(found, name):
             raise CannotLoadError(
-                f"{target.where} has no {target.function!r}; what can be called: "
-                f"{', '.join(_callables(found)) or 'nothing'}"
+                f"importing {solution.where} failed with {error}"
+                if error
+                else f"{solution.where} has no {solution.function!r}; it has: "
+                f"{', '.join(_callables(found)) or 'no function'}"
             )
         found = getattr(found, name)
     if not callable(found):
-        raise CannotLoadError(f"{target} is a value of type {type(found).__name__}, not a function")
+        kind = type(found).__name__
+        raise CannotLoadError(f"{solution} is a value of type {kind}, not a function")
     function: Callable[..., Any] = found
-    return function
+    return function, f"another line failed: {error}" if error else ""
 
 
 def _callables(module: Any) -> list[str]:
@@ -78,44 +92,96 @@ def _callables(module: Any) -> list[str]:
     return own or names
 
 
-def _import(target: Target) -> ModuleType:
-    where = target.where
-    folder = Path(where).resolve().parent if target.is_file else Path.cwd()
+def _import(solution: Solution, limit_s: float) -> tuple[Any, str]:
+    """Return the module, and the first error while its file ran, or ""."""
+    where = solution.where
+    folder = Path(where).resolve().parent if solution.is_file else Path.cwd()
     sys.path.insert(0, str(folder))
-    try:
-        return _import_file(target) if target.is_file else importlib.import_module(where)
-    except BaseException as error:  # sys.exit() in a solution, too
-        if isinstance(error, ModuleNotFoundError) and error.name == where.split(".")[0]:
-            raise CannotLoadError(
-                f"there is no module {where!r} in the current directory or installed"
-            ) from error
-        if isinstance(error, SyntaxError) and error.filename:
-            words = f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
+    with _import_limit(limit_s):
+        if solution.is_file:
+            return _run_file(solution)
+        try:
+            return importlib.import_module(where), ""
+        except BaseException as error:  # also SystemExit of sys.exit()
+            if isinstance(error, ModuleNotFoundError) and error.name == where.split(".")[0]:
+                words = f"there is no module {where!r} in the current directory or installed"
+                raise CannotLoadError(words) from error
+            words = _import_words(error, None)
             raise CannotLoadError(f"importing {where} failed with {words}") from error
-        own = str(Path(where).resolve()) if target.is_file else None
-        words = error_words(error, own)
-        raise CannotLoadError(f"importing {where} failed with {words}") from error
 
 
-def _import_file(target: Target) -> ModuleType:
-    path = Path(target.where).resolve()
-    # Not under a name that is taken: a solution may be called torch.py.
+def _run_file(solution: Solution) -> tuple[ModuleType, str]:
+    """Run a file, or all cells of a notebook: a cell may not need the cell that failed."""
+    path = Path(solution.where).resolve()
+    # A solution called torch.py must not replace torch.
     name = path.stem if path.stem not in sys.modules else f"checked_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None:
-        raise ImportError(f"no importer takes {str(path)!r}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    source = path.read_bytes() if target.source is None else target.source
-    exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
-    return module
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    module.__dict__.update(get_ipython=_IPythonStub, display=_IPythonStub())
+    sys.modules[name] = module  # dataclasses need it
+    source = path.read_bytes() if solution.source is None else solution.source
+    try:
+        parts = code_parts(str(path), source)
+    except ValueError as error:
+        raise CannotLoadError(f"{solution.where} cannot be read: {error}") from error
+    first_error = ""
+    for part, code in parts:
+        if isinstance(code, str):  # tracebacks and inspect.getsource read cells there
+            lines = code.splitlines(keepends=True)
+            linecache.cache[part] = (len(code), None, lines, part)
+        try:
+            exec(compile(code, part, "exec", dont_inherit=True), module.__dict__)
+        except BaseException as error:  # also SystemExit of sys.exit()
+            first_error = first_error or _import_words(error, str(path))
+            if isinstance(error, ImportTimeoutError):
+                break
+    return module, first_error
+
+
+class _IPythonStub:
+    """Stands for IPython's shell: every method exists and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return self
+
+    def __call__(self, *args: object, **options: object) -> None: ...
+
+
+class ImportTimeoutError(BaseException):
+    """The file ran too long. `except Exception` in a solution does not catch this."""
+
+
+@contextlib.contextmanager
+def _import_limit(seconds: float) -> Iterator[None]:
+    """Raise ImportTimeoutError in the file before the grader kills the process.
+
+    So a function is graded although a later cell trains a net.
+    """
+    seconds *= _PART_OF_LIMIT
+
+    def raise_timeout(number: int, frame: object) -> NoReturn:
+        raise ImportTimeoutError(f"no end within {seconds:g} s")
+
+    signal.signal(signal.SIGALRM, raise_timeout)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _import_words(error: BaseException, own_file: str | None) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
+    return error_words(error, own_file)
 
 
 def error_words(error: BaseException, own_file: str | None) -> str:
     """Return ``KIND: MESSAGE at FILE:LINE``, with the line in ``own_file`` if it is known."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
-    own = [f for f in frames if f.filename == own_file]
-    # The grader's own frames and the importer's say nothing.
+    own = [f for f in frames if own_file and f.filename.startswith(own_file)]  # or its cells
+    # Frames of the grader and of the importer do not help.
     here = os.path.dirname(__file__)
     others = [f for f in frames if f.filename[0] != "<" and os.path.dirname(f.filename) != here]
     at = (own or others)[-1:]
@@ -125,7 +191,7 @@ def error_words(error: BaseException, own_file: str | None) -> str:
 
 
 def call_words(error: BaseException, fn: Callable[..., Any]) -> str:
-    """Return `error_words` of a call; the signature's line for an error before the body."""
+    """Return `error_words` of a call. An error before the body is at the signature's line."""
     code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     if not isinstance(code, CodeType):
         return error_words(error, None)

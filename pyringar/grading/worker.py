@@ -1,4 +1,4 @@
-"""The graded process: it calls the function on request, and describes the list afterwards."""
+"""The worker process: it calls the graded function on request and describes the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,20 +21,21 @@ from torch import Tensor
 
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
-from pyringar.grading.cases import Case, Other, layouts_of
 from pyringar.grading.checks import Raised, Subject
-from pyringar.grading.solution import CannotLoadError, Target, load
+from pyringar.grading.graded_calls import CallCase, OddResult, layouts_of
+from pyringar.grading.solution import CannotLoadError, Solution, load
 
 MEMORY_BYTES = 2 << 30
-"""Memory that each process of a solution may allocate, and its largest file."""
+"""Memory that each process of a solution may allocate, and the size limit of its files."""
 
-_ALIGNMENT = 64  # bytes, as torch aligns
-# Two million floats of two ranks three times (the call, the list, the tensors), and some more.
+_ALIGNMENT = 64  # bytes, like torch's allocator
+# Three copies (call, list, tensors) of two million floats of two ranks fit.
 _BYTES = 96 << 20
-_BYTES_PER_RANK = 1 << 20  # 65,537 floats three times, and some more
+_BYTES_PER_RANK = 1 << 20  # three copies of 65,520 floats fit
 _MAX_FILES = 1 << 16
 _PR_SET_PDEATHSIG = 1
-_exit = os._exit  # a solution may put something else there
+_POLL_S = 0.02
+_exit = os._exit  # before a solution can replace os._exit
 
 
 class Arena:
@@ -52,11 +53,11 @@ class Arena:
         return flat.view(tuple(shape))
 
     @staticmethod
-    def places(case: Case, turn: int) -> list[int]:
-        """Return where the memory of every rank begins, and where the last one ends.
+    def places(case: CallCase, turn: int) -> list[int]:
+        """Return the offset of every rank's memory, and the end of the last.
 
-        Ranks lie in descending order in every other call, so that addresses tell the function
-        nothing.
+        Every other call has the ranks in descending order, so that a function which orders ranks
+        by address is not repeatable.
         """
         ranks = range(case.k) if turn % 2 else reversed(range(case.k))
         layouts = layouts_of(case)
@@ -72,26 +73,73 @@ def after(offset: int, shape: Sequence[int], dtype: torch.dtype) -> int:
     return (end // _ALIGNMENT + 2) * _ALIGNMENT
 
 
+def supervise(control: socket.socket, start_worker: Callable[[], object]) -> NoReturn:
+    """Fork the worker and report its end, or kill it when the grader closes ``control``.
+
+    The worker has this process as its parent, and this process is no child of the grader. So a
+    solution that kills its parents does not reach the grader. Lines to the grader: the process ids
+    of supervisor and worker; ``alive`` for each byte from the grader; at the end the worker's wait
+    status, or ``killed``.
+    """
+    try:
+        os.setsid()
+        pid = os.fork()
+        if pid == 0:  # tells the ids before the solution can kill the supervisor
+            control.sendall(f"{os.getppid()} {os.getpid()}\n".encode())
+            start_worker()
+        os.closerange(3, control.fileno())
+        os.closerange(control.fileno() + 1, _MAX_FILES)
+        control.settimeout(_POLL_S)
+        ended, status = 0, 0
+        while not ended and not _is_closed(control):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        kill_group(pid)
+        if not ended:
+            os.waitpid(pid, 0)
+        control.sendall(b"%d\n" % status if ended else b"killed\n")
+    finally:
+        _exit(0)
+
+
+def _is_closed(control: socket.socket) -> bool:
+    """Return whether the grader closed the socket. Waits ``_POLL_S``; answers a question."""
+    try:
+        received = control.recv(1)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    if received:
+        control.sendall(b"alive\n")
+    return not received
+
+
 def serve(
-    target: Target, devices: list[str], channel: socket.socket, output: int, arena: Arena
+    target: Solution,
+    devices: list[str],
+    channel: socket.socket,
+    output: int,
+    arena: Arena,
+    import_limit_s: float,
 ) -> NoReturn:
     """Load the function, then answer calls until the grader closes the channel.
 
-    ``channel`` takes a line of JSON for each call, and returns one. ``output``: the descriptor that
-    takes the solution's output.
+    The request and the answer of a call are a line of JSON each. ``output``: the descriptor that
+    receives the solution's output.
     """
     try:
-        _settle_in(channel, output)
-        _serve(target, devices, channel, arena)
-    except BaseException:  # the grader says that it ended, this says why
+        _isolate(channel, output)
+        _serve(target, devices, channel, arena, import_limit_s)
+    except BaseException:  # the grader reports the end, the traceback the reason
         traceback.print_exc()
         _exit(70)
     _exit(0)
 
 
-def _settle_in(channel: socket.socket, output: int) -> None:
+def _isolate(channel: socket.socket, output: int) -> None:
     """Isolate this process from the grader's terminal, files and disk."""
-    os.setsid()  # Ctrl-C is the grader's
+    os.setsid()  # a terminal's Ctrl-C reaches the grader alone
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -104,11 +152,17 @@ def _settle_in(channel: socket.socket, output: int) -> None:
     os.closerange(channel.fileno() + 1, _MAX_FILES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MEMORY_BYTES, MEMORY_BYTES))
-    # Not RLIMIT_AS: torch reserves far more than it uses, tens of gigabytes with CUDA.
+    # Not RLIMIT_AS: torch reserves address space, tens of gigabytes with CUDA.
     most = _data_bytes() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    # The pool of threads that torch had before the fork is not here.
+    # A forked process does not have the threads of torch's pool.
     torch.set_num_threads(1)
+
+
+def kill_group(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # the process leads its group as soon as it runs
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: zombie
+            kill(pid, signal.SIGKILL)
 
 
 def _data_bytes() -> int:
@@ -118,7 +172,13 @@ def _data_bytes() -> int:
     return 0
 
 
-def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Arena) -> None:
+def _serve(
+    target: Solution,
+    devices: list[str],
+    channel: socket.socket,
+    arena: Arena,
+    import_limit_s: float,
+) -> None:
     requests = channel.makefile("rb")
 
     def answer(message: dict[str, Any]) -> None:
@@ -127,7 +187,7 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
     try:
         ranks = check_devices(devices)
         pid = os.getpid()
-        function = load(target)
+        function, remark = load(target, import_limit_s)
         if os.getpid() != pid:
             _exit(0)
         subject = Subject(function, ranks)
@@ -135,13 +195,13 @@ def _serve(target: Target, devices: list[str], channel: socket.socket, arena: Ar
         return answer({"no_device": str(error)})
     except CannotLoadError as error:
         return answer({"cannot_load": str(error)})
-    answer({"loaded": [str(device) for device in ranks]})
+    answer({"loaded": [str(device) for device in ranks], "remark": remark})
     for line in requests:
         request = json.loads(line)
-        answer(_call(subject, Case.from_dict(request["case"]), request["places"], arena))
+        answer(_call(subject, CallCase.from_dict(request["case"]), request["places"], arena))
 
 
-def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict[str, Any]:
+def _call(subject: Subject, case: CallCase, places: list[int], arena: Arena) -> dict[str, Any]:
     layouts = layouts_of(case)
     shared = [
         arena.tensor(places[rank], layout.base_shape(case.shape), case.dtype)
@@ -157,24 +217,26 @@ def _call(subject: Subject, case: Case, places: list[int], arena: Arena) -> dict
     except Raised as failure:
         return {"raised": failure.detail}
     finally:
-        if os.getpid() != pid:  # the solution has forked, and this is its child
+        if os.getpid() != pid:  # a child that the solution has forked
             _exit(0)
-    things = _Things(case, arena, places[-1])
+    items = _ResultItems(case, arena, places[-1])
     moved = [
-        None if Other.of(t, case) is None and (t.data_ptr(), t.stride()) == was else things.add(t)
+        None
+        if OddResult.of(t, case) is None and (t.data_ptr(), t.stride()) == was
+        else items.add(t)
         for t, was in zip(given, before, strict=True)
     ]
-    named = [things.name(found, given) for found in data[: 2 * case.k]]
+    named = [items.name(found, given) for found in data[: 2 * case.k]]
     for target, base in zip(shared, bases, strict=True):
-        if base is not target:  # on a GPU
+        if base is not target:  # the tensors are on a GPU
             target.copy_(base)
     return {"returned": returned, "given": moved, "data": named}
 
 
-class _Things:
-    """The items that a function left in the list, described or copied for the grader."""
+class _ResultItems:
+    """Describes or copies for the grader the items that a function left in the list."""
 
-    def __init__(self, case: Case, arena: Arena, start: int) -> None:
+    def __init__(self, case: CallCase, arena: Arena, start: int) -> None:
         self.case = case
         self.arena = arena
         self.at = start
@@ -189,11 +251,11 @@ class _Things:
         if id(found) in self._places:
             return self._places[id(found)]
         try:
-            other = Other.of(found, self.case)
+            other = OddResult.of(found, self.case)
             if other is not None:
                 return {"other": other.words[:200]}
             self.arena.tensor(self.at, self.case.shape, self.case.dtype).copy_(found.detach())
-        except Exception as error:  # a class of the solution's own may do anything
+        except Exception as error:  # raised by a class that the solution defines
             return {"other": f"a {type(found).__name__} that raises {type(error).__name__}"}
         place = self._places[id(found)] = {"at": self.at}
         self.at = after(self.at, self.case.shape, self.case.dtype)

@@ -1,4 +1,4 @@
-"""The calls of a graded function: a `Case` describes one in words, a `Call` has its tensors."""
+"""Calls of a graded function: `CallCase` describes a call, `GradedCall` holds its tensors."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 
 
-class Layout(NamedTuple):
-    """A layout: the shape of a base tensor, and the view of the base."""
+class MemoryLayout(NamedTuple):
+    """The shape of a base tensor, and the function that makes the rank's view of it."""
 
     base_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
     view: Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 _LAYOUTS = {
-    # A view here too: the base must not change when the tensor is made to point elsewhere.
-    "contiguous": Layout(lambda s: s, lambda base, s: base.view(s)),
-    "slice of a buffer": Layout(
+    # A view, so that `t.data = ...` changes the tensor and not the base.
+    "contiguous": MemoryLayout(lambda s: s, lambda base, s: base.view(s)),
+    "slice of a buffer": MemoryLayout(
         lambda s: (math.prod(s) + 12,), lambda base, s: base[7 : 7 + math.prod(s)].view(s)
     ),
-    "every other element": Layout(lambda s: (2 * s[0],), lambda base, s: base[::2]),
-    "inner columns": Layout(lambda s: (s[0], s[1] + 3), lambda base, s: base[:, 1 : 1 + s[1]]),
-    "transposed": Layout(lambda s: (s[1], s[0]), lambda base, s: base.t()),
-    "channels_last": Layout(
+    "every other element": MemoryLayout(lambda s: (2 * s[0],), lambda base, s: base[::2]),
+    "inner columns": MemoryLayout(
+        lambda s: (s[0], s[1] + 3), lambda base, s: base[:, 1 : 1 + s[1]]
+    ),
+    "transposed": MemoryLayout(lambda s: (s[1], s[0]), lambda base, s: base.t()),
+    "channels_last": MemoryLayout(
         lambda s: (s[0], s[2], s[3], s[1]), lambda base, s: base.permute(0, 3, 1, 2)
     ),
 }
-# Rank r has the layout r modulo how many there are.
+# Rank r has layout number r % len(names).
 _MIXES = {
     "contiguous beside transposed": ("contiguous", "transposed"),
     "contiguous beside channels_last": ("contiguous", "channels_last"),
@@ -47,21 +49,21 @@ _MIXES = {
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call.
+class CallCase:
+    """The description of one call: ``k`` ranks, and the tensors of all ranks.
 
-    Values: ``positional``, small integers; ``random``, with all digits; ``special``, positional
-    with NaN, infinities and the largest number; ``crafted``, given to the call.
+    ``values``: ``positional``, small integers; ``random``, with all digits; ``special``, positional
+    with NaN, infinities and the largest number; ``crafted``, inputs that the caller passes.
     """
 
     k: int
-    shape: tuple[int, ...] = (1009,)
+    shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     layout: str = "contiguous"
     values: str = "positional"
 
     @classmethod
-    def from_dict(cls, words: dict[str, Any]) -> Case:
+    def from_dict(cls, words: dict[str, Any]) -> CallCase:
         shape, dtype = tuple(words["shape"]), getattr(torch, words["dtype"])
         return cls(words["k"], shape, dtype, words["layout"], words["values"])
 
@@ -79,13 +81,28 @@ class Case:
         return {**vars(self), **words}
 
 
-class Failure(Exception):  # noqa: N818
-    """A property does not hold: a text, and the case that shows it as a dict."""
+def even_case(k: int, **options: Any) -> CallCase:
+    """Return a case whose number of elements is divisible by 1 to 8 and by ``k``."""
+    return CallCase(k, (math.lcm(840, k),), **options)
 
-    def __init__(self, case: Case, detail: str, **more: Any) -> None:
-        super().__init__(f"{case}: {detail}")
+
+class Failure(Exception):  # noqa: N818
+    """A failed property: a text, and the case that shows the failure.
+
+    ``is_wrong_sum``: False if sums are right and another promise is broken. ``is_near``: the wrong
+    sum has a known mistake, such as the mean.
+    """
+
+    is_near = False
+
+    def __init__(
+        self, case: CallCase, detail: str, *, is_wrong_sum: bool = True, **more: Any
+    ) -> None:
+        super().__init__(f"{detail} ({case})")
         self.detail = detail
-        # JSON has no infinities and no NaN.
+        self.tried = case
+        self.is_wrong_sum = is_wrong_sum
+        # JSON cannot hold infinities and NaN.
         clear = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in more.items()
@@ -93,15 +110,15 @@ class Failure(Exception):  # noqa: N818
         self.case = {**case.as_dict(), **clear}
 
 
-class Other(NamedTuple):
-    """Describes a result that is not a tensor of the case's shape and dtype."""
+class OddResult(NamedTuple):
+    """The description of a result that is not a tensor of the case's shape and dtype."""
 
     words: str
 
     @classmethod
-    def of(cls, found: Any, case: Case) -> Other | None:
+    def of(cls, found: Any, case: CallCase) -> OddResult | None:
         """Return None if ``found`` has the shape and dtype of ``case``, else its description."""
-        if isinstance(found, Other):
+        if isinstance(found, OddResult):
             return found
         if not isinstance(found, Tensor):
             return cls(f"a {type(found).__name__}, not a tensor")
@@ -114,13 +131,17 @@ class Other(NamedTuple):
         )
 
 
-def layouts_of(case: Case) -> list[Layout]:
-    names = _MIXES.get(case.layout, (case.layout,))
+def layout_names(layout: str) -> tuple[str, ...]:
+    return _MIXES.get(layout, (layout,))
+
+
+def layouts_of(case: CallCase) -> list[MemoryLayout]:
+    names = layout_names(case.layout)
     return [_LAYOUTS[names[rank % len(names)]] for rank in range(case.k)]
 
 
-def _values(case: Case, rank: int) -> Tensor:
-    """Return the flat input of a rank, on the CPU: different at every position and rank."""
+def _values(case: CallCase, rank: int) -> Tensor:
+    """Return the flat input of a rank, on the CPU. Values differ between positions and ranks."""
     if case.values != "random":
         values = (torch.arange(case.numel) % 17 + rank).to(case.dtype)
         if case.values == "special":
@@ -135,7 +156,7 @@ def _values(case: Case, rank: int) -> Tensor:
 
 
 def _put_special(values: Tensor, rank: int, k: int) -> None:
-    """Put NaN, infinities and the largest number at every fifth position of one rank or all."""
+    """Put NaN, infinities and the largest number at every fifth position of some ranks."""
     largest = torch.finfo(values.dtype).max
     is_first, is_last = rank == 0, rank == k - 1
     if is_first:
@@ -145,16 +166,16 @@ def _put_special(values: Tensor, rank: int, k: int) -> None:
     if is_last:
         values[5::35] = math.nan
         values[15::35] = math.inf
-        values[20::35] = math.inf  # and minus infinity at rank 0: NaN
+        values[20::35] = math.inf  # rank 0 has -inf there, so the sum is NaN
     values[25::35] = largest  # the sum of two or more overflows
     values[30::35] = -largest
 
 
-def is_exact(case: Case) -> bool:
+def is_exact(case: CallCase) -> bool:
     """Return whether no order of addition rounds.
 
-    Positional values are at most ``16 + rank``: bfloat16 holds the sums of 11 ranks. Special values
-    overflow in every order.
+    Positional values are at most ``16 + rank``, so bfloat16 holds the sums of 11 ranks. Special
+    values overflow in every order.
     """
     if not case.dtype.is_floating_point:
         return True
@@ -162,16 +183,19 @@ def is_exact(case: Case) -> bool:
     return case.values != "random" and largest_sum <= 2 / torch.finfo(case.dtype).eps
 
 
-class Call:
-    """One call of the function, with everything needed to judge it.
+class GradedCall:
+    """The tensors of one call of the function, before and after.
 
-    ``bases``: the memory of every rank. ``given``: the tensors in it, which the function may point
-    elsewhere. ``data``: the list that the function got. ``inputs``: the flat values. ``returned``:
-    the type of the function's result, or None.
+    ``bases``: the memory of every rank. ``given``: the ranks' tensors in this memory, which the
+    function may point to other memory. ``data``: the list that the function got. ``inputs``: flat
+    values. ``returned``: the type of the function's result, or None.
     """
 
     def __init__(
-        self, case: Case, devices: Sequence[torch.device], inputs: Sequence[Tensor] | None = None
+        self,
+        case: CallCase,
+        devices: Sequence[torch.device],
+        inputs: Sequence[Tensor] | None = None,
     ) -> None:
         self.case = case
         self.layouts = layouts_of(case)
@@ -179,7 +203,7 @@ class Call:
         self.bases: list[Tensor] = []
         self.given: list[Any] = []
         for rank, values in enumerate(self.inputs):
-            # The memory around a view differs by rank too, so copying it from a rank shows.
+            # Memory around a view differs by rank, so that copying another rank's memory shows.
             layout = self.layouts[rank]
             shape = layout.base_shape(case.shape)
             device = devices[rank % len(devices)]
@@ -200,27 +224,29 @@ class Call:
             return torch.stack(self.inputs).sum(0, dtype=torch.int64), 0.0
         terms = torch.stack(self.inputs).to(torch.float64)
         total = terms.sum(0)
-        if self.case.values == "special":  # rounded, or float64 would hold what overflows
+        if self.case.values == "special":  # in float64, the sum would not overflow
             return total.to(dtype).to(torch.float64), 0.0
         if is_exact(self.case):
             return total, 0.0
         return total, self.case.k * torch.finfo(dtype).eps * terms.abs().sum(0)
 
     def result(self, rank: int) -> Any:
-        """Return the tensor in the list at ``rank``, or the caller's own if the length changed."""
+        """Return ``data[rank]``, or the caller's tensor if the list changed its length."""
         return self.data[rank] if len(self.data) == self.case.k else self.given[rank]
 
     def own_memory(self, rank: int) -> Tensor:
-        """Return the caller's memory, even if the tensor object points elsewhere now."""
+        """Return the caller's memory of a rank, even if the tensor now points to other memory."""
         return self.layouts[rank].view(self.bases[rank], self.case.shape)
 
 
-class Lists:
+class ListAllreduce:
     """A function of a list of tensors, one per rank, as a `pyringar.audit.probes.AuditTarget`."""
 
     ways: tuple[str, ...] = ("in place", "unaligned")
 
-    def __init__(self, run: Callable[[Case, list[Tensor]], Call], name: str, ranks: int) -> None:
+    def __init__(
+        self, run: Callable[[CallCase, list[Tensor]], GradedCall], name: str, ranks: int
+    ) -> None:
         self.name, self.ranks, self._run = name, ranks, run
 
     def reduce(
@@ -231,7 +257,7 @@ class Lists:
         edges = [0, *cuts, len(results[0])]
         layout = "slice of a buffer" if way == "unaligned" else "contiguous"
         for start, stop in itertools.pairwise(edges):
-            case = Case(len(inputs), (stop - start,), inputs[0].dtype, layout, values="crafted")
+            case = CallCase(len(inputs), (stop - start,), inputs[0].dtype, layout, values="crafted")
             try:
                 call = self._run(case, [x[start:stop] for x in inputs])
             except Failure as failure:
@@ -240,7 +266,7 @@ class Lists:
                 raise TargetError(str(case), "no answer in time") from error
             for rank, result in enumerate(results):
                 found = call.result(rank)
-                if other := Other.of(found, case):
+                if other := OddResult.of(found, case):
                     raise TargetError(str(case), f"rank {rank} holds {other.words}")
                 result[start:stop] = call.own_memory(rank).cpu()
         return results

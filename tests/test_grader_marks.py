@@ -1,0 +1,229 @@
+"""Marks of typical solutions are in the table of docs/grading.md; notebooks are graded."""
+
+import itertools
+import json
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from test_grader import BOOK, GOOD, averages, fill, rebinding, repaired, rows, stacked
+
+from pyringar.cli import main
+from pyringar.grading.causes import COSTS, OTHER_COST
+from pyringar.grading.checks import CHECKS
+from pyringar.grading.grader import check_allreduce
+from pyringar.grading.solution import Solution
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs/grading.md").read_text(encoding="utf-8")
+
+
+def only_rank_0(data):
+    data[0][:] = torch.stack(data).sum(0)
+
+
+def counts_rank_0_twice(data):
+    fill(data, torch.stack([data[0], *data]).sum(0))
+
+
+def new_list(data):
+    return [sum(data) for _ in data]
+
+
+def no_remainder(data):
+    k, total = len(data), torch.stack(data).sum(0).flatten()
+    n = len(total) // k
+    for tensor in data:
+        flat = tensor.flatten()
+        flat[: n * k] = total[: n * k]
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def no_remainder_and_copy(data):
+    """ravel() copies a strided tensor, and the copy is written."""
+    flats = [tensor.ravel() for tensor in data]
+    n = len(flats[0]) // len(data)
+    for chunk in range(len(data)):
+        part = slice(chunk * n, chunk * n + n)
+        fill([flat[part] for flat in flats], torch.stack([f[part] for f in flats]).sum(0))
+
+
+def float32_buffer(data):
+    fill(data, torch.stack([tensor.float() for tensor in data]).sum(0))
+
+
+def half_precision(data):
+    fill(data, torch.stack([tensor.bfloat16() for tensor in data]).sum(0))
+
+
+def two_ranks_only(data):
+    data[0] += data[1]
+    data[1].copy_(data[0])
+
+
+calls = itertools.count()
+
+
+def race(data):
+    """Threads add without a lock; an unlucky schedule in every third call loses rank 0's sum."""
+    total, is_unlucky = torch.zeros_like(data[0]), next(calls) % 3 == 0
+
+    def add(tensor):
+        old = torch.zeros_like(total) if is_unlucky else total.clone()
+        total.copy_(old + tensor)
+
+    for tensor in data:
+        thread = threading.Thread(target=add, args=(tensor,))
+        thread.start()
+        thread.join()
+    fill(data, total)
+
+
+def hangs(data):
+    threading.Event().wait(60)
+
+
+COSTS_ON_PAGE = {f"`{name}`": cost for name, cost in COSTS.items()}
+COSTS_ON_PAGE["every other property"] = OTHER_COST
+# From the table of the page: the first words of a row, and its mark.
+MARKS = dict(re.findall(r"^\| (.+?) \| (\d+) \|", PAGE, re.MULTILINE))
+SOLUTIONS = {
+    "right, by `torch.stack(data).sum(0)`": stacked,
+    "the book's loop, in place": repaired,
+    "float32 buffer, also for float64": float32_buffer,
+    "forgets the remainder (`n // k`)": no_remainder,
+    "the same, and writes into `ravel()`": no_remainder_and_copy,
+    "adds in half precision": half_precision,
+    "works for two ranks only": two_ranks_only,
+    "threads without a lock": race,
+    "the mean, not the sum": averages,
+    "counts rank 0 twice": counts_rank_0_twice,
+    "rebinds: `data[i] = data[0].to(...)`": rebinding,
+    "only rank 0 gets the sum": only_rank_0,
+    "returns a new list": new_list,
+    "returns the sum": sum,
+    "copies rank 0 to all ranks": lambda data: fill(data, data[0].clone()),
+    "fills zeros": lambda data: fill(data, torch.zeros_like(data[0])),
+    "`pass  # TODO`": lambda data: None,
+    "raises an exception": lambda data: 1 / 0,
+    "never returns": hangs,
+}
+USELESS = list(SOLUTIONS)[list(SOLUTIONS).index("rebinds: `data[i] = data[0].to(...)`") :]
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_mark_is_on_page(name):
+    timeout_s = 1 if name == "never returns" else 60
+    report = check_allreduce(SOLUTIONS[name], timeout_s=timeout_s)
+    assert report.points == int(MARKS[name]), str(report)
+
+
+def test_table_is_complete_and_ordered():
+    marks = [int(MARKS[name]) for name in SOLUTIONS]
+    assert marks == sorted(marks, reverse=True)
+    assert set(MARKS) == {*SOLUTIONS, *COSTS_ON_PAGE}
+    assert all(int(MARKS[name]) == 0 for name in USELESS)
+    assert min(int(MARKS[name]) for name in SOLUTIONS if name not in USELESS) >= 50
+
+
+def test_costs_are_on_page():
+    assert {name: int(MARKS[name]) for name in COSTS_ON_PAGE} == COSTS_ON_PAGE
+
+
+def test_every_property_is_explained():
+    explained = re.findall(r"^\| `([a-z ]+)` \| [A-Z]", PAGE, re.MULTILINE)
+    required = [check.name for check in CHECKS if check.verdict_on_failure == "fail"]
+    assert explained == required
+
+
+def test_remainder_fails_sizes_alone():
+    report = check_allreduce(no_remainder)
+    assert [p.name for p in report.failed] == ["sizes"], str(report)
+
+
+def test_one_mistake_costs_once():
+    report = check_allreduce(two_ranks_only)
+    assert len(report.failed) > 3
+    assert {p.cause for p in report.failed} == {"ranks"}
+
+
+def test_race_is_unstable():
+    report = check_allreduce(race)
+    assert {p.verdict for p in report.failed} == {"unstable"}
+    detail = report.first_look_at.detail
+    assert detail.startswith("looks like a race: results differ between runs: the values of rank 0")
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (averages, "this is the mean, not the sum: rank 0, element 0: expected 1.0, got 0.5"),
+        (counts_rank_0_twice, "rank 0 is counted twice: rank 0, element"),
+        (float32_buffer, "computed in float32?: rank 0, element"),
+        (half_precision, "computed in bfloat16?: rank 0, element"),
+        (new_list, "rank 0 still holds its own values; the function returned a list instead: rank"),
+    ],
+)
+def test_hint_precedes_numbers(fn, hint):
+    assert check_allreduce(fn).first_look_at.detail.startswith(hint)
+
+
+# -- notebooks and exported notebooks --------------------------------------------------------------
+
+
+def notebook(*cells: str) -> str:
+    markdown = {"cell_type": "markdown", "source": ["# %not code"]}
+    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    return json.dumps({"cells": [markdown, *code], "nbformat": 4})
+
+
+EXPORTED = f"get_ipython().run_line_magic('matplotlib', 'inline')\n{GOOD}\nprint(undefined)\n"
+NOTEBOOKS = {
+    "same.py": BOOK,
+    "same.ipynb": notebook("%matplotlib inline\n!pip install \\\n  d2l\nx = !ls\nhelp?", GOOD),
+    "bash.ipynb": notebook("%%bash\nls | grep (", "%%time\nimport d2l_missing", GOOD, "1 / 0"),
+    "error.ipynb": notebook("x = 1\n1 / 0"),
+    "damaged.ipynb": '{"cells": 3}',
+    "export.py": EXPORTED,
+    ".ipynb_checkpoints/same.ipynb": "not read",
+}
+
+
+def test_notebooks_are_graded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in NOTEBOOKS.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    assert main(["check", ".", "--csv", "marks.csv", "--devices", "cpu,cpu"]) == 1
+    found = {row["file"]: row for row in rows("marks.csv")}
+    marks = {"same.py": 0, "same.ipynb": 100, "bash.ipynb": 100, "export.py": 100}
+    assert {name: int(row["marks"]) for name, row in found.items() if row["marks"] != "0"} == {
+        name: mark for name, mark in marks.items() if mark
+    }
+    assert len(found) == 6
+    missing = "another line failed: ModuleNotFoundError: No module named 'd2l_missing' at "
+    assert found["bash.ipynb"]["remark"] == f"{missing}{tmp_path}/bash.ipynb, code cell 2:2"
+    assert found["same.ipynb"]["remark"] == ""
+    assert "NameError: name 'undefined' is not defined at" in found["export.py"]["remark"]
+    zero = f"ZeroDivisionError: division by zero at {tmp_path}/error.ipynb, code cell 1:2"
+    assert found["error.ipynb"]["message"] == f"importing error.ipynb failed with {zero}"
+    assert "damaged.ipynb cannot be read: it is not a notebook" in found["damaged.ipynb"]["message"]
+    assert "export.py      100/100  another line failed: NameError" in capsys.readouterr().out
+
+
+IMPORTS = {
+    "from pyringar import allreduce": ["pyringar.allreduce"],
+    "import pyringar as pr; pr.allreduce([])": ["pyringar"],
+    "import torch; torch.distributed.all_reduce(x)": ["torch.distributed.all_reduce"],
+    "from torch import distributed": ["torch.distributed"],
+    "__import__('pyringar')": ["pyringar"],
+    "import torch, pyringarden": [],
+    "x = (1,": [],
+}
+
+
+@pytest.mark.parametrize(("code", "names"), IMPORTS.items(), ids=IMPORTS)
+def test_imports_are_noted(code, names):
+    assert Solution("a.py", "f", code.encode()).imports == names
+    assert Solution("a.ipynb", "f", notebook(code).encode()).imports == names
