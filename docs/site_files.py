@@ -14,6 +14,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("*.md", "docs/**/*.md", "docs/*.ipynb", "*/README.md")
@@ -31,6 +32,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for name in sorted(pages | linked)
     ]
     return Files([*theme, *ours])
+
+
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    """Make the chapter's links to pages lead to the site. MkDocs converts those of Markdown only."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+    return re.sub(r'href="([\w-]+)\.md(#[\w-]*)?"', r'href="../\1/\2"', html)
 
 
 def _linked_files(page: str) -> list[str]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from cases import mostly_slow
+from case_marks import mostly_slow
 from programs import ROOT, run_fresh
 
 from pyringar.engine import load

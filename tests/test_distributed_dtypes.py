@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Crew
+from rank_processes import Crew
 
 import pyringar as pr
 from pyringar.distributed import HierarchicalCommunicator

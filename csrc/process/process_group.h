@@ -19,8 +19,8 @@
 #include "os/call_lock.h"
 #include "os/shared_memory.h"
 #include "os/work_queue.h"
-#include "process/process_call.h"
 #include "process/death_notice.h"
+#include "process/process_call.h"
 
 namespace pyringar {
 

@@ -257,12 +257,12 @@ def test_build_command_explains_missing_cuda(cache, tiny_cuda, no_nvcc, monkeypa
 
     monkeypatch.setattr(torch.version, "cuda", None)
     status, text = build()
-    assert (status, "cuda       not built: torch is a CPU build; --cuda b" in text) == (0, True)
+    assert (status, "cuda       not built: torch is a CPU build; --cuda c" in text) == (0, True)
     assert "cuda " not in build("--no-cuda")[1]
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        assert "cuda       not built: no GPU or no driver; --cuda builds it" in build()[1]
+        assert "cuda       not built: no GPU or no driver; --cuda compiles it" in build()[1]
     status, text = build("--cuda")
     assert (status, "pyringar build: no CUDA compiler" in text) == (1, True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
