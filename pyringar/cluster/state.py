@@ -1,4 +1,4 @@
-"""Give each rank that is a thread its own copy of process-wide state."""
+"""Give each rank that runs in a thread its own copy of process-wide state."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ _SETTINGS += [
         lambda values: torch.set_anomaly_enabled(*values),
     ),
 ]
-# The variables of torchrun. OMP_NUM_THREADS=1 gives the bits of a run under torchrun. LOCAL_RANK is
-# the number of the rank's GPU.
+# The variables that torchrun sets. OMP_NUM_THREADS=1 makes results equal those under torchrun bit
+# for bit. LOCAL_RANK is the index of the rank's GPU.
 _VARIABLES = """
 RANK={rank} ROLE_RANK={rank} LOCAL_RANK={local_rank}
 WORLD_SIZE={size} ROLE_WORLD_SIZE={size} LOCAL_WORLD_SIZE={size}
@@ -144,7 +144,8 @@ class ProcessState:
             if get() != value:
                 put(value)
         found = _imported()
-        more = [_first(*each) for each in found[len(self._globals) :]]  # imported since then
+        # Globals of modules that were imported after this state was taken get first values.
+        more = [_first(*each) for each in found[len(self._globals) :]]
         for (owner, name, _), value in zip(found, self._globals + more, strict=True):
             if getattr(owner, name) is not value:
                 setattr(owner, name, value)
@@ -168,7 +169,7 @@ def _numpy_random() -> Any:
 
 
 class Environment(UserDict[Any, Any]):
-    """The data of ``os.environ``: a rank's variables in its threads, else those of the process."""
+    """Data of ``os.environ``: a rank's threads see its variables, other threads the process's."""
 
     def __init__(self, outside: MutableMapping[Any, Any], mine: Callable[[], Any]) -> None:
         self._outside, self._mine = outside, mine
@@ -190,7 +191,7 @@ class Environment(UserDict[Any, Any]):
                 self._given[key] = value
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.data[key] = self._given[key] = value  # Python has called putenv
+        self.data[key] = self._given[key] = value  # os.environ has called putenv
 
     def __delitem__(self, key: Any) -> None:
         del self.data[key]
