@@ -98,48 +98,48 @@ def stopped_again_and_again(rank: RankProcess) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("world_size", "how"), [(2, "exchange"), (2, "strided"), (3, "direct"), (1, "local ring")]
 )
-def test_long_call_is_not_late(joined_crew, world_size, how):
+def test_long_call_is_not_late(joined_rank_group, world_size, how):
     """Stop the last rank repeatedly, until a call takes longer than the timeout."""
-    crew = joined_crew(world_size, timeout=TIMEOUT_S)
+    group = joined_rank_group(world_size, timeout=TIMEOUT_S)
     for numel in (LARGE, 2 * LARGE, 4 * LARGE):
-        crew.run(prepare, numel=numel, how=how)
-        with stopped_again_and_again(crew[world_size - 1]):
-            crew.start(reduce)
+        group.run(prepare, numel=numel, how=how)
+        with stopped_again_and_again(group[world_size - 1]):
+            group.start(reduce)
             # The stops end with the long part, so that the test does.
             time.sleep(6 * STOPPED_S)
-        if min(map(value_of, crew.outcomes())) > 1.1 * TIMEOUT_S:
+        if min(map(value_of, group.outcomes())) > 1.1 * TIMEOUT_S:
             return
     pytest.fail("too fast a call: it shows nothing")
 
 
-def test_stopped_group_continues(joined_crew):
+def test_stopped_group_continues(joined_rank_group):
     """All ranks stop, as on a laptop that sleeps: no rank is late."""
-    crew = joined_crew(3, timeout=TIMEOUT_S)
-    crew.run(prepare, numel=SMALL, how="")
-    crew.start(reduce, [0, 1])
+    group = joined_rank_group(3, timeout=TIMEOUT_S)
+    group.run(prepare, numel=SMALL, how="")
+    group.start(reduce, [0, 1])
     time.sleep(0.2)  # these wait for rank 2
-    for rank in crew.ranks:
+    for rank in group.ranks:
         rank.send(signal.SIGSTOP)
     time.sleep(2 * TIMEOUT_S)
-    for rank in crew.ranks:
+    for rank in group.ranks:
         rank.send(signal.SIGCONT)
-    crew[2].start(reduce)
-    crew.values()
+    group[2].start(reduce)
+    group.values()
 
 
 @pytest.mark.slow
-def test_timeout_names_stopped_rank(joined_crew):
-    crew = joined_crew(3, timeout=TIMEOUT_S)
-    crew.run(prepare, numel=LARGE, how="strided")  # to be packed for several timeouts
-    crew[2].call(stop_in, phase="announce", seconds=LONG_S)
-    with stopped_again_and_again(crew[1]):
+def test_timeout_names_stopped_rank(joined_rank_group):
+    group = joined_rank_group(3, timeout=TIMEOUT_S)
+    group.run(prepare, numel=LARGE, how="strided")  # to be packed for several timeouts
+    group[2].call(stop_in, phase="announce", seconds=LONG_S)
+    with stopped_again_and_again(group[1]):
         began = time.monotonic()
-        crew.start(reduce)
-        outcome = crew[0].outcome()
+        group.start(reduce)
+        outcome = group[0].outcome()
     assert outcome.at - began < TIMEOUT_S + 2 * BUSY_S
-    for told in (outcome, crew[1].outcome()):
+    for told in (outcome, group[1].outcome()):
         assert told.error == "CollectiveTimeout", told
-        assert f"for {crew.name(2)}" in told.text, told.text
+        assert f"for {group.name(2)}" in told.text, told.text
         assert f"for {TIMEOUT_S:g} s" in told.text
 
 
@@ -163,15 +163,15 @@ def wait_for_the_last(state, pauses_s: list[float], timeout: float | None = None
 @pytest.mark.parametrize(
     ("calls", "state"), mostly_slow([(1, "begun"), (3, "queued")], (3, "queued"))
 )
-def test_wait_timeout_names_awaited_rank(joined_crew, calls, state):
-    crew = joined_crew(2, timeout=LONG_S)
-    crew[0].start(wait_for_the_last, pauses_s=[0.0] * calls, timeout=0.3)
+def test_wait_timeout_names_awaited_rank(joined_rank_group, calls, state):
+    group = joined_rank_group(2, timeout=LONG_S)
+    group[0].start(wait_for_the_last, pauses_s=[0.0] * calls, timeout=0.3)
     time.sleep(1.5)
-    crew[1].start(wait_for_the_last, pauses_s=[0.0] * calls)
-    told, *ended_well = value_of(crew[0].outcome())
-    value_of(crew[1].outcome())
+    group[1].start(wait_for_the_last, pauses_s=[0.0] * calls)
+    told, *ended_well = value_of(group[0].outcome())
+    value_of(group[1].outcome())
     assert ended_well == [True, True], "it goes on"
-    awaited = rf"for rank 1 \(process {crew[1].pid} on \S+\) to join"
+    awaited = rf"for rank 1 \(process {group[1].pid} on \S+\) to join"
     queued = "" if state == "begun" else "for the calls before it and they "
     assert re.fullmatch(
         rf"wait: not done after 0.3 s, and goes on: all_reduce \(sum\) of {SMALL} float32 elements "

@@ -380,13 +380,13 @@ def reduce_large(state) -> None:
     state.comm.all_reduce(torch.ones(LARGE))
 
 
-def test_child_cannot_use_rank(joined_crew):
-    crew = joined_crew(2, timeout=60)
-    crew.start(on_rank_forks_in_every_call)
-    assert value_of(crew[0].outcome()) == {}
+def test_child_cannot_use_rank(joined_rank_group):
+    group = joined_rank_group(2, timeout=60)
+    group.start(on_rank_forks_in_every_call)
+    assert value_of(group[0].outcome()) == {}
     # The parent's call goes on, and is as it was.
-    crew[1].outcome()
-    crew[1].call(reduce_large)
+    group[1].outcome()
+    group[1].call(reduce_large)
 
 
 def outcome_in_forked_handler(wait: Callable[[], Any]) -> str:
@@ -433,6 +433,6 @@ def on_rank_forks_in_a_handler(state) -> str:
     return said
 
 
-def test_fork_in_signal_handler(joined_crew):
-    said = joined_crew(2, timeout=60).run(on_rank_forks_in_a_handler)[0]
+def test_fork_in_signal_handler(joined_rank_group):
+    said = joined_rank_group(2, timeout=60).run(on_rank_forks_in_a_handler)[0]
     assert "a signal handler has called fork() while" in said

@@ -315,10 +315,10 @@ def step_as_rank(rank, world_size, store, machines):
 
 
 @pytest.mark.parametrize("machines", ["aaaa", "aabb", "abcd"])
-def test_processes_have_bits_of_tree(new_crew, machines):
+def test_processes_have_bits_of_tree(new_rank_group, machines):
     (net,) = make(1)
     wanted_grads, wanted_buffers, wanted_loss = expected(net, losses_of(37, 8), 8)
-    for loss, grads, buffers in new_crew(4).check(step_as_rank, machines):
+    for loss, grads, buffers in new_rank_group(4).check(step_as_rank, machines):
         assert_bits(loss, wanted_loss)
         check_replicas_equal([[*wanted_grads, *wanted_buffers], [*grads, *buffers]])
 
@@ -344,7 +344,7 @@ def differ_as_rank(rank, world_size, store, name, values):
         ("offset", (0, 0, 0, 1), "^rank 3 has parameters and buffers "),
     ],
 )
-def test_different_processes_raise(new_crew, name, values, words):
-    texts = new_crew(4).check(differ_as_rank, name, values)
+def test_different_processes_raise(new_rank_group, name, values, words):
+    texts = new_rank_group(4).check(differ_as_rank, name, values)
     assert len(set(texts)) == 1
     assert re.search(words, texts[0])

@@ -65,39 +65,39 @@ def leave(state) -> list[str]:
 
 
 @pytest.mark.parametrize("where", mostly_slow(WAITS, *[*WAITS][1:4]))
-def test_signal_ends_wait_and_group(new_crew, where):
-    crew = new_crew(2)
-    crew.join(timeout=20)
-    crew[0].start(wait_with_handler, where=where, handler=leave)
+def test_signal_ends_wait_and_group(new_rank_group, where):
+    group = new_rank_group(2)
+    group.join(timeout=20)
+    group[0].start(wait_with_handler, where=where, handler=leave)
     time.sleep(0.4)  # by now it waits
     sent_at = time.monotonic()
-    crew[0].send(signal.SIGUSR1)
-    outcome = crew[0].outcome()
+    group[0].send(signal.SIGUSR1)
+    outcome = group[0].outcome()
     assert outcome.error == "SystemExit", outcome
     assert outcome.at - sent_at < ENDS_S
-    crew.start(reduce)  # the group is over on all ranks, at once
-    for rank, refused in enumerate(crew.outcomes()):
+    group.start(reduce)  # the group is over on all ranks, at once
+    for rank, refused in enumerate(group.outcomes()):
         assert refused.error in ("RingarError", "PeerLostError"), refused
-        assert rank == 0 or crew.name(0) in refused.text, refused.text
+        assert rank == 0 or group.name(0) in refused.text, refused.text
         assert refused.seconds < PROMPT_S
-    crew.run(leave_nothing)
-    crew.join()
-    crew.run(reduce)
+    group.run(leave_nothing)
+    group.join()
+    group.run(reduce)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_ends_joining(new_crew, rank):
-    crew = new_crew(2)
-    name = crew.start_group([rank], world_size=2)
+def test_ctrl_c_ends_joining(new_rank_group, rank):
+    group = new_rank_group(2)
+    name = group.start_group([rank], world_size=2)
     time.sleep(0.4)
     sent_at = time.monotonic()
-    crew[rank].send(signal.SIGINT)
-    outcome = crew[rank].outcome()
+    group[rank].send(signal.SIGINT)
+    outcome = group[rank].outcome()
     assert outcome.error == "KeyboardInterrupt", outcome
     assert outcome.at - sent_at < ENDS_S
-    crew.run(leave_nothing, [rank])
-    crew.join(name=name)
-    crew.run(reduce)
+    group.run(leave_nothing, [rank])
+    group.join(name=name)
+    group.run(reduce)
 
 
 def use_group(state) -> list[str]:
@@ -122,21 +122,21 @@ def use_group(state) -> list[str]:
 
 
 @pytest.mark.parametrize("where", ["call", "bound call", "call behind background"])
-def test_handler_cannot_use_waiting_group(new_crew, where):
-    crew = new_crew(2)
-    name = crew.join(timeout=20)
-    crew[0].start(wait_with_handler, where=where, handler=use_group)
+def test_handler_cannot_use_waiting_group(new_rank_group, where):
+    group = new_rank_group(2)
+    name = group.join(timeout=20)
+    group[0].start(wait_with_handler, where=where, handler=use_group)
     time.sleep(0.4)
-    crew[0].send(signal.SIGUSR1)
-    connect(crew.port).wait([f"{name} handled"], timedelta(seconds=LONG_S))
-    crew[1].start(wait_in, where=where)
-    told = value_of(crew[0].outcome())
-    value_of(crew[1].outcome())
+    group[0].send(signal.SIGUSR1)
+    connect(group.port).wait([f"{name} handled"], timedelta(seconds=LONG_S))
+    group[1].start(wait_in, where=where)
+    told = value_of(group[0].outcome())
+    value_of(group[1].outcome())
     is_work = "background" in where
     words = "wait for a work" if is_work else "use this communicator"
     assert len(told) == (1 if is_work else 4)
     assert all(f"a signal handler cannot {words}" in text for text in told), told
-    crew.run(reduce)
+    group.run(reduce)
 
 
 @contextlib.contextmanager
