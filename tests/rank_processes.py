@@ -299,7 +299,7 @@ class RankGroup:
 
 @contextlib.contextmanager
 def rank_groups(**options: Any) -> Iterator[Callable[[int], RankGroup]]:
-    """Yield ``get(k)``: returns a joined group of k ranks, and makes a new group after a failure."""
+    """Yield ``get(k)``: it returns a joined group of k ranks, a new group after a failure."""
     made: dict[int, RankGroup] = {}
 
     def get(world_size: int) -> RankGroup:

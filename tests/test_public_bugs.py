@@ -194,7 +194,7 @@ def test_tied_weights_load_and_train(assign, has_prefix):
     assert_same(net, source, 1e-5)
 
 
-def test_unknown_state_names_raise():
+def test_unknown_state_dict_keys_raise():
     net = parallel(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match=r'"module\.weight"'):
         net.load_state_dict({"w": torch.ones(2, 2), "bias": torch.ones(2)})

@@ -92,7 +92,7 @@ _cuda: Any = torch.cuda
 
 
 def _imported() -> list[tuple[Any, str, Any]]:
-    """Return owner, attribute and first value of each row of ``_GLOBALS`` that is imported."""
+    """Return owner, attribute and first value of the globals in imported modules."""
     for row in [row for row in _missing if row[0] in sys.modules]:
         owner: Any = sys.modules[row[0]]
         if not getattr(getattr(owner, "__spec__", None), "_initializing", False):
