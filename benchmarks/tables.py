@@ -32,7 +32,7 @@ BEGIN, END = "<!-- benchmark:summary -->", "<!-- /benchmark:summary -->"
 PAGE_NOTE = "<!-- Written by benchmarks/tables.py from benchmarks/results; do not edit. -->\n\n"
 # Sections in README's summary, and the number of sentences about each.
 ON_CPU = {"allreduce": 1, "processes": 1, "ddp": 1}
-ON_GPU = {"allreduce_cuda": 3, "training_cuda": 1}
+ON_GPU = {"allreduce_cuda": 2, "training_cuda": 1}
 
 
 def sections() -> Sections:

@@ -35,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
-    """Make the chapter's links to pages lead to the site. MkDocs converts those of Markdown only."""
+    """Make links in the chapter lead to pages of the site. MkDocs converts Markdown links only."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
     return re.sub(r'href="([\w-]+)\.md(#[\w-]*)?"', r'href="../\1/\2"', html)

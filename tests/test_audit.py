@@ -176,7 +176,7 @@ def partial(total, dtype):
 ALTERNATING = itertools.cycle([in_rank_order, reverse])
 F32, F64 = torch.float32, torch.float64
 HALVING = "recursive halving"
-# A sum of float32, the order's name for 1 element, its name for 300 elements.
+# Each row: a float32 sum, the name of its order for few elements (1 or 8), and for 300 elements.
 PLANTED = {
     "halving": (lambda d: added((((0, 1), 3), (2, 4)), d), HALVING, HALVING),
     "ring": (ring, "rank, up from 1", "ring"),
@@ -190,6 +190,7 @@ PLANTED = {
     "by magnitude": (by_magnitude, "unknown", "unknown"),
     "scaled": (lambda d: in_rank_order(d) * (1 + 2**-23), "unknown", "unknown"),
 }
+# Each row: a sum, the expected dtype of partial sums for bfloat16, and for float16 (None: unknown).
 PLANTED_16 = {
     "each add": (in_rank_order, "bfloat16", "float16"),
     "float32": (partial(in_rank_order, F32), "float32", "float32"),
@@ -209,7 +210,7 @@ def test_planted_sum_is_named(total, short, long):
 
 
 @pytest.mark.parametrize(("total", "brain", "half"), PLANTED_16.values(), ids=PLANTED_16)
-def test_planted_partial_sums_are_found(total, brain, half):
+def test_planted_partial_sum_dtype_is_found(total, brain, half):
     for numel in (1 if total is ring else 8, 300):
         found = [
             order_of(lists(total), 5, numel, dtype)[1].case["partial_sums"]
@@ -218,7 +219,7 @@ def test_planted_partial_sums_are_found(total, brain, half):
         assert found == [brain, half]
 
 
-def test_wrong_sums_are_not_right():
+def test_wrong_sums_are_reported():
     report = audited(lambda d: added(fold(range(4)), d))  # rank 4 is missing
     assert report["is right"].verdict == "no"
     assert report["is right"].detail.startswith("float32, element 0 of 8: 0x41200000 (10)")
@@ -229,7 +230,7 @@ def test_wrong_sums_are_not_right():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_sum_is_correctly_rounded(dtype):
     inputs = wide_values(5, 400, dtype)
-    wipes_out = torch.arange(400) % 3 == 0  # the rest of the sum is small or subnormal
+    wipes_out = torch.arange(400) % 3 == 0  # elements whose large inputs cancel
     inputs[1] = torch.where(wipes_out, -inputs[0], inputs[1])
     inputs[2] = torch.where(wipes_out, -inputs[3] * 1.01, inputs[2]).to(dtype)
     inputs[4] = torch.where(wipes_out, inputs[4] * torch.finfo(dtype).tiny, inputs[4]).to(dtype)
@@ -310,7 +311,7 @@ def test_wrong_element_is_named(dtype):
     assert str(report).startswith("planted, 4 ranks\n\nthe sum\n")
 
 
-def test_changing_bits_are_found():
+def test_nondeterministic_sum_is_found():
     def spoil(results, given, **_):
         fill(results, in_random_order(given))
 
@@ -333,7 +334,7 @@ def backwards(results, given, **_):
         (lambda numel, way, is_cut: is_cut and way == "in place", {"in several calls", "async"}),
     ],
 )
-def test_other_order_of_calls_is_found(when, seen):
+def test_order_depending_on_call_is_found(when, seen):
     def spoil(results, given, way, is_cut):
         if when(len(given[0]), way, is_cut):
             backwards(results, given)
@@ -385,7 +386,7 @@ def test_lost_special_values_are_found(condition, value, seen):
     assert faults(spoiled(where(condition, value))) == seen
 
 
-def test_unsupported_dtype_is_not_offered():
+def test_unsupported_dtype_is_no_fault():
     def allreduce(data):
         if data[0].dtype == torch.bfloat16:
             raise ValueError("not this one")
@@ -411,7 +412,7 @@ def test_failing_function_stops_audit():
     assert "not asked" in str(report)
 
 
-def test_order_by_address_is_found():
+def test_order_depending_on_alignment_is_found():
     def allreduce(data):
         is_aligned = data[0].data_ptr() % 64 == 0
         fill(data, (in_rank_order if is_aligned else reverse)(data))

@@ -54,8 +54,8 @@ def test_failed_backward_closes_bucketer(backward, victim, set_to_none):
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}])
-def test_failed_backward_without_overlap_is_unnoticed(options):
-    """Without launched buckets, a step that begins with cleared gradients is right."""
+def test_failed_backward_without_launch_is_harmless(options):
+    """If no bucket was launched, the next step with cleared gradients has the right result."""
     nets, xs = nets_of(), vectors(1)
     with pr.GradientBucketer(nets, **options) as bucketer:
         for set_to_none in (True, False, True):
@@ -103,7 +103,7 @@ def test_failure_finishes_launched_buckets(how):
         assert [work.is_completed() for work in works] == [True] * (1 + (how != "failed backward"))
 
 
-def test_failure_finishes_bucket_of_thread():
+def test_failure_in_thread_finishes_bucket():
     """A backward pass fails in a thread while another thread launches a bucket."""
     ranks = [[nn.Parameter(torch.ones(8)) for _ in range(3)] for _ in range(2)]
     with slow_ring() as comm:

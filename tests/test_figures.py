@@ -84,13 +84,13 @@ def test_panels_show_given_numbers():
     assert colors == {f"{i}.00": "black" if i < 4 else "white" for i in range(1, 7)}
     assert line.get_title() == "ring: 1.0 ms exposed"
     last = line.patches[-1]
-    assert last.get_x() + last.get_width() == pytest.approx(
-        5.0
-    )  # the end of the step in milliseconds
+    # The last bar ends with the step, after 5 ms.
+    assert last.get_x() + last.get_width() == pytest.approx(5.0)
     assert [label.get_text() for label in line.get_yticklabels()] == ["compute", "0.4 MB", "0.0 MB"]
 
 
-def test_ring_splits_and_images_are_complete():
+def test_special_figures_are_complete():
+    """ring_steps() labels all chunks, splits() draws all boxes, and images() shows all pixels."""
     labels = [
         text.get_text()
         for axes in axes_of(figures.ring_steps(FRAMES, ring_schedule(4)))
@@ -134,7 +134,7 @@ def epochs(*accuracies):
     return [EpochResult(i, 1.0, accuracy, 0.1) for i, accuracy in enumerate(accuracies, 1)]
 
 
-def test_text_has_bar_per_epoch():
+def test_text_plot_has_bar_per_epoch():
     file = io.StringIO()
     with LivePlot(where="text", file=file) as plot:
         for result in epochs(0.0, 0.5, 1.0):
@@ -174,7 +174,7 @@ def test_notebook_updates_one_picture(display):
     assert plt.get_fignums() == []
 
 
-def test_ipython_in_a_terminal_is_no_notebook(monkeypatch, display):
+def test_terminal_ipython_displays_no_picture(monkeypatch, display):
     monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: SimpleNamespace())
     LivePlot(1, file=io.StringIO())(*epochs(0.5))
     display.display.assert_not_called()

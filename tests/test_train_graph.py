@@ -1,4 +1,4 @@
-"""Test that a captured training step has the bits of the eager step, and that wrong uses raise.
+"""Test that captured training steps are bit-identical to eager steps, and wrong uses raise.
 
 Without a GPU, a recorder captures the operators of a step on the CPU and replays them on the same
 tensors. Like a CUDA graph, a replay runs no Python code of the step, so values that the host read
@@ -42,11 +42,10 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.num_warm_ups = self.num_replays = 0
         self.is_recording = False
-        self.calls: list[Function] = []  # of the current or the last capture
+        self.calls: list[Function] = []  # recorded by the latest capture
         self._own: set[int] = set()  # memory allocated during the capture
-        self._before: dict[
-            int, tuple[Any, Any]
-        ] = {}  # other memory and its content before the capture
+        # Storages that existed before the capture, with copies of their content.
+        self._before: dict[int, tuple[Any, Any]] = {}
 
     def warm_up(self, function: Function) -> None:
         for _ in range(3):
@@ -60,7 +59,8 @@ class Recorder(TorchDispatchMode):
         with self:
             function()
         self.is_recording = False
-        for storage, then in self._before.values():  # a CUDA capture runs no kernel
+        # Undo all writes, since a CUDA capture runs no kernel.
+        for storage, then in self._before.values():
             storage.copy_(then)
         return functools.partial(self.replay, calls)
 
@@ -85,9 +85,8 @@ class Recorder(TorchDispatchMode):
 
         def again() -> None:
             for old, new in zip(outputs, pytree.tree_leaves(func(*args, **kwargs)), strict=True):
-                if (
-                    old is not None and old.data_ptr() != new.data_ptr()
-                ):  # equal pointers: a view, or in place
+                # Equal pointers: the operator made a view or worked in place.
+                if old is not None and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
         self.calls.append(again)
@@ -163,7 +162,7 @@ MORE_RUNS = [
 
 
 @pytest.mark.parametrize("options", mostly_slow([*RUNS, *MORE_RUNS], *RUNS), ids=str)
-def test_replay_has_eager_bits(data, recorder, options):
+def test_replay_is_bit_identical_to_eager(data, recorder, options):
     options = {"batch_size": 32, "epochs": 1 if "amp" in options else 2, **options}
     replayed = run(data, cuda_graph=True, **options)
     assert recorder.num_warm_ups == (6 if 100 % min(100, options["batch_size"]) else 3)
@@ -295,7 +294,7 @@ GPU_RUNS = [
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device here")
 @pytest.mark.parametrize("options", [*RUNS, *MORE_RUNS, *GPU_RUNS], ids=str)
-def test_graph_has_bits_of_eager_run(data, monkeypatch, options):
+def test_gpu_graph_is_bit_identical(data, monkeypatch, options):
     # By default cuDNN convolutions add in any order, so even two eager runs could differ.
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     options = {"batch_size": 32, "epochs": 2, **options}

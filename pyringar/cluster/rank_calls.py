@@ -219,7 +219,7 @@ class GroupCalls:
                     f"{names_of([call.rank.index for call in each])}: {kind}"
                     for kind, each in shown.items()
                 )
-                text = f"ranks call different things as number {number} of {self.name}: {what}"
+                text = f"ranks call different things in call {number} of {self.name}: {what}"
                 raise copy_of(self.cluster.fail(ArgumentError, text, calls))
 
     def _act(self, calls: Sequence[RankCall]) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-# Attributes of which each rank has its own value: module, pattern of names, first value. The first
-# value is a constant, a copy of a dict, or "..." for the value of the process. Globals of tracing,
-# export and compilers are left out: ranks run uncompiled.
+# Each row: module, pattern of attributes, initial value for each rank. "..." stands for the value
+# of the process; dicts are copied. Globals of tracing, export and compilers are left out: ranks
+# run uncompiled.
 _GLOBALS: list[tuple[str, str, Any]] = [
     ("accelerate.state", "AcceleratorState._shared_state", {}),
     ("accelerate.state", "GradientState._shared_state", {}),
@@ -77,8 +77,8 @@ _SETTINGS += [
         lambda values: torch.set_anomaly_enabled(*values),
     ),
 ]
-# The variables of torchrun. OMP_NUM_THREADS=1 gives the bits of a run under torchrun. LOCAL_RANK is
-# the number of the rank's GPU.
+# The variables of torchrun. OMP_NUM_THREADS=1, as torchrun sets it, makes results bit-identical to
+# a run under torchrun. LOCAL_RANK is the index of the rank's GPU.
 _VARIABLES = """
 RANK={rank} ROLE_RANK={rank} LOCAL_RANK={local_rank}
 WORLD_SIZE={size} ROLE_WORLD_SIZE={size} LOCAL_WORLD_SIZE={size}
@@ -92,7 +92,7 @@ _cuda: Any = torch.cuda
 
 
 def _imported() -> list[tuple[Any, str, Any]]:
-    """Return owner, attribute and first value of the globals in imported modules."""
+    """Return (owner, attribute, initial value) for the rows whose modules are imported."""
     for row in [row for row in _missing if row[0] in sys.modules]:
         owner: Any = sys.modules[row[0]]
         if not getattr(getattr(owner, "__spec__", None), "_initializing", False):
@@ -110,13 +110,13 @@ def _first(owner: Any, name: str, value: Any) -> Any:
 
 
 class ProcessState:
-    """Random numbers, settings and globals of the process; 35 us to take and to restore."""
+    """Snapshot of the process's random state, settings and globals; 35 us to take and restore."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
         self._cuda = _cuda.get_rng_state_all() if _cuda.is_initialized() else []
         self._python = random.getstate()
-        numpy = _numpy_random()  # exchanging the generator takes 1 us, copying its state 160
+        numpy = _numpy_random()  # swapping the generator takes 1 us, copying its state 160 us
         self._numpy = None if numpy is None else numpy.get_bit_generator()
         self._settings = [get() for get, _ in _SETTINGS]
         self._globals = [getattr(owner, name) for owner, name, _ in _imported()]
@@ -144,7 +144,8 @@ class ProcessState:
             if get() != value:
                 put(value)
         found = _imported()
-        more = [_first(*each) for each in found[len(self._globals) :]]  # imported since then
+        # Globals of modules that were imported after the snapshot.
+        more = [_first(*each) for each in found[len(self._globals) :]]
         for (owner, name, _), value in zip(found, self._globals + more, strict=True):
             if getattr(owner, name) is not value:
                 setattr(owner, name, value)
@@ -162,17 +163,17 @@ def end_fork_server() -> None:
 
 
 def _numpy_random() -> Any:
-    """Return ``numpy.random``; None if NumPy is not imported or cannot exchange generators."""
+    """Return ``numpy.random``; None if NumPy is not imported or lacks ``set_bit_generator``."""
     found = getattr(sys.modules.get("numpy"), "random", None)
     return found if hasattr(found, "set_bit_generator") else None
 
 
 class Environment(UserDict[Any, Any]):
-    """The data of ``os.environ``: a rank's variables in its threads, else those of the process."""
+    """Replaces the data of ``os.environ``: threads of a rank use the rank's own variables."""
 
     def __init__(self, outside: MutableMapping[Any, Any], mine: Callable[[], Any]) -> None:
         self._outside, self._mine = outside, mine
-        # Variables in the C environment, which child processes inherit.
+        # Values last written to the C environment, which child processes inherit.
         self._given = {key: outside.get(key) for key in _variables(0, 2, 0)}
 
     @property
@@ -190,7 +191,7 @@ class Environment(UserDict[Any, Any]):
                 self._given[key] = value
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.data[key] = self._given[key] = value  # Python has called putenv
+        self.data[key] = self._given[key] = value  # os.environ has already called putenv
 
     def __delitem__(self, key: Any) -> None:
         del self.data[key]

@@ -37,11 +37,11 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         name: Name of the group on the store. All ranks create groups of one name in the same order.
         algorithm: ``"auto"`` or ``"direct"``; both run the same algorithm.
         order: See `Communicator`.
-        timeout: Seconds that a call waits for a rank without progress, and the constructor for all
-            ranks.
-        device: A GPU of this process; None: the CPU. Either all ranks are on GPUs or none is.
-        compares_shapes: Check that shapes are equal on all ranks. False, on the CPU: check only the
-            number of elements.
+        timeout: Seconds that a call waits for a rank that makes no progress. The constructor waits
+            as long for all ranks to join.
+        device: A GPU of this process; None: the CPU. All ranks use GPUs, or all use the CPU.
+        compares_shapes: Check that shapes are equal on all ranks. If False, ranks on the CPU check
+            only the number of elements.
 
     Raises:
         ArgumentError: An argument is wrong, there is no store, or ranks are on several machines.
@@ -125,7 +125,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             f"device={str(self._device)!r}, algorithm={self._algorithm!r}, order={self._order!r}",
         )
         self._run_barrier = self._bind_call(self._checked("barrier", []))
-        # Closing tells the other ranks earlier than they would notice the end of the process.
+        # Closing tells the other ranks at once; they detect the end of the process only later.
         close_at_exit(
             self,
             ProcessCommunicator.close,
@@ -134,7 +134,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         )
 
     def _progress(self) -> tuple[int, int] | None:
-        """Return a value that changes with each call and each finished piece; None if idle."""
+        """Return a value that changes while running calls advance; None if no call runs."""
         num = sum(not native.is_completed() for native in list(self._in_flight))
         return (num, self._group.progress()) if num else None
 

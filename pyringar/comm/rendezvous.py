@@ -1,4 +1,4 @@
-"""Rendezvous of ranks in processes through a torch store; they map a segment of rank 0.
+"""Join processes into a group through a torch store; all ranks map rank 0's segment.
 
 A store may outlive the processes that use it: torchrun keeps one store for all restarts. Therefore
 every attempt to join has a random id, ``RankInfo.attempt``, and rank 0 decides which attempts form
@@ -9,9 +9,9 @@ key                written by                         holds
 ================== ================================== =============================================
 ``call``           rank 0, as it begins               its RankInfo; the other keys are below its
                                                       attempt, A
-``A/member/R``     rank R, having read ``call``       its RankInfo
+``A/member/R``     rank R, after reading ``call``     its RankInfo
 ``A/members``      rank 0, once                       the RankInfo of all ranks
-``A/segment``      rank 0, once                       its segment
+``A/segment``      rank 0, once                       the file descriptor of its segment
 ``A/failed``       the rank that fails                the error
 other keys         the group (`Rendezvous.store`)     also below ``A``: gloo, sub-groups
 ================== ================================== =============================================
@@ -42,7 +42,7 @@ _LONGEST_POLL_S = 0.05
 _POLL_S_PER_RANK = 0.001  # all ranks ask one store
 # A killed process loses its descriptors a moment before it ends.
 _DYING_S = 0.5
-# Classes of errors that all ranks raise. Other errors of one rank become a RingarError.
+# Classes that the other ranks raise, too. For any other class they raise RingarError.
 _KINDS = {kind.__name__: kind for kind in (ArgumentError, CollectiveTimeout, PeerLostError)}
 T = TypeVar("T")
 
@@ -76,10 +76,10 @@ class Rendezvous:
         prefixed = PrefixStore(f"pyringar/{name}", store)
         self._store = PatientStore(prefixed, name, rank, self._deadline)
         self._own = RankInfo.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES))
-        self._members = {rank: self._own}  # known ranks; for rank 0 its last call
+        self._members = {rank: self._own}  # known ranks; rank 0's entry is the latest ``call``
         self._has_answered = False
         self._may_tell = rank == 0  # whether this rank may write ``failed``
-        self.group: Any = None  # the engine group, once made; it also receives errors
+        self.group: Any = None  # the engine's group after its creation; errors are sent to it, too
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -130,7 +130,7 @@ class Rendezvous:
         try:
             return self.engine.open_segment(self._members[0].pid, fd, self.world_size)
         except RingarError:
-            # Rank 0 was killed, or gave up because another rank died. Prefer that error.
+            # Rank 0 was killed, or gave up after another rank died. Poll for its error.
             until = time.monotonic() + _DYING_S
             while time.monotonic() < until:
                 self._segment()
@@ -155,7 +155,7 @@ class Rendezvous:
         if self._missing():
             self._check_alive()
             return None
-        # A rank may have given up and joined again: take its last answer.
+        # A rank may have given up and joined again. Read its latest answer.
         self._members |= self._answers(range(1, self.world_size))
         return [self._members[rank] for rank in range(self.world_size)]
 
@@ -170,7 +170,7 @@ class Rendezvous:
     # -- other ranks -------------------------------------------------------------------------------
 
     def _answer(self) -> list[RankInfo] | None:
-        """Answer the call; return all ranks once the group contains this attempt."""
+        """Answer rank 0's call; return all ranks if its group contains this attempt, else None."""
         (text,) = self._store.look_up(["call"])
         if text is None:
             return None
@@ -178,9 +178,8 @@ class Rendezvous:
         if self._members.get(0) != caller:  # rank 0 has called, or called again
             self._members[0] = caller
             self._has_answered = False
-        is_alive = self._is_alive(
-            caller
-        )  # before reading the keys: a dead rank may have written them
+        # Check this before reading the keys: rank 0 may write `members` and then die.
+        is_alive = self._is_alive(caller)
         # Read `failed` first: if rank 0 writes `members` and then fails, `members` is read too.
         failed, members = self._store.look_up([self._key("failed"), self._key("members")])
         if members is not None:

@@ -1,4 +1,4 @@
-"""Calls that the engine does not have, handed to gloo and watched for lost ranks.
+"""Run the calls that the engine lacks on gloo, and watch them for lost ranks.
 
 gloo alone waits 30 s for a dead rank, and its error does not name the rank.
 """
@@ -68,7 +68,7 @@ class WatchedCall:
         except RuntimeError as error:  # a broken connection or a wrong argument
             self._check(self._peers)
             self._raise_named(error)
-        # One thread takes it: a second wait would wait for another message.
+        # The first waiting thread pops this: gloo's second wait would wait for the next message.
         self._waits = [self.work.wait]
         self._needs_wait = is_message or bool(copies)
         if copies:
@@ -92,7 +92,7 @@ class WatchedCall:
         return self._has_ended(0) if self._needs_wait else bool(self.work.is_completed())
 
     def _has_ended(self, seconds: float) -> bool:
-        """Return True if the call ends within so many seconds; start a thread that waits."""
+        """Return True if the call ends within ``seconds``; start a waiting thread if needed."""
         if self._waits:
             self._fallback.waiters.submit(self._wait_for_gloo)
         return self._end.wait(seconds)
@@ -122,7 +122,7 @@ class WatchedCall:
         text = str(error).lower()
         is_late = "timed out" in text or "timeout" in text
         ends = time.monotonic() + (0 if is_late else _GRACE_S)
-        while True:  # a dying process closes its connections before it is gone
+        while True:  # a dying process closes its connections before it ends
             try:
                 self._check(self._peers)
             except RuntimeError as cause:
@@ -136,7 +136,7 @@ class WatchedCall:
         return (CollectiveTimeout if is_late else PeerLostError)(f"{waited}: {error}{names}")
 
     def _check(self, peers: Sequence[int]) -> None:
-        """Raise if a rank is gone; tell the other ranks, since this rank may exit next."""
+        """Raise if a rank is lost, and tell the other ranks, since this rank may exit next."""
         try:
             self._comm.check_peers(peers)
         except PeerLostError as error:
@@ -157,12 +157,12 @@ class WatchedCall:
 
 
 def _read(_: list[Copy], tensor: Tensor) -> Tensor:
-    """Return a tensor that gloo can send: the same tensor, its bytes, or those of a copy."""
+    """Return the tensor in a form that gloo can send: itself, a copy, or bytes."""
     return _movable(_whole(tensor))
 
 
 def _written(copies: list[Copy], tensor: Tensor) -> Tensor:
-    """Return a tensor that gloo can receive into; add the copy out of it, if needed."""
+    """Return a tensor that gloo can write. Record in ``copies`` how to copy it to ``tensor``."""
     stand_in = _whole(tensor)
     count_changes([tensor])
     if stand_in is not tensor:

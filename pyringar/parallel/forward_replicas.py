@@ -25,8 +25,8 @@ from pyringar.errors import ArgumentError, UnsupportedError
 class RankCopies:
     """Copies of a module's tensors for ranks 1, 2, ..., which stay allocated between calls.
 
-    Every call writes all copies: writes through ``.data`` do not change a parameter's version. If a
-    pending backward pass has saved a copy, the call allocates a new copy. ``order``: the order of
+    Every call rewrites all copies, since a parameter's version misses writes through ``.data``. If
+    a pending backward pass has saved a copy, the call allocates a new copy. ``order``: the order of
     the gradients' sum.
     """
 
@@ -47,7 +47,8 @@ class RankCopies:
             if fused:
                 columns = [[sources[i], *entries[i].copies] for i in fused]
                 self._comm.broadcast_coalesced([list(mine) for mine in zip(*columns, strict=True)])
-            # New tensors per call: a graph that saves one raises the count of storage users.
+            # Detached per call: a tensor that a graph saves then raises the storage's use count, by
+            # which is_free_for() detects that the copies are in use.
             copies = [[copy.detach() for copy in entry.copies] for entry in entries]
         return [list(column) for column in zip(*copies, strict=True)]
 
@@ -102,7 +103,7 @@ class _Entry:
             self.copies = [source.detach().to(d, copy=True) for d in devices]
 
     def is_free_for(self, source: Tensor) -> bool:
-        """Return True if the copies have the source's layout, and no graph uses their memory."""
+        """Return True if the copies match the source's layout and no autograd graph holds them."""
         copy = self.copies[0]
         return (
             self.is_fused
@@ -119,9 +120,8 @@ def _is_fusable(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and tensor.dtype in DTYPES
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not torch._C._functorch.is_legacy_batchedtensor(
-            tensor
-        )  # autograd.grad(is_grads_batched=True)
+        # autograd.grad(is_grads_batched=True) makes such tensors.
+        and not torch._C._functorch.is_legacy_batchedtensor(tensor)
     )
 
 
@@ -181,7 +181,7 @@ class _Replicate(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Sum over ranks; backward (for double backward) copies to all ranks."""
+    """Sum tensors over ranks. Double backward copies gradients to all ranks."""
 
     generate_vmap_rule = True  # for batched gradients, such as rows of a Jacobian
 
@@ -204,7 +204,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Bucket:
-    """Tensors of the module that one autograd node replicates when a layer first reads one."""
+    """Tensors that one autograd node replicates, when a layer first reads any of them."""
 
     def __init__(self, owner: RankCopies, home: int) -> None:
         self._owner, self._home = owner, home
@@ -229,15 +229,14 @@ class _Bucket:
         if trained:
             copies = [[mine[i] for i in trained] for mine in by_rank]
             apply: Any = _Replicate.apply
-            # A layer under no_grad may read the bucket first, and other layers need gradients.
+            # The first read may be under no_grad, but other layers need gradients.
             with torch.enable_grad():
                 outputs = iter(apply(self._owner, copies, *copies[self._home]))
             for mine in by_rank:
                 for i in trained:
                     mine[i] = next(outputs)
-                    vars(mine[i]).update(
-                        vars(self.tensors[i])
-                    )  # attributes that a user set on the parameter
+                    # Keep attributes that a user set on the parameter.
+                    vars(mine[i]).update(vars(self.tensors[i]))
         return by_rank
 
 
@@ -338,7 +337,7 @@ def _shallow_copy(part: Any) -> Any:
     kind: Any = type(part)
     if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
         return part._replicate_for_data_parallel()
-    twin = kind.__new__(kind)  # like torch's method; takes a third of its time without __setattr__
+    twin = kind.__new__(kind)  # as in torch, but in a third of the time: no __setattr__
     vars(twin).update(vars(part), _modules={}, _is_replica=True)
     return twin
 
@@ -362,7 +361,7 @@ class _WhenUsed(dict[str, Any]):
 
     def __init__(self, replicas: Replicas, own: Mapping[str, Any], rank: int) -> None:
         super().__init__(own)
-        self._own = dict(own)  # an equal entry of self is not replicated yet
+        self._own = dict(own)  # an entry that is the same tensor is not replicated yet
         self._replicas, self._rank = replicas, rank
 
     def __getitem__(self, name: str) -> Any:

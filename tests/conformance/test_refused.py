@@ -47,7 +47,7 @@ def read_only(tensor):
     return array
 
 
-# A function that spoils a tensor, and words of the message.
+# Each row: a function that makes a tensor invalid, and a pattern of the error message.
 WRONG = {
     "number": (lambda t: 7, "an int"),
     "backwards": (lambda t: t.numpy()[::-1], r"(tensors|\]) is a ndarray .*negative"),
@@ -75,7 +75,7 @@ def test_wrong_tensors_raise(pair, what, entry):
     kind = pr.UnsupportedError if what in UNSUPPORTED else pr.ArgumentError
     tensors = ranks()
     before, versions = [t.clone() for t in tensors], [t._version for t in tensors]
-    wrong = [make(tensor) for tensor in tensors]  # on all ranks, or one would wait
+    wrong = [make(tensor) for tensor in tensors]  # on all ranks, or a correct rank would wait
     calls = {
         "all_reduce": lambda: pair.all_reduce(wrong),
         "direct": lambda: pair.all_reduce(wrong, algorithm="direct"),
@@ -93,7 +93,7 @@ def test_wrong_tensors_raise(pair, what, entry):
 
 BASE, NEGATED = torch.zeros(100), torch._neg_view(torch.zeros(100))
 BAND = torch.distributed.ReduceOp.BAND
-# Wrong calls of two ranks, and words of the message.
+# Each row: an invalid call of two ranks, and a pattern of the error message.
 WRONG_CALLS = [
     (lambda c: c.all_reduce_coalesced([[BASE, BASE[50:]]] * K), "shares memory with"),
     (lambda c: c.bind_coalesced([[NEGATED, torch._neg_view(NEGATED)]] * K), "shares memory with"),
@@ -126,7 +126,7 @@ def test_wrong_calls_raise(pair, call, words):
     assert not BASE.any()
 
 
-def test_torch_reduce_ops(pair):
+def test_torch_reduce_op_equals_name(pair):
     c10d = torch.distributed.ReduceOp
     by_name = {"sum": c10d.SUM, "mean": c10d.AVG, "max": c10d.MAX, "min": c10d.MIN}
     for name, op in (*by_name.items(), ("prod", c10d.PRODUCT)):
@@ -219,7 +219,7 @@ def test_wrong_nested_lists_raise(comm):
     assert [tensor._version for mine in lists for tensor in mine] == [0] * 6
 
 
-def test_wrong_outputs_of_reduce_raise(comm):
+def test_wrong_reduce_output_raises(comm):
     shared = torch.zeros(12)
     inputs, output = ranks(3, (6,)), torch.full((6,), 9.0)
     for bad, words in (
@@ -258,7 +258,7 @@ def test_sources_may_share_memory(comm):
     comm.broadcast_coalesced([copies[0], lists[1], copies[1]], 1)
     assert all(torch.equal(t, s) for mine in copies for t, s in zip(mine, lists[1], strict=True))
     inputs = [torch.full((5,), 2.0**rank, requires_grad=True) for rank in range(3)]
-    comm.reduce(inputs[1].detach(), inputs, root=1)  # in place, under another name
+    comm.reduce(inputs[1].detach(), inputs, root=1)  # the output shares memory with inputs[1]
     assert [t.tolist() for t in inputs] == [[1] * 5, [7] * 5, [4] * 5]
 
 

@@ -27,14 +27,14 @@ struct Identity {
   cuda::KernelKind kind;
 };
 
-// nullopt: not a kernel of the engine.
+// Return dtype and kind of an engine kernel; nullopt for any other function.
 std::optional<Identity> identify(const void* kernel) {
   for (int i = 0; i < kNumDTypes * kNumReduceOps * cuda::kNumKernelKinds; ++i) {
     const auto kind = static_cast<cuda::KernelKind>(i % cuda::kNumKernelKinds);
     const auto op = static_cast<ReduceOp>(i / cuda::kNumKernelKinds % kNumReduceOps);
     const auto dtype = static_cast<DType>(i / cuda::kNumKernelKinds / kNumReduceOps);
     for (const Order order : {Order::kRank, Order::kTree}) {
-      for (const int divisor : {1, 3}) {  // means by 3 have separate kernels
+      for (const int divisor : {1, 3}) {  // a mean that must divide has a separate kernel
         const Fold fold{op, divisor, order};
         if (cuda::kernel_function(dtype, fold, kind) == kernel) return Identity{dtype, kind};
       }
@@ -43,7 +43,7 @@ std::optional<Identity> identify(const void* kernel) {
   return {};
 }
 
-// A kernel call with a copy of its argument, as a launch makes.
+// Return a kernel call that holds a copy of its argument, as a CUDA launch does.
 template <typename T>
 std::function<void()> bound(const void* kernel, const T& argument) {
   const auto function = reinterpret_cast<void (*)(T)>(const_cast<void*>(kernel));
@@ -65,7 +65,7 @@ void touch_table(const T& table, std::size_t item, std::vector<Access>& accesses
   }
 }
 
-// Flags order the accesses to slots. Only their allocation is checked.
+// Flags order the accesses to slots, so the model checks only that the slots are allocated.
 void touch_ring(const cuda::RingArgs& args, unsigned num_blocks, std::size_t item,
                 std::vector<Access>& accesses) {
   const auto num_local = num_blocks / static_cast<unsigned>(args.num_channels);
@@ -84,7 +84,8 @@ void touch_ring(const cuda::RingArgs& args, unsigned num_blocks, std::size_t ite
     const std::size_t flag_bytes = channels * cuda::kFlagBytes;
     accesses.push_back(access(ports.in_flag, flag_bytes, Touch::kFlags));
     accesses.push_back(access(ports.out_taken, flag_bytes, Touch::kFlags));
-    accesses.push_back(access(ports.base, flag_bytes, Touch::kWrite));  // one launch at a time
+    // A write, so that the model reports concurrent launches.
+    accesses.push_back(access(ports.base, flag_bytes, Touch::kWrite));
   }
   accesses.push_back(access(args.ports, num_local * sizeof(cuda::RingPorts), Touch::kRead));
   accesses.push_back(access(args.patience.gave_up, 4, Touch::kFlags));
@@ -140,7 +141,7 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** argumen
   return error(status);
 }
 
-// Events recorded in a capture cannot be queried or waited for.
+// As in CUDA, an event recorded during a capture cannot be queried or synchronized.
 cudaError_t check_event(const RuntimeCall& call, const EventState& event) {
   if (event.capture == nullptr || call.fault() != cudaSuccess) return call.check_unsafe();
   if (!event.capture->is_over) call.machine().invalidate(*event.capture, cudaErrorCapturedEvent);
@@ -167,7 +168,7 @@ cudaError_t cudaGetDevice(int* device) {
   RuntimeCall call(RuntimeCall::Touches::kNothing);
   return *device = current_device(), cudaSuccess;
 }
-// Makes a context since CUDA 12.0. Replaces the top of the driver's context stack.
+// As in CUDA 12.0 and later, creates a context. Replaces the top of the driver's context stack.
 cudaError_t cudaSetDevice(int device) {
   RuntimeCall call(RuntimeCall::Touches::kNothing);
   if (device < 0 || device >= kDevices) {
@@ -208,7 +209,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
 }
-// Work on the stream still runs.
+// As in CUDA, work enqueued before still runs.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   RuntimeCall call;
   call.machine().state_of(stream)->is_destroyed = true;

@@ -118,7 +118,7 @@ struct FaultSetup {
   std::vector<AllTensors> tensors{};
 };
 
-// How one rank's process dies: between calls or in a host wait, with its device behind or done.
+// How one rank's process dies: between calls or in a host wait, with its GPU busy or done.
 struct Death {
   Death(Random& random, int world_size, const std::vector<Case>& cases)
       : victim(random.between(0, world_size - 1)),
@@ -129,7 +129,7 @@ struct Death {
         is_waiting(at < cases.size() && !cases[at].is_async && random.one_in(2)) {}
 
   const int victim;
-  const int last_one;  // joins late the call in which the victim dies
+  const int last_one;  // if is_waiting: joins the call after the victim has died in it
   const std::size_t at;
   const std::size_t busy_from;
   const bool is_done_before;
@@ -185,7 +185,7 @@ void check_death(Random& random) {
   });
 }
 
-// A device that never starts a call is late, once another device has started it.
+// A device that does not start a call is reported late once another device has started it.
 void check_late(Random& random) {
   FaultSetup setup(random, 1 + random.below(4), 300ms);
   const std::uint64_t seed = random.bits();
@@ -215,7 +215,7 @@ void check_late(Random& random) {
   });
 }
 
-// A device that stops within a call is late. Its waiting peers are not.
+// A device that stops within a call is reported late. Its waiting peers are not.
 void check_late_midway(Random& random) {
   FaultSetup setup(random, 4, 300ms);
   const std::uint64_t seed = random.bits();
@@ -279,7 +279,7 @@ void check_earlier_calls(Random& random) {
   });
 }
 
-// If one rank's launch fails, no stream waits for work that was not enqueued.
+// If one rank's launch fails, no stream waits for work that the rank did not enqueue.
 void check_refused_launch(Random& random) {
   FaultSetup setup(random, 4);
   const int after = random.between(0, 6);
@@ -293,7 +293,7 @@ void check_refused_launch(Random& random) {
   });
 }
 
-// One rank aborts the group for all ranks, whatever its stream waits for.
+// An abort by one rank ends the group on all ranks, even while streams wait.
 void check_abort(Random& random) {
   FaultSetup setup(random, 1 + random.below(3));
   const int aborting = (setup.odd + 1) % setup.world_size;
@@ -342,7 +342,8 @@ void check_close_of_a_busy_rank(Random& random) {
   FaultSetup setup(random, 1, 100ms, 2);
   setup.cases[0].is_async = true;
   const bool is_interrupted = random.one_in(2);
-  const bool is_missed = random.one_in(2);  // the other rank finds this rank late first
+  // If true, only rank 0's GPU is held. Rank 1's stream waits for it, and may report it late.
+  const bool is_missed = random.one_in(2);
   std::atomic<int> num_enqueued{0};
   std::atomic<bool> is_over{false};
   setup.run([&](RankCalls& calls) {
