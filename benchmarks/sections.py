@@ -1,4 +1,4 @@
-"""All sections of the report, in the order of the report."""
+"""All sections of the benchmark report, in order."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import Crew, crews, store
+from rank_processes import RankGroup, rank_groups, store
 
 import pyringar as pr
 
@@ -146,27 +146,27 @@ def store_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def crew_of() -> Iterator[Callable[[int], Crew]]:
-    """``crew_of(k)``: k shared processes with a communicator, which tests must not break."""
-    with crews(timeout=60) as get:
+def rank_group_of() -> Iterator[Callable[[int], RankGroup]]:
+    """``rank_group_of(k)``: k shared processes with a communicator, which tests must not break."""
+    with rank_groups(timeout=60) as get:
         yield get
 
 
 @pytest.fixture
-def new_crew() -> Iterator[Callable[[int], Crew]]:
-    """``new_crew(k)``: k new processes, killed after the test."""
+def new_rank_group() -> Iterator[Callable[[int], RankGroup]]:
+    """``new_rank_group(k)``: k new processes, killed after the test."""
     with contextlib.ExitStack() as made:
-        yield lambda world_size: made.enter_context(Crew(world_size))
+        yield lambda world_size: made.enter_context(RankGroup(world_size))
 
 
 @pytest.fixture
-def joined_crew(new_crew: Callable[[int], Crew]) -> Callable[..., Crew]:
-    """``joined_crew(k, **options)``: k new processes with a communicator."""
+def joined_rank_group(new_rank_group: Callable[[int], RankGroup]) -> Callable[..., RankGroup]:
+    """``joined_rank_group(k, **options)``: k new processes with a communicator."""
 
-    def make(world_size: int, **options: object) -> Crew:
-        crew = new_crew(world_size)
-        crew.join(**options)
-        return crew
+    def make(world_size: int, **options: object) -> RankGroup:
+        group = new_rank_group(world_size)
+        group.join(**options)
+        return group
 
     return make
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_bits, inputs, reduced
-from rank_processes import Crew
+from rank_processes import RankGroup
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
@@ -103,9 +103,13 @@ def stop_in(state, phase: str, seconds: float = 50.0) -> None:
 
 
 def assert_all_lost(
-    crew: Crew, survivors: Sequence[int], dead: int, died_at: float, within_s: float = PROMPT_S
+    group: RankGroup,
+    survivors: Sequence[int],
+    dead: int,
+    died_at: float,
+    within_s: float = PROMPT_S,
 ) -> None:
-    for outcome in crew.outcomes(survivors):
+    for outcome in group.outcomes(survivors):
         assert outcome.error == "PeerLostError", outcome
-        assert crew.name(dead) in outcome.text, outcome.text
+        assert group.name(dead) in outcome.text, outcome.text
         assert outcome.at - died_at < within_s, f"{outcome.at - died_at:.2f} s"

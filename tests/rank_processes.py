@@ -1,11 +1,11 @@
 """Test harness for ranks in processes.
 
-A `RankProcess` runs functions of test files, one at a time; a `Crew` holds ranks 0 to k - 1. A fork
-takes milliseconds: the fork server has imported torch, pyringar and the running test's module; see
-fork_server.py. Functions, arguments and results are pickled.
+A `RankProcess` runs functions of test files, one at a time. A `RankGroup` holds ranks 0 to k - 1.
+Functions, arguments and results are pickled. A fork takes milliseconds, since the fork server has
+imported torch, pyringar and the running test's module; see fork_server.py.
 
-- `Crew.run`, `on_ranks`: ``function(state, **arguments)``; ``state`` lives as long as the process
-- `Crew.check`: ``function(rank, world_size, store, *args)``, with a new store per call
+- `RankGroup.run`, `on_ranks`: ``function(state, **arguments)``; the process keeps ``state``
+- `RankGroup.check`: ``function(rank, world_size, store, *args)``, with a new store per call
 - `run_group`: ``function(rank, world_size, *args)`` in a torch.distributed process group
 """
 
@@ -191,7 +191,7 @@ def _stack_of(pid: int) -> str:
     return "; ".join(texts)
 
 
-class Crew:
+class RankGroup:
     def __init__(self, world_size: int) -> None:
         self.ranks = [RankProcess() for _ in range(world_size)]
         self.world_size = world_size
@@ -202,7 +202,7 @@ class Crew:
     def __getitem__(self, rank: int) -> RankProcess:
         return self.ranks[rank]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> RankGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -298,23 +298,23 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crews(**options: Any) -> Iterator[Callable[[int], Crew]]:
-    """Yield ``get(k)``, which returns a joined crew of k ranks: a new crew after a failure."""
-    made: dict[int, Crew] = {}
+def rank_groups(**options: Any) -> Iterator[Callable[[int], RankGroup]]:
+    """Yield ``get(k)``: it returns a joined group of k ranks, a new group after a failure."""
+    made: dict[int, RankGroup] = {}
 
-    def get(world_size: int) -> Crew:
+    def get(world_size: int) -> RankGroup:
         if world_size in made and not made[world_size].is_whole:
             made.pop(world_size).close()
         if world_size not in made:
-            made[world_size] = Crew(world_size)
+            made[world_size] = RankGroup(world_size)
             made[world_size].join(**options)
         return made[world_size]
 
     try:
         yield get
     finally:
-        for crew in made.values():
-            crew.close()
+        for group in made.values():
+            group.close()
 
 
 def on_ranks(*world_sizes: int) -> Callable[[Function], Function]:
@@ -325,11 +325,11 @@ def on_ranks(*world_sizes: int) -> Callable[[Function], Function]:
 
     def decorate(body: Function) -> Function:
         @functools.wraps(body)
-        def test(crew_of: Any, world_size: int, **arguments: Any) -> None:
-            crew_of(world_size).agree(body, **arguments)
+        def test(rank_group_of: Any, world_size: int, **arguments: Any) -> None:
+            rank_group_of(world_size).agree(body, **arguments)
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        own = [inspect.Parameter(name, kind) for name in ("crew_of", "world_size")]
+        own = [inspect.Parameter(name, kind) for name in ("rank_group_of", "world_size")]
         given = list(inspect.signature(body).parameters.values())[1:]
         test.__signature__ = inspect.Signature(own + given)  # type: ignore[attr-defined]
         return pytest.mark.parametrize("world_size", world_sizes)(test)
@@ -354,9 +354,9 @@ def run_group(
     """
     options = (backend, timeout_s, limit_s, env or {}, machines)
     deadline = time.monotonic() + limit_s
-    with Crew(size) as crew:
-        results = crew.results(_in_group, options, function, args, timeout_s=limit_s, ends=True)
-        for i, rank in enumerate(crew.ranks):
+    with RankGroup(size) as group:
+        results = group.results(_in_group, options, function, args, timeout_s=limit_s, ends=True)
+        for i, rank in enumerate(group.ranks):
             if not isinstance(results[i], (Failed, Died)):
                 code = rank.leave(deadline - time.monotonic())
                 if code != 0:

@@ -98,10 +98,10 @@ def replace_on_rank_0(state, coalesced: bool) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 @pytest.mark.parametrize("coalesced", [False, True])
-def test_replaced_data_of_rank_stays_alive(new_crew, coalesced):
-    crew = new_crew(2)
-    crew.join()
-    assert crew.run(replace_on_rank_0, coalesced=coalesced) == [0.0, 0.0]
+def test_replaced_data_of_rank_stays_alive(new_rank_group, coalesced):
+    group = new_rank_group(2)
+    group.join()
+    assert group.run(replace_on_rank_0, coalesced=coalesced) == [0.0, 0.0]
 
 
 INTERRUPTED = """

@@ -69,13 +69,13 @@ def steps_as_rank(rank, world_size, store, name, options):
 
 @pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
 @pytest.mark.parametrize("name", NETS)
-def test_processes_match_one_process_bits(crew_of, name, world_size):
+def test_processes_match_one_process_bits(rank_group_of, name, world_size):
     late, mean = {**EACH, "overlap": False}, {"bucket_cap_mb": 2e-3, "op": "mean"}
     for options in ({}, EACH, late, mean):
         nets = [NETS[name]() for _ in range(world_size)]
         with pr.GradientBucketer(nets, **options) as bucketer:
             wanted = steps(nets, range(world_size), world_size, bucketer)
-        answers = crew_of(world_size).check(steps_as_rank, name, options)
+        answers = rank_group_of(world_size).check(steps_as_rank, name, options)
         for rank, (got, buckets) in enumerate(answers):
             assert_steps(got, wanted[rank])
             assert buckets == answers[0][1]
@@ -96,8 +96,8 @@ def plan_and_times(rank, world_size, store):
         return bucketer.buckets, bucketer.stats(), launched
 
 
-def test_buckets_launch_in_order_of_rank_0(crew_of):
-    answers = crew_of(2).check(plan_and_times)
+def test_buckets_launch_in_order_of_rank_0(rank_group_of):
+    answers = rank_group_of(2).check(plan_and_times)
     assert answers[0][0] == answers[1][0]
     # Rank 0 runs c, a, b. Its backward reaches b (parameters 2 and 3) first, then a, then c.
     assert [bucket[0] // 2 for bucket in answers[0][0]] == [1, 1, 0, 0, 2, 2]
@@ -164,8 +164,8 @@ def differ_as_rank(rank, world_size, store, setting):
         ("op", "rank 1 has op mean, but rank 0 has op sum: expected the same"),
     ],
 )
-def test_mismatched_settings_name_rank(crew_of, setting, words):
-    answers = crew_of(2).check(differ_as_rank, setting)
+def test_mismatched_settings_name_rank(rank_group_of, setting, words):
+    answers = rank_group_of(2).check(differ_as_rank, setting)
     assert words in answers[0][1]
     assert [kind for kind, _ in answers] == [pr.ArgumentError] * 2
 
@@ -224,8 +224,8 @@ def fail_as_rank(rank, world_size, store, how):
 
 
 @pytest.mark.parametrize("how", ["middle", "clear", "zero", "close", "no wait", "signal"])
-def test_failure_aborts_all_ranks(crew_of, how):
-    ((kind, text), *others_s), (_, *own_s) = crew_of(2).check(fail_as_rank, how)
+def test_failure_aborts_all_ranks(rank_group_of, how):
+    ((kind, text), *others_s), (_, *own_s) = rank_group_of(2).check(fail_as_rank, how)
     assert kind is pr.PeerLostError
     assert "rank 1" in text
     end = "left the group in the midst of a call" if how == "signal" else "aborted the group"

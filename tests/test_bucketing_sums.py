@@ -127,8 +127,8 @@ def test_lists_match_plain_module(name, k, op, options):
     ("k", "op", "options"),
     [(2, "sum", EACH), (3, "mean", EACH), (2, "mean", LATE), (3, "sum", LATE)],
 )
-def test_processes_match_plain_module(crew_of, k, op, options):
-    for found in crew_of(k).check(play_as_rank, op, options):
+def test_processes_match_plain_module(rank_group_of, k, op, options):
+    for found in rank_group_of(k).check(play_as_rank, op, options):
         for name, got in found.items():
             assert_steps(got, list(PROGRAMS[name](PlainRanks(k, op))))
 

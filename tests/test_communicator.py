@@ -89,12 +89,12 @@ def test_check_raises_earlier_error(in_background):
 
 class BusyGroup:
     def __init__(self) -> None:
-        self.is_done, self.has_told = False, False
+        self.is_done, self.has_raised = False, False
 
     def close(self) -> bool:
-        if not self.has_told:
-            self.has_told = True
-            raise pr.CollectiveTimeout("the GPU has not come to the end of its calls")
+        if not self.has_raised:
+            self.has_raised = True
+            raise pr.CollectiveTimeout("the GPU has not finished its calls")
         return self.is_done
 
 
@@ -163,7 +163,7 @@ def test_closed_communicator_leaves_no_thread():
 
     for end in ("close", "garbage", "close"):
         comm = pr.Communicator(["cpu"] * 4)
-        comm.all_reduce(ranks(4, 500_000), async_op=True).wait()  # too large to be done at once
+        comm.all_reduce(ranks(4, 500_000), async_op=True).wait()  # too large to run in this thread
         comm.all_reduce(ranks(4), algorithm="ring")
         assert new_threads()
         if end == "close":
@@ -177,7 +177,7 @@ def test_closed_communicator_leaves_no_thread():
     ("devices", "made"),
     [
         (["cuda:1", "cpu"], ["cuda:1", "cpu"]),
-        (["cuda:0", "meta"], ["cuda:0", "cpu"]),  # refused by its name, as a tensor of rank 1
+        (["cuda:0", "meta"], ["cuda:0", "cpu"]),  # the call refuses the meta tensor
         (["cpu", "cpu"], None),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from call_cases import SHARES, CallCase, Operand
 from oracle import same_bits
-from rank_processes import crews, new_name
+from rank_processes import new_name, rank_groups
 from transports import check_on_rank
 
 import pyringar as pr
@@ -45,10 +45,10 @@ def on_rank_join_mixed(state: SimpleNamespace, name: str) -> list[str]:
     return ["no error"]
 
 
-def test_mixed_device_types_raise(new_crew):
-    crew = new_crew(2)
-    crew.join()
-    for [text] in crew.run(on_rank_join_mixed, name=new_name()):
+def test_mixed_device_types_raise(new_rank_group):
+    group = new_rank_group(2)
+    group.join()
+    for [text] in group.run(on_rank_join_mixed, name=new_name()):
         assert "device is a cpu device for rank 0 (process " in text, text
         assert "a cuda device for rank 1 (process " in text, text
         assert "could not make the group" not in text, text
@@ -60,20 +60,20 @@ def gpu(test):
 
 
 @pytest.fixture(scope="module")
-def gpu_crew_of():
+def gpu_rank_group_of():
     load.cuda_engine()  # compile before the ranks start
-    with crews(device="cuda:0", timeout=60) as get:
+    with rank_groups(device="cuda:0", timeout=60) as get:
         yield get
 
 
 @pytest.fixture
-def new_gpu_crew(new_crew):
+def new_gpu_rank_group(new_rank_group):
     load.cuda_engine()
 
     def make(world_size: int, **options):
-        crew = new_crew(world_size)
-        crew.join(device="cuda:0", **options)
-        return crew
+        group = new_rank_group(world_size)
+        group.join(device="cuda:0", **options)
+        return group
 
     return make
 
@@ -100,18 +100,18 @@ def on_rank_streams(state) -> None:
 
 @gpu
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_all_reduce_follows_streams(gpu_crew_of, world_size):
-    gpu_crew_of(world_size).run(on_rank_streams)
+def test_all_reduce_follows_streams(gpu_rank_group_of, world_size):
+    gpu_rank_group_of(world_size).run(on_rank_streams)
 
 
 @gpu
 @pytest.mark.skipif(num_gpus() < 2, reason=f"needs two CUDA devices, here: {num_gpus()}")
-def test_two_gpus_give_right_bits(new_crew):
-    crew = new_crew(2)
+def test_two_gpus_give_right_bits(new_rank_group):
+    group = new_rank_group(2)
     name = new_name()
     for rank in range(2):
-        crew[rank].start(on_rank_join_own_gpu, port=crew.port, rank=rank, name=name)
-    for outcome in crew.outcomes():
+        group[rank].start(on_rank_join_own_gpu, port=group.port, rank=rank, name=name)
+    for outcome in group.outcomes():
         assert outcome.error is None, outcome.trace
     sizes = (1000, limit_bytes("process_slot") // 4 + 1)
     calls = [
@@ -119,7 +119,7 @@ def test_two_gpus_give_right_bits(new_crew):
         for entry in ("all_reduce", "broadcast", *SHARES)
         for numel in sizes
     ]
-    crew.run(check_on_rank, calls=calls)
+    group.run(check_on_rank, calls=calls)
 
 
 def on_rank_join_own_gpu(state, port: int, rank: int, name: str) -> None:
@@ -136,8 +136,8 @@ def on_rank_reduce(state, numel: int = 1000) -> bool:
     return same_bits(state.mine.cpu(), torch.full((numel,), float(sum(range(state.world_size)))))
 
 
-def assert_all_fail(crew, ranks, error, *words, within_s=60.0):
-    for outcome in crew.outcomes(ranks):
+def assert_all_fail(group, ranks, error, *words, within_s=60.0):
+    for outcome in group.outcomes(ranks):
         assert outcome.error == error, outcome
         assert all(word in outcome.text for word in words), outcome.text
         assert outcome.seconds < within_s
@@ -145,17 +145,17 @@ def assert_all_fail(crew, ranks, error, *words, within_s=60.0):
 
 @gpu
 @pytest.mark.parametrize("is_large", [False, True])
-def test_killed_rank_is_lost(new_gpu_crew, is_large):
+def test_killed_rank_is_lost(new_gpu_rank_group, is_large):
     numel = 3 * limit_bytes("process_slot") if is_large else 1000
-    crew = new_gpu_crew(3, timeout=30.0)
-    assert crew.run(on_rank_reduce, numel=numel) == [True] * 3
-    crew[1].kill()
-    crew.start(on_rank_reduce, [0, 2], numel=numel)
-    culprit = f"rank 1 (process {crew[1].pid}"
-    assert_all_fail(crew, [0, 2], "PeerLostError", culprit, within_s=5)
+    group = new_gpu_rank_group(3, timeout=30.0)
+    assert group.run(on_rank_reduce, numel=numel) == [True] * 3
+    group[1].kill()
+    group.start(on_rank_reduce, [0, 2], numel=numel)
+    culprit = f"rank 1 (process {group[1].pid}"
+    assert_all_fail(group, [0, 2], "PeerLostError", culprit, within_s=5)
     # The surviving processes can make a new group.
-    crew.join([0, 2], device="cuda:0")
-    assert crew.run(on_rank_reduce, [0, 2]) == [True, True]
+    group.join([0, 2], device="cuda:0")
+    assert group.run(on_rank_reduce, [0, 2]) == [True, True]
 
 
 def on_rank_enqueue(state, busy_s: float) -> None:
@@ -170,19 +170,19 @@ def on_rank_synchronize(state) -> None:
 
 
 @gpu
-def test_killed_busy_rank_releases_streams(new_gpu_crew):
+def test_killed_busy_rank_releases_streams(new_gpu_rank_group):
     """Streams of the survivors wait for a call that the killed rank's GPU never runs."""
-    crew = new_gpu_crew(3, timeout=20.0)
-    crew.run(on_rank_reduce)
-    crew[0].start(on_rank_enqueue, busy_s=0)
-    crew[1].start(on_rank_enqueue, busy_s=20)
-    crew[2].start(on_rank_enqueue, busy_s=0)
-    for outcome in crew.outcomes():
+    group = new_gpu_rank_group(3, timeout=20.0)
+    group.run(on_rank_reduce)
+    group[0].start(on_rank_enqueue, busy_s=0)
+    group[1].start(on_rank_enqueue, busy_s=20)
+    group[2].start(on_rank_enqueue, busy_s=0)
+    for outcome in group.outcomes():
         assert outcome.error is None, outcome.trace
         assert outcome.seconds < 5, "the host waited for the GPU"
-    crew[1].kill()
-    crew.start(on_rank_synchronize, [0, 2])
-    for outcome in crew.outcomes([0, 2], within_s=40):
+    group[1].kill()
+    group.start(on_rank_synchronize, [0, 2])
+    for outcome in group.outcomes([0, 2], within_s=40):
         assert outcome.error is None, outcome.trace
 
 
@@ -198,9 +198,9 @@ def on_rank_expandable(state) -> bool:
 
 
 @gpu
-def test_expandable_segments_are_reduced(new_crew):
-    crew = new_crew(2)
+def test_expandable_segments_are_reduced(new_rank_group):
+    group = new_rank_group(2)
     load.cuda_engine()
-    crew.run(on_rank_set_allocator)
-    crew.join(device="cuda:0")
-    assert crew.run(on_rank_expandable) == [True] * 2, "torch ignored PYTORCH_CUDA_ALLOC_CONF"
+    group.run(on_rank_set_allocator)
+    group.join(device="cuda:0")
+    assert group.run(on_rank_expandable) == [True] * 2, "torch ignored PYTORCH_CUDA_ALLOC_CONF"

@@ -24,13 +24,13 @@ from rank_processes import LONG_S, RankProcess, value_of
 import pyringar as pr
 
 TIMEOUT_S = 1.0
-# Of a stop, and the processor's time that a rank gets between two: short, so that a call takes
-# many of them.
+# A rank is stopped for STOPPED_S, then runs for RUNNING_S of processor time, and is stopped again.
+# RUNNING_S is short, so that a call lasts for many stops.
 STOPPED_S = 0.4
 RUNNING_S = 0.002
 LARGE = 1 << 25  # elements: 128 MiB
 SMALL = 1000
-# How much later than its deadline a busy machine may be.
+# A busy machine may raise a timeout this much later.
 BUSY_S = 3.0
 
 
@@ -72,10 +72,10 @@ def processor_s(rank: RankProcess) -> float:
 
 
 @contextlib.contextmanager
-def stopped_again_and_again(rank: RankProcess) -> Iterator[None]:
+def stopped_repeatedly(rank: RankProcess) -> Iterator[None]:
     is_over = threading.Event()
 
-    def stop_and_go() -> None:
+    def stop_and_continue() -> None:
         while not is_over.is_set():
             rank.send(signal.SIGSTOP)
             is_over.wait(STOPPED_S)
@@ -85,7 +85,7 @@ def stopped_again_and_again(rank: RankProcess) -> Iterator[None]:
             while processor_s(rank) < ran_s + RUNNING_S and time.monotonic() < began + 0.05:
                 time.sleep(RUNNING_S / 4)
 
-    thread = threading.Thread(target=stop_and_go)
+    thread = threading.Thread(target=stop_and_continue)
     thread.start()
     try:
         yield
@@ -98,52 +98,52 @@ def stopped_again_and_again(rank: RankProcess) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("world_size", "how"), [(2, "exchange"), (2, "strided"), (3, "direct"), (1, "local ring")]
 )
-def test_long_call_is_not_late(joined_crew, world_size, how):
+def test_long_call_is_not_late(joined_rank_group, world_size, how):
     """Stop the last rank repeatedly, until a call takes longer than the timeout."""
-    crew = joined_crew(world_size, timeout=TIMEOUT_S)
+    group = joined_rank_group(world_size, timeout=TIMEOUT_S)
     for numel in (LARGE, 2 * LARGE, 4 * LARGE):
-        crew.run(prepare, numel=numel, how=how)
-        with stopped_again_and_again(crew[world_size - 1]):
-            crew.start(reduce)
-            # The stops end with the long part, so that the test does.
+        group.run(prepare, numel=numel, how=how)
+        with stopped_repeatedly(group[world_size - 1]):
+            group.start(reduce)
+            # These stops exceed the timeout; the rest of the call runs without stops.
             time.sleep(6 * STOPPED_S)
-        if min(map(value_of, crew.outcomes())) > 1.1 * TIMEOUT_S:
+        if min(map(value_of, group.outcomes())) > 1.1 * TIMEOUT_S:
             return
-    pytest.fail("too fast a call: it shows nothing")
+    pytest.fail("no call took longer than the timeout, so the test shows nothing")
 
 
-def test_stopped_group_continues(joined_crew):
-    """All ranks stop, as on a laptop that sleeps: no rank is late."""
-    crew = joined_crew(3, timeout=TIMEOUT_S)
-    crew.run(prepare, numel=SMALL, how="")
-    crew.start(reduce, [0, 1])
-    time.sleep(0.2)  # these wait for rank 2
-    for rank in crew.ranks:
+def test_stopped_group_continues(joined_rank_group):
+    """Stop all ranks, as when a laptop sleeps: no call times out."""
+    group = joined_rank_group(3, timeout=TIMEOUT_S)
+    group.run(prepare, numel=SMALL, how="")
+    group.start(reduce, [0, 1])
+    time.sleep(0.2)  # until ranks 0 and 1 wait for rank 2
+    for rank in group.ranks:
         rank.send(signal.SIGSTOP)
     time.sleep(2 * TIMEOUT_S)
-    for rank in crew.ranks:
+    for rank in group.ranks:
         rank.send(signal.SIGCONT)
-    crew[2].start(reduce)
-    crew.values()
+    group[2].start(reduce)
+    group.values()
 
 
 @pytest.mark.slow
-def test_timeout_names_stopped_rank(joined_crew):
-    crew = joined_crew(3, timeout=TIMEOUT_S)
-    crew.run(prepare, numel=LARGE, how="strided")  # to be packed for several timeouts
-    crew[2].call(stop_in, phase="announce", seconds=LONG_S)
-    with stopped_again_and_again(crew[1]):
+def test_timeout_names_stopped_rank(joined_rank_group):
+    group = joined_rank_group(3, timeout=TIMEOUT_S)
+    group.run(prepare, numel=LARGE, how="strided")  # rank 1 packs for several timeouts
+    group[2].call(stop_in, phase="announce", seconds=LONG_S)
+    with stopped_repeatedly(group[1]):
         began = time.monotonic()
-        crew.start(reduce)
-        outcome = crew[0].outcome()
+        group.start(reduce)
+        outcome = group[0].outcome()
     assert outcome.at - began < TIMEOUT_S + 2 * BUSY_S
-    for told in (outcome, crew[1].outcome()):
-        assert told.error == "CollectiveTimeout", told
-        assert f"for {crew.name(2)}" in told.text, told.text
-        assert f"for {TIMEOUT_S:g} s" in told.text
+    for late in (outcome, group[1].outcome()):
+        assert late.error == "CollectiveTimeout", late
+        assert f"for {group.name(2)}" in late.text, late.text
+        assert f"for {TIMEOUT_S:g} s" in late.text
 
 
-def wait_for_the_last(state, pauses_s: list[float], timeout: float | None = None) -> list:
+def wait_for_last_call(state, pauses_s: list[float], timeout: float | None = None) -> list:
     tensors = [filled(SMALL, state.rank) for _ in pauses_s]
     works = []
     for tensor, seconds in zip(tensors, pauses_s, strict=True):
@@ -151,30 +151,30 @@ def wait_for_the_last(state, pauses_s: list[float], timeout: float | None = None
         works.append(state.comm.all_reduce(tensor, async_op=True))
     try:
         works[-1].wait(timeout)
-        told = ""
+        message = ""
     except pr.CollectiveTimeout as error:
-        told = str(error)
+        message = str(error)
     works[-1].wait()
     for tensor in tensors:
         assert_bits(tensor, expected(SMALL, state.world_size))
-    return [told, works[-1].is_completed(), works[-1].exception() is None]
+    return [message, works[-1].is_completed(), works[-1].exception() is None]
 
 
 @pytest.mark.parametrize(
     ("calls", "state"), mostly_slow([(1, "begun"), (3, "queued")], (3, "queued"))
 )
-def test_wait_timeout_names_awaited_rank(joined_crew, calls, state):
-    crew = joined_crew(2, timeout=LONG_S)
-    crew[0].start(wait_for_the_last, pauses_s=[0.0] * calls, timeout=0.3)
+def test_wait_timeout_names_awaited_rank(joined_rank_group, calls, state):
+    group = joined_rank_group(2, timeout=LONG_S)
+    group[0].start(wait_for_last_call, pauses_s=[0.0] * calls, timeout=0.3)
     time.sleep(1.5)
-    crew[1].start(wait_for_the_last, pauses_s=[0.0] * calls)
-    told, *ended_well = value_of(crew[0].outcome())
-    value_of(crew[1].outcome())
-    assert ended_well == [True, True], "it goes on"
-    awaited = rf"for rank 1 \(process {crew[1].pid} on \S+\) to join"
+    group[1].start(wait_for_last_call, pauses_s=[0.0] * calls)
+    message, *ended_well = value_of(group[0].outcome())
+    value_of(group[1].outcome())
+    assert ended_well == [True, True], "wait(timeout) must not end the call"
+    awaited = rf"for rank 1 \(process {group[1].pid} on \S+\) to join"
     queued = "" if state == "begun" else "for the calls before it and they "
     assert re.fullmatch(
         rf"wait: not done after 0.3 s, and goes on: all_reduce \(sum\) of {SMALL} float32 elements "
         rf"of rank 0 of 2, which waits {queued}{awaited}",
-        told,
-    ), told
+        message,
+    ), message

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import Crew
+from rank_processes import RankGroup
 
 import pyringar as pr
 from pyringar.distributed import HierarchicalCommunicator
@@ -66,8 +66,8 @@ def as_rank(rank, size, store, kind, machines):
     ("kind", "machines"), [("backend", "aa"), ("processes", "aa"), ("machines", "ab")]
 )
 def test_error_names_both_dtypes(kind, machines):
-    with Crew(2) as crew:
-        assert crew.check(as_rank, kind, machines, timeout_s=100) == [[], []]
+    with RankGroup(2) as group:
+        assert group.check(as_rank, kind, machines, timeout_s=100) == [[], []]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)

@@ -24,12 +24,13 @@ import pyringar as pr
 from pyringar.comm import exits
 from pyringar.comm.background_work import Work
 
-# Python 3.12: threads and fork
+# Python 3.12 warns of fork() in a process with threads.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture
-def said(monkeypatch) -> list[str]:
+def events(monkeypatch) -> list[str]:
+    """Empty the registry of owners, and return a list for the events of a test."""
     monkeypatch.setattr(exits, "_living", {})
     monkeypatch.setattr(exits, "_inherited", set())
     monkeypatch.setattr(exits, "_end_reading", lambda: None)
@@ -37,39 +38,39 @@ def said(monkeypatch) -> list[str]:
     return []
 
 
-def test_owners_close_newest_first(said):
+def test_owners_close_newest_first(events):
     def close_b(_) -> None:
-        said.append("b")
+        events.append("b")
         raise ValueError("in the middle")
 
-    closes = {"a": lambda _: said.append("a"), "b": close_b, "c": lambda _: said.append("c")}
+    closes = {"a": lambda _: events.append("a"), "b": close_b, "c": lambda _: events.append("c")}
     owners = [threading.Event() for _ in closes]
     for owner, close in zip(owners, closes.values(), strict=True):
         exits.close_at_exit(owner, close)
-    exits.close_at_exit(threading.Event(), lambda _: said.append("dropped"))
+    exits.close_at_exit(threading.Event(), lambda _: events.append("dropped"))
     with pytest.raises(ValueError, match="in the middle"):
         exits.close_all()
-    assert said == ["c", "b", "a"]
+    assert events == ["c", "b", "a"]
 
 
-def test_forked_child_closes_no_owner(said):
+def test_forked_child_closes_no_owner(events):
     owner, shared = threading.Event(), threading.Event()
-    exits.close_at_exit(owner, lambda _: said.append("close"))
+    exits.close_at_exit(owner, lambda _: events.append("close"))
     exits.close_at_exit(
-        shared, lambda _: said.append("close shared"), in_child=lambda _: said.append("forget")
+        shared, lambda _: events.append("close shared"), in_child=lambda _: events.append("forget")
     )
-    exits._leave_to_parent()  # as after os.fork()
+    exits._leave_to_parent()  # os.fork() calls it in the child
     assert exits.is_inherited(owner)
     assert not exits.is_inherited(shared)
     exits.close_all()
-    assert said == ["forget", "close shared"]
+    assert events == ["forget", "close shared"]
     watch = weakref.ref(owner)
     del owner
     gc.collect()
-    assert watch() is not None, "threads behind it are the parent's"
+    assert watch() is not None, "destroying a copy would wait for threads of the parent"
 
 
-# Everything of ours that lives in a process, and gloo connected.
+# Uses each kind of group, connects gloo, then forks a child that ends, uses or destroys the groups.
 GROUPS = """
 import os, sys, time
 import torch
@@ -113,7 +114,7 @@ if pid == 0:
         ours = [torch.ones(2), torch.ones(2)]
         pr.allreduce(ours)
         assert ours[0].tolist() == [2.0, 2.0]
-    # else: the end of the program
+    # how == "end": the child closes nothing
 else:
     deadline = time.monotonic() + 60
     while not (found := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
@@ -150,10 +151,10 @@ import pyringar.distributed as prd
 rank, path, how, end = int(sys.argv[1]), *sys.argv[2:]
 torch.set_num_threads(1)
 x = torch.arange(4.0) + rank
-if how in ("group", "gloo's"):
+if how in ("group", "gloo call"):
     dist.init_process_group("ringar", init_method=f"file://{path}", rank=rank, world_size=2)
     call = dist.all_reduce
-    if how == "gloo's":  # the other side's part of a call that gloo does
+    if how == "gloo call":  # the backend runs all_to_all with gloo
         call = lambda x, async_op=False: dist.all_to_all_single(x, x.clone(), async_op=async_op)
 elif how == "machines":
     os.environ["PYRINGAR_NODE_ID"] = f"machine {rank}"
@@ -182,26 +183,26 @@ def ending(folder, how, end):
     return programs(ENDING, *((rank, folder / "store", how, end) for rank in range(2)))
 
 
-HOWS = ["communicator", "group", "gloo's", "machines"]
+KINDS = ["communicator", "group", "gloo call", "machines"]
 
 
 @pytest.mark.parametrize("end", mostly_slow(["raise", "exit"], "raise"))
-@pytest.mark.parametrize("how", mostly_slow(HOWS, HOWS[0]))
+@pytest.mark.parametrize("how", mostly_slow(KINDS, KINDS[0]))
 def test_failing_program_exits_at_once(how, end, tmp_path):
-    """Its peers hear of it now, and not when a call that they never join is late.
+    """A peer raises PeerLostError before its timeout of 30 s.
 
-    Of sys.exit(1), and of what a launcher catches, Python says nothing at exit: some seconds.
+    sys.exit(1) leaves no traceback, so the failing program aborts the group only after 5 s.
     """
-    with ending(tmp_path, how, end) as (failing, other):
-        _, errors = failing.communicate(timeout=25)  # while the other is busy; timeout: 30
-        output, _ = other.communicate("go on\n", timeout=25)
+    with ending(tmp_path, how, end) as (failing, peer):
+        _, errors = failing.communicate(timeout=25)  # the peer is busy meanwhile
+        output, _ = peer.communicate("go on\n", timeout=25)
     assert ("ValueError: of the program" in errors) == (end == "raise")
     assert failing.returncode == 1
     assert output.startswith("lost"), output
     assert ("ranks [0] of the other machines" if how == "machines" else "rank 0 (process") in output
 
 
-@pytest.mark.parametrize("how", mostly_slow(HOWS, HOWS[0]))
+@pytest.mark.parametrize("how", mostly_slow(KINDS, KINDS[0]))
 def test_exit_waits_for_late_peer(how, tmp_path):
     with ending(tmp_path, how, "end") as (first, late):
         assert first.stdout.readline() == "ends\n"
@@ -253,11 +254,11 @@ def test_exit_after_failed_backward():
     assert done.returncode == 1
 
 
-# The child is forked while a call waits in the background and threads of the parent are in the
-# engine, so that locks may be held for ever there.
-LIMIT_S = 20
+# Each child is forked while a call waits in the background. A lock that an engine thread holds at
+# the fork stays locked in the child.
+LIMIT_S = 20  # seconds of a child
 HARMLESS = "harmless"
-TOLD = ("made before fork()", "begun before fork()")
+FORK_ERRORS = ("made before fork()", "begun before fork()")
 
 
 def outcome_in_child(call: Callable[[], Any]) -> str:
@@ -267,7 +268,7 @@ def outcome_in_child(call: Callable[[], Any]) -> str:
         os.close(reader)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(LIMIT_S)  # kills it
+        signal.alarm(LIMIT_S)  # kills a child that hangs
         try:
             call()
             text = HARMLESS
@@ -288,8 +289,8 @@ def wrong_outcomes(calls: dict[str, Callable[[], Any]], harmless: set[str]) -> d
     wrong = {}
     for name, call in calls.items():
         outcome = outcome_in_child(call)
-        is_told = any(words in outcome for words in TOLD)
-        if not (outcome == HARMLESS if name in harmless else is_told):
+        is_refused = any(words in outcome for words in FORK_ERRORS)
+        if not (outcome == HARMLESS if name in harmless else is_refused):
             wrong[name] = outcome
     return wrong
 
@@ -318,7 +319,7 @@ def calls_of(comm: Any, data: Any, whole: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-HARMLESS_CALLS = {"plan", "done", "close", "repr", "own group"}
+HARMLESS_CALLS = {"plan", "done", "close", "repr", "new group"}
 
 
 def calls_of_work(work: Work) -> dict[str, Callable[[], Any]]:
@@ -332,7 +333,7 @@ def reduce_two() -> None:
     assert torch.equal(two[0], torch.full((1_000,), 2.0))
 
 
-def test_child_cannot_use_threads():
+def test_child_cannot_use_communicator():
     reduce_two()
     comm = pr.Communicator(["cpu"] * 2, timeout=60)
     two, four = ([torch.ones(n), torch.ones(n)] for n in (4, 8))
@@ -341,17 +342,17 @@ def test_child_cannot_use_threads():
         "reduce_coalesced": lambda: comm.reduce_coalesced(two[:1], [two[:1], two[1:]]),
         "broadcast_coalesced": lambda: comm.broadcast_coalesced([two[:1], two[1:]]),
         "naive": lambda: comm.all_reduce(two, algorithm="naive"),
-        "own group": reduce_two,
+        "new group": reduce_two,
     }
     comm._group.delay_rank(1, 20.0)
     work = comm.all_reduce([torch.ones(4), torch.ones(4)], algorithm="ring", async_op=True)
     assert wrong_outcomes(calls | calls_of_work(work), HARMLESS_CALLS) == {}
     comm._group.end_delay()
-    assert work.wait(), "the parent goes on"
+    assert work.wait(), "fork() must not disturb the parent"
     comm.close()
 
 
-def make_own_group() -> None:
+def use_new_group() -> None:
     with pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 1) as own:
         tensor = torch.ones(3)
         own.all_reduce(tensor)
@@ -359,20 +360,20 @@ def make_own_group() -> None:
         assert torch.equal(tensor, torch.ones(3))
 
 
-def on_rank_forks_in_every_call(state) -> dict[str, str]:
+def on_rank_forks_for_every_call(state) -> dict[str, str]:
     comm = state.comm
     calls = calls_of(comm, torch.ones(4), torch.ones(4 * state.world_size)) | {
         "barrier": comm.barrier,
         "check_peers": lambda: comm.check_peers([1]),
         "abort": comm.abort,
         "set_timeout": lambda: comm.set_timeout(7.0),
-        "own group": make_own_group,
+        "new group": use_new_group,
     }
     if state.rank != 0:
         time.sleep(0.5)
         return {}
     work = comm.all_reduce(torch.ones(LARGE), async_op=True)
-    time.sleep(0.1)  # its thread waits
+    time.sleep(0.1)  # by now its thread waits for rank 1
     return wrong_outcomes(calls | calls_of_work(work), HARMLESS_CALLS | {"abort", "set_timeout"})
 
 
@@ -380,13 +381,13 @@ def reduce_large(state) -> None:
     state.comm.all_reduce(torch.ones(LARGE))
 
 
-def test_child_cannot_use_rank(joined_crew):
-    crew = joined_crew(2, timeout=60)
-    crew.start(on_rank_forks_in_every_call)
-    assert value_of(crew[0].outcome()) == {}
-    # The parent's call goes on, and is as it was.
-    crew[1].outcome()
-    crew[1].call(reduce_large)
+def test_child_cannot_use_process_communicator(joined_rank_group):
+    group = joined_rank_group(2, timeout=60)
+    group.start(on_rank_forks_for_every_call)
+    assert value_of(group[0].outcome()) == {}
+    # The parent's call finishes, and the group still works.
+    group[1].outcome()
+    group[1].call(reduce_large)
 
 
 def outcome_in_forked_handler(wait: Callable[[], Any]) -> str:
@@ -415,24 +416,24 @@ def outcome_in_forked_handler(wait: Callable[[], Any]) -> str:
     os.close(writer)
     assert text == "returned", text
     with os.fdopen(reader) as answer:
-        said = answer.read()
-    assert [os.waitpid(child, 0)[1] for child in children] == [0], said
-    return said
+        text = answer.read()
+    assert [os.waitpid(child, 0)[1] for child in children] == [0], text
+    return text
 
 
-def on_rank_forks_in_a_handler(state) -> str:
+def on_rank_forks_in_handler(state) -> str:
     tensor = torch.full((1000,), float(state.rank + 1))
-    said = ""
+    error = ""
     if state.rank != 0:
         time.sleep(1.5)
         state.comm.all_reduce(tensor)
     else:
-        said = outcome_in_forked_handler(lambda: state.comm.all_reduce(tensor))
+        error = outcome_in_forked_handler(lambda: state.comm.all_reduce(tensor))
     assert torch.equal(tensor, torch.full((1000,), 3.0)), tensor
-    state.comm.all_reduce(tensor)  # the parent is as good a rank as before
-    return said
+    state.comm.all_reduce(tensor)  # the group still works
+    return error
 
 
-def test_fork_in_signal_handler(joined_crew):
-    said = joined_crew(2, timeout=60).run(on_rank_forks_in_a_handler)[0]
-    assert "a signal handler has called fork() while" in said
+def test_fork_in_signal_handler(joined_rank_group):
+    error = joined_rank_group(2, timeout=60).run(on_rank_forks_in_handler)[0]
+    assert "a signal handler has called fork() while" in error

@@ -37,7 +37,7 @@ def fill(data, total):
         tensor.copy_(total)
 
 
-# -- functions that are right ----------------------------------------------------------------------
+# -- correct functions -----------------------------------------------------------------------------
 
 
 def rebinding(data):
@@ -60,7 +60,7 @@ def stacked(data):
 
 
 def chunked_ring(data):
-    """Adds every chunk in another order of ranks, as a ring does."""
+    """Adds each chunk in a different order of ranks, as a ring does."""
     k = len(data)
     flats = [t.reshape(-1) for t in data]
     bounds = [c * flats[0].numel() // k for c in range(k + 1)]
@@ -84,7 +84,7 @@ def test_sane_solutions_pass(fn):
     assert {p.verdict for p in report.properties} == {"pass", "reported"}
 
 
-# -- functions that are wrong ----------------------------------------------------------------------
+# -- wrong functions -------------------------------------------------------------------------------
 
 
 def forgets_rank_2(data):
@@ -120,17 +120,17 @@ def each_rank_its_own_order(data):
 
 
 def only_contiguous(data):
-    """ravel() copies a tensor that is not contiguous, and the copy is written."""
+    """Loses the results of strided tensors, since ravel() copies them."""
     repaired([t.ravel() for t in data])
 
 
 def trusts_the_strides_of_rank_0(data):
-    """Right if all ranks have the strides of rank 0."""
+    """Correct only if all ranks have the strides of rank 0."""
     repaired([t.as_strided(data[0].shape, data[0].stride()) for t in data])
 
 
-def writes_the_gaps(data):
-    """Sums all memory between the first and the last element."""
+def writes_between_elements(data):
+    """Also reduces the memory between the elements of a strided tensor."""
     spans = []
     for tensor in data:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -173,7 +173,7 @@ def wrong_for_three(data):
         data[2] += 1
 
 
-def fails_on_nothing(data):
+def fails_on_empty_tensors(data):
     data[0].max()
     repaired(data)
 
@@ -188,8 +188,9 @@ def swallows_nan_and_infinities(data):
     fill(data, total.nan_to_num() if total.is_floating_point() else total)
 
 
-# The function, properties that fail (no others fail after "only"), and words of the last.
-PLANTED: list[tuple[Allreduce, str, str]] = [
+# Function, its failing properties, and words from the detail of the last property in this list.
+# "only": all other properties pass.
+MISTAKES: list[tuple[Allreduce, str, str]] = [
     (rebinding, "only list, in place", "rank 1's own tensor still holds its own values"),
     (averages, "every rank, sizes, sum", "this is the mean, not the sum"),
     (skips_writing_the_last_rank, "in place, same bits, every rank", "expected 3.0, got 2.0 (k=2"),
@@ -201,9 +202,9 @@ PLANTED: list[tuple[Allreduce, str, str]] = [
     (each_rank_its_own_order, "only same bits", "has other bits than rank 0"),
     (only_contiguous, "only mixed strides, strides", "every other element"),
     (trusts_the_strides_of_rank_0, "only mixed strides", "beside transposed [4, 6]"),
-    (writes_the_gaps, "outside", "that is not part of its tensor was written"),
+    (writes_between_elements, "outside", "that is not part of its tensor was written"),
     (float32_only, "dtypes", "float64, random values"),
-    (fails_on_nothing, "only sizes", "raises RuntimeError"),
+    (fails_on_empty_tensors, "only sizes", "raises RuntimeError"),
     (gives_sparse_tensors, "same bits, sum", "rank 0 holds sparse float32 of shape [840]"),
     (swallows_nan_and_infinities, "only nan and inf", "element 0: expected nan, got 0.0"),
     (leaves_ranks_beyond_32_alone, "only ranks", "k=33, numel=9240, float32, positional values"),
@@ -212,13 +213,15 @@ PLANTED: list[tuple[Allreduce, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fn", "what", "words"), PLANTED, ids=[p[0].__name__ for p in PLANTED])
-def test_planted_mistakes_fail(fn, what, words):
+@pytest.mark.parametrize(
+    ("fn", "failing", "words"), MISTAKES, ids=[p[0].__name__ for p in MISTAKES]
+)
+def test_planted_mistakes_fail(fn, failing, words):
     report = graded(fn)
-    names = what.removeprefix("only ").split(", ")
+    names = failing.removeprefix("only ").split(", ")
     assert not report.passed
     assert set(names) <= {p.name for p in report.failed}, str(report)
-    assert len(names) == len(report.failed) or not what.startswith("only ")
+    assert len(names) == len(report.failed) or not failing.startswith("only ")
     assert words in report[names[-1]].detail
     if fn is rebinding:
         last = "properties: in place, list\nmark: 0 of 100, for: no sum\nfirst look at: in place"
@@ -464,7 +467,7 @@ def test_solution_cannot_change_the_next(folder, capsys):
         (["class", "--devices", "cpu,tpu"], "check: --devices[1] is 'tpu'"),
     ],
 )
-def test_wrong_arguments_are_refused_first(folder, capsys, arguments, words):
+def test_wrong_arguments_start_no_grading(folder, capsys, arguments, words):
     for name in ("empty", "taken.csv"):
         Path(name).mkdir()
     Path("other.csv").write_text("name,mark\n")
@@ -545,7 +548,7 @@ def test_unreadable_files_have_a_row(folder, capsys):
 
 
 def test_odd_text_is_kept_in_csv(tmp_path):
-    """File names are exact, so that a teacher can join tables. Messages are printable."""
+    """File names stay exact, so that a teacher can join tables. Messages become printable."""
     path, name = tmp_path / "marks.csv", 'a  b\t=1\r\n,"é 漢\udcff' + 600 * "x" + ".py"
     failing = report("fail", "strides", "\x00\x1b[2J\u202e")
     file = MarksFile(path, resume=False)

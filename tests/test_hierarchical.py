@@ -13,7 +13,7 @@ import torch
 from call_cases import CallCase, Operand
 from case_marks import mostly_slow
 from process_checks import error_of
-from rank_processes import Crew
+from rank_processes import RankGroup
 from running import check_same
 from torch import Tensor
 from transports import MachinesTransport, check_on_rank, join_machines
@@ -30,7 +30,7 @@ INTERLEAVED = "abab"
 
 @pytest.fixture(scope="module")
 def pool():
-    made = Crew(4)
+    made = RankGroup(4)
     yield made
     made.close()
 
@@ -60,9 +60,9 @@ def test_calls_have_promised_bits(machines):
         for op, root in (("sum", i % 4), ("mean", 3))
     ]
     calls = [call for call in made if machines_of.can_run(call)]
-    with Crew(4) as crew:
-        crew.join(function=join_machines, machines=machines, timeout=20)
-        for call, *digests in zip(calls, *crew.run(check_on_rank, calls=calls), strict=True):
+    with RankGroup(4) as group:
+        group.join(function=join_machines, machines=machines, timeout=20)
+        for call, *digests in zip(calls, *group.run(check_on_rank, calls=calls), strict=True):
             check_same(call, digests, is_on_gpu=True)
 
 
@@ -153,7 +153,7 @@ def test_machines_and_order_choose_communicator(pool, machines, order, kind, wor
 
 @pytest.fixture(scope="module")
 def pair():
-    with Crew(2) as made:
+    with RankGroup(2) as made:
         yield made
 
 
@@ -270,8 +270,8 @@ def test_gpu_sums_have_promised_bits(machines, monkeypatch):
         pytest.skip(f"NCCL wants a GPU per rank, here: {torch.cuda.device_count()}")
     monkeypatch.setattr(oracle, "machines", machines)
     load.cuda_engine()  # compiled once, here
-    with Crew(len(machines)) as crew:
-        answers = crew.check(reduced_as_rank, machines, timeout_s=100)
+    with RankGroup(len(machines)) as group:
+        answers = group.check(reduced_as_rank, machines, timeout_s=100)
     for round_, dtype in enumerate(oracle.DTYPES):
         parts = [oracle.random(70_001, dtype, rank) for rank in range(len(machines))]
         wanted = oracle.reduced(parts, "mean" if round_ % 2 else "max")
@@ -324,8 +324,8 @@ def use_fake_nccl_as_rank(rank, world_size, store, machines):
 @pytest.mark.parametrize("machines", ["aabb", "abbb", "abcd"])
 def test_nccl_gets_same_blocks_as_gloo(machines, monkeypatch):
     monkeypatch.setattr(oracle, "machines", machines)
-    with Crew(4) as crew:
-        answers = crew.check(use_fake_nccl_as_rank, machines)
+    with RankGroup(4) as group:
+        answers = group.check(use_fake_nccl_as_rank, machines)
     wanted = oracle.reduced([oracle.random(4001, torch.float32, rank) for rank in range(4)], "sum")
     oracle.assert_all_ranks([mine for mine, _ in answers], wanted)
     oracle.assert_all_ranks([parts for _, parts in answers], wanted[:1000].repeat(4))

@@ -21,47 +21,47 @@ from process_checks import (
     reduce,
     stop_in,
 )
-from rank_processes import Crew, join, new_store
+from rank_processes import RankGroup, join, new_store
 
 import pyringar as pr
 
 pytestmark = needs_linux
 
 
-def begin_call(crew: Crew, victim: int, phase: str, numel: int, function=reduce) -> list[int]:
-    crew[victim].call(stop_in, phase=phase, seconds=50.0 if phase == "reduce" else 0.8)
-    crew.start(function, numel=numel)
+def begin_call(group: RankGroup, victim: int, phase: str, numel: int, function=reduce) -> list[int]:
+    group[victim].call(stop_in, phase=phase, seconds=50.0 if phase == "reduce" else 0.8)
+    group.start(function, numel=numel)
     time.sleep(0.3)  # all are in the call, and where they wait
-    return [rank for rank in range(crew.world_size) if rank != victim]
+    return [rank for rank in range(group.world_size) if rank != victim]
 
 
-def test_late_death_fails_next_call(joined_crew):
+def test_late_death_fails_next_call(joined_rank_group):
     """After its announcement a rank is not needed for a small call."""
-    crew = joined_crew(3)
-    crew.run(reduce)
-    others = begin_call(crew, 1, "reduce", SMALL)
-    crew[1].kill()
-    assert [outcome.error for outcome in crew.outcomes(others)] == [None] * 2
-    crew.start(reduce, others)
-    assert_all_lost(crew, others, 1, time.monotonic())
+    group = joined_rank_group(3)
+    group.run(reduce)
+    others = begin_call(group, 1, "reduce", SMALL)
+    group[1].kill()
+    assert [outcome.error for outcome in group.outcomes(others)] == [None] * 2
+    group.start(reduce, others)
+    assert_all_lost(group, others, 1, time.monotonic())
 
 
-def test_stopped_rank_hears_of_timeout(joined_crew):
-    crew = joined_crew(3, timeout=1.0)
-    crew.run(reduce)
-    others = begin_call(crew, 0, "idle", SMALL)
-    crew[0].send(signal.SIGSTOP)
-    assert [outcome.error for outcome in crew.outcomes(others)] == ["CollectiveTimeout"] * 2
-    crew[0].send(signal.SIGCONT)
-    outcome = crew[0].outcome()
+def test_stopped_rank_hears_of_timeout(joined_rank_group):
+    group = joined_rank_group(3, timeout=1.0)
+    group.run(reduce)
+    others = begin_call(group, 0, "idle", SMALL)
+    group[0].send(signal.SIGSTOP)
+    assert [outcome.error for outcome in group.outcomes(others)] == ["CollectiveTimeout"] * 2
+    group[0].send(signal.SIGCONT)
+    outcome = group[0].outcome()
     if outcome.error is None:  # the others had announced their data: then in its next call
-        crew[0].start(reduce)
-        outcome = crew[0].outcome()
+        group[0].start(reduce)
+        outcome = group[0].outcome()
     assert outcome.error == "CollectiveTimeout", outcome
-    assert crew.name(0) in outcome.text
-    crew.run(leave_nothing)
-    crew.join()
-    crew.run(reduce, numel=LARGE)
+    assert group.name(0) in outcome.text
+    group.run(leave_nothing)
+    group.join()
+    group.run(reduce, numel=LARGE)
 
 
 def reduce_and_leave(state, **arguments) -> None:
@@ -71,24 +71,24 @@ def reduce_and_leave(state, **arguments) -> None:
         state.comm.close()
 
 
-def test_error_names_dead_rank_only(joined_crew):
+def test_error_names_dead_rank_only(joined_rank_group):
     """The first survivor closes at once; later errors must still name the dead rank."""
-    crew = joined_crew(4)
-    others = begin_call(crew, 1, "reduce", LARGE, reduce_and_leave)
-    assert_all_lost(crew, others, 1, crew[1].kill())
+    group = joined_rank_group(4)
+    others = begin_call(group, 1, "reduce", LARGE, reduce_and_leave)
+    assert_all_lost(group, others, 1, group[1].kill())
 
 
-def test_absent_rank_times_out(new_crew):
-    crew = new_crew(3)
-    crew.start_group([0, 2], world_size=3, timeout=1.0)
-    for outcome in crew.outcomes([0, 2]):
+def test_absent_rank_times_out(new_rank_group):
+    group = new_rank_group(3)
+    group.start_group([0, 2], world_size=3, timeout=1.0)
+    for outcome in group.outcomes([0, 2]):
         assert outcome.error == "CollectiveTimeout", outcome
         assert "ranks [1] to join" in outcome.text
         assert "of 3 ranks" in outcome.text
         assert 0.9 < outcome.seconds < 1.0 + LATE_S
-    assert crew.run(open_memories, [0, 2]) == [[], []]
-    crew.join([0, 2])
-    crew.run(reduce, [0, 2])
+    assert group.run(open_memories, [0, 2]) == [[], []]
+    group.join([0, 2])
+    group.run(reduce, [0, 2])
 
 
 def join_without_room(state, limit: int, **options) -> None:
@@ -100,18 +100,18 @@ def join_without_room(state, limit: int, **options) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_segment_without_room_raises(new_crew):
-    crew = new_crew(3)
-    name = crew.start_group([0], join_without_room, world_size=3, limit=100_000)
-    crew.start_group([1, 2], world_size=3, name=name)
-    for rank, outcome in enumerate(crew.outcomes()):
+def test_segment_without_room_raises(new_rank_group):
+    group = new_rank_group(3)
+    name = group.start_group([0], join_without_room, world_size=3, limit=100_000)
+    group.start_group([1, 2], world_size=3, name=name)
+    for rank, outcome in enumerate(group.outcomes()):
         assert outcome.error == "RingarError", outcome
         assert "bytes of shared memory for a group of processes: File too large" in outcome.text
-        assert rank == 0 or crew.name(0) in outcome.text, outcome.text
+        assert rank == 0 or group.name(0) in outcome.text, outcome.text
         assert outcome.seconds < 5, "they waited for a deadline"
-    crew.run(leave_nothing)
-    crew.join()
-    crew.run(reduce)
+    group.run(leave_nothing)
+    group.join()
+    group.run(reduce)
 
 
 def serve(state) -> int:
@@ -120,14 +120,14 @@ def serve(state) -> int:
 
 
 @pytest.mark.parametrize("event", ["killed", "stopped"])
-def test_store_ends_while_joining(new_crew, event):
-    crew = new_crew(3)
-    crew.port = crew[0].call(serve)
-    crew.start_group([1, 2], world_size=3, timeout=2.0 if event == "stopped" else 30.0)
+def test_store_ends_while_joining(new_rank_group, event):
+    group = new_rank_group(3)
+    group.port = group[0].call(serve)
+    group.start_group([1, 2], world_size=3, timeout=2.0 if event == "stopped" else 30.0)
     time.sleep(0.5)
     ended_at = time.monotonic()
-    crew[0].send(signal.SIGKILL if event == "killed" else signal.SIGSTOP)
-    for outcome in crew.outcomes([1, 2], 20):
+    group[0].send(signal.SIGKILL if event == "killed" else signal.SIGSTOP)
+    for outcome in group.outcomes([1, 2], 20):
         assert "store" in outcome.text, outcome
         if event == "killed":
             assert outcome.error == "PeerLostError", outcome
@@ -137,16 +137,16 @@ def test_store_ends_while_joining(new_crew, event):
             assert outcome.seconds < 2.0 + LATE_S
 
 
-def test_store_dies_later(new_crew):
-    crew = new_crew(3)
-    crew.port = crew[0].call(serve)
-    crew.join([1, 2])
-    crew[0].kill()
-    crew.run(reduce, [1, 2], numel=LARGE)
-    crew.start_group({1: 0, 2: 1})
-    for outcome in crew.outcomes([1, 2]):
+def test_store_dies_later(new_rank_group):
+    group = new_rank_group(3)
+    group.port = group[0].call(serve)
+    group.join([1, 2])
+    group[0].kill()
+    group.run(reduce, [1, 2], numel=LARGE)
+    group.start_group({1: 0, 2: 1})
+    for outcome in group.outcomes([1, 2]):
         assert outcome.error == "PeerLostError", outcome
-    crew.run(reduce, [1, 2])
+    group.run(reduce, [1, 2])
 
 
 def used_bytes() -> int:
@@ -174,9 +174,9 @@ def run_out_of_memory(state) -> list[str]:
     return found
 
 
-def test_rank_without_memory_is_named(joined_crew):
-    crew = joined_crew(2)
-    first, second = crew.run(run_out_of_memory)
+def test_rank_without_memory_is_named(joined_rank_group):
+    group = joined_rank_group(2)
+    first, second = group.run(run_out_of_memory)
     assert first[0].startswith("MemoryError"), first
     assert second[0].startswith("RingarError rank 0 (process "), second
     assert "failed before" in first[1]

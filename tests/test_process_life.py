@@ -59,12 +59,12 @@ def on_rank_from_environment(state, rank: int, port: int) -> float:
         return tensor.sum().item()
 
 
-def test_store_of_torchrun(new_crew):
-    crew = new_crew(2)
+def test_store_of_torchrun(new_rank_group):
+    group = new_rank_group(2)
     port = free_port()
     for rank in range(2):
-        crew[rank].start(on_rank_from_environment, rank=rank, port=port)
-    assert crew.values() == [40.0, 40.0]
+        group[rank].start(on_rank_from_environment, rank=rank, port=port)
+    assert group.values() == [40.0, 40.0]
 
 
 def on_rank_torch_distributed(state, rank: int, path: str) -> float:
@@ -80,11 +80,11 @@ def on_rank_torch_distributed(state, rank: int, path: str) -> float:
         dist.destroy_process_group()
 
 
-def test_store_of_torch_distributed(new_crew, tmp_path):
-    crew = new_crew(2)
+def test_store_of_torch_distributed(new_rank_group, tmp_path):
+    group = new_rank_group(2)
     for rank in range(2):
-        crew[rank].start(on_rank_torch_distributed, rank=rank, path=str(tmp_path / "store"))
-    assert crew.values() == [40.0, 40.0]
+        group[rank].start(on_rank_torch_distributed, rank=rank, path=str(tmp_path / "store"))
+    assert group.values() == [40.0, 40.0]
 
 
 @on_ranks(2)

@@ -85,27 +85,27 @@ class CountingStore(dist.Store):
 
 @pytest.mark.parametrize("late", mostly_slow([0, 1], 0))
 @pytest.mark.parametrize("killed", mostly_slow([False, True], True))
-def test_restart_on_old_store(new_crew, late, killed):
-    before = new_crew(2)
+def test_restart_on_old_store(new_rank_group, late, killed):
+    before = new_rank_group(2)
     name = before.join(timeout=LONG_S)
     before.run(reduce)
     for _ in range(2):
         for rank in before.ranks:
             rank.kill() if killed else rank.close()
-        crew = before = new_crew(2)
+        group = before = new_rank_group(2)
         for rank in (1 - late, late):
-            crew.start_group([rank], meet, world_size=2, name=name, timeout=LONG_S)
+            group.start_group([rank], meet, world_size=2, name=name, timeout=LONG_S)
             time.sleep(0.3)
-        crew.values()
+        group.values()
 
 
-def test_dead_call_is_ignored(new_crew):
+def test_dead_call_is_ignored(new_rank_group):
     name = new_name()
-    crew = new_crew(2)
-    crew[0].call(call_only, port=crew.port, name=name)
-    crew[0].kill()
-    crew.start_group([1], meet, world_size=2, name=name, timeout=1.0)
-    outcome = crew[1].outcome()
+    group = new_rank_group(2)
+    group[0].call(call_only, port=group.port, name=name)
+    group[0].kill()
+    group.start_group([1], meet, world_size=2, name=name, timeout=1.0)
+    outcome = group[1].outcome()
     assert outcome.error == "CollectiveTimeout", outcome
     assert "waited 1 s for ranks [0] to join" in outcome.text
     assert outcome.seconds >= 1.0
@@ -114,16 +114,16 @@ def test_dead_call_is_ignored(new_crew):
 # -- ranks that give up, and come again ------------------------------------------------------------
 
 
-def test_last_answer_of_rank_counts(new_crew):
-    crew = new_crew(3)
+def test_last_answer_of_rank_counts(new_rank_group):
+    group = new_rank_group(3)
     options = {"function": meet, "world_size": 3, "name": new_name()}
-    crew.start_group([0], timeout=LONG_S, **options)
-    crew.start_group([1], timeout=0.5, **options)
-    assert crew[1].outcome().error == "CollectiveTimeout"
-    crew.start_group([1], timeout=LONG_S, **options)
+    group.start_group([0], timeout=LONG_S, **options)
+    group.start_group([1], timeout=0.5, **options)
+    assert group[1].outcome().error == "CollectiveTimeout"
+    group.start_group([1], timeout=LONG_S, **options)
     time.sleep(0.5)
-    crew.start_group([2], timeout=LONG_S, **options)
-    crew.values()
+    group.start_group([2], timeout=LONG_S, **options)
+    group.values()
 
 
 def exchange(state, port: int, rank: int, world_size: int, name: str, timeout: float) -> None:
@@ -133,14 +133,14 @@ def exchange(state, port: int, rank: int, world_size: int, name: str, timeout: f
         assert len(meeting.exchange_members()) == world_size
 
 
-def test_rank_answers_new_call(new_crew):
-    crew = new_crew(4)
+def test_rank_answers_new_call(new_rank_group):
+    group = new_rank_group(4)
     options = {"function": exchange, "world_size": 3, "name": new_name(), "timeout": LONG_S}
-    crew.start_group([0, 1], **options)
+    group.start_group([0, 1], **options)
     time.sleep(0.5)
-    crew[0].kill()
-    crew.start_group({3: 0, 2: 2}, **options)
-    crew.values([1, 2, 3])
+    group[0].kill()
+    group.start_group({3: 0, 2: 2}, **options)
+    group.values([1, 2, 3])
 
 
 # -- ranks that die --------------------------------------------------------------------------------
@@ -151,36 +151,36 @@ assert_all_lost = functools.partial(process_checks.assert_all_lost, within_s=PRO
 @pytest.mark.parametrize(
     ("phase", "dead"), [("called", 0), ("answered", 2), ("met", 0), ("met", 1), ("met", 2)]
 )
-def test_death_during_rendezvous_raises(new_crew, phase, dead):
-    crew, name = new_crew(3), new_name()
+def test_death_during_rendezvous_raises(new_rank_group, phase, dead):
+    group, name = new_rank_group(3), new_name()
     options = {"world_size": 4 if phase == "answered" else 3, "name": name, "timeout": 60.0}
     if phase == "called":
-        crew[0].call(call_only, port=crew.port, name=name)
+        group[0].call(call_only, port=group.port, name=name)
     if phase == "met":
-        crew.start_group([2], meet_only, world_size=3, name=name)
+        group.start_group([2], meet_only, world_size=3, name=name)
     starting = {"called": [1, 2], "answered": [0, 1, 2], "met": [0, 1]}[phase]
-    crew.start_group(starting, **options)
+    group.start_group(starting, **options)
     if phase == "met":
-        value_of(crew[2].outcome())
+        value_of(group[2].outcome())
     time.sleep(0.7)
-    died_at = crew[dead].kill()
+    died_at = group[dead].kill()
     survivors = [rank for rank in starting if rank != dead]
-    assert_all_lost(crew, survivors, dead, died_at)
+    assert_all_lost(group, survivors, dead, died_at)
     if phase == "called":
-        crew.join(survivors, name=name)
-        crew.run(reduce, survivors)
+        group.join(survivors, name=name)
+        group.run(reduce, survivors)
 
 
-def test_rank_stops_after_all_came(new_crew):
-    crew = new_crew(2)
-    name = crew.start_group([1], meet_only, world_size=2)
-    crew.start_group([0], world_size=2, name=name, timeout=1.0)
-    value_of(crew[1].outcome())
-    crew[1].send(signal.SIGSTOP)
-    outcome = crew[0].outcome()
+def test_rank_stops_after_all_came(new_rank_group):
+    group = new_rank_group(2)
+    name = group.start_group([1], meet_only, world_size=2)
+    group.start_group([0], world_size=2, name=name, timeout=1.0)
+    value_of(group[1].outcome())
+    group[1].send(signal.SIGSTOP)
+    outcome = group[0].outcome()
     assert outcome.error == "CollectiveTimeout"
     assert f"for ranks [1] to map the group's memory in group {name} of 2 ranks" in outcome.text
-    assert crew.name(1) in outcome.text
+    assert group.name(1) in outcome.text
 
 
 # -- why there is no group -------------------------------------------------------------------------
@@ -192,13 +192,13 @@ def fail_to_map(state, port: int, name: str, rank: int, world_size: int) -> None
         raise KeyboardInterrupt
 
 
-def test_interrupted_rank_tells_others(new_crew):
-    crew = new_crew(3)
-    name = crew.start_group([0, 2], world_size=3, timeout=60.0)
-    crew.start_group([1], fail_to_map, world_size=3, name=name)
-    for outcome in crew.outcomes([0, 2]):
+def test_interrupted_rank_tells_others(new_rank_group):
+    group = new_rank_group(3)
+    name = group.start_group([0, 2], world_size=3, timeout=60.0)
+    group.start_group([1], fail_to_map, world_size=3, name=name)
+    for outcome in group.outcomes([0, 2]):
         assert outcome.error == "RingarError", outcome
-        assert crew.name(1) in outcome.text
+        assert group.name(1) in outcome.text
         assert "could not make the group: KeyboardInterrupt" in outcome.text
         assert outcome.seconds < PROMPT_S + 5
 
@@ -215,20 +215,20 @@ def fail_when_mapped(state, why: str, **options) -> None:
 @pytest.mark.parametrize(
     "why", ["planted \udcff", "planted" + 1000 * "\U0001f600"], ids=["odd", "long"]
 )
-def test_late_failure_reaches_all_ranks(new_crew, why):
-    crew = new_crew(3)
-    name = crew.start_group([0, 2], meet, world_size=3, timeout=60.0)
-    crew.start_group([1], fail_when_mapped, world_size=3, name=name, why=why)
-    for outcome in crew.outcomes([0, 2]):
+def test_late_failure_reaches_all_ranks(new_rank_group, why):
+    group = new_rank_group(3)
+    name = group.start_group([0, 2], meet, world_size=3, timeout=60.0)
+    group.start_group([1], fail_when_mapped, world_size=3, name=name, why=why)
+    for outcome in group.outcomes([0, 2]):
         assert outcome.error == "PeerLostError", outcome
-        assert f"{crew.name(1)} could not make the group: planted" in outcome.text
+        assert f"{group.name(1)} could not make the group: planted" in outcome.text
 
 
-def test_different_world_sizes_raise(new_crew):
-    crew = new_crew(2)
-    name = crew.start_group([1], world_size=3, timeout=60.0)
-    crew.start_group([0], world_size=2, name=name, timeout=60.0)
-    for outcome in crew.outcomes():
+def test_different_world_sizes_raise(new_rank_group):
+    group = new_rank_group(2)
+    name = group.start_group([1], world_size=3, timeout=60.0)
+    group.start_group([0], world_size=2, name=name, timeout=60.0)
+    for outcome in group.outcomes():
         assert outcome.error == "ArgumentError", outcome
         assert "world_size is 3 for rank 1 and 2 for rank 0 (process" in outcome.text, outcome
         assert outcome.seconds < PROMPT_S + 5

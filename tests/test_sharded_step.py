@@ -1,4 +1,4 @@
-"""ShardedStep: gradients, buffers and loss have the bits of one tree over the shards."""
+"""ShardedStep: gradients, buffers and loss have the bits of a tree reduction of the shards."""
 
 import copy
 import os
@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
         self.register_buffer("numbers", torch.zeros((), dtype=torch.int64))
         self.to(dtype)
-        self.mask = self.mask.float()  # another dtype than the parameters
+        self.mask = self.mask.float()  # differs from the dtype of the parameters
 
     def forward(self, x, shard):
         self.seen.fill_(True)
@@ -116,7 +116,7 @@ def test_result_has_bits_of_tree(num_shards, num_ranks):
 
 
 @pytest.mark.parametrize(("num_shards", "num_ranks"), [c for c in CASES if c not in FITTING])
-def test_unfit_number_of_ranks_raises(num_shards, num_ranks):
+def test_wrong_number_of_ranks_raises(num_shards, num_ranks):
     fitting = ", ".join(str(k) for S, k in FITTING if num_shards == S)
     words = f"num_shards is {num_shards} on {num_ranks} ranks, .* fit on {fitting} ranks"
     with pytest.raises(pr.ArgumentError, match=words):
@@ -161,7 +161,7 @@ def test_thread_count_is_set_and_restored(two_torch_threads):
 
 
 class Holder(nn.Module):
-    """A complex weight, and a buffer that every shard but the second changes."""
+    """A complex weight, and a buffer that all shards except shard 1 change."""
 
     def __init__(self, values):
         super().__init__()
@@ -235,7 +235,7 @@ def test_seeded_draws_have_equal_bits():
     assert states() == before
     assert len({total.item() for total in found[0][::2]}) == 6
     with pr.ShardedStep(pr.replicate(net, ["cpu"]), 8, seed=3) as resumed:
-        resumed.num_steps = 1  # as after a checkpoint
+        resumed.num_steps = 1  # the number of the step selects its seed
         assert resumed(DRAWS["numpy"]) == found[0][2]
 
 
@@ -251,7 +251,7 @@ def test_shards_draw_different_numbers():
 def test_draws_without_seed_raise(kind, num_ranks):
     replicas = pr.replicate(nn.Linear(3, 3), ["cpu"] * num_ranks)
     with pr.ShardedStep(replicas, 4) as step:
-        for _ in range(2):  # after a failed step the check is repeated
+        for _ in range(2):  # also checked after a failed first step
             with pytest.raises(pr.UnsupportedError, match=r"random numbers .* give seed"):
                 step(DRAWS[kind])
         step(lambda net, shard: net.weight.sum())
@@ -315,10 +315,10 @@ def step_as_rank(rank, world_size, store, machines):
 
 
 @pytest.mark.parametrize("machines", ["aaaa", "aabb", "abcd"])
-def test_processes_have_bits_of_tree(new_crew, machines):
+def test_processes_have_bits_of_tree(new_rank_group, machines):
     (net,) = make(1)
     wanted_grads, wanted_buffers, wanted_loss = expected(net, losses_of(37, 8), 8)
-    for loss, grads, buffers in new_crew(4).check(step_as_rank, machines):
+    for loss, grads, buffers in new_rank_group(4).check(step_as_rank, machines):
         assert_bits(loss, wanted_loss)
         check_replicas_equal([[*wanted_grads, *wanted_buffers], [*grads, *buffers]])
 
@@ -344,7 +344,7 @@ def differ_as_rank(rank, world_size, store, name, values):
         ("offset", (0, 0, 0, 1), "^rank 3 has parameters and buffers "),
     ],
 )
-def test_different_processes_raise(new_crew, name, values, words):
-    texts = new_crew(4).check(differ_as_rank, name, values)
+def test_different_processes_raise(new_rank_group, name, values, words):
+    texts = new_rank_group(4).check(differ_as_rank, name, values)
     assert len(set(texts)) == 1
     assert re.search(words, texts[0])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from case_marks import mostly_slow
-from rank_processes import Crew
+from rank_processes import RankGroup
 from sharded_runs import KINDS, MODELS, TEST, TRAIN, as_rank, in_one_process
 from training_runs import garments, run, same_results
 
@@ -27,8 +27,8 @@ def test_bits_are_independent_of_ranks(model, kind):
     options = {**MODELS[model], **KINDS[kind]}
     rows = {k: in_one_process(k, **options) for k in (1, 2, 8)}
     for machines in ("aa", "aaaa", "aabb"):
-        with Crew(len(machines)) as crew:
-            for rank, row in enumerate(crew.check(as_rank, machines, options)):
+        with RankGroup(len(machines)) as group:
+            for rank, row in enumerate(group.check(as_rank, machines, options)):
                 rows[f"rank {rank} of {machines}"] = row
     check(rows)
 

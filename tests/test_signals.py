@@ -20,30 +20,30 @@ from rank_processes import LONG_S, connect, value_of
 import pyringar as pr
 from pyringar.comm.background_work import Work
 
-# Of a wait that a signal ends.
+# Limit from the signal to the end of the wait.
 ENDS_S = 0.2 + BUSY_S
 
 
 class Alarm(BaseException):
-    """Exception of signal handlers; like KeyboardInterrupt not an Exception."""
+    """Exception of a signal handler. Like KeyboardInterrupt, it does not subclass Exception."""
 
 
 WAITS = {
     "call": reduce,
-    "bound call": lambda state: state.comm.bind(torch.ones(SMALL))(),
+    "prepared call": lambda state: state.comm.bind(torch.ones(SMALL))(),
     "work": lambda state: state.comm.all_reduce(torch.ones(SMALL), async_op=True).wait(),
-    "call behind background": lambda state: state.comm.barrier(),
-    "close behind background": lambda state: state.comm.close(),
+    "call after background call": lambda state: state.comm.barrier(),
+    "close after background call": lambda state: state.comm.close(),
 }
 
 
-def wait_in(state, where: str) -> None:
-    if "background" in where:
+def wait_in(state, kind: str) -> None:
+    if "background" in kind:
         state.work = state.comm.all_reduce(torch.ones(SMALL), async_op=True)
-    WAITS[where](state)
+    WAITS[kind](state)
 
 
-def wait_with_handler(state, where: str, handler) -> list[str]:
+def wait_with_handler(state, kind: str, handler) -> list[str]:
     handled = []
 
     def handle(*_: object) -> None:
@@ -54,50 +54,50 @@ def wait_with_handler(state, where: str, handler) -> list[str]:
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        wait_in(state, where)
+        wait_in(state, kind)
     finally:
         signal.signal(signal.SIGUSR1, before)
     return handled
 
 
-def leave(state) -> list[str]:
+def exit_program(state) -> list[str]:
     raise SystemExit(3)
 
 
-@pytest.mark.parametrize("where", mostly_slow(WAITS, *[*WAITS][1:4]))
-def test_signal_ends_wait_and_group(new_crew, where):
-    crew = new_crew(2)
-    crew.join(timeout=20)
-    crew[0].start(wait_with_handler, where=where, handler=leave)
-    time.sleep(0.4)  # by now it waits
+@pytest.mark.parametrize("kind", mostly_slow(WAITS, *[*WAITS][1:4]))
+def test_signal_ends_wait_and_group(new_rank_group, kind):
+    group = new_rank_group(2)
+    group.join(timeout=20)
+    group[0].start(wait_with_handler, kind=kind, handler=exit_program)
+    time.sleep(0.4)  # until rank 0 waits
     sent_at = time.monotonic()
-    crew[0].send(signal.SIGUSR1)
-    outcome = crew[0].outcome()
+    group[0].send(signal.SIGUSR1)
+    outcome = group[0].outcome()
     assert outcome.error == "SystemExit", outcome
     assert outcome.at - sent_at < ENDS_S
-    crew.start(reduce)  # the group is over on all ranks, at once
-    for rank, refused in enumerate(crew.outcomes()):
+    group.start(reduce)  # the signal has failed the group on all ranks
+    for rank, refused in enumerate(group.outcomes()):
         assert refused.error in ("RingarError", "PeerLostError"), refused
-        assert rank == 0 or crew.name(0) in refused.text, refused.text
+        assert rank == 0 or group.name(0) in refused.text, refused.text
         assert refused.seconds < PROMPT_S
-    crew.run(leave_nothing)
-    crew.join()
-    crew.run(reduce)
+    group.run(leave_nothing)
+    group.join()
+    group.run(reduce)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_ends_joining(new_crew, rank):
-    crew = new_crew(2)
-    name = crew.start_group([rank], world_size=2)
+def test_ctrl_c_ends_joining(new_rank_group, rank):
+    group = new_rank_group(2)
+    name = group.start_group([rank], world_size=2)
     time.sleep(0.4)
     sent_at = time.monotonic()
-    crew[rank].send(signal.SIGINT)
-    outcome = crew[rank].outcome()
+    group[rank].send(signal.SIGINT)
+    outcome = group[rank].outcome()
     assert outcome.error == "KeyboardInterrupt", outcome
     assert outcome.at - sent_at < ENDS_S
-    crew.run(leave_nothing, [rank])
-    crew.join(name=name)
-    crew.run(reduce)
+    group.run(leave_nothing, [rank])
+    group.join(name=name)
+    group.run(reduce)
 
 
 def use_group(state) -> list[str]:
@@ -121,27 +121,27 @@ def use_group(state) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("where", ["call", "bound call", "call behind background"])
-def test_handler_cannot_use_waiting_group(new_crew, where):
-    crew = new_crew(2)
-    name = crew.join(timeout=20)
-    crew[0].start(wait_with_handler, where=where, handler=use_group)
+@pytest.mark.parametrize("kind", ["call", "prepared call", "call after background call"])
+def test_handler_cannot_use_waiting_group(new_rank_group, kind):
+    group = new_rank_group(2)
+    name = group.join(timeout=20)
+    group[0].start(wait_with_handler, kind=kind, handler=use_group)
     time.sleep(0.4)
-    crew[0].send(signal.SIGUSR1)
-    connect(crew.port).wait([f"{name} handled"], timedelta(seconds=LONG_S))
-    crew[1].start(wait_in, where=where)
-    told = value_of(crew[0].outcome())
-    value_of(crew[1].outcome())
-    is_work = "background" in where
+    group[0].send(signal.SIGUSR1)
+    connect(group.port).wait([f"{name} handled"], timedelta(seconds=LONG_S))
+    group[1].start(wait_in, kind=kind)
+    errors = value_of(group[0].outcome())
+    value_of(group[1].outcome())
+    is_work = "background" in kind
     words = "wait for a work" if is_work else "use this communicator"
-    assert len(told) == (1 if is_work else 4)
-    assert all(f"a signal handler cannot {words}" in text for text in told), told
-    crew.run(reduce)
+    assert len(errors) == (1 if is_work else 4)
+    assert all(f"a signal handler cannot {words}" in text for text in errors), errors
+    group.run(reduce)
 
 
 @contextlib.contextmanager
 def signal_after(seconds: float, handle) -> Iterator[None]:
-    """Send SIGUSR1 to this process once (pytest-timeout uses SIGALRM)."""
+    """Send SIGUSR1 to this process once. SIGALRM belongs to pytest-timeout."""
     before = signal.signal(signal.SIGUSR1, handle)
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
     timer.start()
@@ -161,8 +161,8 @@ def delayed(comm: pr.Communicator) -> Work:
     return comm.all_reduce([torch.ones(8), torch.ones(8)], algorithm="ring", async_op=True)
 
 
-@pytest.mark.parametrize("what", ["close", "call", "work", "check"])
-def test_signal_ends_wait_in_one_process(what):
+@pytest.mark.parametrize("wait", ["close", "call", "work", "naive call"])
+def test_signal_ends_wait_in_one_process(wait):
     comm = pr.Communicator(["cpu"] * 2)
     group = comm._group
     work = delayed(comm)
@@ -172,17 +172,17 @@ def test_signal_ends_wait_in_one_process(what):
         "close": comm.close,
         "call": lambda: comm.all_reduce([torch.ones(8), torch.ones(8)]),
         "work": work.wait,
-        "check": lambda: comm.all_reduce([torch.ones(8), torch.ones(8)], algorithm="naive"),
+        "naive call": lambda: comm.all_reduce([torch.ones(8), torch.ones(8)], algorithm="naive"),
     }
     began = time.monotonic()
     with signal_after(0.2, raise_alarm), pytest.raises(Alarm):
-        waits[what]()
+        waits[wait]()
     assert time.monotonic() - began < 0.2 + ENDS_S
     assert not work.is_completed()
     group.end_delay()
     comm.close()
     assert work.wait()
-    if what == "close":
+    if wait == "close":
         with pytest.raises(pr.RingarError, match="closed"):
             later.wait()
         assert torch.equal(pair[0], torch.ones(8))
@@ -202,7 +202,7 @@ def tensors():
 
 comms = [pr.Communicator(["cpu"] * 2) for _ in range(4)]
 a, b, c = tensors(), tensors(), tensors()
-many = [[torch.ones(1) for _ in range(500)] for _ in range(2)]  # torch is asked about each
+many = [[torch.ones(1) for _ in range(500)] for _ in range(2)]  # many calls into torch
 calls = (
     lambda: comms[0].all_reduce(a, algorithm="ring"),
     lambda: comms[1].all_reduce(b, algorithm="direct", async_op=True).wait(),

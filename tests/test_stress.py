@@ -1,4 +1,7 @@
-"""tests/cpp/stress.cpp under sanitizers, compilers and instruction sets. Slow or thorough."""
+"""Run tests/cpp/stress.cpp with each sanitizer, compiler and instruction set.
+
+All tests of this file have the mark `slow`; rarely run variants have the mark `thorough`.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 STRESS = ROOT / "tests/cpp"
-FLOORS = ("core", "os", "cpu", "process")
-ENGINE_SOURCES = [path for floor in FLOORS for path in sorted((CSRC / floor).glob("*.cpp"))]
+LAYERS = ("core", "os", "cpu", "process")
+ENGINE_SOURCES = [path for layer in LAYERS for path in sorted((CSRC / layer).glob("*.cpp"))]
 
-# -ffp-contract=off as in the engine's own build: the oracle must not be contracted either.
+# -ffp-contract=off, as in the engine's build: the oracle must not use fused multiply-adds either.
 BASE_FLAGS = ("-std=c++20", "-ffp-contract=off", "-pthread", f"-I{CSRC}")
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 COMPILE_TIMEOUT_S = 300
 RUN_TIMEOUT_S = 600
-JOBS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # the other cores have tests of their own
+JOBS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # pytest-xdist uses all cores
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Variant:
 
 THREAD_FLAGS = ("-O1", "-g1", "-fsanitize=thread")
 MEMORY_FLAGS = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-VARIANTS = {  # those of clang++, before a release, run longer
+VARIANTS = {  # thorough variants run longer, since they run only before a release
     "plain": Variant("g++", ("-O1", NATIVE), 4),
     "thread": Variant("g++", (*THREAD_FLAGS, NATIVE), 12),
     "thread-clang": Variant("clang++", (*THREAD_FLAGS, NATIVE), 30),
@@ -49,7 +52,7 @@ VARIANTS = {  # those of clang++, before a release, run longer
     "memory-clang": Variant("clang++", ("-O1", *MEMORY_FLAGS, NATIVE), 30),
     "fast": Variant("g++", ("-O3", NATIVE), 30),
     "fast-clang": Variant("clang++", ("-O3", NATIVE), 30),
-    # The fp16 code has three paths: AVX-512, F16C, and integer arithmetic. Levels of a wheel, too.
+    # The fp16 code has three paths: AVX-512, F16C and integers. Wheels are built for x86-64.
     "x86-baseline": Variant("g++", ("-O2", "-march=x86-64"), 30),
     "x86-baseline-clang": Variant("clang++", ("-O2", "-march=x86-64"), 30),
     "x86-f16c": Variant("g++", ("-O2", "-march=x86-64-v3"), 30),
@@ -89,7 +92,7 @@ def require(*programs: str) -> None:
             pytest.skip(f"{program} is not installed")
 
 
-def some(names: Iterable[str], *each_time: str) -> list[Any]:
+def mostly_thorough(names: Iterable[str], *each_time: str) -> list[Any]:
     """Mark all names except ``each_time`` thorough, since a build is slow."""
     names = list(names)
     assert set(each_time) <= set(names), f"{each_time} are not all of {names}"
@@ -99,11 +102,11 @@ def some(names: Iterable[str], *each_time: str) -> list[Any]:
     ]
 
 
-def floors(folder: Path) -> Iterable[Path]:
-    for floor in FLOORS:
-        sources = [path for path in ENGINE_SOURCES if path.parent.name == floor]
+def layer_units(folder: Path) -> Iterable[Path]:
+    for layer in LAYERS:
+        sources = [path for path in ENGINE_SOURCES if path.parent.name == layer]
         if sources:
-            unit = folder / f"{floor}_floor.cpp"
+            unit = folder / f"{layer}_layer.cpp"
             unit.write_text("".join(f'#include "{path}"\n' for path in sources))
             yield unit
 
@@ -115,7 +118,7 @@ def build(variant: Variant, folder: Path) -> Path:
     common.write_text(f'#include "{STRESS / "oracle.h"}"\n')
     suffix = ".pch" if "clang" in variant.compiler else ".gch"
     compile_all([[*compiler, "-x", "c++-header", common, "-o", f"{common}{suffix}"]])
-    units = [*floors(folder), *sorted(STRESS.glob("*.cpp"))]
+    units = [*layer_units(folder), *sorted(STRESS.glob("*.cpp"))]
     objects = {unit: folder / f"{unit.stem}.o" for unit in units}
     compile_all(
         [[*compiler, "-include", common, "-c", unit, "-o", o] for unit, o in objects.items()]
@@ -143,7 +146,7 @@ def execute(
     command = [*variant.runner, str(program), *map(str, arguments)]
     done = run(command, RUN_TIMEOUT_S)
     if "ThreadSanitizer: unexpected memory mapping" in done.stdout:
-        # More random bits in addresses (vm.mmap_rnd_bits) than this version expects.
+        # The kernel randomizes more address bits than ThreadSanitizer supports: turn this off.
         require("setarch")
         done = run(["setarch", platform.machine(), "-R", *command], RUN_TIMEOUT_S)
         if "failed to set personality" in done.stdout or "unexpected memory" in done.stdout:
@@ -161,7 +164,7 @@ def check(variant: Variant, program: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
-@pytest.mark.parametrize("name", some(VARIANTS, "plain", "thread", "memory"))
+@pytest.mark.parametrize("name", mostly_thorough(VARIANTS, "plain", "thread", "memory"))
 def test_stress_variant(stress: Callable[[Variant], Path], name: str) -> None:
     if name.startswith("x86") and platform.machine() != "x86_64":
         pytest.skip(f"for x86-64, this is {platform.machine()}")
@@ -170,7 +173,7 @@ def test_stress_variant(stress: Callable[[Variant], Path], name: str) -> None:
     check(VARIANTS[name], stress(VARIANTS[name]))
 
 
-# `fold` has nothing to keep that registers do not hold.
+# All values of `fold` fit in registers, so any access to the stack is a spill.
 ONE_FOLD = """
 #include "cpu/kernels_impl.h"
 using namespace pyringar;
@@ -190,13 +193,13 @@ template void fold<Lanes>(const Lanes::Element* const*, int, Lanes::Element*);
 @pytest.mark.parametrize("dtype", ["kFloat32", "kFloat64", "kBFloat16", "kFloat16", "kInt32"])
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_vectors_stay_in_registers(level: str, dtype: str, tmp_path: Path) -> None:
-    """Vectors wider than registers spill to the stack: three times slower."""
+    """A vector type wider than a register spills to the stack, which takes three times as long."""
     require("g++")
     source = tmp_path / "fold.cpp"
     source.write_text(ONE_FOLD % dtype)
     asm = run(["g++", *BASE_FLAGS, "-O3", f"-march={level}", "-S", source, "-o", "-"], 60).stdout
     assert "ret" in asm, asm
-    # A red zone or a frame: either way the stack pointer is named.
+    # A spill has an address relative to the stack pointer or the frame pointer.
     on_stack = [line for line in asm.splitlines() if re.search(r"%[re][sb]p", line)]
     assert not on_stack, "\n".join(on_stack)
 

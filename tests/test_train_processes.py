@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from case_marks import mostly_slow
-from rank_processes import Crew
+from rank_processes import RankGroup
 from training_runs import garments, run, same_results
 
 import pyringar as pr
@@ -20,7 +20,7 @@ RESNET = {"model": "resnet18", "width": 8, "batch_size": 16, "epochs": 2}
 
 @pytest.fixture(scope="module")
 def pool():
-    made = Crew(2)
+    made = RankGroup(2)
     yield made
     made.close()
 

@@ -18,7 +18,8 @@ namespace {
 
 constexpr std::size_t kSliceBytes = 256;
 
-// Slots on GPUs. A write is enqueued before the host counter is set, a wait after the host's wait.
+// GPU memory for staged_engines.h. The stream's write of a counter is enqueued before the host sets
+// its counter; the stream's wait is enqueued after the host's wait.
 class StreamMemory : public StagedCounters {
  public:
   static constexpr std::size_t kChunkAlignment = 16;
@@ -76,9 +77,9 @@ class StreamMemory : public StagedCounters {
   const int rank_;
 };
 
-// Enqueue a call. The host waits for the other hosts, and for no device. False: the watch has the
-// reason, and the work enqueued so far still runs. With a shared GPU one rank reduces for all: 2k -
-// 1 kernels per piece instead of 3k.
+// Enqueue a call. The host waits for the hosts of other ranks, but never for a GPU. On false,
+// PeerWatch has the reason, and work enqueued before still runs. If ranks share a GPU, rank 0
+// reduces for all ranks: 2k - 1 kernels per piece instead of 3k.
 bool run_staged(const Collective& call, bool is_direct, ProcessRank& self,
                 const ProcessStaging& staging, cudaStream_t stream) {
   const StreamMemory memory(call.fold, self, staging, stream);
@@ -133,7 +134,7 @@ struct UnfreedSlots {
   }
 };
 
-bool all_others_are_gone(const ProcessGroup& group) {
+bool all_peers_have_closed(const ProcessGroup& group) {
   for (int rank = 0; rank < group.world_size(); ++rank) {
     if (rank == group.rank()) continue;
     const RankLine& line = group.segment().line(rank);
@@ -156,7 +157,7 @@ void free_slots() {
     entry.host->close();
   }
   std::erase_if(unfreed.entries, [](const UnfreedSlots::Entry& entry) {
-    return !entry.host->forked() && entry.staging == nullptr && all_others_are_gone(*entry.host);
+    return !entry.host->forked() && entry.staging == nullptr && all_peers_have_closed(*entry.host);
   });
 }
 
@@ -172,7 +173,7 @@ bool is_left_running(const ProcessGroup& group) {
 
 }  // namespace
 
-// What each rank gathers from the others while it connects.
+// Status of one rank, which all ranks gather in each step of connect().
 struct CudaProcessGroup::ConnectStatus {
   cuda::StagingHandles handles{};
   ErrorKind kind = ErrorKind::kState;
@@ -202,7 +203,7 @@ CudaProcessGroup::CudaProcessGroup(SharedMemory memory, const Segment& segment, 
 CudaProcessGroup::~CudaProcessGroup() {
   try {
     close();
-  } catch (const Error&) {  // a call of close() would have raised it
+  } catch (const Error&) {  // users who need the error call close()
   }
 }
 
@@ -412,7 +413,7 @@ bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const 
   return true;
 }
 
-// End calls that wait inside CUDA for a late rank, after all ranks were told why.
+// Tell all ranks that this rank aborts, then end calls that wait on the GPU for a late rank.
 void CudaProcessGroup::release_streams() {
   if (host_->forked()) return;
   host_->abort("has aborted the group");
@@ -453,7 +454,7 @@ void CudaProcessGroup::release(CloseMode mode) {
     is_idle = staging_ == nullptr || wait_until_idle(patience);
     const std::lock_guard<std::mutex> lock(abort_mutex_);
     abortable_ = nullptr;
-    // Unmap before the other ranks see this rank leave: they then free the mapped slots.
+    // Unmap the slots of other ranks before host_->close(), after which these ranks may free them.
     if (is_idle) staging_ = nullptr;
   }
   if (is_idle) {
@@ -465,11 +466,11 @@ void CudaProcessGroup::release(CloseMode mode) {
   }
   stream_ = nullptr;
   const auto start = Clock::now();
-  while (own_ != nullptr && is_idle && !all_others_are_gone(*host_) &&
+  while (own_ != nullptr && is_idle && !all_peers_have_closed(*host_) &&
          Clock::now() - start < kPatienceOfClose) {
     std::this_thread::sleep_for(1ms);
   }
-  if (own_ != nullptr && !(is_idle && all_others_are_gone(*host_))) {
+  if (own_ != nullptr && !(is_idle && all_peers_have_closed(*host_))) {
     UnfreedSlots& unfreed = UnfreedSlots::get();
     const std::lock_guard<std::mutex> entries_lock(unfreed.mutex);
     unfreed.entries.push_back({host_, own_, std::move(staging_)});

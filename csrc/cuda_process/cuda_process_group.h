@@ -2,11 +2,11 @@
 // synchronizes the hosts.
 //
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
-// Contract  As ProcessGroup. run() returns when the call is enqueued. Captured streams are refused.
-//           All enqueued work ends (cuda_process/device_watch). If a call ended without a lost
-//           rank's data, the next call, its work or close() raises once. close() waits for the GPU
-//           while any rank makes progress within the timeout. Slots that other ranks may still read
-//           are freed when this process makes or closes another group.
+// Contract  That of ProcessGroup. run() returns when the call is enqueued, and refuses captured
+//           streams. All enqueued work ends (cuda_process/device_watch). If a call ended without a
+//           lost rank's data, the next call, its work or close() raises once. close() waits for the
+//           GPU while any rank makes progress within the timeout. Slots that other ranks may still
+//           read are freed when this process makes or closes another group.
 // Threads   any. Calls run one at a time, in the order of arrival.
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once
@@ -27,14 +27,14 @@ struct CudaProcessOptions {
   OnNap on_nap = &ignore_naps;
   // A piece of this size takes longer than the dozen calls that enqueue it.
   std::size_t slot_bytes = std::size_t{16} << 20;
-  // For ranks that share a GPU, where each piece costs switches between all processes.
+  // For ranks that share a GPU: each piece switches the GPU between all processes.
   std::size_t most_shared_slot_bytes = std::size_t{64} << 20;
   std::size_t exchange_bytes = 256 * 1024;  // up to this size every rank reduces everything
 };
 
 class CudaProcessGroup {
  public:
-  // As ProcessGroup. connect() prepares the GPU.
+  // Arguments as for ProcessGroup. Call connect() before the first collective.
   CudaProcessGroup(SharedMemory memory, const Segment& segment, int rank, int device,
                    CudaProcessOptions options);
   ~CudaProcessGroup();
@@ -56,7 +56,7 @@ class CudaProcessGroup {
     std::shared_ptr<std::uint32_t> last;  // last message of the call
   };
   Submitted submit(Collective call, cudaStream_t after);
-  // Return the same for the calls on `stream` that have returned.
+  // Return a Submitted that covers all calls which run() has enqueued on `stream`.
   Submitted enqueued(cudaStream_t stream);
   // Return why the call was not enqueued, or why its results are undefined. Null: no failure.
   std::exception_ptr failure_of(const Submitted& work);
@@ -64,9 +64,10 @@ class CudaProcessGroup {
   ProcessStats stats();                       // busy_ns: host time
   ProcessPlan plan(std::size_t bytes) const;  // for an all_reduce
   std::size_t slot_bytes() const { return plan_.slot_bytes; }
-  // Raise, once, if a call that had returned ended without its data.
+  // Raise once if the results of a returned call lack the data of a lost rank.
   void raise_unreported();
-  // As ProcessGroup::close(). Also false while the GPU runs calls: their tensors must be kept.
+  // Close as ProcessGroup::close() does. False also if the GPU still runs calls: the caller must
+  // keep their tensors.
   bool close(CloseMode mode = CloseMode::kAfterCalls);
 
  private:

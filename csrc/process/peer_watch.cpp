@@ -1,4 +1,4 @@
-// peer_watch: pauses, yields and naps, liveness of peers, and the failure that all ranks share.
+// peer_watch: polls, yields and sleeps of a rank, liveness of peers, and the shared failure.
 #include "process/peer_watch.h"
 
 #include <algorithm>

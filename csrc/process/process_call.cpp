@@ -50,7 +50,7 @@ void read_ahead(const std::byte* from, std::size_t bytes) {
   }
 }
 
-// Runs each copy at once.
+// A batch of copies for staged_engines.h. add_copy() copies before it returns.
 template <auto kCopy>
 struct HostCopies {
   void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType) const {
@@ -58,7 +58,8 @@ struct HostCopies {
   }
 };
 
-// Runs each fold at once. Prefetches `ahead` bytes beyond the destination; 0: no prefetch.
+// A batch of folds for staged_engines.h. add() reduces before it returns. It prefetches memory
+// `ahead` bytes beyond the destination; 0: no prefetch.
 struct HostFolds {
   const Fold& fold;
   std::size_t ahead;
@@ -86,7 +87,8 @@ struct HostFolds {
   }
 };
 
-// The slots of the segment; for short messages the payloads of message heads.
+// Host memory for staged_engines.h. Messages are in the slots of the segment, short messages in
+// the payloads of message heads.
 class HostMemory : public StagedCounters {
  public:
   static constexpr std::size_t kChunkAlignment = 64;

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# torch computes fewer elements in the calling thread. Its other threads keep the denormal mode of
-# the thread that started them.
+# Most elements of an operation that torch runs only in the calling thread. Other torch threads keep
+# the denormal mode of the thread that started them.
 _ALONE_ELEMS = 32_767
 
 Pieces = Callable[[Tensor], tuple[Tensor, ...]]

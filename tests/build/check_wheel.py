@@ -1,4 +1,4 @@
-"""Load the engine of an installed wheel without torch and compiler."""
+"""Load the engine of an installed wheel without torch and without a compiler."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ with tempfile.TemporaryDirectory() as folder:
     print(engine.origin, engine.path, info)
     assert engine.origin == "wheel"
     assert Path(pyringar.__path__[0]) in engine.path.parents
-    assert os.listdir(folder) == [], "something was written"
+    assert os.listdir(folder) == [], "a file was written"

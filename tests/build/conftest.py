@@ -30,8 +30,8 @@ def cache(tmp_path, monkeypatch):
 def tiny(tmp_path):
     """Sources of an engine whose value() is 42."""
     root = tmp_path / "csrc"
-    for floor in ("bindings", "cpu", "core"):
-        (root / floor).mkdir(parents=True)
+    for layer in ("bindings", "cpu", "core"):
+        (root / layer).mkdir(parents=True)
     (root / "bindings/module.cpp").write_text(MODULE_CPP)
     set_value(build.Recipe(root), 42)
     return build.Recipe(root)
@@ -49,6 +49,7 @@ def tiny_cuda(tiny, monkeypatch):
 
 @pytest.fixture
 def python(tmp_path):
+    """Python of a new virtual environment, with all installed packages except pyringar."""
     home = tmp_path / "venv"
     venv.create(home, with_pip=True)
     found = home / "bin" / "python"
@@ -57,7 +58,6 @@ def python(tmp_path):
     borrowed.mkdir()
     for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for entry in Path(folder).iterdir():
-            # All but a pyringar that is installed there, which this one must not see.
             if "pyringar" not in entry.name and not (borrowed / entry.name).exists():
                 (borrowed / entry.name).symlink_to(entry)
     (Path(site.strip()) / "borrowed.pth").write_text(str(borrowed))
@@ -80,6 +80,7 @@ def wrapper(tmp_path, cache, monkeypatch):
 
 @pytest.fixture
 def unloaded(monkeypatch):
+    """Remove the engines from sys.modules, before and after the test."""
     names = (load._NAME, load._CUDA_NAME)
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -98,10 +98,10 @@ def test_edit_during_build_rebuilds(cache, tiny, wrapper):
 
 @needs_compiler
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_cxx_may_hold_launcher_and_arguments(cache, tiny, tmp_path, monkeypatch, compiler):
+def test_cxx_with_launcher_and_arguments(cache, tiny, tmp_path, monkeypatch, compiler):
     launcher = script(tmp_path / "ccache", 'exec "$@"')
     monkeypatch.setenv("CXX", f"{launcher} {compiler} -DEXTRA='(1 + 7)'")
-    assert len(toolchain.find_compiler().identity) == 2, "both belong to the key"
+    assert len(toolchain.find_compiler().identity) == 2, "the key must cover launcher and compiler"
     built = build.ensure_engine(tiny)
     assert load_engine(built).value() == 50
     assert "-ffp-contract=off" in built.record["flags"]
@@ -124,7 +124,7 @@ def test_refused_cpu_flag_is_left_out(cache, tiny, wrapper, caplog):
     assert "building without it" in caplog.text
 
 
-# --- many processes, killed processes, locks ---
+# --- several processes, killed processes, locks ---
 
 
 @needs_compiler
@@ -160,7 +160,7 @@ def test_build_after_killed_build(cache, tiny, tmp_path, wrapper):
 
 
 @needs_compiler
-def test_wait_for_lock_is_announced_and_ends(cache, tiny, monkeypatch, caplog):
+def test_lock_wait_warns_and_ends(cache, tiny, monkeypatch, caplog):
     from filelock import FileLock
 
     other = cache / "tmp-_cuda_engine-1"
@@ -191,8 +191,8 @@ def test_hanging_compiler_is_killed(cache, tiny, wrapper, monkeypatch, tmp_path)
 
 def test_missing_compiler_error_names_package(cache, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    told = refusal(tiny, CompilerNotFoundError)
-    assert all(word in told for word in ("c++, g++, clang++", str(tmp_path), "apt", "CXX"))
+    text = refusal(tiny, CompilerNotFoundError)
+    assert all(word in text for word in ("c++, g++, clang++", str(tmp_path), "apt", "CXX"))
     assert not cache.exists()
 
 
@@ -212,7 +212,7 @@ def test_built_engine_serves_without_compiler(cache, tiny, tmp_path, monkeypatch
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("call", "says", "told"),
+    ("arguments", "output", "advice"),
     [
         ("*", "licence expired", ["status 1", "--version"]),
         ("*-c*", "no space left", ["C++20", "-std=c++20"]),
@@ -220,10 +220,10 @@ def test_built_engine_serves_without_compiler(cache, tiny, tmp_path, monkeypatch
         ("*-shared*|*-bundle*", "cannot link", ["build.log"]),
     ],
 )
-def test_broken_compiler_output_is_shown(cache, tiny, wrapper, call, says, told):
-    wrapper(f'case "$*" in {call}) echo {says}; exit 1;; esac')
+def test_broken_compiler_output_is_shown(cache, tiny, wrapper, arguments, output, advice):
+    wrapper(f'case "$*" in {arguments}) echo {output}; exit 1;; esac')
     error = refusal(tiny)
-    assert [words for words in (says, *told) if words not in error] == []
+    assert [words for words in (output, *advice) if words not in error] == []
     assert leftovers(cache) == []
     wrapper("")
     assert load(tiny).value() == 42
@@ -237,7 +237,7 @@ def pretend_wheel(recipe: build.Recipe, **changes: Any) -> Path:
     folder = recipe.root().parent / build._IN_WHEEL / recipe.kind.module
     folder.mkdir(parents=True, exist_ok=True)
     content = replace(recipe, baseline=True).content() | changes
-    (folder / "build.json").write_text(json.dumps({"content": content, "compiler": "theirs"}))
+    (folder / "build.json").write_text(json.dumps({"content": content, "compiler": "clang"}))
     engine = folder / f"{recipe.kind.module}{toolchain.extension_suffix()}"
     engine.write_bytes(b"")
     return engine
@@ -296,7 +296,7 @@ X86 = "model name\t: Example CPU @ 2 GHz\nflags\t\t: fpu avx avx2\ncpu MHz\t\t: 
 ARM = "Features\t: fp asimd sve\nCPU part\t: 0xd40\n\nFeatures\t: fp asimd\nCPU part\t: 0xd05\n"
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="macOS asks sysctl")
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no /proc/cpuinfo")
 def test_read_cpu(tmp_path):
     file = tmp_path / "cpuinfo"
     assert toolchain.read_cpu(str(file)).features == ()
@@ -305,7 +305,7 @@ def test_read_cpu(tmp_path):
     assert (cpu.name, cpu.features) == ("Example CPU @ 2 GHz", ("avx", "avx2", "fpu"))
     file.write_text(ARM)
     cpu = toolchain.read_cpu(str(file))
-    assert cpu.features == ("asimd", "fp"), "only what every core has"
+    assert cpu.features == ("asimd", "fp"), "only features that all cores have"
     assert "0xd05 + 0xd40" in cpu.model
     assert toolchain.read_cpu() == toolchain.read_cpu()
 
@@ -363,7 +363,7 @@ def test_info_builds_nothing(cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["info"]) == 0
     report = capsys.readouterr().out
-    assert all(told in report for told in ("CompilerNotFoundError", "not built yet", str(cache)))
+    assert all(words in report for words in ("CompilerNotFoundError", "not built yet", str(cache)))
     assert not cache.exists()
 
 
@@ -372,18 +372,18 @@ def test_build_command(cache, tiny, unloaded, monkeypatch, capsys, caplog):
     monkeypatch.setattr(build.Recipe, "root", lambda self: self.source_root or tiny.source_root)
     caplog.set_level(logging.INFO)
 
-    def told(*options: str, status: int = 0) -> str:
+    def output_of(*options: str, status: int = 0) -> str:
         assert main(["build", "--no-cuda", *options]) == status
         return "".join(capsys.readouterr())
 
-    first = told("--verbose")
+    first = output_of("--verbose")
     assert str(cache) in first
     assert "compiler" in first
     assert "module.cpp" in caplog.text
-    assert "it was there (cache)" in told()
-    assert "it was there" not in told("--force")
+    assert "it was there (cache)" in output_of()
+    assert "it was there" not in output_of("--force")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert told("--force", status=1).endswith("or name yours in CXX.\n")
+    assert output_of("--force", status=1).endswith("or name yours in CXX.\n")
 
 
 LEAK = """
@@ -396,8 +396,8 @@ std::string told(int number) { std::ostringstream text; text << number; return t
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has no static libstdc++")
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_engine_exports_init_alone(cache, tiny, tmp_path, monkeypatch, compiler):
-    """Symbols of a static libstdc++ would mix with torch's shared one: streams would crash."""
+def test_engine_exports_only_init(cache, tiny, tmp_path, monkeypatch, compiler):
+    """Exported symbols of a static libstdc++ would crash C++ streams of torch's libstdc++."""
     is_static = compiler == "g++"
     (tiny.root() / "core/leak.cpp").write_text(LEAK)
     link = 'case " $* " in *" -c "*) exec g++ "$@";; *) exec g++ "$@" -static-libstdc++;; esac'

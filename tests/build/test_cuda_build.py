@@ -172,14 +172,14 @@ def test_broken_toolkit_is_named(cache, tmp_path, monkeypatch, nvcc_in):
     monkeypatch.setenv("PYRINGAR_NVCC", str(nvcc))
     for folder in ("include", "lib64"):
         (tmp_path / folder).mkdir()
-    for said, file, text in [
+    for output, file, text in [
         ("exit 1", "", "does not work"),
         ("echo hello", "", "does not say where its toolkit is"),
         (f"echo '#$ TOP={tmp_path}'", "include/cuda_runtime.h", "cuda_runtime.h is not"),
         (f"echo '#$ TOP={tmp_path}'", "lib64/libcudart_static.a", "libcudart_static.a is"),
         (f"echo '#$ TOP={tmp_path}'", "", "no GPU it makes code for"),
     ]:
-        nvcc.write_text(f"#!/bin/sh\n{said}")
+        nvcc.write_text(f"#!/bin/sh\n{output}")
         with pytest.raises(BuildError, match=text) as caught:
             toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
         assert str(nvcc) in str(caught.value)
@@ -293,7 +293,7 @@ print(built.record["nvcc"], load.load(built).count_error())
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="pip has nvcc for Linux")
 def test_nvcc_from_pip_builds_engine(tmp_path, cache, tiny_cuda, python):
-    """The extra ``cuda`` installs all that the build needs: nvcc, headers and the runtime."""
+    """The extra ``cuda`` installs nvcc, the headers and the runtime, so the build succeeds."""
     project = (REPO / "pyproject.toml").read_text(encoding="utf-8")
     wanted = re.search(r'^cuda = .*"(cuda-toolkit\[.+?)"', project, re.MULTILINE)
     assert wanted is not None

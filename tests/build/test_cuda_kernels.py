@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import pytest
 from nvcc import needs_nvcc
-from test_stress import COMPILE_TIMEOUT_S, CSRC, run, some
+from test_stress import COMPILE_TIMEOUT_S, CSRC, mostly_thorough, run
 from tiny_engine import REPO, needs_compiler
 from tiny_engine import run as run_without_settings
 
 from pyringar.engine import build, toolchain
 from pyringar.engine.compile import DTYPES, NVCC_FLAGS
 
-# Fused kernels: blocks of 256 threads that must fit on one multiprocessor at once.
+# Blocks of a fused kernel, with 256 threads each, that must fit on one multiprocessor at once.
 BLOCKS = {
     "float64": 4,
     "float32": 5,
@@ -28,11 +28,11 @@ BLOCKS = {
     "int64": 4,
 }
 REGISTERS = 65_536  # per multiprocessor; a thread gets a multiple of 8
-RING_REGISTERS = 64  # two blocks of 512 threads
-TABLES = 2
+RING_REGISTERS = 64  # per thread, so that two blocks of 512 threads fit
+TABLES = 2  # fused and tree kernels take a small or a large pointer table
 FUSED_OPS = 5  # sum, mean, max, min, prod
 TREE_OPS = 3  # sum, mean and prod of floats: other results do not depend on the order
-RING_OPS = 4  # the kernel of sum divides for mean
+RING_OPS = 4  # sum, max, min, prod; mean uses the kernel of sum
 PEER_KERNELS = {"probe": 1, "verify": 1}
 
 
@@ -43,8 +43,8 @@ class Kernel(NamedTuple):
     spilled_bytes: int
 
 
-def kernels_in(said: str) -> list[Kernel]:
-    _, *parts = re.split(r"Compiling entry function '\S*?\d([a-z]+)_kernel\S*' for '(\w+)'", said)
+def kernels_in(log: str) -> list[Kernel]:
+    _, *parts = re.split(r"Compiling entry function '\S*?\d([a-z]+)_kernel\S*' for '(\w+)'", log)
     return [
         Kernel(
             kind,
@@ -90,7 +90,7 @@ def test_no_kernel_spills_on_any_arch(cache, monkeypatch):
 @needs_nvcc
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", some(BLOCKS, "float32"))
+@pytest.mark.parametrize("dtype", mostly_thorough(BLOCKS, "float32"))
 def test_kernels_fit_registers(tmp_path, dtype):
     toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     command = [*toolkit.nvcc.command, *NVCC_FLAGS, "-arch=sm_90", f"-I{CSRC}", "-cubin"]

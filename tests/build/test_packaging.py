@@ -1,4 +1,4 @@
-"""Wheels and editable installs by pip in virtual environments that borrow torch."""
+"""Wheels and editable installs, by pip in virtual environments that link to installed packages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tree(tmp_path):
 
 @pytest.fixture(scope="module")
 def shared_cache(tmp_path_factory):
-    """A cache for all installations, which have equal keys."""
+    """One cache for all tests, since their installations have equal keys."""
     return tmp_path_factory.mktemp("shared") / "cache"
 
 
@@ -88,7 +88,7 @@ def use(python: Path, cwd: Path, **environment: str | Path) -> Mapping[str, obje
     return facts
 
 
-def test_one_version():
+def test_versions_are_equal():
     project = (REPO / "pyproject.toml").read_text(encoding="utf-8")
     assert f'\nversion = "{pyringar.__version__}"\n' in project
     citation = (REPO / "CITATION.cff").read_text(encoding="utf-8")
@@ -148,17 +148,17 @@ def test_prebuilt_wheel_needs_no_compiler(tree, python, tmp_path):
 @slow
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("command", "prebuild", "told"),
+    ("command", "prebuild", "messages"),
     [
         (["wheel", "."], "1", ["CompilerNotFoundError", "apt install"]),
         (["wheel", "."], "yes", ["PYRINGAR_PREBUILD='yes': expected 0 or 1"]),
         (["install", "-e", "."], "1", ["run `pyringar build`"]),
     ],
 )
-def test_impossible_prebuild_fails(tree, python, command, prebuild, told):
+def test_impossible_prebuild_fails(tree, python, command, prebuild, messages):
     options = {"PYRINGAR_PREBUILD": prebuild, "PATH": python.parent}
     error = pip(python, *command, cwd=tree, fails=True, **options)
-    assert [words for words in told if words not in error] == []
+    assert [words for words in messages if words not in error] == []
 
 
 @slow

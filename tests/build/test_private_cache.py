@@ -14,7 +14,7 @@ from pyringar.errors import BuildError
 
 NOBODY = 65534
 is_root = os.geteuid() == 0
-needs_root = pytest.mark.skipif(not is_root, reason="only root can give a file away")
+needs_root = pytest.mark.skipif(not is_root, reason="only root can change the owner of a file")
 
 
 def make(folder: Path, mode: int, owner: int | None = None) -> Path:
@@ -25,33 +25,33 @@ def make(folder: Path, mode: int, owner: int | None = None) -> Path:
     return folder
 
 
-# --- what others can write is not loaded ---
+# --- files that other users can write ---
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o702, 0o720])
 @needs_compiler
 def test_writable_cache_is_refused(cache, tiny, mode):
     make(cache, mode)
-    told = refusal(tiny)
-    assert f"{cache} can be written by other users (mode {mode:04o})" in told
-    assert f"chmod go-w {cache}" in told
+    text = refusal(tiny)
+    assert f"{cache} can be written by other users (mode {mode:04o})" in text
+    assert f"chmod go-w {cache}" in text
     assert list(cache.iterdir()) == []
 
 
 @needs_compiler
-@pytest.mark.parametrize("how", ["writable", pytest.param("foreign", marks=needs_root)])
+@pytest.mark.parametrize("fault", ["writable", pytest.param("foreign", marks=needs_root)])
 @pytest.mark.parametrize("which", ["cache", "folder", "engine"])
-def test_engine_of_other_user_is_ignored(cache, tiny, caplog, which, how):
+def test_engine_of_other_user_is_ignored(cache, tiny, caplog, which, fault):
     built = build.ensure_engine(tiny)
     path = {"cache": cache, "folder": built.path.parent, "engine": built.path}[which]
-    if how == "foreign":
+    if fault == "foreign":
         os.chown(path, NOBODY, NOBODY)
     else:
         path.chmod(0o777)
     assert build.find_engine(tiny) is None
-    fault = f"belongs to user {NOBODY}" if how == "foreign" else "can be written by other users"
-    assert f"is not loaded: {path} {fault}" in caplog.text
-    if which == "engine":  # its folder is private: a new one replaces it
+    reason = f"belongs to user {NOBODY}" if fault == "foreign" else "can be written by other users"
+    assert f"is not loaded: {path} {reason}" in caplog.text
+    if which == "engine":  # its folder is private, so a new engine can replace it
         assert build.ensure_engine(tiny).origin == "built"
         assert build.ensure_engine(tiny).origin == "cache"
     else:
@@ -71,7 +71,7 @@ def test_links_are_not_followed(cache, tiny, tmp_path):
 
 
 @needs_compiler
-def test_new_cache_is_private_under_any_umask(cache, tiny):
+def test_new_cache_ignores_umask(cache, tiny):
     before = os.umask(0)
     try:
         built = build.ensure_engine(tiny)
@@ -86,12 +86,12 @@ def test_new_cache_is_private_under_any_umask(cache, tiny):
 
 @pytest.mark.parametrize("place", ["file", "/proc/pyringar"])
 @needs_compiler
-def test_impossible_cache_is_named(tmp_path, cache, tiny, monkeypatch, place):
+def test_unusable_cache_is_named(tmp_path, cache, tiny, monkeypatch, place):
     (tmp_path / "file").write_text("a file")
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", str(tmp_path / place))
-    told = refusal(tiny)
-    assert "PYRINGAR_CACHE_DIR" in told
-    assert str(tmp_path / place) in told
+    text = refusal(tiny)
+    assert "PYRINGAR_CACHE_DIR" in text
+    assert str(tmp_path / place) in text
 
 
 def test_cache_in_unknown_home_is_named(cache, monkeypatch):

@@ -62,7 +62,8 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cuda_engine", "", -1, meth
                              nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__cuda_engine() { return PyModule_Create(&module); }
 """
-# Begins a process that imports the build alone (no torch: 0.1 s). Its first argument: PACKAGE.
+# Begins a program that imports only pyringar.engine: 0.1 s, since it needs no torch. Its first
+# argument is PACKAGE.
 BUILD_ALONE = """
 import os, sys, types
 from pathlib import Path
@@ -142,7 +143,7 @@ def leftovers(cache: Path) -> list[Path]:
 def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, f"the condition was false for {seconds} s"
         time.sleep(0.01)
 
 

@@ -65,7 +65,7 @@ ELSEWHERE = {
     "deadline": "test_communicator.py::test_late_rank_is_named",
     "interrupt": "test_signals.py::test_signal_ends_wait_in_one_process",
     "exit": "test_exits.py::test_forked_child_ends",
-    "fork": "test_exits.py::test_child_cannot_use_threads",
+    "fork": "test_exits.py::test_child_cannot_use_communicator",
     "nothing-left": "test_communicator.py::test_closed_communicator_leaves_no_thread",
 }
 SLOW = ("naive",)  # other transports run the same code

@@ -125,6 +125,6 @@ def crowd_on_rank(state, calls):
     return time.monotonic() - start
 
 
-def test_more_processes_than_cores(joined_crew):
+def test_more_processes_than_cores(joined_rank_group):
     """Spinning without yielding would take a time slice per wait: minutes in total."""
-    assert max(joined_crew(10).run(crowd_on_rank, calls=20)) < 20
+    assert max(joined_rank_group(10).run(crowd_on_rank, calls=20)) < 20

@@ -25,7 +25,7 @@ from process_checks import (
     open_memories,
 )
 from promises import BODIES
-from rank_processes import Crew
+from rank_processes import RankGroup
 from running import CallOutcome, outcome_of
 from transports import TRANSPORTS, LaunchTransport, TorchCalls
 
@@ -180,20 +180,20 @@ def strike(fault: Fault) -> tuple[list[CallOutcome | None], str]:
         name += rf"|has ranks \[[\d, ]*\b{fault.victim}\b"  # the late machine
     if TRANSPORTS[fault.transport] is LaunchTransport:
         return strike_threads(fault), name
-    with Crew(fault.k) as crew:
+    with RankGroup(fault.k) as group:
         options = {"function": TRANSPORTS[fault.transport].join, "timeout": fault.timeout_s}
-        crew.join(**options)
-        crew.start(suffer, fault=fault)
+        group.join(**options)
+        group.start(suffer, fault=fault)
         others = [rank for rank in range(fault.k) if rank != fault.victim]
         told: list[CallOutcome | None] = [None] * fault.k
-        for rank, value in zip(others, crew.values(others), strict=True):
+        for rank, value in zip(others, group.values(others), strict=True):
             told[rank] = value
         if fault.transport != "backend":
-            crew.run(leave_nothing, others)
+            group.run(leave_nothing, others)
         if fault.transport == "processes":
-            name = re.escape(crew.name(fault.victim))
-            crew.join(others)  # the same processes can make a new group
-            crew.run(reduce_again, others)
+            name = re.escape(group.name(fault.victim))
+            group.join(others)  # the same processes can make a new group
+            group.run(reduce_again, others)
     assert not named_shared_memory()
     return told, name
 

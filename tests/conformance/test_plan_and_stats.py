@@ -98,8 +98,8 @@ def on_rank_plans(state, nbytes, algorithm):
         (3, 2 * MIB, "direct", ("direct", 32, 26 * MIB, "rank")),
     ],
 )
-def test_plans_of_processes(crew_of, world_size, nbytes, algorithm, plan):
-    found = crew_of(world_size).agree(on_rank_plans, nbytes=nbytes, algorithm=algorithm)
+def test_plans_of_processes(rank_group_of, world_size, nbytes, algorithm, plan):
+    found = rank_group_of(world_size).agree(on_rank_plans, nbytes=nbytes, algorithm=algorithm)
     assert found == plan
 
 

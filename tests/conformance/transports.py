@@ -21,7 +21,7 @@ import torch.distributed as dist
 from call_cases import ALL_REDUCES, BROADCASTS, LISTS, ROOTED, SHARES, Placed
 from naive_transport import NaiveTransport
 from oracle import NATIVE, limit_bytes, piece_elems
-from rank_processes import Crew, another, connect, crews, join
+from rank_processes import RankGroup, another, connect, join, rank_groups
 from running import (
     BOUND,
     PYTHON,
@@ -294,18 +294,20 @@ class ProcessTransport(RankTransport):
 
     def __init__(self):
         self._made = contextlib.ExitStack()
-        self.crew_of = self._made.enter_context(crews(function=type(self).join, timeout=60))
+        self.rank_group_of = self._made.enter_context(
+            rank_groups(function=type(self).join, timeout=60)
+        )
 
     def close(self):
         self._made.close()
 
     def on_ranks(self, k, function, **arguments):
-        return self.crew_of(k).run(function, **arguments)
+        return self.rank_group_of(k).run(function, **arguments)
 
     def on_new_ranks(self, k, function, timeout=20.0, **given):
-        with Crew(k) as crew:
-            crew.join(function=type(self).join, timeout=timeout)
-            return crew.run(function, **given)
+        with RankGroup(k) as group:
+            group.join(function=type(self).join, timeout=timeout)
+            return group.run(function, **given)
 
 
 class ProcessCommTransport(ProcessTransport):

@@ -1,4 +1,4 @@
-"""Helpers of GPU tests. PYRINGAR_TEST_CUDA_ON_CPU=1 runs most of them on CPU ranks."""
+"""Helpers of GPU tests. PYRINGAR_TEST_CUDA_ON_CPU=1 runs most GPU tests on CPU ranks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from oracle import assert_all_ranks, expected, random
 ON_CPU = os.environ.get("PYRINGAR_TEST_CUDA_ON_CPU") == "1"
 NUM_GPUS = torch.cuda.device_count()
 
-# Marks of tests: on every file; of those that CPU ranks cannot stand in for; of several devices.
+# Marks of each GPU test file, of tests that cannot run on CPU ranks, of tests of two GPUs.
 needed = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not ON_CPU and NUM_GPUS == 0, reason="no CUDA device here"),
+    pytest.mark.skipif(not ON_CPU and NUM_GPUS == 0, reason="needs a CUDA device"),
 ]
-only = pytest.mark.skipif(ON_CPU, reason="about the device, not the arithmetic")
+only = pytest.mark.skipif(ON_CPU, reason="cannot run on CPU ranks")
 two = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices, here: {NUM_GPUS}")
 
-# Ways to lie in memory, as offsets in elements of one rank after the other.
+# Offsets of the ranks' tensors from an aligned address, in elements; they repeat after the last.
 ALIGNED = (0,)
-ALIKE = (1,)  # vectors, after a head
-APART = (0, 1, 3, 2)  # no common alignment: element by element
-ALIGNMENTS = (ALIGNED, ALIKE, APART)
+SHIFTED = (1,)  # kernels use vectors after some single elements
+MIXED = (0, 1, 3, 2)  # no common alignment: kernels use no vectors
+ALIGNMENTS = (ALIGNED, SHIFTED, MIXED)
 POOL_ROWS, POOL_ELEMS = 16, 40_000
 GUARD_BYTES = 256
-SLEEP_CYCLES = 200_000_000  # a tenth of a second of a GPU's clock
+SLEEP_CYCLES = 200_000_000  # about 0.1 s
 
 
 @functools.cache
@@ -37,7 +37,7 @@ def pool(dtype):
 
 
 def drawn(numel, dtype, world_size):
-    """Return one flat tensor per rank; all differ."""
+    """Return one flat random tensor per rank. The tensors differ."""
     begins = [numel % 61 + rank // POOL_ROWS for rank in range(world_size)]
     return [pool(dtype)[i % POOL_ROWS, at : at + numel] for i, at in enumerate(begins)]
 
@@ -122,7 +122,7 @@ class GuardedRanks:
         assert_all_ranks(self._views(after), wanted, context)
         for at in self._begins:
             self._before[at : at + self._bytes] = after[at : at + self._bytes]
-        assert torch.equal(self._before, after), f"{context}: written outside of the tensors"
+        assert torch.equal(self._before, after), f"{context}: memory around a tensor was written"
 
 
 def check(comm, parts, op, algorithm, shifts=ALIGNED):

@@ -1,4 +1,4 @@
-"""GPU: torch.distributed on ranks that are threads."""
+"""GPU: torch.distributed on ranks of `pr.launch`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def train(device, wrap):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_data_parallel_and_fully_sharded(device, seed):
+def test_fully_sharded_matches_data_parallel(device, seed):
     kind = torch.device(device).type
 
     def wrap(net):
@@ -89,7 +89,7 @@ def test_calls_follow_their_stream(device):
             torch.cuda._sleep(gpu.SLEEP_CYCLES)
             mine.fill_(dist.get_rank() + 1)
             work = dist.all_reduce(mine, async_op=True)
-        work.wait()  # the current stream goes on after it
+        work.wait()  # makes the current stream wait for the call
         assert (mine == 10).all()
 
     for seed in range(3):
@@ -114,7 +114,7 @@ def test_each_rank_has_a_generator(device):
 
 
 def test_processes_share_a_gpu(device, tmp_path):
-    """In a new process: after a fork, a process that used CUDA cannot."""
+    """Use a new interpreter: a process that has used CUDA cannot use it after fork()."""
     script = tmp_path / "program.py"
     script.write_text(
         "import sys, torch, pyringar as pr\n"

@@ -1,4 +1,4 @@
-"""On GPUs: is DataParallel the plain module, with overlap, streams, graphs and several devices?"""
+"""GPU: DataParallel equals the plain module: overlap, streams, graphs, one GPU or two."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pyringar as pr
 from pyringar.parallel.shards import check_replicas_equal
 
 pytestmark = gpu.needed
-CAPS = pytest.mark.parametrize("cap_mb", [None, 1e-6], ids=["one bucket", "a bucket each"])
-two = pytest.param("two", marks=gpu.two)
+CAPS = pytest.mark.parametrize("cap_mb", [None, 1e-6], ids=["one bucket", "bucket per parameter"])
+two = pytest.param("two GPUs", marks=gpu.two)
 
 
 class Net(nn.Module):
@@ -44,8 +44,8 @@ def batch_of(n, device):
     return X.to(device), torch.randint(8, (n,), generator=generator).to(device)
 
 
-def devices_of(where, device):
-    return ["cuda:0", "cuda:1", "cuda:0"] if where == "two" else [device] * 3
+def devices_of(gpus, device):
+    return ["cuda:0", "cuda:1", "cuda:0"] if gpus == "two GPUs" else [device] * 3
 
 
 def train(net, device, steps=3):
@@ -64,31 +64,31 @@ def assert_same(found, wanted, atol=1e-12):
 
 
 @CAPS
-@pytest.mark.parametrize("where", ["one", two])
-def test_steps_match_plain_module(device, where, cap_mb):
+@pytest.mark.parametrize("gpus", ["one GPU", two])
+def test_steps_match_plain_module(device, gpus, cap_mb):
     plain = make_net(device)
-    net = pr.DataParallel(copy.deepcopy(plain), devices_of(where, device), bucket_cap_mb=cap_mb)
+    net = pr.DataParallel(copy.deepcopy(plain), devices_of(gpus, device), bucket_cap_mb=cap_mb)
     train(plain, device)
     train(net, device)
     assert_same(net, plain)
 
 
-@pytest.mark.parametrize("where", ["one", two])
-def test_steps_repeat_their_bits(device, where):
+@pytest.mark.parametrize("gpus", ["one GPU", two])
+def test_steps_are_reproducible(device, gpus):
     found = []
     for cap_mb in (None, None, 1e-6):
-        net = pr.DataParallel(make_net(device), devices_of(where, device), bucket_cap_mb=cap_mb)
+        net = pr.DataParallel(make_net(device), devices_of(gpus, device), bucket_cap_mb=cap_mb)
         with torch.backends.cudnn.flags(deterministic=True, benchmark=False):
             train(net, device)
         found.append([param.detach().cpu() for param in net.parameters()])
     check_replicas_equal(found)
 
 
-@pytest.mark.parametrize("where", ["one", two])
+@pytest.mark.parametrize("gpus", ["one GPU", two])
 @pytest.mark.parametrize("batchnorm", ["local", "sync"])
-def test_batchnorm_statistics(device, where, batchnorm):
+def test_batchnorm_statistics_match_plain_module(device, gpus, batchnorm):
     plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).double().to(device)
-    devices = devices_of(where, device)
+    devices = devices_of(gpus, device)
     net = pr.DataParallel(copy.deepcopy(plain), devices, batchnorm=batchnorm)
     X = torch.randn(9, 4, dtype=torch.float64, device=device)  # noqa: N806
     wanted = plain(X if batchnorm == "sync" else X[:3])
@@ -99,10 +99,10 @@ def test_batchnorm_statistics(device, where, batchnorm):
 
 
 @gpu.only
-@pytest.mark.parametrize("where", ["one", two])
-def test_backward_on_side_stream(device, where):
+@pytest.mark.parametrize("gpus", ["one GPU", two])
+def test_backward_on_side_stream(device, gpus):
     plain = make_net(device)
-    net = pr.DataParallel(copy.deepcopy(plain), devices_of(where, device), bucket_cap_mb=1e-6)
+    net = pr.DataParallel(copy.deepcopy(plain), devices_of(gpus, device), bucket_cap_mb=1e-6)
     train(plain, device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -136,7 +136,7 @@ def test_graph_captures_step(device):
 
 
 @gpu.only
-def test_devices_by_number(device):
+def test_device_numbers_are_accepted(device):
     net = pr.DataParallel(nn.Linear(2, 2).to(device), [0, 0])
     assert net.devices == (torch.device("cuda:0"),) * 2
     assert net(torch.ones(4, 2)).device == torch.device("cuda:0")  # inputs may be on the CPU
@@ -145,7 +145,7 @@ def test_devices_by_number(device):
 
 
 @gpu.two
-def test_output_device_and_error_on_two():
+def test_output_device_and_failed_rank():
     class Fails(nn.Linear):
         def forward(self, x):
             if x.device.index == 1 and x.shape[0] == 1:

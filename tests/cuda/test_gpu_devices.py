@@ -1,4 +1,4 @@
-"""Ranks on the host and on several GPUs: bits, streams and failures."""
+"""GPU: ranks on the CPU and on several GPUs: exact bits, streams and failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def over(devices, **options):
-    """Return a communicator; a device is "cpu" or a GPU index."""
+    """Return a communicator over devices; a device is "cpu" or a GPU index."""
     names = [device if device == "cpu" else f"cuda:{device}" for device in devices]
     return pr.Communicator(names, **options)
 
@@ -29,17 +29,17 @@ def on(*devices):
     return pytest.param(devices, marks=gpu.two if 1 in devices else gpu.only, id=str(devices))
 
 
-# MIXED has the CPU and the current GPU; OTHERS_MIXED has the CPU and a GPU that is not current.
-MIXED, OTHERS_MIXED = on("cpu", 0, 0), on("cpu", 1, 1)
+# CPU ranks with ranks on the current GPU, or with ranks on another GPU.
+MIXED, MIXED_OTHER_GPU = on("cpu", 0, 0), on("cpu", 1, 1)
 SEVERAL = [on(0, 1), on(0, 0, 1, 1), on(0, 1, 0, 1), on(1, 0, 0)]
 
 
-@pytest.mark.parametrize("devices", [MIXED, OTHERS_MIXED, *SEVERAL])
+@pytest.mark.parametrize("devices", [MIXED, MIXED_OTHER_GPU, *SEVERAL])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "auto"])
 def test_all_reduce(algorithm, dtype, devices):
     if algorithm == "ring" and "cpu" in devices:
-        pytest.skip("refused, see test_mixed_memories_refuse_ring")
+        pytest.skip("refused: see test_mixed_memories_refuse_ring")
     with over(devices, algorithm=algorithm) as comm:
         for numel in (0, 1, 3, 257, 30_011):
             for op in OPS:
@@ -163,7 +163,7 @@ def test_graph_over_several_devices():
             gpu.assert_ranks(tensors, expected(parts, "sum", "direct"), f"replay {replay}")
 
 
-def run_alone(code, **environment):
+def run_in_new_process(code, **environment):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -179,7 +179,7 @@ def run_alone(code, **environment):
 
 @gpu.two
 def test_other_gpus_get_no_context():
-    assert run_alone(ALONE) == ["[False,", "True]"]
+    assert run_in_new_process(ONE_OF_TWO_GPUS) == ["[False,", "True]"]
 
 
 @gpu.two
@@ -189,7 +189,7 @@ def test_peers_need_device_access():
         assert may_reach or not comm._group.has_peers()
 
 
-ALONE = """
+ONE_OF_TWO_GPUS = """
 import ctypes, threading, torch, pyringar as pr
 torch.cuda.set_device(1)
 with pr.Communicator(["cuda:1", "cuda:1"]) as comm:
@@ -226,7 +226,7 @@ print("right")
 @gpu.two
 def test_expandable_segments_give_right_sums():
     setting = "expandable_segments:True"
-    assert run_alone(EXPANDABLE, PYTORCH_CUDA_ALLOC_CONF=setting) == ["right"]
+    assert run_in_new_process(EXPANDABLE, PYTORCH_CUDA_ALLOC_CONF=setting) == ["right"]
 
 
 @gpu.two

@@ -1,4 +1,4 @@
-"""GPU: replayed CUDA graphs."""
+"""GPU: replays of CUDA graphs with captured calls."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_graph_replays_all_reduce(make_ranks, algorithm, dtype, is_async):
         gpu.assert_ranks(tensors, expected(parts, "sum", algorithm), f"{algorithm} replay {replay}")
 
 
-def test_captured_calls_keep_memory(make_ranks):
+def test_captured_calls_keep_tensors(make_ranks):
     comm = make_ranks(2)
     tensors = gpu.zeros(comm, 100)
     graph = gpu.captured(lambda: comm.all_reduce(tensors, async_op=True).wait())
     torch.cuda.synchronize()
-    assert len(comm._in_flight) >= 1, "calls of the capture may follow"
+    assert len(comm._in_flight) >= 1, "held until a call outside of the capture"
     work = comm.all_reduce(gpu.zeros(comm, 10), async_op=True)
     torch.cuda.synchronize()
     assert work.is_completed()
@@ -72,8 +72,8 @@ def test_graph_replays_many_calls(make_ranks):
     for replay in range(3):
         inputs = gpu.lists_of(shapes, (torch.float32,), 2, seed=replay)
         parts = [part.roll(replay) for part in gpu.drawn(100, torch.float32, 2)]
-        for mine, theirs in zip([*lists, bases], [*inputs, parts], strict=True):
-            gpu.copy_all(mine, theirs)
+        for targets, sources in zip([*lists, bases], [*inputs, parts], strict=True):
+            gpu.copy_all(targets, sources)
         graph.replay()
         gpu.assert_lists(lists, inputs, "mean", "fused")
         wanted = [part.clone() for part in parts]
@@ -150,20 +150,20 @@ def step(networks, batches, bucketer):
 def test_graph_of_training_step(make_ranks, device, overlap):
     torch.manual_seed(5)
     layers = torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
-    ours = pr.replicate(torch.nn.Sequential(*layers).to(device), [device] * 3)
-    batches = [torch.zeros(32, 16, device=device) for _ in ours]
+    replayed = pr.replicate(torch.nn.Sequential(*layers).to(device), [device] * 3)
+    batches = [torch.zeros(32, 16, device=device) for _ in replayed]
     options = {"bucket_cap_mb": 1e-4, "overlap": overlap}  # several buckets
-    with pr.GradientBucketer(ours, comm=make_ranks(3), **options) as bucketer:
-        graph = gpu.captured(lambda: step(ours, batches, bucketer))
+    with pr.GradientBucketer(replayed, comm=make_ranks(3), **options) as bucketer:
+        graph = gpu.captured(lambda: step(replayed, batches, bucketer))
         assert len(bucketer.buckets) > 1
-        theirs = copy.deepcopy(list(ours))  # with the parameters that the warm-up has left
-        with pr.GradientBucketer(theirs, comm=make_ranks(3), **options) as other:
+        eager = copy.deepcopy(list(replayed))  # after the warm-up, which changes the parameters
+        with pr.GradientBucketer(eager, comm=make_ranks(3), **options) as other:
             for replay in range(3):
                 for batch in batches:
                     batch.normal_()
                 graph.replay()
-                step(theirs, batches, other)
-                for mine, yours in zip(ours, theirs, strict=True):
-                    for p, q in zip(mine.parameters(), yours.parameters(), strict=True):
+                step(eager, batches, other)
+                for first, second in zip(replayed, eager, strict=True):
+                    for p, q in zip(first.parameters(), second.parameters(), strict=True):
                         assert same_bits(p.grad, q.grad), f"gradients of replay {replay}"
                         assert same_bits(p, q), f"parameters after replay {replay}"

@@ -1,4 +1,4 @@
-"""GPU: order with streams, background calls and threads."""
+"""GPU: the order of calls on streams, in the background and in threads; failures; close."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ pytestmark = gpu.needed
 @pytest.mark.parametrize("stream", ["default", "side"])
 @pytest.mark.parametrize("algorithm", NATIVE)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_producer_call_consumer(make_ranks, algorithm, stream, is_async):
-    """The producer is slow, so only the stream order gives the right result."""
+def test_call_keeps_stream_order(make_ranks, algorithm, stream, is_async):
+    """The copy into the tensors starts late, so only the stream order gives the right result."""
     comm = make_ranks(3)
     parts = gpu.drawn(30_011, torch.float32, 3)
     sources = gpu.placed(comm, parts)
     here = torch.cuda.default_stream() if stream == "default" else torch.cuda.Stream()
     with torch.cuda.stream(here):
         tensors, results = gpu.zeros(comm, 30_011), gpu.zeros(comm, 30_011)
-        comm.all_reduce(tensors, algorithm=algorithm, async_op=is_async)  # the first one allocates
+        comm.all_reduce(tensors, algorithm=algorithm, async_op=is_async)  # the first call allocates
         torch.cuda.synchronize()
         torch.cuda._sleep(gpu.SLEEP_CYCLES)
         gpu.copy_all(tensors, sources)
@@ -44,7 +44,7 @@ def test_producer_call_consumer(make_ranks, algorithm, stream, is_async):
         gpu.copy_all(results, tensors)
         for tensor in tensors:
             tensor.fill_(-1)
-        assert not here.query(), "the host has waited"
+        assert not here.query(), "the call made the host wait"
         here.synchronize()
     if is_async:
         assert work.is_completed()
@@ -77,16 +77,16 @@ def test_dropped_work_keeps_its_tensors(make_ranks):
     del tensors
     gc.collect()
     others = [*gpu.zeros(comm, numel), *gpu.zeros(comm, numel)]
-    assert taken.isdisjoint(other.data_ptr() for other in others), "its memory was given away"
+    assert taken.isdisjoint(other.data_ptr() for other in others), "memory still in use was reused"
     torch.cuda.synchronize()
     assert all((other == 0).all() for other in others)
     comm.all_reduce(others[:2], async_op=True)
     gc.collect()
-    assert all(reference() is None for reference in watched), "held after it was done"
+    assert all(reference() is None for reference in watched), "held after the call was done"
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_threads_on_gpu(make_ranks, is_shared):
+def test_threads_get_exact_bits(make_ranks, is_shared):
     shared = make_ranks(3)
 
     def work(number):
@@ -97,7 +97,7 @@ def test_threads_on_gpu(make_ranks, is_shared):
             for _ in range(60):
                 algorithm, dtype = generator.choice(NATIVE), generator.choice(DTYPES)
                 parts = gpu.drawn(generator.randrange(9000), dtype, 3)
-                gpu.check(comm, parts, "sum", algorithm, gpu.APART)
+                gpu.check(comm, parts, "sum", algorithm, gpu.MIXED)
 
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(work, number) for number in range(4)]:
@@ -129,11 +129,11 @@ def test_withheld_rank_times_out(make_ranks, withheld):
     torch.cuda.synchronize()
     comm._group.withhold_rank(withheld)
     started = time.monotonic()
-    comm.all_reduce(tensors)  # it is found out later
+    comm.all_reduce(tensors)  # a later call raises the timeout
     torch.cuda.synchronize()
     assert 0.4 < time.monotonic() - started < 3.0
-    who = r"all_reduce: rank \d \(cuda:0\) waited 0.5 s for rank \d \(cuda:0\)"
-    with pytest.raises(pr.CollectiveTimeout, match=who + r" to \w+ at step \d of 6"):
+    waiting = r"all_reduce: rank \d \(cuda:0\) waited 0.5 s for rank \d \(cuda:0\)"
+    with pytest.raises(pr.CollectiveTimeout, match=waiting + r" to \w+ at step \d of 6"):
         comm.all_reduce(tensors)
     with pytest.raises(pr.CollectiveTimeout, match="failed before"):
         comm.all_reduce(tensors, algorithm="fused")
@@ -159,9 +159,9 @@ def test_close_raises_late_failure(make_ranks):
     with pytest.raises(pr.CollectiveTimeout, match="for rank 1"):
         comm.check()
     comm.close()
-    with pytest.raises(ValueError, match="mine"), make_ranks(3, timeout=0.5) as comm:  # noqa: PT012
+    with pytest.raises(ValueError, match="in the block"), make_ranks(3, timeout=0.5) as comm:  # noqa: PT012
         late(comm)
-        raise ValueError("mine")
+        raise ValueError("in the block")
 
 
 @gpu.only
@@ -197,14 +197,14 @@ class Late(torch.autograd.Function):
 
 
 @gpu.only
-def test_gradients_of_other_streams(make_ranks, device):
+def test_gradients_on_other_streams(make_ranks, device):
     torch.manual_seed(3)
     replicas = pr.replicate(torch.nn.Linear(64, 64, bias=False), [device] * 2)
     inputs = [torch.randn(8, 64, device=device) for _ in replicas]
     wanted = reduced([(x.sum(0).expand(64, 64)).cpu() for x in inputs], "sum")
     torch.cuda.synchronize()
     with pr.GradientBucketer(replicas, comm=make_ranks(2)) as bucketer:
-        for number in (1, 2):  # the second sum is added to the first
+        for number in (1, 2):  # the second step adds to the gradients of the first
             losses = []
             for replica, x in zip(replicas, inputs, strict=True):
                 with torch.cuda.stream(torch.cuda.Stream()):
