@@ -32,6 +32,6 @@ for step in range(1, 201):
 
 parameters = nn.utils.parameters_to_vector(net.parameters()).detach()
 digest = hashlib.sha256(parameters.numpy().tobytes()).hexdigest()[:12]
-# The same on every rank. A line's end is written with it: two processes write here.
+# The digest is equal on all ranks. Each print writes its newline too, so that lines do not mix.
 print(f"rank {rank} has parameters {digest}\n", end="", flush=True)
 dist.destroy_process_group()

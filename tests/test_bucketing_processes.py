@@ -69,7 +69,7 @@ def steps_as_rank(rank, world_size, store, name, options):
 
 @pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
 @pytest.mark.parametrize("name", NETS)
-def test_processes_have_bits_of_lists(rank_group_of, name, world_size):
+def test_processes_match_one_process_bits(rank_group_of, name, world_size):
     late, mean = {**EACH, "overlap": False}, {"bucket_cap_mb": 2e-3, "op": "mean"}
     for options in ({}, EACH, late, mean):
         nets = [NETS[name]() for _ in range(world_size)]
@@ -99,7 +99,7 @@ def plan_and_times(rank, world_size, store):
 def test_buckets_launch_in_order_of_rank_0(rank_group_of):
     answers = rank_group_of(2).check(plan_and_times)
     assert answers[0][0] == answers[1][0]
-    # Rank 0 runs c, a, b: in backward b (2 and 3) comes first, then a, then c.
+    # Rank 0 runs c, a, b. Its backward reaches b (parameters 2 and 3) first, then a, then c.
     assert [bucket[0] // 2 for bucket in answers[0][0]] == [1, 1, 0, 0, 2, 2]
     for _, stats, launched in answers:
         times = [bucket.launched_s for bucket in stats.buckets]
@@ -164,7 +164,7 @@ def differ_as_rank(rank, world_size, store, setting):
         ("op", "rank 1 has op mean, but rank 0 has op sum: expected the same"),
     ],
 )
-def test_different_ranks_are_named(rank_group_of, setting, words):
+def test_mismatched_settings_name_rank(rank_group_of, setting, words):
     answers = rank_group_of(2).check(differ_as_rank, setting)
     assert words in answers[0][1]
     assert [kind for kind, _ in answers] == [pr.ArgumentError] * 2
@@ -214,7 +214,7 @@ def fail_as_rank(rank, world_size, store, how):
             fail_step(net, bucketer, xs[1], how)
         else:
             if how == "signal":
-                time.sleep(1)  # rank 1 waits for this rank when the signal comes
+                time.sleep(1)  # so that rank 1 waits for this rank when its signal arrives
             error = error_of(lambda: step_of(net, bucketer, xs[1]))
         seconds = time.monotonic() - began
         assert_closed(bucketer, [net], "")
@@ -239,7 +239,8 @@ def test_failure_aborts_all_ranks(rank_group_of, how):
     assert_steps([others_s[1], own_s[1]], [grads_of(nets[0])] * 2)
 
 
-# Fake GPU streams that record the calls; test_cuda_processes.py uses real streams.
+# Fakes of the GPU engine that record gradients, stream waits and allreduces in order.
+# test_cuda_processes.py uses real streams.
 Start = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 Record = ctypes.PYFUNCTYPE(
     ctypes.c_bool, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_bool

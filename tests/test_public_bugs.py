@@ -1,7 +1,7 @@
-"""Do wrappers over several ranks hold what public bug reports found broken elsewhere?
+"""Test bugs of other data-parallel wrappers, from public reports, on this library's wrappers.
 
-The oracle is the plain module, or an error that names the argument. Ids are the reports;
-test_data_parallel.py has 04 and 05, test_replicate.py 13.
+The expected result is that of the plain module, or an error that names the argument. Section
+comments name the reports. test_data_parallel.py tests reports 04 and 05, test_replicate.py 13.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def parallel(module, **options):
     return pr.DataParallel(module, CPUS, **options)
 
 
-# -- 01 mmdetection#2303, pytorch#27046: outputs that do not fit together ---
+# -- 01 mmdetection#2303, pytorch#27046: outputs that differ in structure between ranks ---
 
 
 class Builds(nn.Module):
@@ -51,7 +51,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("build", OUTPUTS.values(), ids=OUTPUTS)
 @pytest.mark.parametrize("odd_rank", [0, 1])
-def test_outputs_of_other_structure_raise(build, odd_rank):
+def test_mismatched_output_structures_raise(build, odd_rank):
     batch = torch.tensor([[-1.0, 1], [-1, 2], [1, 1], [1, 2]])
     net = parallel(Builds(build))
     with pytest.raises(pr.ArgumentError, match=r"output.* on rank 0 and .* on rank 1"):
@@ -127,7 +127,7 @@ class Batch:
     note: None = None
 
 
-class Encoding(collections.UserDict):  # as of transformers: takes other arguments, has attributes
+class Encoding(collections.UserDict):  # like transformers.BatchEncoding: needs `note`
     def __init__(self, x, *, note):
         super().__init__({"x": x})
         self.note = note
@@ -194,14 +194,14 @@ def test_tied_weights_load_and_train(assign, has_prefix):
     assert_same(net, source, 1e-5)
 
 
-def test_unknown_state_dict_keys_raise():
+def test_missing_state_keys_have_prefix():
     net = parallel(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match=r'"module\.weight"'):
         net.load_state_dict({"w": torch.ones(2, 2), "bias": torch.ones(2)})
     assert net.load_state_dict({}, strict=False).missing_keys == ["module.weight", "module.bias"]
 
 
-# -- 25 pytorch#36035, transformers#3936, pytorch#10537, #102981: modules that keep parameters ---
+# -- 25 pytorch#36035, transformers#3936, pytorch#10537, #102981: special parameters ---
 
 
 class ParameterLists(nn.Module):
@@ -225,7 +225,7 @@ KEEP = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", KEEP.values(), ids=KEEP)
 @pytest.mark.parametrize("cap_mb", [None, 1e-6], ids=["one bucket", "many"])
-def test_modules_with_cached_weights(make, cap_mb):
+def test_special_parameters_get_plain_gradients(make, cap_mb):
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Test ResNet-18: structure and names of the book, and training runs on many ranks."""
+"""Test ResNet-18: shapes and names as in the book, and training runs on several ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TestTraining:
         assert relative_error(found.params, alone.params) < 1e-9
         assert found.state["1.running_var"] == pytest.approx(alone.state["1.running_var"])
 
-    def test_ranks_evaluate_as_returned_state(self, small):
+    def test_returned_state_reproduces_accuracy(self, small):
         with Trainer(TrainConfig(**SMALL, ranks=3), small) as trainer:
             result = trainer.run()
             check_replicas_equal(trainer.replicas)
@@ -178,7 +178,7 @@ def test_shards_give_equal_bits_on_any_ranks():
     assert len({training_runs.run(few, **options, ranks=ranks).digest for ranks in (1, 2, 4)}) == 1
 
 
-def test_files_are_contiguous(images, tmp_path):
+def test_saved_tensors_are_contiguous(images, tmp_path):
     with Trainer(TrainConfig(**LAST), images, save=tmp_path) as trainer:
         result = trainer.run()
     saved = Checkpoint.decode((tmp_path / "checkpoint.bin").read_bytes(), tmp_path)

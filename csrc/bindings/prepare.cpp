@@ -1,4 +1,4 @@
-// prepare: see the header.
+// prepare: one function per kind of call checks the tensors and makes the Collective.
 #include "bindings/prepare.h"
 
 #include "bindings/builder.h"
@@ -28,14 +28,14 @@ const OperationTraits& traits(Operation operation) {
   return kTraits[static_cast<int>(operation)];
 }
 
-// expected < 0: any length.
+// Copy a list to a tuple and check its length. expected < 0 allows any length.
 py::tuple read_list(py::handle given, const char* operation, const std::string& argument,
                     Py_ssize_t expected, const char* per) {
   if (!is_sequence(given.ptr())) {
     fail(ErrorKind::kArgument, operation, ": ", argument, " is ", type_text(given.ptr()),
          ", expected a list or tuple with one ", per);
   }
-  // A list could change while the GIL is released. A tuple is not copied.
+  // Copy a list, since it could change while the GIL is released. A tuple is returned uncopied.
   auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(given.ptr()));
   if (!items) throw py::error_already_set();
   const Py_ssize_t size = PyTuple_GET_SIZE(items.ptr());
@@ -58,13 +58,14 @@ py::object tensors_of(const GivenTensors& given, IsOne&& is_one) {
   return found;
 }
 
-// Copies are made as bytes: widening a 16-bit float to fp32 loses the payload of a NaN.
+// Copy as bytes: a reduction kernel would widen 16-bit floats to fp32 and lose NaN payloads.
 Buffers copy_of_bytes(void* const* source, void* const* destinations, int num_destinations,
                       std::size_t bytes) {
   return {source, destinations, 1, num_destinations, bytes, DType::kUInt8};
 }
 
-// A reduce-scatter reads wholes and writes one chunk per rank, an all-gather the reverse.
+// wholes: one full tensor per rank. chunks: one chunk per rank. A reduce-scatter reads wholes and
+// writes chunks; an all-gather reads chunks and writes wholes.
 PreparedCollective prepare_chunks(py::handle outputs, py::handle inputs, const CallOptions& options,
                                   const LocalRanks& ranks) {
   const bool scatters = options.operation == Operation::kReduceScatter;
@@ -194,7 +195,8 @@ PreparedCollective prepare_broadcast(py::handle tensors, const CallOptions& opti
   const std::size_t n = ranks.num_tensors();
   const auto is_written = [root](int rank) { return rank != root; };
   Builder builder(options, local, local.is_one_of_processes ? local.world_size : k);
-  // Requires-grad errors must occur on all ranks, or the other ranks would wait for the root.
+  // In processes, check requires_grad on the root too. If only the other ranks raised, the root
+  // would wait for them.
   const bool checks_all = local.is_one_of_processes;
   builder.add_all(ranks, [&](int rank) { return checks_all || is_written(rank); });
   builder.check_disjoint();

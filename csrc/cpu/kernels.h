@@ -16,7 +16,7 @@ using FusedKernel = void (*)(const void* const* sources, int num_sources, void* 
                              int num_destinations, std::size_t n, int divisor);
 FusedKernel fused_kernel(DType dtype, const Fold& fold);
 
-// Kernels in rank order. A ring needs widen, accumulate and finish too.
+// Kernels that reduce in rank order. Only a ring uses widen, accumulate and finish.
 struct Kernels {
   FusedKernel fused;
   // element -> partial; partial + element -> partial; partial + element -> result elements.

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_WIDTH = 80  # of a terminal
+_WIDTH = 80  # columns of a terminal
 
 
 @dataclass(frozen=True)

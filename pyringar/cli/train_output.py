@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FILES = {"out": ".pt", "plot": ".png", "trace": ".json", "log": ".csv"}  # option to suffix
 _WARM_UP_STEPS, _ADVICE_AFTER_STEPS = 3, 20
 _SLOW_EPOCH_S = 60.0
-_BUSY_AFTER_S, _BUSY_SHARE = 5.0, 0.7  # share: processor time by elapsed time
+_BUSY_AFTER_S, _BUSY_SHARE = 5.0, 0.7  # share: processor time / elapsed time
 
 
 # How each algorithm works, by the names in docs/algorithms.md.
@@ -45,8 +45,8 @@ _ORDERS = {
 
 
 def describe_plan(plan: Plan) -> str:
-    """Return the algorithm of a plan and its order of addition, in a line."""
-    # Plans in processes call direct exchange where it needs only one wait, for small tensors.
+    """Return one line with the algorithm of a plan and its order of addition."""
+    # Between processes, small tensors use "exchange": direct with one wait instead of two.
     name = "direct" if plan.algorithm == "exchange" else plan.algorithm
     parts = [f"{name}: {_METHODS[name]}", _ORDERS.get(plan.order, "")]
     return ", ".join(filter(None, parts))
@@ -145,7 +145,7 @@ class EpochDisplay:
         self._advise()
 
     def _advise(self) -> None:
-        """Log in the first seconds how to make a slow run faster."""
+        """Log advice for slow runs, after the first steps or seconds."""
         self._steps += 1
         if self._steps <= _WARM_UP_STEPS:
             self._warm_s, self._warm_cpu_s = time.monotonic(), time.process_time()
@@ -159,7 +159,8 @@ class EpochDisplay:
                 logger.info("an epoch takes about %s %s%s", duration(epoch_s), where, faster)
         if self._checks_cores and elapsed_s >= _BUSY_AFTER_S:
             self._checks_cores = False
-            # The ranks of one process never wait, so they use one core or more if it is free.
+            # The ranks of one process run one after another and never wait, so they keep a free
+            # core busy. Little processor time means that other programs use the cores.
             if time.process_time() - self._warm_cpu_s < _BUSY_SHARE * elapsed_s:
                 logger.warning("other programs use the cores, so this is slower than it could be")
 
@@ -178,7 +179,7 @@ class EpochDisplay:
 
 
 class Outputs:
-    """Output files of a run. Checks paths at the start; `check` raises errors of writing."""
+    """Output files of a run. The constructor checks the paths; `check` raises write errors."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self._paths = {

@@ -40,7 +40,7 @@ from pyringar.errors import (
 
 # Time for ranks to end after the first failure, and after each signal.
 _GRACE_S = 2.0
-# The end of a process is noticed up to this long after its peers fail, as it closes connections.
+# Peers may fail on the closed connections of a dying process this long before its exit is seen.
 _DYING_S = 0.5
 _PARTIAL_LINE_S = 0.2
 _SILENT_S = 8 * REPORT_S  # a rank without a report for this long is silent
@@ -73,7 +73,7 @@ def run_processes(
 
 @dataclass
 class _RelayedOutput:
-    """Output of a rank, relayed line by line with a mark before each line."""
+    """Output of a rank, relayed line by line with the rank's mark before each line."""
 
     pipe: Connection
     stream: Any
@@ -114,10 +114,10 @@ class _RankProcess:
         self.report = RankStatus(progress=())
         self.silent_s = 0.0  # seconds since the last report
         self.has_ended = False
-        state = ProcessState.fresh(index)  # made here: a fork that has just begun is slow
+        state = ProcessState.fresh(index)  # before the fork: a new process is slow
         self.process = context.Process(target=run_rank, args=(index, writers, call, state, *args))
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads at a fork: idle pools, which the rank does not use.
+            # Python 3.12 warns at a fork if threads exist. Here they are idle pools.
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
             self.process.start()
         for writer in writers:
@@ -146,7 +146,7 @@ class _RankProcess:
 
     @property
     def state(self) -> str:
-        """The state of the last report, or "is silent" if there is no new report."""
+        """Return the last reported state, or "is silent" if reports stopped."""
         is_silent = self.silent_s > _SILENT_S and self.report.state in ("runs", "waits")
         return "is silent" if is_silent else self.report.state
 
@@ -168,22 +168,23 @@ class _RankProcesses:
 
     def run(self, program: Callable[[], Any], devices: Sequence[torch.device]) -> list[Any]:
         number, is_frozen = signal.SIGTERM, gc.get_freeze_count() > 0
-        server: Any = socket.create_server(("127.0.0.1", 0))  # torch would ask a name server
+        server: Any = socket.create_server(("127.0.0.1", 0))  # TCPStore would resolve names
         _, port = server.getsockname()
         try:
             with handlers_wait():
                 if not is_frozen:
-                    gc.freeze()  # else the collector of each rank copies the pages of all objects
+                    gc.freeze()  # else each rank's garbage collector copies all inherited pages
                 for index in range(len(devices)):
                     self._ranks.append(_RankProcess(index, program, devices, self._timeout_s, port))
-                # After the forks: a copy of the store's locks may hang a rank.
+                # Create the store after the forks: copied locks may deadlock a rank.
                 options: Any = {"is_master": True, "wait_for_workers": False}
                 server = TCPStore("127.0.0.1", port, master_listen_fd=server.detach(), **options)
             self._serve(float("inf"), self._failure)
             self._serve(_GRACE_S if any(rank.report.failed_s for rank in self._ranks) else 0)
             failure = self._failure()
         except KeyboardInterrupt:
-            self._serve(_POLL_S)  # a terminal also interrupts the ranks, a notebook does not
+            # Ctrl-C in a terminal also interrupts the ranks; in a notebook it does not.
+            self._serve(_POLL_S)
             number = signal.SIGINT
             raise
         finally:
@@ -205,7 +206,7 @@ class _RankProcesses:
             pipes = [pipe for rank in alive for pipe in rank.pipes if not pipe.closed]
             wait([rank.process.sentinel for rank in alive] + pipes, _POLL_S)
             passed_s = time.monotonic() - woke_s
-            # Time in which all processes are stopped does not count.
+            # Count little of a long pause: this process may have been stopped with the ranks.
             step_s = min(passed_s, REPORT_S)
             for rank in alive:
                 rank.silent_s += step_s
@@ -226,7 +227,7 @@ class _RankProcesses:
                     rank.close()
 
     def _standstill(self) -> RingarError | None:
-        """Return the error if no rank made progress for the timeout and a rank waits."""
+        """Return an error if progress stopped for the timeout and a rank waits or hangs at exit."""
         alive = {rank.index: rank.state for rank in self._ranks if not rank.has_ended}
         silent = [index for index, state in alive.items() if state == "is silent"]
         running = [index for index, state in alive.items() if state == "runs"]

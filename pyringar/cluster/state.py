@@ -1,4 +1,4 @@
-"""Give each rank that is a thread its own copy of process-wide state."""
+"""Give each rank that runs in a thread its own copy of process-wide state."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class ProcessState:
             if get() != value:
                 put(value)
         found = _imported()
-        # Globals of modules that were imported after the snapshot.
+        # Globals of modules that were imported after this state was taken get first values.
         more = [_first(*each) for each in found[len(self._globals) :]]
         for (owner, name, _), value in zip(found, self._globals + more, strict=True):
             if getattr(owner, name) is not value:
@@ -169,7 +169,7 @@ def _numpy_random() -> Any:
 
 
 class Environment(UserDict[Any, Any]):
-    """Replaces the data of ``os.environ``: threads of a rank use the rank's own variables."""
+    """Data of ``os.environ``: a rank's threads see its variables, other threads the process's."""
 
     def __init__(self, outside: MutableMapping[Any, Any], mine: Callable[[], Any]) -> None:
         self._outside, self._mine = outside, mine

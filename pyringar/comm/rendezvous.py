@@ -1,4 +1,4 @@
-"""Join processes into a group through a torch store; all ranks map rank 0's segment.
+"""Form a group of processes through a torch store, and map the segment of rank 0.
 
 A store may outlive the processes that use it: torchrun keeps one store for all restarts. Therefore
 every attempt to join has a random id, ``RankInfo.attempt``, and rank 0 decides which attempts form
@@ -7,11 +7,11 @@ a group. The keys, below ``pyringar/NAME``:
 ================== ================================== =============================================
 key                written by                         holds
 ================== ================================== =============================================
-``call``           rank 0, as it begins               its RankInfo; the other keys are below its
+``call``           rank 0, when it starts             its RankInfo; the other keys are below its
                                                       attempt, A
-``A/member/R``     rank R, after reading ``call``     its RankInfo
+``A/member/R``     rank R, after it reads ``call``    its RankInfo
 ``A/members``      rank 0, once                       the RankInfo of all ranks
-``A/segment``      rank 0, once                       the file descriptor of its segment
+``A/segment``      rank 0, once                       descriptor of its segment
 ``A/failed``       the rank that fails                the error
 other keys         the group (`Rendezvous.store`)     also below ``A``: gloo, sub-groups
 ================== ================================== =============================================
@@ -39,8 +39,8 @@ from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, Rin
 _ATTEMPT_BYTES = 16  # in hex the 32 bytes of a segment's token
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
-_POLL_S_PER_RANK = 0.001  # all ranks ask one store
-# A killed process loses its descriptors a moment before it ends.
+_POLL_S_PER_RANK = 0.001  # all ranks poll one store
+# A killed process may close its descriptors up to this long before it counts as dead.
 _DYING_S = 0.5
 # Classes that the other ranks raise, too. For any other class they raise RingarError.
 _KINDS = {kind.__name__: kind for kind in (ArgumentError, CollectiveTimeout, PeerLostError)}
@@ -76,7 +76,7 @@ class Rendezvous:
         prefixed = PrefixStore(f"pyringar/{name}", store)
         self._store = PatientStore(prefixed, name, rank, self._deadline)
         self._own = RankInfo.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES))
-        self._members = {rank: self._own}  # known ranks; rank 0's entry is the latest ``call``
+        self._members = {rank: self._own}  # known ranks; entry 0 is rank 0's last call
         self._has_answered = False
         self._may_tell = rank == 0  # whether this rank may write ``failed``
         self.group: Any = None  # the engine's group after its creation; errors are sent to it, too
@@ -130,7 +130,7 @@ class Rendezvous:
         try:
             return self.engine.open_segment(self._members[0].pid, fd, self.world_size)
         except RingarError:
-            # Rank 0 was killed, or gave up after another rank died. Poll for its error.
+            # Rank 0 may have been killed, or failed since another rank died. Prefer that error.
             until = time.monotonic() + _DYING_S
             while time.monotonic() < until:
                 self._segment()
@@ -170,7 +170,7 @@ class Rendezvous:
     # -- other ranks -------------------------------------------------------------------------------
 
     def _answer(self) -> list[RankInfo] | None:
-        """Answer rank 0's call; return all ranks if its group contains this attempt, else None."""
+        """Answer the call of rank 0; return all ranks once the group contains this attempt."""
         (text,) = self._store.look_up(["call"])
         if text is None:
             return None
@@ -178,12 +178,13 @@ class Rendezvous:
         if self._members.get(0) != caller:  # rank 0 has called, or called again
             self._members[0] = caller
             self._has_answered = False
-        # Check this before reading the keys: rank 0 may write `members` and then die.
+        # Check this before reading the keys: rank 0 may write them and then die.
         is_alive = self._is_alive(caller)
-        # Read `failed` first: if rank 0 writes `members` and then fails, `members` is read too.
+        # Read `failed` first: if rank 0 wrote `members` and then failed, `members` is also found.
         failed, members = self._store.look_up([self._key("failed"), self._key("members")])
         if members is not None:
-            self._has_answered = False  # the call has ended, possibly without this rank
+            # The group is complete. If this rank is not in it, wait for rank 0's next call.
+            self._has_answered = False
             group = read(members, 0, lambda members: [RankInfo(**each) for each in members])
             return group if self._own in group else None
         if not self._has_answered:
@@ -197,7 +198,7 @@ class Rendezvous:
         return None
 
     def _not_answered(self) -> list[int]:
-        """Return the ranks that the group waits for: rank 0, or ranks without an answer."""
+        """Return the ranks that block the group: rank 0, or ranks without an answer."""
         if not self._has_answered:
             return [0]
         answers = self._answers(range(1, self.world_size))

@@ -27,14 +27,15 @@ from pyringar.errors import RingarError
 
 _BaseWork: Any = dist.distributed_c10d.Work
 
-# Seconds, for each thread, that a callback waits for an idle thread before a new one starts.
+# A callback waits this long times the number of threads for an idle thread. Then it starts a new
+# thread, since a running callback may wait for a later future.
 _PATIENCE_S = 0.01
 
 
 class Threads:
-    """Threads that run calls at once: as many threads as calls run at the same time.
+    """Thread pool that starts a new thread for a call if no thread is idle.
 
-    A signal handler may interrupt any method: each access to shared state is one step.
+    A signal handler may interrupt any method, so each access to shared state is atomic.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,7 +48,8 @@ class Threads:
     def submit(self, call: Callable[[], object], patience_s: float = 0.0) -> None:
         """Run ``call``, which must not raise, in an idle thread or a new thread.
 
-        Wait up to ``patience_s`` per thread for an idle thread. RingarError if no thread can start.
+        First wait up to ``patience_s`` times the number of threads for an idle thread. RingarError
+        if no thread can start.
         """
         try:
             self._idle.get(timeout=patience_s * len(self._threads))
@@ -59,7 +61,7 @@ class Threads:
         return self._idle.qsize() < len(self._threads)
 
     def close(self, seconds: float | None = None) -> None:
-        """End the threads after all calls; wait at most so many seconds for each thread."""
+        """End the threads after all calls; wait at most ``seconds`` for each thread."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
@@ -88,7 +90,7 @@ class Completer:
         self._is_closed = False
 
     def complete(self, future: Future[None], settle: Callable[[], object]) -> None:
-        """Complete ``future`` after ``settle``, which waits for a work, returns."""
+        """Call ``settle``, which waits for a work; then complete ``future``."""
         with self._lock:
             if not self._is_closed:
                 self._waits = self._waits or Jobs(self._name)
@@ -161,8 +163,8 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the collective is done; other Python threads run meanwhile.
 
-        The default, or zero, is the timeout of the communicator. CollectiveTimeout after a shorter
-        ``timeout`` leaves the call running.
+        None or zero means the timeout of the communicator. A shorter ``timeout`` raises
+        CollectiveTimeout, but the call keeps running.
         """
         seconds = timeout.total_seconds() if timeout else 0.0
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-// oracle: see the header.
+// oracle: 16-bit conversions, random values, and folds as plain loops.
 #include "oracle.h"
 #include "core/exact_sum.h"
 #include "core/tree.h"
@@ -46,10 +46,10 @@ std::uint16_t encode(double value, const Format& format) {
   if (value >= std::ldexp(1.0, format.highest_exponent + 1)) return with_sign(infinite);
   if (value == 0) return sign;
   const int exponent = std::max(std::ilogb(value), format.lowest_exponent);
-  // In units of the last place: exact. Then rounded, ties to even.
+  // Scale to units of the last place, which is exact. Then round, ties to even.
   const int units =
       static_cast<int>(std::nearbyint(std::ldexp(value, format.mantissa_bits - exponent)));
-  // Units without the leading bit, plus the exponent. A carry moves into the exponent by itself.
+  // Add the exponent to the units. If rounding carries, the carry raises the exponent.
   return with_sign(units + ((exponent - format.lowest_exponent) << format.mantissa_bits));
 }
 
@@ -172,7 +172,8 @@ T random_edge(Random& random) {
     const T edges[] = {0, 1, std::numeric_limits<T>::min(), std::numeric_limits<T>::max()};
     return edges[random.below(4)];
   } else {
-    // Edge values of fp16: zeros, smallest, largest, infinities, NaN.
+    // Zeros, the smallest and largest fp16 values, the smallest normal fp32, half the smallest
+    // fp16, one, infinities, NaN.
     const double edges[] = {0.0,      -0.0,    0x1p-24, -0x1p-24, 65504.0,   -65504.0,
                             0x1p-126, 0x1p-25, 1.0,     HUGE_VAL, -HUGE_VAL, std::nan("")};
     return from_double<T>(edges[random.below(std::size(edges))]);
@@ -285,7 +286,7 @@ void reduce_elements(DType dtype, ReduceOp op, int divisor, const void* const* s
   });
 }
 
-// is_last: rounded to 16 bits next, so it must not round before.
+// is_last: the caller rounds the sum to 16 bits. Round to odd here, so that only that step rounds.
 template <typename P>
 P exact_sum(const std::vector<P>& x, bool is_last) {
   if constexpr (std::is_integral_v<P>) {

@@ -57,7 +57,7 @@ def test_all_reduce(algorithm, dtype, devices):
         for case, algorithm in [(MIXED, "direct"), (on(0, 1, 1), "direct"), (on(0, 1, 1), "ring")]
     ],
 )
-def test_lists_and_collectives(devices, algorithm):
+def test_coalesced_and_other_collectives_are_right(devices, algorithm):
     shapes = [(3, 5), (700,), (0,), (64, 3), *((1 + 7 * i % 90,) for i in range(500))]
     flat = gpu.drawn(300, torch.float32, 3)
     shares = [part[:100] for part in flat]
@@ -183,7 +183,7 @@ def test_other_gpus_get_no_context():
 
 
 @gpu.two
-def test_peers_are_probed():
+def test_peers_need_device_access():
     with over((0, 1)) as comm:
         may_reach = all(torch.cuda.can_device_access_peer(a, 1 - a) for a in (0, 1))
         assert may_reach or not comm._group.has_peers()
@@ -224,7 +224,7 @@ print("right")
 
 
 @gpu.two
-def test_expandable_segments():
+def test_expandable_segments_give_right_sums():
     setting = "expandable_segments:True"
     assert run_in_new_process(EXPANDABLE, PYTORCH_CUDA_ALLOC_CONF=setting) == ["right"]
 
