@@ -114,7 +114,7 @@ MISTAKES = [
     Mistake("processes", WATCH, "  release(culprit);\n"),
     Mistake("processes", WATCH, "!stillness_.is_late(culprit)) return", "culprit < 999) return"),
     Mistake("processes", GROUP, "    raise_unreported();\n"),
-    Mistake("processes", GROUP, "(is_idle && all_others_are_gone(*host_))", "(true)"),
+    Mistake("processes", GROUP, "(is_idle && all_peers_have_closed(*host_))", "(true)"),
 ]
 HANGS_AFTER_S = 150  # four times the duration without a mistake
 

@@ -170,7 +170,7 @@ if rank == 0:
     if end == "raise":
         raise ValueError("of the program")
     sys.exit(1 if end == "exit" else 0)
-sys.stdin.readline()  # busy
+sys.stdin.readline()  # is busy until the test writes a line
 try:
     call(x)
     print("got", x.tolist())
@@ -256,7 +256,7 @@ def test_exit_after_failed_backward():
 
 # Each child is forked while a call waits in the background. A lock that an engine thread holds at
 # the fork stays locked in the child.
-LIMIT_S = 20  # seconds of a child
+LIMIT_S = 20  # most seconds that a child may run
 HARMLESS = "harmless"
 FORK_ERRORS = ("made before fork()", "begun before fork()")
 

@@ -21,7 +21,7 @@ needed = [
 only = pytest.mark.skipif(ON_CPU, reason="cannot run on CPU ranks")
 two = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices, here: {NUM_GPUS}")
 
-# Offsets of the ranks' tensors from an aligned address, in elements; they repeat after the last.
+# Offsets of the tensors from an aligned address, in elements, by rank modulo the tuple length.
 ALIGNED = (0,)
 SHIFTED = (1,)  # kernels use vectors after some single elements
 MIXED = (0, 1, 3, 2)  # no common alignment: kernels use no vectors
