@@ -50,7 +50,7 @@ void read_ahead(const std::byte* from, std::size_t bytes) {
   }
 }
 
-// Runs each copy at once.
+// A batch of copies: add_copy() runs each copy at once.
 template <auto kCopy>
 struct HostCopies {
   void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType) const {
@@ -58,7 +58,7 @@ struct HostCopies {
   }
 };
 
-// Runs each fold at once. Prefetches `ahead` bytes beyond the destination; 0: no prefetch.
+// A batch of folds: add() runs each fold at once and prefetches `ahead` bytes beyond its output.
 struct HostFolds {
   const Fold& fold;
   std::size_t ahead;
@@ -86,7 +86,7 @@ struct HostFolds {
   }
 };
 
-// The slots of the segment; for short messages the payloads of message heads.
+// Addresses of messages: slots of the segment, or for short messages the payload of MessageHead.
 class HostMemory : public StagedCounters {
  public:
   static constexpr std::size_t kChunkAlignment = 64;

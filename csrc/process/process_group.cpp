@@ -108,7 +108,7 @@ void ProcessGroup::run_program_locked(const Program& program) {
   try {
     is_done = program(self_);
   } catch (const std::exception& error) {
-    // Other ranks may know this call, and must not mistake this rank's next call for it.
+    // Fail the group: other ranks may be in this call, and must not match it with the next call.
     const auto* ours = dynamic_cast<const Error*>(&error);
     watch_.report(ours != nullptr ? ours->kind() : ErrorKind::kState,
                   join(watch_.name_of(rank_), ": ", error.what()));

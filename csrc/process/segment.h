@@ -36,11 +36,11 @@ struct alignas(64) CallRecord {
   std::uint32_t num_tensors = 0;
   std::int32_t root = 0;
   CallKind kind = CallKind::kBarrier;
-  DType dtype = DType::kFloat32;  // of the first tensor
+  DType dtype = DType::kFloat32;  // dtype of the first tensor
   ReduceOp op = ReduceOp::kSum;
   std::uint16_t divisor = 1;
   Order order = Order::kRank;
-  std::array<char, 80> what{};  // the call that the user made, if this call implements it
+  std::array<char, 80> what{};  // text of the user's call, if this call replaces it
 
   bool operator==(const CallRecord&) const = default;
   // Return true if both are the same call; strides may differ.
@@ -49,7 +49,7 @@ struct alignas(64) CallRecord {
     return *this == other;
   }
   bool has_same_layout(const CallRecord& other) const { return strides == other.strides; }
-  std::uint64_t digest() const;  // of all fields, strides included
+  std::uint64_t digest() const;  // digest of all fields, including strides
   std::string text() const;
 };
 static_assert(sizeof(CallRecord) == 128, "two cache lines");
@@ -71,8 +71,8 @@ struct alignas(64) RankLine {
   std::array<char, 64> host{};
 };
 
-// The first cache line that other ranks poll: it saves reading three lines (counter, record, slot),
-// each of which takes 0.1 us from another core. Written before `announced`; reused with its slot.
+// The cache line of a message that other ranks poll. It saves reads of three lines (counter,
+// record, slot), each of which takes 0.1 us. Written before `announced`; reused with its slot.
 struct alignas(64) MessageHead {
   static constexpr std::size_t kPayloadBytes = 48;
   std::atomic<std::uint32_t> number{0};  // number of the message; written last
@@ -90,7 +90,7 @@ struct DeviceLine {
   Word reduced;
   Word finished;
   Word probe;  // written before the first message, to test that GPU writes arrive
-  alignas(64) std::atomic<std::uint64_t> released{0};  // nonzero: a host has raised the words
+  alignas(64) std::atomic<std::uint64_t> released{0};  // nonzero after a host thread raised words
 };
 static_assert(sizeof(DeviceLine) == 5 * 64 && sizeof(DeviceLine::Word) == 64);
 
@@ -113,7 +113,7 @@ struct SharedFailure {
   std::array<char, 504> text{};
 };
 
-// Size of a staging slot: the own tensor, own slot and other slots stay in a core's L2.
+// Size of a staging slot. A rank's tensor, its slot and the other ranks' slots fit a core's L2.
 inline constexpr std::size_t kSlotBytes = 256 * 1024;
 
 inline constexpr std::size_t kTokenBytes = 32;

@@ -56,7 +56,7 @@ class AuditTarget(Protocol):
 
 
 class _Format(NamedTuple):
-    """Exponents of the probes of a dtype: all numbers are powers of two.
+    """Exponents of two in the probes of a dtype; a probe is one input of the allreduce.
 
     Adding all units to 2^big loses them in rounding, even with partial sums in a wider format. The
     sum of all units alone is exact.
@@ -144,7 +144,7 @@ def find_order(
 
 
 def _probes(k: int, pair: Pair, numel: int, dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    """Yield inputs: the pair has M and -M, further ranks have units, all others have zeros."""
+    """Yield probes: the pair has 2^big and -2^big, some ranks have units, the others zeros."""
     probe = _FORMATS[dtype]
     others = [r for r in range(k) if r not in pair]
     for first in range(0, max(1, len(others)), probe.units):
@@ -171,7 +171,7 @@ def _groups(results: Sequence[Sequence[Tensor]], pair: Pair, dtype: torch.dtype)
 
 
 def _lost(results: Sequence[Tensor], pair: Pair, others: Sequence[int], probe: _Format) -> Tensor:
-    """Return the pair and all ranks with lost units, as bits; -1: not a sum of units."""
+    """Return the pair and all ranks with lost units, as bits; -1 if a result is no sum."""
     lost = torch.full_like(results[0], 1 << pair[0] | 1 << pair[1], dtype=torch.int32)
     for number, result in enumerate(results):
         units = others[number * probe.units : (number + 1) * probe.units]

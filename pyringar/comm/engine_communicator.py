@@ -72,7 +72,7 @@ class EngineCommunicator(BaseCommunicator):
         self._is_closed = True
         try:
             is_done = self._group.close()
-        except LATE_ERRORS:  # raised once; the last calls may still run
+        except LATE_ERRORS:  # close() raises them once; the last calls may still run
             if self._group.close():
                 self._in_flight.clear()
             raise

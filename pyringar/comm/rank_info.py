@@ -43,7 +43,7 @@ class RankInfo:
     host: str
     pid: int
     start_ticks: int
-    kind: str = "cpu"  # of its device: "cpu" or "cuda"
+    kind: str = "cpu"  # type of the rank's device: "cpu" or "cuda"
     attempt: str = ""  # random id of one attempt to join the group
 
     @classmethod

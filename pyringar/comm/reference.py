@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# torch computes fewer elements in the calling thread. Its other threads keep the denormal mode of
-# the thread that started them.
+# Up to this size torch computes in the calling thread alone. Its other threads keep the denormal
+# mode of the thread that started them.
 _ALONE_ELEMS = 32_767
 
 Pieces = Callable[[Tensor], tuple[Tensor, ...]]

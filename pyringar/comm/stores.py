@@ -64,7 +64,7 @@ def _environment_store() -> tuple[Any, int, int]:
 
 
 class PatientStore:
-    """A store whose calls end at a deadline, even if the store's process is stopped.
+    """A torch store that ends its calls at a deadline, even if the store's process is stopped.
 
     A thread makes the calls until `close`. ``group`` and ``rank`` are for messages, ``deadline`` is
     a time of ``time.monotonic()``. Every method raises CollectiveTimeout at the deadline, and

@@ -72,7 +72,7 @@ def cache_dir() -> Path:
     try:
         folder = Path(chosen or platformdirs.user_cache_dir("pyringar", appauthor=False))
         return folder.expanduser().resolve()
-    except (OSError, RuntimeError) as error:  # a name that is too long, no such user
+    except (OSError, RuntimeError) as error:  # path too long, or user unknown
         raise BuildError(f"PYRINGAR_CACHE_DIR is {chosen!r}: {error}. {_MOVE_CACHE}") from error
 
 
@@ -83,7 +83,7 @@ def _check_private(path: Path) -> None:
         raise PermissionError(
             f"{path} belongs to user {status.st_uid}, neither to you ({os.geteuid()}) nor to root"
         )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # also a symbolic link's
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # a symbolic link has mode 0777
         raise PermissionError(
             f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o}); "
             f"`chmod go-w {path}` ends that"

@@ -88,7 +88,7 @@ def _twin(tensor: Tensor, device: torch.device) -> Tensor:
         twin = Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
     else:
         twin = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    grad_dtype = getattr(tensor, "grad_dtype", None)  # torch 2.14 and later
+    grad_dtype = getattr(tensor, "grad_dtype", None)  # exists in torch 2.14 and later
     if grad_dtype != getattr(twin, "grad_dtype", None):
         twin.grad_dtype = grad_dtype
     return twin

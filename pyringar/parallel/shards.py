@@ -19,7 +19,7 @@ from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, RingarError
 
 Device = str | torch.device
-Devices = Sequence[torch.device]  # one per rank
+Devices = Sequence[torch.device]  # one device per rank
 Shards = tuple[Tensor, ...]
 Split = tuple[Shards, Shards]  # samples, labels
 SplitFunction = Callable[[Tensor, Tensor, Devices], tuple[Sequence[Tensor], Sequence[Tensor]]]
