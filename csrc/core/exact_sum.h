@@ -131,8 +131,8 @@ class ExactSum {
   }
 
   std::int64_t digits_[kNumDigits] = {};
-  int first_ = kNumDigits;  // lowest digit that was written
-  int last_ = -1;           // highest digit that was written
+  int first_ = kNumDigits;  // index of the lowest digit that was written
+  int last_ = -1;           // index of the highest digit that was written
   bool is_negative_zero_ = true;
   bool has_specials_ = false;
   double specials_ = 0;

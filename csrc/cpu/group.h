@@ -22,7 +22,7 @@
 
 namespace pyringar {
 
-// The CPU ranks of one communicator. A forked child must leak it, since its locks may be held.
+// The CPU ranks of one communicator. A forked child must leak a Group, as its locks may be held.
 class Group : public ForkGuard {
  public:
   // world_size 0: calls may have any number of ranks, and use `fused` only.

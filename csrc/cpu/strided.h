@@ -17,7 +17,7 @@ using Progressed = std::function<void()>;
 void pack(const StridedView& from, std::byte* to, const Progressed& progressed = [] {});
 void unpack(std::byte* from, const StridedView& to, const Progressed& progressed = [] {});
 
-// The bytes [first, last) from the first to the last element of a view, with gaps.
+// The bytes [first, last) from the first to the last element of a view, including gaps.
 struct ByteSpan {
   const std::byte* first;
   const std::byte* last;

@@ -32,7 +32,7 @@ struct alignas(64) CallRecord {
   std::uint64_t sequence = 0;  // number of the call on this rank, from 1; 0: no call yet
   std::uint64_t numel = 0;     // elements of all tensors
   std::uint64_t shapes = 0;    // digest of sizes and dtypes of all tensors
-  std::uint64_t strides = 0;   // digest of tensors not in index order; 0: all are in index order
+  std::uint64_t strides = 0;   // digest of strides that are not in index order; 0: there are none
   std::uint32_t num_tensors = 0;
   std::int32_t root = 0;
   CallKind kind = CallKind::kBarrier;
@@ -67,7 +67,7 @@ struct alignas(64) RankLine {
   std::atomic<std::uint32_t> progress{0};  // grows during long work between messages
   CoreSet cores;                           // affinity mask
   ProcessId process;
-  std::atomic<int> global_rank{0};  // of torchrun; see death_notice.h
+  std::atomic<int> global_rank{0};  // rank given by torchrun; see death_notice.h
   std::array<char, 64> host{};
 };
 

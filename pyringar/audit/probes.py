@@ -138,7 +138,7 @@ def find_order(
         for rank_groups, found in zip(groups, _groups(results, pair, dtype), strict=True):
             rank_groups.append(found)
     first = _regions(pairs, groups[0], k)
-    # Ranks with rank 0's results share its tensors, and so its regions.
+    # A rank with the results of rank 0 shares its tensors of groups: reuse rank 0's regions.
     same = [all(map(operator.is_, rank_groups, groups[0])) for rank_groups in groups]
     return [first if same[r] else _regions(pairs, groups[r], k) for r in range(k)]
 
@@ -247,7 +247,7 @@ def partial_type(
     dtype = result.dtype
     wider = [w for w in (torch.float32, torch.float64) if w.itemsize > dtype.itemsize]
     if any(region.tree == EXACT for region in regions):
-        wider = wider[-1:]  # float32 does not hold all sums of float16
+        wider = wider[-1:]  # float32 cannot hold all exact sums of float16
         ends = [Region(r.start, min(r.stop, _MAX_EXACT), r.tree) for r in regions]
         regions = [region for region in ends if region.start < region.stop]
         inputs, result = [x[..., :_MAX_EXACT] for x in inputs], result[..., :_MAX_EXACT]

@@ -26,13 +26,13 @@ from pyringar.audit.trees import EXACT, Region, describe, same_trees
 from pyringar.parallel.shards import bits_of
 
 SIZES = (1, 8, 1000, 16_384, 262_144, 1_048_576)
-_FEW = 4096  # elements of the messages for most questions
+_FEW = 4096  # largest number of elements in the messages of most questions
 _MIN_VALUES = 1000  # values compared per question; short messages are repeated to reach it
 _MAX_GROWTH = 64  # largest ratio of two sizes whose results are compared
 _RUNS = 8
 _MAX_FAILURES = 4  # failed questions after which the audit stops asking
 _MAX_STEPS = 64  # bisection steps for the sizes at which the order changes
-_MAX_REGIONS = 64  # regions of a message in the JSON report
+_MAX_REGIONS = 64  # most regions of a message in the JSON report
 
 
 # Random messages and their results: a tensor per rank, a message per row.

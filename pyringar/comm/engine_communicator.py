@@ -14,7 +14,7 @@ from pyringar.comm.handles import handle_of
 
 logger = logging.getLogger(__name__)
 
-# Tensors of communicators whose close() a signal interrupted: the engine may still write them.
+# Tensors that the engine may still write after a signal interrupted a communicator's close().
 _interrupted: list[dict[Any, object]] = []
 
 

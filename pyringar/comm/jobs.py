@@ -18,7 +18,7 @@ class Jobs:
     """A thread that runs calls in order until `end`. Raises RingarError if it cannot start."""
 
     def __init__(self, name: str) -> None:
-        # Each use of these attributes is atomic: a signal handler may interrupt it.
+        # Used without a lock, in atomic steps: a signal handler may interrupt any method.
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._pending: set[Job] = set()
         self._waiting: list[int] = []  # thread ids, one entry per wait

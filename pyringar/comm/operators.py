@@ -117,7 +117,7 @@ torch.library._register_effectful_op("pyringar::all_reduce", EffectType.ORDERED)
 def _lower_in_order(inductor: Any) -> None:
     """Replace inductor's lowering of the ordered operator, which does not keep the order.
 
-    In torch 2.11 and 2.14 it names buffers, but the scheduler looks for operations.
+    That lowering names buffers in torch 2.11 and 2.14, but the scheduler looks for operations.
     """
     operator = torch.ops.pyringar.all_reduce.default
 

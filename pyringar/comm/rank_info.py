@@ -29,7 +29,7 @@ def node_id() -> str:
         namespaces = [os.readlink("/proc/self/ns/pid")]
     except OSError:
         return platform.node()
-    with suppress(OSError):  # Linux before 5.6 has one clock
+    with suppress(OSError):  # Linux before 5.6 has no time namespaces
         namespaces.append(os.readlink("/proc/self/ns/time"))
     return " ".join((boot, *namespaces))
 

@@ -75,7 +75,7 @@ def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int =
                 fold(into, term, op)
         if op == "mean":
             divide(total, world_size, pieces)
-        result = total.to(tensors[0].dtype)  # round once: the rounding of a NaN depends on strides
+        result = total.to(tensors[0].dtype)  # round once for all: bits of a NaN depend on strides
         for tensor in tensors:
             if tensor is not result:
                 tensor.copy_(result)

@@ -38,7 +38,7 @@ _CPUINFO_FIELDS = (
     "uarch",
     "isa",
 )
-# Instruction sets of every CPU of the architecture. Some compilers use more by default.
+# Flags for instructions that all CPUs of the architecture have. Some compilers default to more.
 _BASELINES = {"x86_64": "-march=x86-64", "aarch64": "-march=armv8-a"}
 _INSTALL_COMPILER = (
     "Install one: Debian/Ubuntu `apt install g++`, Fedora/RHEL `dnf install gcc-c++`, "

@@ -71,7 +71,7 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
         for tensor in tensors:
             made[id(tensor)].__dict__.update(copy.deepcopy(tensor.__dict__, made))
         replica = copy.deepcopy(module, made)
-    # RuntimeError: tensors inside a graph (old weight norm); TypeError: locks, files, generators.
+    # deepcopy cannot copy non-leaf tensors (old weight norm), locks, files or generators.
     except (RuntimeError, TypeError) as error:
         raise UnsupportedError(
             f"module, a {type(module).__name__}, cannot be copied ({error})"

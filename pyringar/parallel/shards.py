@@ -297,7 +297,7 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         equal = (all(map(has_bits, tensors, first)) for tensors in others)
         return [torch.tensor(not is_equal) for is_equal in equal]
     wanted = _pack(first)
-    packed = (_pack(tensors) for tensors in others)  # lazily: the memory of one rank
+    packed = (_pack(tensors) for tensors in others)  # lazy: packs one rank at a time
     return [(mine != wanted.to(mine.device)).any() for mine in packed]
 
 
