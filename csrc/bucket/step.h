@@ -53,7 +53,7 @@ enum class GradState : std::uint8_t {
 };
 
 struct Step {
-  const std::size_t world_size;  // ranks of this process
+  const std::size_t world_size;  // number of ranks in this process
   const std::size_t num_params;
   const std::size_t first_summed;  // lowest rank that zeroes the last sum before it accumulates
   std::vector<GradState> held =

@@ -71,7 +71,7 @@ struct InTreeOrder {
   }
 };
 
-// A tree of up to three sources is a left fold.
+// For up to three sources tree order equals rank order.
 template <int kNum>
 using OrderFor = std::conditional_t<kNum >= 1 && kNum <= 3, InRankOrder, InTreeOrder<kNum>>;
 

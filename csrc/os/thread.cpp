@@ -51,7 +51,7 @@ CoreSet cores_of_process() {
   CoreSet cores;
   DIR* tasks = opendir("/proc/self/task");
   if (tasks == nullptr) return cores;
-  while (const dirent* task = readdir(tasks)) {  // atoi(".") is 0: the caller
+  while (const dirent* task = readdir(tasks)) {  // "." gives id 0: the caller
     cores |= cores_of_thread(std::atoi(task->d_name));
   }
   closedir(tasks);

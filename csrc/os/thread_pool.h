@@ -45,7 +45,7 @@ class ThreadPool {
   static constexpr std::uint32_t kClosed = 1u << 31;
   const bool follows_cores_;
   int num_helpers_;                   // result of the last count_helpers()
-  std::vector<std::thread> helpers_;  // never shrinks
+  std::vector<std::thread> helpers_;  // all end in the destructor
   Affinity affinity_;
   Deadline last_asked_{};
   const std::function<void(int)>* work_ = nullptr;  // written by run() while the job is closed

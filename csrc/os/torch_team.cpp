@@ -78,7 +78,7 @@ Runtime look_for_runtime(void* torch) {
   return found;
 }
 
-// Look up torch's symbols once, in the first call after torch is loaded. Before: no symbols.
+// Look up torch's symbols once, in the first call after torch is loaded. Until then: none.
 const Runtime& runtime() {
   static const Runtime no_torch;
   static std::atomic<void*> torch{nullptr};

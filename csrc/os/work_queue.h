@@ -90,7 +90,7 @@ class WorkQueue {
   std::mutex mutex_;        // guards the members down to thread_
   std::condition_variable changed_;
   std::deque<Job> jobs_;
-  bool is_busy_ = false;  // a job runs
+  bool is_busy_ = false;  // true while a job runs
   bool is_closing_ = false;
   std::unique_ptr<std::thread> thread_;
   std::atomic<std::thread::id> worker_{};

@@ -26,7 +26,7 @@ void end_process(int number) {
     is_written = is_written || each->write_line();
     each->leave();
   }
-  raise(number);  // restored by SA_RESETHAND, the default action ends the process on return
+  raise(number);  // SA_RESETHAND restored the default action, which ends the process on return
 }
 
 void install_handler() {
@@ -67,7 +67,7 @@ bool DeathNotice::write_line() const {
   const auto add = [&](const char* more) {
     while (*more != '\0' && size < text.size()) text[size++] = *more++;
   };
-  const auto add_number = [&](int number) {  // snprintf may allocate memory
+  const auto add_number = [&](int number) {  // not by snprintf, which may allocate memory
     std::array<char, 12> digits{};
     char* first = &digits.back();
     for (; number > 0 || *first == '\0'; number /= 10) {

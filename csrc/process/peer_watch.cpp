@@ -239,7 +239,7 @@ void tell_failure(const Segment& segment, ErrorKind kind, const std::string& tex
   std::size_t size = std::min(text.size(), shared.text.size() - 1);
   const auto continues = [](char byte) { return (byte & 0xC0) == 0x80; };
   while (size > 0 && size < text.size() && continues(text[size]))
-    --size;  // never inside a UTF-8 character
+    --size;  // never cut inside a UTF-8 character
   std::memcpy(shared.text.data(), text.data(), size);
   shared.text[size] = '\0';
   shared.state.store(SharedFailure::kThere, std::memory_order_release);

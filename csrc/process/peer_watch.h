@@ -117,7 +117,7 @@ class PeerWatch {
   const ForkGuard process_;
   int num_pauses_ = kPausesCrowded;
   bool has_counted_cores_ = false;
-  int ranks_per_core_ = std::numeric_limits<int>::max();  // maximum until the cores are counted
+  int ranks_per_core_ = std::numeric_limits<int>::max();  // set by count_cores()
   bool has_core_per_rank_ = false;
   int waits_without_yields_ = 0;
   bool is_background_ = false;

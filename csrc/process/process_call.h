@@ -38,7 +38,7 @@ class FlatView {
  public:
   static constexpr std::size_t kAlignment = 16;
 
-  // View the destinations of a call. Reuses memory.
+  // View the destinations of a call. Reuses the memory of `tensors_`.
   void view(const Collective& call) {
     tensors_.clear();
     bytes_ = 0;
@@ -80,7 +80,7 @@ class FlatView {
     std::size_t end;
   };
 
-  std::vector<Entry> tensors_;  // without empty tensors
+  std::vector<Entry> tensors_;  // all tensors with elements
   std::size_t bytes_ = 0;
 };
 
@@ -92,10 +92,10 @@ struct ProcessRank {
   std::uint64_t sequence = 0;     // number of calls so far
   std::uint64_t call_digest = 0;  // digest of the CallRecord
   std::uint32_t messages = 0;     // number of messages announced so far
-  void (*on_announce)() = [] {};  // see ProcessGroupOptions
+  void (*on_announce)() = [] {};  // as in ProcessGroupOptions
   PhaseDelay delay{};             // set by tests
   bool layouts_differ = false;    // agree() found other strides: see in_index_order()
-  // Scratch of the running call; kept to reuse its memory.
+  // Scratch memory of the running call, which later calls reuse.
   FlatView flat{};
   std::vector<const void*> sources{};
 

@@ -164,7 +164,7 @@ bool ProcessGroup::close(CloseMode mode) {
   return true;
 }
 
-// Running calls see the failure at their next nap; queued calls are refused.
+// A running call finds the failure after at most one nap; queued calls are refused.
 void ProcessGroup::abort(const std::string& how) {
   if (forked() || closed_.exchange(true)) return;
   tell_failure(segment_, ErrorKind::kPeerLost,

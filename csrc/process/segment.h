@@ -30,7 +30,7 @@ namespace pyringar {
 // The call that a rank makes. Other ranks compare it with their own call.
 struct alignas(64) CallRecord {
   std::uint64_t sequence = 0;  // number of the call on this rank, from 1; 0: no call yet
-  std::uint64_t numel = 0;     // elements of all tensors
+  std::uint64_t numel = 0;     // number of elements in all tensors
   std::uint64_t shapes = 0;    // digest of sizes and dtypes of all tensors
   std::uint64_t strides = 0;   // digest of strides that are not in index order; 0: there are none
   std::uint32_t num_tensors = 0;
@@ -43,7 +43,7 @@ struct alignas(64) CallRecord {
   std::array<char, 80> what{};  // text of the user's call, if this call replaces it
 
   bool operator==(const CallRecord&) const = default;
-  // Return true if both are the same call; strides may differ.
+  // Return true if all fields except strides are equal.
   bool agrees(CallRecord other) const {
     other.strides = strides;
     return *this == other;
@@ -62,10 +62,10 @@ struct alignas(64) RankLine {
   Flag reduced;
   std::array<CallRecord, 2> calls;  // call s in calls[s % 2]: a rank is at most one call ahead
   alignas(64) std::atomic<RankState> state{RankState::kAbsent};
-  std::atomic<std::int32_t> core{-1};      // core at the last begin_call() or sleep
-  std::atomic<std::int64_t> heard_ns{0};   // last sign of life, monotonic clock; 0: never
+  std::atomic<std::int32_t> core{-1};      // core of the rank at its last begin_call() or sleep
+  std::atomic<std::int64_t> heard_ns{0};   // time of the last call or nap, monotonic clock; 0: none
   std::atomic<std::uint32_t> progress{0};  // grows during long work between messages
-  CoreSet cores;                           // affinity mask
+  CoreSet cores;                           // affinity mask of the rank
   ProcessId process;
   std::atomic<int> global_rank{0};  // rank given by torchrun; see death_notice.h
   std::array<char, 64> host{};
@@ -90,7 +90,7 @@ struct DeviceLine {
   Word reduced;
   Word finished;
   Word probe;  // written before the first message, to test that GPU writes arrive
-  alignas(64) std::atomic<std::uint64_t> released{0};  // nonzero after a host thread raised words
+  alignas(64) std::atomic<std::uint64_t> released{0};  // nonzero: a host thread raised the words
 };
 static_assert(sizeof(DeviceLine) == 5 * 64 && sizeof(DeviceLine::Word) == 64);
 

@@ -100,7 +100,7 @@ class LibraryTarget:
             timer.join()
         lost = late or [rank for rank in range(self.ranks) if rank not in answers]
         failed = [rank for rank, (kind, _) in answers.items() if kind == "failed"]
-        if lost or 0 < len(failed) < self.ranks:  # remaining ranks may wait in the call
+        if lost or 0 < len(failed) < self.ranks:  # the remaining ranks may hang in the call
             self.close()
         if late:
             raise TargetError(call, f"no answer of rank {', '.join(map(str, late))} in time")

@@ -78,7 +78,7 @@ _FORMATS = {
     torch.bfloat16: _Format(120, 0, 8, 14, -133, 8),
 }
 DTYPES = tuple(_FORMATS)
-_MAX_EXACT = 1 << 12  # elements for which exact sums are computed, which is slow
+_MAX_EXACT = 1 << 12  # most elements for which exact sums, which are slow, are computed
 
 
 def dtype_name(dtype: torch.dtype) -> str:

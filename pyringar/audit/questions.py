@@ -102,7 +102,7 @@ def _drawn(target: AuditTarget, k: int, numel: int, dtype: torch.dtype, way: str
 
 def _values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
     """Return random messages per rank, one per row, with at least `_MIN_VALUES` values."""
-    num_messages = -(-_MIN_VALUES // numel) | 1  # odd: reveals alternating results
+    num_messages = -(-_MIN_VALUES // numel) | 1  # odd, to notice results that alternate
     return [x.view(-1, numel) for x in wide_values(k, num_messages * numel, dtype)]
 
 
@@ -119,7 +119,7 @@ class _Audit:
 
     def __init__(self, target: AuditTarget, sizes: Sequence[int]) -> None:
         self.target, self.k, self.sizes = target, target.ranks, sizes
-        # Elements of the messages for most questions.
+        # Number of elements in the messages of most questions.
         self.few = max([n for n in sizes if n <= _FEW], default=sizes[0])
         self.dtypes: list[torch.dtype] = []  # dtypes that the target supports
         self._failures = self._steps = 0

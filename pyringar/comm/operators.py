@@ -135,7 +135,7 @@ def _keep_order_in_inductor() -> None:
         _lower_in_order(inductor)
 
 
-# Its in-place operator calls all_reduce, since graphs order only operators that write no argument.
+# The in-place operator calls all_reduce: graphs order only operators that write no argument.
 _library: Any = torch.library.Library("pyringar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     f"all_reduce_(Tensor(a!)[] tensors, {_ARGUMENTS}) -> ()", tags=torch.Tag.pt2_compliant_tag

@@ -92,7 +92,7 @@ def divide(total: Tensor, count: int, pieces: Pieces) -> None:
         if piece.is_floating_point():
             # Divide by a tensor: for a number, a GPU multiplies by the reciprocal and rounds twice.
             piece.div_(piece.new_full((), count))
-        else:  # count may not fit an int8
+        else:  # in int64: count may not fit an int8
             piece.copy_(piece.long().div_(count, rounding_mode="trunc"))
 
 

@@ -180,7 +180,7 @@ class Rendezvous:
             self._has_answered = False
         # Check this before reading the keys: rank 0 may write `members` and then die.
         is_alive = self._is_alive(caller)
-        # Read `failed` first: if rank 0 wrote `members` and then failed, `members` is also found.
+        # Read `failed` before `members`: a `failed` written after `members` must not hide them.
         failed, members = self._store.look_up([self._key("failed"), self._key("members")])
         if members is not None:
             # The group is complete. If this rank is not in it, wait for rank 0's next call.

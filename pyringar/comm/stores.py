@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pyringar.comm.jobs import Jobs
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError
 
-_LEAST_S = 0.25  # minimum for a store call, so that a rank can report its timeout
+_LEAST_S = 0.25  # minimum seconds per store call, so that a rank can report its timeout
 
 
 def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:

@@ -57,7 +57,7 @@ NVCC_FLAGS = (
 CUDART_NEEDS = ("-ldl", "-lrt", "-lpthread")
 # Bindings have no loops over elements; -O1 saves a third of their compile time.
 BINDINGS_FLAG = "-O1"
-# Kernels for a dozen architectures, on two slow cores, take minutes.
+# Compiling kernels for a dozen architectures on two slow cores takes minutes.
 COMPILE_DEADLINE_S = 1800.0
 
 log = logging.getLogger("pyringar")

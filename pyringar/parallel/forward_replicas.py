@@ -357,7 +357,7 @@ def _outside_of_transforms() -> AbstractContextManager[Any]:
 
 
 class _WhenUsed(dict[str, Any]):
-    """A replica's parameters by name; the first read replicates the bucket."""
+    """A replica's parameters by name; the first read of a parameter replicates its bucket."""
 
     def __init__(self, replicas: Replicas, own: Mapping[str, Any], rank: int) -> None:
         super().__init__(own)

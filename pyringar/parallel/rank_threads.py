@@ -17,7 +17,7 @@ from pyringar.errors import RingarError
 from pyringar.parallel.shards import Devices
 
 Function = Callable[[], Any]
-Combine = Callable[[list[Any]], Sequence[Any]]  # from the ranks' inputs to their outputs
+Combine = Callable[[list[Any]], Sequence[Any]]  # maps the ranks' values to outputs
 
 
 def run_ranks(functions: Mapping[int, Function], devices: Devices) -> dict[int, Any]:

@@ -21,7 +21,7 @@ from pyringar.errors import ArgumentError, RingarError
 Device = str | torch.device
 Devices = Sequence[torch.device]  # one device per rank
 Shards = tuple[Tensor, ...]
-Split = tuple[Shards, Shards]  # samples, labels
+Split = tuple[Shards, Shards]  # shards of samples, shards of labels
 SplitFunction = Callable[[Tensor, Tensor, Devices], tuple[Sequence[Tensor], Sequence[Tensor]]]
 Replica = Callable[[Tensor], Tensor]  # a function or module
 
