@@ -12,7 +12,7 @@ namespace pyringar {
 namespace {
 
 constexpr int kSlots = 28;     // partial sums in memory; enough for 2^31 sources
-constexpr int kMaxFixed = 16;  // each number of sources up to this has a loop without branches
+constexpr int kMaxFixed = 16;  // most sources for which each number has a loop without branches
 
 // Keep the compiler from reordering computations, which would need more registers.
 template <typename V>

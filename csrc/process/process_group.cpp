@@ -59,7 +59,7 @@ CallLock::Held ProcessGroup::lock_calls() {
   }
 }
 
-// Queue a job that runs under the lock. If a signal ends a wait for it, the group is aborted.
+// Queue a job that runs under the lock. If a signal ends a wait for the job, abort the group.
 std::shared_ptr<Work> ProcessGroup::enqueue(std::function<void()> job, Describe describe) {
   check_usable();
   return queue_.submit(

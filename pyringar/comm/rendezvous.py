@@ -42,7 +42,7 @@ _LONGEST_POLL_S = 0.05
 _POLL_S_PER_RANK = 0.001  # added to the poll interval: all ranks poll one store
 # A killed process may close its descriptors up to this long before it counts as dead.
 _DYING_S = 0.5
-# Classes that the other ranks raise, too. For any other class they raise RingarError.
+# Error classes that the other ranks raise, too. For other errors they raise RingarError.
 _KINDS = {kind.__name__: kind for kind in (ArgumentError, CollectiveTimeout, PeerLostError)}
 T = TypeVar("T")
 

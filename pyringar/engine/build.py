@@ -199,7 +199,7 @@ def build_engine(recipe: Recipe, *, force: bool = False, verbose: bool = False) 
 
 @contextmanager
 def _locked(cache: Path, kind: EngineKind) -> Iterator[None]:
-    """Hold the lock of builds of this kind. The system frees it if its process dies."""
+    """Hold the lock of builds of this kind; the system releases it if the process dies."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(str(cache / f"{kind.module}.lock"), mode=0o600)
