@@ -16,7 +16,7 @@ Order = Literal["any", "rank", "tree", "exact"]
 OpName = Literal["sum", "mean", "max", "min", "prod"]
 if TYPE_CHECKING:
     Op: TypeAlias = OpName | ReduceOp | ReduceOp.RedOpType
-else:  # for typing.get_type_hints, without torch
+else:  # names for typing.get_type_hints, without importing torch
     Op = OpName
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)

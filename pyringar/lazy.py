@@ -27,7 +27,7 @@ def lazy_names(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
             module = importlib.import_module(home_of.get(name, f"{package}.{name}"))
-        except UnsupportedError as error:  # `distributed` in a torch without it
+        except UnsupportedError as error:  # raised if torch has no torch.distributed
             raise AttributeError(f"{package}.{name}: {error}") from error
         value = module if name in subpackages else getattr(module, name)
         vars(sys.modules[package])[name] = value

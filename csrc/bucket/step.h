@@ -1,7 +1,7 @@
-// step: the buckets of parameters, the content of each gradient, and the complete buckets.
-// Units     nanoseconds on the steady clock; 0: not yet.
-// Contract  count() is called for each accumulated gradient. A bucket is complete when all its
-//           parameters are counted on all ranks.
+// step: plans buckets of parameters, and counts the gradients of one training step.
+// Units     times in nanoseconds on the steady clock; 0: the event has not happened.
+// Contract  Call count() for each accumulated gradient. A bucket is complete when all its
+//           parameters are counted on all ranks of this process.
 // Threads   One call at a time: the owner holds the GIL.
 // Tests     tests/test_bucketing.py, tests/test_bucketing_sums.py
 #pragma once
@@ -14,10 +14,10 @@
 
 namespace pyringar {
 
-// Assign parameters to buckets, in the given order; the result is equal on all ranks. A bucket
-// holds one kind and closes when it reaches its cap. Only the first bucket uses first_cap_bytes.
+// plan_buckets() assigns the parameters to buckets, in `order`. A bucket holds parameters of one
+// dtype and closes when its bytes reach the cap; first_cap_bytes is the cap of the first bucket.
 // Buckets are in the order in which they close.
-using BucketItem = std::pair<std::size_t, int>;  // bytes and kind (a dtype)
+using BucketItem = std::pair<std::size_t, int>;  // bytes of a parameter, number of its dtype
 using Bucket = std::vector<std::size_t>;
 
 inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
@@ -29,7 +29,7 @@ inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
     Bucket bucket;
   };
   std::vector<Bucket> closed;
-  std::vector<Open> open;  // one per kind, in the order of first parameters
+  std::vector<Open> open;  // one open bucket per dtype, in the order of their first parameters
   for (const std::size_t index : order) {
     const auto& [bytes, kind] = items.at(index);
     std::size_t at = 0;
@@ -46,23 +46,23 @@ inline std::vector<Bucket> plan_buckets(const std::vector<BucketItem>& items,
 }
 
 enum class GradState : std::uint8_t {
-  kUnchanged,  // no backward pass has added to it since the last reduction
-  kStaleSum,   // unchanged, and rank 0 keeps the sum: this rank clears it before it accumulates
-  kUncounted,  // passes without count() have added to it
+  kUnchanged,  // no backward pass has added to the gradient since its last reduction
+  kStaleSum,   // unchanged; rank 0 keeps the reduced sum, so zero this copy before adding to it
+  kUncounted,  // backward passes have added to the gradient without a call of count()
   kCounted,    // count() was called in this step
 };
 
 struct Step {
-  const std::size_t world_size;  // ranks of this process
+  const std::size_t world_size;  // number of ranks in this process
   const std::size_t num_params;
-  const std::size_t first_summed;  // first rank that clears a sum before it accumulates
+  const std::size_t first_summed;  // lowest rank that zeroes the last sum before it accumulates
   std::vector<GradState> held =
-      std::vector<GradState>(world_size * num_params);  // by rank and parameter
+      std::vector<GradState>(world_size * num_params);  // of each gradient, by rank and parameter
   std::vector<std::size_t> bucket_of = std::vector<std::size_t>(num_params);
-  std::vector<std::size_t> missing = {};  // by bucket: gradients not counted yet
+  std::vector<std::size_t> missing = {};  // per bucket: number of gradients not counted yet
   std::vector<std::int64_t> ready_ns = {};
   std::vector<std::int64_t> launched_ns = {};
-  std::vector<std::size_t> order = {};  // rank 0's parameters in the order of their gradients
+  std::vector<std::size_t> order = {};  // parameters in the order in which rank 0 counted them
   std::int64_t begin_ns = 0;
   std::size_t next = 0;
 
@@ -95,8 +95,8 @@ struct Step {
     return true;
   }
 
-  // Whether the next bucket of the plan can be launched during backward. wait() launches the last
-  // bucket after all checks, so no rank ends a step that fails on another rank.
+  // Return true if the next bucket of the plan can be launched during backward. Never for the last:
+  // wait() launches it after all checks, so that a failed step fails on all ranks.
   bool is_next_complete() const { return next + 1 < missing.size() && missing[next] == 0; }
 
   static std::int64_t now_ns() {
@@ -104,8 +104,8 @@ struct Step {
   }
 };
 
-// C callbacks in a Python capsule, called with the GIL held: the module of the CPU engine reports
-// gradients to the module of the CUDA engine. note() returns false if it set a Python error.
+// C callbacks by which the CPU engine's module reports computed gradients to the CUDA engine's.
+// Passed in a Python capsule; called with the GIL held. note() returns false after a Python error.
 struct ReadyHook {
   static constexpr const char* kCapsule = "pyringar.ready";
   void* self;

@@ -53,7 +53,7 @@ struct TensorSpan {
   std::size_t bytes() const { return numel * item_bytes(dtype); }
 };
 
-// The inputs of one tensor on the local ranks, in rank order, and the destinations of the result.
+// One tensor of a call: its sources on the local ranks, in rank order, and its destinations.
 struct Buffers {
   const void* const* sources;
   void* const* destinations;
@@ -61,7 +61,7 @@ struct Buffers {
   int num_destinations;
   std::size_t numel;
   DType dtype;
-  // Used by rings and by ranks in processes, which have one source and one destination per rank.
+  // Read by rings and by ranks in processes, where a rank has one source and one destination.
   // kReduceScatter: a source has numel elements, a destination one chunk. kAllGather: the reverse.
   RingPhases phases = RingPhases::kAllReduce;
 
@@ -92,13 +92,13 @@ struct PackedTensor {
 };
 
 inline std::uint64_t mix(std::uint64_t digest, std::uint64_t value) {
-  // An odd factor keeps every bit of the value; the rotation lets high bits reach low ones.
+  // Multiplying by an odd number loses no bit; the rotation moves high bits to low positions.
   return std::rotl((digest ^ value) * 0x9E3779B97F4A7C15u, 29) + 1;
 }
 
-// Data that ranks in other processes compare with their own call.
+// Properties of a call that ranks in different processes compare before they run it.
 struct RemoteCall {
-  std::string what;           // the call that the user made, if this call implements it
+  std::string what;           // text of the user's call, if this call replaces it; else empty
   std::uint64_t shapes = 0;   // digest of tensor sizes
   std::uint64_t strides = 0;  // digest of the strides in `permuted`; 0 if it is empty
 
@@ -122,14 +122,14 @@ struct Collective {
   Algorithm algorithm = Algorithm::kFused;
   Fold fold;
   int root = 0;
-  std::size_t bytes = 0;  // data of one rank
+  std::size_t bytes = 0;  // size of one rank's tensors
   int num_local = 1;
   int world_size = 1;
   std::vector<Buffers> tensors;
-  std::vector<void*> pointers;  // reserved once: `tensors` point into it
+  std::vector<void*> pointers;  // must not grow: `tensors` point into this vector
   std::vector<int> ranks;       // rank that owns the memory at each pointer
   RemoteCall remote;
-  // Caches that a CUDA group writes: whether peers can read the tensors, and FusedLaunches.
+  // Caches of a CUDA group: whether peers cannot read the tensors; its FusedLaunches.
   mutable std::optional<bool> needs_staging;
   mutable std::shared_ptr<const void> launches;
 
@@ -187,7 +187,7 @@ struct Collective {
   }
 };
 
-// Counters per algorithm. busy_ns is time of host threads.
+// Statistics per algorithm: calls, bytes, and the time that host threads spent in the calls.
 template <int kNum>
 struct CallStats {
   std::array<std::uint64_t, kNum> calls{};

@@ -23,8 +23,8 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-// Append text, a character or a number; floats with six significant digits, as "%g" does. Streams
-// are not used: their locales break if a static libstdc++ meets the shared one of torch.
+// Append text, a character or a number; floats with six significant digits, as "%g" does. Uses no
+// streams: their locales break if the process has a static and torch's shared libstdc++.
 template <typename Part>
 void append(std::string& text, const Part& part) {
   if constexpr (std::is_convertible_v<const Part&, std::string_view>) {

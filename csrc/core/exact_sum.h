@@ -66,7 +66,7 @@ class ExactSum {
   static constexpr int kFractionBits = 52;
   static constexpr std::uint64_t kImplicitBit = std::uint64_t{1} << kFractionBits;
   static constexpr std::uint64_t kSign = std::uint64_t{1} << 63;
-  static constexpr int kNumDigits = 2046 / kDigitBits + 5;  // all double exponents, and carries
+  static constexpr int kNumDigits = 2046 / kDigitBits + 5;  // for all exponents, and for carries
 
   constexpr double round(bool to_odd) const {
     if (has_specials_) return specials_;
@@ -89,7 +89,7 @@ class ExactSum {
   // Bring all digits except the highest into [0, 2^32). Return true if the sum is negative.
   constexpr bool carry() {
     for (int i = first_; i < sign_digit(); ++i) {
-      digits_[i + 1] += digits_[i] >> kDigitBits;  // rounds down
+      digits_[i + 1] += digits_[i] >> kDigitBits;  // arithmetic shift: rounds down
       digits_[i] &= kDigitMask;
     }
     return digits_[sign_digit()] < 0;
@@ -98,7 +98,7 @@ class ExactSum {
   constexpr int sign_digit() const { return last_ + 2; }
 
   constexpr std::uint64_t bits_from(int place, bool to_odd) const {
-    if (place < kFractionBits) return low_bits(0, place + 1);  // subnormal
+    if (place < kFractionBits) return low_bits(0, place + 1);  // a subnormal double
     const int last = place - kFractionBits;
     std::uint64_t fraction = low_bits(last, kFractionBits);
     const auto exponent = static_cast<std::uint64_t>(last) + 1;
@@ -131,8 +131,8 @@ class ExactSum {
   }
 
   std::int64_t digits_[kNumDigits] = {};
-  int first_ = kNumDigits;  // lowest digit that was written
-  int last_ = -1;           // highest digit that was written
+  int first_ = kNumDigits;  // index of the lowest digit that was written
+  int last_ = -1;           // index of the highest digit that was written
   bool is_negative_zero_ = true;
   bool has_specials_ = false;
   double specials_ = 0;

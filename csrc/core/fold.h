@@ -46,7 +46,7 @@ struct Prod {
   }
 };
 
-// A NaN operand is the result, as in torch.maximum. Of two equal operands (0 and -0) b is.
+// If an operand is NaN the result is NaN, as in torch.maximum. If both are equal the result is b.
 struct Max {
   template <typename T>
   static PYRINGAR_HD_INLINE T apply(T a, T b) {

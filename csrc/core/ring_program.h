@@ -24,7 +24,7 @@
 
 namespace pyringar {
 
-// Slots per link: a power of two, so that n % slots stays continuous when n wraps.
+// Slots per link: a power of two, so that n % slots stays in sequence when n wraps at 2^32.
 PYRINGAR_HD constexpr std::uint32_t ring_num_slots(int world_size) {
   std::uint32_t slots = 2;
   while (slots < 2 * static_cast<std::uint32_t>(world_size)) slots *= 2;
@@ -36,8 +36,8 @@ enum class RingPhases { kAllReduce, kReduceScatter, kAllGather };
 struct RingProgram {
   int rank;
   int world_size;
-  std::size_t numel;        // of the whole buffer that is cut into world_size chunks
-  std::size_t piece_elems;  // a piece must fit one slot
+  std::size_t numel;        // elements of the whole buffer, which is cut into world_size chunks
+  std::size_t piece_elems;  // most elements per piece; a piece must fit into one slot
   RingPhases phases;
   std::uint32_t base;  // messages that every link carried in earlier calls
   // Several channels may share a rank, each with separate links. This channel takes every
@@ -113,10 +113,10 @@ PYRINGAR_HD void run_ring_action(Engine& engine, const RingProgram& program, int
   }
 }
 
-// Values that run_ring needs and a GPU kernel computes once.
+// Values derived from a RingProgram. A GPU kernel computes them once.
 struct RingCut {
   Chunks chunks;
-  std::uint32_t pieces;  // of this channel in each chunk; 2^32 would not fit any memory
+  std::uint32_t pieces;  // pieces per chunk in this channel; 32 bits suffice for any memory
   std::uint32_t ticks;
   int first_action;
   int last_action;

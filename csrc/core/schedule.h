@@ -58,7 +58,7 @@ struct Chunks {
   }
 };
 
-// Compute once and keep: a 64-bit division is slow on a GPU.
+// Compute the Chunks of a buffer once and keep them: a 64-bit division is slow on a GPU.
 PYRINGAR_HD constexpr Chunks chunks_of(std::size_t numel, int world_size) {
   const std::size_t k = static_cast<std::size_t>(world_size);
   return {numel / k, numel % k};

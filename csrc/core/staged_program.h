@@ -47,7 +47,7 @@ constexpr StagingSlot staging_slot(int rank, int world_size, std::uint32_t n,
 }
 
 struct StagedProgram {
-  std::uint32_t base;      // messages of all earlier calls
+  std::uint32_t base;      // number of messages of all earlier calls
   std::size_t num_pieces;  // at least 1: ranks announce an empty call too
 };
 

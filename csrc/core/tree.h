@@ -34,9 +34,9 @@ PYRINGAR_HD_INLINE constexpr auto tree_of(int lo, const Leaf& leaf, const Add& a
   }
 }
 
-inline constexpr int kTreeGroup = 8;  // leaves added by unrolled code
+inline constexpr int kTreeGroup = 8;  // number of leaves that unrolled code adds
 
-// Call visit<num>(): turn a number from 1 to kMost into a template argument.
+// Call visit<num>(), with num from 1 to kMost as a template argument.
 PYRINGAR_ANY_SIDE
 template <int kMost, typename Visit>
 PYRINGAR_HD_INLINE constexpr auto with_count(int num, const Visit& visit) {
@@ -55,7 +55,7 @@ PYRINGAR_HD_INLINE constexpr auto tree_of_few(int lo, int num, const Leaf& leaf,
 // Compute T(0, num) for any num with an array s of partial sums, which works as a binary counter:
 // two sums of equal size are added into one. put(lo, n, to, end) must set
 // s[to] = s[to] + (... + (s[end - 1] + T(lo, lo + n))), with n <= kGroup, a power of two. The last
-// call sets s[0] to the result. m entries are enough for kGroup << m leaves.
+// call sets s[0] to the result. m entries of s suffice for kGroup << m leaves.
 PYRINGAR_ANY_SIDE
 template <int kGroup, typename Put>
 PYRINGAR_HD_INLINE constexpr void tree_of_any(int num, const Put& put) {
@@ -72,7 +72,7 @@ PYRINGAR_HD_INLINE constexpr void tree_of_any(int num, const Put& put) {
 
 namespace tree_test {
 
-// T(lo, hi) as in the header, with an addition that is neither commutative nor associative.
+// An addition for the test: it is neither commutative nor associative.
 constexpr std::uint64_t sum_of(std::uint64_t a, std::uint64_t b) {
   return (a * 0x9E3779B97F4A7C15u ^ b) * 3 + (a >> 31);
 }

@@ -13,13 +13,13 @@ namespace pyringar {
 
 namespace {
 
-// Bytes per rank of a block. Threads start at different times, so small blocks balance a small
-// call. A large call has large blocks, since each block starts new prefetch streams.
+// Smallest block, in bytes per rank. Small blocks balance threads that start at different times.
+// Large calls get larger blocks, since each block starts new prefetch streams.
 constexpr std::size_t kMinBlockBytes = 8 * 1024;
 constexpr std::size_t kBlocksPerThread = 8;
-// Below this traffic, waking a helper costs more than it saves.
+// Calls with less traffic run on the caller's thread: waking a helper costs more than it saves.
 constexpr std::size_t kAloneBytes = 512 * 1024;
-// The same limit for helpers that sleep, as they do between the steps of a training run.
+// The same limit if the helper threads sleep, as they do between training steps.
 constexpr std::size_t kAloneWhenColdBytes = 8 * 1024 * 1024;
 constexpr int kMaxRanksOnStack = 16;
 constexpr std::size_t kLineBytes = 64;
@@ -51,7 +51,7 @@ void fuse_range(const Buffers& tensor, Fold fold, Range range) {
 }
 
 // The tensors of a call, laid end to end and cut into blocks, with a queue of blocks per thread.
-// Blocks begin at cache lines: vectors that straddle lines cost a tenth.
+// Blocks begin at cache lines: vectors that cross a line make the loop a tenth slower.
 class BlockList {
  public:
   BlockList(std::span<const Buffers> tensors, Fold fold, int num_threads)

@@ -1,4 +1,4 @@
-// fused: the reduction of ranks in one memory, in one pass: read k, add in registers, write k.
+// fused: the reduction of ranks in one memory, in one pass over k tensors.
 // Units     elements; pointers are borrowed for the call.
 // Contract  One thread reduces each element, in rank order. Tensors of a call must not overlap.
 // Threads   The caller's thread, and for larger calls torch's team (os/torch_team.h) or helpers.
@@ -18,8 +18,8 @@ inline constexpr std::size_t kMaxBlockBytes = 64 * 1024;
 
 void run_fused(std::span<const Buffers> tensors, Fold fold, ThreadPool& pool, CallMode mode);
 
-// Return true if an asynchronous call should run at once: it is below 512 KiB, or torch's team
-// is ready and it is below 8 MiB.
+// Return true if an asynchronous call should run in the caller's thread: it moves under 512 KiB, or
+// under 8 MiB while torch's team is ready.
 bool is_best_done_at_once(std::span<const Buffers> tensors);
 
 }  // namespace pyringar

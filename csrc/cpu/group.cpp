@@ -1,4 +1,4 @@
-// group: locks, the queue, and the choice of the algorithm's code.
+// group: takes the lock, queues background calls, and runs the code of the algorithm.
 #include "cpu/group.h"
 
 #include "core/error.h"
@@ -44,7 +44,7 @@ void Group::run_locked(const Collective& collective, CallMode mode) {
   }
   if (collective.algorithm == Algorithm::kRing) {
     run_ring(collective, mode);
-  } else {  // in one memory `direct` equals `fused`
+  } else {  // kFused and kDirect, which are equal in one memory
     run_fused(collective.tensors, collective.fold, *pool_, mode);
   }
   for (const PackedTensor& tensor : collective.packed) {
@@ -95,7 +95,7 @@ std::shared_ptr<Work> Group::run_at_once(const Collective& collective) {
     if (!try_run(collective)) return nullptr;
   } catch (...) {
     error = std::current_exception();
-    check_usable();  // a call that close() refused has no Work
+    check_usable();  // if close() refused the call, throw here instead of returning a Work
   }
   auto work = std::make_shared<Work>();
   work->complete(std::move(error));

@@ -22,7 +22,7 @@
 
 namespace pyringar {
 
-// The CPU ranks of one communicator. A forked child must leak it, since its locks may be held.
+// The CPU ranks of one communicator. A forked child must leak a Group, as its locks may be held.
 class Group : public ForkGuard {
  public:
   // world_size 0: calls may have any number of ranks, and use `fused` only.
@@ -34,7 +34,7 @@ class Group : public ForkGuard {
     const CallLock::Held held = lock_calls();
     run_locked(collective, CallMode::kBlocking);
   }
-  // Wait until all earlier calls have run; throw if run() would.
+  // Wait until all earlier calls have run; throw if the group is closed or has failed.
   void wait_for_earlier_calls() {
     const CallLock::Held held = lock_calls();
     check_usable();
@@ -53,7 +53,7 @@ class Group : public ForkGuard {
     check_not_forked();
     if (closed_.load(std::memory_order_acquire)) fail_closed();
   }
-  // check_usable(), and throw after a failure if no collective runs. Does not wait.
+  // Throw if the group is closed or forked; if no collective runs, also if it failed. No wait.
   void check();
   bool has_this_thread() const { return queue_.is_worker_thread(); }
 
@@ -84,7 +84,7 @@ class Group : public ForkGuard {
   std::chrono::nanoseconds delay_{};
   std::binary_semaphore end_delay_{0};
 
-  std::mutex stats_mutex_;  // never held during a wait
+  std::mutex stats_mutex_;  // guards stats_; never held during a wait
   GroupStats stats_;
 
   WorkQueue queue_{call_lock_};

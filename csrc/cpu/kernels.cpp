@@ -11,8 +11,8 @@ namespace pyringar {
 
 namespace {
 
-constexpr int kSlots = 28;     // enough for 2^31 sources
-constexpr int kMaxFixed = 16;  // each number of sources up to this has a loop without branches
+constexpr int kSlots = 28;     // partial sums in memory; enough for 2^31 sources
+constexpr int kMaxFixed = 16;  // most sources for which each number has a loop without branches
 
 // Keep the compiler from reordering computations, which would need more registers.
 template <typename V>
@@ -28,12 +28,12 @@ PYRINGAR_INLINE void keep_in_place(BFloat16PairLanes::Vector& v) {
   keep_in_place(v.odd);
 }
 
-// Tree order for kNum sources, with partial sums in registers; for kNum 0 any number of sources,
-// with partial sums in memory. A leaf is all vectors of one source in a block, which is faster.
+// Add kNum sources in tree order, with partial sums in registers. kNum 0: any number of sources,
+// with partial sums in memory. A leaf holds all vectors of one source in a block.
 template <int kNum>
 struct InTreeOrder {
   template <typename L>
-  static constexpr int kVectors = PairedLanes<L> ? 2 : kUnroll<L>;  // four registers
+  static constexpr int kVectors = PairedLanes<L> ? 2 : kUnroll<L>;  // per source: four registers
 
   template <typename L, typename Op, int kCount, typename Load>
   static PYRINGAR_INLINE void fold(typename L::Vector (&sum)[kCount], int num_sources, bool,
@@ -71,7 +71,7 @@ struct InTreeOrder {
   }
 };
 
-// A tree of up to three sources is a left fold.
+// For up to three sources tree order equals rank order.
 template <int kNum>
 using OrderFor = std::conditional_t<kNum >= 1 && kNum <= 3, InRankOrder, InTreeOrder<kNum>>;
 
@@ -91,7 +91,7 @@ constexpr Kernels kKernelsOf = {
     &fused_kernel<FusedLanesOf<dtype>, Op, InRankOrder>, &widen_kernel<LanesOf<dtype>>,
     &accumulate_kernel<LanesOf<dtype>, Op>, &finish_kernel<LanesOf<dtype>, Op>};
 
-// Products are rare: separate loops for more than three sources would take a third of the build.
+// Products are rare: loops for each number of sources above three would be a third of the build.
 FusedKernel tree_kernel(DType dtype, ReduceOp op) {
   return with_dtype(dtype, [op]<DType kDType>() -> FusedKernel {
     if constexpr (is_float(kDType)) {

@@ -19,7 +19,7 @@ FusedKernel fused_kernel(DType dtype, const Fold& fold);
 // Kernels that reduce in rank order. Only a ring uses widen, accumulate and finish.
 struct Kernels {
   FusedKernel fused;
-  // element -> partial; partial + element -> partial; partial + element -> result elements.
+  // Elements to partials; partials + elements to partials; partials + elements to results.
   void (*widen)(const void* own, void* partial_out, std::size_t n);
   void (*accumulate)(const void* partial_in, const void* own, void* partial_out, std::size_t n);
   void (*finish)(const void* partial_in, const void* own, void* const* destinations,

@@ -80,7 +80,7 @@ struct LongSum {
   }
   PYRINGAR_INLINE V result() const {
     const V lost = errors.result();
-    return lost == V{} ? sum : sum + lost;  // -0 + 0 is 0
+    return lost == V{} ? sum : sum + lost;  // adding 0 to a sum of -0 would give 0
   }
   PYRINGAR_INLINE auto proof() const { return errors.proof(); }
 };
@@ -132,7 +132,7 @@ typename L::Partial rounded(const ExactSum& sum, bool is_last) {
   }
 }
 
-// Recompute the lanes without a proof; vector(r) returns the vector of source r.
+// Recompute the lanes that have no proof of exactness; vector(r) is the vector of source r.
 template <typename L, typename Vector>
 __attribute__((noinline)) void add_again(typename L::Vector* result, const SumOf<L>& fast,
                                          int num_sources, bool is_last, Vector&& vector) {
@@ -149,7 +149,7 @@ __attribute__((noinline)) void add_again(typename L::Vector* result, const SumOf
 
 struct InExactOrder {
   template <typename L>
-  static constexpr int kVectors = 2;  // each has up to three registers of sums
+  static constexpr int kVectors = 2;  // vectors per source, with up to three registers of sums each
 
   template <typename L, typename Op, int kCount, typename Load>
   static PYRINGAR_INLINE void fold(typename L::Vector (&result)[kCount], int num_sources,

@@ -29,7 +29,7 @@ PYRINGAR_INLINE typename L::Vector combine(typename L::Vector a, typename L::Vec
   }
 }
 
-// Kept out of line, since no instruction divides a vector of integers.
+// Not inlined, since no instruction divides a vector of integers.
 template <typename L>
 __attribute__((noinline)) void divide_integers(typename L::Vector* v, int divisor) {
   typename L::Partial lanes[L::kLanes];
@@ -38,7 +38,7 @@ __attribute__((noinline)) void divide_integers(typename L::Vector* v, int diviso
   std::memcpy(v, lanes, sizeof lanes);
 }
 
-// Only a mean divides, and it uses Sum.
+// Divide if Op is Sum: a mean is a sum with a divisor, and no other reduction divides.
 template <typename L, typename Op>
 PYRINGAR_INLINE typename L::Vector divided(typename L::Vector v, int divisor) {
   if constexpr (PairedLanes<L>) {
@@ -102,7 +102,7 @@ void fused_kernel(const void* const* sources, int num_sources, void* const* dest
   const auto source = [&](int r) { return static_cast<const Element*>(sources[r]); };
   const auto destination = [&](int r) { return static_cast<Element*>(destinations[r]); };
   constexpr int kCount = FoldOrder::template kVectors<L>;
-  // Inlined: a separate function would read each pointer through its captures.
+  // Must be inlined: a called lambda would read each pointer through its captures.
   for_each_block<L, kCount>(
       n,
       [&](std::size_t i) PYRINGAR_INLINE_LAMBDA {

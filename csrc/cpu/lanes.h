@@ -21,7 +21,7 @@
 
 namespace pyringar {
 
-// Register width: g++ keeps wider vectors on the stack, which is three times slower with AVX2.
+// Bytes of a register: g++ keeps wider vectors on the stack, three times slower with AVX2.
 #if defined(__AVX512F__)
 inline constexpr int kVectorBytes = 64;
 #elif defined(__AVX2__)

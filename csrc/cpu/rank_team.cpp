@@ -54,10 +54,10 @@ void RankTeam::run_in_own_threads(const std::function<void(int rank)>& program) 
   affinity_.update_cores();
   affinity_.spread_from_caller(threads_);
   started_.set(epoch);
-  // noexcept: other ranks use objects on this stack.
+  // noexcept: an exception would unwind objects on this stack that other ranks use.
   [&]() noexcept { program(0); }();
   for (int rank = 1; rank < world_size_; ++rank) {
-    // No deadline: all waits inside the program have one.
+    // No deadline is needed: each wait inside the program has a deadline.
     wait_for_flag(finished_[static_cast<std::size_t>(rank)], epoch);
   }
 }

@@ -23,8 +23,8 @@
 
 namespace pyringar {
 
-// The waits of one collective, with a timeout, and the failure. If no rank progresses, the rank
-// that waits for the lowest message number names the culprit. After one timeout all ranks give up.
+// The waits of one collective, with a timeout. After one timeout all ranks give up, and failure()
+// describes the wait for the lowest message number, which blocked all other waits.
 class Watch {
  public:
   Watch(int world_size, std::chrono::nanoseconds timeout)
@@ -100,7 +100,7 @@ class RankTeam {
   std::vector<std::thread> threads_;
   Affinity affinity_;
   const std::function<void(int)>* program_ = nullptr;
-  Flag started_;  // counts runs
+  Flag started_;  // number of runs started
   std::vector<Flag> finished_ = std::vector<Flag>(static_cast<std::size_t>(world_size_));
   std::atomic<std::uint32_t> stop_{0};
 };

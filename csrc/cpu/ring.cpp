@@ -39,7 +39,7 @@ class ThreadRing {
   void publish(std::uint32_t n) { out_.flag.set(n); }
   void free_message(std::uint32_t n) { in_.taken.set(n); }
 
-  void send_own(Range, std::uint32_t) {}  // the next rank reads the input of this rank
+  void send_own(Range, std::uint32_t) {}  // no copy: the next rank reads the tensor
   void reduce_forward(Range range, std::uint32_t n_in, std::uint32_t n_out) {
     void* partial = ring_.slot(rank_, n_out);
     if (!is_input_of_prev(range)) {
@@ -70,16 +70,16 @@ class ThreadRing {
   void copy_last(Range range, std::uint32_t) { copy_to_output(range, output(prev_, range)); }
 
  private:
-  // Only partial sums need a slot: ranks read inputs and results in the tensors of other ranks.
-  // Both stay valid: a result reaches a rank only after all ranks used that rank's input.
-  // Return true if prev sends its own input, which is the case for its first chunk.
+  // Return true if prev's message is prev's own input, which is its first chunk. Inputs and results
+  // need no slot: ranks read them in the tensors of other ranks. Both stay valid: a result reaches
+  // a rank only after all ranks used that rank's input.
   bool is_input_of_prev(Range range) const {
     return first_of_prev_.begin <= range.begin && range.begin < first_of_prev_.end;
   }
 
   void copy_to_output(Range range, const void* from) {
-    // Not memcpy: it uses rep movsb, which is slow on lines that another core just wrote. As bytes:
-    // widening a 16-bit float would quieten a NaN.
+    // Copy as bytes, since widening a 16-bit float would quiet a signalling NaN. Not by memcpy: its
+    // `rep movsb` is slow on cache lines that another core just wrote.
     void* to = output(rank_, range);
     kernels(DType::kUInt8, ReduceOp::kSum).fused(&from, 1, &to, 1, range.size() * item_, 1);
   }

@@ -18,7 +18,7 @@
 
 namespace pyringar {
 
-// All slots of a link together: the data of one tick stays in a core's L2.
+// Bytes of all slots of a link. The data of one tick then stays in a core's L2 cache.
 inline constexpr std::size_t kLinkBytes = 512 * 1024;
 
 constexpr std::size_t ring_slot_bytes(int world_size) {
@@ -26,8 +26,8 @@ constexpr std::size_t ring_slot_bytes(int world_size) {
 }
 
 struct Link {
-  Flag flag;   // messages published; the writer sets it
-  Flag taken;  // messages consumed; the reader sets it
+  Flag flag;   // number of messages published; set by the writer
+  Flag taken;  // number of messages consumed; set by the reader
 };
 
 // The links of a ring. links[r] leads from rank r to rank r + 1; each carried `messages` messages.

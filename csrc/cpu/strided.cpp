@@ -98,8 +98,8 @@ bool is_nested(const StridedView& view, const std::vector<std::size_t>& dims) {
   return true;
 }
 
-// Return true if two elements of the first `count` dims lie less than an item from `distance` bytes
-// apart. Dims are nested, so only two index differences per dim are candidates.
+// Return true if two elements of the first `count` dims lie `distance` bytes apart, give or take
+// less than an item. Dims are nested: only two index differences per dim are candidates.
 bool comes_near(const StridedView& view, const std::vector<std::size_t>& dims, std::size_t count,
                 std::int64_t distance) {
   const auto item = static_cast<std::int64_t>(view.item);

@@ -54,7 +54,7 @@ class CallLock {
  private:
   static constexpr std::uint32_t kFree = 0;
   static constexpr std::uint32_t kHeld = 1;
-  static constexpr std::uint32_t kContended = 2;  // held, and a thread may sleep
+  static constexpr std::uint32_t kContended = 2;  // held, and a thread may sleep in wait()
 
   void wait(const OnNap& on_nap) {
     while (state_.exchange(kContended, std::memory_order_acquire) != kFree) {

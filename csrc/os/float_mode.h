@@ -24,12 +24,12 @@ class DefaultFloatMode {
  private:
 #if defined(__SSE__)
   using Register = unsigned;                                      // MXCSR
-  static constexpr Register kChanges = 0x8000 | 0x6000 | 0x0040;  // FTZ, rounding, DAZ
+  static constexpr Register kChanges = 0x8000 | 0x6000 | 0x0040;  // bits FTZ, rounding, DAZ
   static Register get() { return __builtin_ia32_stmxcsr(); }
   static void set(Register value) { __builtin_ia32_ldmxcsr(value); }
 #elif defined(__aarch64__)
   using Register = std::uint64_t;                                       // FPCR
-  static constexpr Register kChanges = 1u << 24 | 3u << 22 | 1u << 19;  // FZ, rounding, FZ16
+  static constexpr Register kChanges = 1u << 24 | 3u << 22 | 1u << 19;  // bits FZ, rounding, FZ16
   static Register get() {
     Register value;
     __asm__ __volatile__("mrs %0, fpcr" : "=r"(value));

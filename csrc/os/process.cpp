@@ -23,12 +23,12 @@ namespace pyringar {
 namespace {
 
 struct Stat {
-  char state = 0;  // 0: no such process, or no /proc
+  char state = 0;  // letter of the process state; 0: no such process, or no /proc
   std::uint64_t flags = 0;
   std::uint64_t start_ticks = 0;
 };
 
-// The file holds "PID (name) S ...", flags in field 9, start time in 22. The name may contain ')'.
+// /proc/PID/stat is "PID (name) S ...": flags in field 9, start in 22. The name may hold ')'.
 Stat read_stat(std::int32_t pid) {
   const std::string path = join("/proc/", pid, "/stat");
   std::FILE* file = std::fopen(path.c_str(), "re");
@@ -81,7 +81,7 @@ std::uint32_t fork_generation() {
 }
 
 bool is_forked_process() {
-  constexpr std::uint64_t kForkedNoExec = 0x40;  // PF_FORKNOEXEC of the kernel, since Linux 2.0
+  constexpr std::uint64_t kForkedNoExec = 0x40;  // the kernel's PF_FORKNOEXEC, since Linux 2.0
   return (read_stat(static_cast<std::int32_t>(getpid())).flags & kForkedNoExec) != 0;
 }
 

@@ -13,7 +13,7 @@ namespace pyringar {
 
 struct ProcessId {
   std::int32_t pid = 0;
-  std::uint64_t start_ticks = 0;  // since boot; 0: unknown
+  std::uint64_t start_ticks = 0;  // start time in ticks since boot; 0: unknown
 };
 
 ProcessId this_process();

@@ -26,7 +26,7 @@ class SharedMemory {
 
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
-  int fd() const { return fd_; }  // -1 once closed
+  int fd() const { return fd_; }  // -1 after close_fd()
   // Close the descriptor. Other processes cannot open the memory any more; mappings stay valid.
   void close_fd();
 

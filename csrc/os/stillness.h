@@ -69,7 +69,7 @@ class Stillness {
     return std::all_of(seen_.begin(), seen_.end(),
                        [this](const Seen& seen) { return seen.still >= timeout(); });
   }
-  // Return when look() last saw progress of the rank; the zero of the clock if it never did.
+  // Return when look() last saw progress of the rank; the clock's zero if it never saw any.
   Clock::time_point moved_at(int rank) const { return at(rank).moved_at; }
 
  private:

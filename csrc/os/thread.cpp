@@ -1,4 +1,4 @@
-// thread: affinity masks of threads.
+// thread: reads and sets the affinity masks of threads.
 #include "os/thread.h"
 
 #include <algorithm>
@@ -51,7 +51,7 @@ CoreSet cores_of_process() {
   CoreSet cores;
   DIR* tasks = opendir("/proc/self/task");
   if (tasks == nullptr) return cores;
-  while (const dirent* task = readdir(tasks)) {  // atoi("."): 0, the caller, which is harmless
+  while (const dirent* task = readdir(tasks)) {  // "." gives id 0: the caller
     cores |= cores_of_thread(std::atoi(task->d_name));
   }
   closedir(tasks);

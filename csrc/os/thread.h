@@ -24,7 +24,7 @@ class Affinity {
  public:
   // Read which cores the caller may use now; return their number.
   int update_cores();
-  // Forbid helpers the core on which the caller runs now.
+  // Keep helpers off the core on which the caller runs now.
   void keep_off_caller(std::span<std::thread> helpers);
   // Bind ranks 1, 2, ... to the cores after the caller's core. If ranks outnumber cores, neighbors
   // share a core, since they exchange most data.

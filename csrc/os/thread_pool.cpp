@@ -36,7 +36,7 @@ void ThreadPool::start_helpers() {
       helpers_.emplace_back([this, thread, seen] { help(thread, seen); });
     }
   } catch (const std::system_error&) {
-    // No more threads: continue with the helpers that started.
+    // The system refuses more threads: continue with the helpers that have started.
   }
 }
 
@@ -59,7 +59,7 @@ void ThreadPool::run(const std::function<void(int)>& work, std::size_t max_helpe
   generation_.set(generation_.value.load(std::memory_order_relaxed) + 1, most);
   attempt_work(0);
   const std::uint32_t inside = state_.fetch_or(kClosed, std::memory_order_acq_rel);
-  // No deadline: helpers use the job on this stack, and they finish soon.
+  // Wait without a deadline: the helpers use `work`, which is on the caller's stack.
   if (inside > 0) wait_for_flag(left_, left_before + 1);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
@@ -88,7 +88,7 @@ void ThreadPool::help(int thread, std::uint32_t seen) {
     if (stop_.load(std::memory_order_acquire) != 0) return;
     if (!join_open_job()) continue;
     attempt_work(thread);
-    // The last helper of a closed job wakes the caller. It must not touch the job afterwards.
+    // The last helper of a closed job wakes the caller, and must not use the job after that.
     if (state_.fetch_sub(1, std::memory_order_acq_rel) == (kClosed | 1u)) {
       left_.set(left_.value.load(std::memory_order_relaxed) + 1);
     }

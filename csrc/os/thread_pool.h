@@ -32,7 +32,7 @@ class ThreadPool {
   int count_helpers();
   // Return true if helpers sleep and jobs are rare: waking helpers then pays for large jobs only.
   bool is_cold();
-  // At most max_helpers join, and no more than count_helpers() returned last.
+  // Run a job. Helpers that join: at most max_helpers, and at most the result of count_helpers().
   void run(const std::function<void(int thread)>& work, std::size_t max_helpers = SIZE_MAX);
 
  private:
@@ -45,7 +45,7 @@ class ThreadPool {
   static constexpr std::uint32_t kClosed = 1u << 31;
   const bool follows_cores_;
   int num_helpers_;                   // result of the last count_helpers()
-  std::vector<std::thread> helpers_;  // never shrinks
+  std::vector<std::thread> helpers_;  // all end in the destructor
   Affinity affinity_;
   Deadline last_asked_{};
   const std::function<void(int)>* work_ = nullptr;  // written by run() while the job is closed
@@ -53,8 +53,8 @@ class ThreadPool {
   std::exception_ptr error_;
   std::atomic<std::uint32_t> most_inside_{0};
   alignas(64) std::atomic<std::uint32_t> state_{kClosed};
-  Flag generation_;  // counts jobs; the caller sets it
-  Flag left_;        // counts jobs that helpers finished; the last helper of a job sets it
+  Flag generation_;  // number of jobs started; set by the caller of run()
+  Flag left_;        // number of jobs that helpers finished; set by a job's last helper
   std::atomic<std::uint32_t> stop_{0};
 };
 

@@ -78,7 +78,7 @@ Runtime look_for_runtime(void* torch) {
   return found;
 }
 
-// Cached once torch is loaded; calls with tensors come only after that.
+// Look up torch's symbols once, in the first call after torch is loaded. Until then: none.
 const Runtime& runtime() {
   static const Runtime no_torch;
   static std::atomic<void*> torch{nullptr};
@@ -103,7 +103,7 @@ std::atomic<bool> is_taken{false};
 thread_local std::optional<clockid_t> worker_clock;
 
 // Return true if the team's thread 1 spins: its CPU clock then advances between two reads. A thread
-// that sleeps or waits for a core uses no time. If the clock is gone the thread was replaced; true.
+// that sleeps or waits for a core uses no time. Also true if it was replaced and its clock is gone.
 bool is_awake() {
   timespec before{};
   timespec after{};
@@ -121,7 +121,7 @@ struct Region {
   std::mutex mutex{};
   std::exception_ptr error{};
 
-  // OpenMP cannot unwind exceptions.
+  // noexcept: OpenMP cannot unwind exceptions.
   static void body(void* data) noexcept {
     auto& region = *static_cast<Region*>(data);
     const int thread = region.runtime.thread_num();

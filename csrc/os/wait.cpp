@@ -29,7 +29,7 @@ void os_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, Dea
     timeout.tv_sec = static_cast<time_t>(left / 1'000'000'000);
     timeout.tv_nsec = static_cast<long>(left % 1'000'000'000);
   }
-  // Returns at once if the word has already changed. Callers check for early returns.
+  // The futex call returns at once if the word has already changed. Callers check that.
   syscall(SYS_futex, &word, scope == Scope::kThreads ? FUTEX_WAIT_PRIVATE : FUTEX_WAIT, expected,
           deadline != kNoDeadline ? &timeout : nullptr, nullptr, 0);
 }
@@ -43,7 +43,7 @@ void os_wake(const std::atomic<std::uint32_t>& word, int count, Scope scope) {
 
 namespace {
 
-// Condition variables for waits, selected by a hash of the address.
+// A lock and a condition variable, shared by all words with one hash of their address.
 struct ParkingLot {
   std::mutex mutex;
   std::condition_variable changed;

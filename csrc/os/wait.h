@@ -50,7 +50,7 @@ struct alignas(64) Flag {
 
 inline constexpr Deadline kNoDeadline = Deadline::max();
 
-// Poll with a few pauses, then yields: the writer may need this core. Return flag >= wanted.
+// Poll with a few pauses, then yields, since the writer may need this core. Return flag >= wanted.
 bool try_for_flag(const Flag& flag, std::uint32_t wanted);
 
 // Yield at most num_yields times. If another thread computes on the core, a yield costs a time
@@ -61,8 +61,8 @@ bool yield_for_flag(const Flag& flag, std::uint32_t wanted, int num_yields,
 // Poll as try_for_flag() does, then sleep until flag >= wanted.
 void wait_for_flag(Flag& flag, std::uint32_t wanted);
 
-// Sleep, `nap` at a time, until flag >= wanted. Call give_up() after each nap; return false if it
-// returns true. It may throw.
+// Sleep, `nap` at a time, until flag >= wanted. Call give_up() after each nap; if it returns true,
+// return false. give_up() may throw.
 bool nap_for_flag(Flag& flag, std::uint32_t wanted, std::chrono::nanoseconds nap,
                   const std::function<bool()>& give_up, Scope scope = Scope::kThreads);
 

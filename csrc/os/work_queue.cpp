@@ -46,7 +46,7 @@ void Work::complete(std::exception_ptr error) {
 
 std::shared_ptr<Work> WorkQueue::submit(std::function<void()> job, Describe describe,
                                         std::function<void()> interrupt) {
-  call_lock_.check_not_held_by_caller();  // waiting for the work would deadlock
+  call_lock_.check_not_held_by_caller();  // a lock holder that waits for the work would deadlock
   auto work = std::make_shared<Work>(std::move(describe), std::move(interrupt));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_closing_) fail_closed();
@@ -82,10 +82,10 @@ void WorkQueue::run_jobs() {
     lock.lock();
     is_busy_ = false;
     num_waiting_.fetch_sub(1, std::memory_order_release);
-    // Under the lock: a thread that sees the work done may close the queue and join this thread.
+    // Keep the lock: a thread that sees the work done may close the queue and join this thread.
     next.work->complete(std::move(error));
     changed_.notify_all();
-    // Without the lock: destroying a Python exception takes the GIL, and submitters hold the GIL.
+    // Release the lock: destroying a Python exception takes the GIL, and submitters hold the GIL.
     lock.unlock();
     next.work.reset();
     lock.lock();
@@ -112,7 +112,7 @@ void WorkQueue::close(const OnNap& on_nap) {
   wait_until_idle(on_nap);
   const std::lock_guard<std::mutex> closing(close_mutex_);
   if (thread_) thread_->join();
-  worker_.store({});  // thread ids are reused
+  worker_.store({});  // a later thread may get this thread's id
   thread_.reset();
 }
 

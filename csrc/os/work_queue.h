@@ -45,7 +45,7 @@ class Work {
     has_begun_ = true;
   }
   std::exception_ptr exception() const { return is_completed() ? error_ : nullptr; }
-  // Return when the job ended, on the steady clock; 0 before.
+  // Return when the job ended, on the steady clock; 0 until then.
   std::int64_t finished_ns() const { return is_completed() ? finished_ns_ : 0; }
   void complete(std::exception_ptr error);
 
@@ -54,7 +54,7 @@ class Work {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool has_begun_ = false;
-  // Null once the job is done, since the objects that they use may be destroyed then.
+  // describe_ and interrupt_ are null once the job is done: objects they use may be destroyed then.
   Describe describe_;
   std::function<void()> interrupt_;
   std::atomic<bool> done_{false};  // set after finished_ns_ and error_, which then stay constant
@@ -90,11 +90,11 @@ class WorkQueue {
   std::mutex mutex_;        // guards the members down to thread_
   std::condition_variable changed_;
   std::deque<Job> jobs_;
-  bool is_busy_ = false;  // a job runs
+  bool is_busy_ = false;  // true while a job runs
   bool is_closing_ = false;
   std::unique_ptr<std::thread> thread_;
   std::atomic<std::thread::id> worker_{};
-  std::atomic<int> num_waiting_{0};  // queued or running
+  std::atomic<int> num_waiting_{0};  // number of jobs queued or running
 };
 
 }  // namespace pyringar

@@ -1,4 +1,4 @@
-// death_notice: the handler of SIGTERM, and the groups that it asks.
+// death_notice: the SIGTERM handler, and the groups in which it searches for dead ranks.
 
 #include "process/death_notice.h"
 
@@ -14,9 +14,9 @@ namespace pyringar {
 
 namespace {
 
-// A process that makes more groups has all ranks in the first ones.
+// Groups that end_process() searches for dead ranks. Eight: later groups have the same ranks.
 std::array<std::atomic<const DeathNotice*>, 8> notices{};
-constexpr int kNamed = -1;  // in place of the number of a rank that a line has named
+constexpr int kNamed = -1;  // replaces the global_rank of a rank once a line on stderr has named it
 
 void end_process(int number) {
   bool is_written = false;
@@ -26,7 +26,7 @@ void end_process(int number) {
     is_written = is_written || each->write_line();
     each->leave();
   }
-  raise(number);  // SA_RESETHAND has restored the default action; it takes effect on return
+  raise(number);  // SA_RESETHAND restored the default action, which ends the process on return
 }
 
 void install_handler() {
@@ -67,7 +67,7 @@ bool DeathNotice::write_line() const {
   const auto add = [&](const char* more) {
     while (*more != '\0' && size < text.size()) text[size++] = *more++;
   };
-  const auto add_number = [&](int number) {  // snprintf may take memory
+  const auto add_number = [&](int number) {  // not by snprintf, which may allocate memory
     std::array<char, 12> digits{};
     char* first = &digits.back();
     for (; number > 0 || *first == '\0'; number /= 10) {
@@ -77,7 +77,7 @@ bool DeathNotice::write_line() const {
   };
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     RankLine& line = segment_.line(rank);
-    // torchrun has waited for the dead process, so that its id is free.
+    // torchrun has reaped the dead process, so kill() gives ESRCH.
     if (line.state.load() != RankState::kJoined || kill(line.process.pid, 0) == 0) continue;
     if (errno != ESRCH) continue;
     const int number = line.global_rank.exchange(kNamed);

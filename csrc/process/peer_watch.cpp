@@ -12,12 +12,12 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// Measured on two cores.
+// Numbers of polls and of yields in one wait, measured on two cores.
 constexpr int kPausesWithCore = 1000;
 constexpr int kYieldsWithCore = 200;
 constexpr int kYieldsCrowded = 500;
-// Waits that skip yields after a series of yields without success: ranks that yield to each other
-// keep a core that another rank needs.
+// After yields without success, this many waits do not yield: ranks that yield to each other keep a
+// core that another rank needs.
 constexpr int kWaitsAfterVainYields = 16;
 
 template <std::size_t kSize>
@@ -35,7 +35,7 @@ void PeerWatch::count_cores() {
   CoreSet all;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     const RankLine& line = segment_.line(rank);
-    if (line.state.load() == RankState::kAbsent) return;  // retry at the next call
+    if (line.state.load() == RankState::kAbsent) return;  // count again once all ranks have joined
     all |= line.cores;
   }
   has_counted_cores_ = true;
@@ -55,7 +55,7 @@ void PeerWatch::begin_call(bool is_background) {
   line.heard_ns.store(Clock::now().time_since_epoch() / 1ns, std::memory_order_relaxed);
 }
 
-// The kernel wakes ranks that slept on one core. Ranks with high numbers move to another core.
+// The kernel may wake several ranks on one core. Ranks with high numbers then move to another core.
 void PeerWatch::keep_apart() {
   const int core = current_core();
   if (core < 0) return;
@@ -111,7 +111,7 @@ bool PeerWatch::give_up(const Flag& flag, std::uint32_t wanted, int peer, const 
       throw;
     }
   }
-  // Before is_lost(): a rank that reported a failure may have exited, without being the cause.
+  // Check this before is_lost(): a rank that reported a failure may have exited without causing it.
   if (adopt_shared_failure()) return true;
   return is_lost(flag, wanted, peer, what) || is_late(peer, what);
 }
@@ -132,7 +132,7 @@ int PeerWatch::first_gone(const std::vector<int>& ranks) const {
 
 bool PeerWatch::is_lost(const Flag& flag, std::uint32_t wanted, int peer, const char* what) {
   const char* how = how_gone(peer);
-  // The peer may have exited after it did its part.
+  // A peer that set the flag before it exited is not lost.
   if (how == nullptr || reached(flag.value.load(std::memory_order_acquire), wanted)) return false;
   report(ErrorKind::kPeerLost,
          join(waited_for(peer, what), ", which ", how, "; ", last_call_of(peer)));
@@ -146,7 +146,7 @@ std::string PeerWatch::shared_failure() const {
 }
 
 void PeerWatch::check_peers(const std::vector<int>& peers) const {
-  // Look for exited ranks first: a rank that closes after a failure has published it before.
+  // Check exits before reading the failure: a rank publishes its failure before it exits.
   const int gone = first_gone(peers);
   const SharedFailure& shared = segment_.failure();
   if (shared.state.load(std::memory_order_acquire) == SharedFailure::kThere) {
@@ -185,7 +185,7 @@ std::uint64_t PeerWatch::progress() const {
   return all;
 }
 
-// Return the rank with the lowest counters; of several, the rank without progress for longest.
+// Return the rank with the lowest counters; among equals, the one longest without progress.
 int PeerWatch::most_behind(int suspect) const {
   int last = suspect;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
@@ -239,7 +239,7 @@ void tell_failure(const Segment& segment, ErrorKind kind, const std::string& tex
   std::size_t size = std::min(text.size(), shared.text.size() - 1);
   const auto continues = [](char byte) { return (byte & 0xC0) == 0x80; };
   while (size > 0 && size < text.size() && continues(text[size]))
-    --size;  // cut between UTF-8 characters
+    --size;  // never cut inside a UTF-8 character
   std::memcpy(shared.text.data(), text.data(), size);
   shared.text[size] = '\0';
   shared.state.store(SharedFailure::kThere, std::memory_order_release);

@@ -24,7 +24,7 @@
 
 namespace pyringar {
 
-// Publish a failure to all ranks; only the first one is kept.
+// Publish a failure to all ranks; later failures of the group are ignored.
 void tell_failure(const Segment& segment, ErrorKind kind, const std::string& text);
 
 class PeerWatch {
@@ -74,7 +74,7 @@ class PeerWatch {
   void check_peers(const std::vector<int>& peers) const;
   // Return a number that changes while any rank works.
   std::uint64_t progress() const;
-  // "rank 1 (process 4711 on host)"
+  // Return "rank 1 (process 4711 on host)".
   std::string name_of(int rank) const;
   std::string last_call_of(int rank) const;
   bool has_left(int rank) const { return segment_.line(rank).state.load() == RankState::kLeft; }
@@ -117,11 +117,11 @@ class PeerWatch {
   const ForkGuard process_;
   int num_pauses_ = kPausesCrowded;
   bool has_counted_cores_ = false;
-  int ranks_per_core_ = std::numeric_limits<int>::max();  // until has_counted_cores_
+  int ranks_per_core_ = std::numeric_limits<int>::max();  // set by count_cores()
   bool has_core_per_rank_ = false;
   int waits_without_yields_ = 0;
   bool is_background_ = false;
-  bool peers_have_come_ = false;  // the first wait of this call has begun
+  bool peers_have_come_ = false;  // set in the first wait of a background call
   Stillness stillness_;
   std::atomic<int> awaited_peer_{-1};
   std::atomic<const char*> awaited_what_{""};

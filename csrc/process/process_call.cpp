@@ -30,7 +30,7 @@ void copy_from_slot(void* to, const void* from, std::size_t bytes) {
 // Zen 5). It is slower for reading lines that another core has written.
 void copy_to_slot(void* to, const void* from, std::size_t bytes) {
 #if defined(__x86_64__) && !defined(PYRINGAR_SANITIZED)
-  constexpr std::size_t kMinBytes = 16 * 1024;  // `rep movsb` starts slowly
+  constexpr std::size_t kMinBytes = 16 * 1024;  // below this, `rep movsb` is slower
   if (bytes >= kMinBytes) {
     __asm__ __volatile__("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes) : : "memory");
     return;
@@ -41,7 +41,7 @@ void copy_to_slot(void* to, const void* from, std::size_t bytes) {
 
 constexpr std::size_t kAheadStepBytes = 1024;
 
-// Prefetch; an invalid address is harmless.
+// Prefetch memory, which may lie behind the end of a tensor: prefetches cannot fault.
 void read_ahead(const std::byte* from, std::size_t bytes) {
   constexpr std::size_t kLineBytes = 64;
   for (std::size_t at = 0; at < bytes; at += kLineBytes) {

@@ -38,7 +38,7 @@ class FlatView {
  public:
   static constexpr std::size_t kAlignment = 16;
 
-  // View the destinations of a call. Reuses memory.
+  // View the destinations of a call. Reuses the memory of `tensors_`.
   void view(const Collective& call) {
     tensors_.clear();
     bytes_ = 0;
@@ -57,7 +57,7 @@ class FlatView {
   struct Slice {
     DType dtype;
     std::byte* data;
-    std::size_t offset;  // from the begin of the range
+    std::size_t offset;  // bytes from the begin of the range
     std::size_t bytes;
   };
   template <typename Visit>
@@ -80,7 +80,7 @@ class FlatView {
     std::size_t end;
   };
 
-  std::vector<Entry> tensors_;  // without empty tensors
+  std::vector<Entry> tensors_;  // all tensors with elements
   std::size_t bytes_ = 0;
 };
 
@@ -89,13 +89,13 @@ struct ProcessRank {
   const Segment& segment;
   const int rank;
   PeerWatch& watch;
-  std::uint64_t sequence = 0;     // calls so far
+  std::uint64_t sequence = 0;     // number of calls so far
   std::uint64_t call_digest = 0;  // digest of the CallRecord
-  std::uint32_t messages = 0;     // announced so far
-  void (*on_announce)() = [] {};  // see ProcessGroupOptions
-  PhaseDelay delay{};             // for tests
-  bool layouts_differ = false;    // agree() refused the last call: see in_index_order()
-  // Scratch of the running call; kept to reuse its memory.
+  std::uint32_t messages = 0;     // number of messages announced so far
+  void (*on_announce)() = [] {};  // as in ProcessGroupOptions
+  PhaseDelay delay{};             // set by tests
+  bool layouts_differ = false;    // agree() found other strides: see in_index_order()
+  // Scratch memory of the running call, which later calls reuse.
   FlatView flat{};
   std::vector<const void*> sources{};
 
@@ -106,7 +106,7 @@ struct ProcessRank {
   void sleep_in(Phase phase);
 };
 
-// Up to this size each rank reduces all data: one wait instead of two. Two ranks always do.
+// Up to this size, and always with two ranks, each rank reduces all data: one wait, not two.
 inline constexpr std::size_t kExchangeBytes = 32 * 1024;
 
 // Piece sizes for two ranks, and for more ranks if a call exceeds one slot. Large pieces save
@@ -122,15 +122,15 @@ ProcessAlgorithm algorithm_of(const Collective& call, const Segment& segment);
 
 struct ProcessPlan {
   ProcessAlgorithm algorithm;
-  std::size_t num_pieces;  // each piece takes all rounds of the algorithm
+  std::size_t num_pieces;  // number of pieces; each runs all rounds of the algorithm
 };
 ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment);
 
 void begin_call(const Collective& call, ProcessRank& self, bool is_background);
 
 // Pack, compare the calls, move the data, unpack. Return false if a wait failed or calls differ;
-// the watch holds the reason. Also return false, on all ranks, if self.layouts_differ is set.
-// Nothing was written then.
+// the watch holds the reason. Also return false, on all ranks, if self.layouts_differ is set: no
+// tensor has changed then.
 bool run_process_call(const Collective& call, ProcessRank& self, bool is_background);
 
 // Return the call with tensors in index order, for ranks whose memory layouts differ.

@@ -59,7 +59,7 @@ CallLock::Held ProcessGroup::lock_calls() {
   }
 }
 
-// Queue a job that runs under the lock. If a signal ends a wait for it, the group is aborted.
+// Queue a job that runs under the lock. If a signal ends a wait for the job, abort the group.
 std::shared_ptr<Work> ProcessGroup::enqueue(std::function<void()> job, Describe describe) {
   check_usable();
   return queue_.submit(
@@ -108,7 +108,7 @@ void ProcessGroup::run_program_locked(const Program& program) {
   try {
     is_done = program(self_);
   } catch (const std::exception& error) {
-    // Other ranks may know this call, and must not mistake this rank's next call for it.
+    // Fail the group: other ranks may be in this call, and must not match it with the next call.
     const auto* ours = dynamic_cast<const Error*>(&error);
     watch_.report(ours != nullptr ? ours->kind() : ErrorKind::kState,
                   join(watch_.name_of(rank_), ": ", error.what()));
@@ -164,7 +164,7 @@ bool ProcessGroup::close(CloseMode mode) {
   return true;
 }
 
-// Running calls see the failure at their next nap; queued calls are refused.
+// A running call finds the failure after at most one nap; queued calls are refused.
 void ProcessGroup::abort(const std::string& how) {
   if (forked() || closed_.exchange(true)) return;
   tell_failure(segment_, ErrorKind::kPeerLost,

@@ -28,8 +28,8 @@ struct ProcessGroupOptions {
   std::chrono::nanoseconds timeout{};
   bool compares_shapes = true;  // false: compare numbers of elements only
   OnNap on_nap = &ignore_naps;
-  void (*on_wait)() = &ignore_naps;      // before waits that may take long
-  void (*on_announce)() = &ignore_naps;  // after an announcement, before writes
+  void (*on_wait)() = &ignore_naps;      // called before waits that may be long
+  void (*on_announce)() = &ignore_naps;  // called after an announcement, before tensors are written
 };
 
 // kAfterCalls: close after running calls. kAborting: fail running calls, also on other ranks.
@@ -50,14 +50,14 @@ class ProcessGroup : public ForkGuard {
   std::vector<int> absent_ranks() const;
   void seal() { memory_.close_fd(); }
 
-  const PeerWatch& watch() const { return watch_; }  // for the methods that any thread may call
+  const PeerWatch& watch() const { return watch_; }  // call only methods that any thread may call
   void wait_until_idle(const OnNap& on_nap) { queue_.wait_until_idle(on_nap); }
   void run(const Collective& call) {
     run_program([&](ProcessRank&) { return run_call(call, false); });
   }
   std::shared_ptr<Work> submit(Collective call);
-  // A function that moves the data of a call in its own way. It returns false if the watch failed.
-  // If it throws, the group fails on all ranks.
+  // Runs a call by other code than run(). A Program returns false if a wait of the watch failed. If
+  // it throws, the group fails on all ranks.
   using Program = std::function<bool(ProcessRank& self)>;
   void run_program(const Program& program) {
     const CallLock::Held held = lock_calls();
@@ -118,7 +118,7 @@ class ProcessGroup : public ForkGuard {
   const DeathNotice death_notice_{segment_, rank_};
   ProcessRank self_;
 
-  std::mutex stats_mutex_;  // never held during a wait
+  std::mutex stats_mutex_;  // guards stats_; never held during a wait
   ProcessStats stats_;
 
   WorkQueue queue_{call_lock_};

@@ -30,26 +30,26 @@ namespace pyringar {
 // The call that a rank makes. Other ranks compare it with their own call.
 struct alignas(64) CallRecord {
   std::uint64_t sequence = 0;  // number of the call on this rank, from 1; 0: no call yet
-  std::uint64_t numel = 0;     // elements of all tensors
+  std::uint64_t numel = 0;     // number of elements in all tensors
   std::uint64_t shapes = 0;    // digest of sizes and dtypes of all tensors
-  std::uint64_t strides = 0;   // digest of tensors not in index order; 0: all are in index order
+  std::uint64_t strides = 0;   // digest of strides that are not in index order; 0: there are none
   std::uint32_t num_tensors = 0;
   std::int32_t root = 0;
   CallKind kind = CallKind::kBarrier;
-  DType dtype = DType::kFloat32;  // of the first tensor
+  DType dtype = DType::kFloat32;  // dtype of the first tensor
   ReduceOp op = ReduceOp::kSum;
   std::uint16_t divisor = 1;
   Order order = Order::kRank;
-  std::array<char, 80> what{};  // the call that the user made, if this call implements it
+  std::array<char, 80> what{};  // text of the user's call, if this call replaces it
 
   bool operator==(const CallRecord&) const = default;
-  // Return true if both are the same call; strides may differ.
+  // Return true if all fields except strides are equal.
   bool agrees(CallRecord other) const {
     other.strides = strides;
     return *this == other;
   }
   bool has_same_layout(const CallRecord& other) const { return strides == other.strides; }
-  std::uint64_t digest() const;  // of all fields, strides included
+  std::uint64_t digest() const;  // digest of all fields, including strides
   std::string text() const;
 };
 static_assert(sizeof(CallRecord) == 128, "two cache lines");
@@ -62,17 +62,17 @@ struct alignas(64) RankLine {
   Flag reduced;
   std::array<CallRecord, 2> calls;  // call s in calls[s % 2]: a rank is at most one call ahead
   alignas(64) std::atomic<RankState> state{RankState::kAbsent};
-  std::atomic<std::int32_t> core{-1};      // core at the last begin_call() or sleep
-  std::atomic<std::int64_t> heard_ns{0};   // last sign of life, monotonic clock; 0: never
+  std::atomic<std::int32_t> core{-1};      // core of the rank at its last begin_call() or sleep
+  std::atomic<std::int64_t> heard_ns{0};   // time of the last call or nap, monotonic clock; 0: none
   std::atomic<std::uint32_t> progress{0};  // grows during long work between messages
-  CoreSet cores;                           // affinity mask
+  CoreSet cores;                           // affinity mask of the rank
   ProcessId process;
-  std::atomic<int> global_rank{0};  // of torchrun; see death_notice.h
+  std::atomic<int> global_rank{0};  // rank given by torchrun; see death_notice.h
   std::array<char, 64> host{};
 };
 
-// The first cache line that other ranks poll: it saves reading three lines (counter, record, slot),
-// each of which takes 0.1 us from another core. Written before `announced`; reused with its slot.
+// The cache line of a message that other ranks poll. It saves reads of three lines (counter,
+// record, slot), each of which takes 0.1 us. Written before `announced`; reused with its slot.
 struct alignas(64) MessageHead {
   static constexpr std::size_t kPayloadBytes = 48;
   std::atomic<std::uint32_t> number{0};  // number of the message; written last
@@ -90,7 +90,7 @@ struct DeviceLine {
   Word reduced;
   Word finished;
   Word probe;  // written before the first message, to test that GPU writes arrive
-  alignas(64) std::atomic<std::uint64_t> released{0};  // nonzero: a host has raised the words
+  alignas(64) std::atomic<std::uint64_t> released{0};  // nonzero: a host thread raised the words
 };
 static_assert(sizeof(DeviceLine) == 5 * 64 && sizeof(DeviceLine::Word) == 64);
 
@@ -113,7 +113,7 @@ struct SharedFailure {
   std::array<char, 504> text{};
 };
 
-// Size of a staging slot: the own tensor, own slot and other slots stay in a core's L2.
+// Size of a staging slot. A rank's tensor, its slot and the other ranks' slots fit a core's L2.
 inline constexpr std::size_t kSlotBytes = 256 * 1024;
 
 inline constexpr std::size_t kTokenBytes = 32;

@@ -157,7 +157,7 @@ class ReduceEngine : public Memory {
     const std::size_t begin = piece * piece_bytes_;
     return {begin, std::min(begin + piece_bytes_, self_.flat.bytes())};
   }
-  // Distance to the next piece to prefetch: this piece and the next are in their slots already.
+  // Return how many bytes ahead to prefetch: two pieces, as this and the next are in their slots.
   std::size_t ahead_of(std::size_t piece) const {
     const std::size_t ahead = 2 * piece_bytes_;
     const bool is_there = range_of(piece).end + ahead <= self_.flat.bytes();

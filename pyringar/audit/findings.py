@@ -41,7 +41,7 @@ class Section:
         lines = [self.title]
         for finding in self.findings:
             head, verdict, detail = f"  {finding.name:<{names}}  ", finding.verdict, finding.detail
-            if not is_narrow and detail:  # a column for verdicts would be too wide
+            if not is_narrow and detail:  # verdicts too long for a column
                 lines += _wrapped(head, f"{verdict}: {detail}")
             else:
                 lines += _wrapped(head + f"{verdict:<{verdicts * is_narrow}}  ", detail)

@@ -89,7 +89,7 @@ class LibraryTarget:
         timer = threading.Timer(seconds, end)
         timer.start()
         try:
-            with contextlib.suppress(OSError):  # a rank has exited
+            with contextlib.suppress(OSError):  # a rank may have exited
                 for channel, request in zip(self._channels, requests, strict=False):
                     channel.send(request)
             for rank, channel in enumerate(self._channels):
@@ -100,7 +100,7 @@ class LibraryTarget:
             timer.join()
         lost = late or [rank for rank in range(self.ranks) if rank not in answers]
         failed = [rank for rank, (kind, _) in answers.items() if kind == "failed"]
-        if lost or 0 < len(failed) < self.ranks:  # remaining ranks may wait in the call
+        if lost or 0 < len(failed) < self.ranks:  # the remaining ranks may hang in the call
             self.close()
         if late:
             raise TargetError(call, f"no answer of rank {', '.join(map(str, late))} in time")
@@ -112,7 +112,7 @@ class LibraryTarget:
 
     def _start(self) -> None:
         library = self._options["library"]
-        # A forked process has imported torch already, but cannot use CUDA.
+        # Fork: a child has imported torch already. NCCL needs spawn: a fork cannot use CUDA.
         context: Any = multiprocessing.get_context("spawn" if library == "nccl" else "fork")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.ranks):

@@ -56,7 +56,7 @@ class AuditTarget(Protocol):
 
 
 class _Format(NamedTuple):
-    """Exponents of the probes of a dtype: all numbers are powers of two.
+    """Exponents of two in the probes of a dtype; a probe is one input of the allreduce.
 
     Adding all units to 2^big loses them in rounding, even with partial sums in a wider format. The
     sum of all units alone is exact.
@@ -78,7 +78,7 @@ _FORMATS = {
     torch.bfloat16: _Format(120, 0, 8, 14, -133, 8),
 }
 DTYPES = tuple(_FORMATS)
-_MAX_EXACT = 1 << 12  # elements for which exact sums are computed, which is slow
+_MAX_EXACT = 1 << 12  # most elements for which exact sums, which are slow, are computed
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -138,13 +138,13 @@ def find_order(
         for rank_groups, found in zip(groups, _groups(results, pair, dtype), strict=True):
             rank_groups.append(found)
     first = _regions(pairs, groups[0], k)
-    # Ranks with rank 0's results share its tensors, and so its regions.
+    # A rank with the results of rank 0 shares its tensors of groups: reuse rank 0's regions.
     same = [all(map(operator.is_, rank_groups, groups[0])) for rank_groups in groups]
     return [first if same[r] else _regions(pairs, groups[r], k) for r in range(k)]
 
 
 def _probes(k: int, pair: Pair, numel: int, dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    """Yield inputs: the pair has M and -M, further ranks have units, all others have zeros."""
+    """Yield probes: the pair has 2^big and -2^big, some ranks have units, the others zeros."""
     probe = _FORMATS[dtype]
     others = [r for r in range(k) if r not in pair]
     for first in range(0, max(1, len(others)), probe.units):
@@ -171,7 +171,7 @@ def _groups(results: Sequence[Sequence[Tensor]], pair: Pair, dtype: torch.dtype)
 
 
 def _lost(results: Sequence[Tensor], pair: Pair, others: Sequence[int], probe: _Format) -> Tensor:
-    """Return the pair and all ranks with lost units, as bits; -1: not a sum of units."""
+    """Return the pair and all ranks with lost units, as bits; -1 if a result is no sum."""
     lost = torch.full_like(results[0], 1 << pair[0] | 1 << pair[1], dtype=torch.int32)
     for number, result in enumerate(results):
         units = others[number * probe.units : (number + 1) * probe.units]
@@ -247,7 +247,7 @@ def partial_type(
     dtype = result.dtype
     wider = [w for w in (torch.float32, torch.float64) if w.itemsize > dtype.itemsize]
     if any(region.tree == EXACT for region in regions):
-        wider = wider[-1:]  # float32 does not hold all sums of float16
+        wider = wider[-1:]  # float32 cannot hold all exact sums of float16
         ends = [Region(r.start, min(r.stop, _MAX_EXACT), r.tree) for r in regions]
         regions = [region for region in ends if region.start < region.stop]
         inputs, result = [x[..., :_MAX_EXACT] for x in inputs], result[..., :_MAX_EXACT]

@@ -26,19 +26,19 @@ from pyringar.audit.trees import EXACT, Region, describe, same_trees
 from pyringar.parallel.shards import bits_of
 
 SIZES = (1, 8, 1000, 16_384, 262_144, 1_048_576)
-_FEW = 4096  # elements of the messages for most questions
-_MIN_VALUES = 1000  # compared values; shorter messages are repeated
-_MAX_GROWTH = 64  # ratio of two sizes whose bits are compared
+_FEW = 4096  # largest number of elements in the messages of most questions
+_MIN_VALUES = 1000  # values compared per question; short messages are repeated to reach it
+_MAX_GROWTH = 64  # largest ratio of two sizes whose results are compared
 _RUNS = 8
 _MAX_FAILURES = 4  # failed questions after which the audit stops asking
 _MAX_STEPS = 64  # bisection steps for the sizes at which the order changes
-_MAX_REGIONS = 64  # regions of a message in the JSON report
+_MAX_REGIONS = 64  # most regions of a message in the JSON report
 
 
 # Random messages and their results: a tensor per rank, a message per row.
 _Draw: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
 _Order: TypeAlias = "tuple[list[Region], Finding]"
-_Row: TypeAlias = "tuple[int, Finding]"  # elements of the message, its order
+_Row: TypeAlias = "tuple[int, Finding]"  # size of a message, Finding about its order
 
 
 class _Differ(Exception):  # noqa: N818
@@ -102,12 +102,12 @@ def _drawn(target: AuditTarget, k: int, numel: int, dtype: torch.dtype, way: str
 
 def _values(k: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
     """Return random messages per rank, one per row, with at least `_MIN_VALUES` values."""
-    num_messages = -(-_MIN_VALUES // numel) | 1  # odd: shows results that alternate
+    num_messages = -(-_MIN_VALUES // numel) | 1  # odd, to notice results that alternate
     return [x.view(-1, numel) for x in wide_values(k, num_messages * numel, dtype)]
 
 
 def _reduce(target: AuditTarget, inputs: Sequence[Tensor], way: str = "in place") -> list[Tensor]:
-    """Allreduce each row in a call; return the results by rank."""
+    """Allreduce each row in a separate call; return the results by rank."""
     num_messages, numel = inputs[0].shape
     cuts = range(numel, num_messages * numel, numel)
     results = target.reduce([x.reshape(-1) for x in inputs], way, cuts)
@@ -119,11 +119,11 @@ class _Audit:
 
     def __init__(self, target: AuditTarget, sizes: Sequence[int]) -> None:
         self.target, self.k, self.sizes = target, target.ranks, sizes
-        # Elements of the messages for most questions.
+        # Number of elements in the messages of most questions.
         self.few = max([n for n in sizes if n <= _FEW], default=sizes[0])
         self.dtypes: list[torch.dtype] = []  # dtypes that the target supports
         self._failures = self._steps = 0
-        self._draws: dict[tuple[torch.dtype, int], _Draw] = {}  # short messages
+        self._draws: dict[tuple[torch.dtype, int], _Draw] = {}  # short messages, by dtype and size
         self._found: dict[int, _Order] = {}  # float32 orders, by message size
 
     def report(self) -> AuditReport:
@@ -327,7 +327,7 @@ class _Audit:
         return f"{detail}, {_span(self.sizes)}"
 
     def _compare_ways(self, numel: int, way: str, cuts: Sequence[int] = ()) -> None:
-        """Raise unless a way gives the bits of calls in place, for messages cut at ``cuts``."""
+        """Raise unless calls by ``way`` give the bits of in-place calls; ``cuts`` cut messages."""
         inputs, plain = self._drawn(numel)
         if cuts:
             one = [x[0] for x in inputs]
@@ -354,7 +354,7 @@ class _Audit:
     def _special(self, columns: Callable[[torch.finfo, int], list[_Column]]) -> str:
         for dtype, numel in self._messages():
             for column, total in columns(torch.finfo(dtype), self.k):
-                # Over the elements of the message, each rank has each value of the column.
+                # Rotate the column over the elements, so that each rank contributes each value.
                 values = torch.tensor(column, dtype=torch.float64).to(dtype)
                 places = torch.arange(-(-self.k // numel) * numel).view(-1, numel)
                 inputs = [values[(places + r) % self.k] for r in range(self.k)]

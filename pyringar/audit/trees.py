@@ -17,8 +17,8 @@ from pyringar.comm.sum_orders import tree as tree_of
 
 Tree: TypeAlias = "int | tuple[Tree, Tree]"
 Pair = tuple[int, int]
-EXACT = "exact"  # in place of a tree: no partial sum is rounded
-_MAX_SHOWN = 4  # regions in a description
+EXACT = "exact"  # replaces a tree if no partial sum is rounded
+_MAX_SHOWN = 4  # most regions that a description lists
 
 
 @dataclass(frozen=True)

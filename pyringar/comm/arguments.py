@@ -30,7 +30,7 @@ def op_name(op: Any) -> OpName:
                 return name
     elif torch.distributed.is_available():
         c10d = torch.distributed.ReduceOp
-        # Type first: ReduceOp.SUM == 0 is true, and == on a tensor returns a tensor.
+        # Check the type before comparing: ReduceOp.SUM == 0 is true, tensor == x is a tensor.
         if isinstance(op, (c10d, c10d.RedOpType)):
             for theirs, ours in zip(REDUCE_OPS, OPS, strict=True):
                 if op == getattr(c10d, theirs):

@@ -19,7 +19,7 @@ class Work:
     def __init__(self, native: Any, in_flight: dict[Any, object], *call: str) -> None:
         self._native = native
         self._in_flight = in_flight
-        self._call = call  # operation, reduction and algorithm
+        self._call = call  # operation, reduction and algorithm, for messages
 
     def is_completed(self) -> bool:
         """Return whether the collective has ended or failed. Never blocks."""
@@ -35,7 +35,7 @@ class Work:
         return None if self._native is None else self._native.exception()
 
     def finished_ns(self) -> int:
-        """Return its end time (``time.perf_counter_ns``). 0 while it runs, and on GPUs."""
+        """Return the end time by ``time.perf_counter_ns``; 0 while the call runs, and on GPUs."""
         finished: int = self._native.finished_ns() if self._native is not None else 0
         return finished
 

@@ -38,7 +38,7 @@ Lists = Sequence[Tensor] | Sequence[Sequence[Tensor]]
 # Errors that close() raises for calls on GPUs that have already returned.
 LATE_ERRORS = (CollectiveTimeout, PeerLostError)
 
-PLAIN_ALGORITHMS = ("naive", "sharded")  # in plain torch
+PLAIN_ALGORITHMS = ("naive", "sharded")  # algorithms written in plain torch
 _ROOTED_SUMS = {"reduce", "reduce_coalesced"}
 _OTHERS = {"reduce_scatter", "all_gather", "bind", "bind_coalesced", *_ROOTED_SUMS}
 _PLAIN_ONLY = "knows all_reduce and all_reduce_coalesced only; take auto, fused, direct or ring"
@@ -80,7 +80,7 @@ class BaseCommunicator:
     # (tensors, op, algorithm, order, are_lists=False) -> bool: runs a prepared all_reduce, or
     # returns False without running it.
     _run_prepared: Callable[..., bool] = staticmethod(decline)
-    _run_barrier: Callable[[], None] | None = None  # a prepared barrier
+    _run_barrier: Callable[[], None] | None = None  # a prepared barrier, if there is one
 
     @property
     def world_size(self) -> int:
@@ -393,7 +393,7 @@ class BaseCommunicator:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # Keep the exception of the block: a late call may be its consequence.
+        # Keep the exception of the `with` block, which may have caused the late error of close().
         with nullcontext() if error is None else suppress(*LATE_ERRORS):
             self.close()
 

@@ -61,5 +61,4 @@ class CollectiveCall(NamedTuple):
 
 
 def tensors_of(given: Any) -> list[Any]:
-    """Return a tensor or a list of tensors as a list."""
     return list(given) if isinstance(given, (list, tuple)) else [given]

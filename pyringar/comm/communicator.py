@@ -119,7 +119,7 @@ class Communicator(EngineCommunicator):
         return Work(None, {}, *call.words()) if async_op else None
 
     def _begin_bucket(self, lists: list[list[Tensor]], op: OpName, after: Any) -> Work | None:
-        """Launch a bucket. ``after``: the GPU events of the gradients, and the bucket."""
+        """Launch a bucket. ``after``: GPU events of the gradients, and the index of the bucket."""
         algorithm, order = self._default
         # torch and the plain algorithms use the current streams, which must wait for the events.
         is_read_by_torch = algorithm in PLAIN_ALGORITHMS or any(

@@ -33,7 +33,7 @@ class _Default:
         self.handle = handle_of(self, "of allreduce()")
         self._communicators: dict[
             tuple[int, ...], Communicator
-        ] = {}  # by the GPU of each rank; -1: CPU
+        ] = {}  # keyed by the GPU index of each rank; -1: CPU
         close_at_exit(self, _Default._close, in_child=_Default._forget)
 
     def group(self) -> Any:
@@ -76,7 +76,7 @@ class _Default:
             return self._communicators[gpus]
 
     def _forget(self) -> None:
-        # The parent's threads are not in the forked child: its lock may be held for ever.
+        # Replace the lock: a thread that exists only in the parent may hold it for ever.
         self._lock = threading.RLock()
         self._group, self.run_prepared = None, decline
         self._communicators = {}

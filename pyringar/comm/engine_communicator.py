@@ -14,7 +14,7 @@ from pyringar.comm.handles import handle_of
 
 logger = logging.getLogger(__name__)
 
-# Tensors of communicators whose close() a signal interrupted: the engine may still write them.
+# Tensors that the engine may still write after a signal interrupted a communicator's close().
 _interrupted: list[dict[Any, object]] = []
 
 
@@ -72,7 +72,7 @@ class EngineCommunicator(BaseCommunicator):
         self._is_closed = True
         try:
             is_done = self._group.close()
-        except LATE_ERRORS:  # raised once; the last calls may still run
+        except LATE_ERRORS:  # close() raises them once; the last calls may still run
             if self._group.close():
                 self._in_flight.clear()
             raise

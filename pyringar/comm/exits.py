@@ -21,8 +21,8 @@ from pyringar.engine.load import loaded_cuda_engine, loaded_engine
 
 _Call = Callable[[Any], object]
 
-# At exit, calls may make no progress for this time: other ranks may exit a little later. A rank
-# that fails without a traceback, for example by sys.exit(1), delays its peers by this time.
+# At exit, running calls are aborted after this time without progress: other ranks may exit later. A
+# rank that fails without a traceback, for example by sys.exit(1), delays its peers by this time.
 _GRACE_S = 5.0
 _POLL_S = 0.01
 
@@ -35,7 +35,7 @@ class _Living(NamedTuple):
     progress: Callable[[Any], object] | None
 
 
-# By id, oldest first. Each change is atomic: a lock could be held during a fork.
+# Owners by id, oldest first. No lock, which a fork could leave held: each change is atomic.
 _living: dict[int, _Living] = {}
 _inherited: set[int] = set()
 
@@ -98,8 +98,8 @@ def is_inherited(owner: Any) -> bool:
 
 def close_all() -> None:
     """Close all registered owners, newest first; abort them if the program failed."""
-    with contextlib.ExitStack() as newest_first:  # continues after an exception
-        newest_first.callback(_end_reading)  # waits for threads that use torch
+    with contextlib.ExitStack() as newest_first:  # runs all callbacks, even after an exception
+        newest_first.callback(_end_reading)  # runs last: waits for threads that use torch
         entries = [(entry.owner(), entry) for entry in list(_living.values())]
         living = [(owner, entry) for owner, entry in entries if owner is not None]
         for owner, entry in living:

@@ -15,10 +15,10 @@ from pyringar.errors import RingarError
 
 
 class Jobs:
-    """A thread that runs calls in order until `end`. RingarError if it cannot start."""
+    """A thread that runs calls in order until `end`. Raises RingarError if it cannot start."""
 
     def __init__(self, name: str) -> None:
-        # Each use of these attributes is atomic: a signal handler may interrupt it.
+        # Used without a lock, in atomic steps: a signal handler may interrupt any method.
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._pending: set[Job] = set()
         self._waiting: list[int] = []  # thread ids, one entry per wait
@@ -35,7 +35,7 @@ class Jobs:
         return len(self._pending)
 
     def is_awaited_here(self) -> bool:
-        """Return whether this thread waits. True only inside a signal handler."""
+        """Return whether this thread waits for a call: true only in signal handlers."""
         return threading.get_ident() in self._waiting
 
     def is_over(self) -> bool:
@@ -64,7 +64,7 @@ class Jobs:
         while (job := self._queue.get()) is not None:
             job.run()
             self._pending.discard(job)
-            del job  # releases its tensors
+            del job  # releases the tensors of the call
 
 
 class Job:

@@ -117,7 +117,7 @@ torch.library._register_effectful_op("pyringar::all_reduce", EffectType.ORDERED)
 def _lower_in_order(inductor: Any) -> None:
     """Replace inductor's lowering of the ordered operator, which does not keep the order.
 
-    In torch 2.11 and 2.14 it names buffers, but the scheduler looks for operations.
+    That lowering names buffers in torch 2.11 and 2.14, but the scheduler looks for operations.
     """
     operator = torch.ops.pyringar.all_reduce.default
 
@@ -129,13 +129,13 @@ def _lower_in_order(inductor: Any) -> None:
 
 
 def _keep_order_in_inductor() -> None:
-    # Inductor is imported before it asks for the shapes of results.
+    # Not imported here: if inductor compiles this graph, it is already in sys.modules.
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is not None:
         _lower_in_order(inductor)
 
 
-# Calls all_reduce, since graphs keep the order only of operators that write no argument.
+# The in-place operator calls all_reduce: graphs order only operators that write no argument.
 _library: Any = torch.library.Library("pyringar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     f"all_reduce_(Tensor(a!)[] tensors, {_ARGUMENTS}) -> ()", tags=torch.Tag.pt2_compliant_tag

@@ -35,7 +35,7 @@ class PlainGroup:
         self._is_closed = False
 
     def check_call(self, operation: str, given: Any) -> None:
-        """Check for one tensor or one list per rank, with equal lengths, shapes and dtypes."""
+        """Raise unless all ranks have valid tensors of equal number, shape and dtype."""
         self.check_usable()
         are_tensors = operation == "all_reduce"
         name = "tensors" if are_tensors else "lists"
@@ -132,7 +132,7 @@ def _is_nested(tensor: Tensor) -> bool:
 
 
 def check_tensor(name: str, tensor: Any, device: torch.device, *, is_written: bool = True) -> None:
-    """Check for a dense tensor on ``device``; a written tensor may not require grad."""
+    """Raise unless ``tensor`` is dense and on ``device``; if written, it may not require grad."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{name} is {kind_of(tensor)}, expected a dense tensor")
     if tensor.layout != torch.strided:

@@ -125,7 +125,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
             f"device={str(self._device)!r}, algorithm={self._algorithm!r}, order={self._order!r}",
         )
         self._run_barrier = self._bind_call(self._checked("barrier", []))
-        # Closing tells the other ranks at once; they detect the end of the process only later.
+        # Closing informs the other ranks at once; they detect the end of a process only later.
         close_at_exit(
             self,
             ProcessCommunicator.close,

@@ -32,7 +32,7 @@ class RankCommunicator(BaseCommunicator):
     _members: Sequence[RankInfo]
     _device = torch.device("cpu")
     _name: str
-    _place = ""  # text for repr()
+    _place = ""  # this rank's machine, for repr()
 
     @property
     def rank(self) -> int:

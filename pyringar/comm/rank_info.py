@@ -29,7 +29,7 @@ def node_id() -> str:
         namespaces = [os.readlink("/proc/self/ns/pid")]
     except OSError:
         return platform.node()
-    with suppress(OSError):  # Linux before 5.6 has one clock
+    with suppress(OSError):  # Linux before 5.6 has no time namespaces
         namespaces.append(os.readlink("/proc/self/ns/time"))
     return " ".join((boot, *namespaces))
 
@@ -43,7 +43,7 @@ class RankInfo:
     host: str
     pid: int
     start_ticks: int
-    kind: str = "cpu"  # of its device: "cpu" or "cuda"
+    kind: str = "cpu"  # type of the rank's device: "cpu" or "cuda"
     attempt: str = ""  # random id of one attempt to join the group
 
     @classmethod

@@ -75,7 +75,7 @@ def naive_all_reduce(tensors: Sequence[Tensor], op: str = "sum", *, owner: int =
                 fold(into, term, op)
         if op == "mean":
             divide(total, world_size, pieces)
-        result = total.to(tensors[0].dtype)  # round once: the rounding of a NaN depends on strides
+        result = total.to(tensors[0].dtype)  # round once for all: bits of a NaN depend on strides
         for tensor in tensors:
             if tensor is not result:
                 tensor.copy_(result)
@@ -92,7 +92,7 @@ def divide(total: Tensor, count: int, pieces: Pieces) -> None:
         if piece.is_floating_point():
             # Divide by a tensor: for a number, a GPU multiplies by the reciprocal and rounds twice.
             piece.div_(piece.new_full((), count))
-        else:  # count may not fit an int8
+        else:  # in int64: count may not fit an int8
             piece.copy_(piece.long().div_(count, rounding_mode="trunc"))
 
 

@@ -36,13 +36,13 @@ from pyringar.comm.stores import PatientStore
 from pyringar.engine import load
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
-_ATTEMPT_BYTES = 16  # in hex the 32 bytes of a segment's token
+_ATTEMPT_BYTES = 16  # random bytes; in hex they are the 32 bytes of a segment's token
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
-_POLL_S_PER_RANK = 0.001  # all ranks poll one store
+_POLL_S_PER_RANK = 0.001  # added to the poll interval: all ranks poll one store
 # A killed process may close its descriptors up to this long before it counts as dead.
 _DYING_S = 0.5
-# Classes that the other ranks raise, too. For any other class they raise RingarError.
+# Error classes that the other ranks raise, too. For other errors they raise RingarError.
 _KINDS = {kind.__name__: kind for kind in (ArgumentError, CollectiveTimeout, PeerLostError)}
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Rendezvous:
         prefixed = PrefixStore(f"pyringar/{name}", store)
         self._store = PatientStore(prefixed, name, rank, self._deadline)
         self._own = RankInfo.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES))
-        self._members = {rank: self._own}  # known ranks; entry 0 is rank 0's last call
+        self._members = {rank: self._own}  # known RankInfos; entry 0 is from the last ``call``
         self._has_answered = False
         self._may_tell = rank == 0  # whether this rank may write ``failed``
         self.group: Any = None  # the engine's group after its creation; errors are sent to it, too
@@ -130,7 +130,7 @@ class Rendezvous:
         try:
             return self.engine.open_segment(self._members[0].pid, fd, self.world_size)
         except RingarError:
-            # Rank 0 may have been killed, or failed since another rank died. Prefer that error.
+            # Rank 0 may have died or published a failure. Prefer that error, raised by _segment().
             until = time.monotonic() + _DYING_S
             while time.monotonic() < until:
                 self._segment()
@@ -178,9 +178,9 @@ class Rendezvous:
         if self._members.get(0) != caller:  # rank 0 has called, or called again
             self._members[0] = caller
             self._has_answered = False
-        # Check this before reading the keys: rank 0 may write them and then die.
+        # Check this before reading the keys: rank 0 may write `members` and then die.
         is_alive = self._is_alive(caller)
-        # Read `failed` first: if rank 0 wrote `members` and then failed, `members` is also found.
+        # Read `failed` before `members`: a `failed` written after `members` must not hide them.
         failed, members = self._store.look_up([self._key("failed"), self._key("members")])
         if members is not None:
             # The group is complete. If this rank is not in it, wait for rank 0's next call.

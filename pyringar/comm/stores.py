@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pyringar.comm.jobs import Jobs
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, UnsupportedError
 
-_LEAST_S = 0.25  # minimum for a store call, so that a rank can report its timeout
+_LEAST_S = 0.25  # minimum seconds per store call, so that a rank can report its timeout
 
 
 def checked_store(store: Any, rank: Any, world_size: Any) -> tuple[Any, int, int]:
@@ -64,7 +64,7 @@ def _environment_store() -> tuple[Any, int, int]:
 
 
 class PatientStore:
-    """A store whose calls end at a deadline, even if the store's process is stopped.
+    """A torch store that ends its calls at a deadline, even if the store's process is stopped.
 
     A thread makes the calls until `close`. ``group`` and ``rank`` are for messages, ``deadline`` is
     a time of ``time.monotonic()``. Every method raises CollectiveTimeout at the deadline, and

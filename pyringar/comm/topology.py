@@ -17,7 +17,7 @@ class Topology:
     """The devices of all ranks, and the ranks that share each memory."""
 
     devices: tuple[str, ...]  # by rank
-    memories: dict[str, tuple[int, ...]]  # ranks by memory: "host" or a GPU
+    memories: dict[str, tuple[int, ...]]  # ranks by memory; keys: "host" or a GPU
 
     @classmethod
     def of(cls, devices: Sequence[torch.device]) -> Topology:
@@ -114,7 +114,7 @@ class Plan:
         k = world_size
         if k == 1:
             return cls(algorithm, order, 0, 0, reason)
-        if algorithm == "exchange":  # copy in, read all, write
+        if algorithm == "exchange":  # copy in, read all slots, write the result
             steps, passes = num_pieces, k * (k + 3)
         else:  # direct: copy in, reduce a slice, copy out; a rank skips its own slice in copies
             steps, passes = 2 * num_pieces, 5 * k - 2

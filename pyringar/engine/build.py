@@ -118,7 +118,7 @@ def _engine_in_cache(recipe: Recipe, content: Mapping[str, Any]) -> Engine | Non
     try:
         key = _key(plan_build(recipe, content))
     except CompilerNotFoundError:
-        # The engine may come from another machine, for example in a container image.
+        # Any toolchain: another machine may have built the engine, as in a container image.
         key = f"{_digest(content, 16)}-*"
     with _explained(f"look for {recipe.kind.title}"):
         found = (_private_engine_in(f, recipe.kind) for f in sorted(cache_dir().glob(key)))
@@ -199,7 +199,7 @@ def build_engine(recipe: Recipe, *, force: bool = False, verbose: bool = False) 
 
 @contextmanager
 def _locked(cache: Path, kind: EngineKind) -> Iterator[None]:
-    """Hold the lock of builds of this kind. The system frees it if its process dies."""
+    """Hold the lock of builds of this kind; the system releases it if the process dies."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(str(cache / f"{kind.module}.lock"), mode=0o600)

@@ -2,7 +2,7 @@
 
 There are two engines, `CPU` and `CUDA`, each a Python module. A `Recipe` names the sources and a
 `BuildPlan` the compilers. No engine includes torch headers: one build serves every torch version.
-They share sources, but a digest covers only what its engine may include: an edit of csrc/cuda
+They share sources, but a digest covers only files that its engine may include: an edit of csrc/cuda
 leaves the CPU engine alone.
 """
 
@@ -42,7 +42,7 @@ NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
     "-DNDEBUG",
-    "-fmad=false",  # as -ffp-contract=off
+    "-fmad=false",  # no fused multiply-add, as with -ffp-contract=off
     "-prec-div=true",
     "-prec-sqrt=true",
     "-ftz=false",
@@ -51,13 +51,13 @@ NVCC_FLAGS = (
     "-Xcompiler",
     "-fPIC,-fvisibility=hidden",
     "-Xptxas",
-    "-v",  # registers and spills: into build.log
+    "-v",  # reports registers and spills; goes to build.log
 )
-# Of libcudart_static.a, which at run time needs neither libcudart.so nor a driver.
+# Libraries that libcudart_static.a needs. At run time it needs no libcudart.so and no driver.
 CUDART_NEEDS = ("-ldl", "-lrt", "-lpthread")
-# Bindings hold no loops over elements, and this saves a third of their compile time.
+# Bindings have no loops over elements; -O1 saves a third of their compile time.
 BINDINGS_FLAG = "-O1"
-# Kernels for a dozen architectures, on two slow cores, take minutes.
+# Compiling kernels for a dozen architectures on two slow cores takes minutes.
 COMPILE_DEADLINE_S = 1800.0
 
 log = logging.getLogger("pyringar")
@@ -123,7 +123,7 @@ CUDA = EngineKind(
         "bindings/tensor.cpp",
         "bindings/torch_functions.cpp",
         "bindings/call_cache.cpp",
-        # Ranks in processes meet on the host, GPU or not.
+        # Ranks in processes synchronise on the host, with or without GPUs.
         "process/**/*.cpp",
         "os/**/*.cpp",
         "core/**/*.cpp",
@@ -234,7 +234,7 @@ def plan_build(recipe: Recipe, content: Mapping[str, Any]) -> BuildPlan:
 
 
 def compile_into(folder: Path, plan: BuildPlan, *, verbose: bool = False) -> None:
-    """Compile into ``folder``, which gets the record, then the engine. Needs the lock.
+    """Compile into ``folder``: write build.json, then the engine. The caller holds the lock.
 
     Raises BuildError with the compiler's output.
     """
@@ -242,7 +242,7 @@ def compile_into(folder: Path, plan: BuildPlan, *, verbose: bool = False) -> Non
     version, ninja = toolchain.compiler_version(plan.compiler), toolchain.find_ninja()
     toolkit = toolchain.read_cuda_toolkit(plan.nvcc, plan.compiler) if plan.nvcc else None
     archs = toolchain.cuda_archs_built(plan.content["archs"], toolkit) if toolkit else ()
-    # A warning is shown even if nobody configured logging.
+    # Unlike info, a warning is shown without any configuration of logging.
     log.warning(
         "compiling %s for %s with %s, once; it is kept in %s",
         kind.title,
@@ -271,7 +271,7 @@ def compile_into(folder: Path, plan: BuildPlan, *, verbose: bool = False) -> Non
         if toolkit is not None:
             record |= {"nvcc": str(toolkit), "archs": list(archs)}
         (work / "build.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        for finished in ("build.json", kind.file):  # moved atomically
+        for finished in ("build.json", kind.file):  # each file is moved atomically
             with open(work / finished, "rb") as file:
                 os.fchmod(file.fileno(), 0o755)  # only the owner can write it
                 os.fsync(file.fileno())
@@ -344,7 +344,7 @@ def _ninja_script(
     def command(*words: str) -> str:
         return shlex.join(words).replace("$", "$$")
 
-    # Names in csrc hold neither blanks nor colons: nothing to escape.
+    # File names in csrc hold neither blanks nor colons, so ninja needs no escapes.
     objects = [re.sub(r"[/.]", "_", name) + ".o" for name in inputs]
     includes = toolchain.python_include_dirs()
     if toolkit:
@@ -391,7 +391,7 @@ def _run_ninja(ninja: str, work: Path, log_path: Path, plan: BuildPlan, *, verbo
         try:
             if status := process.wait(timeout=COMPILE_DEADLINE_S):
                 ending = f"ended with status {status}"
-        except BaseException as error:  # Ctrl-C, too
+        except BaseException as error:  # also KeyboardInterrupt
             _end(process)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise

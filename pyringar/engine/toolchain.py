@@ -38,7 +38,7 @@ _CPUINFO_FIELDS = (
     "uarch",
     "isa",
 )
-# Instruction sets of every CPU of the architecture. Some compilers use more by default.
+# Flags for instructions that all CPUs of the architecture have. Some compilers default to more.
 _BASELINES = {"x86_64": "-march=x86-64", "aarch64": "-march=armv8-a"}
 _INSTALL_COMPILER = (
     "Install one: Debian/Ubuntu `apt install g++`, Fedora/RHEL `dnf install gcc-c++`, "
@@ -47,7 +47,7 @@ _INSTALL_COMPILER = (
 )
 
 _SYSTEM_NVCC = "/usr/local/cuda/bin/nvcc"
-_PIP_NVCC = "nvidia/cu13/bin/nvcc"  # in site-packages
+_PIP_NVCC = "nvidia/cu13/bin/nvcc"  # path of pip's nvcc below site-packages
 _INSTALL_CUDA = (
     "Install one: `pip install 'pyringar[cuda]'`, or the CUDA toolkit "
     "(https://developer.nvidia.com/cuda-downloads); or name your nvcc in PYRINGAR_NVCC."
@@ -311,7 +311,7 @@ def read_cuda_toolkit(nvcc: Compiler, host: Compiler) -> CudaToolkit:
     root = Path(os.path.realpath(settings["TOP"].strip()))
     includes = _folders(settings, ("INCLUDES", "SYSTEM_INCLUDES"), root / "include")
     libraries = _folders(settings, ("LIBRARIES",), root / "lib64", root / "lib")
-    # A distribution's nvcc may leave the headers where every compiler looks.
+    # A distribution's nvcc may have its headers in /usr/include, which all compilers search.
     _first_with("cuda_runtime.h", [*includes, Path("/usr/include")], nvcc)
     cudart = _first_with("libcudart_static.a", libraries, nvcc) / "libcudart_static.a"
     version = re.search(r"release [\d.]+, V([\d.]+)", ask("--version"))

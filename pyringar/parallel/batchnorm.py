@@ -50,7 +50,7 @@ def _batchnorms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 class _Forward:
-    """The ``forward`` of a synchronised batch norm; a copy or pickle has the original."""
+    """The ``forward`` of a synchronised batch norm; copies and pickles get the original."""
 
     def __init__(self, layer: _Layer, rank: int) -> None:
         self._layer, self._rank = layer, rank

@@ -93,7 +93,7 @@ class HookedParams:
         ]
 
     def add_hooks(self, native: Any, first_summed: int) -> None:
-        """Count gradients; on ranks from ``first_summed`` on, first zero the reduced gradient."""
+        """Add hooks that count gradients; from ``first_summed`` on, zero the last sum first."""
         for rank, params in enumerate(self.by_rank):
             for i, param in enumerate(params):
                 tensor: Any = param  # torch's stubs have no types here
@@ -121,7 +121,7 @@ class HookedParams:
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
-    return getattr(param, "grad_dtype", None) or param.dtype  # torch 2.14 and later
+    return getattr(param, "grad_dtype", None) or param.dtype  # exists in torch 2.14 and later
 
 
 def is_accumulating(param: Tensor) -> bool:
@@ -129,7 +129,7 @@ def is_accumulating(param: Tensor) -> bool:
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # of a leaf whose gradient autograd.grad returns
+    except RuntimeError:  # raised for an input of autograd.grad
         return False
 
 
@@ -138,9 +138,9 @@ def _params_of(replica: Replica) -> list[Tensor]:
     return [param for param in params if param.requires_grad]
 
 
-# Private to torch: tests/test_shared_gradients.py fails if a release removes or changes it.
+# A private torch function: tests/test_shared_gradients.py fails if a release changes it.
 _count_users: Any = torch._C._storage_Use_Count
-_ALONE = 2  # references: the tensor, and the storage object of this call
+_ALONE = 2  # use count of unshared memory: the tensor, and this call's storage object
 
 
 def give_own_memory(param: Tensor) -> None:

@@ -37,7 +37,7 @@ from pyringar.parallel.bucket_params import (
 __all__ = ["BucketStats", "GradientBucketer", "StepStats"]
 
 _FIRST_CAP_BYTES = 10**6  # a small first bucket is launched early
-# States of a gradient: see Held in csrc/bucket/step.h.
+# States of a gradient: see GradState in csrc/bucket/step.h.
 _SUM, _PART, _COUNTED = 1, 2, 3
 
 
@@ -84,11 +84,11 @@ class Launched:
     """A launched bucket."""
 
     lists: list[list[Tensor]]  # tensors to reduce: lists[local rank][i]
-    params: list[int] = field(default_factory=list)  # indices of the parameters of lists[rank]
-    used: list[bool] = field(default_factory=list)  # whether a local rank added to this gradient
-    # Copies and zeros that stand in for gradients: index in `params`, parameter, tensor.
+    params: list[int] = field(default_factory=list)  # indices of the parameters in lists[rank]
+    used: list[bool] = field(default_factory=list)  # per parameter: a local rank added a gradient
+    # Copies and zeros that replace gradients: index in `params`, parameter, tensor.
     copies: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-    versions: list[list[int]] = field(default_factory=list)  # of `lists`, at launch
+    versions: list[list[int]] = field(default_factory=list)  # of the gradients in `lists` at launch
     flags: Tensor | None = None  # over processes: `used`, reduced over all ranks
     work: Work | None = None  # None: the bucket has nothing to reduce
 
@@ -201,11 +201,11 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
         self._items = self._params.items()
         self._order = list(
             reversed(range(len(self._items)))
-        )  # in which backward usually computes gradients
+        )  # the usual order of gradients in backward
         self._is_planned = False
-        self._ready: Any = None  # GPU events that gradients are computed
+        self._ready: Any = None  # GPU events, recorded when gradients are computed
         self._plan()
-        # For "sum", only rank 0 adds to the reduced gradient of the last step, all others to zero.
+        # For "sum", rank 0 adds to the last reduced gradient, all other ranks add to zeros.
         first_summed = int(self._first_rank == 0) if self._op == "sum" else len(by_rank)
         # Weak references: hooks must not keep the bucketer alive.
         self._native = load.engine().Bucketer(
@@ -317,7 +317,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
             self._ready = group.make_ready([len(bucket) for bucket in self._buckets])
 
     def _pack(self, bucket: int) -> Launched:
-        """Collect the gradients of a bucket; copies or zeros replace the unused ones."""
+        """Collect a bucket's gradients; copies or zeros replace gradients that nothing added to."""
         wanted, by_rank = self._buckets[bucket], self._by_rank
         held = [self._native.held(rank, wanted) for rank in range(len(by_rank))]
         grads: list[Any] = [[params[i].grad for i in wanted] for params in by_rank]
@@ -349,7 +349,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
         launched.work = self._begin(launched, self._ready if in_backward else None, bucket)
         if in_backward:
             launched.versions = [[grad._version for grad in grads] for grads in launched.lists]
-        if self._closed:  # by another thread during the launch
+        if self._closed:  # another thread closed the bucketer during the launch
             self._abort()
 
     def _begin(self, launched: Launched, ready: Any, index: int) -> Work | None:
@@ -436,7 +436,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
                     is_same = params[i].grad is grad
                     if is_same and grad._version == version:
                         continue
-                    # All views of a storage share one version counter.
+                    # A view's version also counts writes to other views of its storage: ignore it.
                     is_view = grad.untyped_storage().nbytes() != grad.nbytes
                     if not (is_same and is_view):
                         raise self._changed(rank, i)
@@ -472,7 +472,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
             if self._owned is not None:
                 self._owned.close()
         except BaseException as error:
-            if not isinstance(error, RuntimeError):  # from a signal handler, so wait once more
+            if not isinstance(error, RuntimeError):  # a signal handler raised it: wait once more
                 self._end(reason, is_failure=is_failure)
             raise
 
@@ -486,7 +486,7 @@ class GradientBucketer(AbstractContextManager["GradientBucketer"]):
         for work in list(comm._in_flight):
             with suppress(RingarError):
                 work.wait(math.inf)
-        # The launched buckets may be on streams of another thread.
+        # Wait for whole devices: buckets may run on streams of another thread.
         for device in {device for device in comm.devices if device.type == "cuda"}:
             if not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(device)

@@ -225,7 +225,7 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
 
 def _with_prefix(state_dict: Mapping[str, Any]) -> Any:
     found: Any = OrderedDict((f"module.{name}", value) for name, value in state_dict.items())
-    versions = getattr(state_dict, "_metadata", {})  # by module, "" for the outermost
+    versions = getattr(state_dict, "_metadata", {})  # by module name; "": the outermost
     found._metadata = {f"module.{name}".rstrip("."): entry for name, entry in versions.items()}
     return found
 

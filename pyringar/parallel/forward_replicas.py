@@ -120,7 +120,7 @@ def _is_fusable(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and tensor.dtype in DTYPES
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        # autograd.grad(is_grads_batched=True) makes such tensors.
+        # autograd.grad(is_grads_batched=True) makes legacy batched tensors.
         and not torch._C._functorch.is_legacy_batchedtensor(tensor)
     )
 
@@ -337,7 +337,7 @@ def _shallow_copy(part: Any) -> Any:
     kind: Any = type(part)
     if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
         return part._replicate_for_data_parallel()
-    twin = kind.__new__(kind)  # as in torch, but in a third of the time: no __setattr__
+    twin = kind.__new__(kind)  # as torch does, but three times as fast without __setattr__
     vars(twin).update(vars(part), _modules={}, _is_replica=True)
     return twin
 
@@ -351,17 +351,17 @@ def _outside_of_transforms() -> AbstractContextManager[Any]:
     """Suspend the torch.func transforms that the running forward pass has entered."""
     functorch: Any = torch._C._functorch
     keys = [layer.key() for layer in functorch.get_interpreter_stack() or ()]
-    if functorch.TransformType.Functionalize in keys:  # torch cannot suspend it: no gradients
+    if functorch.TransformType.Functionalize in keys:  # torch cannot suspend it: no gradients then
         return nullcontext()
     return temporarily_clear_interpreter_stack()
 
 
 class _WhenUsed(dict[str, Any]):
-    """A replica's parameters by name; the first read replicates the bucket."""
+    """A replica's parameters by name; the first read of a parameter replicates its bucket."""
 
     def __init__(self, replicas: Replicas, own: Mapping[str, Any], rank: int) -> None:
         super().__init__(own)
-        self._own = dict(own)  # an entry that is the same tensor is not replicated yet
+        self._own = dict(own)  # an entry that is still this tensor is not replicated yet
         self._replicas, self._rank = replicas, rank
 
     def __getitem__(self, name: str) -> Any:

@@ -17,7 +17,7 @@ from pyringar.errors import RingarError
 from pyringar.parallel.shards import Devices
 
 Function = Callable[[], Any]
-Combine = Callable[[list[Any]], Sequence[Any]]  # from the ranks' inputs to their outputs
+Combine = Callable[[list[Any]], Sequence[Any]]  # maps the ranks' values to outputs
 
 
 def run_ranks(functions: Mapping[int, Function], devices: Devices) -> dict[int, Any]:
@@ -90,7 +90,7 @@ def _run_in_threads(
             running.remove(i)
             changed.notify_all()
 
-    started = []  # no executor: it does not wait for a thread whose start is interrupted
+    started = []  # an executor would not wait for an interrupted start
     try:
         for i in range(len(functions)):
             in_context = partial(contextvars.copy_context().run, run, i)
@@ -102,7 +102,7 @@ def _run_in_threads(
             thread.join()
     except BaseException:
         abandon()
-        with changed:  # an interrupted join() leaves its thread marked as ended
+        with changed:  # join() no longer waits: the interrupt marked the thread as ended
             is_over = True
             changed.wait_for(lambda: not running)
         raise
@@ -110,7 +110,7 @@ def _run_in_threads(
         try:
             raise errors[min(errors, key=lambda i: (isinstance(errors[i], _AbandonedError), i))]
         finally:
-            errors.clear()  # the error's traceback holds this frame
+            errors.clear()  # breaks a cycle: the error's traceback holds this frame
     return results
 
 
@@ -179,7 +179,7 @@ def meet(name: str, value: Any, combine: Combine) -> Any:
     return run.meet(position, name, value, combine)
 
 
-_here = threading.local()  # .part: the lockstep run of this thread, and its position
+_here = threading.local()  # .part: (lockstep run of this thread, its position in the run)
 
 
 class _AbandonedError(RingarError):
@@ -187,7 +187,7 @@ class _AbandonedError(RingarError):
 
 
 class _LockstepRun:
-    """One call of `run_in_lockstep`; all ranks but the current one wait."""
+    """One call of `run_in_lockstep`: only the rank at ``_current`` runs."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

@@ -71,7 +71,7 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
         for tensor in tensors:
             made[id(tensor)].__dict__.update(copy.deepcopy(tensor.__dict__, made))
         replica = copy.deepcopy(module, made)
-    # RuntimeError: tensors inside a graph (old weight norm); TypeError: locks, files, generators.
+    # deepcopy cannot copy non-leaf tensors (old weight norm), locks, files or generators.
     except (RuntimeError, TypeError) as error:
         raise UnsupportedError(
             f"module, a {type(module).__name__}, cannot be copied ({error})"
@@ -88,7 +88,7 @@ def _twin(tensor: Tensor, device: torch.device) -> Tensor:
         twin = Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
     else:
         twin = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    grad_dtype = getattr(tensor, "grad_dtype", None)  # torch 2.14 and later
+    grad_dtype = getattr(tensor, "grad_dtype", None)  # exists in torch 2.14 and later
     if grad_dtype != getattr(twin, "grad_dtype", None):
         twin.grad_dtype = grad_dtype
     return twin

@@ -74,7 +74,7 @@ def scatter(value: Any, sizes: Sequence[int], devices: Devices, dim: int) -> lis
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Move the tensors of a value to ``device``; without a move, return the value itself."""
+    """Move the tensors of a value to ``device``; return the value itself if none moves."""
     if isinstance(value, Tensor):
         return value.to(device)
     parts = None if isinstance(value, PackedSequence) else _parts(value)
@@ -220,7 +220,7 @@ def _collect(path: _Path, value: Any, tensors: _Found, objects: _Found) -> None:
     parts = _parts(value)
     if (
         gc.is_tracked(value) and type(value) not in _PLAIN
-    ):  # may refer to more tensors than its items
+    ):  # value may refer to more tensors than its items
         objects.append((path, value))
     for key, part in (parts or {}).items():
         _collect((path, value, key), part, tensors, objects)

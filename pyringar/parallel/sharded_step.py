@@ -64,7 +64,7 @@ def check_shards(num_shards: Any, num_ranks: int, name: str = "num_shards") -> N
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    if before == num_threads:  # setting it again may change bits: MKL stops adapting it
+    if before == num_threads:  # setting it again may change bits: MKL then stops adapting it
         yield
         return
     torch.set_num_threads(num_threads)
@@ -236,7 +236,7 @@ class ShardedStep(AbstractContextManager["ShardedStep"]):
                 _restore_generators(before, gpus)
         if self._seed is not None or not self._is_first:
             return
-        # Not strict: a shard may be the first to import NumPy.
+        # Not strict: `after` is longer if a shard is the first to import NumPy.
         after = _read_generators(gpus)
         if any(now != was for now, was in zip(after, before, strict=False)):
             raise UnsupportedError(
@@ -288,7 +288,7 @@ class _ReplicaState:
         self.replica = replica
         self.params = [param for param in _tensors(replica) if param.requires_grad]
         modules = replica.modules() if isinstance(replica, nn.Module) else ()
-        # By name, because a module may replace the tensor.
+        # (buffers of a module, name): by name, because a module may replace the tensor.
         self._held: list[tuple[dict[str, Any], str]] = []
         for part in modules:
             for name, buffer in part._buffers.items():
@@ -420,7 +420,7 @@ def _read_generators(gpus: Sequence[torch.device]) -> list[Any]:
     """Return the states of the global generators as comparable values."""
     states: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
     states += [torch.cuda.get_rng_state(gpu).tolist() for gpu in gpus]
-    numpy = sys.modules.get("numpy")  # not imported: NumPy draws no numbers
+    numpy = sys.modules.get("numpy")  # not imported: NumPy has drawn no numbers
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
         states.append((kind, keys.tolist(), *rest))

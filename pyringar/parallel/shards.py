@@ -19,9 +19,9 @@ from pyringar.comm.topology import check_device, check_devices
 from pyringar.errors import ArgumentError, RingarError
 
 Device = str | torch.device
-Devices = Sequence[torch.device]  # one per rank
+Devices = Sequence[torch.device]  # one device per rank
 Shards = tuple[Tensor, ...]
-Split = tuple[Shards, Shards]  # samples, labels
+Split = tuple[Shards, Shards]  # shards of samples, shards of labels
 SplitFunction = Callable[[Tensor, Tensor, Devices], tuple[Sequence[Tensor], Sequence[Tensor]]]
 Replica = Callable[[Tensor], Tensor]  # a function or module
 
@@ -297,7 +297,7 @@ def mismatch_flags(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         equal = (all(map(has_bits, tensors, first)) for tensors in others)
         return [torch.tensor(not is_equal) for is_equal in equal]
     wanted = _pack(first)
-    packed = (_pack(tensors) for tensors in others)  # lazily: the memory of one rank
+    packed = (_pack(tensors) for tensors in others)  # lazy: packs one rank at a time
     return [(mine != wanted.to(mine.device)).any() for mine in packed]
 
 
