@@ -32,7 +32,7 @@ ALGORITHMS = {
 
 
 def render(sections: Sections, figures: Path | None, gpu_notes: str = "") -> str:
-    """Return the whole page.
+    """Return the report page as Markdown.
 
     Args:
         sections: Results by section.
@@ -155,7 +155,7 @@ def _cell(row: Row | None, best_s: float) -> str:
 
 
 def speedup(rows: Sequence[Row]) -> float | None:
-    """Return the time of the fastest peer divided by ours, in the rows of one group."""
+    """Return the fastest peer's time divided by pyringar's, in the rows of one group."""
     benchmark = SECTIONS[rows[0].section]
     own = [row.median_s for row in rows if row.candidate == benchmark.ours]
     peers = [row.median_s for row in rows if row.candidate in benchmark.peers]

@@ -108,7 +108,7 @@ def run_epochs(run: Run, case: BenchmarkCase) -> None:
     }
     mine = case.name, RINGAR
     before = [r.median_s for r in run.results.rows if (r.case, r.candidate) == mine]
-    # The limit of several ranks on one GPU is the epoch of one rank, measured in an earlier case.
+    # The limit of two ranks on one GPU is the epoch of one rank, which an earlier case measured.
     run.add(case, timings, correct, limit_s=before[0] if before else None)
 
 
@@ -193,7 +193,7 @@ def cases_of(effort: str) -> list[BenchmarkCase]:
         "LeNet, graph": {"cuda_graph": True},
         "ResNet-18": resnet,
         "ResNet-18, graph": resnet | {"cuda_graph": True},
-        "ResNet-18, amp": resnet | {"amp": True},  # also a CUDA graph if on a GPU
+        "ResNet-18, amp": resnet | {"amp": True},  # on a GPU, amp turns on the CUDA graph
     }
     cases = [
         BenchmarkCase(

@@ -20,7 +20,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: prefer an installed pyringar
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # searched after an installed pyringar
 
 from benchmarks.peers.registry import PEERS, STAMP, Peer, default_folder
 

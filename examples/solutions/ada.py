@@ -1,4 +1,4 @@
-"""Sums into rank 0 and copies the sum back: right."""
+"""Correct: adds all tensors on rank 0 and copies the sum back."""
 
 
 def allreduce(data):

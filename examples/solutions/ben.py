@@ -1,4 +1,4 @@
-"""As the book printed it in 2021: the second loop rebinds items of the list."""
+"""Wrong, the book's 2021 version: the second loop replaces list items, not tensor values."""
 
 
 def allreduce(data):
