@@ -47,7 +47,7 @@ class Between:
     host: Any  # the communicator of this machine for CPU tensors
     column: Column
     order: str  # addition of machines' sums: "any" in sequence, "tree" as a binary tree
-    is_told: bool = False  # True: the running call was announced to other ranks; the caller resets it
+    is_told: bool = False  # True: other ranks know the running call; the caller resets it
 
     def run(self, call: CollectiveCall, what: str) -> None:
         getattr(self, f"_{call.operation}")(call, what)
