@@ -127,5 +127,5 @@ BENCHMARK = Benchmark(
     measure=each_case(run_case),
     ours="auto",
     peers=(NAIVE,),
-    threads=num_cores(),  # for the book's loop and the limit: pyringar uses all cores
+    threads=num_cores(),  # torch threads: the book's loop uses all cores, as pyringar does
 )

@@ -35,7 +35,7 @@ from benchmarks.bench import (
 from benchmarks.timing import Call, DeviceClock, Effort, in_turns, rotating
 
 CALLS_IN_GRAPH = 100
-ROTATED_BYTES = 256 * MIB  # tensors of all ranks: four times the largest L2 cache
+ROTATED_BYTES = 256 * MIB  # bytes of the rotated tensors: four times the largest L2 cache
 COPY = "copy"
 
 

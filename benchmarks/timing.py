@@ -15,7 +15,7 @@ import torch
 Call = Callable[[], object]
 Sampler = Callable[
     [], Sequence[float]
-]  # measures calls, and returns one or several values of seconds per call
+]  # a Sampler times calls; it returns one or several values of seconds per call
 
 LEAST_ROUNDS = 5
 MOST_REPEATS = 100  # a full launch queue (about 1000 launches) blocks the host

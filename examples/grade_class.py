@@ -18,7 +18,7 @@ if os.path.lexists(marks):  # else a failed check would leave the old marks
 # Every solution runs in a separate process, with limits of time and memory.
 check = [sys.executable, "-m", "pyringar", "check", folder, "--csv", marks]
 status = subprocess.run(check).returncode
-if not os.path.exists(marks):  # it is named marks.csv.part until complete
+if not os.path.exists(marks):  # marks are in marks.csv.part until complete
     sys.exit(f"no marks were written: pyringar check ended with status {status}")
 
 by_property = defaultdict(list)

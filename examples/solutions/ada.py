@@ -2,7 +2,7 @@
 
 
 def allreduce(data):
-    """Sum the tensors of all ranks into every one of them."""
+    """Write the sum of all ranks' tensors into each tensor."""
     for other in data[1:]:
         data[0] += other.to(data[0].device)
     for other in data[1:]:

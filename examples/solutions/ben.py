@@ -2,7 +2,7 @@
 
 
 def allreduce(data):
-    """Sum the tensors of all ranks into every one of them."""
+    """Write the sum of all ranks' tensors into each tensor."""
     for i in range(1, len(data)):
         data[0][:] += data[i].to(data[0].device)
     for i in range(1, len(data)):

@@ -16,7 +16,7 @@ from pyringar.errors import ArgumentError
 
 
 class _MainOfRank(ModuleType):
-    """Delegates to the current rank's ``__main__``; outside ranks, to the process's."""
+    """Delegates to the current rank's ``__main__``; outside ranks to the process's ``__main__``."""
 
     def __init__(self, outside: ModuleType) -> None:
         object.__setattr__(self, "_of_rank", lambda: getattr(current(), "main", None) or outside)

@@ -87,7 +87,7 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            is_build = record.module == "compile"  # its WARNING only says that it compiles
+            is_build = record.module == "compile"  # its warnings only announce a compilation
             if is_build and record.levelno < logging.WARNING and not self._is_verbose:
                 return
             is_warning = record.levelno >= logging.WARNING and not is_build

@@ -78,7 +78,7 @@ class Cluster:
             self.engine([rank.device for rank in self.ranks])
             with handlers_wait():
                 thread = start_thread("launch", run, self._control, program, outcome)
-            while not self._over.wait(0.1):  # short: the OS may signal another thread
+            while not self._over.wait(0.1):  # short waits let this thread run signal handlers
                 pass
         except BaseException as error:
             self._interrupted_by = error
@@ -89,7 +89,7 @@ class Cluster:
                 try:
                     while not self._over.wait(0.1):
                         pass
-                    thread.join()  # until Python 3.12 an interrupted join looks complete
+                    thread.join()  # up to Python 3.12 an interrupted join() looks complete
                 except BaseException as error:  # a second signal arrived while the ranks end
                     late = error
             self._let_go()

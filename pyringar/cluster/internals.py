@@ -42,8 +42,8 @@ _WAY = (
     "processes: pr.launch(fn, ranks, processes=True), or pyringar run --processes"
 )
 _OURS = "ProcessCommunicator, HierarchicalCommunicator, ddp_hook"
-# Path of a function that ranks on threads must not call, and its name in the error. It keeps one
-# rank per process, or connects processes. A path without a function forbids the import.
+# Path of a function that ranks on threads must not call, and its name in the error. The function
+# keeps one rank per process, or connects processes. A path without a function forbids an import.
 _REFUSED = {
     "accelerate.state:PartialState.__init__": "accelerate",
     "deepspeed.comm.torch:TorchBackend.__init__": "deepspeed",
@@ -187,7 +187,7 @@ def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def _for_ranks(own: _Call, wrapper: _Call) -> _Call:
-    """Return ``own`` for threads without a rank; for ranks, call ``wrapper(rank, own, ...)``."""
+    """Return a function: ranks call ``wrapper(rank, own, ...)``, other threads call ``own``."""
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -428,7 +428,7 @@ class _Launch:
     def end_patches(self) -> None:
         for patch in reversed(self.patches):
             active = importlib.import_module("unittest.mock")._patch._active_patches
-            with contextlib.suppress(AttributeError):  # patch.multiple ends all its patches at once
+            with contextlib.suppress(AttributeError):  # patch.multiple may have ended this patch
                 patch.stop() if patch in active else patch.__exit__(None, None, None)
 
 

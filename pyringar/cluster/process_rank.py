@@ -61,7 +61,7 @@ class RankStatus(NamedTuple):
         data, text = self.pickled
         try:
             return pickle.loads(data)
-        except Exception as error:  # such as an unknown class
+        except Exception as error:  # for example, this process lacks the class
             raise RingarError(text) from error
 
 

@@ -46,7 +46,7 @@ _PARTIAL_LINE_S = 0.2
 _SILENT_S = 8 * REPORT_S  # seconds without a report after which a rank is silent
 _POLL_S = 0.05
 _PIPE_BYTES = 1 << 16
-# Modules that DistributedDataParallel, FSDP and checkpoints import when they are first used.
+# Import before the fork: DistributedDataParallel, FSDP and checkpoints import these at first use.
 _LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 
 

@@ -206,7 +206,7 @@ class GroupCalls:
             call.finish(error)
 
     def compare(self, *numbers: int) -> None:
-        """Raise ArgumentError if the ranks' calls with a number differ; default: all numbers."""
+        """Raise ArgumentError if ranks differ in a call ``numbers``; default: in all open calls."""
         for number in numbers or tuple(self.open):
             calls = self.open[number].values()
             kinds: dict[str, list[RankCall]] = {}

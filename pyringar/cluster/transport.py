@@ -100,7 +100,7 @@ class Transport(RankCommunicator):
             check_parts(call.operation, call.outputs, call.inputs, self._world_size)
         elif call.operation == "all_reduce":
             _check_reducible(outputs)
-        elif call.operation == "broadcast":  # also on the root, which only reads it
+        elif call.operation == "broadcast":  # check the root, too, which only reads it
             check_no_overlap("tensor", outputs[0])
         details: dict[str, Any] = {"op": call.op} if call.is_reduction else {}
         details |= {"root": call.root} if call.has_root else {}

@@ -158,7 +158,7 @@ class Between:
     def _begin_scatter(self, flat: Tensor, op: str) -> Callable[[], Tensor]:
         """Begin to sum ``flat`` over all ranks; may overwrite ``flat``.
 
-        The returned function waits and returns this rank's block of the sum, or undefined values.
+        The returned function waits, and returns this rank's block (undefined if it has no block).
         """
         parts = self._blocks(self._sum_inside(flat, "sum" if op == "mean" else op))
         own = parts.pop(self.machines.node)
@@ -252,7 +252,7 @@ class Between:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors, 16-bit floats as float32. One flat tensor is not copied."""
+    """Concatenate tensors, 16-bit floats as float32. A single contiguous tensor is not copied."""
     first = tensors[0]
     is_flat = first.is_contiguous() and has_plain_memory(first)
     if len(tensors) == 1 and is_flat and first.dtype == wide(first.dtype):

@@ -153,7 +153,7 @@ class Collectives(Delegated):
         call.parts.append(self._comm._begin_as(what, "all_gather", gathered, tensor))
         call.copies.append((tensor, gathered[0]))
 
-        @torch.inference_mode()  # inference tensors need this mode
+        @torch.inference_mode()  # allows writes to inference tensors
         def fold() -> None:
             total, *others = gathered
             for part in others:

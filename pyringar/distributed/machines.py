@@ -65,7 +65,7 @@ class MachineLayout:
 
 
 class Column:
-    """Connections between the ranks of one column; a rank that transfers no data has none.
+    """Connections between the ranks of one column; empty on a rank that transfers no data.
 
     All methods raise PeerLostError or CollectiveTimeout. It names ranks and machines, and quotes
     the first error of the group, because a rank that fails closes its connections to other ranks.
@@ -165,7 +165,7 @@ class Column:
             ) from error
 
     def _told_inside(self) -> str:
-        """Return the error of this machine's communicator: the store may have died with a rank."""
+        """Return the error of this machine's communicator, in case the store is lost."""
         try:
             self._inside.check_peers([])
         except RingarError as error:

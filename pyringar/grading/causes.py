@@ -75,7 +75,7 @@ class CauseFinder:
             attempts = self._tried[case] = []
             while len(attempts) < _REPETITIONS:
                 attempts.append(_attempt(subject, case))
-                if not attempts[-1].results:  # an error ends the worker; restarts are slow
+                if not attempts[-1].results:  # stop: the worker ended, and a restart is slow
                     break
         return self._tried[case]
 

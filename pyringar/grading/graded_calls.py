@@ -19,7 +19,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class MemoryLayout(NamedTuple):
-    """Functions: shape of a rank's tensor to shape of its base tensor; base to the rank's view."""
+    """Functions that map a tensor's shape to its base's shape, and the base to the tensor."""
 
     base_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
     view: Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -186,9 +186,9 @@ def is_exact(case: CallCase) -> bool:
 class GradedCall:
     """The tensors of one call of the graded function, before and after the call.
 
-    ``bases``: the memory of every rank. ``given``: the ranks' tensors in this memory, which the
-    function may point to other memory. ``data``: the list that the function got. ``inputs``: flat
-    values. ``returned``: the type of the function's result, or None.
+    ``bases``: the memory of every rank. ``given``: the ranks' tensors, which are views of the bases
+    until the function replaces their memory. ``data``: the list that the function got. ``inputs``:
+    flat values. ``returned``: the type of the function's result, or None.
     """
 
     def __init__(

@@ -228,7 +228,7 @@ class _Process:
         if self.is_ended:
             return
         self.is_ended = True
-        with contextlib.suppress(OSError):  # makes the supervisor kill the worker
+        with contextlib.suppress(OSError):  # shutdown() makes the supervisor kill the worker
             self._control.shutdown(socket.SHUT_WR)
         self._control.settimeout(_END_S)
         with contextlib.suppress(TimeoutError, EndedError):

@@ -31,7 +31,7 @@ MEMORY_BYTES = 2 << 30
 _ALIGNMENT = 64  # bytes, like torch's allocator
 # Bytes for three copies (call, list, tensors) of two million floats on two ranks.
 _BYTES = 96 << 20
-_BYTES_PER_RANK = 1 << 20  # for three copies of 65,520 floats
+_BYTES_PER_RANK = 1 << 20  # bytes for three copies of 65,520 floats
 _MAX_FILES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
@@ -102,7 +102,7 @@ def supervise(control: socket.socket, start_worker: Callable[[], object]) -> NoR
 
 
 def _is_closed(control: socket.socket) -> bool:
-    """Return whether the grader closed the socket within ``_POLL_S``; answer its question."""
+    """Return whether the grader closed the socket within ``_POLL_S``; answer each byte."""
     try:
         received = control.recv(1)
     except TimeoutError:
