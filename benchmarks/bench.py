@@ -182,7 +182,7 @@ class Run:
         self._tell(case)
 
     def skip(self, what: str, why: str) -> None:
-        """Record an item that cannot be measured here, and the reason."""
+        """Record an item that this machine cannot measure, and the reason."""
         self.results.not_run.append({"what": what, "why": why})
         self.save()
 

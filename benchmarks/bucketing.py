@@ -215,5 +215,5 @@ BENCHMARK = Benchmark(
     measure=measure,
     ours="bucketed, 10 MB",
     peers=("naive",),
-    threads=num_cores(),  # with one thread, a reduction would run on an idle core
+    threads=num_cores(),  # idle cores would hide the cost of a reduction
 )

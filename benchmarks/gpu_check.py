@@ -130,8 +130,8 @@ def plan(folder: Path, *, is_trial: bool) -> list[list[CheckStep]]:
         step = CheckStep(f"ncu_{algorithm}", [], 40.0, judge_profile)
         return tool(step, "ncu", options, "launch", algorithm)
 
-    # addopts are options for the whole suite. In a hanging CUDA call no signal handler runs, so
-    # pytest-timeout must use a thread.
+    # Clear addopts, which are for the whole suite. pytest-timeout must use a thread, because a
+    # hanging CUDA call lets no signal handler run.
     tests = [sys.executable, "-m", "pytest", *test_files(), "-m", "cuda", "-o", "addopts="]
     tests += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu_plugin", "-v", "--tb=no"]
     tests += [f"--timeout={TEST_S}", "--timeout-method=thread"]

@@ -14,7 +14,7 @@ from benchmarks.sections import SECTIONS
 
 SOURCE = "Source"  # PNG text field with the hash
 SPEEDUP = "allreduce-speedup.png"  # README's picture
-README_FONT_SIZE = 11  # readable on a phone
+README_FONT_SIZE = 11  # points, readable on a phone
 DPI = 110
 TICKS = (8, 4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB)
 # The palette of Okabe and Ito, which color-blind people can tell apart.

@@ -23,7 +23,7 @@ were checked.
 - *Limit* is the time of the least memory traffic or computation that a case needs. It is empty if \
 a call was faster.
 - *Share of limit* is the limit divided by the time of pyringar: 100% cannot be improved."""
-SLOW_RATIO = 1.10  # time of `auto` over time of the best algorithm that counts as slow
+SLOW_RATIO = 1.10  # `auto` counts as slow from this ratio of its time to the fastest algorithm's
 LARGE_BYTES = 16 * MIB
 ALGORITHMS = {
     "allreduce": ("fused", "direct", "ring", "sharded", "naive"),

@@ -18,7 +18,7 @@ Sampler = Callable[
 ]  # a Sampler times calls; it returns one or several values of seconds per call
 
 LEAST_ROUNDS = 5
-MOST_REPEATS = 100  # a full launch queue (about 1000 launches) blocks the host
+MOST_REPEATS = 100  # most calls of a sample: a full launch queue (about 1000) blocks the host
 SAMPLE_S = 5e-3  # duration of one sample on a device clock
 
 

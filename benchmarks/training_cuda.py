@@ -32,7 +32,7 @@ from pyringar.train.data import batches
 from pyringar.train.model_resnet18 import resnet18
 from pyringar.train.synthetic import synthetic_images
 
-NUM_IMAGES, NUM_DRAWN = 60_000, 6_000  # distinct images, repeated to fill an epoch
+NUM_IMAGES, NUM_DRAWN = 60_000, 6_000  # images of an epoch; distinct images, which repeat
 BATCH_SIZE = 256
 RESNET_IMAGES = 60 * BATCH_SIZE
 LR = 0.05

@@ -105,7 +105,7 @@ class BookLoop:
 
 
 class TrainerLoop:
-    """The Trainer of pyringar, one epoch at a time."""
+    """Runs pyringar's Trainer one epoch at a time."""
 
     def __init__(self, devices: list[str], data: ImageData, **options: Any) -> None:
         config = TrainConfig(devices=devices, epochs=1, lr_schedule="constant", **options)

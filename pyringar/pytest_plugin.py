@@ -40,7 +40,7 @@ def _positive(text: str) -> int:
 
 
 def pytest_addoption(parser: Any) -> None:
-    """Add the options for the order of ranks."""
+    """Add the options that set the order of ranks."""
     group = parser.getgroup("pyringar", "ranks in one process (pyringar)")
     group.addoption(
         "--ranks-seed",
@@ -59,7 +59,7 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the mark."""
+    """Register the mark ``ranks``."""
     config.addinivalue_line("markers", _MARK)
 
 
@@ -72,7 +72,7 @@ def launch_ranks(request: Any) -> Callable[..., list[Any]]:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Raise UsageError for the mark on an async test or a unittest.TestCase."""
+    """Raise UsageError if an async test or a unittest.TestCase has the mark ``ranks``."""
     for item in items:
         if item.get_closest_marker("ranks") is None:
             continue
@@ -95,7 +95,7 @@ def pytest_runtest_protocol(item: Any) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
-    """Run a test with the mark on all ranks."""
+    """Run a test with the mark ``ranks`` on all ranks."""
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None

@@ -50,7 +50,7 @@ def install(peer: Peer, folder: Path) -> None:
     for command in commands:
         variables = {**os.environ, **peer.environment(place)}
         subprocess.run(peer.filled(command, place), env=variables, check=True)
-    (place / STAMP).write_text(peer.stamp)  # written last, so that a folder with it is complete
+    (place / STAMP).write_text(peer.stamp)  # last: the stamp marks a complete environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -68,7 +68,7 @@ class SumOnDevice:
 def prepare(
     groups: ProcessGroups, device: str, candidate: str, numel: int
 ) -> CheckedSum | SumOnDevice:
-    """Return the call of a candidate on a new tensor."""
+    """Return the sum of a new tensor by a candidate, with the methods that `serve` calls."""
     tensor = torch.zeros(numel, device=device)
     comm, barrier, world_size = groups.comm, groups.comm.barrier, WORLD_SIZE
     call: Callable[[], object]

@@ -1,8 +1,8 @@
 """The ``pyringar`` command: one module per subcommand, each with ``add_parser`` and ``run``.
 
 Modules import torch inside functions, so ``--help`` and wrong arguments need no torch.
-``run`` returns the exit status. If an `ArgumentError` begins with an argument's name, ``main`` shows
-the option, such as ``--lr``, instead of the name.
+``run`` returns the exit status. If an `ArgumentError` begins with an argument's name, `main`
+prints the option, such as ``--lr``, instead of the name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``pyringar check``: grade an allreduce function, or the functions of a class."""
+"""``pyringar check``: grade an allreduce function, or a folder of solutions."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class GroupCalls:
             call.finish(error)
 
     def compare(self, *numbers: int) -> None:
-        """Raise ArgumentError if ranks differ in a call ``numbers``; default: in all open calls."""
+        """Raise ArgumentError if ranks' calls with one of the numbers differ; default: all open."""
         for number in numbers or tuple(self.open):
             calls = self.open[number].values()
             kinds: dict[str, list[RankCall]] = {}

@@ -123,7 +123,7 @@ class ProcessState:
 
     @classmethod
     def fresh(cls, number: int) -> ProcessState:
-        """Return the state of a new process whose random numbers are seeded with ``number``."""
+        """Return the initial state of a rank; ``number`` seeds its random numbers."""
         self = cls()
         self._torch = torch.Generator().manual_seed(number).get_state()
         self._cuda = [torch.Generator("cuda").manual_seed(number).get_state() for _ in self._cuda]

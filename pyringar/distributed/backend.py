@@ -144,7 +144,7 @@ class RingarProcessGroup(Collectives, PythonGroup):
         self._fallback.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Wait for background calls, then leave the group. A second call does nothing."""
+        """Wait for background calls, then close the group on this rank. Idempotent."""
         if is_inherited(self):
             return
         try:
@@ -156,7 +156,7 @@ class RingarProcessGroup(Collectives, PythonGroup):
         self._end()
 
     def abort(self) -> None:
-        """Fail the running calls of all ranks, then leave the group."""
+        """Make the running calls of all ranks fail, then close the group on this rank."""
         if is_inherited(self):
             return
         self._comm.abort()

@@ -82,7 +82,7 @@ def count_changes(tensors: Sequence[Tensor]) -> None:
 def copy_all(copies: Sequence[Copy]) -> None:
     """Copy without changing version counters; destinations may be inference tensors."""
     for target, source in copies:
-        # A converting copy loses the sign of a negated target, and changes NaN in a strided target.
+        # Convert first: a converting copy_() loses the sign of negated targets, and changes NaNs.
         if not (target.is_contiguous() and has_plain_memory(target)):
             source = source.to(target.dtype)
         target.data.copy_(source)

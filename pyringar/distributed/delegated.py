@@ -39,9 +39,8 @@ class WatchedCall:
     """A running call of gloo, as a `pyringar.distributed.torch_works.BackgroundCall`.
 
     ``begin`` starts the call and returns gloo's work. ``peers`` are the ranks that the call needs.
-    ``copies`` are made after success, even if the program never waits. A thread waits for messages,
-    because gloo completes them only in wait(). PeerLostError if a peer is lost; RingarError if the
-    group has failed.
+    ``copies`` are made after success, even if the program never waits. Gloo completes messages only
+    in wait(), which a thread calls. PeerLostError: a peer is lost; RingarError: the group failed.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class WatchedCall:
         text = str(error).lower()
         is_late = "timed out" in text or "timeout" in text
         ends = time.monotonic() + (0 if is_late else _GRACE_S)
-        while True:  # a dying process closes its connections before it ends
+        while True:  # poll: a dying process closes its connections before it ends
             try:
                 self._check(self._peers)
             except RuntimeError as cause:

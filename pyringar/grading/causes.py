@@ -32,7 +32,7 @@ _REPETITIONS = 3
 
 
 class _Attempt(NamedTuple):
-    """The outcome of one call. ``is_near``: wrong sums have a known mistake, such as the mean."""
+    """The outcome of one call. ``is_near``: wrong results are nearly sums, such as the mean."""
 
     is_right: bool
     is_near: bool = False

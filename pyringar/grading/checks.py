@@ -30,7 +30,7 @@ from pyringar.grading.graded_calls import (
 from pyringar.grading.solution import call_words
 from pyringar.parallel.shards import has_bits
 
-_MANY_RANKS = (17, 33)  # more than devices: several ranks share a device
+_MANY_RANKS = (17, 33)  # more ranks than devices: ranks share devices
 _MANY_ELEMENTS = 2**21 + 17
 
 

@@ -89,8 +89,8 @@ def even_case(k: int, **options: Any) -> CallCase:
 class Failure(Exception):  # noqa: N818
     """A failed property: a text, and the case that shows the failure.
 
-    ``is_wrong_sum``: False if sums are right and another promise is broken. ``is_near``: the wrong
-    sum has a known mistake, such as the mean.
+    ``is_wrong_sum``: False if the sums are right but violate another requirement. ``is_near``: the
+    wrong result is nearly the sum, such as the mean.
     """
 
     is_near = False

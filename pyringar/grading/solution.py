@@ -178,9 +178,9 @@ def _import_words(error: BaseException, own_file: str | None) -> str:
 
 
 def error_words(error: BaseException, own_file: str | None) -> str:
-    """Return ``KIND: MESSAGE at FILE:LINE``, with the line in ``own_file`` if it is known."""
+    """Return ``KIND: MESSAGE at FILE:LINE``; prefer a line in ``own_file`` or its cells."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
-    own = [f for f in frames if own_file and f.filename.startswith(own_file)]  # or its cells
+    own = [f for f in frames if own_file and f.filename.startswith(own_file)]
     # Omit frames of the grader and of the import system.
     here = os.path.dirname(__file__)
     others = [f for f in frames if f.filename[0] != "<" and os.path.dirname(f.filename) != here]

@@ -161,7 +161,7 @@ def _isolate(channel: socket.socket, output: int) -> None:
 
 def kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):  # a process that has just started leads no group yet
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: zombie
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # on macOS for a zombie
             kill(pid, signal.SIGKILL)
 
 

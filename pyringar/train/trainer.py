@@ -258,7 +258,7 @@ class Trainer(AbstractContextManager["Trainer"]):
 
     @property
     def plan(self) -> Plan:
-        """The allreduce of the gradients of a step."""
+        """The plan of the allreduce that sums the gradients of a step."""
         nbytes = sum(param.nbytes for param in self.replicas[0])
         return self.group.comm.plan(nbytes, self.config.torch_dtype)
 
