@@ -18,7 +18,7 @@ torch.manual_seed(0)  # the same parameters on every rank
 net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
 ddp = DistributedDataParallel(net)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-samples = torch.Generator().manual_seed(1 + rank)  # different samples on every rank
+samples = torch.Generator().manual_seed(1 + rank)  # other samples on every rank
 
 for step in range(1, 201):
     X = torch.randn(32, 20, generator=samples)

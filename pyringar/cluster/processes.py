@@ -176,7 +176,7 @@ class _RankProcesses:
                     gc.freeze()  # else each rank's garbage collector copies all inherited pages
                 for index in range(len(devices)):
                     self._ranks.append(_RankProcess(index, program, devices, self._timeout_s, port))
-                # Create the store after the forks: a fork would copy its locks in a locked state.
+                # Create the store after the forks: a fork could copy its locks in a locked state.
                 options: Any = {"is_master": True, "wait_for_workers": False}
                 server = TCPStore("127.0.0.1", port, master_listen_fd=server.detach(), **options)
             self._serve(float("inf"), self._failure)
