@@ -31,7 +31,7 @@ Lists = list[list[Tensor]]  # lists[rank][i] is tensor i of a rank
 
 
 def naive(lists: Sequence[Sequence[Tensor]]) -> None:
-    """Sum through rank 0, tensor by tensor, as the book's loop; results go into all tensors."""
+    """Add each tensor on rank 0, then copy the sum to all ranks, as the book's loop does."""
     for data in zip(*lists, strict=True):
         first = data[0]
         for other in data[1:]:
@@ -55,7 +55,7 @@ def call_of(name: str, comm: pr.Communicator, lists: Lists) -> Callable[[], obje
 
 
 def is_correct(name: str, comm: pr.Communicator, case: BenchmarkCase, device: str = "cpu") -> bool:
-    """Return whether every rank holds the sums; pyringar's must be equal bit for bit."""
+    """Return whether every rank holds the sums: exact bits, except for the book's loop."""
     inputs, lists = random_lists(case, device), random_lists(case, device)
     call_of(name, comm, lists)()
     promised = ring_order if name == "ring" else rank_order
@@ -68,7 +68,7 @@ def is_correct(name: str, comm: pr.Communicator, case: BenchmarkCase, device: st
 
 
 def zeros(case: BenchmarkCase, device: str = "cpu") -> Lists:
-    """Return tensors of zeros, which do not overflow however often they are summed."""
+    """Return tensors of zeros, since repeated in-place sums of other values overflow."""
     dtype = DTYPES[case.dtype]
     return [
         [torch.zeros(shape, dtype=dtype, device=device) for shape in case.shapes]
@@ -127,5 +127,5 @@ BENCHMARK = Benchmark(
     measure=each_case(run_case),
     ours="auto",
     peers=(NAIVE,),
-    threads=num_cores(),  # the book's loop and the limit use all cores, as pyringar does
+    threads=num_cores(),  # torch threads: the book's loop uses all cores, as pyringar does
 )

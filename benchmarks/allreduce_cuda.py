@@ -35,12 +35,12 @@ from benchmarks.bench import (
 from benchmarks.timing import Call, DeviceClock, Effort, in_turns, rotating
 
 CALLS_IN_GRAPH = 100
-ROTATED_BYTES = 256 * MIB  # of all ranks together: four times the largest L2 cache
+ROTATED_BYTES = 256 * MIB  # bytes of the rotated tensors: four times the largest L2 cache
 COPY = "copy"
 
 
 def copy_of(run: Run) -> tuple[Call, int]:
-    """Return a copy within the GPU, and its number of bytes."""
+    """Return a function that copies a tensor within the GPU, and the tensor's bytes."""
     size_bytes = MIB if run.is_trial else 512 * MIB
     source = torch.zeros(size_bytes, dtype=torch.uint8, device=run.device)
     target = torch.zeros_like(source)
@@ -110,7 +110,7 @@ def cases_of(effort: str) -> list[BenchmarkCase]:
     large = (NAIVE, "fused", "ring", "auto")
     cases = [
         *(flat_case(256 * MIB, k, large, dtype) for dtype in ("fp32", "bf16") for k in (2, 4, 8)),
-        flat_case(256 * MIB, 16, (NAIVE, "fused")),  # reduced in groups of four ranks
+        flat_case(256 * MIB, 16, (NAIVE, "fused")),  # the kernel reduces 16 ranks in groups of four
         *(flat_case(size, k, large) for size in (2**16, MIB, 16 * MIB) for k in (2, 4)),
         BenchmarkCase("LeNet", 4, (NAIVE, "auto"), LENET),
         *(BenchmarkCase("ResNet-18", k, (NAIVE, "auto"), resnet18_shapes()) for k in (2, 4)),

@@ -1,4 +1,4 @@
-"""Data classes of all benchmarks: a case, a section of the report, a run of a section."""
+"""Data classes of all benchmarks: a case, a report section, and a run of a section."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Benchmark:
     device: str = "cpu"
 
     def why_not(self, effort: str) -> str | None:
-        """Return why the section cannot run on this machine, or None."""
+        """Return the reason why this machine cannot run the section, or None."""
         needs_gpu = self.device == "cuda" and effort != "trial"
         return "no CUDA device" if needs_gpu and not torch.cuda.is_available() else None
 
@@ -162,7 +162,7 @@ class Run:
         clock: str | None = None,
         parts_s: Mapping[str, dict[str, float]] | None = None,
     ) -> None:
-        """Add a row per timing of a finished case."""
+        """Add a results row for each candidate of a finished case."""
         self.results.rows += [
             Row(
                 section=self.benchmark.section,
@@ -182,7 +182,7 @@ class Run:
         self._tell(case)
 
     def skip(self, what: str, why: str) -> None:
-        """Record an item that cannot be measured here, and the reason."""
+        """Record an item that this machine cannot measure, and the reason."""
         self.results.not_run.append({"what": what, "why": why})
         self.save()
 

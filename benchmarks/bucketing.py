@@ -39,10 +39,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model, its way to reduce gradients, and the time of parts of each step.
+    """A model, its gradient reduction, and the seconds of each part of each step.
 
-    ``reduce`` runs after backward and returns seconds. ``exposed`` is the time from the end of
-    backward until all sums are complete. Buckets add ``reductions``, the time of all reductions.
+    ``reduce`` runs after backward and returns two parts: ``exposed``, the time from the end of
+    backward until all sums are complete; with buckets ``reductions``, the time of all reductions.
     """
 
     model: Model
@@ -63,7 +63,7 @@ class Candidate:
         return [seconds]
 
     def median_parts_s(self) -> dict[str, float]:
-        """Return the median of each part over all steps."""
+        """Return the median seconds of each part over all steps."""
         names = self.parts_s[0]
         return {name: statistics.median(step[name] for step in self.parts_s) for name in names}
 
@@ -179,7 +179,7 @@ def hook_cost_s(num_params: int = 2000, rounds: int = 31) -> float:
         return host_s(sum(param * 2.0 for param in params).backward)
 
     with_hook, without = [], []
-    # Only rank 0 of 2 has gradients. No bucket becomes complete, so hooks do nothing but count.
+    # Only rank 0 of 2 computes gradients, so no bucket is launched and the hooks only count.
     with pr.GradientBucketer([hooked, idle_rank], overlap=False) as bucketer:
         for _ in range(rounds):
             with_hook.append(backward_s(hooked))
@@ -215,5 +215,5 @@ BENCHMARK = Benchmark(
     measure=measure,
     ours="bucketed, 10 MB",
     peers=("naive",),
-    threads=num_cores(),  # with one thread, a reduction would run on an idle core
+    threads=num_cores(),  # idle cores would hide the cost of a reduction
 )

@@ -130,8 +130,8 @@ def plan(folder: Path, *, is_trial: bool) -> list[list[CheckStep]]:
         step = CheckStep(f"ncu_{algorithm}", [], 40.0, judge_profile)
         return tool(step, "ncu", options, "launch", algorithm)
 
-    # addopts are options for the whole suite. In a hanging CUDA call no signal handler runs, so
-    # pytest-timeout must use a thread.
+    # Clear addopts, which are for the whole suite. pytest-timeout must use a thread, because a
+    # hanging CUDA call lets no signal handler run.
     tests = [sys.executable, "-m", "pytest", *test_files(), "-m", "cuda", "-o", "addopts="]
     tests += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu_plugin", "-v", "--tb=no"]
     tests += [f"--timeout={TEST_S}", "--timeout-method=thread"]
@@ -161,7 +161,7 @@ def find_tool(name: str) -> str | None:
 
 @contextlib.contextmanager
 def process_of(step: CheckStep, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a step in a new process group; kill the group and judge it at the end of the block."""
+    """Start a step in a new process group; at the block's end kill the group, judge the step."""
     with tempfile.TemporaryFile() as output:
         begin = time.monotonic()
         step.note = "ended by a signal to gpu_check.py"
@@ -270,7 +270,7 @@ def shared_memory() -> set[str]:
 
 
 def judge_rows(step: CheckStep) -> None:
-    """Read the rows that a benchmark wrote, complete or not."""
+    """Read the results file of a benchmark, which may be incomplete."""
     results = read(step.file or Path())
     step.rows = results.rows
     step.facts = {"not_run": results.not_run, "failed": results.failed}
@@ -304,7 +304,7 @@ def judge_profile(step: CheckStep) -> None:
     step.facts = {"metrics": metrics}
     step.add_note(*(f"{name} {metrics[name]}" for name in NCU_METRICS if name in metrics))
     refusal = re.search("==ERROR== (?!The application)(.*)", step.output)
-    if refusal:  # counters need administrator rights, or do not exist on this GPU
+    if refusal:  # ncu needs administrator rights, or lacks counters for this GPU
         step.state = NOT_RUN
         step.add_note(refusal[1])
     elif step.state == OK and not metrics:
@@ -427,7 +427,7 @@ def print_plan(stages: Sequence[Sequence[CheckStep]]) -> None:
 
 @contextlib.contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """Exit on SIGINT, SIGTERM and SIGHUP, which kills the steps and saves the report."""
+    """On SIGINT, SIGTERM or SIGHUP kill the steps, save the report and exit."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in numbers]
     try:

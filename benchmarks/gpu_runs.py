@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: prefer an installed pyringar
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # searched after an installed pyringar
 
 import pyringar as pr
 from benchmarks.machine import describe_machine
@@ -32,7 +32,7 @@ def build_engines() -> None:
         if not torch.cuda.is_available():
             sys.exit(f"torch {torch.__version__} finds no CUDA device")
         major, minor = torch.cuda.get_device_capability()
-        os.environ["PYRINGAR_CUDA_ARCHS"] = f"{major}.{minor}"  # as in all other steps
+        os.environ["PYRINGAR_CUDA_ARCHS"] = f"{major}.{minor}"  # the other steps set it, too
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda load_engine: load_engine(), (load.cuda_engine, load.engine)))
         machine = describe_machine("cuda")

@@ -21,7 +21,7 @@ for processes in (False, True):
         start_s = time.perf_counter()
         pr.launch(program, 4, processes=processes)
         times_ms.append(1e3 * (time.perf_counter() - start_s))
-    first, *later = times_ms  # the first launch compiles and imports
+    first, *later = times_ms  # the first launch compiles the engine and imports modules
     print(
         f"{'processes' if processes else 'threads'}: first {first:.0f} ms, then "
         f"{statistics.median(later):.1f} ms ({min(later):.1f} to {max(later):.1f})"

@@ -19,7 +19,7 @@ from pyringar.engine import load
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
-    """Return facts about the host, the engine and, for CUDA, the GPU. Compile the engines."""
+    """Return facts about the host, the engine and, for CUDA, the GPU; may compile the engines."""
     facts = describe_host() | {"engine": load.engine().build_info()}
     if device.startswith("cuda"):
         facts |= describe_gpu() | {"engine_cuda": load.cuda_engine().runtime_version()}

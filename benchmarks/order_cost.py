@@ -29,7 +29,7 @@ def is_correct(order: str, comm: pr.Communicator, case: BenchmarkCase) -> bool:
 def sampler(order: str, comm: pr.Communicator, case: BenchmarkCase) -> Sampler:
     """Return a sampler of calls that restores the random inputs before each call.
 
-    Without it, sums of sums would grow. Equal inputs would take a shortcut of the exact sum.
+    Else the sums would grow, and equal inputs of a second call would shortcut the exact sum.
     """
     inputs = [tensors[0] for tensors in random_lists(case)]
     tensors = [x.clone() for x in inputs]

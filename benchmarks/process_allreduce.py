@@ -27,7 +27,7 @@ OURS = (
     "direct",
     "backend",
     LIMIT,
-)  # candidates of torch_rank.py, in the same processes
+)  # candidates that torch_rank.py runs, all in one set of processes
 
 
 def measure(run: Run) -> None:
@@ -59,7 +59,7 @@ def run_case(run: Run, case: BenchmarkCase, groups: Mapping[str, LibraryRanks]) 
         def sample() -> Sequence[float]:
             answer = measure_calls()
             wrong[name] += answer.wrong
-            # The busy process delays a few calls by much, which a median would hide.
+            # Mean, not median: the busy process delays only a few calls, but by much.
             return [statistics.fmean(answer.seconds)] if is_busy else answer.seconds
 
         return sample

@@ -14,14 +14,14 @@ from benchmarks.sections import SECTIONS
 
 SOURCE = "Source"  # PNG text field with the hash
 SPEEDUP = "allreduce-speedup.png"  # README's picture
-README_FONT_SIZE = 11  # readable on a phone
+README_FONT_SIZE = 11  # points, readable on a phone
 DPI = 110
 TICKS = (8, 4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB)
 # The palette of Okabe and Ito, which color-blind people can tell apart.
 GREY, BLACK, ORANGE, SKY = "#8c8c8c", "#000000", "#e69f00", "#56b4e9"
 GREEN, YELLOW, BLUE, RED, PINK = "#009e73", "#d9c400", "#0072b2", "#d55e00", "#cc79a7"
 
-SHADES = ("#a6cee3", "#56b4e9", "#0072b2", "#003f66")  # of world sizes, small to large
+SHADES = ("#a6cee3", "#56b4e9", "#0072b2", "#003f66")  # one shade per world size, small to large
 
 
 class Style(NamedTuple):
@@ -125,7 +125,7 @@ def draw_speedup(results: Results) -> Any:
 
 
 def size_panels(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """Return rows of single fp32 tensors by world size, if a world size has several sizes."""
+    """Return rows of single fp32 tensors by world size; omit world sizes with one size."""
     flat = [
         row
         for row in rows

@@ -23,7 +23,7 @@ were checked.
 - *Limit* is the time of the least memory traffic or computation that a case needs. It is empty if \
 a call was faster.
 - *Share of limit* is the limit divided by the time of pyringar: 100% cannot be improved."""
-SLOW_RATIO = 1.10  # time of `auto` over time of the best algorithm that counts as slow
+SLOW_RATIO = 1.10  # `auto` counts as slow from this ratio of its time to the fastest algorithm's
 LARGE_BYTES = 16 * MIB
 ALGORITHMS = {
     "allreduce": ("fused", "direct", "ring", "sharded", "naive"),
@@ -32,7 +32,7 @@ ALGORITHMS = {
 
 
 def render(sections: Sections, figures: Path | None, gpu_notes: str = "") -> str:
-    """Return the whole page.
+    """Return the report page as Markdown.
 
     Args:
         sections: Results by section.
@@ -155,7 +155,7 @@ def _cell(row: Row | None, best_s: float) -> str:
 
 
 def speedup(rows: Sequence[Row]) -> float | None:
-    """Return the time of the fastest peer divided by ours, in the rows of one group."""
+    """Return the fastest peer's time divided by pyringar's, in the rows of one group."""
     benchmark = SECTIONS[rows[0].section]
     own = [row.median_s for row in rows if row.candidate == benchmark.ours]
     peers = [row.median_s for row in rows if row.candidate in benchmark.peers]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 3
-NOISE = 0.02  # relative amount by which a row may be faster than its limit
+NOISE = 0.02  # a row may be faster than its limit by this fraction
 SHARED = ("section", "case", "world_size", "size_bytes", "clock", "limit_s")
 TIMES = ("median_s", "min_s", "q1_s", "q3_s")
 
@@ -117,10 +117,10 @@ def by_key(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
 
 
 def limit_of(rows: Sequence[Row]) -> float | None:
-    """Return the limit of the rows of one group, or None if the limit says nothing.
+    """Return the limit of the rows of one group, or None if the limit is invalid.
 
-    The limit is the time of a torch call and includes the overhead of that call. A row that is
-    faster disproves the limit. Host clocks measure mostly overhead, so they have no limit.
+    The limit is the time of a torch call, with its overhead. A candidate that is faster than the
+    limit disproves it. Host clocks measure mostly overhead, so their rows have no limit.
     """
     limit_s = max((row.limit_s or 0.0 for row in rows), default=0.0)
     is_true = limit_s and min(row.median_s for row in rows) > limit_s * (1 - NOISE)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: prefer an installed pyringar
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # searched after an installed pyringar
 
 from benchmarks import report_figures, report_page
 from benchmarks.bench import Benchmark, BenchmarkCase, Run
@@ -33,8 +33,8 @@ from benchmarks.machine import describe_machine, machine_in_words
 from benchmarks.rows import Results
 from benchmarks.sections import SECTIONS
 
-CHECK_S = 1.0  # seconds of a case beside its time budget: checks and warm-up
-PROBABLE_COST = 1.5  # estimate before the first case ends: seconds per planned second
+CHECK_S = 1.0  # seconds that checks and warm-up add to the time budget of a case
+PROBABLE_COST = 1.5  # real seconds per planned second, assumed until the first case ends
 BAR_WIDTH = 20
 WIDTH = 99  # columns of the line on a terminal
 TERMINAL_PERIOD_S, LOG_PERIOD_S = 1.0, 8.0
@@ -54,7 +54,7 @@ class SectionProgress:
         self._planned_s, self._sections = planned_s, [name for name in cases if cases[name]]
         self._total_s = sum(planned_s[name] * len(found) for name, found in cases.items())
         self._begin_s = self._advance_s = time.monotonic()
-        self._done_s, self._case_s = 0.0, 0.0  # planned seconds: finished cases, the current case
+        self._done_s, self._case_s = 0.0, 0.0  # planned seconds: finished cases; this case
         self._activity = "compiling the engine unless it is cached"
         self._is_terminal = sys.stderr.isatty()
         self._stop, self._lock = threading.Event(), threading.Lock()
@@ -82,11 +82,11 @@ class SectionProgress:
         self._advance_s = time.monotonic()
 
     def line(self, now_s: float) -> str:
-        """Return the bar, the section and the time left, at a time of `time.monotonic`."""
+        """Return the progress bar, the section and the time left; ``now_s``: time.monotonic()."""
         share = self._done_s / self._total_s if self._total_s else 1.0
         spent_s = self._advance_s - self._begin_s
         cost = spent_s / self._done_s if self._done_s else PROBABLE_COST
-        case_s = min(now_s - self._advance_s, cost * self._case_s)  # later cases remain in the sum
+        case_s = min(now_s - self._advance_s, cost * self._case_s)  # capped: later cases need time
         left_s = (self._total_s - self._done_s) * cost - case_s
         left = f"about {left_s / 60:.0f} min left" if left_s >= 90 else "less than 2 min left"
         bar = "#" * round(share * BAR_WIDTH)
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        for name in SECTIONS:  # results of an earlier run would get into this report
+        for name in SECTIONS:  # the report must not show an earlier run's results
             (args.out / f"{name}.jsonl").unlink(missing_ok=True)
         print(f"Results, pictures and report.md go to {args.out}{os.sep}")
     found = measure(chosen, args)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: prefer an installed pyringar
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # searched after an installed pyringar
 
 from benchmarks import report_figures, report_page
 from benchmarks.machine import machine_in_words

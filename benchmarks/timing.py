@@ -15,10 +15,10 @@ import torch
 Call = Callable[[], object]
 Sampler = Callable[
     [], Sequence[float]
-]  # times calls; returns seconds per call, one or several values
+]  # a Sampler times calls; it returns one or several values of seconds per call
 
 LEAST_ROUNDS = 5
-MOST_REPEATS = 100  # a full launch queue (about 1000 launches) blocks the host
+MOST_REPEATS = 100  # most calls of a sample: a full launch queue (about 1000) blocks the host
 SAMPLE_S = 5e-3  # duration of one sample on a device clock
 
 
@@ -63,7 +63,7 @@ def in_turns(
 ) -> dict[str, Timing]:
     """Sample every candidate once per round, in random order.
 
-    A fixed order would give each candidate the caches that the same predecessor left.
+    In a fixed order each candidate would always start with the caches of the same predecessor.
 
     Args:
         samplers: Function that takes one sample, by candidate.
@@ -100,7 +100,7 @@ def after_operation(call: Call, prepare: Call = lambda: None) -> Sampler:
         call: The timed call.
         prepare: Runs before the operation, untimed.
     """
-    operand = torch.zeros(2**16)  # twice the size below which torch uses a single thread
+    operand = torch.zeros(2**16)  # elements: enough that torch uses several threads
     prepare()
     call()
 

@@ -32,7 +32,7 @@ from pyringar.train.data import batches
 from pyringar.train.model_resnet18 import resnet18
 from pyringar.train.synthetic import synthetic_images
 
-NUM_IMAGES, NUM_DRAWN = 60_000, 6_000  # distinct images, repeated to fill an epoch
+NUM_IMAGES, NUM_DRAWN = 60_000, 6_000  # images of an epoch; distinct images, which repeat
 BATCH_SIZE = 256
 RESNET_IMAGES = 60 * BATCH_SIZE
 LR = 0.05
@@ -108,7 +108,7 @@ def run_epochs(run: Run, case: BenchmarkCase) -> None:
     }
     mine = case.name, RINGAR
     before = [r.median_s for r in run.results.rows if (r.case, r.candidate) == mine]
-    # The limit of several ranks on one GPU is the epoch of one rank, measured in an earlier case.
+    # The limit of two ranks on one GPU is the epoch of one rank, which an earlier case measured.
     run.add(case, timings, correct, limit_s=before[0] if before else None)
 
 
@@ -193,7 +193,7 @@ def cases_of(effort: str) -> list[BenchmarkCase]:
         "LeNet, graph": {"cuda_graph": True},
         "ResNet-18": resnet,
         "ResNet-18, graph": resnet | {"cuda_graph": True},
-        "ResNet-18, amp": resnet | {"amp": True},  # also a CUDA graph if on a GPU
+        "ResNet-18, amp": resnet | {"amp": True},  # on a GPU, amp turns on the CUDA graph
     }
     cases = [
         BenchmarkCase(

@@ -105,7 +105,7 @@ class BookLoop:
 
 
 class TrainerLoop:
-    """The Trainer of pyringar, one epoch at a time."""
+    """Runs pyringar's Trainer one epoch at a time."""
 
     def __init__(self, devices: list[str], data: ImageData, **options: Any) -> None:
         config = TrainConfig(devices=devices, epochs=1, lr_schedule="constant", **options)
@@ -160,7 +160,7 @@ def check(loops: dict[str, Any], model: str, data: ImageData) -> dict[str, bool]
         is_right = all(math.isfinite(param.detach().sum().item()) for param in first)
         for params in loop.replicas[1:]:
             is_right &= all(torch.equal(p, q) for p, q in zip(params, first, strict=True))
-        if name == "ringar":  # batch norm of other candidates sees other parts of a batch
+        if name == "ringar":  # other candidates compute batch norm over other samples
             pairs = zip(first, book, strict=True)
             is_right &= all(torch.allclose(p, q, rtol=1e-3, atol=1e-4) for p, q in pairs)
         found[name] = is_right

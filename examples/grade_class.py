@@ -12,13 +12,13 @@ from collections import defaultdict
 if len(sys.argv) != 3:
     sys.exit("usage: grade_class.py FOLDER MARKS.csv")
 folder, marks = sys.argv[1:]
-if os.path.lexists(marks):  # or old marks would be read below
+if os.path.lexists(marks):  # else a failed check would leave the old marks
     sys.exit(f"{marks} is there already: move it, or name another file")
 
 # Every solution runs in a separate process, with limits of time and memory.
 check = [sys.executable, "-m", "pyringar", "check", folder, "--csv", marks]
 status = subprocess.run(check).returncode
-if not os.path.exists(marks):  # rows are in marks.csv.part until all are graded
+if not os.path.exists(marks):  # marks are in marks.csv.part until complete
     sys.exit(f"no marks were written: pyringar check ended with status {status}")
 
 by_property = defaultdict(list)

@@ -38,11 +38,11 @@ COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")
 """Colors of ranks 0 to 3 and of the first four curves; further curves repeat them."""
 
 _WAITING = "#b3423a"
-_STYLES = ("-", "--", "-.", ":")  # distinguish curves also without colors
+_STYLES = ("-", "--", "-.", ":")  # line styles distinguish curves in black and white
 _MARKERS = "osD^"
-_MAX_MARKED = 20  # points of a curve with markers; more markers would hide the line
-_MAX_TICKS = 10  # positions up to which each gets a tick
-_DECADES = 1000  # ratio from which a logarithmic axis has ticks only at powers of ten
+_MAX_MARKED = 20  # most points of a curve with markers; more would hide the line
+_MAX_TICKS = 10  # most positions that all get a tick
+_DECADES = 1000  # from this ratio on, logarithmic axes have ticks only at powers of 10
 _DPI = 100
 _WIDTH, _NARROW = 9.5, 6.0  # width in inches: of several panels, of a single panel
 
@@ -291,8 +291,8 @@ def splits() -> Picture:
     return Picture(figure)
 
 
-_CENTERS = ((0.0, 1.0), (1.35, 0.0), (0.0, -1.0), (-1.35, 0.0))  # clockwise from the top
-_CELL = 0.17  # side of the square of a contribution
+_CENTERS = ((0.0, 1.0), (1.35, 0.0), (0.0, -1.0), (-1.35, 0.0))  # ranks, clockwise from the top
+_CELL = 0.17  # side of the square that shows one rank's contribution
 
 
 def ring_steps(frames: Sequence[Sequence[Sequence[Sequence[int]]]], schedule: Any) -> Picture:

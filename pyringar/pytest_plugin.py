@@ -40,7 +40,7 @@ def _positive(text: str) -> int:
 
 
 def pytest_addoption(parser: Any) -> None:
-    """Add the options for the order of ranks."""
+    """Add the options that set the order of ranks."""
     group = parser.getgroup("pyringar", "ranks in one process (pyringar)")
     group.addoption(
         "--ranks-seed",
@@ -59,7 +59,7 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the mark."""
+    """Register the mark ``ranks``."""
     config.addinivalue_line("markers", _MARK)
 
 
@@ -72,7 +72,7 @@ def launch_ranks(request: Any) -> Callable[..., list[Any]]:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Raise UsageError for the mark on an async test or a unittest.TestCase."""
+    """Raise UsageError if an async test or a unittest.TestCase has the mark ``ranks``."""
     for item in items:
         if item.get_closest_marker("ranks") is None:
             continue
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: Any) -> Iterator[None]:
-    """Restore the environment, in which `monkeypatch` would leave variables of a rank."""
+    """Restore ``os.environ``: undoing `monkeypatch` may have written a rank's variables there."""
     before = dict(os.environ)
     yield
     if item.get_closest_marker("ranks") is not None and dict(os.environ) != before:
@@ -95,14 +95,14 @@ def pytest_runtest_protocol(item: Any) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
-    """Run a test with the mark on all ranks."""
+    """Run a test with the mark ``ranks`` on all ranks."""
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
     from pyringar.cluster.launch import launch
     from pyringar.cluster.rank_table import of_program
 
-    # Its debug record of a failed call would repeat the table of all ranks.
+    # Hide c10d_logger's debug record of a failed call, which repeats the table of all ranks.
     importlib.import_module("torch.distributed.c10d_logger")._c10d_logger.setLevel(logging.INFO)
     names = inspect.signature(pyfuncitem.obj).parameters
     given = {name: pyfuncitem.funcargs[name] for name in names if name in pyfuncitem.funcargs}
@@ -119,7 +119,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
             failure = error
         if isinstance(failure, _Outcome):
             name, reason = failure.args
-            if isinstance(failure.__cause__, _CLASSES):  # threads only
+            if isinstance(failure.__cause__, _CLASSES):  # only threads keep the cause
                 raise failure.__cause__
             _OUTCOMES[name](reason)
         if failure is not None:
@@ -132,7 +132,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
 
 
 class _Outcome(BaseException):
-    """Name and reason of a pytest outcome: pytest's own exceptions cannot be pickled."""
+    """Name and reason of a pytest outcome, because pytest's exceptions cannot be pickled."""
 
 
 def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
     dist.init_process_group()
     try:
         test(**given)
-    except SystemExit as error:  # launch takes SystemExit(0) for success
+    except SystemExit as error:  # launch would count SystemExit(0) as success
         raise AssertionError(f"the test ended with SystemExit({error.code!r})") from error
     except _CLASSES as error:
         name = next(name for name, of in _OUTCOMES.items() if type(error) is of.Exception)

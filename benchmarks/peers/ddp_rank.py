@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: prefer an installed pyringar
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # searched after an installed pyringar
 
 from benchmarks.peers.rank import serve
 from benchmarks.peers.torch_rank import RANK, WORLD_SIZE, ProcessGroups

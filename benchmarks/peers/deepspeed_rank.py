@@ -27,9 +27,9 @@ os.environ |= {"LOCAL_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "ranks", "MASTER_PO
 
 
 def prepare(candidate: str, numel: int) -> CheckedSum:
-    """Return the call of DeepSpeed's in-place op."""
+    """Return a `CheckedSum` that calls DeepSpeed's in-place all-reduce."""
     for segment in Path("/dev/shm").glob(f"*_{NAME}_{RANK}"):
-        segment.unlink()  # all ranks have mapped it, and DeepSpeed never removes it
+        segment.unlink()  # every rank has mapped the segment; DeepSpeed never removes it
     tensor, one = torch.zeros(numel), torch.zeros(1)
     reduce = torch.ops.deepspeed.inference_all_reduce_
     return CheckedSum(tensor.numpy(), RANK, WORLD_SIZE, lambda: reduce(one), lambda: reduce(tensor))

@@ -20,7 +20,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: prefer an installed pyringar
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # searched after an installed pyringar
 
 from benchmarks.peers.registry import PEERS, STAMP, Peer, default_folder
 
@@ -50,7 +50,7 @@ def install(peer: Peer, folder: Path) -> None:
     for command in commands:
         variables = {**os.environ, **peer.environment(place)}
         subprocess.run(peer.filled(command, place), env=variables, check=True)
-    (place / STAMP).write_text(peer.stamp)  # written last, so that a folder with it is complete
+    (place / STAMP).write_text(peer.stamp)  # last: the stamp marks a complete environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:

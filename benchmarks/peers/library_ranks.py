@@ -33,7 +33,7 @@ class LibraryRanksError(RuntimeError):
 class _RankConnection:
     connection: socket.socket
     answers: TextIO
-    pidfd: int  # a process id may be reused
+    pidfd: int  # file descriptor of the process: its id may be reused
     version: str
 
 
@@ -110,14 +110,14 @@ class LibraryRanks:
         self._stack.close()
 
     def sampler(self, candidate: str, what: int | str) -> Callable[[], Answer]:
-        """Return a function that times several calls, which together take about 20 ms."""
+        """Return a function that times calls for about 20 ms in total."""
 
         def each_s(calls: int) -> float:
             begin_s = time.perf_counter()
             self.measure(candidate, what, calls, 1)
             return max(time.perf_counter() - begin_s, 1e-6) / (1 + calls)
 
-        # The median of three estimates avoids an unusually short or long one.
+        # The median of three estimates ignores one unusually short or long estimate.
         once_s = each_s(1)
         once_s = once_s if once_s > SAMPLE_S else statistics.median(each_s(3) for _ in range(3))
         calls = max(FEW_CALLS, min(FAST_CALLS, round(SAMPLE_S / once_s)))
@@ -138,7 +138,7 @@ class LibraryRanks:
         request = {"candidate": candidate, "what": what, "calls": calls, "warm_up": warm_up}
         line = f"{json.dumps(request)}\n"
         deadline_s = time.monotonic() + self._answer_s
-        with contextlib.suppress(BrokenPipeError):  # a rank exited: `_answers` names it
+        with contextlib.suppress(BrokenPipeError):  # a rank exited: `_answers` raises its error
             for rank in self._ranks.values():
                 rank.connection.sendall(line.encode())
         answers = self._answers(f"{candidate}, {what}", deadline_s)

@@ -16,7 +16,7 @@ WORLD = MPI.COMM_WORLD
 
 
 def prepare(candidate: str, numel: int) -> CheckedSum:
-    """Return the in-place call of `MPI_Allreduce`."""
+    """Return a `CheckedSum` that calls `MPI_Allreduce` in place."""
     array = np.zeros(numel, np.float32)
     call = lambda: WORLD.Allreduce(MPI.IN_PLACE, array, MPI.SUM)  # noqa: E731
     return CheckedSum(array, WORLD.rank, WORLD.size, WORLD.Barrier, call)

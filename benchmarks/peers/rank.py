@@ -1,4 +1,4 @@
-"""The loop of a rank that is measured: write inputs, barrier, time one call, check, answer.
+"""Loop of a measured rank: write inputs, barrier, time a call, check the sum, answer.
 
 The module needs only NumPy, so that it works in the environment of every library. A rank sleeps
 between two requests. A request is a line of JSON, and so is its answer:

@@ -1,4 +1,4 @@
-"""The libraries in separate environments: requirements, commands, and whether installed."""
+"""Registry of the compared libraries: pip requirements and the commands that start ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Peer:
         return "\n".join(parts) + "\n"
 
     def why_not(self, folder: Path | None = None) -> str | None:
-        """Return why the library cannot run, with the command to install it, or None."""
+        """Return the reason why the library cannot run and the install command, or None."""
         made_of = (folder or default_folder()) / self.name / STAMP
         if made_of.is_file() and made_of.read_text() == self.stamp:
             return None

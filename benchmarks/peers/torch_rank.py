@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: prefer an installed pyringar
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # searched after an installed pyringar
 
 import pyringar as pr
 import pyringar.distributed  # registers the backend
@@ -55,7 +55,7 @@ class SumOnDevice:
         torch.cuda.synchronize()
 
     def call(self) -> None:
-        """Sum, and wait for the GPU."""
+        """Sum the GPU tensor over ranks, and wait for the GPU."""
         self._call()
         torch.cuda.synchronize()
 
@@ -68,7 +68,7 @@ class SumOnDevice:
 def prepare(
     groups: ProcessGroups, device: str, candidate: str, numel: int
 ) -> CheckedSum | SumOnDevice:
-    """Return the call of a candidate on a new tensor."""
+    """Return the sum of a new tensor by a candidate, with the methods that `serve` calls."""
     tensor = torch.zeros(numel, device=device)
     comm, barrier, world_size = groups.comm, groups.comm.barrier, WORLD_SIZE
     call: Callable[[], object]

@@ -1,8 +1,8 @@
-"""As the book printed it in 2021: the second loop rebinds items of the list."""
+"""Wrong, the book's 2021 version: the second loop replaces list items, not tensor values."""
 
 
 def allreduce(data):
-    """Sum the tensors of all ranks into every one of them."""
+    """Write the sum of all ranks' tensors into each tensor."""
     for i in range(1, len(data)):
         data[0][:] += data[i].to(data[0].device)
     for i in range(1, len(data)):

@@ -1,10 +1,10 @@
-"""Computes the mean instead of the sum."""
+"""Wrong: computes the mean instead of the sum."""
 
 import torch
 
 
 def allreduce(data):
-    """Leave the mean of all ranks' tensors in every one of them."""
+    """Write the mean of all ranks' tensors into each tensor."""
     mean = torch.stack(data).mean(0)
     for tensor in data:
         tensor.copy_(mean)

@@ -1,8 +1,8 @@
 """The ``pyringar`` command: one module per subcommand, each with ``add_parser`` and ``run``.
 
 Modules import torch inside functions, so ``--help`` and wrong arguments need no torch.
-``run`` returns the exit status. In an `ArgumentError` that begins with an argument's name, the
-option replaces the name.
+``run`` returns the exit status. If an `ArgumentError` begins with an argument's name, `main`
+prints the option, such as ``--lr``, instead of the name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pyringar.errors import ArgumentError, RingarError
 _COMMANDS = ("train", "run", "trace", "info", "build", "check", "audit", "completion")
 # Shells report 128 plus the signal number: SIGINT is 2, SIGPIPE 13.
 _INTERRUPTED, _NO_READER = 130, 141
-# With these numbers, an OSError without a file name comes from writing to stdout.
+# An OSError with one of these numbers and no file name comes from writing to stdout.
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
@@ -42,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             return _run(argv, [name] if name else _COMMANDS)
-        finally:  # a failure at Python's own flush would be a traceback
+        finally:  # flush here: Python's flush at exit would print a traceback
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:  # such as in `pyringar info | head -1`
+    except BrokenPipeError:  # the reader closed the pipe, as in `pyringar info | head -1`
         _forget_stdout()
         return _NO_READER
     except KeyboardInterrupt:
@@ -85,7 +85,7 @@ def _run(argv: Sequence[str], names: Sequence[str]) -> int:
         return 0
     run = importlib.import_module(f"pyringar.cli.{args.command}").run
     del args.command
-    # Paths and environment variables may hold bytes that are not valid text.
+    # Escape bytes that are not valid text, which paths and variables may contain.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     _show_log(is_verbose=getattr(args, "verbose", False))
@@ -112,6 +112,6 @@ def _fail(prog: str, message: str, status: int) -> int:
 
 
 def _forget_stdout() -> None:
-    """Replace stdout by /dev/null, so that Python's last flush succeeds."""
-    with contextlib.suppress(OSError, ValueError):  # in a test or a notebook it has no descriptor
+    """Redirect stdout to /dev/null, so that the flush at Python's exit succeeds."""
+    with contextlib.suppress(OSError, ValueError):  # stdout may have no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -56,7 +56,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _LIBRARIES = ("gloo", "ringar", "nccl")
-_MAX_RANKS = 30  # the audit stores a set of ranks in the bits of an int32
+_MAX_RANKS = 30  # the audit encodes a set of ranks as bits of an int32
 _MAX_ELEMENTS = 1 << 24
 
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     with _target(args) as target:
         from pyringar.audit.questions import SIZES, audit
 
-        # The usual number of calls, measured with the default sizes and 2 to 5 ranks.
+        # Estimated number of calls, from measurements with the default sizes and 2 to 5 ranks.
         usual_calls = 0 if sizes else 200 + 15 * args.ranks * (args.ranks - 1)
         report = audit(_Progressive(target, usual_calls), sizes or SIZES)
     STATUS.clear()
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Progressive:
-    """A target that shows the number of its calls as progress."""
+    """An audit target that shows the number of its calls on the status line."""
 
     def __init__(self, target: AuditTarget, usual_calls: int) -> None:
         self.name, self.ranks, self.ways = target.name, target.ranks, target.ways
@@ -133,7 +133,7 @@ def _target(args: argparse.Namespace) -> AbstractContextManager[LibraryTarget | 
     from pyringar.audit.library_ranks import LibraryTarget
 
     if args.target == "ringar":
-        load_engine()  # with progress, before the ranks load it
+        load_engine()  # show progress here; later the ranks load the engine
     if args.target == "nccl":
         import torch
 

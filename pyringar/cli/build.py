@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(_render(name, found)), flush=True)
 
     tell("engine", _build(CPU, args))
-    # Imports torch also with --cuda: the build then finds the architectures of this machine's GPUs.
+    # why_no_gpu() imports torch, by which the build finds this machine's GPU architectures.
     why = "" if args.cuda is False else why_no_gpu()
     if why and args.cuda is None:
         tell("cuda", f"not built: {why}; --cuda compiles it anyway")
@@ -69,7 +69,7 @@ def _build(kind: EngineKind, args: argparse.Namespace) -> dict[str, Any]:
     started, recipe = time.monotonic(), Recipe(kind=kind)
     found = None if args.force else build.find_engine(recipe)
     if found is not None and found.origin == "wheel" and not kind.cuda:
-        found = None  # it serves any CPU; build compiles for this CPU
+        found = None  # the wheel's engine is for any CPU: compile for this CPU
     if found is None:
         with STATUS.elapsed(compiling_text(kind)):
             found = build.build_engine(recipe, force=args.force, verbose=args.verbose)

@@ -1,4 +1,4 @@
-"""``pyringar check``: grade an allreduce function, or the functions of a class."""
+"""``pyringar check``: grade an allreduce function, or a folder of solutions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ examples:
 """
 _DEFAULT_RANKS = 8
 _MIN_NAME = 32
-_MAX_SHOWN_BYTES = 1 << 16  # of a solution's output
+_MAX_SHOWN_BYTES = 1 << 16  # maximum output that is shown per solution
 
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "function": (
@@ -219,7 +219,7 @@ def shower(prog: str) -> Callable[[bytes], None]:
 
 
 def _targets(args: argparse.Namespace) -> list[Solution]:
-    """Read all files now: a solution may write into the file of the next one."""
+    """Read all files before the first solution runs, because a solution may change files."""
     targets: list[Solution] = []
     for text in args.targets:
         if os.path.isdir(text):

@@ -64,6 +64,6 @@ def _cases(name: str, parser: Parser) -> Iterator[str]:
         if action.nargs != 0:
             for option in action.option_strings:
                 yield f'        *:{name}:{option}) choices="{choices}" ;;'
-    # Other words than options may be file names, which the shell completes by default.
+    # Words that are no options may be file names, which the shell completes by default.
     yield f'        *:{name}:*) choices="{" ".join(names)}"'
     yield f'            [[ "$word" != -* ]] || choices="{" ".join(options)}" ;;'

@@ -93,7 +93,7 @@ def _build_facts() -> dict[str, Any]:
         nvcc = toolchain.find_nvcc()
         try:
             return str(toolchain.read_cuda_toolkit(nvcc, toolchain.find_compiler()))
-        except CompilerNotFoundError:  # the fact "compiler" has the error
+        except CompilerNotFoundError:  # the fact "compiler" shows the error
             return f"{nvcc}, without a C++ compiler"
 
     return {

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # The original ignores errors of writing.
+        # argparse's method ignores write errors; this print raises them.
         print(message, end="", file=file)
 
     def error(self, message: str) -> NoReturn:
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{first!r} is one argument too many")
 
     def flags(self) -> dict[str, str]:
-        """Return the long option for each name of a value."""
+        """Return the long option of each argument, by the argument's name."""
         return {
             action.dest: next((f for f in action.option_strings if f.startswith("--")), "-")
             for action in self._actions
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         }
 
     def with_flag(self, message: str) -> str:
-        """Replace an argument name at the start, or in ``with NAME=``, by its option."""
+        """Replace an argument's name, at the start or in ``with NAME=``, by its option."""
         negated = {action.dest for action in self._actions if action.const is False}
         flags = {dest: flag for dest, flag in self.flags().items() if dest not in negated}
         return re.sub(r"^\w+|(?<=\bwith )\w+(?==)", lambda m: flags.get(m[0], m[0]), message)
@@ -114,7 +114,7 @@ def check_output_path(option: str, path: str | Path, suffix: str = ".png") -> Pa
 
 
 def _try_to_write(path: Path) -> None:
-    """Open the file, and create a temporary file beside it, as an atomic write would."""
+    """Open the file, and create a temporary file in its folder, as an atomic write does."""
     target = Path(os.path.realpath(path))  # a symbolic link may point to a missing file
     if os.path.lexists(target):
         target.open("ab").close()

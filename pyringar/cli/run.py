@@ -19,7 +19,7 @@ reported at once, with a table of the calls of all ranks. Ranks share modules
 and other state of the process. Take --processes for programs that keep state
 per rank in modules (accelerate, Lightning), and for programs that call
 torch.distributed in several threads."""
-# Modules that raise the errors of ranks.
+# Modules that raise errors of ranks; other modules raise errors about options.
 _OF_RANKS = ("pyringar.cluster.cluster", "pyringar.cluster.processes")
 _EPILOG = """\
 Exit status: 0 all ranks succeeded; 1 a rank raised, or a deadlock; 2 wrong
@@ -89,16 +89,16 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
         is_of_ranks = any(frame.f_globals.get("__name__") in _OF_RANKS for frame in frames)
-        if isinstance(error, RingarError) and not is_of_ranks:  # an option is wrong
+        if isinstance(error, RingarError) and not is_of_ranks:  # an option of `run` is wrong
             raise
-        own = of_program(error.__traceback__)  # without the frames of this library
+        own = of_program(error.__traceback__)  # omit the frames of pyringar
         traceback.print_exception(type(error), error, own, file=sys.stderr)
         return 1
     return 0
 
 
 def _hint_at_options_of_script(args: argparse.Namespace) -> None:
-    """Write a hint for options of `run` after the script, unless the script contains them."""
+    """Warn if an option of `run` follows the script, unless the script mentions the option."""
     source = b""
     with contextlib.suppress(OSError):
         source = Path(args.script).read_bytes()

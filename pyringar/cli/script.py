@@ -16,7 +16,7 @@ from pyringar.errors import ArgumentError
 
 
 class _MainOfRank(ModuleType):
-    """The ``__main__`` of the current rank; outside ranks the ``__main__`` of the process."""
+    """Delegates to the current rank's ``__main__``; outside ranks to the process's ``__main__``."""
 
     def __init__(self, outside: ModuleType) -> None:
         object.__setattr__(self, "_of_rank", lambda: getattr(current(), "main", None) or outside)
@@ -41,7 +41,7 @@ def as_program(target: str, argv: list[str], *, is_module: bool) -> Iterator[Cal
     spec = _spec_of(target) if is_module else None
     path = os.path.abspath(target) if spec is None else str(spec.origin)
     source = _source_of(path, target)
-    compile(source, path, "exec", dont_inherit=True)  # else every rank raises the SyntaxError
+    compile(source, path, "exec", dont_inherit=True)  # raise a SyntaxError here, not on every rank
     folder = os.getcwd() if is_module else os.path.dirname(path)
 
     def program() -> None:
@@ -51,11 +51,11 @@ def as_program(target: str, argv: list[str], *, is_module: bool) -> Iterator[Cal
         main.__package__ = None if spec is None else spec.parent
         vars(main)["__builtins__"] = __builtins__
         rank = current()
-        if rank is None:  # the rank is a process
+        if rank is None:  # this rank is a process
             sys.modules["__main__"] = main
         else:
             rank.main = main
-        # One code object per rank: torch.compile keeps compiled code with it.
+        # Compile per rank: torch.compile stores its results on the code object.
         exec(compile(source, path, "exec", dont_inherit=True), vars(main))
 
     before = sys.argv, sys.path[:], sys.modules["__main__"]

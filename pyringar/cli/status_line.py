@@ -33,7 +33,7 @@ class StatusLine:
         self._last_s = 0.0
 
     def start(self) -> None:
-        """Restart the 10 s after which the next text is logged."""
+        """Restart the 10 s interval after which `show` logs the next text."""
         self._last_s = time.monotonic()
 
     def show(self, text: str) -> None:
@@ -79,7 +79,7 @@ STATUS = StatusLine()
 
 
 class LogHandler(logging.Handler):
-    """Write log records to stderr, wrapped at words, on lines of their own."""
+    """Write log records to stderr, on separate lines that are wrapped at words."""
 
     def __init__(self, *, is_verbose: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            is_build = record.module == "compile"  # logs at level WARNING that it compiles
+            is_build = record.module == "compile"  # its warnings only announce a compilation
             if is_build and record.levelno < logging.WARNING and not self._is_verbose:
                 return
             is_warning = record.levelno >= logging.WARNING and not is_build

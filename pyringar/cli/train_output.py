@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FILES = {"out": ".pt", "plot": ".png", "trace": ".json", "log": ".csv"}  # option to suffix
 _WARM_UP_STEPS, _ADVICE_AFTER_STEPS = 3, 20
 _SLOW_EPOCH_S = 60.0
-_BUSY_AFTER_S, _BUSY_SHARE = 5.0, 0.7  # share: processor time / elapsed time
+_BUSY_AFTER_S, _BUSY_SHARE = 5.0, 0.7  # seconds; processor time / elapsed time
 
 
 # How each algorithm works, by the names in docs/algorithms.md.
@@ -46,7 +46,7 @@ _ORDERS = {
 
 def describe_plan(plan: Plan) -> str:
     """Return one line with the algorithm of a plan and its order of addition."""
-    # Between processes, small tensors use "exchange": direct with one wait instead of two.
+    # "exchange", for small tensors between processes, is "direct" with one wait instead of two.
     name = "direct" if plan.algorithm == "exchange" else plan.algorithm
     parts = [f"{name}: {_METHODS[name]}", _ORDERS.get(plan.order, "")]
     return ", ".join(filter(None, parts))
@@ -179,7 +179,7 @@ class EpochDisplay:
 
 
 class Outputs:
-    """Output files of a run. The constructor checks the paths; `check` raises write errors."""
+    """Output files of a run. The constructor checks the paths; `check` raises later errors."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self._paths = {

@@ -9,7 +9,7 @@
 
     losses = pr.launch(train, ranks=4)  # one result per rank
 
-Threads: one rank runs at a time; when it waits, another rank runs. A seed draws the order, so that
+Threads: one rank runs at a time; when it waits, another rank runs. A seed sets the order, so that
 a run can be repeated and other orders tried. Processes: all ranks run at once. A failed rank, a
 deadlock and calls that differ raise one exception, with a table of all ranks' calls.
 """

@@ -36,12 +36,12 @@ from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, Rin
 
 logger = logging.getLogger(__name__)
 
-# Time for interrupted ranks to end.
+# Seconds that interrupted ranks have to end.
 _GRACE_S = 5.0
-# Multiple of the timeout that a rank may run while no other rank waits in a call: the others may
-# have a long computation before their next call, too, and processes would compute side by side.
+# While no other rank waits in a call, a rank may run this many times the timeout: the other ranks
+# may also have long computations, and only one thread computes at a time.
 _PATIENCE = 10
-# Held by the running cluster: torch.distributed and the environment exist once per process.
+# The running cluster holds this lock, because a process has one torch.distributed.
 _running = threading.Lock()
 
 
@@ -59,7 +59,7 @@ class Cluster:
         self._store = ThreadStore(self.wait, self._ask, self._store_has_changed)
         self._meetings: dict[Any, GroupCalls] = {}
         self._engines: dict[tuple[torch.device, ...], Communicator] = {}
-        self._strangers: list[str] = []  # errors of threads that belong to no rank
+        self._strangers: list[str] = []  # errors in threads that no rank started
         self._failure: BaseException | None = None  # the first failure
         self._told: BaseException | None = None  # raised by all calls after the first failure
         self._interrupted_by: BaseException | None = None  # the reason to interrupt all ranks
@@ -67,7 +67,7 @@ class Cluster:
 
     def run(self, program: Callable[[], Any]) -> list[Any]:
         """Run a program on every rank; return the results by rank, or raise the first failure."""
-        # Another thread starts and ends the ranks: a signal handler may raise here at any line.
+        # Control the ranks in a second thread: in this thread a signal handler may raise anywhere.
         outcome: list[Any] = []
         thread: threading.Thread | None = None
         run = contextvars.copy_context().run
@@ -78,7 +78,7 @@ class Cluster:
             self.engine([rank.device for rank in self.ranks])
             with handlers_wait():
                 thread = start_thread("launch", run, self._control, program, outcome)
-            while not self._over.wait(0.1):  # short waits: another thread may get the signal
+            while not self._over.wait(0.1):  # short waits let this thread run signal handlers
                 pass
         except BaseException as error:
             self._interrupted_by = error
@@ -89,8 +89,8 @@ class Cluster:
                 try:
                     while not self._over.wait(0.1):
                         pass
-                    thread.join()  # after the wait: up to 3.12 an interrupted join looks complete
-                except BaseException as error:  # of a second signal while the ranks end
+                    thread.join()  # up to Python 3.12 an interrupted join() looks complete
+                except BaseException as error:  # a second signal arrived while the ranks end
                     late = error
             self._let_go()
         if late is not None:
@@ -125,7 +125,7 @@ class Cluster:
             undo.enter_context(enter)
             for rank in self.ranks:
                 state = ProcessState.fresh(rank.index)
-                run = contextvars.copy_context().run  # like a process that the caller forks
+                run = contextvars.copy_context().run  # a copied context, as in a forked process
                 rank.thread = start_thread(str(rank), run, self._run_rank, rank, program, state)
             self._wait_for_end()
             errors = [rank.error for rank in self.ranks if rank.error is not None]
@@ -133,7 +133,7 @@ class Cluster:
             return failure, [rank.result for rank in self.ranks]
 
     def _run_rank(self, rank: RankThread, program: Callable[[], Any], state: ProcessState) -> None:
-        with contextlib.suppress(BaseException):  # `_live_ranks` ends a rank after an interrupt
+        with contextlib.suppress(BaseException):  # if interrupted, `_live_ranks` ends the rank
             try:
                 rank.await_choice()
                 self.check_told()
@@ -151,7 +151,7 @@ class Cluster:
         return [rank for rank in self.ranks if not rank.has_ended]
 
     def _wait_for_end(self) -> None:
-        """Wait for all ranks; interrupt them after a failure, and leave the remaining ones."""
+        """Wait for all ranks; after a failure interrupt them, and abandon ranks that do not end."""
         with self.schedule.lock:
             while (live := self._live_ranks()) and self._interrupted_by is None:
                 self._check_time(live)
@@ -179,7 +179,7 @@ class Cluster:
         schedule, now_s = self.schedule, time.monotonic()
         running = [rank for rank in live if rank.is_running]
         quiet_s = now_s - min(schedule.last_choice_s, schedule.last_event_s)
-        # Only after half the limit: reading the frames of a running thread may crash Python 3.11.
+        # Wait half the limit: Python 3.11 may crash when it reads frames of a running thread.
         if quiet_s > self._timeout_s / 2 and any(map(is_at_prompt, running)):
             schedule.last_choice_s = schedule.last_event_s = now_s
         waits = [r.waits_for for r in live if r.waits_for is not None and not r.waits_for.is_done]
@@ -208,7 +208,7 @@ class Cluster:
         schedule.look()
 
     def _let_go(self) -> None:
-        """Release the objects of all ranks: torch's caches may keep their groups."""
+        """Release the objects of all ranks: torch's caches may keep process groups alive."""
         self.schedule.most_running = len(self.ranks)
         self._end(None, RingarError("launch has returned, and the ranks of this group are gone"))
         for engine in self._engines.values():
@@ -236,7 +236,7 @@ class Cluster:
         return ThreadGroup(meeting, rank, options)
 
     def _new_name(self, ranks: Sequence[int]) -> str:
-        """Return the name of a group in tables; torch's names are numbers and hashes."""
+        """Return a readable name of a group for tables; torch names groups by numbers or hashes."""
         is_world = len(ranks) == len(self.ranks)
         name = "the world" if is_world else f"group {', '.join(map(str, ranks))}"
         number = 1 + sum(meeting.ranks == ranks for meeting in self._meetings.values())
@@ -286,9 +286,9 @@ class Cluster:
     def fail(
         self, kind: type[BaseException], text: str, calls: Iterable[RankCall] = ()
     ) -> BaseException:
-        """End all waits with an error; return it, or the first error if the run failed before.
+        """End all waits with a new error and return it; return the earlier error if one exists.
 
-        Its text ends with a table of all ranks, which shows these calls.
+        The text of the new error ends with a table of all ranks, which shows ``calls``.
         """
         with self.schedule.lock:
             if self._told is None:
@@ -309,7 +309,7 @@ class Cluster:
             self.schedule.look()
 
     def _all_wait(self) -> None:
-        if self._told is not None:  # a rank began to wait while the run failed
+        if self._told is not None:  # this rank began its wait after the failure
             self._end(self._failure, self._told)
             return
         with contextlib.suppress(ArgumentError):
@@ -340,13 +340,13 @@ class Cluster:
     def _refuse(self, rank: RankThread) -> BaseException:
         stack = f"{threading.current_thread().name}:\n{stack_of(sys._getframe())}".rstrip()
         told = self.fail(RingarError, f"{wrong_thread()}\n\n{stack}")
-        rank.error = told  # launch raises it even if the program handles it
+        rank.error = told  # launch raises it even if the program catches it
         return copy_of(told)
 
     def _take_error(self, rank: RankThread, error: BaseException) -> None:
         if is_good_exit(error):
             return
-        rank.error = error  # first: the methods of the program's exception may raise
+        rank.error = error  # set first: the exception's own methods may raise
         with self.schedule.lock:
             if self._told is None:
                 self._end(error, PeerLostError(f"{rank} raised {text_of(error)}"))

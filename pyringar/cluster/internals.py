@@ -1,4 +1,4 @@
-"""Patches of torch's private functions while ranks are threads, and their removal."""
+"""Patch torch's private functions while ranks are threads, and undo the patches."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # versions of torch that the 
 _Call = Callable[..., Any]
 _World: Any = distributed_c10d._World
 _c10d: Any = _distributed_c10d
-_WRAPPERS: dict[str, _Call] = {}  # by the path of the wrapped function
-_LEVEL = "forward AD, which other ranks have to leave"  # a key of the store, shown in tables
+_WRAPPERS: dict[str, _Call] = {}  # key: path of the wrapped function
+_LEVEL = "forward AD, which other ranks have to leave"  # a key of the store; error tables show it
 _WAY = (
     "a process has it once, and the ranks of pr.launch are threads of one process; expected "
     "processes: pr.launch(fn, ranks, processes=True), or pyringar run --processes"
 )
 _OURS = "ProcessCommunicator, HierarchicalCommunicator, ddp_hook"
-# Functions that ranks on threads may not call, and the name in the error: they keep a rank per
-# process, or connect processes. A path without a function is a module that may not be imported.
+# Path of a function that ranks on threads must not call, and its name in the error. The function
+# keeps one rank per process, or connects processes. A path without a function forbids an import.
 _REFUSED = {
     "accelerate.state:PartialState.__init__": "accelerate",
     "deepspeed.comm.torch:TorchBackend.__init__": "deepspeed",
@@ -71,24 +71,24 @@ def check_torch() -> None:
 
 
 def set_device_guard() -> None:
-    """Set the guard of FakeTensorMode: torch 2.11 and 2.12 destroy it with the first thread."""
+    """Set FakeTensorMode's device guard here: in torch 2.11 and 2.12 it dies with its thread."""
     run_first_backward()
     torch._C._ensureCUDADeviceGuardSet()
 
 
 def run_first_backward() -> None:
-    """Run a backward pass, so that a process that is forked later can run backward.
+    """Run a backward pass, so that processes forked from this one can run backward.
 
-    torch refuses it if the first pass started threads: beside a GPU, or under FakeTensorMode.
+    torch forbids this if the first pass started threads: with a GPU, or under FakeTensorMode.
     """
     if torch.cuda.device_count() == 0:
-        with contextlib.suppress(RuntimeError):  # this process may be a fork itself
+        with contextlib.suppress(RuntimeError):  # this process may itself be forked
             drop_failed_backward()
 
 
 def forget_groups_of_parent() -> None:
     """Give this forked process a torch.distributed without groups."""
-    # The parent's groups are kept: destroying them waits for threads that the fork does not have.
+    # Do not destroy the parent's groups: that waits for threads, which a fork does not copy.
     world: Any = distributed_c10d._world
     world.__class__ = type("_OwnWorld", (_World,), _empty_world())
     _c10d._unregister_all_process_groups()
@@ -120,18 +120,18 @@ def run_in_thread_of(rank: RankThread, program: Callable[[], Any]) -> None:
             rank.result = program()
     finally:
         end_fork_server()
-        if not rank.is_gone:  # else these are the groups of the process
+        if not rank.is_gone:  # after the launch, the default groups belong to the process
             _c10d._unregister_all_process_groups()
-        # Thread-local: the end of the thread would release Python objects without the GIL.
+        # Clear this thread-local cache: the thread's end would free its objects without the GIL.
         torch._C._clear_DTensor_sharding_propagator_cache()
         belong_to(None)
 
 
 def interrupt(rank: RankThread) -> None:
-    """Raise KeyboardInterrupt in a rank's thread, unless it takes a lock that would stay taken."""
+    """Raise KeyboardInterrupt in a rank's thread, except while the thread acquires a lock."""
     ident: Any = getattr(rank.thread, "ident", None)
     frame = sys._current_frames().get(ident)
-    # Up to Python 3.11 a thread that the rank starts has the rank's ident for a moment.
+    # Acquire `starting`: up to Python 3.11 a new thread briefly has the ident of its creator.
     if frame and not _takes_lock(frame) and rank.starting.acquire(blocking=False):
         try:
             raised = ctypes.py_object(KeyboardInterrupt)
@@ -148,8 +148,8 @@ def _takes_lock(frame: FrameType) -> bool:
 @contextlib.contextmanager
 def entered(make_group: _Call, store: ThreadStore, num_ranks: int, note: _Call) -> Iterator[None]:
     """Give each rank its own torch.distributed while the context is open."""
-    # The first import registers the backend. The second module keeps the default group at import
-    # as a default argument: no rank may have a group by then.
+    # The first import registers the backend. The second module stores the default group as a
+    # default argument, so import it before any rank makes a group.
     importlib.import_module("pyringar.distributed")
     importlib.import_module("torch.distributed.nn.functional")
     environ, plugins = cast("Any", os.environ), cast("Any", dist.Backend)._plugins
@@ -187,7 +187,7 @@ def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def _for_ranks(own: _Call, wrapper: _Call) -> _Call:
-    """Return a function that gives the calls of ranks to ``wrapper(rank, own, ...)``."""
+    """Return a function: ranks call ``wrapper(rank, own, ...)``, other threads call ``own``."""
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -208,9 +208,9 @@ def _wrap_functions(undo: ExitStack, wrappers: Mapping[str, _Call]) -> None:
         for function, wrapper in by_module[module.__name__]:
             kind, _, name = function.rpartition(".")
             owner = getattr(module, kind, None) if kind else module
-            if hasattr(owner, name):  # not in all versions
+            if hasattr(owner, name):  # some versions of torch lack the function
                 _replace(undo, owner, name, _for_ranks(getattr(owner, name), wrapper))
-        if module.__name__ == "torch._dynamo.eval_frame":  # read with fullgraph=True
+        if module.__name__ == "torch._dynamo.eval_frame":  # fullgraph=True reads _stance, too
             _replace(undo, module, "_stance", module.DynamoStance("force_eager"))
 
     def load(own: Any, module: Any) -> None:
@@ -243,7 +243,7 @@ def _refuse(what: str, *_: Any, **options: Any) -> Any:
 
 
 def _get_default_group(own: _Call, note: _Call) -> Any:
-    """Add to torch's error that the calling thread is not the thread of a rank."""
+    """Extend torch's error if the calling thread belongs to no rank."""
     try:
         return own()
     except ValueError as error:
@@ -280,7 +280,7 @@ class _PerRank(_World):  # type: ignore[misc]
 
 
 def _wraps(path: str) -> Callable[[_Call], _Call]:
-    """Register a wrapper that ranks call in place of ``module:function``."""
+    """Register a wrapper that replaces ``module:function`` in the threads of ranks."""
     return partial(_WRAPPERS.setdefault, path)
 
 
@@ -289,7 +289,7 @@ class _Launch:
 
     def __init__(self, store: ThreadStore) -> None:
         self.store = store
-        self.levels: dict[RankThread, bool] = {}  # True: inside a level of forward AD
+        self.levels: dict[RankThread, bool] = {}  # True: the rank is inside the level of forward AD
         self.operators: dict[str, RankThread] = {}  # the rank that defined each operator
         self.replicas: Any = WeakIdKeyDictionary()  # the rank that replicates each parameter
         self.patches: dict[Any, RankThread] = {}  # the rank that made each active patch
@@ -308,7 +308,7 @@ class _Launch:
         kwargs |= {"device_id": None, "backend_options": None}
         return own(size, rank, ranks, "ringar", *more, **kwargs)
 
-    # torch 2.15 would record the calls of one rank only.
+    # No flight recorder: in torch 2.15 it records the calls of only one rank.
     _wraps("torch.distributed.distributed_c10d:_maybe_attach_flight_recorder")(lambda *_: None)
 
     @_wraps("torch.distributed._functional_collectives:_resolve_group")
@@ -319,7 +319,7 @@ class _Launch:
 
     @_wraps("torch.distributed.device_mesh:DeviceMesh.__init__")
     def make_mesh(self, rank: RankThread, own: _Call, mesh: Any, *args: Any, **kwargs: Any) -> None:
-        """Give each rank's mesh its own id: torch's caches would mix up equal meshes."""
+        """Give the mesh of each rank a unique id, by which torch's caches tell meshes apart."""
         own(mesh, *args, **kwargs)
         mesh._thread_id = rank.identity
 
@@ -345,8 +345,8 @@ class _Launch:
 
     @_wraps("torch.autograd.forward_ad:enter_dual_level")
     def enter_level(self, rank: RankThread, own: _Call) -> int:
-        """Share torch's one level of forward AD; tangents end when the last rank leaves it."""
-        if not self.levels.get(rank, True):  # left before: the old tangents are still there
+        """Enter forward AD, whose only level all ranks share; the last rank to exit clears it."""
+        if not self.levels.get(rank, True):  # this rank exited, but others keep tangents
             self.store.wait([_LEVEL])
         if rank in self.levels or not self.levels:
             own()  # raises for a nested level
@@ -371,7 +371,7 @@ class _Launch:
 
     @_wraps("torch._dynamo.eval_frame:_callback_from_stance")
     def choose_compiler(self, _: Any, own: _Call, callback: Any) -> Any:
-        """Run compiled functions uncompiled: Dynamo compiles them for the first rank."""
+        """Skip torch.compile: Dynamo would compile for the first rank only."""
         if callback in (None, False):
             return own(callback)
         _say_once("torch.compile: ranks that are threads of one process run uncompiled")
@@ -381,7 +381,7 @@ class _Launch:
     def define_operator(
         self, rank: RankThread, own: _Call, new: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Refuse an operator that two ranks define: torch frees the first one, and crashes."""
+        """Refuse an operator that two ranks define: torch would free the first and crash."""
         name = "::".join(args[:2])
         owner = self.operators.setdefault(name, rank)
         if owner is not rank:
@@ -395,7 +395,7 @@ class _Launch:
     def replicate(
         self, rank: RankThread, own: _Call, new: Any, module: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Refuse a module that two ranks replicate: they would share gradients."""
+        """Refuse a module that two ranks wrap in DDP, since both would write its gradients."""
         for name, parameter in module.named_parameters():
             owner = self.replicas.setdefault(parameter, rank) if parameter.requires_grad else rank
             if owner is not rank:
@@ -408,7 +408,7 @@ class _Launch:
     @_wraps("unittest.mock:_patch.__enter__")
     @_wraps("unittest.mock:_patch_dict.__enter__")
     def patch(self, rank: RankThread, own: _Call, patch: Any) -> Any:
-        """Refuse a patch of a target that another rank has patched: undoing would mix them up."""
+        """Refuse to patch a target twice: the two ranks would restore each other's values."""
         target = _target_of(patch)
         owners = [owner for other, owner in self.patches.items() if _target_of(other) == target]
         if owners and owners[0] is not rank:
@@ -428,7 +428,7 @@ class _Launch:
     def end_patches(self) -> None:
         for patch in reversed(self.patches):
             active = importlib.import_module("unittest.mock")._patch._active_patches
-            with contextlib.suppress(AttributeError):  # patch.multiple ends all its patches at once
+            with contextlib.suppress(AttributeError):  # patch.multiple may have ended this patch
                 patch.stop() if patch in active else patch.__exit__(None, None, None)
 
 

@@ -59,7 +59,7 @@ def launch(
             None: the CPU. Processes can use GPUs if this process has not initialised CUDA.
         args: Positional arguments of ``fn``. Threads share the objects; processes get copies.
         kwargs: Keyword arguments of ``fn``, likewise.
-        seed: Draws the next thread if several can run. The same seed gives the same run.
+        seed: Seed of the random order in which threads run. The same seed repeats the run.
         timeout: Seconds that a rank may run without a call while another rank waits in a call. Ten
             times as long while no rank waits in a call (threads). ``inf``: no limit, such as for a
             debugger in processes.
@@ -71,7 +71,7 @@ def launch(
     Raises:
         ArgumentError: An argument is wrong, or the calls of ranks differ. With a table of calls.
         CollectiveTimeout: All ranks wait for each other, which threads find at once; a rank ran
-            longer than ``timeout`` allows; or a process does not exit. With a table and stacks.
+            longer than ``timeout`` allows; or a process does not exit. Shows a table and stacks.
         PeerLostError: Ranks wait for a rank that has returned, or a rank's process was killed.
         UnsupportedError: Threads: this torch was not tried, or the program needs processes.
             Processes: this is not Linux, or a GPU cannot be used after the fork.
@@ -79,8 +79,8 @@ def launch(
         BaseException: The first exception of ``fn`` on any rank. The other ranks get a
             `PeerLostError` in their next call. The cause shows the tracebacks of all processes.
 
-    Afterwards the process is as before. Ctrl-C ends all ranks. A thread that swallows
-    KeyboardInterrupt, or waits outside Python, stays with a warning; a process is killed.
+    Afterwards the process has its previous state. Ctrl-C ends all ranks. A thread that catches
+    KeyboardInterrupt, or blocks outside Python, keeps running, with a warning; a process is killed.
 
     Cost: four threads 7 ms, four processes 0.1 s, and 2 s for imports before the first processes.
     With threads, a collective of small tensors takes some 0.1 ms per rank, to wake its thread.

@@ -37,9 +37,9 @@ from pyringar.comm.threads import start_thread
 from pyringar.distributed import backend
 from pyringar.errors import PeerLostError, RingarError, UnsupportedError
 
-REPORT_S = 0.25  # between reports
+REPORT_S = 0.25  # seconds between two status reports of a rank
 _SLOT_BYTES = 1 << 16
-# Modules whose functions wait for works: DistributedDataParallel does so in autograd.
+# Modules with functions that wait for a Work; DistributedDataParallel waits in torch.autograd.
 _WAITING = ("pyringar.", "torch.autograd", "torch.distributed", "torch.futures")
 # Methods of a process group that wait for other ranks.
 _METHODS = re.compile(
@@ -50,9 +50,9 @@ _METHODS = re.compile(
 class RankStatus(NamedTuple):
     """Status of a rank, sent to `launch` at intervals and at the end of the program."""
 
-    state: str = "runs"  # for tables: "waits", "returned", "failed: ValueError"
-    stack: str = ""  # stack of a program that waits or is late; traceback of a failed one
-    progress: Any = None  # changes with each call, and when a call moves data
+    state: str = "runs"  # shown in tables, such as "waits" or "failed: ValueError"
+    stack: str = ""  # stack if the program waits or is late; traceback if it failed
+    progress: Any = None  # a value that changes with each call and with moved data
     failed_s: float = 0.0  # time of the failure; 0: no failure
     # The pickled result or exception, and the text of an error if it cannot be unpickled.
     pickled: tuple[bytes, str] = (pickle.dumps(None), "")
@@ -61,20 +61,20 @@ class RankStatus(NamedTuple):
         data, text = self.pickled
         try:
             return pickle.loads(data)
-        except Exception as error:  # such as a class that this process does not have
+        except Exception as error:  # for example, this process lacks the class
             raise RingarError(text) from error
 
 
 class SharedValue:
-    """A value in shared memory that outlives the process which sets it.
+    """A value in shared memory, which remains readable after the writing process dies.
 
-    It has two slots: a process that is killed while it writes leaves the previous value.
+    Writes alternate between two slots, so a process killed during a write leaves the old value.
     """
 
     def __init__(self, default: Any) -> None:
         self._default = default
         self._slots = [mmap.mmap(-1, _SLOT_BYTES) for _ in range(2)]
-        self._last = mmap.mmap(-1, 1)  # the slot with the value
+        self._last = mmap.mmap(-1, 1)  # number of the slot with the current value
 
     def set(self, value: Any) -> None:
         data = pickle.dumps(value)[:_SLOT_BYTES]
@@ -83,7 +83,7 @@ class SharedValue:
         self._last[0] = slot
 
     def get(self) -> Any:
-        """Return the value; the default if none was set, or if it is too long for a slot."""
+        """Return the value; return the default if the value is unset or too long for a slot."""
         with contextlib.suppress(EOFError, pickle.UnpicklingError):
             return pickle.loads(self._slots[self._last[0]])
         return self._default
@@ -112,7 +112,7 @@ def run_rank(
         end = RankStatus("returned", pickled=_pickled(result, text))
     except BaseException as error:
         end = _end_by(error)
-        if end.failed_s and os.getpid() != pid:  # in a child that the program forked
+        if end.failed_s and os.getpid() != pid:  # a child that the program forked failed
             raise
     if os.getpid() == pid:
         publisher.has_ended.set()
@@ -120,13 +120,13 @@ def run_rank(
         channel.send(end)
     atexit._run_exitfuncs()
     backend.keep_gloo()
-    with contextlib.suppress(RuntimeError):  # reported before, by this rank or another
+    with contextlib.suppress(RuntimeError):  # a rank has already reported the error
         close_all()
 
 
 def _leave_parent(outputs: Sequence[Connection]) -> None:
     parent: Any = multiprocessing.process.parent_process()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     if os.getppid() != parent.pid:  # the parent had ended before prctl
         os._exit(1)
     signal.set_wakeup_fd(-1)
@@ -174,14 +174,14 @@ def _keep_one_thread(number: int) -> None:
 def _pickled(value: Any, text: str) -> tuple[bytes, str]:
     try:
         return pickle.dumps(value), text
-    except Exception as error:  # the program's class may raise anything
+    except Exception as error:  # methods of the program's class may raise any exception
         return b"", f"{text}: {text_of(error)}"
 
 
 def _end_by(error: BaseException) -> RankStatus:
     if is_good_exit(error):
         return RankStatus("returned")
-    sys.last_value = error  # close_all then aborts running calls
+    sys.last_value = error  # close_all reads it, and aborts running calls
     lines = traceback.format_exception(type(error), error, of_program(error.__traceback__))
     text = text_of(error)
     if "wiki/Autograd-and-Fork" in text:
@@ -190,7 +190,7 @@ def _end_by(error: BaseException) -> RankStatus:
             "backward of this process, beside a GPU or after torch.compile, has started threads; "
             "launch before that, or use torchrun"
         )
-    # A rank with a PeerLostError waited for the rank that failed.
+    # PeerLostError means that another rank failed, for which this rank waited.
     state = "waits" if isinstance(error, PeerLostError) else f"failed: {type(error).__name__}"
     return RankStatus(state, "".join(lines), None, time.monotonic(), _pickled(error, text))
 
@@ -203,9 +203,9 @@ class Publisher:
         self._last_call = last_call
         self._world_size = world_size
         self.has_ended = threading.Event()  # set at the end of the program
-        self._numbers: dict[str, int] = {}  # number of the last call, by group
+        self._numbers: dict[str, int] = {}  # group name to the number of its last call
         self._num_calls = 0
-        self._inside: set[int] = set()  # threads that are in a call
+        self._inside: set[int] = set()  # ids of threads inside a call
         self._group: Any = None
         self._work: Any = None
         kinds = (dist.ProcessGroup, backend.RingarProcessGroup)
@@ -222,8 +222,8 @@ class Publisher:
     def observe(self, thread: int, late_s: float) -> None:
         """Report the status of the program's thread at intervals.
 
-        The stack of a running rank is read only after ``late_s`` without a call: Python 3.11 may
-        crash when a thread reads the frames of another running thread.
+        Read the stack of a running rank only after ``late_s`` seconds without a call: Python 3.11
+        may crash when a thread reads the frames of another running thread.
         """
         progress, moved_s = None, time.monotonic()
         while not self.has_ended.wait(REPORT_S):
@@ -246,7 +246,7 @@ class Publisher:
     def _published(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             thread = threading.get_ident()
-            if thread in self._inside:  # one method of a group calls another
+            if thread in self._inside:  # a group method called this method
                 return method(group, *args, **kwargs)
             self._inside.add(thread)
             self._group = group
@@ -269,11 +269,11 @@ class Publisher:
         if group in alike[1:]:
             key += f" #{alike.index(group) + 1}"
         rows = [[t for t in tree_leaves([arg]) if isinstance(t, torch.Tensor)] for arg in args]
-        tensors = next((row for row in reversed(rows) if row), [])  # the inputs, after outputs
+        tensors = next((row for row in reversed(rows) if row), [])  # inputs follow outputs
         ops = [a.reduceOp for a in args if hasattr(a, "reduceOp")]
         details = [f"op {getattr(op, 'op', op).name.lower()}" for op in ops]
         details += [f"root {a.rootRank}" for a in args if hasattr(a, "rootRank")]
-        number = 0  # a message has no number
+        number = 0  # stays 0 for a message
         if name in ("send", "recv"):
             ranks = [ranks[args[1]]]
             details.append(f"{'to' if name == 'send' else 'from'} {ranks[0]}")
@@ -301,10 +301,10 @@ def _may_wait(frame: FrameType | None) -> bool:
 
 
 def _in_work(work: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a C++ method from a Python frame, which the stack shows."""
+    """Call a C++ method of a Work, in a Python frame that stack traces show."""
     return method(work, *args, **kwargs)
 
 
 def _in_store(store: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a C++ method from a Python frame, which `_joins` looks for."""
+    """Call a C++ method of a store, in a Python frame by which `_joins` detects the wait."""
     return method(store, *args, **kwargs)

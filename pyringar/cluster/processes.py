@@ -38,15 +38,15 @@ from pyringar.errors import (
     UnsupportedError,
 )
 
-# Time for ranks to end after the first failure, and after each signal.
+# Seconds that ranks have to end after the first failure, and again after a signal.
 _GRACE_S = 2.0
-# Peers may fail on the closed connections of a dying process this long before its exit is seen.
+# Seconds: peers may fail on a dying process's connections this long before its exit is noticed.
 _DYING_S = 0.5
 _PARTIAL_LINE_S = 0.2
-_SILENT_S = 8 * REPORT_S  # a rank without a report for this long is silent
+_SILENT_S = 8 * REPORT_S  # seconds without a report after which a rank is silent
 _POLL_S = 0.05
 _PIPE_BYTES = 1 << 16
-# Modules that DistributedDataParallel, FSDP and checkpoints import when they are first used.
+# Import before the fork: DistributedDataParallel, FSDP and checkpoints import these at first use.
 _LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 
 
@@ -73,7 +73,7 @@ def run_processes(
 
 @dataclass
 class _RelayedOutput:
-    """Output of a rank, relayed line by line with the rank's mark before each line."""
+    """Copies a rank's output line by line to this process, each line after a prefix."""
 
     pipe: Connection
     stream: Any
@@ -82,7 +82,7 @@ class _RelayedOutput:
     last_s: float = 0.0
 
     def relay(self, *, is_over: bool) -> None:
-        """Relay complete lines, and a partial line if it is old or long."""
+        """Copy complete lines; copy a partial line only if it is old or long."""
         if not self.pipe.closed and self.pipe.poll():
             data = os.read(self.pipe.fileno(), _PIPE_BYTES)
             if not data:
@@ -94,7 +94,7 @@ class _RelayedOutput:
         if self.text and (is_old or len(self.text) > _PIPE_BYTES):
             lines.append(self.text + b"\n")
             self.text = b""
-        if lines and self.stream is not None:  # a daemon has no stdout
+        if lines and self.stream is not None:  # a daemon process has no stdout
             self.stream.write(b"".join(self.mark + line for line in lines).decode(errors="replace"))
             self.stream.flush()
 
@@ -114,21 +114,21 @@ class _RankProcess:
         self.report = RankStatus(progress=())
         self.silent_s = 0.0  # seconds since the last report
         self.has_ended = False
-        state = ProcessState.fresh(index)  # before the fork: a new process is slow
+        state = ProcessState.fresh(index)  # computed here: a forked process is slow at first
         self.process = context.Process(target=run_rank, args=(index, writers, call, state, *args))
         with warnings.catch_warnings():
-            # Python 3.12 warns at a fork if threads exist. Here they are idle pools.
+            # Python 3.12 warns at a fork if threads exist. The threads here are idle pools.
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
             self.process.start()
         for writer in writers:
             writer.close()
 
     def read(self, noticed_s: float) -> Any:
-        """Read available reports and output; return True if the rank made progress."""
+        """Read waiting reports and output; return True if the rank's progress changed."""
         before = self.report.progress
         code = self.process.exitcode
         self.has_ended = code is not None
-        with contextlib.suppress(EOFError, OSError):  # the process has died
+        with contextlib.suppress(EOFError, OSError):  # the process died and closed the pipe
             while self.pipes[0].poll():
                 self.report = self.pipes[0].recv()
                 self.silent_s = 0.0
@@ -168,7 +168,7 @@ class _RankProcesses:
 
     def run(self, program: Callable[[], Any], devices: Sequence[torch.device]) -> list[Any]:
         number, is_frozen = signal.SIGTERM, gc.get_freeze_count() > 0
-        server: Any = socket.create_server(("127.0.0.1", 0))  # TCPStore would resolve names
+        server: Any = socket.create_server(("127.0.0.1", 0))  # avoids TCPStore's name lookup
         _, port = server.getsockname()
         try:
             with handlers_wait():
@@ -176,14 +176,14 @@ class _RankProcesses:
                     gc.freeze()  # else each rank's garbage collector copies all inherited pages
                 for index in range(len(devices)):
                     self._ranks.append(_RankProcess(index, program, devices, self._timeout_s, port))
-                # Create the store after the forks: copied locks may deadlock a rank.
+                # Create the store after the forks: a fork could copy its locks in a locked state.
                 options: Any = {"is_master": True, "wait_for_workers": False}
                 server = TCPStore("127.0.0.1", port, master_listen_fd=server.detach(), **options)
             self._serve(float("inf"), self._failure)
             self._serve(_GRACE_S if any(rank.report.failed_s for rank in self._ranks) else 0)
             failure = self._failure()
         except KeyboardInterrupt:
-            # Ctrl-C in a terminal also interrupts the ranks; in a notebook it does not.
+            # Ctrl-C in a terminal also interrupts the ranks: read their last output.
             self._serve(_POLL_S)
             number = signal.SIGINT
             raise
@@ -197,7 +197,7 @@ class _RankProcesses:
         return [rank.report.value() for rank in self._ranks]
 
     def _serve(self, seconds: float, is_over: Callable[[], Any] = lambda: None) -> None:
-        """Handle reports and output until all ranks end, ``is_over()`` or the time is up."""
+        """Read reports and output until all ranks end, ``is_over()`` is true or time runs out."""
         woke_s = time.monotonic()
         ends_s = woke_s + seconds
         while alive := [rank for rank in self._ranks if not rank.has_ended]:
@@ -206,7 +206,7 @@ class _RankProcesses:
             pipes = [pipe for rank in alive for pipe in rank.pipes if not pipe.closed]
             wait([rank.process.sentinel for rank in alive] + pipes, _POLL_S)
             passed_s = time.monotonic() - woke_s
-            # Count little of a long pause: this process may have been stopped with the ranks.
+            # Count at most REPORT_S: after a long pause, this process and the ranks were stopped.
             step_s = min(passed_s, REPORT_S)
             for rank in alive:
                 rank.silent_s += step_s
@@ -227,11 +227,11 @@ class _RankProcesses:
                     rank.close()
 
     def _standstill(self) -> RingarError | None:
-        """Return an error if progress stopped for the timeout and a rank waits or hangs at exit."""
+        """Return an error after ``timeout_s`` without progress if a rank waits or hangs at exit."""
         alive = {rank.index: rank.state for rank in self._ranks if not rank.has_ended}
         silent = [index for index, state in alive.items() if state == "is silent"]
         running = [index for index, state in alive.items() if state == "runs"]
-        # The last reports may be as old as REPORT_S.
+        # Add REPORT_S, the possible age of the last reports.
         is_late = self._still_s > self._timeout_s + REPORT_S
         have_returned = set(alive.values()) == {"returned"}
         one_waits = any(state.startswith("waits") for state in alive.values())
@@ -259,7 +259,7 @@ class _RankProcesses:
     def _failure(self) -> BaseException | None:
         """Return the first failure, if any; its cause has the tracebacks of all failed ranks."""
         failed = [rank for rank in self._ranks if rank.report.failed_s]
-        # A rank in state "waits" failed because another rank did.
+        # Sort ranks in state "waits" last: they failed because another rank failed.
         failed.sort(key=lambda rank: (rank.report.state == "waits", rank.report.failed_s))
         error: BaseException | None = self._standstill()
         if failed:

@@ -1,4 +1,4 @@
-"""Calls and waits of ranks that are threads, matched between the ranks of a group."""
+"""Calls and waits of ranks that are threads; match the calls of all ranks of a group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_TEXT = 2000
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Switch off this thread's gradient mode, dispatch modes and tensor subclasses."""
+    """Disable gradients, dispatch modes and tensor subclasses in this thread."""
     with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -46,10 +46,10 @@ class Wait:
 
     rank: RankThread
     what: str
-    limit_s: float | None = None  # None: until no other rank can end the wait
-    call: RankCall | None = None  # the end of this call ends the wait
-    is_pause: bool = False  # done at once: the rank polls, and lets other ranks run
-    ends_s: float = math.inf  # the schedule's clock when limit_s is over
+    limit_s: float | None = None  # seconds; None: until no rank can end the wait
+    call: RankCall | None = None  # call that the wait waits for
+    is_pause: bool = False  # True: the rank polls, so the wait is always done
+    ends_s: float = math.inf  # deadline on the clock of the schedule
     error: BaseException | None = None
     _is_over: bool = False
 
@@ -71,7 +71,7 @@ class Wait:
         self.finish(CollectiveTimeout(f"{self.what} is not done after {self.limit_s:g} s{what}"))
 
     def raise_error(self) -> None:
-        """Raise a copy of the error that ended the wait: ranks do not share exceptions."""
+        """Raise a copy of the error that ended the wait: ranks must not share exceptions."""
         if self.error is not None:
             raise copy_of(self.error)
 
@@ -79,8 +79,8 @@ class Wait:
 class RankCall(Wait):
     """One rank's call of a collective, or one side of a message.
 
-    The last rank to call runs ``act`` with the calls of all ranks, whose ``details`` are equal. A
-    message waits for the group's ranks ``peers``; a collective waits for all (None).
+    The last rank to call runs ``act`` with the calls of all ranks; their ``details`` must be equal.
+    ``peers``: ranks in the group that a message waits for; None: a collective waits for all ranks.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class RankCall(Wait):
         return [rank for i, rank in enumerate(ranks) if i not in calls]
 
     def signature(self, most_values: int) -> str:
-        """Return the description that must be equal on all ranks, with at most so many sizes."""
+        """Return the description that ranks compare, with at most ``most_values`` sizes."""
         pairs = zip(map(math.prod, self.shapes), self.dtypes, strict=True)
         sizes = some((f"{numel} {dtype}" for numel, dtype in pairs), most_values)
         return f"{self} of {sizes}" if self.are_alike and sizes else str(self)
@@ -169,8 +169,8 @@ class GroupCalls:
         self.ranks = ranks
         self.name = name
         self._numbers = [0] * len(ranks)
-        self.open: dict[int, dict[int, RankCall]] = {}  # by number, then by rank in the group
-        self._messages: list[RankCall] = []  # sends without a recv, and recvs without a send
+        self.open: dict[int, dict[int, RankCall]] = {}  # open[call number][rank in the group]
+        self._messages: list[RankCall] = []  # sends and recvs without a partner
 
     def post(self, index: int, call: RankCall) -> None:
         """Add the call of the group's rank ``index``; run it if all ranks have called.
@@ -206,7 +206,7 @@ class GroupCalls:
             call.finish(error)
 
     def compare(self, *numbers: int) -> None:
-        """Raise ArgumentError if ranks' calls differ; compare all open numbers by default."""
+        """Raise ArgumentError if ranks' calls with one of the numbers differ; default: all open."""
         for number in numbers or tuple(self.open):
             calls = self.open[number].values()
             kinds: dict[str, list[RankCall]] = {}
@@ -241,7 +241,7 @@ class GroupCalls:
 
 
 def _wait_for_gpus(calls: Sequence[RankCall]) -> None:
-    """Wait for all work on the GPUs of these calls: each rank has its own stream."""
+    """Synchronize the GPUs of these calls, because each rank uses its own stream."""
     for device in {device for call in calls for device in call.devices}:
         torch.cuda.synchronize(device)
 
@@ -275,14 +275,14 @@ def seconds_of(timeout: Any) -> float | None:
 def copy_of(error: BaseException) -> BaseException:
     try:
         copy = type(error)(*error.args)
-    except Exception:  # a program's class may take other arguments
+    except Exception:  # the class may take other arguments
         copy = RingarError(text_of(error))
     copy.__cause__ = error.__cause__
     return copy
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's class and text, cut if long; its ``__str__`` may fail."""
+    """Return an exception's class and shortened text, even if its ``__str__`` raises."""
     try:
         text = str(error)
     except BaseException as failure:
@@ -301,7 +301,7 @@ def is_inside(module: str) -> bool:
 
 
 def call_of_program() -> tuple[str, str]:
-    """Return the program's line that is being run, and the torch function that it calls."""
+    """Return the line that the program runs now, and the torch function that it calls."""
     frame: Any = sys._getframe(2)
     function = ""
     while frame is not None and is_inside(module := frame.f_globals.get("__name__", "")):

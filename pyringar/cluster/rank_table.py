@@ -29,7 +29,7 @@ def layout(rows: Sequence[tuple[str, ...]], stacks: Mapping[int, str]) -> str:
 
 
 def by_text(texts: Mapping[int, str]) -> str:
-    """Return each distinct text under the names of its ranks; leave out empty texts."""
+    """Return each distinct nonempty text below the names of the ranks that have it."""
     found: dict[str, list[int]] = {}
     for rank, text in texts.items():
         found.setdefault(text, []).append(rank)
@@ -46,7 +46,7 @@ def of_program(trace: TracebackType | None) -> TracebackType | None:
 def is_at_prompt(rank: RankThread) -> bool:
     return any(
         frame.f_globals.get("__name__") in ("bdb", "pdb", "pydevd")
-        and not frame.f_code.co_name.startswith("run")  # the debugger runs the program
+        and not frame.f_code.co_name.startswith("run")  # a debugger runs the program
         for frame, _ in walk_stack(rank.frame())
     )
 
@@ -80,7 +80,7 @@ def _row(rank: RankThread, shown: RankCall | None) -> tuple[str, ...]:
 
 
 def stack_of(frame: Any, *, after: CodeType | None = None) -> str:
-    """Return the program's frames from the innermost one out to the code ``after``, as text."""
+    """Format the program's frames, from the code ``after`` to the innermost frame."""
     inner = itertools.takewhile(lambda pair: pair[0].f_code is not after, walk_stack(frame))
     frames = [(f, n) for f, n in inner if not is_inside(f.f_globals.get("__name__", ""))]
     return "".join(StackSummary.extract(iter(frames[::-1])).format())

@@ -26,7 +26,7 @@ _here = threading.local()
 
 
 def current() -> RankThread | None:
-    """Return the rank of this thread or the rank that started it; None if there is no live rank."""
+    """Return the rank that this thread runs or that started it; None without a live rank."""
     rank: RankThread | None = getattr(_here, "rank", None)
     return None if rank is None or rank.is_gone else rank
 
@@ -53,7 +53,7 @@ def belong_to(rank: RankThread | None) -> None:
 
 
 def start_noted(thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
-    """Start a thread, and record it under the rank that starts it."""
+    """Start a thread, and add it to the ``threads`` of the rank that starts it."""
     rank = current()
     if rank is None:
         return start(thread)
@@ -61,7 +61,7 @@ def start_noted(thread: threading.Thread, start: Callable[[threading.Thread], No
 
     def run_noted() -> None:
         belong_to(rank)
-        del thread.run  # or the thread would refer to itself
+        del thread.run  # break the reference cycle
         run()
 
     thread.run = run_noted  # type: ignore[method-assign]
@@ -77,16 +77,16 @@ class RankThread:
     index: int
     device: torch.device
     environment: dict[Any, Any]
-    refuse: Callable[[RankThread], BaseException]  # ends the run after a call in another thread
-    identity: int = field(default_factory=itertools.count(1).__next__)  # unique in the process
+    refuse: Callable[[RankThread], BaseException]  # called in a wrong thread; ends the run
+    identity: int = field(default_factory=itertools.count(1).__next__)  # unique id in the process
     thread: Any = None
     threads: list[threading.Thread] = field(default_factory=list)  # started by this rank
     starting: Any = field(default_factory=threading.RLock)  # held while this rank starts a thread
 
-    is_running: bool = False  # chosen by the schedule; `_go` only wakes the thread
+    is_running: bool = False  # True: the schedule chose the rank; `_go` wakes its thread
     has_ended: bool = False
-    is_gone: bool = False  # the cluster is over: a thread that is left belongs to no rank
-    waits_for: Wait | None = None  # kept while a polling rank runs
+    is_gone: bool = False  # the cluster has ended; a remaining thread has no rank
+    waits_for: Wait | None = None  # not reset while a polling rank runs
     num_polls: int = 0  # polls without success since the last call
     num_calls: int = 0
     result: Any = None
@@ -105,7 +105,7 @@ class RankThread:
         return self.num_polls > 1
 
     def check_thread(self) -> None:
-        """Raise RingarError in any thread but the rank's, and end the run."""
+        """Raise RingarError and end the run, unless the calling thread is the rank's thread."""
         if os.getpid() != self._pid:
             raise RingarError(wrong_thread())
         if threading.current_thread() is not self.thread and not self.is_gone:
@@ -139,10 +139,10 @@ class RankThread:
 class Schedule:
     """Chooses the rank that runs next, in an order that the seed draws.
 
-    Every wait chooses a rank, even a wait that is done: the seed decides which rank runs first
-    after a barrier. If no rank can run, ``stuck`` is called with the lock held, and ends the waits.
-    An exception at any line, such as MemoryError, loses no rank: `look` is called again and again,
-    and wakes the ranks that the exception left asleep.
+    Every wait chooses the next rank, even if its condition already holds. So the seed decides which
+    rank runs first after a barrier. If no rank can run, ``stuck`` is called with the lock held, and
+    must end the waits. `look` is called regularly, so a rank that an exception such as MemoryError
+    left asleep wakes up.
 
     Cost: 40 us to switch to another rank, on a machine where waking a thread takes 20 us.
     """
@@ -153,7 +153,7 @@ class Schedule:
         self._ranks = ranks
         self._random = random.Random(seed)
         self._stuck = stuck
-        self._clock_s = 0.0  # jumps to the next limit when no rank can run before it
+        self._clock_s = 0.0  # virtual time: if no rank can run, it jumps to the next deadline
         self.most_running = 1
         self.lock = threading.RLock()
         self.ended = threading.Condition(self.lock)  # notified when a rank ends
@@ -161,7 +161,7 @@ class Schedule:
         self.last_event_s = time.monotonic()  # time of the last call or change of the store
 
     def check_stack(self, levels: int = 40) -> None:
-        """Raise RecursionError now if fewer than ``levels`` frames are left for a call."""
+        """Raise RecursionError if the stack has fewer than ``levels`` frames left."""
         if levels:
             self.check_stack(levels - 1)
 
@@ -172,7 +172,7 @@ class Schedule:
             self.ended.notify_all()
 
     def wait(self, what: Wait) -> None:
-        """Let other ranks run; return when the wait is done and the rank is chosen again."""
+        """Let other ranks run until ``what`` is done and the schedule chooses this rank again."""
         rank = what.rank
         self.check_stack()
         state = ProcessState()
@@ -206,7 +206,7 @@ class Schedule:
                 chosen.is_running = True
                 chosen.wake()
             elif num_running or not idle or any(rank.live_threads() for rank in self._ranks):
-                return  # a thread that a rank started may still change the store
+                return  # a thread of a rank may still write to the store
             else:
                 self._end_a_wait([r.waits_for for r in idle if r.waits_for is not None])
 

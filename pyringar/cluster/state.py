@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-# Each row: module, pattern of attributes, initial value for each rank. "..." stands for the value
-# of the process; dicts are copied. Globals of tracing, export and compilers are left out: ranks
-# run uncompiled.
+# Globals that each rank gets a copy of: module, pattern of attributes, initial value ("...": the
+# value of the process; dicts are copied). Globals of tracing, export and compilers are missing
+# because ranks run uncompiled.
 _GLOBALS: list[tuple[str, str, Any]] = [
     ("accelerate.state", "AcceleratorState._shared_state", {}),
     ("accelerate.state", "GradientState._shared_state", {}),
@@ -56,7 +56,7 @@ _FLAGS = (
     "nnpack_enabled sdp_priority_order"
 )
 _KERNELS = "cudnn flash math mem_efficient overrideable"
-# Settings that torch keeps in C++: function that reads, function that sets, arguments of both.
+# Settings in C++: the getter, the setter, and the arguments of both, all in torch._C.
 _FUNCTIONS: list[tuple[Any, ...]] = [
     ("get_default_dtype", "_set_default_dtype"),
     ("_check_sparse_tensor_invariants", "_set_check_sparse_tensor_invariants"),
@@ -86,13 +86,13 @@ GROUP_RANK=0 GROUP_WORLD_SIZE=1 ROLE_NAME=default OMP_NUM_THREADS=1
 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
 TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_RUN_ID=none
 """
-_missing = list(_GLOBALS)  # rows whose modules are not imported yet
+_missing = list(_GLOBALS)  # rows of _GLOBALS with modules that are not imported yet
 _found: list[tuple[Any, str, Any]] = []
 _cuda: Any = torch.cuda
 
 
 def _imported() -> list[tuple[Any, str, Any]]:
-    """Return (owner, attribute, initial value) for the rows whose modules are imported."""
+    """Return (owner, attribute, initial value) of each `_GLOBALS` row with an imported module."""
     for row in [row for row in _missing if row[0] in sys.modules]:
         owner: Any = sys.modules[row[0]]
         if not getattr(getattr(owner, "__spec__", None), "_initializing", False):
@@ -110,20 +110,20 @@ def _first(owner: Any, name: str, value: Any) -> Any:
 
 
 class ProcessState:
-    """Snapshot of the process's random state, settings and globals; 35 us to take and restore."""
+    """Snapshot of random states, settings and globals; saving and restoring takes 35 us."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
         self._cuda = _cuda.get_rng_state_all() if _cuda.is_initialized() else []
         self._python = random.getstate()
-        numpy = _numpy_random()  # swapping the generator takes 1 us, copying its state 160 us
+        numpy = _numpy_random()  # kept as an object: copying its state takes 160 us
         self._numpy = None if numpy is None else numpy.get_bit_generator()
         self._settings = [get() for get, _ in _SETTINGS]
         self._globals = [getattr(owner, name) for owner, name, _ in _imported()]
 
     @classmethod
     def fresh(cls, number: int) -> ProcessState:
-        """Return the state of a new process whose random numbers are seeded with ``number``."""
+        """Return the initial state of a rank; ``number`` seeds its random numbers."""
         self = cls()
         self._torch = torch.Generator().manual_seed(number).get_state()
         self._cuda = [torch.Generator("cuda").manual_seed(number).get_state() for _ in self._cuda]
@@ -144,7 +144,7 @@ class ProcessState:
             if get() != value:
                 put(value)
         found = _imported()
-        # Globals of modules that were imported after this state was taken get first values.
+        # Globals of modules that were imported after the snapshot get initial values.
         more = [_first(*each) for each in found[len(self._globals) :]]
         for (owner, name, _), value in zip(found, self._globals + more, strict=True):
             if getattr(owner, name) is not value:
@@ -169,11 +169,11 @@ def _numpy_random() -> Any:
 
 
 class Environment(UserDict[Any, Any]):
-    """Data of ``os.environ``: a rank's threads see its variables, other threads the process's."""
+    """Data of ``os.environ``: separate variables for the threads of each rank."""
 
     def __init__(self, outside: MutableMapping[Any, Any], mine: Callable[[], Any]) -> None:
         self._outside, self._mine = outside, mine
-        # Values last written to the C environment, which child processes inherit.
+        # The variables in the C environment, which child processes inherit.
         self._given = {key: outside.get(key) for key in _variables(0, 2, 0)}
 
     @property

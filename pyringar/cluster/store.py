@@ -26,7 +26,7 @@ class _Keys(Wait):
 
 
 def _method(name: str, first: _Call | None = None) -> Any:
-    """Make a method of the store; it calls ``first`` before if a key is missing."""
+    """Return a store method, which calls ``first`` before the operation if a key is missing."""
 
     def call(self: ThreadStore, keys: Any, *args: Any) -> Any:
         listed = [keys] if isinstance(keys, str) else keys
@@ -47,7 +47,7 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
         _c10d.Store.__init__(self)
         self._wait, self._ask, self._changed = wait, ask, changed
         self._data = data or _c10d.HashStore()
-        self._data.set_timeout(timedelta(milliseconds=1))  # else queue_pop() waits in C++
+        self._data.set_timeout(timedelta(milliseconds=1))  # queue_pop() must not wait in C++
         self.kind: type = ThreadStore
         """The class of torch that isinstance() sees."""
 
@@ -75,7 +75,7 @@ class ThreadStore(_c10d.Store):  # type: ignore[misc]
     set = _method("set")
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number and return the sum; adding 0 polls, and lets other ranks run first."""
+        """Add to a number and return the sum; with 0 let other ranks run first."""
         if amount == 0:
             self._ask_for([key])
         total = int(self._data.add(key, amount))

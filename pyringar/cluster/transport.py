@@ -39,10 +39,10 @@ Calls = Sequence[RankCall]
 
 
 class Transport(RankCommunicator):
-    """Runs the calls of one rank that is a thread; its number in the group is ``index``.
+    """Runs the calls of one rank that is a thread; ``index`` is its rank in the group.
 
-    The calls of the engine are those of `pyringar.ProcessCommunicator`. It also stands for gloo,
-    with the names of gloo's calls.
+    It has the methods of `pyringar.ProcessCommunicator`, and gloo's methods for the calls that
+    the backend ``ringar`` delegates to gloo.
     """
 
     def __init__(self, meeting: GroupCalls, of: RankThread, index: int) -> None:
@@ -66,9 +66,9 @@ class Transport(RankCommunicator):
         """Begin a collective; return the call if ``async_op``, else None after its end.
 
         The last rank runs ``act`` with the calls of all ranks and their ``args`` (default: the data
-        of ``tensors``). It writes ``written`` on this rank. ``details`` must be equal on all ranks,
-        and with ``are_alike`` sizes and dtypes, too. ``what`` describes the call if ``tensors`` are
-        stand-ins.
+        of ``tensors``). ``act`` writes the tensors ``written`` of this rank. ``details`` must be
+        equal on all ranks; with ``are_alike`` also sizes and dtypes. ``what`` describes the call if
+        ``tensors`` are stand-ins.
         """
         self._check_open(name)
         for tensor in written:
@@ -100,7 +100,7 @@ class Transport(RankCommunicator):
             check_parts(call.operation, call.outputs, call.inputs, self._world_size)
         elif call.operation == "all_reduce":
             _check_reducible(outputs)
-        elif call.operation == "broadcast":  # refused on the root, too, which only reads it
+        elif call.operation == "broadcast":  # check the root, too, which only reads it
             check_no_overlap("tensor", outputs[0])
         details: dict[str, Any] = {"op": call.op} if call.is_reduction else {}
         details |= {"root": call.root} if call.has_root else {}
@@ -221,7 +221,7 @@ class Transport(RankCommunicator):
         """
 
         def act(calls: Calls) -> None:
-            # Copy the inputs: an input may be part of an output.
+            # Copy the inputs first, because an input may share memory with an output.
             sent = [[[t.clone() for t in row] for row in call.args[1]] for call in calls]
             pairs = [
                 (targets, sent[rank][me])
@@ -256,7 +256,7 @@ class Transport(RankCommunicator):
 
 
 class ThreadWork(PendingWork):
-    """The torch work of a rank's calls."""
+    """The torch Work that one rank gets for its calls."""
 
     def __init__(self, parts: Sequence[Any], results: Any) -> None:
         self._calls = [part for part in parts if isinstance(part, RankCall)]
@@ -273,7 +273,7 @@ class ThreadWork(PendingWork):
 
         An incomplete future would wait in C++, where no other rank can run.
         """
-        # In backward DistributedDataParallel makes this call, and errors do not show it.
+        # Inside backward, DistributedDataParallel calls get_future: errors must not name it.
         is_asked = torch._C._current_graph_task_id() == -1
         for call in self._calls:
             call.wait(what="get_future" if is_asked else "")
@@ -347,7 +347,7 @@ class ThreadGroup(Collectives, PythonGroup):
     abort = shutdown
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: the timeout of `pyringar.launch` counts."""
+        """Do nothing, because the timeout of `pyringar.launch` applies."""
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -362,7 +362,7 @@ def _deliver(calls: Calls) -> None:
 
 
 def _data(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors of the same memory whose writes torch does not count."""
+    """Return aliases of the tensors; writing to them does not change torch's version count."""
     return [tensor.data for tensor in tensors]
 
 
@@ -380,7 +380,7 @@ def _copy_all(rows: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy elements by index, unless source and target are the same memory."""
+    """Copy the elements in logical order, unless source and target share memory."""
     if target.data_ptr() != source.data_ptr() or target.device != source.device:
         target.copy_(source.reshape(target.shape))
 

@@ -27,18 +27,18 @@ NAME = "ringar"
 _Backend: Any = _distributed_c10d.Backend
 _ProcessGroup: Any = dist.ProcessGroup
 
-# Groups that were not shut down: torch's debug wrapper keeps only their C++ half alive.
+# Open groups, referenced here because torch's debug wrapper keeps only their C++ half alive.
 _open_groups: set[Any] = set()
 
 
 def keep_gloo() -> None:
-    """Keep gloo of all open groups in memory: destroying it takes 20 ms."""
+    """Never destroy the gloo groups of open process groups: each destruction takes 20 ms."""
     for group in _open_groups:
         never_destroy(group._fallback._gloo)
 
 
 class _NamedBackend(_Backend):  # type: ignore[misc]
-    """A Backend that torch 2.14 and later ask for its name, options and abilities."""
+    """A Backend whose name, options and capabilities torch 2.14 and later query."""
 
     def __init__(self, options: Any) -> None:
         _Backend.__init__(self, options.group_rank, options.group_size)
@@ -49,24 +49,24 @@ class _NamedBackend(_Backend):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
-    # Without these attributes torch calls this object, which calls torch, without end.
+    # Without these attributes, a query would recurse endlessly between torch and this object.
     supports_splitting = supports_coalescing = supports_reconfigure = False
     supports_shrinking = supports_window = _supports_time_estimate = False
 
 
 class PythonGroup(_ProcessGroup):  # type: ignore[misc]
-    """A torch ProcessGroup in Python, without the collectives."""
+    """Base class of process groups in Python; subclasses add the collectives."""
 
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
-        _ProcessGroup.__init__(self, rank, size)  # the constructor for subclasses in Python
+        _ProcessGroup.__init__(self, rank, size)  # the C++ constructor for Python subclasses
         self._rank: int = rank
         self._size: int = size
         self._group_name: str = options.group_id
         self._group_desc = "undefined"
         self._named_backend: Any = None
         if _backends_can_be_python():
-            # C++ code of torch, such as its flight recorder, needs a backend.
+            # torch's C++ code, such as its flight recorder, needs a backend of the group.
             custom = _ProcessGroup.BackendType.CUSTOM
             self._named_backend = _NamedBackend(options)
             self._set_default_backend(custom)
@@ -105,7 +105,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         return self._group_desc
 
     def _wait_for_pending_works(self) -> None:
-        """Do nothing: futures have no hooks to wait for."""
+        """Do nothing, because futures of this group register no hooks."""
 
     def _has_hooks(self) -> bool:
         return False
@@ -123,15 +123,14 @@ class RingarProcessGroup(Collectives, PythonGroup):
         self._comm = comm = communicator_for(
             store, rank, size, name=options.group_id, timeout=seconds, compares_shapes=False
         )
-        # comm.store, and not the given store: after a restart that may hold addresses of dead
-        # processes.
+        # Use comm.store: after a restart, the given store may hold addresses of dead processes.
         self._fallback = Fallback(
             comm.store, rank, size, options.timeout, self._backend_for, self.set_timeout
         )
         self._completer = Completer(f"of group {options.group_id}")
         self._batch = None
         _open_groups.add(self)
-        # Threads of gloo and of this group that outlive the interpreter would abort the process.
+        # Close at exit: threads of gloo that outlive the interpreter would abort the process.
         close_at_exit(
             self,
             RingarProcessGroup.shutdown,
@@ -145,7 +144,7 @@ class RingarProcessGroup(Collectives, PythonGroup):
         self._fallback.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Wait for background calls, then leave the group. A second call does nothing."""
+        """Wait for background calls, then close the group on this rank. Idempotent."""
         if is_inherited(self):
             return
         try:
@@ -157,7 +156,7 @@ class RingarProcessGroup(Collectives, PythonGroup):
         self._end()
 
     def abort(self) -> None:
-        """Fail the running calls of all ranks, then leave the group."""
+        """Make the running calls of all ranks fail, then close the group on this rank."""
         if is_inherited(self):
             return
         self._comm.abort()
@@ -186,13 +185,13 @@ class RingarProcessGroup(Collectives, PythonGroup):
 def _backends_can_be_python() -> bool:
     try:
         _Backend(0, 1)
-    except TypeError:  # no constructor before torch 2.14
+    except TypeError:  # before torch 2.14 Backend has no Python constructor
         return False
     return True
 
 
 def keep_dynamo_out(*classes: type) -> None:
-    """Make ``torch.compile`` run the methods of these classes uncompiled, callees included.
+    """Make ``torch.compile`` skip the methods of these classes and the functions they call.
 
     Tracing an attribute of a ProcessGroup is an error in torch 2.15, and a warning before.
     """
@@ -207,7 +206,7 @@ def keep_dynamo_out(*classes: type) -> None:
 def _keep_works_of_join() -> None:
     """Keep a Python reference to the work of DistributedDataParallel's join().
 
-    The join holds only the C++ half of the work, and would wait forever.
+    join() holds only the C++ half of the work. Without this reference it waits forever.
     """
     own: Any = Join.notify_join_context
     if getattr(own, "keeps_work", False):

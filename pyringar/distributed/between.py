@@ -27,7 +27,7 @@ from pyringar.distributed.convert import copy_all, has_plain_memory
 from pyringar.distributed.machines import Column, MachineLayout, WaitFunction
 from pyringar.errors import ArgumentError, RingarError
 
-# While a piece crosses between machines, the next piece is summed inside the machine.
+# Elements of a piece. While it crosses between machines, the next piece is summed inside.
 PIECE_ELEMENTS = 2**20
 # Ranks compare a digest of the call's description. Errors show the first bytes of the description.
 _DIGEST_BYTES = 8
@@ -46,8 +46,8 @@ class Between:
     inside: Any  # the communicator of this machine; its ranks count from 0
     host: Any  # the communicator of this machine for CPU tensors
     column: Column
-    order: str  # of the sums of machines: "any" adds them one after the other, "tree" as a tree
-    is_told: bool = False  # True: other ranks know of the running call; the caller clears it
+    order: str  # addition of machines' sums: "any" in sequence, "tree" as a binary tree
+    is_told: bool = False  # True: other ranks know the running call; the caller resets it
 
     def run(self, call: CollectiveCall, what: str) -> None:
         getattr(self, f"_{call.operation}")(call, what)
@@ -57,7 +57,7 @@ class Between:
         groups: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             groups.setdefault(wide(tensor.dtype), []).append(tensor)
-        flats = [_flat(group) for group in groups.values()]  # first: memory may run out
+        flats = [_flat(group) for group in groups.values()]  # before comparing: memory may run out
         self.compare(what)
         for flat, group in zip(flats, groups.values(), strict=True):
             pieces = list(torch.split(flat, self.piece_elements())) if len(flat) else []
@@ -108,7 +108,7 @@ class Between:
     def piece_elements(self) -> int:
         return self._row_elements() * len(self.members)
 
-    # The steps of a piece yield before each wait for another machine.
+    # Generators of a piece's steps: each yields before it waits for another machine.
 
     def _reduce_piece(self, piece: Tensor, op: str) -> Steps:
         add_up = self._begin_scatter(piece, op)
@@ -123,7 +123,7 @@ class Between:
         add_up = self._begin_scatter(flat, op)
         yield
         own = add_up()
-        if not machines.are_equal:  # the block holds the rows of all ranks of this machine
+        if not machines.are_equal:  # here a block has rows for all local ranks
             self.call_inside(lambda: self.inside.broadcast(own, 0))
             own = own.view(len(machines.here), -1)[machines.local_rank]
         copy_all([(result, own)])
@@ -156,9 +156,9 @@ class Between:
             self._share_inside(piece, part)
 
     def _begin_scatter(self, flat: Tensor, op: str) -> Callable[[], Tensor]:
-        """Begin to sum ``flat``, which may be overwritten.
+        """Begin to sum ``flat`` over all ranks; may overwrite ``flat``.
 
-        The returned function waits, and returns this rank's block (any values without one).
+        The returned function waits, and returns this rank's block (undefined if it has no block).
         """
         parts = self._blocks(self._sum_inside(flat, "sum" if op == "mean" else op))
         own = parts.pop(self.machines.node)
@@ -216,7 +216,7 @@ class Between:
         return flat
 
     def _share_inside(self, flat: Tensor, column: Tensor) -> None:
-        """Gather all columns of this machine into ``flat``, unless there is one column."""
+        """Copy all columns, or the only column, of this machine to ``flat`` of each local rank."""
         if self.machines.num_columns > 1:
             self.call_inside(lambda: self._group_of(flat).all_gather(flat, column))
         elif len(self.machines.here) > 1:
@@ -226,7 +226,7 @@ class Between:
         return self.host if tensor.is_cpu else self.inside
 
     def call_inside(self, call: Callable[[], object]) -> None:
-        """Call this machine's communicator; number ranks in its errors over all machines."""
+        """Run ``call`` on this machine's communicator; its errors name ranks of the whole group."""
         machines = self.machines
         try:
             call()
@@ -237,7 +237,7 @@ class Between:
             ) from error
 
     def compare(self, what: str) -> None:
-        """Compare the calls of all ranks; ArgumentError on every rank names two that differ."""
+        """Compare the calls of all ranks; ArgumentError on all ranks names two differing calls."""
         own = _told(what)
         table = own.new_empty(len(self.members), len(own))
         self.is_told = True
@@ -252,7 +252,7 @@ class Between:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate the elements, 16-bit floats as float32. Copy only if needed."""
+    """Concatenate tensors, 16-bit floats as float32. A single contiguous tensor is not copied."""
     first = tensors[0]
     is_flat = first.is_contiguous() and has_plain_memory(first)
     if len(tensors) == 1 and is_flat and first.dtype == wide(first.dtype):
@@ -262,7 +262,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _run_overlapped(pieces: Iterable[Steps]) -> None:
-    """Run the steps of pieces in order; each piece is one step ahead of the next."""
+    """Run the steps of all pieces interleaved; each piece is one step ahead of the next."""
     window: list[Steps] = []
     for piece in pieces:
         window = [steps for steps in [piece, *window] if next(steps, _OVER) is not _OVER]

@@ -1,7 +1,7 @@
 """The collectives of a process group, as calls of the engine or of gloo.
 
-A call first goes to the engine unchecked. If the engine refuses its tensors, nothing was sent: the
-call is made again with stand-ins for the tensors, or handed to gloo.
+A call first goes to the engine unchecked. An engine that refuses the tensors has sent nothing. Then
+the call is repeated with stand-in tensors of other dtype or layout, or goes to gloo.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pyringar.errors import ArgumentError, UnsupportedError
 
 
 class _Call(NamedTuple):
-    """The works of a call in the communicator, and the copies to make after they succeed."""
+    """The communicator's works of one collective, and the copies to make after they succeed."""
 
     parts: list[Any]
     copies: list[Copy]
@@ -99,7 +99,7 @@ class Collectives(Delegated):
     """
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Reduce each tensor over all ranks in place; tensors of a list are separate."""
+        """Reduce each tensor in place over all ranks. Tensors of a list are not added together."""
         try:
             reduce_op, is_async = opts.reduceOp, opts.asyncOp
         except AttributeError:
@@ -128,7 +128,7 @@ class Collectives(Delegated):
         if op in OPS and [t.dtype for t in tensors] == [t.dtype for t in detached]:
             if not any(tensor.requires_grad for tensor in tensors):
                 raise error
-            # One call for all tensors, as on ranks whose tensors do not require grad.
+            # One call for all tensors, to match ranks with tensors that do not require grad.
             call.parts.append(self._comm.all_reduce(detached, op, async_op=True))
             return self._finished(call, tensors, opts)
         for tensor, stand_in in zip(tensors, stand_ins, strict=True):
@@ -153,7 +153,7 @@ class Collectives(Delegated):
         call.parts.append(self._comm._begin_as(what, "all_gather", gathered, tensor))
         call.copies.append((tensor, gathered[0]))
 
-        @torch.inference_mode()  # the tensors may be inference tensors
+        @torch.inference_mode()  # allows writes to inference tensors
         def fold() -> None:
             total, *others = gathered
             for part in others:
@@ -212,7 +212,7 @@ class Collectives(Delegated):
             call.parts.append(self._comm._begin_as(what, "broadcast", stand_in, root=root))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Wait until all ranks have called it, and all earlier calls of this rank have ended.
+        """Wait until all ranks have called barrier and this rank's earlier calls have ended.
 
         It does not wait for messages or for GPUs.
         """
@@ -224,8 +224,8 @@ class Collectives(Delegated):
         return None
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Run `barrier` with its own ``timeout``; errors name a missing rank."""
-        limit = getattr(timeout, "timeout", timeout)  # torch's ProcessGroup gives BarrierOptions
+        """Run `barrier` with a separate ``timeout``; errors name a missing rank."""
+        limit = getattr(timeout, "timeout", timeout)  # torch may pass BarrierOptions
         is_limited = limit is not None and limit > timedelta(0)
         self._comm.barrier(async_op=True).wait(limit.total_seconds() if is_limited else None)
 
@@ -329,7 +329,7 @@ class Collectives(Delegated):
     def _scatter_slice(
         self, output: Tensor, flat: Tensor, begin: int, op: str, call: _Call
     ) -> None:
-        """All-reduce the temporary tensor ``flat``, and copy a slice: for rare calls."""
+        """All-reduce the temporary tensor ``flat``, then copy a slice of it to ``output``."""
         target = output.detach()
         part = flat[begin : begin + target.numel()].view(target.shape)
         what = Described.of(f"reduce_scatter ({op})", flat)
@@ -379,7 +379,7 @@ class Collectives(Delegated):
     _end_coalescing = end_coalescing
 
     def _copy_in_turn(self, copies: Sequence[Copy], call: _Call) -> None:
-        """Copy in the engine's thread, after earlier calls and before later calls."""
+        """Queue copies in the engine's thread, between the earlier and the later calls."""
         if copies:
             count_changes([into for into, _ in copies])
             call.parts.append(self._comm._submit_step(lambda: copy_all(copies)))

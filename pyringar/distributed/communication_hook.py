@@ -1,6 +1,6 @@
 """A communication hook for DistributedDataParallel on another backend, such as gloo.
 
-This module does not postpone annotations: torch checks the types of a hook's annotations.
+No ``from __future__ import annotations`` here, because torch checks a hook's annotations.
 """
 
 from typing import Any, Literal

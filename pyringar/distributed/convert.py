@@ -18,19 +18,19 @@ Copy = tuple[Tensor, Tensor]  # destination, source
 NATIVE = frozenset(DTYPES)
 
 SUM = dist.ReduceOp.SUM
-# Reductions that the engine does not have.
+# Reductions that the engine lacks: ranks gather the tensors and reduce them locally.
 BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 _OP_NAMES = [(getattr(dist.ReduceOp, theirs), ours) for theirs, ours in REDUCE_OPS.items()]
 _OP_NAMES += [(getattr(dist.ReduceOp, name.upper()), name) for name in BITWISE]
 
-# Dtypes that are summed in a wider dtype and narrowed once. Integers wrap in the same way.
+# Dtype to the wider dtype of its sums, which are narrowed once. Integers wrap to the same bits.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 _WIDER |= dict.fromkeys(_FLOAT8, torch.float32)
-# Reductions of bool as uint8 with the values 0 and 1.
+# Op on bool tensors to the op on their bytes, which are 0 or 1.
 _BOOL_OPS = {"sum": "max", "prod": "min", "max": "max", "min": "min", "band": "min", "bor": "max"}
 _COMPLEX_OPS = ("sum", "mean")
-_UINT64_OPS = ("sum", "prod", "band", "bor", "bxor")  # same bits for int64
+_UINT64_OPS = ("sum", "prod", "band", "bor", "bxor")  # ops that give the same bits as on int64
 
 
 def reduction_name(reduce_op: Any, operation: str) -> str:
@@ -60,8 +60,8 @@ class Described(NamedTuple):
 class StandIn(NamedTuple):
     """A tensor and op that the engine takes in place of another tensor and op.
 
-    ``after`` copies the result back into the original; before the call copy the other way. None:
-    the stand-in has the memory of the original.
+    ``after`` is the copy (original, stand-in) after the call; before the call the caller copies the
+    other way. None: both tensors share memory.
     """
 
     tensor: Tensor
@@ -70,26 +70,26 @@ class StandIn(NamedTuple):
 
 
 def has_plain_memory(tensor: Tensor) -> bool:
-    """Return False if the memory holds the negated or conjugated values."""
+    """Return False for a lazily negated or conjugated view, whose memory holds other values."""
     return not (tensor.is_neg() or tensor.is_conj())
 
 
 def count_changes(tensors: Sequence[Tensor]) -> None:
-    """Count the write of a call before it runs: autograd must not see it as a later write."""
+    """Increase version counters now, so that autograd dates the write to the start of the call."""
     torch.autograd.graph.increment_version(tensors)
 
 
 def copy_all(copies: Sequence[Copy]) -> None:
-    """Copy without counting the write in torch; destinations may be inference tensors."""
+    """Copy without changing version counters; destinations may be inference tensors."""
     for target, source in copies:
-        # A converting copy loses the sign of a negated target, and changes NaN in a strided target.
+        # Convert first: a converting copy_() loses the sign of negated targets, and changes NaNs.
         if not (target.is_contiguous() and has_plain_memory(target)):
             source = source.to(target.dtype)
         target.data.copy_(source)
 
 
 def for_reduction(tensor: Tensor, op: str) -> StandIn:
-    """Return a stand-in for a tensor that is reduced, of a dtype in `NATIVE`.
+    """Return a stand-in with a dtype in `NATIVE` for a tensor to reduce.
 
     ArgumentError for an expanded tensor; UnsupportedError for an impossible dtype and op.
     """
@@ -122,10 +122,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def for_copy(tensor: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return a stand-in for a tensor whose bytes are moved, of a dtype in `NATIVE`.
+    """Return a stand-in with a dtype in `NATIVE` for a tensor to send or receive.
 
-    The second result is the memory of the stand-in, which the caller copies ``tensor`` into before
-    a read, or out of after a write. It is None if both share memory, unless ``apart``.
+    The second result backs the stand-in: copy ``tensor`` into it before a send, or out of it after
+    a receive. None if the stand-in and ``tensor`` share memory, which ``apart`` prevents.
     """
     data, whole = tensor.detach(), None
     is_native = tensor.dtype in NATIVE

@@ -1,4 +1,4 @@
-"""Run the calls that the engine lacks on gloo, and watch them for lost ranks.
+"""Run calls that the engine lacks on gloo, and detect lost ranks while they run.
 
 gloo alone waits 30 s for a dead rank, and its error does not name the rank.
 """
@@ -29,18 +29,18 @@ from pyringar.distributed.torch_works import BackgroundCall, Completer, PendingW
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
 _POLL_S = 0.2
-# Data that a rank sent before it exited arrives within this time.
+# Seconds within which data arrives that a rank sent before it exited.
 _GRACE_S = 1.0
-# Words of gloo's errors about a broken connection.
+# Gloo's errors about a broken connection contain one of these texts.
 _CONNECTION = ("/transport/", "pair closure")
 
 
 class WatchedCall:
     """A running call of gloo, as a `pyringar.distributed.torch_works.BackgroundCall`.
 
-    ``begin`` starts the call and returns gloo's work. The call cannot end without the ranks
-    ``peers``. After it succeeds, ``copies`` are made even if no thread waits. Gloo completes a
-    message only in a wait. PeerLostError if a peer is lost; RingarError if the group has failed.
+    ``begin`` starts the call and returns gloo's work. ``peers`` are the ranks that the call needs.
+    ``copies`` are made after success, even if the program never waits. Gloo completes messages only
+    in wait(), which a thread calls. PeerLostError: a peer is lost; RingarError: the group failed.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class WatchedCall:
         self._peers = [rank for rank in peers if rank != comm.rank]
         self._copies = copies
         self._gone_since = 0.0
-        self._error: RuntimeError | None = None  # the error that names a rank
+        self._error: RuntimeError | None = None  # the raised error, which names a lost rank
         self._failure: Exception | None = None  # gloo's error
         self._end = Latch()
         self._check(self._peers)
         try:
             self.work = begin()
-        except RuntimeError as error:  # a broken connection or a wrong argument
+        except RuntimeError as error:  # a connection broke or an argument is wrong
             self._check(self._peers)
             self._raise_named(error)
-        # The first waiting thread pops this: gloo's second wait would wait for the next message.
+        # The first waiting thread pops wait(): a second wait() would wait for the next message.
         self._waits = [self.work.wait]
         self._needs_wait = is_message or bool(copies)
         if copies:
@@ -92,7 +92,7 @@ class WatchedCall:
         return self._has_ended(0) if self._needs_wait else bool(self.work.is_completed())
 
     def _has_ended(self, seconds: float) -> bool:
-        """Return True if the call ends within ``seconds``; start a waiting thread if needed."""
+        """Return True if the call ends within ``seconds``; if no thread waits for it, start one."""
         if self._waits:
             self._fallback.waiters.submit(self._wait_for_gloo)
         return self._end.wait(seconds)
@@ -100,13 +100,13 @@ class WatchedCall:
     def _wait_for_gloo(self) -> None:
         try:
             wait = self._waits.pop()
-        except IndexError:  # another thread waits
+        except IndexError:  # another thread already waits
             return
         try:
             wait()
             copy_all(self._copies)
         except Exception as error:
-            self._failure = error.with_traceback(None)  # the traceback would hold this object
+            self._failure = error.with_traceback(None)  # a traceback would reference this object
         self._end.open()
 
     def _raise_named(self, error: Exception) -> NoReturn:
@@ -118,11 +118,11 @@ class WatchedCall:
         raise self._error from error
 
     def _named(self, error: Exception) -> RuntimeError:
-        """Return the error of a lost rank, else gloo's error as an error of this library."""
+        """Return the PeerLostError of a lost rank; if no rank is lost, convert gloo's error."""
         text = str(error).lower()
         is_late = "timed out" in text or "timeout" in text
         ends = time.monotonic() + (0 if is_late else _GRACE_S)
-        while True:  # a dying process closes its connections before it ends
+        while True:  # poll: a dying process closes its connections before it ends
             try:
                 self._check(self._peers)
             except RuntimeError as cause:
@@ -136,7 +136,7 @@ class WatchedCall:
         return (CollectiveTimeout if is_late else PeerLostError)(f"{waited}: {error}{names}")
 
     def _check(self, peers: Sequence[int]) -> None:
-        """Raise if a rank is lost, and tell the other ranks, since this rank may exit next."""
+        """Raise PeerLostError if a rank is lost, and tell the other ranks about the error."""
         try:
             self._comm.check_peers(peers)
         except PeerLostError as error:
@@ -192,8 +192,8 @@ def _handed(
 ) -> Callable[..., Any]:
     """Make a method that hands a call to the backend for the device of its tensors.
 
-    ``conversions`` apply to the first arguments, which are tensors or lists of tensors. ``peers``
-    returns the ranks without which the call cannot end, None for all.
+    ``conversions`` convert the first arguments, which are tensors or lists of tensors. ``peers``
+    returns the ranks that the call needs to end; None: all ranks.
     """
 
     def hand_over(self: Delegated, *arguments: Any) -> Any:
@@ -234,13 +234,13 @@ def _to_or_from_root(group: Delegated, _outputs: Any, _inputs: Any, opts: Any) -
 
 
 class Delegated:
-    """The calls of torch.distributed that gloo runs; it moves any dtype as bytes."""
+    """The calls of torch.distributed that gloo runs; unsupported dtypes are sent as bytes."""
 
     _comm: Any
     _fallback: Fallback
     _completer: Completer
     _timeout: timedelta
-    _batch: list[Any] | None  # works of the calls that are being coalesced
+    _batch: list[Any] | None  # works since start_coalescing(), else None
     _own_devices: tuple[str, ...] = ("cpu",)
 
     gather = _handed("gather", _written, _read, peers=_to_or_from_root)
@@ -273,11 +273,11 @@ class Delegated:
 
         ``copies`` are made after the call. ``names`` are possible names of the backend's method
         (default: ``operation``). ``results`` are the tensors that it writes (default: ``tensors``).
-        The call cannot end without the ranks ``peers`` (default: all).
+        ``peers`` are the ranks that the call needs to end (default: all).
         """
         device = tensors[0].device.type if tensors else "cpu"
         backend = self._fallback.for_device(device, operation)
-        if arguments[-1] is None:  # no options: the backend has default options
+        if arguments[-1] is None:  # without options the backend uses defaults
             arguments = arguments[:-1]
         begin = partial(_by_any_name(backend, *(names or (operation,))), *arguments)
         if device not in self._own_devices:

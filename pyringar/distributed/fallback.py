@@ -15,15 +15,15 @@ from pyringar.comm.exits import close_at_exit, is_inherited, never_destroy
 from pyringar.distributed.torch_works import BackgroundCall, Threads
 from pyringar.errors import ArgumentError, RingarError, UnsupportedError
 
-# Seconds that close() waits for each thread after it has ended the thread's call.
+# Seconds that close() waits for each thread to end, after it has aborted the thread's call.
 _GRACE_S = 1.0
 
 
 class Fallback:
     """The gloo group of a process group, and its NCCL group if the user asked for NCCL.
 
-    Gloo connects all ranks at once: a message never waits until its receiver connects. If that
-    fails, the first call that needs gloo raises the error.
+    The constructor connects all ranks, so a message never waits for a connection. If that fails,
+    the first call that needs gloo raises the error.
 
     ``backend_of`` returns the backend that the user named for a device type. ``set_timeout`` sets
     the timeout of the process group.
@@ -42,7 +42,7 @@ class Fallback:
         self._backend_of = backend_of
         self._gloo: Any = None
         self._nccl: Any = None
-        # Needs no lock: each use is one step of the interpreter.
+        # Running calls. Needs no lock, because each use is atomic in the interpreter.
         self._under_way: set[BackgroundCall] = set()
         self.waiters = Threads("calls of gloo")
         self._is_closed = False
@@ -50,7 +50,7 @@ class Fallback:
         try:
             self._gloo = make_gloo(*self._endpoint, on_timeout=set_timeout)
             close_at_exit(self, Fallback.close)
-        except Exception as error:  # raised by the first call that needs gloo
+        except Exception as error:  # stored: the first call that needs gloo raises it
             self._error = error
 
     def for_device(self, device: str, operation: str) -> Any:
@@ -94,7 +94,7 @@ class Fallback:
 
     def finish(self) -> None:
         for part in list(self._under_way):
-            with contextlib.suppress(RuntimeError):  # the work of the call raises the error
+            with contextlib.suppress(RuntimeError):  # the Work raises this error to its caller
                 part.wait()
 
     def abort(self) -> None:
@@ -105,7 +105,7 @@ class Fallback:
         return closed_peers(self._gloo)
 
     def close(self) -> None:
-        """Release gloo and NCCL: at exit, threads of gloo would abort the process.
+        """Release gloo and NCCL. Threads of gloo that run at exit would abort the process.
 
         A gloo with a running call stays in memory: its destructor waits with the GIL held.
         """
@@ -125,7 +125,7 @@ class Fallback:
             self._nccl = None
 
 
-# Tags of messages that no rank sends, and of messages that no rank receives.
+# Tag of receives that no send matches, and tag of sends that no receive matches.
 _NOT_SENT, _NOT_RECEIVED = 2**31 - 1, 2**31 - 2
 
 
@@ -150,7 +150,7 @@ def make_gloo(
     options = kind._Options()
     options._timeout = timeout
     options._threads = 2
-    # Like torch: by default the network of this machine's host name.
+    # Without the variable use the network of this machine's host name, as torch does.
     networks = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
     try:
         devices = [kind.create_device(interface=network, lazy_init=False) for network in networks]
@@ -181,26 +181,26 @@ def make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def abort_calls(gloo: Any) -> None:
-    """Make all calls and messages of gloo fail, except receives from any rank.
+    """Make all running calls of gloo fail, except receives from any rank.
 
-    Gloo closes all connections when a message times out.
+    A receive that times out makes gloo close its connections.
     """
     for peer in _peers(gloo):
-        with contextlib.suppress(RuntimeError):  # a timeout, or a closed connection
+        with contextlib.suppress(RuntimeError):  # timed out, or the connection was closed
             gloo.recv([torch.empty(0)], peer, _NOT_SENT).wait(timedelta(milliseconds=1))
 
 
 def closed_peers(gloo: Any) -> list[int]:
     """Return the ranks that have closed their connections: dead ranks, and ranks that aborted.
 
-    Never waits; announces a message to each rank.
+    Does not block: it begins to send a message to each rank, and a closed connection raises.
     """
     closed = []
     for peer in _peers(gloo):
         try:
             gloo.send([torch.zeros(1)], peer, _NOT_RECEIVED)
         except RuntimeError as error:
-            if "Application timeout" not in str(error):  # else the local rank closed it
+            if "Application timeout" not in str(error):  # else this rank closed the connection
                 closed.append(peer)
     return closed
 

@@ -35,7 +35,7 @@ from pyringar.errors import (
     UnsupportedError,
 )
 
-# Added to the timeout inside a machine: a rank that waits for another machine fails first.
+# Seconds added to timeouts inside a machine, so that a wait for another machine fails first.
 _INSIDE_GRACE_S = 1.0
 
 
@@ -154,7 +154,7 @@ class HierarchicalCommunicator(RankCommunicator):
         self._place = f"machine {machines.node} of {len(self.nodes)}, "
         machines.check_order(order)
         self._intra = host = self._inside("machine", device)
-        if device.type != "cpu":  # comparing calls must not wait for a GPU
+        if device.type != "cpu":  # compare calls on the CPU: no wait for a GPU
             host = self._inside("words of machine", torch.device("cpu"))
         self._inside_groups = {host, self._intra}
         self._column = Column(self._store, machines, members, timeout, device, host)
@@ -166,7 +166,7 @@ class HierarchicalCommunicator(RankCommunicator):
         self._num_calls = 0
         kind = HierarchicalCommunicator
         close_at_exit(self, kind.close, abort=kind.abort, progress=kind._progress)
-        self.barrier()  # a rank that exits now would look lost to ranks that still connect
+        self.barrier()  # no rank may exit while others still connect to it
 
     def _inside(self, name: str, device: torch.device) -> ProcessCommunicator:
         return ProcessCommunicator(
@@ -201,7 +201,7 @@ class HierarchicalCommunicator(RankCommunicator):
         try:
             job.wait()
         except BaseException as error:
-            if not job.is_completed():  # interrupted: the call must not write later
+            if not job.is_completed():  # interrupted: end the call before it writes
                 self._fail_group(error)
                 with suppress(RingarError):
                     job.wait()
@@ -287,7 +287,7 @@ class HierarchicalCommunicator(RankCommunicator):
     def _fail_group(self, why: BaseException) -> None:
         if self._failure is None:
             self._failure = why
-            self._column.keep_error(why)  # before other machines see connections close
+            self._column.keep_error(why)  # before other machines see closed connections
         for group in self._inside_groups:
             if isinstance(self._failure, (PeerLostError, CollectiveTimeout)):
                 group._tell(self._failure)
@@ -319,10 +319,10 @@ class HierarchicalCommunicator(RankCommunicator):
                 self._between.run(call, what)
         except BaseException as error:
             if self._failure is None and not self._between.is_told:
-                raise  # such as a lack of memory, before other ranks know of the call
+                raise  # for example memory ran out; no other rank knows of the call
             named = error
             head = f"{what} over {len(self.nodes)} machines: "
-            is_told = head in str(error)  # the error of another rank: its text must not grow
+            is_told = head in str(error)  # another rank's error has the head already
             if isinstance(error, (PeerLostError, CollectiveTimeout)) and not is_told:
                 named = type(error)(f"{head}{error}")
             self._fail_group(named)

@@ -21,15 +21,15 @@ from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, Rin
 
 WaitFunction = Callable[[], object]
 
-_CHUNK_BYTES = 16 * 2**20  # each chunk has its own deadline
-_STORE_S = 1.0  # seconds to reach the store, which may be on a lost machine
+_CHUNK_BYTES = 16 * 2**20  # maximum bytes of a message; each has a separate deadline
+_STORE_S = 1.0  # timeout of the store, which may be on a lost machine
 
 
 class MachineLayout:
     """The ranks of every machine, and the machine and local rank of this process.
 
     If machines have equally many ranks, the ranks with equal local rank form a column, which
-    carries an equal share of the data. Else the first rank of each machine carries all data.
+    transfers an equal share of the data. Else the first rank of each machine transfers all data.
     """
 
     def __init__(self, nodes: list[list[int]], rank: int) -> None:
@@ -42,7 +42,7 @@ class MachineLayout:
         self.are_equal = len({len(ranks) for ranks in nodes}) == 1
         self.num_columns = len(self.here) if self.are_equal else 1
         self.is_carrier = self.local_rank < self.num_columns
-        # The order of ranks' blocks in flat data: by column, then by machine.
+        # Flat data holds one block per rank, ordered by column, then by machine.
         columns = zip(*nodes, strict=True) if self.are_equal else nodes
         self.block_order = [rank for column in columns for rank in column]
 
@@ -65,7 +65,7 @@ class MachineLayout:
 
 
 class Column:
-    """Connections between the ranks of one column; a rank that carries no data has no connections.
+    """Connections between the ranks of one column; empty on a rank that transfers no data.
 
     All methods raise PeerLostError or CollectiveTimeout. It names ranks and machines, and quotes
     the first error of the group, because a rank that fails closes its connections to other ranks.
@@ -80,14 +80,14 @@ class Column:
         device: torch.device,
         inside: Any,
     ) -> None:
-        from torch._C._distributed_c10d import PrefixStore  # not in every build of torch
+        from torch._C._distributed_c10d import PrefixStore  # missing in some builds of torch
 
         self._machines = machines
         self._members = members
         self._inside = inside  # the communicator of this machine
         self._store = store
         self.set_timeout(timeout_s)
-        self.num_chunks = 0  # sent or received so far
+        self.num_chunks = 0  # chunks sent or received so far
         self.sent = {"calls": 0, "bytes": 0}
         self._gloo: Any = None
         self._nccl: Any = None
@@ -100,9 +100,9 @@ class Column:
         close_at_exit(self, Column.close)
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> WaitFunction:
-        """Begin to send and receive contiguous tensors, by machine.
+        """Begin to send and receive contiguous tensors; both mappings have machines as keys.
 
-        The returned function waits: the host for CPU tensors, the current stream for CUDA tensors.
+        The returned function blocks the host for CPU tensors, the current stream for CUDA tensors.
         """
         if self._gloo is None:
             return lambda: None
@@ -155,7 +155,7 @@ class Column:
             cause = cause or self._told_inside()
             is_late = "timed out" in why.lower() or "timeout" in why.lower()
             text = f"rank {machines.rank} waited for ranks {peers} of the other machines ({places})"
-            if " waited for " in cause:  # names the lost or late rank; connections closed later
+            if " waited for " in cause:  # cause names the lost or late rank
                 text = f"{cause}; connections to {places} were closed"
                 cause = ""
             elif is_silent:
@@ -165,7 +165,7 @@ class Column:
             ) from error
 
     def _told_inside(self) -> str:
-        """Return the error of this machine's communicator, in case a lost rank serves the store."""
+        """Return the error of this machine's communicator, in case the store is lost."""
         try:
             self._inside.check_peers([])
         except RingarError as error:
@@ -173,7 +173,7 @@ class Column:
         return ""
 
     def in_all_ranks(self, text: str) -> str:
-        """Replace local ranks of this machine in a text by ranks of the group."""
+        """Replace rank numbers inside this machine by rank numbers in the group."""
         members = [self._members[rank] for rank in self._machines.here]
         for member in members:
             place = re.escape(f"(process {member.pid} on {member.host})")
@@ -212,6 +212,6 @@ class Column:
             return
         self._gloo = None
         if self._nccl is not None:
-            with suppress(RuntimeError):  # a rank is lost
+            with suppress(RuntimeError):  # raised if a rank is lost
                 self._nccl.shutdown()
             self._nccl = None

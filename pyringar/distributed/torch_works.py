@@ -4,7 +4,7 @@ Three rules prevent crashes or wrong results in torch. ``wait`` raises the error
 ``get_future`` returns a ``then()`` child: a future that fails by ``set_exception`` crashes
 DistributedDataParallel. The value of a future is a tensor or a list of tensors.
 
-A call ends in a thread of the engine or of gloo, even if its work is dropped.
+A call ends in a thread of the engine or of gloo, even if the program deletes its work.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from pyringar.errors import RingarError
 
 _BaseWork: Any = dist.distributed_c10d.Work
 
-# A callback waits this long times the number of threads for an idle thread. Then it starts a new
-# thread, since a running callback may wait for a later future.
+# Seconds, times the number of threads, that a callback waits for an idle thread. Then it gets a new
+# thread, since running callbacks may wait for later futures.
 _PATIENCE_S = 0.01
 
 
 class Threads:
     """Thread pool that starts a new thread for a call if no thread is idle.
 
-    A signal handler may interrupt any method, so each access to shared state is atomic.
+    A signal handler may interrupt any method, so each access to shared state is one atomic step.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        # One entry for each thread without a call.
+        # Holds one None for each idle thread.
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -71,12 +71,12 @@ class Threads:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # release its tensors
+            del call  # release the tensors that the call references
             self._idle.put(None)
 
 
 class Completer:
-    """Completes futures of works, in the order of their creation.
+    """Completes the futures of works, in the order in which the futures were created.
 
     One thread, started by the first future, waits for the works. Callbacks run in other threads,
     since they may wait for later futures.
@@ -84,13 +84,13 @@ class Completer:
 
     def __init__(self, name: str) -> None:
         self._name = f"futures {name}"
-        self._lock = threading.RLock()  # a signal handler may take it again
+        self._lock = threading.RLock()  # reentrant: a signal handler may lock it again
         self._waits: Jobs | None = None
         self._callbacks = Threads(self._name)
         self._is_closed = False
 
     def complete(self, future: Future[None], settle: Callable[[], object]) -> None:
-        """Call ``settle``, which waits for a work; then complete ``future``."""
+        """Queue ``settle``, which waits for a work; after it returns, complete ``future``."""
         with self._lock:
             if not self._is_closed:
                 self._waits = self._waits or Jobs(self._name)
@@ -112,7 +112,7 @@ class Completer:
         run_callbacks = partial(future.set_result, None)
         try:
             self._callbacks.submit(run_callbacks, _PATIENCE_S)
-        except RingarError:  # no new thread: a callback that waits for a later future hangs
+        except RingarError:  # out of threads: run here, where waiting for a later future hangs
             run_callbacks()
 
 
@@ -135,7 +135,7 @@ class DelegatedCall:
     def wait(self, timeout: float | None = None) -> object:
         if timeout is None:
             return self._work.wait()
-        return self._work.wait(timedelta(seconds=max(timeout, 0.001)))  # zero: no limit in torch
+        return self._work.wait(timedelta(seconds=max(timeout, 0.001)))  # torch takes 0 as no limit
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -151,7 +151,7 @@ class PendingWork(_BaseWork):  # type: ignore[misc]
     ``results`` are the result tensors, or a function that returns them.
     """
 
-    _devices: Sequence[torch.device] = ()  # GPUs with results
+    _devices: Sequence[torch.device] = ()  # GPUs that hold results
 
     def __init__(self, completer: Completer, parts: Sequence[BackgroundCall], results: Any) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Find the mistake behind a failed property, so that a mark counts each mistake once.
 
-The basic call has two ranks and contiguous float32 tensors whose size both ranks divide. A failing
-call differs from it in several ways. The first difference that makes the basic call fail, too, is
-the mistake, and has the name of a property.
+The basic call has two ranks and contiguous float32 tensors with an even number of elements. A
+failing call differs from it in several ways. The finder applies each difference alone to the basic
+call. The first one that makes it fail is the mistake, and has the name of a property.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pyringar.grading.checks import Check, Subject, same_bits, wrong_value
 from pyringar.grading.graded_calls import CallCase, Failure, even_case, layout_names
 
 COSTS = {
-    "no sum": 100,  # after the basic call, a rank's tensor is not nearly the sum
-    "wrong sum": 50,  # after the basic call, every rank has the mean, for example
-    "unstable": 50,  # wrong sums in some runs
-    "digits": 40,  # integers are right, other numbers too inaccurate
+    "no sum": 100,  # in the basic call, a rank's tensor is not even near the sum
+    "wrong sum": 50,  # in the basic call, every rank has the mean, for example
+    "unstable": 50,  # the sums are wrong in only some runs
+    "digits": 40,  # sums of integers are right, other sums too inaccurate
     "ranks": 50,
     "in place": 40,
     "sizes": 30,
 }
 """Points of 100 that a mistake costs; `OTHER_COST` if it is not named here."""
 OTHER_COST = 10
-LEAST_POINTS = 10  # of a function without the mistake "no sum"
+LEAST_POINTS = 10  # least mark of a function without the mistake "no sum"
 TOO_SLOW = "too slow"
 _REPETITIONS = 3
 
 
 class _Attempt(NamedTuple):
-    """The outcome of one call. ``is_near``: wrong sums have a known mistake, such as the mean."""
+    """The outcome of one call. ``is_near``: wrong results are nearly sums, such as the mean."""
 
     is_right: bool
     is_near: bool = False
@@ -40,7 +40,7 @@ class _Attempt(NamedTuple):
 
 
 class CauseFinder:
-    """Finds the mistake behind each failure of one function. Repeats no call that it tried."""
+    """Finds the mistake behind each failure of a function, and caches the results of calls."""
 
     def __init__(self) -> None:
         self._tried: dict[CallCase, list[_Attempt]] = {}
@@ -75,7 +75,7 @@ class CauseFinder:
             attempts = self._tried[case] = []
             while len(attempts) < _REPETITIONS:
                 attempts.append(_attempt(subject, case))
-                if not attempts[-1].results:  # an error: a worker that ended is slow to restart
+                if not attempts[-1].results:  # stop: the worker ended, and a restart is slow
                     break
         return self._tried[case]
 
@@ -106,7 +106,7 @@ def _differ(first: object, second: object) -> bool:
 
 
 def _simpler_cases(case: CallCase) -> Iterator[tuple[str, CallCase]]:
-    """Yield calls that differ from the basic call in one way, with the property's name."""
+    """Yield calls with one difference from the basic call, and that difference's property."""
     for values in ("positional", "random"):
         if case.k != 2:
             yield "ranks", even_case(case.k, values=values)
@@ -120,7 +120,7 @@ def _simpler_cases(case: CallCase) -> Iterator[tuple[str, CallCase]]:
 
 
 def points(failures: Iterable[tuple[str, str]]) -> int:
-    """Return the points of 100 for failures, each the name of a property and its cause."""
+    """Return the mark, 0 to 100, for failures given as (property, cause)."""
     costs: dict[str, int] = {}
     for name, cause in failures:
         cost = COSTS.get(name if cause == TOO_SLOW else cause, OTHER_COST)

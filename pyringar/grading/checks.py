@@ -1,8 +1,8 @@
 """The properties that the grader checks, and the cases of each.
 
-A property goes from small cases to large ones and raises the first `Failure`. Cases
-other than those of ``sizes`` have sizes that the ranks divide, so that a function which forgets the
-remainder fails ``sizes`` alone.
+A check runs its cases from small to large and raises the first `Failure`. Only the
+cases of ``sizes`` have numbers of elements that the number of ranks does not divide, so a function
+that forgets the remainder fails only ``sizes``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pyringar.grading.graded_calls import (
 from pyringar.grading.solution import call_words
 from pyringar.parallel.shards import has_bits
 
-_MANY_RANKS = (17, 33)  # more than devices: several ranks share a device
+_MANY_RANKS = (17, 33)  # more ranks than devices: ranks share devices
 _MANY_ELEMENTS = 2**21 + 17
 
 
@@ -55,17 +55,17 @@ class Subject:
     def call(self, case: CallCase, data: list[Any]) -> str | None:
         try:
             returned = self.fn(data)
-        except BaseException as error:  # also SystemExit of sys.exit()
+        except BaseException as error:  # includes SystemExit, which sys.exit() raises
             raise Raised(case, f"raises {call_words(error, self.fn)}") from error
         return None if returned is None else type(returned).__name__
 
     def few(self, *wanted: int) -> list[int]:
-        """Return the numbers of ranks, limited to ``most``, in ascending order."""
+        """Return the wanted numbers of ranks in ascending order, each at most ``most``."""
         return sorted({min(k, self.most) for k in wanted})
 
     @property
     def most(self) -> int:
-        """The number of devices, which limits the ranks in all properties but ``ranks``."""
+        """Number of devices: the most ranks in the cases of all properties except ``ranks``."""
         return len(self.devices)
 
 
@@ -316,8 +316,8 @@ def _order(subject: Subject) -> str:
 class Check(NamedTuple):
     """A property: its name, the description of a pass, and the function that checks it.
 
-    ``covers`` may contain ``{ranks}``, the numbers of ranks that were tried. ``look`` raises the
-    first failure. It returns a sentence if the property is only reported.
+    In ``covers``, ``{ranks}`` stands for the tried numbers of ranks. ``look`` raises the first
+    failure. For a property that is only reported, it returns the sentence to report.
     """
 
     name: str
@@ -333,7 +333,7 @@ class Check(NamedTuple):
         return self.covers.format(ranks=ranks)
 
 
-# The first failure explains most of the others: if the sum is wrong, little else can be right.
+# In this order the first failure, such as a wrong sum, explains most of the later failures.
 CHECKS = (
     Check("sum", "rank 0 ends with the sum: exact integers, random floats", _sum),
     Check("every rank", "all other ranks end with the sum", _every_rank),

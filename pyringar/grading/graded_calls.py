@@ -19,14 +19,14 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class MemoryLayout(NamedTuple):
-    """The shape of a base tensor, and the function that makes the rank's view of it."""
+    """Functions that map a tensor's shape to its base's shape, and the base to the tensor."""
 
     base_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
     view: Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 _LAYOUTS = {
-    # A view, so that `t.data = ...` changes the tensor and not the base.
+    # A view, so that `t.data = ...` in a solution changes only the view, not the base.
     "contiguous": MemoryLayout(lambda s: s, lambda base, s: base.view(s)),
     "slice of a buffer": MemoryLayout(
         lambda s: (math.prod(s) + 12,), lambda base, s: base[7 : 7 + math.prod(s)].view(s)
@@ -40,7 +40,7 @@ _LAYOUTS = {
         lambda s: (s[0], s[2], s[3], s[1]), lambda base, s: base.permute(0, 3, 1, 2)
     ),
 }
-# Rank r has layout number r % len(names).
+# Ranks with different layouts: rank r has names[r % len(names)].
 _MIXES = {
     "contiguous beside transposed": ("contiguous", "transposed"),
     "contiguous beside channels_last": ("contiguous", "channels_last"),
@@ -52,7 +52,7 @@ _MIXES = {
 class CallCase:
     """The description of one call: ``k`` ranks, and the tensors of all ranks.
 
-    ``values``: ``positional``, small integers; ``random``, with all digits; ``special``, positional
+    ``values``: ``positional``, small integers; ``random``, full-precision; ``special``, positional
     with NaN, infinities and the largest number; ``crafted``, inputs that the caller passes.
     """
 
@@ -89,8 +89,8 @@ def even_case(k: int, **options: Any) -> CallCase:
 class Failure(Exception):  # noqa: N818
     """A failed property: a text, and the case that shows the failure.
 
-    ``is_wrong_sum``: False if sums are right and another promise is broken. ``is_near``: the wrong
-    sum has a known mistake, such as the mean.
+    ``is_wrong_sum``: False if the sums are right but violate another requirement. ``is_near``: the
+    wrong result is nearly the sum, such as the mean.
     """
 
     is_near = False
@@ -102,7 +102,7 @@ class Failure(Exception):  # noqa: N818
         self.detail = detail
         self.tried = case
         self.is_wrong_sum = is_wrong_sum
-        # JSON cannot hold infinities and NaN.
+        # Convert infinities and NaN to text, because JSON cannot represent them.
         clear = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in more.items()
@@ -166,13 +166,13 @@ def _put_special(values: Tensor, rank: int, k: int) -> None:
     if is_last:
         values[5::35] = math.nan
         values[15::35] = math.inf
-        values[20::35] = math.inf  # rank 0 has -inf there, so the sum is NaN
-    values[25::35] = largest  # the sum of two or more overflows
+        values[20::35] = math.inf  # rank 0 has -inf here, so the sum is NaN
+    values[25::35] = largest  # the sum overflows from two ranks on
     values[30::35] = -largest
 
 
 def is_exact(case: CallCase) -> bool:
-    """Return whether no order of addition rounds.
+    """Return whether the sums are exact in every order of addition.
 
     Positional values are at most ``16 + rank``, so bfloat16 holds the sums of 11 ranks. Special
     values overflow in every order.
@@ -184,11 +184,11 @@ def is_exact(case: CallCase) -> bool:
 
 
 class GradedCall:
-    """The tensors of one call of the function, before and after.
+    """The tensors of one call of the graded function, before and after the call.
 
-    ``bases``: the memory of every rank. ``given``: the ranks' tensors in this memory, which the
-    function may point to other memory. ``data``: the list that the function got. ``inputs``: flat
-    values. ``returned``: the type of the function's result, or None.
+    ``bases``: the memory of every rank. ``given``: the ranks' tensors, which are views of the bases
+    until the function replaces their memory. ``data``: the list that the function got. ``inputs``:
+    flat values. ``returned``: the type of the function's result, or None.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class GradedCall:
         self.bases: list[Tensor] = []
         self.given: list[Any] = []
         for rank, values in enumerate(self.inputs):
-            # Memory around a view differs by rank, so that copying another rank's memory shows.
+            # Fill the memory around the view by rank: a copy of another rank's base is detected.
             layout = self.layouts[rank]
             shape = layout.base_shape(case.shape)
             device = devices[rank % len(devices)]
@@ -224,18 +224,18 @@ class GradedCall:
             return torch.stack(self.inputs).sum(0, dtype=torch.int64), 0.0
         terms = torch.stack(self.inputs).to(torch.float64)
         total = terms.sum(0)
-        if self.case.values == "special":  # in float64, the sum would not overflow
+        if self.case.values == "special":  # round as the dtype does: float64 sums do not overflow
             return total.to(dtype).to(torch.float64), 0.0
         if is_exact(self.case):
             return total, 0.0
         return total, self.case.k * torch.finfo(dtype).eps * terms.abs().sum(0)
 
     def result(self, rank: int) -> Any:
-        """Return ``data[rank]``, or the caller's tensor if the list changed its length."""
+        """Return ``data[rank]``; if the list's length changed, return the caller's tensor."""
         return self.data[rank] if len(self.data) == self.case.k else self.given[rank]
 
     def own_memory(self, rank: int) -> Tensor:
-        """Return the caller's memory of a rank, even if the tensor now points to other memory."""
+        """Return a view of the rank's base, even if the function replaced the tensor's memory."""
         return self.layouts[rank].view(self.bases[rank], self.case.shape)
 
 

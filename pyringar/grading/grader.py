@@ -22,7 +22,7 @@ from pyringar.grading.solution import function_name
 
 Work = Callable[[Subject], str | None]
 _DEFAULT_RANKS = 8
-_MAX_HANGS = 3  # properties that time out, after which the rest is not run
+_MAX_HANGS = 3  # after this many time-outs the other properties are not run
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Property:
     """The verdict on one property.
 
     Attributes:
-        name: Of the property, such as ``"in place"``.
+        name: Name of the property, such as ``"in place"``.
         verdict: ``"pass"``, ``"fail"``, ``"unstable"`` if the result differs between runs,
             ``"timeout"``, or ``"reported"`` if the property is not required.
         detail: The description of the pass or the failure.
@@ -75,7 +75,7 @@ class GradeReport:
 
     @property
     def required(self) -> tuple[Property, ...]:
-        """Return the properties that count, without properties that are only reported."""
+        """Return the properties that affect the mark, without the properties only reported."""
         return tuple(p for p in self.properties if p.verdict != "reported")
 
     @property
@@ -170,8 +170,8 @@ def judge_all(
 ) -> tuple[Property, ...]:
     """Return a verdict per property.
 
-    ``within_limit`` runs work with a subject, and raises TimeoutError after ``timeout_s``.
-    ``subject`` returns a new subject for each run, since a hung run may still call the last one.
+    ``within_limit`` runs a check with a subject, and raises TimeoutError after ``timeout_s``.
+    ``subject`` returns a new subject for each run, since a hung run may still use the old subject.
     """
     verdicts: list[Property] = []
     finder = CauseFinder()
@@ -225,7 +225,7 @@ def _timed_out(check: Check, case: CallCase | None, timeout_s: float) -> Propert
 
 
 def _within(timeout_s: float, work: Callable[[], str | None]) -> str | None:
-    """Run ``work`` in a new thread. TimeoutError leaves the thread running."""
+    """Run ``work`` in a new thread, which keeps running after a TimeoutError."""
     jobs = Jobs("grader")
     job = jobs.submit(work, "grading")
     jobs.end()

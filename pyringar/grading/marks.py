@@ -41,7 +41,7 @@ class MarkedSolution:
 
     @property
     def first_look_at(self) -> tuple[str, str]:
-        """The property to look at first, and its failure; empty if all pass."""
+        """Name and text of the first failed property; two empty texts if all pass."""
         if self.report is None:
             return "loading", self.trouble
         first = self.report.first_look_at
@@ -61,7 +61,7 @@ class MarkedSolution:
         if len(name) > name_width:
             name = "..." + name[3 - name_width :]
         first, message = self.first_look_at
-        # The file's name is in the first column already.
+        # Omit the file's name, which is in the first column.
         words = message.partition(" failed with ") if self.report is None else (message, "", "")
         is_unstable = self.report is not None and first and self.report[first].verdict == "unstable"
         if first:
@@ -90,7 +90,7 @@ class MarkedSolution:
 
 
 class MarksFile:
-    """A CSV file that grows by a row per solution, as ``FILE.csv.part`` until it is complete."""
+    """Writes a CSV file, a row per solution; it is named ``FILE.csv.part`` until complete."""
 
     def __init__(self, path: Path, resume: bool) -> None:
         self.path, self.part = path, path.with_name(f"{path.name}.part")
@@ -119,7 +119,7 @@ class MarksFile:
         self._write("ab", self.rows[-1:])
 
     def complete(self) -> None:
-        """Replace the file. Write all rows anew, since a solution may have changed them."""
+        """Write all rows to the final file, since a solution may have changed the partial file."""
         self.begin()
         os.replace(self.part, self._linked_path)
 
@@ -136,7 +136,7 @@ class MarksFile:
 
 
 def _complete_rows(path: Path) -> list[list[str]]:
-    """Return the rows of a file. The last row is cut if the grader ended while it wrote it."""
+    """Return the complete rows of a file, without a last row that the grader did not finish."""
     try:
         text = path.read_bytes().decode()
         head, *rows = csv.reader(io.StringIO(text, newline=""))
@@ -155,5 +155,5 @@ def _names(target: Solution) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Return a text that a spreadsheet does not read as a formula."""
+    """Return the text, changed if a spreadsheet would read it as a formula."""
     return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text

@@ -32,7 +32,7 @@ from pyringar.grading.grader import GradeReport, judge_all
 from pyringar.grading.solution import CannotLoadError, Solution, printable
 from pyringar.parallel.sharded_step import torch_threads
 
-_END_S = 1.0  # for the supervisor's report of the worker's end
+_END_S = 1.0  # timeout of the supervisor's report that the worker ended
 _MIN_START_S = 60.0
 _POLL_S = 0.05
 _MAX_WORDS = 1000
@@ -41,7 +41,7 @@ Show = Callable[[bytes], object]  # receives the output of a solution
 
 
 class EndedError(Exception):
-    """The process ended before it answered."""
+    """The worker process ended before it answered a request."""
 
 
 def grade(
@@ -73,14 +73,14 @@ def check_worker_devices(devices: list[str], timeout_s: float) -> None:
 @contextlib.contextmanager
 def graded(target: Solution, devices: list[str], timeout_s: float, show: Show) -> Iterator[Remote]:
     remote = Remote(target, devices, timeout_s, show)
-    # A forked process has torch's pool, but not its threads.
+    # One torch thread: a forked process inherits torch's thread pool without its threads.
     with contextlib.closing(remote), torch_threads(1):
         remote.load()
         yield remote
 
 
 class Remote(Subject):
-    """A function in a worker process. A new worker is started after the last one ended."""
+    """The graded function in a worker process, which is restarted after it ends."""
 
     def __init__(self, target: Solution, devices: list[str], timeout_s: float, show: Show) -> None:
         super().__init__(lambda data: None, (torch.device("cpu"),) * len(devices))
@@ -105,7 +105,7 @@ class Remote(Subject):
         self._process.end()
 
     def run(self, case: CallCase, inputs: Sequence[Tensor] | None = None) -> GradedCall:
-        """Call the function in its worker. Failure if it raised or ended; TimeoutError if late."""
+        """Call the function in its worker; Failure if it raised or exited, TimeoutError if late."""
         self.last_case = case
         call = GradedCall(case, self.devices, inputs)
         try:
@@ -228,7 +228,7 @@ class _Process:
         if self.is_ended:
             return
         self.is_ended = True
-        with contextlib.suppress(OSError):  # the supervisor kills the worker
+        with contextlib.suppress(OSError):  # shutdown() makes the supervisor kill the worker
             self._control.shutdown(socket.SHUT_WR)
         self._control.settimeout(_END_S)
         with contextlib.suppress(TimeoutError, EndedError):
@@ -241,7 +241,7 @@ class _Process:
             self._drain()
         with contextlib.suppress(ChildProcessError):
             while os.getpid() == 1 and os.waitpid(-1, os.WNOHANG)[0]:
-                pass  # in a container, this process inherits all orphans
+                pass  # in a container, process 1 must reap orphans
 
     def _read_report(self) -> None:
         received = b""
@@ -278,7 +278,7 @@ class _Process:
                 if not received:
                     self._raise_end()
                 self._buffer += received
-            elif self._control in ready:  # children of the worker may hold the channel open
+            elif self._control in ready:  # the worker ended, but its children keep the channel open
                 self._raise_end()
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
@@ -300,7 +300,7 @@ class _Process:
         self._reports = self._reports.removeprefix(b"alive\n")
 
     def _drain(self) -> None:
-        """Show a part of the output: an endless output must not delay the deadline."""
+        """Show at most 1 MiB of output, so that endless output does not delay the deadline."""
         with contextlib.suppress(BlockingIOError):
             text = os.read(self._output, 1 << 20)
             if text:
@@ -310,13 +310,13 @@ class _Process:
 
 
 def _fork_orphan(work: Callable[[], NoReturn]) -> None:
-    """Run ``work`` in a process whose parent has ended. Ctrl-C does not interrupt it."""
+    """Fork twice, so that ``work`` runs in an orphan process with Ctrl-C blocked."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or the forked process prints buffered text again
+        stream.flush()  # else the fork prints the buffered text again
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads at a fork: idle pools, which the child does not use.
+            # Python 3.12 warns that threads exist: they are idle pools, which the child never uses.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
             if pid == 0:

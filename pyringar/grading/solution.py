@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from pyringar.grading.source_code import SUFFIXES, code_parts, noted_imports
 
-_MAX_WORDS = 500  # characters of an exception's message
-_PART_OF_LIMIT = 0.8  # of the timeout, for the import
+_MAX_WORDS = 500  # maximum characters of an exception's message
+_PART_OF_LIMIT = 0.8  # fraction of the timeout that the import may take
 
 
 class CannotLoadError(Exception):
@@ -30,8 +30,8 @@ class Solution:
     """The function to grade, and the file or module that defines it.
 
     ``where`` is a module's name, or a file that ends in ``.py`` or ``.ipynb``. ``function`` is a
-    name in it, such as ``Ring.run``. ``source``: the content of the file before the first solution
-    ran. ``trouble``: the reason why the file could not be read.
+    name in it, such as ``Ring.run``. ``source``: the content of the file, read before any solution
+    runs. ``trouble``: the reason why the file could not be read.
     """
 
     where: str
@@ -85,7 +85,7 @@ def load(solution: Solution, import_limit_s: float) -> tuple[Callable[..., Any],
 
 
 def _callables(module: Any) -> list[str]:
-    """Return the callables that a module defines, or all of its callables if it defines none."""
+    """Return the callables defined in a module; if there are none, all callables in it."""
     names = [n for n in dir(module) if n[0] != "_" and callable(getattr(module, n, None))]
     home = getattr(module, "__name__", None)
     own = [n for n in names if getattr(getattr(module, n), "__module__", None) == home]
@@ -111,14 +111,14 @@ def _import(solution: Solution, limit_s: float) -> tuple[Any, str]:
 
 
 def _run_file(solution: Solution) -> tuple[ModuleType, str]:
-    """Run a file, or all cells of a notebook: a cell may not need the cell that failed."""
+    """Run a file or a notebook; continue after a failed cell, which others may not need."""
     path = Path(solution.where).resolve()
-    # A solution called torch.py must not replace torch.
+    # A solution named torch.py must not replace the module torch.
     name = path.stem if path.stem not in sys.modules else f"checked_{path.stem}"
     module = ModuleType(name)
     module.__file__ = str(path)
     module.__dict__.update(get_ipython=_IPythonStub, display=_IPythonStub())
-    sys.modules[name] = module  # dataclasses need it
+    sys.modules[name] = module  # dataclasses look up their module
     source = path.read_bytes() if solution.source is None else solution.source
     try:
         parts = code_parts(str(path), source)
@@ -126,7 +126,7 @@ def _run_file(solution: Solution) -> tuple[ModuleType, str]:
         raise CannotLoadError(f"{solution.where} cannot be read: {error}") from error
     first_error = ""
     for part, code in parts:
-        if isinstance(code, str):  # tracebacks and inspect.getsource read cells there
+        if isinstance(code, str):  # tracebacks and inspect.getsource read code from linecache
             lines = code.splitlines(keepends=True)
             linecache.cache[part] = (len(code), None, lines, part)
         try:
@@ -139,7 +139,7 @@ def _run_file(solution: Solution) -> tuple[ModuleType, str]:
 
 
 class _IPythonStub:
-    """Stands for IPython's shell: every method exists and does nothing."""
+    """Replaces IPython's shell: every method exists and does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return self
@@ -148,14 +148,14 @@ class _IPythonStub:
 
 
 class ImportTimeoutError(BaseException):
-    """The file ran too long. `except Exception` in a solution does not catch this."""
+    """The file ran too long. A BaseException, so `except Exception` does not catch it."""
 
 
 @contextlib.contextmanager
 def _import_limit(seconds: float) -> Iterator[None]:
     """Raise ImportTimeoutError in the file before the grader kills the process.
 
-    So a function is graded although a later cell trains a net.
+    So the function is graded even if a later cell of its notebook trains a network.
     """
     seconds *= _PART_OF_LIMIT
 
@@ -178,10 +178,10 @@ def _import_words(error: BaseException, own_file: str | None) -> str:
 
 
 def error_words(error: BaseException, own_file: str | None) -> str:
-    """Return ``KIND: MESSAGE at FILE:LINE``, with the line in ``own_file`` if it is known."""
+    """Return ``KIND: MESSAGE at FILE:LINE``; prefer a line in ``own_file`` or its cells."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
-    own = [f for f in frames if own_file and f.filename.startswith(own_file)]  # or its cells
-    # Frames of the grader and of the importer do not help.
+    own = [f for f in frames if own_file and f.filename.startswith(own_file)]
+    # Omit frames of the grader and of the import system.
     here = os.path.dirname(__file__)
     others = [f for f in frames if f.filename[0] != "<" and os.path.dirname(f.filename) != here]
     at = (own or others)[-1:]
@@ -191,7 +191,7 @@ def error_words(error: BaseException, own_file: str | None) -> str:
 
 
 def call_words(error: BaseException, fn: Callable[..., Any]) -> str:
-    """Return `error_words` of a call. An error before the body is at the signature's line."""
+    """Return `error_words` for a failed call; for wrong arguments with the line of ``def``."""
     code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     if not isinstance(code, CodeType):
         return error_words(error, None)

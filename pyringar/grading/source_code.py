@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 SUFFIXES = (".py", ".ipynb")
 _MAX_PARSED_BYTES = 1 << 20
-# Lines for IPython alone: %magic, !command (with continuation lines), ?help and help?.
+# Lines that only IPython understands: %magic, !command (with continuation lines), ?help and help?.
 _MAGIC_LINE = re.compile(r"^([ \t]*)(?:[%!](?:.*\\\n)*.*|\?.*|[\w.]+\?+[ \t]*)$", re.MULTILINE)
 _MAGIC_VALUE = re.compile(r"^([ \t]*\w+[ \t]*=[ \t]*)[%!].*$", re.MULTILINE)
-_FOREIGN_CELL = re.compile(r"\s*%%(?!time|capture|prun)")  # %%bash, %%html, %%writefile
+_FOREIGN_CELL = re.compile(r"\s*%%(?!time|capture|prun)")  # cells in %%bash, %%html and so on
 
 
 def code_parts(path: str, source: bytes) -> list[tuple[str, str | bytes]]:
@@ -53,7 +53,7 @@ def noted_imports(path: str, source: bytes) -> list[str]:
             for node in ast.walk(ast.parse(code)):
                 found.update(name for name in _names(node) if _is_noted(name))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return sorted(found)  # the solution cannot be loaded either
+        return sorted(found)  # unreadable code: loading the solution reports it
     longer = {name for name in found if any(other.startswith(f"{name}.") for other in found)}
     return sorted(found - longer)
 

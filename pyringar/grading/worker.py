@@ -29,13 +29,13 @@ MEMORY_BYTES = 2 << 30
 """Memory that each process of a solution may allocate, and the size limit of its files."""
 
 _ALIGNMENT = 64  # bytes, like torch's allocator
-# Three copies (call, list, tensors) of two million floats of two ranks fit.
+# Bytes for three copies (call, list, tensors) of two million floats on two ranks.
 _BYTES = 96 << 20
-_BYTES_PER_RANK = 1 << 20  # three copies of 65,520 floats fit
+_BYTES_PER_RANK = 1 << 20  # bytes for three copies of 65,520 floats
 _MAX_FILES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
-_exit = os._exit  # before a solution can replace os._exit
+_exit = os._exit  # saved here: a solution may replace os._exit
 
 
 class Arena:
@@ -54,10 +54,10 @@ class Arena:
 
     @staticmethod
     def places(case: CallCase, turn: int) -> list[int]:
-        """Return the offset of every rank's memory, and the end of the last.
+        """Return the offset of every rank's memory, and the end of the last memory.
 
-        Every other call has the ranks in descending order, so that a function which orders ranks
-        by address is not repeatable.
+        Every other call has descending addresses, so that a function that adds in the order of
+        addresses gives unequal results and is detected.
         """
         ranks = range(case.k) if turn % 2 else reversed(range(case.k))
         layouts = layouts_of(case)
@@ -76,15 +76,15 @@ def after(offset: int, shape: Sequence[int], dtype: torch.dtype) -> int:
 def supervise(control: socket.socket, start_worker: Callable[[], object]) -> NoReturn:
     """Fork the worker and report its end, or kill it when the grader closes ``control``.
 
-    The worker has this process as its parent, and this process is no child of the grader. So a
-    solution that kills its parents does not reach the grader. Lines to the grader: the process ids
+    This process is the parent of the worker, but not a child of the grader. So a solution that
+    kills its ancestors cannot kill the grader. Lines to the grader: the process ids
     of supervisor and worker; ``alive`` for each byte from the grader; at the end the worker's wait
     status, or ``killed``.
     """
     try:
         os.setsid()
         pid = os.fork()
-        if pid == 0:  # tells the ids before the solution can kill the supervisor
+        if pid == 0:  # send the ids before the solution can kill the supervisor
             control.sendall(f"{os.getppid()} {os.getpid()}\n".encode())
             start_worker()
         os.closerange(3, control.fileno())
@@ -102,7 +102,7 @@ def supervise(control: socket.socket, start_worker: Callable[[], object]) -> NoR
 
 
 def _is_closed(control: socket.socket) -> bool:
-    """Return whether the grader closed the socket. Waits ``_POLL_S``; answers a question."""
+    """Return whether the grader closed the socket within ``_POLL_S``; answer each byte."""
     try:
         received = control.recv(1)
     except TimeoutError:
@@ -130,7 +130,7 @@ def serve(
     try:
         _isolate(channel, output)
         _serve(target, devices, channel, arena, import_limit_s)
-    except BaseException:  # the grader reports the end, the traceback the reason
+    except BaseException:  # the grader reports the exit; the traceback shows why
         traceback.print_exc()
         _exit(70)
     _exit(0)
@@ -152,16 +152,16 @@ def _isolate(channel: socket.socket, output: int) -> None:
     os.closerange(channel.fileno() + 1, _MAX_FILES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MEMORY_BYTES, MEMORY_BYTES))
-    # Not RLIMIT_AS: torch reserves address space, tens of gigabytes with CUDA.
+    # Do not limit RLIMIT_AS: torch with CUDA reserves tens of gigabytes of address space.
     most = _data_bytes() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    # A forked process does not have the threads of torch's pool.
+    # One thread: a fork has no threads of torch's pool.
     torch.set_num_threads(1)
 
 
 def kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the process leads its group as soon as it runs
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: zombie
+    for kill in (os.killpg, os.kill):  # a process that has just started leads no group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # on macOS for a zombie
             kill(pid, signal.SIGKILL)
 
 
@@ -217,7 +217,7 @@ def _call(subject: Subject, case: CallCase, places: list[int], arena: Arena) -> 
     except Raised as failure:
         return {"raised": failure.detail}
     finally:
-        if os.getpid() != pid:  # a child that the solution has forked
+        if os.getpid() != pid:  # the solution forked this process
             _exit(0)
     items = _ResultItems(case, arena, places[-1])
     moved = [
@@ -228,13 +228,13 @@ def _call(subject: Subject, case: CallCase, places: list[int], arena: Arena) -> 
     ]
     named = [items.name(found, given) for found in data[: 2 * case.k]]
     for target, base in zip(shared, bases, strict=True):
-        if base is not target:  # the tensors are on a GPU
+        if base is not target:  # the base is a copy on a GPU
             target.copy_(base)
     return {"returned": returned, "given": moved, "data": named}
 
 
 class _ResultItems:
-    """Describes or copies for the grader the items that a function left in the list."""
+    """Describes the items of the list after the call; copies their tensors for the grader."""
 
     def __init__(self, case: CallCase, arena: Arena, start: int) -> None:
         self.case = case
@@ -255,7 +255,7 @@ class _ResultItems:
             if other is not None:
                 return {"other": other.words[:200]}
             self.arena.tensor(self.at, self.case.shape, self.case.dtype).copy_(found.detach())
-        except Exception as error:  # raised by a class that the solution defines
+        except Exception as error:  # raised by a class of the solution
             return {"other": f"a {type(found).__name__} that raises {type(error).__name__}"}
         place = self._places[id(found)] = {"at": self.at}
         self.at = after(self.at, self.case.shape, self.case.dtype)

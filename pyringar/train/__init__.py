@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pyringar.lazy import lazy_names
 
-# Public names by module.
+# Public names, by the module that defines them.
 _HOMES = {
     "trainer": ["train", "train_resnet18", "Trainer", "TrainResult", "EpochResult"],
     "config": ["TrainConfig"],

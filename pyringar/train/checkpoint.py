@@ -27,10 +27,10 @@ from pyringar.train.devices import describe_devices
 _FILE = "checkpoint.bin"
 _FIRST_LINE = b"pyringar checkpoint 3\n"
 _DIGEST_BYTES = 32
-_MAX_SHOWN = 80  # characters of a wrong value
+_MAX_SHOWN = 80  # maximum characters of a wrong value in an error
 _MAX_SECONDS = 1e12
 SETTING = ("torch", "torch threads per rank")
-# Options that do not affect the bits of a run, or that the recipe holds under another name.
+# Options that do not affect the bits of a run, or that the recipe stores under another name.
 _FREE = {"ranks", "devices", "allreduce", "epochs", "dataset", "data_dir", "cuda_graph"}
 _RECIPE = ("model", *(field.name for field in fields(TrainConfig) if field.name not in _FREE))
 _NAMES = (*_RECIPE, "ranks", "the kind of devices", "dataset", "allreduce")
@@ -42,8 +42,8 @@ class Checkpoint:
 
     recipe: dict[str, Any]  # options that affect the bits of the run
     setting: dict[str, Any]  # torch's version and number of threads, which also affect bits
-    num_epochs: int  # epochs of the whole run
-    epochs: list[list[float]]  # number, loss, accuracy and seconds of each finished epoch
+    num_epochs: int  # planned epochs of the run
+    epochs: list[list[float]]  # [number, loss, accuracy, seconds] of each finished epoch
     shuffle: Tensor  # state of the generator that shuffles the images
     tensors: list[Tensor]  # parameters, buffers and momentum buffers, equal on all ranks
 
@@ -138,7 +138,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-# Field to its check, and to the description of valid values in the error.
+# Checkpoint field to the check of its value, and to a description of valid values for errors.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "recipe": (lambda value: _are_options(value, _NAMES), f"a dict with {', '.join(_NAMES)}"),
     "setting": (
@@ -225,7 +225,7 @@ def recipe_of(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str,
 
 
 def to_file(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, contiguous, so that files are independent of memory layout."""
+    """Copy a tensor to the CPU and make it contiguous: files must not depend on its strides."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 

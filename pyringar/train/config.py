@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "batchnorm": BATCHNORMS,
     "init": tuple(dict.fromkeys(init for inits in INITS.values() for init in inits)),
 }
-# Options that restrict other options: the values that remain allowed, and the reason.
+# Option to the values of other options that remain allowed with it, and to the reason.
 _RULES: dict[str, tuple[dict[str, tuple[Any, ...]], str]] = {
     "model lenet": (
         {"width": (_FULL_WIDTH,), "batchnorm": ("local",), "channels_last": (None, False)},
@@ -120,7 +120,7 @@ class TrainConfig:
     allreduce: Algorithm = "auto"
     lr_schedule: str = "linear"
     weights: Sequence[float] | None = None
-    init: str = ""  # the default of the model
+    init: str = ""  # "": the model's default
     seed: int = 0
     dtype: str = "float32"
     dataset: str = "auto"
@@ -149,10 +149,10 @@ class TrainConfig:
         for name in ("lr", "bucket_cap_mb"):
             _check_number(name, getattr(self, name), lambda x: 0 < x < math.inf, "positive number")
         _check_number("momentum", self.momentum, lambda x: 0 <= x < 1, "number from 0 to below 1")
-        for name in ("lr", "bucket_cap_mb", "momentum"):  # a checkpoint holds no NumPy numbers
+        for name in ("lr", "bucket_cap_mb", "momentum"):  # no NumPy numbers in checkpoints
             object.__setattr__(self, name, float(getattr(self, name)))
         for name, choices in CHOICES.items():
-            if name != "init":  # its choices depend on the model
+            if name != "init":  # the valid choices of `init` depend on the model
                 check_choice(name, getattr(self, name), choices)
         inits = INITS[self.model]
         if not self.init:
@@ -161,7 +161,7 @@ class TrainConfig:
         if self.devices is not None:
             choose_devices(self.world_size, self.devices)  # raises if a device is missing
         if self.weights is not None:
-            shard_sizes(0, self.world_size, self.weights)  # raises if a weight is wrong
+            shard_sizes(0, self.world_size, self.weights)  # raises ArgumentError for a wrong weight
             object.__setattr__(self, "weights", tuple(map(float, self.weights)))
         if self.shards is not None:
             check_shards(self.shards, self.world_size, "shards")

@@ -29,7 +29,7 @@ from pyringar.train.synthetic import synthetic_images
 
 logger = logging.getLogger(__name__)
 
-# Enough images for the book's recipe, 10 epochs with batches of 256, to learn.
+# Numbers of images: enough to learn with the book's 10 epochs and batches of 256.
 _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 12_000, 1_000
 # Folders below data_dir that may hold the files; the first is torchvision's layout.
 _PLACES = (Path("FashionMNIST", "raw"), Path("raw"), Path())
@@ -93,7 +93,7 @@ def batches(
 
 
 def default_data_dir() -> Path:
-    import platformdirs  # not needed if data_dir is given
+    import platformdirs  # needed only without data_dir
 
     return Path(platformdirs.user_data_dir("pyringar", appauthor=False))
 
@@ -144,7 +144,7 @@ def _synthetic() -> ImageData:
 
 
 def _fashion_mnist(root: Path) -> ImageData:
-    """Read the files, after a download if needed; ArgumentError: damaged, RingarError: missing."""
+    """Read or download the files. ArgumentError: a file is damaged; RingarError: missing."""
     files = _find_files(root)
     if not files:
         try:
@@ -183,7 +183,7 @@ def _download(root: Path) -> None:
     """Download Fashion-MNIST into torchvision's layout below ``root``."""
     try:
         from torchvision.datasets import FashionMNIST
-    except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: made for another torch
+    except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: wrong torchvision
         raise UnsupportedError(
             f"torchvision, which downloads it, cannot be imported ({type(error).__name__}: "
             f"{error}); install the torchvision for torch {torch.__version__}"
@@ -200,7 +200,7 @@ def _download(root: Path) -> None:
             Path(temporary, _PLACES[0]).rename(root / _PLACES[0])
     except (OSError, RuntimeError, HTTPException) as error:
         if _find_files(root):
-            return  # another process downloaded them meanwhile
+            return  # another process has downloaded the files meanwhile
         raise RingarError(
             f"the download from {url} failed ({type(error).__name__}: {error})"
         ) from error
@@ -227,7 +227,7 @@ def _read_half(files: dict[str, Path], half: str) -> tuple[Tensor, Tensor]:
 
 
 def _read_idx(path: Path, what: str, shape: tuple[int, ...]) -> Tensor:
-    """Read an IDX file: a header of big-endian 32-bit numbers, then bytes; gzip if ``.gz``."""
+    """Read an IDX file: a header of big-endian 32-bit numbers, then bytes. Unzip ``.gz``."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = bytearray(file.read())

@@ -42,7 +42,7 @@ def _count_usable_gpus() -> int:
     if count:
         try:
             Communicator(["cuda:0"]).close()
-        except RingarError as error:  # such as no nvcc, or a driver that is too old
+        except RingarError as error:  # for example nvcc is missing, or the driver is too old
             logger.warning("the %d GPUs of this machine stay idle: %s", count, error)
             return 0
     return count

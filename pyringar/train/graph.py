@@ -19,8 +19,8 @@ from pyringar.train.devices import describe_devices
 from pyringar.train.step import EagerStep, Score
 from pyringar.train.step_trace import Trace
 
-# The first step plans the buckets and the second uses the plan. Library handles, streams and
-# workspaces are created at first use, which is not allowed during a capture.
+# Steps before a capture: the first plans the buckets, the second uses the plan. They also create
+# library handles, streams and workspaces, which a capture does not allow.
 _WARM_UP_STEPS = 3
 
 
@@ -38,10 +38,10 @@ def check_ranks(devices: Sequence[torch.device], trace: Trace | None) -> None:
 
 
 class RankStreams:
-    """One CUDA stream per rank on a shared GPU, so that ranks are parallel branches of a graph.
+    """One CUDA stream per rank on a shared GPU: the ranks become parallel branches of a CUDA graph.
 
-    Rank 0 uses the current stream. Autograd runs backward on the stream of forward. A stream uses
-    memory of another stream only while all streams are joined, so ``record_stream`` is not needed.
+    Rank 0 uses the current stream. Autograd runs backward on the stream of forward. ``run`` makes
+    streams wait for each other at its start and end, so memory needs no ``record_stream``.
     """
 
     def __init__(self, device: torch.device, num_ranks: int, score: Score) -> None:
@@ -71,7 +71,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, function: Callable[[], None]) -> None:
-        """Call a function several times on the capture stream, after the current stream's work."""
+        """Call a function several times on the capture stream; the current stream waits for it."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -81,13 +81,13 @@ class CudaCapture:
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """Capture a function and return a function that replays it; CudaError if capture fails."""
-        gc.collect()  # garbage collection must not free CUDA memory during the capture
+        gc.collect()  # collect now: a capture fails if Python frees CUDA memory
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(self._device)
         try:
             with (
-                torch.cuda.stream(here),  # torch does not restore it after a failed capture
-                # Allows other threads of the process to use the GPU during the capture.
+                torch.cuda.stream(here),  # restores the stream after a failed capture, too
+                # thread_local: other threads may use the GPU during the capture.
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 function()
@@ -134,7 +134,7 @@ class GraphStep:
             flags[:] = self._eager(X, y, self._step_size)
 
         def replay_with(images: Tensor, labels: Tensor) -> Sequence[Tensor]:
-            # On the stream of the replays, so the copies follow the previous replay.
+            # These copies run on the stream of the replays, so after the previous replay.
             X.copy_(images)
             y.copy_(labels)
             replay()

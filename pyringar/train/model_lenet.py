@@ -16,11 +16,11 @@ from pyringar.choices import check_choice
 from pyringar.errors import ArgumentError
 from pyringar.train.config import INITS
 
-# Weights of fully connected layers have shape (inputs, outputs).
+# W3 and W4, the fully connected layers, have shape (inputs, outputs).
 PARAM_NAMES = ("W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4")
 _SHAPES = ((20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,))
 _BOOK_STD = 0.01
-BOOK_PLATEAU_STEPS = 350  # measured: 320 to 400 at learning rate 0.2, at any batch size
+BOOK_PLATEAU_STEPS = 350  # steps at chance: measured 320 to 400 at learning rate 0.2
 
 
 def lenet_params(

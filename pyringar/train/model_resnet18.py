@@ -83,7 +83,7 @@ def resnet18(
     check_count("num_classes", num_classes, 1)
     check_count("in_channels", in_channels, 1)
     check_count("width", width, 1)
-    with torch.random.fork_rng(devices=[]):  # constructors draw weights
+    with torch.random.fork_rng(devices=[]):  # keep the global generators: constructors draw weights
         first = NormedConv(in_channels, width, 3, padding=1)
         net = nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU())
         channels = width
@@ -118,12 +118,12 @@ def _normed_convs(net: nn.Module) -> list[Any]:
 def _prepare(net: nn.Module, args: tuple[Tensor]) -> Tensor:
     """Add the skipped biases to the running means, and give images channels-last strides.
 
-    With one channel both layouts have the same memory order; only the strides differ.
+    Images with one channel have the same memory order in both layouts; only the strides differ.
     """
     if net.training:
         norms: list[Any] = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
         means, biases = [n.running_mean for n in norms], [c.bias for c in _normed_convs(net)]
-        # Batch norm multiplies means by 1 - momentum, so this adds momentum * bias to the result.
+        # Batch norm then multiplies means by 1 - momentum; the net change is momentum * bias.
         momentum = norms[0].momentum
         with torch.no_grad():
             torch._foreach_add_(means, biases, alpha=momentum / (1 - momentum))

@@ -1,4 +1,4 @@
-"""Hold the trained model, with one replica per rank."""
+"""Define `RankedModel`, the model in training with one replica per rank."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class RankedModel:
         self._is_synced = config.batchnorm == "sync" and len(devices) > 1
         if self._is_synced:
             synchronise_batchnorm(self.replicas)
-        # One cast for all weights delays gradients to the end of backward. In a captured step the
-        # reduction begins there anyway.
+        # Casting all weights at once delays all gradients to the end of backward. A captured step
+        # loses nothing by that, because it reduces gradients only after backward.
         is_captured = config.model == "resnet18" and config.amp and config.cuda_graph
         self._casts_at_once = is_captured and not (config.compile or self._is_synced)
         if config.compile:
@@ -126,7 +126,7 @@ class RankedModel:
 
 
 class _Cast(torch.autograd.Function):
-    """Cast weights to bfloat16, and gradients back, in one launch; same bits as autocast."""
+    """Cast all weights to bfloat16, and their gradients back to float32, in one launch each."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyringar.train.graph import RankStreams
     from pyringar.train.models import RankedModel
 
-Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]
+Replicas = Sequence[Sequence[Tensor]]  # replicas[rank][i]: parameter i of a rank
 Score = Callable[[int, Tensor], Tensor]  # maps a rank and its shard to scores
 Scores = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # maps shards to scores, one per rank
 StepSize = float | Tensor  # the learning rate over the batch size
@@ -118,7 +118,7 @@ def sgd(
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     if not pairs:
         return
-    with torch.no_grad():  # _foreach: a few launches for all parameters on a GPU
+    with torch.no_grad():  # _foreach functions need only a few launches
         steps = list(torch._foreach_mul([grad for _, grad in pairs], step_size))
         if velocities:
             both = zip(velocities, params, strict=True)
@@ -158,8 +158,8 @@ class EagerStep(StepState):
     """A training step of all ranks of this process, called for every batch.
 
     ``split`` splits a batch into one shard per rank. ``scores`` maps the shards to scores ``(n,
-    classes)``, unless ``streams`` runs each rank on a CUDA stream. ``reduce`` sums every ``grad``
-    over all ranks.
+    classes)``; with ``streams``, its ``score`` computes each rank on a CUDA stream instead.
+    ``reduce`` sums every ``grad`` over all ranks.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class EagerStep(StepState):
     def __call__(
         self, X: Tensor, y: Tensor, step_size: StepSize, trace: Trace | None = None
     ) -> list[Tensor]:
-        """Train on a batch; return `mismatch_flags`."""
+        """Train on a batch; return the `mismatch_flags` of the replicas."""
         losses = self.train(self._split(X, y), step_size, trace)
         for total, loss in zip(self.sums, losses, strict=True):
             total += loss
@@ -188,7 +188,7 @@ class EagerStep(StepState):
         """Train on one shard of samples and labels per rank; return every rank's summed loss."""
         k = len(self._replicas)
         for param in itertools.chain(*self._replicas):
-            param.grad = None  # or backward would add to it
+            param.grad = None  # else backward would add to the old gradient
         if self._streams is not None:
             computations = {
                 rank: functools.partial(_compute_rank, self._streams.score, rank, X, y)
@@ -210,8 +210,8 @@ class EagerStep(StepState):
             scores = self._scores(shards[0])
             losses = [sum_loss(*pair) for pair in zip(scores, shards[1], strict=True)]
         with span(trace, "backward", len(shards[0])):
-            # The loss of a rank without samples does not require a gradient. One call for all ranks
-            # lets autograd use a thread per GPU.
+            # Skip ranks without samples: their losses require no gradient. A single backward call
+            # lets autograd use one thread per GPU.
             with_grad = [loss for loss in losses if loss.requires_grad]
             if with_grad:
                 torch.autograd.backward(with_grad)
@@ -226,7 +226,7 @@ def _compute_rank(score: Score, rank: int, X: Tensor, y: Tensor) -> Tensor:
 
 
 class ShardStep(StepState):
-    """A training step in shards; every ``sums[rank]`` is the summed loss of all ranks."""
+    """A training step in shards; each ``sums[rank]`` is the loss summed over all ranks."""
 
     def __init__(self, model: RankedModel, comm: Comm, config: TrainConfig) -> None:
         super().__init__(model.params, config.momentum)
@@ -263,7 +263,7 @@ class ShardStep(StepState):
         return loss if self._first == 0 else 0.0
 
     def evaluation(self, size: int, world_size: int) -> tuple[int, Any]:
-        """Return a batch size, and a split into pieces of one size for any number of ranks."""
+        """Return a test batch size and a split function; pieces are equal for all world sizes."""
         piece = math.ceil(size / self._num_shards)
 
         def split(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> Split:

@@ -21,7 +21,7 @@ from pyringar.parallel.bucketer import StepStats
 
 CATEGORIES = ("forward", "backward", "bucket", "wait", "optimizer")
 """Categories of spans: the phases of a step, and "bucket", from launch to finish."""
-_MOST_REASON = 120  # characters
+_MOST_REASON = 120  # maximum characters of an error's reason
 _NOTES = "Times in ms. A phase counts while any rank is in it."
 _BUCKET_NOTES = """
 bucket: a group of gradients is being summed over all ranks
@@ -98,7 +98,7 @@ class Trace:
         self.spans.append(Span(name, category, rank, self.step, begin_s, end_s, nbytes))
 
     def add_buckets(self, stats: StepStats, world_size: int) -> None:
-        """Record the buckets of a step, from launch to finish, for every rank."""
+        """Record a span for each bucket of a step and each rank, from launch to finish."""
         for index, bucket in enumerate(stats.buckets):
             if bucket.launched_s is None or bucket.done_s is None:
                 continue

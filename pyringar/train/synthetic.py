@@ -72,7 +72,7 @@ def _draw(boxes: Sequence[_Box], is_shoe: bool, n: int, generator: torch.Generat
         u, v = _turned(u, v, turn + number(-0.15, 0.15))
         beside = u.abs() - half_width * number(0.75, 1.2)
         above = v.abs() - half_height * number(0.75, 1.2)
-        distance = torch.maximum(beside, above)  # to the outline; negative inside
+        distance = torch.maximum(beside, above)  # distance to the outline; negative inside
         cover = torch.maximum(cover, (0.5 - distance * _SIDE / 2).clamp(0, 1))
     along, _ = _turned(x, y, number(0, 3.14))
     stripes = number(-0.5, 0.5).clamp(min=0) * (torch.sin(along * number(8, 22)) > 0)

@@ -29,7 +29,7 @@ from pyringar.train.devices import choose_devices
 
 logger = logging.getLogger(__name__)
 
-_LOAD_TIMEOUT_S = 3600.0  # long enough for a download
+_LOAD_TIMEOUT_S = 3600.0  # long enough for rank 0 to download the images
 _POLL_S = 0.05
 
 
@@ -68,7 +68,7 @@ class TrainGroup:
         return Communicator(self.devices, algorithm=config.allreduce, order=config.order)
 
     def load(self, load: Callable[[], ImageData]) -> ImageData:
-        """Call ``load`` in every process, on rank 0 before the others."""
+        """Call ``load`` in every process; the other processes wait for rank 0."""
         return load()
 
     def split(self, X: Tensor, y: Tensor, *options: Any, **more: Any) -> Split:
@@ -106,7 +106,7 @@ class ProcessTrainGroup(TrainGroup):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        from pyringar.distributed.hierarchical import communicator_for  # some torch builds lack it
+        from pyringar.distributed.hierarchical import communicator_for  # needs torch.distributed
 
         store, rank, world_size = checked_store(store, rank, world_size)
         _check_config(config, world_size)
@@ -157,11 +157,11 @@ class ProcessTrainGroup(TrainGroup):
         return (images[rank],), (labels[rank],)
 
     def total(self, value: float) -> Any:
-        """Gather the values and add them in rank order, which an all-reduce does not promise."""
+        """Gather the values and add them in rank order; an all-reduce may use another order."""
         return sum(self._gather(value))
 
     def share(self, read: Callable[[], bytes]) -> bytes:
-        """Broadcast the result of ``read``; if it fails, close, so that other ranks do not wait."""
+        """Broadcast the result of ``read``; if it fails, close: else other ranks would wait."""
         try:
             content = read() if self.is_main else b""
         except BaseException:

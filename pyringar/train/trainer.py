@@ -45,8 +45,8 @@ from pyringar.train.train_group import TrainGroup
 logger = logging.getLogger(__name__)
 
 _EVAL_BATCH = 1_000
-_TRACED_STEPS = 100  # so that a browser can open the file
-_MOST_STEPS_AHEAD = 2  # that the host enqueues; each step ahead holds a batch in GPU memory
+_TRACED_STEPS = 100  # limit, so that a browser can open the trace file
+_MOST_STEPS_AHEAD = 2  # enqueued steps; each holds a batch in GPU memory
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TrainResult:
 
     @property
     def digest(self) -> str:
-        """Digest of the bits of ``state``."""
+        """Hash of the bits of all tensors in ``state``."""
         return digest_of(self.state.values())
 
     @property
@@ -210,7 +210,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         resume: str | Path | None = None,
     ) -> None:
         self._trace = trace
-        # Before the data is loaded, so that a wrong device does not cost a download.
+        # Choose devices before loading data, so that a wrong device fails before a download.
         self.group = group or TrainGroup(config)
         self.devices = self.group.devices
         self.all_devices = self.group.all_devices
@@ -220,13 +220,13 @@ class Trainer(AbstractContextManager["Trainer"]):
             check_ranks(self.devices, trace)
         values = (str(torch.__version__), threads_per_rank(config))
         self._setting = dict(zip(SETTING, values, strict=True))
-        # Folders of checkpoints: to write, and to resume from.
+        # Checkpoint folders: _folder to write to, _source to resume from.
         self._folder = None if save is None else folder_of("save", save)
         self._source = None if resume is None else folder_of("resume", resume)
         checkpoint = self._open_checkpoints()
         loaded = data or self.group.load(lambda: load_data(config.dataset, config.data_dir))
         self.description = str(loaded)
-        # All images are on the first GPU, if there is one, so a step copies nothing from the host.
+        # Keep all images on the first GPU, if any, so that steps copy nothing from the host.
         home = next((d for d in self.devices if d.type == "cuda"), torch.device("cpu"))
         self._data = loaded.to(home, config.torch_dtype)
         self.steps_per_epoch = math.ceil(len(self._data.train_labels) / config.batch_size)
@@ -243,7 +243,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         # Enqueued steps: step number, mismatch flags, and CUDA events at the end of the step.
         self._unchecked: deque[tuple[int, list[Tensor], list[torch.cuda.Event]]] = deque()
         self._has_run = False
-        self._done: list[EpochResult] = []  # from the checkpoint
+        self._done: list[EpochResult] = []  # epochs in the checkpoint
         self.stretched_from: int | None = None
         if self._folder is not None:
             self._recipe |= self._found_recipe(loaded)
@@ -258,7 +258,7 @@ class Trainer(AbstractContextManager["Trainer"]):
 
     @property
     def plan(self) -> Plan:
-        """The allreduce of the gradients of a step."""
+        """The plan of the allreduce that sums the gradients of a step."""
         nbytes = sum(param.nbytes for param in self.replicas[0])
         return self.group.comm.plan(nbytes, self.config.torch_dtype)
 
@@ -307,7 +307,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             epochs.append(result)
             try:
                 self._save(epochs)
-            finally:  # on_epoch also gets an epoch whose checkpoint could not be written
+            finally:  # call on_epoch even if the checkpoint could not be written
                 on_epoch(result)
         state = self.model.replicas[0].state_dict()
         return TrainResult(
@@ -327,7 +327,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             on_batch: Called after every batch with the numbers of finished and of all images.
         """
         models = self.model.replicas
-        copy_buffers(models)  # from rank 0
+        copy_buffers(models)  # use the batch norm statistics of rank 0
         self.group.share_buffers(models[0].state_dict(), self.replicas[0])
         size, split = _EVAL_BATCH, self.group.split
         if isinstance(self._run_step, ShardStep):
@@ -400,7 +400,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             if self.model.bucketer is not None:
                 trace.add_buckets(self.model.bucketer.stats(), len(self.devices))
             trace.step += 1
-        # Copied before the next step is enqueued; a later read would also wait for that step.
+        # Enqueue the copies now: a read after the next step's launch would wait for that step.
         copies = [flag.to("cpu", non_blocking=True) for flag in flags]
         events = [_record_event(d) for d in set(self.devices) if d.type == "cuda"]
         self._unchecked.append((self.step, copies, events))
@@ -408,7 +408,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self._check_steps(_MOST_STEPS_AHEAD if events else 0)
 
     def _check_steps(self, most_unchecked: int) -> None:
-        """Wait for the oldest steps; RingarError if replicas differ after a step."""
+        """Check all but the newest ``most_unchecked`` steps; RingarError if replicas differ."""
         while len(self._unchecked) > most_unchecked:
             number, flags, events = self._unchecked.popleft()
             for event in events:
@@ -457,7 +457,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         return None if source is None else Checkpoint.decode(content, source)
 
     def _check_recipe(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Raise ArgumentError if options differ; log if torch or its thread count differs."""
+        """Raise ArgumentError for different options; warn of another torch or thread count."""
         checkpoint.check(self._recipe, folder)
         if self.config.epochs < checkpoint.num_epochs:
             raise ArgumentError(
@@ -499,7 +499,7 @@ class Trainer(AbstractContextManager["Trainer"]):
     def _resume_from(self, checkpoint: Checkpoint, source: Path) -> None:
         checkpoint.check(self._recipe, source)
         self._check_tensors(checkpoint, source)
-        # The first step assigns gradients to buckets, which affects the bits of a ring.
+        # Run a first step, which assigns gradients to buckets: ring sums depend on the buckets.
         size = self.config.batch_size
         self._run_step(self._data.train_images[:size], self._data.train_labels[:size], 0.0)
         self._run_step.take_loss()
@@ -513,7 +513,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self.step = len(self._done) * self.steps_per_epoch
 
     def _check_tensors(self, checkpoint: Checkpoint, source: Path) -> None:
-        """Restore the shuffle; raise ArgumentError if a tensor has another shape or dtype."""
+        """Restore the shuffle generator; ArgumentError if a tensor has another shape or dtype."""
         try:
             self._shuffle.set_state(checkpoint.shuffle)
         except RuntimeError as error:

@@ -49,7 +49,7 @@ class LivePlot(AbstractContextManager["LivePlot"]):
         self._num_epochs = num_epochs or 1
         in_notebook = where == "notebook" or (where == "auto" and _is_notebook())
         self._display = _import_display() if in_notebook else None
-        self._picture: Any = None  # IPython's handle of the displayed picture
+        self._picture: Any = None  # IPython's display handle, which updates the picture
         self._file = file or sys.stdout
 
     def __call__(self, result: EpochResult) -> None:
