@@ -30,8 +30,8 @@ class TorchFunctions {
 
   // For tests: choose between C++ and Python. Return True if C++ is used.
   static bool use(bool are_direct);
-  bool is_grad_enabled() const;  // autograd records this thread's operations
-  // such as make_fx
+  bool is_grad_enabled() const;  // true: autograd records this thread's operations
+  // true if a dispatch mode, such as make_fx, is active in this thread
   bool has_dispatch_modes() const;
   bool is_neg(PyObject* tensor) const;
   bool requires_grad(PyObject* tensor) const;
@@ -65,7 +65,7 @@ class TorchFunctions {
   bool are_found_ = false;
   bool are_direct_ = false;
   PyTypeObject* tensor_type_ = nullptr;
-  std::size_t offset_ = 0;  // of the at::Tensor inside a Python tensor object
+  std::size_t offset_ = 0;  // byte offset of the at::Tensor inside a Python tensor object
   std::array<std::int32_t, kNumDTypes> dtype_codes_{};
   std::int32_t cpu_code_ = 0;
   std::int32_t cuda_code_ = 0;

@@ -48,7 +48,7 @@ class ReadyEvents {
     cudaStream_t stream;
     Event* event;
   };
-  struct BucketRank {  // one rank's share of a bucket
+  struct BucketRank {  // one rank's gradients of one bucket
     int missing = 0;
     std::vector<StreamEvent> streams;
     std::deque<Event> events;  // reused in every step
@@ -65,7 +65,7 @@ class ReadyEvents {
 };
 
 struct BucketReady {
-  const ReadyEvents* ready = nullptr;  // null: wait for the current streams instead
+  const ReadyEvents* ready = nullptr;  // null: the call waits for the current streams
   int index = 0;
 };
 
@@ -81,8 +81,8 @@ class Background {
   void check_captures(const Collective& collective, Streams current, Streams own) const;
 
   const std::shared_ptr<DeviceGroup> group_;
-  std::vector<Stream> own_;                 // one per device, made by the first submit()
-  std::shared_ptr<const DoneEvents> last_;  // last call outside of captures
+  std::vector<Stream> own_;  // separate stream per device, made by the first submit()
+  std::shared_ptr<const DoneEvents> last_;  // end of the last call outside of captures
 };
 
 }  // namespace pyringar::cuda

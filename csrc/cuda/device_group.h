@@ -37,7 +37,7 @@ class DeviceGroup {
   bool has_host_ranks() const { return devices_.has_host_ranks(); }
   bool has_peers() const { return devices_.has_peers(); }
 
-  // streams[i] belongs to devices()[i]. Tensors with gaps have been packed before.
+  // streams[i] belongs to devices()[i]. The caller packs tensors that have gaps.
   void run(const Collective& collective, Streams streams);
 
   void check_usable();
@@ -67,12 +67,12 @@ class DeviceGroup {
 
   std::mutex mutex_;  // held while a call is enqueued; guards the members below
   std::unique_ptr<Events> meeting_;
-  std::unique_ptr<Events> last_use_;  // last calls that used ring_ or staging_
+  std::unique_ptr<Events> last_use_;  // ends of the last calls that used ring_ or staging_
   std::unique_ptr<StagingBuffers> staging_;
   bool is_closed_ = false;
   std::string failure_;
   ErrorKind failure_kind_ = ErrorKind::kTimeout;
-  const char* operation_ = "collective";  // the last call's name
+  const char* operation_ = "collective";  // name of the last call
   int withheld_rank_ = -1;
   GroupStats stats_;
 

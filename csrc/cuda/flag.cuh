@@ -141,7 +141,7 @@ PYRINGAR_DEVICE inline std::uint32_t load_flag(const std::uint32_t* flag, Memory
 #endif
 }
 
-// Relaxed: fence() orders it.
+// A relaxed store: a fence() before it orders earlier writes.
 PYRINGAR_DEVICE inline void store_flag(std::uint32_t* flag, std::uint32_t value,
                                        MemoryScope scope) {
 #if defined(__CUDACC__)
@@ -181,7 +181,7 @@ PYRINGAR_DEVICE inline bool claim(std::uint32_t* word) {
 #endif
 }
 
-// Order the block's accesses before the flags that follow. Called by all threads of the block.
+// Order the block's memory accesses before later flag stores. Called by all threads of the block.
 PYRINGAR_DEVICE inline void block_fence(MemoryScope scope) {
   block_barrier();
   if (thread_index() == 0) fence(scope);
@@ -229,7 +229,7 @@ PYRINGAR_DEVICE bool poll_flag(const std::uint32_t* flag, MemoryScope scope, std
   }
 }
 
-// Thread 0 polls and shares the result with its block.
+// Thread 0 polls the flag and broadcasts the result to its block.
 template <typename Report>
 PYRINGAR_DEVICE bool block_wait(const std::uint32_t* flag, MemoryScope scope, std::uint32_t wanted,
                                 int step, const WaitLimits& patience, Report&& report) {

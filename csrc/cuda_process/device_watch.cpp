@@ -1,4 +1,4 @@
-// device_watch: see the header.
+// device_watch: polls the words of all GPUs and releases waiting streams.
 #include "cuda_process/device_watch.h"
 
 #include <string>

@@ -1,4 +1,4 @@
-// process_staging: see the header.
+// process_staging: maps and tests the slots of other processes.
 #include "cuda_process/process_staging.h"
 
 #include <cuda.h>
