@@ -21,7 +21,6 @@
 
 namespace pyringar {
 
-// A checked call, and the identities of its tensors.
 struct PreparedCall {
   PreparedCall(const CallOptions& options, const GivenTensors& tensors,
                std::shared_ptr<const Collective> checked);

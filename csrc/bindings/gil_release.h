@@ -1,9 +1,9 @@
 // gil_release: releases the GIL during calls, and runs signal handlers during waits.
 //
-// Contract  A GilRelease releases the GIL for its lifetime. For a short call, release_gil()
-//           releases it when the call must wait, and mark_tensors_written() runs after the
-//           announcement, while other ranks read it. Handlers may use other groups. The functions
-//           act on the thread's innermost GilRelease, if any.
+// Contract  A GilRelease releases the GIL for its lifetime. A short call keeps the GIL until it
+//           must wait: release_gil() then releases it. mark_tensors_written() runs after the call
+//           is announced, while other ranks read the announcement. Signal handlers may use other
+//           groups. The functions act on the thread's innermost GilRelease, if any.
 // Threads   any; each thread has separate GilReleases.
 // Tests     tests/test_signals.py
 #pragma once

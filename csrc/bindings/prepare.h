@@ -1,9 +1,9 @@
 // prepare: checks the Python arguments of a call and makes a Collective.
 //
 // Units     One tuple holds all tensors of a call, rank by rank.
-// Contract  An error is raised before any tensor changes or another rank is told. Ranks in
-//           processes compare digests of sizes, and of the strides of dense tensors not in index
-//           order.
+// Contract  An error is raised before any tensor changes, and before the call is announced to
+//           other ranks. Ranks in processes compare digests of all sizes, and of the strides of
+//           dense tensors that are not in index order.
 // Threads   with the GIL held.
 // Tests     tests/conformance/test_refused.py, tests/conformance/test_bits.py
 #pragma once

@@ -63,7 +63,7 @@ std::string device_name(int device);
 // Return torch's current stream of a GPU, as a CUDA runtime handle.
 void* current_stream(int device);
 
-// Read a supported tensor, except is_negated and is_dense. False: read_tensor() gives the reason.
+// Fill `view`, except is_negated and is_dense. False: read_tensor() raises the reason.
 bool try_view(PyObject* object, TensorView* view);
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }

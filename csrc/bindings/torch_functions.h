@@ -4,7 +4,7 @@
 //           libraries. The stable C shim (aoti_torch_*) returns errors. The other functions have
 //           mangled names, which encode their parameter types.
 // Contract  get() tests the functions on tensors with known answers. If one is missing or wrong,
-//           all questions go through Python, ten times slower. No function releases the GIL or
+//           Python answers all calls, ten times slower. No function releases the GIL or
 //           throws: a torch exception must not cross an engine with a static libstdc++.
 // Threads   with the GIL held.
 // Tests     tests/test_torch_functions.py
@@ -35,7 +35,7 @@ class TorchFunctions {
   bool has_dispatch_modes() const;
   bool is_neg(PyObject* tensor) const;
   bool requires_grad(PyObject* tensor) const;
-  // Read a supported torch.Tensor, except is_negated and is_dense. False: another object.
+  // Fill `view`, except is_negated and is_dense. False: the object is no supported Tensor.
   bool read(PyObject* object, TensorView* view) const {
     return are_direct_ && read_direct(object, view);
   }

@@ -2,8 +2,8 @@
 //
 // Contract  submit() runs a call after the work on the current streams, or after a bucket's
 //           gradients. The caller keeps the tensors until wait_for() returns or DoneEvents is done.
-//           During a capture the separate streams join it, and DoneEvents::make_wait() must join
-//           them back. Calls outside of that capture are refused meanwhile.
+//           If the current streams are captured, the separate streams join the capture, until
+//           DoneEvents::make_wait() joins them back. Meanwhile calls outside of it are refused.
 // Threads   Background: one at a time. DoneEvents: any.
 // Tests     tests/cpp/cuda_host
 #pragma once

@@ -3,13 +3,13 @@
 // Units     bytes, nanoseconds. run() returns when the call is enqueued. Its tensors must live
 //           until the streams have run it.
 // Contract  The host waits only for ranks in host memory. `fused` is one launch. `direct` folds one
-//           slice of every tensor per device, between two waits of all streams for each other.
+//           slice of every tensor per device. Before and after, all streams wait for each other.
 //           `ring` is one launch per device and tensor, whose blocks wait for each other. Rings
 //           between devices run one at a time in a process. All streams are in one capture, or none
-//           is. A captured call uses only the tensors, so its graph may be replayed beside other
-//           calls and after close(). Rings and calls with staging buffers cannot be captured. The
-//           next run(), check_usable() or close() raises a kernel's timeout. The group then refuses
-//           every call with that reason.
+//           is. A captured call uses no memory of the group, so its graph may be replayed during
+//           other calls and after close(). Rings and calls with staging buffers cannot be captured.
+//           The next run(), check_usable() or close() raises a kernel's timeout. The group then
+//           refuses every call with that reason.
 // Threads   any. Calls of one group run one at a time. abort() does not wait for them.
 // Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once

@@ -196,7 +196,7 @@ inline constexpr unsigned kPollsPerTimeCheck = 64;
 // Timeout added per ring step, so that the neighbor of the missing rank reports first.
 inline constexpr std::uint64_t kNsPerStep = 5'000'000;
 
-// Poll until the flag reaches `wanted`. report(failure) fills in ranks and step. One thread calls.
+// Poll until the flag reaches `wanted`. report(failure) fills in ranks and step. For one thread.
 template <typename Report>
 PYRINGAR_DEVICE bool poll_flag(const std::uint32_t* flag, MemoryScope scope, std::uint32_t wanted,
                                int step, const WaitLimits& patience, Report&& report) {

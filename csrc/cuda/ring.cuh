@@ -1,12 +1,12 @@
-// ring: core/ring_program.h on thread blocks, with slots in the next rank's memory.
+// ring: runs core/ring_program.h on thread blocks, with slots in the next rank's memory.
 //
 // Contract  One block per local rank and channel, all resident at once (cooperative launch).
 //           Channel c of C takes pieces c, c + C, ... of every chunk, through separate slots and
 //           flags. So elements are added in the order of the CPU ring. Slots and flag are in the
 //           reader's memory, and `taken` is in the writer's. Ranks on one device read each other's
 //           inputs and results in place (cpu/ring.cpp explains why these stay unchanged). Only
-//           partial sums go through slots. Between devices all data does. Element i of a piece is
-//           at index shift + i of its slot, so that slots have the alignment of the tensors.
+//           partial sums go through slots. Between devices all data goes through slots. Element i
+//           of a piece is at index shift + i of its slot, so that slots are aligned as tensors.
 // Tests     tests/cpp/cuda/ring_kernel_test.cpp under ThreadSanitizer, tests/cuda;
 //           tests/build/test_cuda_kernels.py reads registers and loads in flight
 #pragma once

@@ -238,7 +238,7 @@ CaptureId capture_of(cudaStream_t stream, int device) {
 }
 
 std::unique_lock<std::mutex> lock_launches() {
-  static auto* mutex = new std::mutex;  // leaked: calls may come while the process exits
+  static auto* mutex = new std::mutex;  // leaked: needed while the process exits
   return std::unique_lock<std::mutex>(*mutex);
 }
 

@@ -1,6 +1,6 @@
 // staging_buffers: copies of a call's tensors that all devices can access.
 //
-// Contract  The buffers are in host memory if a rank is, or if devices have no peer access. Else
+// Contract  All buffers are in host memory if any rank is, or if devices have no peer access. Else
 //           each buffer is on the rank's device. Buffers grow and are reused. The caller orders the
 //           calls that use them.
 // Threads   one at a time.

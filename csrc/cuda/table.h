@@ -1,7 +1,7 @@
-// table: the tensors of one launch, cut into tiles. Kernels get it by value: a launch allocates no
-// memory, and a CUDA graph can capture it.
+// table: the tensors of one launch, cut into tiles. Kernels get the table by value: a launch
+// allocates no memory, and a CUDA graph can capture the launch.
 //
-// Units     elements for ranges; byte counts are named so.
+// Units     elements for ranges; `item` is the size of an element in bytes.
 // Contract  An entry is one tensor: head, vectors, tail. Vectors are 16-byte aligned for all
 //           pointers of the entry. Its first tile also covers head and tail. An entry whose
 //           pointers differ modulo 16 has no vectors.

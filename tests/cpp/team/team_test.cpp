@@ -23,7 +23,7 @@ namespace pyringar {
 
 namespace {
 
-constexpr int kThreads = 2;  // not more than cores: OpenMP threads spin shorter then
+constexpr int kThreads = 2;  // OpenMP threads spin shorter if there are more of them than cores
 
 #define CHECK(condition)                                                   \
   do {                                                                     \
