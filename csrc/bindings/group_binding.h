@@ -66,7 +66,7 @@ inline bool wait_for(Work& work, double timeout_s) {
   } catch (const PythonErrorPending&) {  // raised by a signal handler
     work.interrupt();
     throw;
-  } catch (const py::error_already_set&) {  // raised by a Python step; the work keeps it
+  } catch (const py::error_already_set&) {  // raised by a Python step; the work keeps the error
     set_python_error(std::current_exception());
     throw PythonErrorPending{};
   }

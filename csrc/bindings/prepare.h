@@ -21,7 +21,7 @@ namespace py = pybind11;
 struct LocalRanks {
   int world_size;  // 0: one rank per tensor of the call
   int first_rank = 0;
-  // Every rank has a separate process. Its tensor is passed without a list.
+  // True if each rank has a separate process. Calls then pass one tensor instead of a list.
   bool is_one_of_processes = false;
   bool compares_shapes = true;
   const std::vector<int>* devices = nullptr;  // GPU index of each local rank; null: host memory

@@ -111,7 +111,7 @@ class TensorReadGuard {
   inline static std::optional<std::thread::id> last_reader_;
 };
 
-// Names for the tensors of one list, or of concatenated lists of equal length.
+// Names in messages for the tensors of one list, or of concatenated lists of equal length.
 struct ListNames {
   const char* argument;
   bool is_indexed = true;

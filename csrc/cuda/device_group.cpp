@@ -29,7 +29,7 @@ DeviceGroup::DeviceGroup(std::vector<int> device_of_rank, std::chrono::nanosecon
 DeviceGroup::~DeviceGroup() {
   try {
     close();
-  } catch (const Error&) {  // earlier calls and close() reported it
+  } catch (const Error&) {  // destructors cannot throw; a call of close() raises it
   }
 }
 

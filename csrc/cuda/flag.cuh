@@ -53,8 +53,8 @@ inline void trap_unless_aligned(const void* pointer) {
 }
 #endif
 
-// `volatile` keeps the load between the preceding wait and the following fence. It has no "memory"
-// clobber, so that kernel arguments stay in registers.
+// `volatile` keeps the load between the preceding wait and the following fence. The asm has no
+// "memory" clobber, so that kernel arguments stay in registers.
 PYRINGAR_DEVICE inline Bytes16 load16(const void* from) {
 #if defined(__CUDACC__)
   Bytes16 b;
@@ -202,7 +202,7 @@ PYRINGAR_DEVICE bool poll_flag(const std::uint32_t* flag, MemoryScope scope, std
                                int step, const WaitLimits& patience, Report&& report) {
   const std::uint64_t timeout_ns =
       patience.timeout_ns + static_cast<std::uint64_t>(step) * kNsPerStep;
-  std::uint64_t still_since_ns = 0;  // 0: no time check yet
+  std::uint64_t still_since_ns = 0;  // time of the last change; 0: clock not read yet
   std::uint32_t last_seen = 0;
   for (unsigned polls = 1;; ++polls) {
     const std::uint32_t seen = load_flag(flag, scope);

@@ -62,7 +62,7 @@ struct ElementsUnit {
     Element element[kValues];
   };
 
-  std::size_t left;  // elements from the thread's first one to the end
+  std::size_t left;  // number of elements from the thread's first element to the end
 
   PYRINGAR_DEVICE bool has(int i) const { return static_cast<std::size_t>(i) * kThreads < left; }
   PYRINGAR_DEVICE Raw load(const Element* from) const {

@@ -187,7 +187,7 @@ class BlockRing {
   // Its timeout is after all of wait_message(), so that a missing message is reported first.
   PYRINGAR_DEVICE bool wait_slot(std::uint32_t n, int action) const {
     const bool is_partial = 0 < action && action < args_.world_size - 1;
-    if (shared_.sees_next() && !is_partial) return true;  // the next rank reads it in place
+    if (shared_.sees_next() && !is_partial) return true;  // no slot: the next rank reads in place
     const std::uint32_t wanted = n - args_.num_slots;
     const int step = 2 * args_.world_size + action;
     return block_wait(shared_.ports.out_taken, shared_.scope, wanted, step, args_.patience,

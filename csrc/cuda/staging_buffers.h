@@ -20,7 +20,7 @@ class StagingBuffers {
   explicit StagingBuffers(const Devices& devices);
 
   bool is_needed(const Collective& collective) const;
-  // Copy inputs into the buffers, and return the call on them. last_use: of earlier calls.
+  // Copy inputs into the buffers, and return the call on them. last_use: ends of earlier calls.
   Collective copy_in(const Collective& collective, Streams streams, const Events& last_use);
   void copy_out(const Collective& collective, const Collective& staged, Streams streams) const;
 

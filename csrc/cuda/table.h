@@ -16,7 +16,7 @@
 namespace pyringar::cuda {
 
 #if defined(PYRINGAR_EMULATED_THREADS)
-inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // host threads, in tests
+inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // host threads per block, in tests
 #else
 inline constexpr int kThreads = 256;
 #endif

@@ -77,9 +77,9 @@ class StreamMemory : public StagedCounters {
   const int rank_;
 };
 
-// Enqueue a call. The host waits for the other hosts, and for no device. False: the watch has the
-// reason, and the work enqueued so far still runs. With a shared GPU one rank reduces for all: 2k -
-// 1 kernels per piece instead of 3k.
+// Enqueue a call. The host waits for the other hosts, not for devices. False: a rank failed, or
+// layouts differ; the work enqueued so far still runs. If all ranks share a GPU, rank 0 reduces all
+// slices: 2k - 1 kernels per piece instead of 3k.
 bool run_staged(const Collective& call, bool is_direct, ProcessRank& self,
                 const ProcessStaging& staging, cudaStream_t stream) {
   const StreamMemory memory(call.fold, self, staging, stream);

@@ -61,7 +61,7 @@ class CudaProcessGroup {
   // Return why the call was not enqueued, or why its results are undefined. Null: no failure.
   std::exception_ptr failure_of(const Submitted& work);
 
-  ProcessStats stats();                       // busy_ns: host time
+  ProcessStats stats();                       // busy_ns: time on the host, not on the GPU
   ProcessPlan plan(std::size_t bytes) const;  // for an all_reduce of this size
   std::size_t slot_bytes() const { return plan_.slot_bytes; }
   // Raise, once, if an enqueued call ended without a lost rank's data.

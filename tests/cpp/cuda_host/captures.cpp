@@ -99,7 +99,7 @@ void check_not_capturable(Random& random) {
     check_throws(ErrorKind::kUnsupported, "cannot be captured",
                  [&] { background.submit(call.collective(), streams); });
   });
-  group->run(call.collective(), streams);  // the refused call had no effect
+  group->run(call.collective(), streams);  // works: the refused call had no effect
   call.read(*group, streams);
   model::run_to_end();
   call.check();
@@ -119,7 +119,7 @@ void check_half_captured(Random& random) {
   cudaGraph_t graph = nullptr;
   ok(cudaStreamEndCapture(streams[odd], &graph), "cudaStreamEndCapture");
   ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  group.run(call.collective(), streams);  // the refused call had no effect
+  group.run(call.collective(), streams);  // works: the refused call had no effect
   call.read(group, streams);
   model::run_to_end();
   call.check();
@@ -146,7 +146,7 @@ void check_broken_capture(Random& random) {
   cudaGraph_t graph = nullptr;
   CHECK(cudaStreamEndCapture(streams[0], &graph) != cudaSuccess, "a broken capture gave a graph");
   cudaGetLastError();
-  group->run(call.collective(), streams);  // the refused call had no effect
+  group->run(call.collective(), streams);  // works: the refused call had no effect
   call.read(*group, streams);
   model::run_to_end();
   call.check();

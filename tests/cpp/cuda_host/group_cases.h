@@ -32,10 +32,10 @@ cudaStream_t make_stream(int device);                     // non-blocking, as fr
 Streams make_streams(Random& random, const cuda::DeviceGroup& group);
 void order(cudaStream_t before, int before_device, cudaStream_t after, int after_device);
 
-// One call and its tensors. Except for rings, it may also reduce to a root or broadcast.
+// One random call and its tensors: all_reduce, or (except for rings) reduce or broadcast.
 class GroupCase {
  public:
-  // of_rank: device of each rank, or kHost. is_large: one tensor that takes every multiprocessor.
+  // of_rank: device of each rank, or kHost. is_large: kernels take every multiprocessor.
   GroupCase(Random& random, std::vector<int> of_rank, Algorithm algorithm, std::size_t most_tensors,
             bool is_large = false);
   ~GroupCase();

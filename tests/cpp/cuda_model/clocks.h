@@ -37,7 +37,7 @@ class Clock {
     const auto found = times_.find(actor);
     return found != times_.end() && found->second >= time;
   }
-  // A host ended the wait: later accesses have no order.
+  // A host ended the stream's wait: later accesses of the stream have no order.
   void release() { is_released_ = true; }
   bool is_released() const { return is_released_; }
 

@@ -280,7 +280,7 @@ std::vector<Machine::Candidate> Machine::candidates() {
 
 bool Machine::step() {
   for (const Candidate& candidate : candidates()) {
-    if (take(candidate)) return true;  // false: a grid that waits
+    if (take(candidate)) return true;  // false: all blocks of a grid wait
   }
   return false;
 }

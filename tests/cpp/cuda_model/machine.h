@@ -232,13 +232,13 @@ class Machine {
                                                                    std::size_t bytes = 1) const;
   std::uintptr_t canonical(std::uintptr_t address, std::size_t bytes, const Epoch& now) const;
   void check_reach(const StreamWork& work, const Access& access);
-  // Return what still uses this memory, or "".
+  // Return a description of the work that still uses this memory, or "".
   std::string user_of(std::uintptr_t begin, std::size_t bytes) const;
 
   // -- captures, in capture.cpp --
   cudaError_t add_node(StreamState* stream, StreamWork work);
   cudaError_t invalidate(Capture& capture, cudaError_t error) const;
-  cudaError_t check_unsafe_call();  // raises for calls that a "global" capture forbids
+  cudaError_t check_unsafe_call();  // error for a call that a "global" capture forbids
 
  private:
   struct Candidate {

@@ -74,7 +74,7 @@ cudaError_t allocate(void** memory, std::size_t bytes, bool is_host) {
 }
 
 // Runtime API, cudaFree: "implicit synchronization". It waits for peers too (pytorch issue 50925).
-// cudaFreeHost is undocumented: here it waits in half the cases. After a fault the memory is gone.
+// cudaFreeHost is undocumented: here it waits sometimes. After a fault, both free memory but fail.
 cudaError_t release(void* memory, bool is_host) {
   if (memory == nullptr) return cudaSuccess;
   RuntimeCall call;

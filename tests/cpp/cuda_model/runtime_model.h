@@ -91,7 +91,7 @@ struct Peers {
   bool tensors_are_visible = true;
 };
 inline Peers peers;               // reset by start()
-bool enable_peers(int a, int b);  // in this process, both ways; false: no access
+bool enable_peers(int a, int b);  // in both directions, in this process; false: refused
 
 enum class Refused { kNothing, kRegistration, kStreamMemory };
 void refuse(int process, Refused what);

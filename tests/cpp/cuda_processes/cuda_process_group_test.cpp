@@ -36,7 +36,7 @@ void check_collectives(Random& random) {
       enqueue_case(cases[i], tensors[i][rank], group, streams[own.below(3)]);
     }
     CHECK(contexts() == std::set<int>{ranks.device(rank)}, "a context on another device");
-    if (own.one_in(2)) return;  // close() has to wait for the calls
+    if (own.one_in(2)) return;  // then close() waits for the calls
     for (const cudaStream_t stream : streams) synchronize(stream);
     const DeviceLine& words = group.host().segment().device(rank);
     const std::uint32_t behind = words.finished.value - words.reduced.value;
