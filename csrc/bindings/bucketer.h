@@ -23,19 +23,19 @@ struct BoundBucketer {
   Step step;
   const std::size_t first_rank;      // global rank of this process's first rank, for messages
   const bool in_order;               // launch buckets in the order of the plan
-  const py::object on_complete;      // weak method (bucket): launch it. None: wait() launches
-  const py::object on_failed;        // weak method (reason): a backward pass failed
-  const py::object on_new;           // (parameter): its gradient is a new tensor
-  const py::object is_accumulating;  // (parameter) -> bool: will this pass add to its gradient?
+  const py::object on_complete;      // weak method (bucket) that launches; None: wait() launches
+  const py::object on_failed;        // weak method (reason): called when a backward pass fails
+  const py::object on_new;           // (parameter): called when its .grad is a new tensor
+  const py::object is_accumulating;  // (parameter) -> bool: does this pass accumulate into .grad?
   const py::object current_task = py::module_::import("torch._C").attr("_current_graph_task_id");
   const py::object engine =
       py::module_::import("torch.autograd").attr("Variable").attr("_execution_engine");
-  py::object ready = py::none();  // the step's ReadyEvents on GPUs
+  py::object ready = py::none();  // cuda::ReadyEvents of this step; None without GPUs
   const ReadyHook* ready_hook = nullptr;
-  std::set<std::int64_t> passes = {};  // running backward passes
+  std::set<std::int64_t> passes = {};  // ids of running backward passes
   bool is_launching = false;
   bool is_counting = true;
-  bool is_closed = false;  // hooks do nothing
+  bool is_closed = false;  // true: gradient hooks do nothing
 };
 using BucketerPtr = std::shared_ptr<BoundBucketer>;
 
@@ -57,13 +57,14 @@ void call_if_alive(const py::object& weak_method, const Argument& argument) {
 
 // -- backward passes ------------------------------------------------------------------------------
 
-// Detects failed passes: torch calls the callback after success only, and always destroys it.
+// Detects a failed backward pass. torch runs the callback that holds this object only after
+// success, but always destroys the callback.
 struct PassEnd {
   BucketerPtr bucketer;
   std::int64_t pass;
 
   ~PassEnd() {
-    if (bucketer->passes.erase(pass) == 0) return;  // the pass succeeded
+    if (bucketer->passes.erase(pass) == 0) return;  // the callback ran: the pass succeeded
     const py::error_scope error_of_backward;
     for (int attempt = 0; attempt < 2; ++attempt) {  // a signal may interrupt the first attempt
       try {
@@ -76,14 +77,14 @@ struct PassEnd {
   }
 };
 
-// Compiled autograd does not call callbacks at the end of a pass.
+// Compiled autograd does not run the callbacks that begin_pass() queues.
 inline bool in_compiled_autograd() {
   const py::dict modules = py::module_::import("sys").attr("modules");
   const py::str name = "torch._dynamo.compiled_autograd";
   return modules.contains(name) && modules[name].attr("in_compiled_autograd_region").cast<bool>();
 }
 
-// Register the running pass. Return False if its end cannot be observed.
+// Register the running backward pass. Return False if its end cannot be observed.
 inline bool begin_pass(const BucketerPtr& bucketer) {
   const auto pass = bucketer->current_task().cast<std::int64_t>();
   if (bucketer->passes.count(pass) > 0) return true;
@@ -105,7 +106,8 @@ struct Hook {
   py::object ref;  // zero_sum: the parameter. count: weak reference to the last gradient, or None
 };
 
-// Before accumulation: zero the sum of an earlier step, or all ranks' sums would add up.
+// Zero the reduced gradient of an earlier step before autograd adds to it. Otherwise the next
+// reduction would count that sum once per rank.
 inline void zero_sum(Hook& hook, py::handle) {
   GradState& state = hook.bucketer->step.at(hook.rank, hook.index);
   if (state != GradState::kStaleSum) return;
@@ -117,7 +119,7 @@ inline void zero_sum(Hook& hook, py::handle) {
 
 inline void launch_complete(BoundBucketer& bucketer, std::size_t bucket) {
   if (!bucketer.in_order) return call_if_alive(bucketer.on_complete, bucket);
-  if (bucketer.is_launching) return;  // another thread launches this bucket too
+  if (bucketer.is_launching) return;  // the thread that is launching launches this bucket too
   bucketer.is_launching = true;
   while (!bucketer.is_closed && bucketer.step.is_next_complete()) {
     call_if_alive(bucketer.on_complete, bucketer.step.next++);
@@ -131,7 +133,8 @@ inline py::object weak_grad(py::handle param) {
 }
 
 inline void count(Hook& hook, py::handle param) {
-  // torch calls this hook without a gradient too. If another hook removed it, that is an error.
+  // torch also calls this hook when backward produced no gradient. If other hooks exist, one of
+  // them may have removed the gradient, which is an error.
   if (param.attr("grad").is_none() && py::len(param.attr("_post_accumulate_grad_hooks")) == 1) {
     return;
   }

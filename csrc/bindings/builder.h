@@ -64,7 +64,8 @@ class Builder {
            "call it under torch.no_grad(), or pass .detach()");
     }
   }
-  // Add and compare the tensors of all ranks. is_written(rank): true if the call writes them.
+  // Add all ranks' tensors and check that shapes and dtypes agree. is_written(rank): true if the
+  // call writes that rank's tensors.
   template <typename IsWritten>
   void add_all(const GivenTensors& given, IsWritten&& is_written) {
     const std::size_t n = given.num_tensors();
@@ -93,7 +94,7 @@ class Builder {
       differs("shape", describe_shape(a), describe_shape(b));
     }
   }
-  // Raise unless dtypes agree and the whole has one part per rank.
+  // Raise unless dtypes agree and tensor `whole` has world_size times the elements of `part`.
   void check_parts(std::size_t whole, std::size_t part) const {
     const TensorView& w = views_[whole];
     const TensorView& p = views_[part];
@@ -107,12 +108,12 @@ class Builder {
          dtype_name(p.dtype), "; expected ", ranks_.world_size,
          " times as many, one part per rank");
   }
-  // Raise if a written tensor overlaps itself or another tensor. is_skipped[i]: i is an alias.
+  // Raise if a written tensor overlaps itself or another tensor. is_skipped[i]: ignore tensor i.
   void check_disjoint(const std::vector<bool>& is_skipped = {}) const;
 
   // -- layouts ------------------------------------------------------------------------------------
 
-  // True if two tensors of one shape are the same elements in memory.
+  // True if tensors i and j, of equal shape, are the same elements in memory.
   bool is_same(std::size_t i, std::size_t j) const {
     const TensorView& a = views_[i];
     const TensorView& b = views_[j];
@@ -126,8 +127,8 @@ class Builder {
     return true;
   }
 
-  // Return tensor i's memory, or a dense copy in index order. Without is_flat, dense tensors need
-  // no copy. Host copies go into `packed`. On GPUs torch copies, on its current stream.
+  // Return the memory of tensor i, or of a dense copy in index order. If !is_flat, dense tensors in
+  // any order are not copied. `packed` holds host copies; on GPUs torch copies on its stream.
   std::byte* memory(std::size_t i, bool is_input, bool is_output, bool is_flat) {
     const TensorView& v = views_[i];
     if (v.numel == 0 || (v.is_dense && (!is_flat || has_index_order(v)))) return v.data;
@@ -145,7 +146,7 @@ class Builder {
     return copy.data;
   }
 
-  // Add tensor i of a rank in its own process, reduced in place. Digests include its layout.
+  // Add tensor i of a group of processes, reduced in place. The digest includes permuted strides.
   void add_in_place(std::size_t i, bool is_output) {
     const TensorView& v = views_[i];
     if (ranks_.compares_shapes) mix_sizes(v);
@@ -158,7 +159,7 @@ class Builder {
     collective_.add_local(data, data, v.numel, v.dtype);
   }
 
-  // Pointer tables are appended to memory that is reserved once, so that they never move.
+  // Reserve memory for all pointer tables at once: growing would move tables that are in use.
   void reserve_pointers(std::size_t n) {
     collective_.pointers.reserve(n);
     collective_.ranks.reserve(n);
@@ -185,7 +186,7 @@ class Builder {
     std::uint64_t& digest = collective_.remote.strides;
     digest = mix(digest, index + 1);
     for (int dim = 0; dim < view.ndim; ++dim) {
-      if (view.shape[dim] == 1) continue;  // its stride has no effect
+      if (view.shape[dim] == 1) continue;  // the stride of a dimension of size 1 has no effect
       digest = mix(digest, static_cast<std::uint64_t>(view.strides[dim]));
     }
   }

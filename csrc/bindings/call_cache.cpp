@@ -1,4 +1,4 @@
-// call_cache: see the header.
+// call_cache: looks up and stores prepared calls by a digest of their options and memory.
 #include "bindings/call_cache.h"
 
 #include <utility>
@@ -45,7 +45,7 @@ std::shared_ptr<const Collective> CallCache::find(const CallOptions& options,
   // Hold a reference: torch may release the GIL below, and another thread may replace the entry.
   const std::shared_ptr<const PreparedCall> shared = found->second;
   const PreparedCall& entry = *shared;
-  // Equal tensor counts mean equal rank counts: a group has a fixed size, or one tensor per rank.
+  // Equal tensor counts imply equal rank counts: world_size is fixed, or each rank has one tensor.
   if (!entry.has_options(options) || entry.identities.size() != size) return nullptr;
   const TorchFunctions& torch = TorchFunctions::get();
   const bool is_recording = torch.is_grad_enabled();

@@ -21,7 +21,6 @@
 
 namespace pyringar {
 
-// A checked call, and the identities of its tensors.
 struct PreparedCall {
   PreparedCall(const CallOptions& options, const GivenTensors& tensors,
                std::shared_ptr<const Collective> checked);
@@ -41,8 +40,8 @@ class CallCache {
  public:
   std::shared_ptr<const Collective> find(const CallOptions& options,
                                          const GivenTensors& tensors) const;
-  // Store a call before it runs: its tensors may change afterwards. The first call with a tensor's
-  // memory only records a digest, so that a program with new tensors per call stores nothing.
+  // Store a call for find(), before the call runs, since its tensors may change afterwards. The
+  // first call at an address only records a digest, so calls on ever new tensors are never stored.
   void keep(const CallOptions& options, const GivenTensors& tensors,
             std::shared_ptr<const Collective> call);
 
@@ -51,7 +50,7 @@ class CallCache {
 
   // Key: digest of the options and the first tensor's memory. find() compares the whole entry.
   std::unordered_map<std::uint64_t, std::shared_ptr<const PreparedCall>> entries_;
-  std::array<std::uint64_t, kMostCalls> noted_{};  // digests, at index digest % kMostCalls
+  std::array<std::uint64_t, kMostCalls> noted_{};  // digests, each at digest % kMostCalls
 };
 
 }  // namespace pyringar

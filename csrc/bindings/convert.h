@@ -61,10 +61,11 @@ inline Algorithm parse_algorithm(py::handle algorithm) {
   return parse<Algorithm>(algorithm, "algorithm", &algorithm_name, kNumAlgorithms);
 }
 
-// Store in_flight[work] = memory and return the work, before a signal handler can raise in Python.
+// Store in_flight[work] = memory and return the work, with no Python code in between: a signal
+// handler that raises there would free the memory.
 inline py::object keep_until_done(py::handle in_flight, py::object work, py::object memory) {
   if (PyDict_SetItem(in_flight.ptr(), work.ptr(), memory.ptr()) != 0) {
-    memory.release();  // leak it: the engine writes there
+    memory.release();  // leak the memory: the engine still writes to it
     throw py::error_already_set();
   }
   return work;
@@ -83,7 +84,7 @@ inline void set_python_error(std::exception_ptr pointer) {
     PyErr_SetString(python_class(error.kind()).ptr(), error.what());
   } catch (const PythonErrorPending&) {
   } catch (const py::error_already_set& error) {
-    // Not restore(), which may be called once: the exception of a work can be raised repeatedly.
+    // error.restore() may be called once, but the exception of a work can be raised repeatedly.
     PyErr_Restore(error.type().inc_ref().ptr(), error.value().inc_ref().ptr(),
                   error.trace().inc_ref().ptr());
   } catch (const std::bad_alloc& error) {

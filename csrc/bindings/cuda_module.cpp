@@ -28,7 +28,7 @@ Streams current_streams(const std::vector<int>& devices) {
   return streams;
 }
 
-// Check without releasing the GIL, unless another thread holds the group's lock.
+// Raise if the group failed or is closed. Release the GIL only to wait for the group's lock.
 void check_usable(cuda::DeviceGroup& group) {
   if (group.try_check_usable()) return;
   const GilRelease no_gil;
@@ -38,12 +38,12 @@ void check_usable(cuda::DeviceGroup& group) {
 // An asynchronous call on the group's separate streams.
 class CudaWork {
  public:
-  // latest: capture id of the group's latest call.
+  // latest: capture id of the group's latest call, shared by all works of the group.
   CudaWork(std::shared_ptr<cuda::DeviceGroup> group, std::shared_ptr<cuda::DoneEvents> done,
            std::shared_ptr<const cuda::CaptureId> latest)
       : group_(std::move(group)), done_(std::move(done)), latest_(std::move(latest)) {}
 
-  // A captured call ends with its capture: a later call outside of the capture shows that.
+  // A captured call counts as completed once the group's latest call has another capture id.
   bool is_completed() const {
     return done_->capture() == 0 ? done_->is_done() : done_->capture() != *latest_;
   }
@@ -84,7 +84,7 @@ class BoundCudaGroup : public ForkGuard {
   bool has_this_thread() const { return false; }
   void check_usable() { pyringar::check_usable(group()); }
   void check() { group().try_check_usable(); }
-  // CUDA does not work after fork(), and the group's lock may be held.
+  // Raise in a forked child: CUDA does not work there, and the group's lock may be held.
   cuda::DeviceGroup& group() {
     check_not_forked();
     return *group_;
@@ -105,13 +105,13 @@ class BoundCudaGroup : public ForkGuard {
     }
     return work(std::move(done));
   }
-  // Wait for asynchronous calls, since their tensors may be freed afterwards.
+  // Wait for asynchronous calls first, since the caller may free their tensors after close().
   void close() {
     const std::lock_guard<std::mutex> lock(background_mutex_);
     background_.wait_for();
     group().close();
   }
-  // Return a work that ends with all work now on the current streams.
+  // Return a work that completes when all work now on the current streams has run.
   py::object enqueued() const {
     const Streams streams = current_streams(group_->devices());
     return work(std::make_shared<cuda::DoneEvents>(group_->devices(), streams));
@@ -142,7 +142,7 @@ struct CudaTransport {
   }
   static py::object submit(const GroupPtr& group, const Collective& collective, py::handle after) {
     if (after.is_none()) return group->submit(collective, {});
-    const auto pair = py::reinterpret_borrow<py::tuple>(after);  // (ready events, bucket)
+    const auto pair = py::reinterpret_borrow<py::tuple>(after);  // (ready events, bucket index)
     return group->submit(collective,
                          pair[0].cast<const BoundReadyEvents&>().bucket(pair[1].cast<int>()));
   }
@@ -155,7 +155,7 @@ void bind_group(py::module_& m) {
   def_list_calls<CudaTransport>(group);
   group
       .def(py::init([](std::vector<int> devices, double timeout_s) {
-        const GilRelease no_gil;  // enables and tests peer access
+        const GilRelease no_gil;  // making a group enables and tests peer access
         return new_group<CudaTransport>(std::move(devices), to_nanoseconds(timeout_s));
       }))
       .def("abort",
@@ -198,7 +198,7 @@ PYBIND11_MODULE(_cuda_engine, m) {
   py::class_<CudaWork, std::shared_ptr<CudaWork>>(m, "Work")
       .def("is_completed", &CudaWork::is_completed)
       .def("exception", &CudaWork::exception)
-      .def("finished_ns", [](CudaWork&) { return 0; })  // unknown to the host
+      .def("finished_ns", [](CudaWork&) { return 0; })  // the host does not know the time
       .def("wait", [](CudaWork& work, double) { return work.wait(); });
   py::class_<BoundReadyEvents>(m, "Ready")
       .def("hook", &BoundReadyEvents::hook)

@@ -23,7 +23,7 @@ class CudaProcessWork {
   CudaProcessWork(std::shared_ptr<CudaProcessGroup> group, CudaProcessGroup::Submitted submitted)
       : group_(std::move(group)), submitted_(std::move(submitted)) {}
 
-  // Events cannot be queried while the stream is captured: return False then.
+  // Return False while the current stream is captured, since events cannot be queried then.
   bool is_completed() {
     if (submitted_.enqueued != nullptr && !submitted_.enqueued->is_completed()) return false;
     return !cuda::is_capturing(stream_of(*group_), group_->device()) && submitted_.done->is_done();
@@ -35,7 +35,7 @@ class CudaProcessWork {
         return false;
       }
     } catch (const Error&) {
-      // marks the failure as reported, so that close() does not repeat it
+      // failure_of() marks the failure as reported, so that close() does not repeat it
       group_->failure_of(submitted_);
       throw;
     }
@@ -111,7 +111,7 @@ void bind_cuda_process_group(py::module_& m) {
   py::class_<CudaProcessWork, std::shared_ptr<CudaProcessWork>>(m, "ProcessWork")
       .def("is_completed", &CudaProcessWork::is_completed)
       .def("exception", &CudaProcessWork::exception)
-      .def("finished_ns", [](CudaProcessWork&) { return 0; })  // unknown to the host
+      .def("finished_ns", [](CudaProcessWork&) { return 0; })  // the host does not know the time
       .def("wait", &CudaProcessWork::wait)
       .def("describe", &CudaProcessWork::describe);
   py::class_<BoundCudaProcessGroup, CudaProcessTransport::GroupPtr> group(m, "ProcessGroup");

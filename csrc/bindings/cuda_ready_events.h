@@ -13,7 +13,7 @@
 
 namespace pyringar {
 
-// Records gradients on the current stream of the thread that runs the hook.
+// Python's ReadyEvents: gradient hooks record events on the current stream of their thread.
 class BoundReadyEvents {
  public:
   BoundReadyEvents(const std::vector<int>& devices, std::vector<int> bucket_sizes)

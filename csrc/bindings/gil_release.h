@@ -1,9 +1,9 @@
 // gil_release: releases the GIL during calls, and runs signal handlers during waits.
 //
-// Contract  A GilRelease releases the GIL for its lifetime. For a short call, release_gil()
-//           releases it when the call must wait, and mark_tensors_written() runs after the
-//           announcement, while other ranks read it. Handlers may use other groups. The functions
-//           act on the thread's innermost GilRelease, if any.
+// Contract  A GilRelease releases the GIL for its lifetime. A short call keeps the GIL until it
+//           must wait: release_gil() then releases it. mark_tensors_written() runs after the call
+//           is announced, while other ranks read the announcement. Signal handlers may use other
+//           groups. The functions act on the thread's innermost GilRelease, if any.
 // Threads   any; each thread has separate GilReleases.
 // Tests     tests/test_signals.py
 #pragma once
@@ -23,7 +23,7 @@
 namespace pyringar {
 
 // Acquire the GIL. After the interpreter's end Python makes daemon threads exit, which would abort
-// the process inside noexcept C++ frames. Such a thread sleeps here instead, as in Python 3.14.
+// the process inside noexcept C++ frames. A daemon thread sleeps here instead, as in Python 3.14.
 inline void acquire_gil(PyThreadState* state) {
   try {
     PyEval_RestoreThread(state);
@@ -34,14 +34,14 @@ inline void acquire_gil(PyThreadState* state) {
 
 class GilRelease {
  public:
-  // kDefer: for destructors, which cannot throw.
+  // kCheck: waits run signal handlers. kDefer: they do not, for destructors, which cannot throw.
   enum class Signals { kCheck, kDefer };
 
   explicit GilRelease(Signals signals = Signals::kCheck)
       : signals_(signals), outer_(innermost_), state_(PyEval_SaveThread()) {
     innermost_ = this;
   }
-  // For a short call. unmarked: list or tuple of the tensors that the call writes.
+  // For a short call: keeps the GIL until release_gil(). unmarked: tensors that the call writes.
   explicit GilRelease(PyObject* unmarked)
       : signals_(Signals::kCheck), outer_(innermost_), holds_gil_(true), unmarked_(unmarked) {
     innermost_ = this;
@@ -64,7 +64,7 @@ class GilRelease {
   inline static thread_local GilRelease* innermost_ = nullptr;
   const Signals signals_;
   GilRelease* const outer_;
-  bool holds_gil_ = false;  // short call that has not waited yet
+  bool holds_gil_ = false;  // true: a short call that has not released the GIL yet
   PyObject* unmarked_ = nullptr;
   PyThreadState* state_ = nullptr;
 };
@@ -88,11 +88,11 @@ inline void release_gil() {
   call->state_ = PyEval_SaveThread();
 }
 
-// Run signal handlers. Throw a handler's exception, or kState in a child that a handler forked.
+// Run signal handlers. Throw a handler's exception, or a kState Error in a forked child process.
 inline void check_signals() {
   GilRelease* const call = GilRelease::innermost_;
   if (call == nullptr || call->signals_ == GilRelease::Signals::kDefer) return;
-  if (call->state_ == nullptr) return;  // a handler runs already
+  if (call->state_ == nullptr) return;  // a signal handler of this thread runs already
   const ForkGuard process;
   acquire_gil(std::exchange(call->state_, nullptr));
   const bool has_raised = PyErr_CheckSignals() != 0;
@@ -105,7 +105,7 @@ inline void check_signals() {
   }
 }
 
-// Make a C function that owns `state`. A pybind11 method would take 0.3 us longer.
+// Make a Python function that owns `state`. Calling a pybind11 method would take 0.3 us longer.
 template <typename State>
 py::object function_over(PyMethodDef& method, std::unique_ptr<State> state) {
   const py::capsule capsule(state.release(), [](void* kept) { delete static_cast<State*>(kept); });
@@ -117,7 +117,8 @@ State& state_of(PyObject* capsule) {
   return *static_cast<State*>(PyCapsule_GetPointer(capsule, nullptr));
 }
 
-// Delete a group, which joins its background thread. On that thread, another thread deletes it.
+// Delete a group, which joins its background thread. is_background: this is that thread, so a new
+// thread deletes the group.
 template <typename AnyGroup>
 void delete_group(AnyGroup* group, bool is_background) {
   if (!is_background) {

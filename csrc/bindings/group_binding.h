@@ -36,7 +36,7 @@ namespace pyringar {
 void bind_process_group(py::module_& m);
 void bind_cuda_process_group(py::module_& m);
 
-// Make a group. A forked child leaks it, because its locks and threads do not work there.
+// Make a group. A forked child leaks the group: its locks and threads do not work there.
 template <typename Transport, typename... Args>
 typename Transport::GroupPtr new_group(Args&&... args) {
   const auto destroy = [](typename Transport::Group* group) {
@@ -66,7 +66,7 @@ inline bool wait_for(Work& work, double timeout_s) {
   } catch (const PythonErrorPending&) {  // raised by a signal handler
     work.interrupt();
     throw;
-  } catch (const py::error_already_set&) {  // raised by a Python step; the work keeps it
+  } catch (const py::error_already_set&) {  // raised by a Python step; the work keeps the error
     set_python_error(std::current_exception());
     throw PythonErrorPending{};
   }
@@ -107,7 +107,7 @@ py::object run_or_submit(const typename Transport::GroupPtr& group, PreparedColl
   py::list storages = storages_of({prepared.written, prepared.read});
   if constexpr (requires { Transport::enqueued(group); }) {
     if (py::len(prepared.copies) > 0) {
-      // torch copies back on the current streams, so the work ends there.
+      // torch copies results back on the current streams, so the call runs there too.
       Transport::run(*group, prepared.call, prepared.written.ptr());
       copy_back(prepared.copies);
       return keep_until_done(in_flight, Transport::enqueued(group),
@@ -131,7 +131,7 @@ inline bool are_local(const GivenTensors& tensors, const LocalRanks& ranks) {
   return true;
 }
 
-// Run an all_reduce, cached if possible. may_decline: return false at once unless are_local().
+// Run an all_reduce, cached if possible. may_decline: if !are_local(), do nothing, return false.
 template <typename Transport>
 bool all_reduce(const typename Transport::GroupPtr& group, const CallOptions& options,
                 py::handle given, bool may_decline) {
@@ -158,15 +158,15 @@ bool all_reduce(const typename Transport::GroupPtr& group, const CallOptions& op
 template <typename Transport>
 struct AllReduceFunction {
   typename Transport::GroupPtr group;
-  CallOptions by_default;  // for calls without an algorithm
-  CallOptions by_auto;     // for algorithm="auto"
+  CallOptions by_default;  // options if algorithm is None
+  CallOptions by_auto;     // options if algorithm is "auto"
 
-  // Options of the last call. Strings are immutable, so identical objects mean equal options.
+  // Arguments and options of the last call. Identical (immutable) strings mean equal options.
   std::array<py::object, 3> last_names{};
   CallOptions last_options = by_default;
 
-  // (tensors, op, algorithm, order, are_lists=False) -> bool. False: nothing was done, because the
-  // options, dispatch modes or objects need the general path.
+  // Python: (tensors, op, algorithm, order, are_lists=False) -> bool. False: this function did
+  // nothing, and the caller must use the general path.
   static PyObject* run(PyObject* capsule, PyObject* const* args, Py_ssize_t num_args) {
     try {
       auto& self = state_of<AllReduceFunction>(capsule);
@@ -187,12 +187,12 @@ struct AllReduceFunction {
            names[2] == last_names[2].ptr();
   }
 
-  // False: the arguments need the general path.
+  // Parse and store names (op, algorithm, order). False: the caller must use the general path.
   bool read(PyObject* const* names) {
     const CallOptions* const chosen = options_for(names[1], names[2]);
     const std::optional<ReduceOp> op = find<ReduceOp>(names[0], &op_name, kNumReduceOps);
     if (chosen == nullptr || !op || !has_order(*op, chosen->reduction.order)) return false;
-    // Releasing a str subclass may run Python code.
+    // Do not store a str subclass: releasing the object could run Python code.
     const auto is_plain = [](PyObject* name) {
       return name == Py_None || PyUnicode_CheckExact(name);
     };
@@ -216,7 +216,7 @@ struct AllReduceFunction {
   }
 };
 
-// An all_reduce of tensors that it keeps alive and that must not move, or a barrier.
+// A bound barrier or all_reduce, which keeps its tensors alive and requires unchanged memory.
 template <typename Transport>
 struct BoundCall {
   typename Transport::GroupPtr group;
@@ -257,7 +257,7 @@ struct BoundCall {
   }
 };
 
-// Return {algorithm: {"calls", "bytes", "busy_s"}}. has_times: with busy_s.
+// Return {algorithm: {"calls", "bytes", "busy_s"}}. has_times: include "busy_s".
 template <typename Algorithm, int kNum>
 py::dict stats_dict(const CallStats<kNum>& stats, const char* (*name_of)(Algorithm),
                     bool has_times = true) {

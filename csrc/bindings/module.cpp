@@ -19,7 +19,7 @@ namespace {
 
 using namespace py::literals;
 
-// Bytes of all ranks up to which a call keeps the GIL. It then takes some microseconds.
+// A call on at most this many bytes, of all ranks together, keeps the GIL: it takes microseconds.
 constexpr std::size_t kKeepGilBytes = 128 * 1024;
 
 struct ThreadTransport {
@@ -40,7 +40,7 @@ struct ThreadTransport {
   }
   static py::object submit(const GroupPtr& group, Collective call, py::handle) {
     return py::cast([&] {
-      const GilRelease no_gil;  // the call may run in this thread
+      const GilRelease no_gil;  // the call may run in this thread, and take long
       return group->submit(std::move(call));
     }());
   }
@@ -89,7 +89,7 @@ py::dict names() {
       "process_algorithms"_a = names_of(&process_algorithm_name, kNumProcessAlgorithms));
 }
 
-// Sizes in bytes at which the engine changes its cuts or algorithms, for tests.
+// For tests: sizes in bytes at which the engine cuts tensors differently or changes algorithms.
 py::dict limits() {
   return py::dict("fused_block"_a = kMaxBlockBytes, "ring_link"_a = kLinkBytes,
                   "process_slot"_a = kSlotBytes, "process_exchange"_a = kExchangeBytes,
@@ -131,7 +131,7 @@ PYBIND11_MODULE(_engine, m) {
   bind_bucketer(m);
   bind_process_group(m);
   m.def("end_reading", &TensorReadGuard::end);
-  m.def("use_torch_functions", &TorchFunctions::use);  // for tests
+  m.def("use_torch_functions", &TorchFunctions::use);  // only tests call it
   m.def("build_info", &build_info);
   m.def("names", &names);
   m.def("limits", &limits);

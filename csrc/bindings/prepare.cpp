@@ -35,7 +35,7 @@ py::tuple read_list(py::handle given, const char* operation, const std::string& 
     fail(ErrorKind::kArgument, operation, ": ", argument, " is ", type_text(given.ptr()),
          ", expected a list or tuple with one ", per);
   }
-  // Copy a list, since it could change while the GIL is released. A tuple is returned uncopied.
+  // PySequence_Tuple copies a list, which could change while the GIL is released.
   auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(given.ptr()));
   if (!items) throw py::error_already_set();
   const Py_ssize_t size = PyTuple_GET_SIZE(items.ptr());
@@ -154,7 +154,7 @@ PreparedCollective prepare_reduce(py::handle output, py::handle inputs, const Ca
   const auto first_output = static_cast<std::size_t>(k) * n;
   const auto first_own = static_cast<std::size_t>(root) * n;
   std::vector<bool> is_in_place;
-  std::vector<bool> is_skipped(first_output);  // root inputs that are also outputs
+  std::vector<bool> is_skipped(first_output);  // inputs of the root that are also outputs
   for (std::size_t i = 0; i < n; ++i) {
     builder.add(outputs.at(i), outputs.name(i), root, true);
     builder.check_agree(first_output + i, i);
@@ -190,7 +190,7 @@ PreparedCollective prepare_broadcast(py::handle tensors, const CallOptions& opti
   GivenTensors ranks(tensors, options.name(), are_lists ? "lists" : "tensors", local, are_lists,
                      !are_lists);
   ranks.adopt_arrays();
-  const int root = options.root - local.first_rank;  // index among the local ranks
+  const int root = options.root - local.first_rank;  // index of the root among the local ranks
   const int k = ranks.num_ranks();
   const std::size_t n = ranks.num_tensors();
   const auto is_written = [root](int rank) { return rank != root; };
@@ -326,7 +326,7 @@ PreparedCollective prepare_all_reduce(GivenTensors& given, const CallOptions& op
     }
     const TensorView& view = builder[i];
     builder.collective().bytes += view.bytes();
-    if (k == 1 || view.numel == 0) continue;  // one rank's tensor is its own sum
+    if (k == 1 || view.numel == 0) continue;  // the sum over one rank is its tensor
     builder.collective().tensors.push_back({table, table, k, k, view.numel, view.dtype});
   }
   return builder.finish(given.all());

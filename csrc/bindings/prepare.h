@@ -1,9 +1,9 @@
 // prepare: checks the Python arguments of a call and makes a Collective.
 //
 // Units     One tuple holds all tensors of a call, rank by rank.
-// Contract  An error is raised before any tensor changes or another rank is told. Ranks in
-//           processes compare digests of sizes, and of the strides of dense tensors not in index
-//           order.
+// Contract  An error is raised before any tensor changes, and before the call is announced to
+//           other ranks. Ranks in processes compare digests of all sizes, and of the strides of
+//           dense tensors that are not in index order.
 // Threads   with the GIL held.
 // Tests     tests/conformance/test_refused.py, tests/conformance/test_bits.py
 #pragma once
@@ -21,10 +21,10 @@ namespace py = pybind11;
 struct LocalRanks {
   int world_size;  // 0: one rank per tensor of the call
   int first_rank = 0;
-  // Every rank has a separate process. Its tensor is passed without a list.
+  // True if each rank has a separate process. Calls then pass one tensor instead of a list.
   bool is_one_of_processes = false;
   bool compares_shapes = true;
-  const std::vector<int>* devices = nullptr;  // by local rank; null: host memory
+  const std::vector<int>* devices = nullptr;  // GPU index of each local rank; null: host memory
 
   int num_local(int num_given) const {
     return is_one_of_processes ? 1 : world_size == 0 ? num_given : world_size;
@@ -55,7 +55,7 @@ inline Operation parse_operation(py::handle operation) {
 class GivenTensors {
  public:
   // given: one tensor per local rank, or one list per local rank if are_lists. In a group of
-  // processes: a tensor or a list, or only a tensor if is_one. argument: its name in messages.
+  // processes: a tensor or a list, or only a tensor if is_one. argument: name for messages.
   GivenTensors(py::handle given, const char* operation, const char* argument,
                const LocalRanks& ranks, bool are_lists, bool is_one = false);
 
@@ -85,13 +85,13 @@ struct CallOptions {
   Reduction reduction{};
   Algorithm algorithm = Algorithm::kFused;
   int root = 0;
-  std::string what{};     // see RemoteCall
-  bool is_bound = false;  // messages then name the operation "bind"
+  std::string what{};     // the call that the user made: see RemoteCall::what
+  bool is_bound = false;  // true: messages name the operation "bind"
 
   const char* name() const;
 };
 
-// A checked call, and the objects that must live until it ends.
+// A validated call, and the Python objects that must live until it ends.
 struct PreparedCollective {
   Collective call;
   py::object written;  // list or tuple of the tensors that the call writes
@@ -102,7 +102,7 @@ struct PreparedCollective {
 GivenTensors given_tensors(py::handle given, const CallOptions& options, const LocalRanks& ranks);
 PreparedCollective prepare_all_reduce(GivenTensors& tensors, const CallOptions& options,
                                       const LocalRanks& ranks);
-// outputs, inputs: as in Python. inputs is None for in-place calls.
+// outputs, inputs: arguments of the Python call. inputs is None for in-place calls.
 PreparedCollective prepare(py::handle outputs, py::handle inputs, const CallOptions& options,
                            const LocalRanks& ranks);
 

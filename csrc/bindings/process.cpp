@@ -23,7 +23,7 @@ struct ProcessTransport {
   static LocalRanks ranks(const Group& group) {
     return {group.world_size(), group.rank(), true, group.compares_shapes()};
   }
-  // A short call keeps the GIL until it waits: without a wait it is shorter than a release.
+  // A short call keeps the GIL until it waits: if it never waits, releasing the GIL takes longer.
   static void run(Group& group, const Collective& call, PyObject* written) {
     if (call.bytes <= kExchangeBytes) {
       const GilRelease no_gil(written);

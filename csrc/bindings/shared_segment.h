@@ -30,7 +30,7 @@ inline void def_shared_segment(py::module_& m) {
   constexpr const char* kOwner = "a group of processes";
   py::class_<SharedMemory>(m, "SharedMemory", py::module_local())
       .def_property_readonly("fd", &SharedMemory::fd);
-  // Return memory with an initialized segment.
+  // create_segment() returns new shared memory with an initialized segment.
   m.def("create_segment", [](int world_size, const py::bytes& token) {
     SharedMemory memory = SharedMemory::create(Segment::bytes_for(world_size), kOwner);
     Segment::lay_out(memory.data(), world_size, parse_token(token));

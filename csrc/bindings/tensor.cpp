@@ -63,8 +63,8 @@ struct TorchNames {
       py::reinterpret_steal<py::object>(PyUnicode_InternFromString("untyped_storage"));
 
   static TorchNames& get() {
-    // Guarded by the GIL, not by a static's lock: a lookup may release the GIL to a thread that
-    // would wait for that lock. Of two results the last is kept.
+    // The GIL guards `names`, not the lock of an initialized static: a lookup may release the GIL
+    // to a thread that would wait for that lock. If two threads look up, the last result is kept.
     static TorchNames* names = nullptr;
     if (names == nullptr) names = new TorchNames;
     return *names;
@@ -87,7 +87,7 @@ const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
   if (api == nullptr || api->dltensor_from_py_object == nullptr) {
     fail(ErrorKind::kUnsupported, "this torch offers no DLPack 1.x exchange table");
   }
-  Py_INCREF(as_object);  // no other type may get this address
+  Py_INCREF(as_object);  // keep the type alive: a new type could get its address
   Py_XDECREF(known_type);
   known_type = type;
   known_api = api;
@@ -124,7 +124,7 @@ void fill_view(PyObject* object, const dlpack::Tensor& raw, TensorView* view) {
   view->count();
 }
 
-// dims: innermost dimension first.
+// dims: indices of the dimensions, innermost first.
 template <typename Dims>
 bool has_no_gaps(const TensorView& view, const Dims& dims) {
   std::int64_t expected = 1;
@@ -228,7 +228,7 @@ TensorIdentity::TensorIdentity(PyObject* tensor) {
 
 bool TensorIdentity::matches(const TensorView& view) const {
   const auto ndim = static_cast<std::size_t>(view.ndim);
-  // The sign may differ for the same object: its `.data` or the object at its address changed.
+  // is_neg() can change at equal memory and layout, for example by an assignment to `.data`.
   return view.data == data_ && view.device == device_ && view.dtype == dtype_ &&
          2 * ndim == layout_.size() && std::equal(view.shape, view.shape + ndim, layout_.begin()) &&
          std::equal(view.strides, view.strides + ndim, layout_.begin() + view.ndim) &&

@@ -63,7 +63,7 @@ std::string device_name(int device);
 // Return torch's current stream of a GPU, as a CUDA runtime handle.
 void* current_stream(int device);
 
-// Read a supported tensor, except is_negated and is_dense. False: read_tensor() gives the reason.
+// Fill `view`, except is_negated and is_dense. False: read_tensor() raises the reason.
 bool try_view(PyObject* object, TensorView* view);
 
 inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
@@ -74,7 +74,7 @@ bool is_plain_tensor(PyObject* object);
 // are returned unchanged, and read_tensor() refuses them.
 py::object as_tensor(PyObject* object, const char* operation, const std::string& name);
 
-// True if tensors of one shape have equal signs and strides. Dimensions of size 1 do not count.
+// True if two tensors of one shape have equal signs and strides, except in dimensions of size 1.
 bool same_layout(const TensorView& view, const TensorView& first);
 
 // True if elements are contiguous in index order.
@@ -95,27 +95,27 @@ class TensorIdentity {
 };
 
 // Scope in which a thread reads tensors. torch may release the GIL meanwhile. After the
-// interpreter's end a daemon thread must not reacquire it (bindings/gil_release.h).
+// interpreter's end a daemon thread must not reacquire the GIL (bindings/gil_release.h).
 class TensorReadGuard {
  public:
-  TensorReadGuard();  // after end(): sleeps forever on every other thread
+  TensorReadGuard();  // once a thread has called end(), blocks all other threads forever
   ~TensorReadGuard() { --num_threads_; }
   TensorReadGuard(const TensorReadGuard&) = delete;
   TensorReadGuard& operator=(const TensorReadGuard&) = delete;
 
-  // Called before the interpreter's end. Waits at most one second for threads that read.
+  // Called before the interpreter's end. Waits at most one second for threads that read tensors.
   static void end();
 
  private:
-  inline static int num_threads_ = 0;  // both guarded by the GIL
+  inline static int num_threads_ = 0;  // the GIL guards both members
   inline static std::optional<std::thread::id> last_reader_;
 };
 
-// Names for the tensors of one list, or of concatenated lists of equal length.
+// Names in messages for the tensors of one list, or of concatenated lists of equal length.
 struct ListNames {
   const char* argument;
   bool is_indexed = true;
-  std::size_t per_list = 0;  // 0: one list, or one tensor
+  std::size_t per_list = 0;  // tensors per list; 0: one list, or one tensor
 
   ArgName operator[](std::size_t i) const {
     const auto number = static_cast<int>(i);
@@ -126,10 +126,10 @@ struct ListNames {
   }
 };
 
-// Thrown through code without the GIL while a Python exception is pending.
+// Thrown by C++ code that does not hold the GIL, while a Python exception is pending.
 struct PythonErrorPending {};
 
-// Return the storages of all tensors in these lists, which keep their memory alive. None: no list.
+// Return the storages of all tensors in these lists, to keep their memory alive. Skip None.
 py::list storages_of(std::initializer_list<py::handle> lists);
 
 // Increment the autograd versions of tensors (a list or tuple) that are written in place.

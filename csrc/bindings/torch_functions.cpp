@@ -1,4 +1,4 @@
-// torch_functions: see the header.
+// torch_functions: looks up torch's C++ functions by name and tests them.
 #include "bindings/torch_functions.h"
 
 #include <dlfcn.h>
@@ -25,7 +25,7 @@ bool look_up_in(const char* library, const char* name, Function* function) {
   void* const loaded = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
   if (loaded == nullptr) return false;
   *function = reinterpret_cast<Function>(dlsym(loaded, name));
-  dlclose(loaded);  // torch keeps the library loaded
+  dlclose(loaded);  // torch keeps the library loaded after this call
   return *function != nullptr;
 }
 
@@ -36,8 +36,8 @@ bool is_true(const py::handle& object) { return object.ptr() == Py_True; }
 TorchFunctions* TorchFunctions::functions_ = nullptr;
 
 const TorchFunctions& TorchFunctions::get() {
-  // Guarded by the GIL, not by a static's lock: the constructor may release the GIL to a thread
-  // that would wait for that lock. Of two objects the last is kept.
+  // The GIL guards `functions_`, not the lock of an initialized static: the constructor may release
+  // the GIL to a thread that would wait for that lock. Of two objects the last is kept.
   if (functions_ == nullptr) functions_ = new TorchFunctions;
   return *functions_;
 }
@@ -56,12 +56,12 @@ TorchFunctions::TorchFunctions()
     const py::object tensor = torch_.attr("Tensor")(py::make_tuple(1.0));
     are_direct_ = are_found_ = find_offset(tensor) && have_right_answers(tensor);
   } catch (py::error_already_set&) {
-    // A dispatch mode of this thread refused a tensor.
+    // A dispatch mode of this thread rejected the test tensor: use Python instead.
   }
 }
 
 bool TorchFunctions::look_up() {
-  // In the order of DType.
+  // Functions that return torch's dtype codes, in the order of DType.
   constexpr std::array<const char*, kNumDTypes> kCodes = {
       "aoti_torch_dtype_float64",  "aoti_torch_dtype_float32", "aoti_torch_dtype_float16",
       "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_int8",    "aoti_torch_dtype_uint8",

@@ -4,7 +4,7 @@
 //           libraries. The stable C shim (aoti_torch_*) returns errors. The other functions have
 //           mangled names, which encode their parameter types.
 // Contract  get() tests the functions on tensors with known answers. If one is missing or wrong,
-//           all questions go through Python, ten times slower. No function releases the GIL or
+//           Python answers all calls, ten times slower. No function releases the GIL or
 //           throws: a torch exception must not cross an engine with a static libstdc++.
 // Threads   with the GIL held.
 // Tests     tests/test_torch_functions.py
@@ -30,12 +30,12 @@ class TorchFunctions {
 
   // For tests: choose between C++ and Python. Return True if C++ is used.
   static bool use(bool are_direct);
-  bool is_grad_enabled() const;  // autograd records this thread's operations
-  // such as make_fx
+  bool is_grad_enabled() const;  // true: autograd records this thread's operations
+  // true if a dispatch mode, such as make_fx, is active in this thread
   bool has_dispatch_modes() const;
   bool is_neg(PyObject* tensor) const;
   bool requires_grad(PyObject* tensor) const;
-  // Read a supported torch.Tensor, except is_negated and is_dense. False: another object.
+  // Fill `view`, except is_negated and is_dense. False: the object is no supported Tensor.
   bool read(PyObject* object, TensorView* view) const {
     return are_direct_ && read_direct(object, view);
   }
@@ -65,7 +65,7 @@ class TorchFunctions {
   bool are_found_ = false;
   bool are_direct_ = false;
   PyTypeObject* tensor_type_ = nullptr;
-  std::size_t offset_ = 0;  // of the at::Tensor inside a Python tensor object
+  std::size_t offset_ = 0;  // byte offset of the at::Tensor inside a Python tensor object
   std::array<std::int32_t, kNumDTypes> dtype_codes_{};
   std::int32_t cpu_code_ = 0;
   std::int32_t cuda_code_ = 0;

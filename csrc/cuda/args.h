@@ -30,14 +30,14 @@ struct Failure {
 };
 
 struct WaitLimits {
-  std::uint64_t timeout_ns;  // for a counter that stays unchanged
+  std::uint64_t timeout_ns;  // a wait fails if its counter is unchanged for this time
   std::uint32_t* gave_up;    // device word: 1 once a block has failed, else 0
   Failure* failure;
   std::int32_t withheld;  // for tests: this rank's blocks exit at once; -1: all ranks run
 };
 
 inline constexpr int kRingThreads = 512;
-// one block moves data while the other waits
+// Blocks per multiprocessor: one moves data while the other waits.
 inline constexpr int kRingBlocksEach = 2;
 inline constexpr int kMaxLocalRanks = 64;
 
@@ -51,14 +51,14 @@ struct RingPorts {
   std::byte* out_slots;     // the next rank's in_slots
   std::uint32_t* out_flag;  // the next rank's in_flag
   const std::uint32_t* out_taken;
-  std::uint32_t* base;  // number of messages that each link has carried
+  std::uint32_t* base;  // counter of messages that each link has carried
   // Index of the neighbor among this device's ranks. -1: the neighbor is on another device.
   std::int32_t prev_local;
   std::int32_t next_local;
 };
 
 struct RingArgs {
-  const RingPorts* ports;  // one per rank of this device, in device memory
+  const RingPorts* ports;  // ports of each rank of this device, in device memory
   std::uint64_t numel;
   std::uint32_t piece_elems;
   std::uint32_t num_slots;
@@ -73,7 +73,7 @@ struct RingArgs {
   void* output[kMaxLocalRanks];
 };
 
-// A piece is this many elements shorter than its slot, because it may begin at any index below.
+// A piece is kSlotSpareElems shorter than its slot, since it may begin at any lower slot index.
 inline constexpr std::size_t kSlotSpareElems = 16;
 
 }  // namespace pyringar::cuda

@@ -1,4 +1,4 @@
-// background: see the header.
+// background: events of buckets and calls, and calls on separate streams.
 #include "cuda/background.h"
 
 #include <algorithm>
@@ -97,7 +97,7 @@ std::shared_ptr<DoneEvents> Background::submit(const Collective& collective, Str
   try {
     run_and_always([&] { group_->run(collective, own); }, note);
   } catch (const Error&) {
-    wait_for();  // the caller may free the tensors after the error
+    wait_for();  // the caller may free the tensors once the error is raised
     throw;
   }
   return done;

@@ -2,8 +2,8 @@
 //
 // Contract  submit() runs a call after the work on the current streams, or after a bucket's
 //           gradients. The caller keeps the tensors until wait_for() returns or DoneEvents is done.
-//           During a capture the separate streams join it, and DoneEvents::make_wait() must join
-//           them back. Calls outside of that capture are refused meanwhile.
+//           If the current streams are captured, the separate streams join the capture, until
+//           DoneEvents::make_wait() joins them back. Meanwhile calls outside of it are refused.
 // Threads   Background: one at a time. DoneEvents: any.
 // Tests     tests/cpp/cuda_host
 #pragma once
@@ -48,7 +48,7 @@ class ReadyEvents {
     cudaStream_t stream;
     Event* event;
   };
-  struct BucketRank {  // one rank's share of a bucket
+  struct BucketRank {  // one rank's gradients of one bucket
     int missing = 0;
     std::vector<StreamEvent> streams;
     std::deque<Event> events;  // reused in every step
@@ -65,7 +65,7 @@ class ReadyEvents {
 };
 
 struct BucketReady {
-  const ReadyEvents* ready = nullptr;  // null: wait for the current streams instead
+  const ReadyEvents* ready = nullptr;  // null: the call waits for the current streams
   int index = 0;
 };
 
@@ -81,8 +81,8 @@ class Background {
   void check_captures(const Collective& collective, Streams current, Streams own) const;
 
   const std::shared_ptr<DeviceGroup> group_;
-  std::vector<Stream> own_;                 // one per device, made by the first submit()
-  std::shared_ptr<const DoneEvents> last_;  // last call outside of captures
+  std::vector<Stream> own_;  // separate stream per device, made by the first submit()
+  std::shared_ptr<const DoneEvents> last_;  // end of the last call outside of captures
 };
 
 }  // namespace pyringar::cuda

@@ -1,4 +1,4 @@
-// device_group: see the header.
+// device_group: runs calls with the fused, direct or ring algorithm.
 #include "cuda/device_group.h"
 
 #include <cstdlib>
@@ -11,7 +11,7 @@ namespace pyringar::cuda {
 
 namespace {
 
-// A blocking launch waits for its kernel, which would wait for launches that never come.
+// True if each launch waits for its kernel: a ring's first kernel would wait for later launches.
 bool launches_block() {
   const char* value = std::getenv("CUDA_LAUNCH_BLOCKING");
   return value != nullptr && *value != '\0' && std::string_view(value) != "0";
@@ -29,7 +29,7 @@ DeviceGroup::DeviceGroup(std::vector<int> device_of_rank, std::chrono::nanosecon
 DeviceGroup::~DeviceGroup() {
   try {
     close();
-  } catch (const Error&) {  // earlier calls and close() reported it
+  } catch (const Error&) {  // destructors cannot throw; a call of close() raises it
   }
 }
 
@@ -217,7 +217,7 @@ void DeviceGroup::run_ring(const Collective& collective, Streams streams) {
   if (devices_.size() == 1) {
     return run_and_always(launch, [&] { last_use_->record(streams); });
   }
-  // All groups of the process enqueue their rings in the same order on all devices.
+  // All groups of the process enqueue their rings in one order on all devices, to avoid deadlocks.
   const auto launches = lock_launches();
   static auto* last_between = new std::map<int, Event>;  // by device; guarded by lock_launches()
   for (std::size_t d = 0; d < streams.size(); ++d) {

@@ -3,13 +3,13 @@
 // Units     bytes, nanoseconds. run() returns when the call is enqueued. Its tensors must live
 //           until the streams have run it.
 // Contract  The host waits only for ranks in host memory. `fused` is one launch. `direct` folds one
-//           slice of every tensor per device, between two waits of all streams for each other.
+//           slice of every tensor per device. Before and after, all streams wait for each other.
 //           `ring` is one launch per device and tensor, whose blocks wait for each other. Rings
 //           between devices run one at a time in a process. All streams are in one capture, or none
-//           is. A captured call uses only the tensors, so its graph may be replayed beside other
-//           calls and after close(). Rings and calls with staging buffers cannot be captured. The
-//           next run(), check_usable() or close() raises a kernel's timeout. The group then refuses
-//           every call with that reason.
+//           is. A captured call uses no memory of the group, so its graph may be replayed during
+//           other calls and after close(). Rings and calls with staging buffers cannot be captured.
+//           The next run(), check_usable() or close() raises a kernel's timeout. The group then
+//           refuses every call with that reason.
 // Threads   any. Calls of one group run one at a time. abort() does not wait for them.
 // Tests     tests/cpp/cuda_host, tests/cuda
 #pragma once
@@ -37,7 +37,7 @@ class DeviceGroup {
   bool has_host_ranks() const { return devices_.has_host_ranks(); }
   bool has_peers() const { return devices_.has_peers(); }
 
-  // streams[i] belongs to devices()[i]. Tensors with gaps have been packed before.
+  // streams[i] belongs to devices()[i]. The caller packs tensors that have gaps.
   void run(const Collective& collective, Streams streams);
 
   void check_usable();
@@ -67,12 +67,12 @@ class DeviceGroup {
 
   std::mutex mutex_;  // held while a call is enqueued; guards the members below
   std::unique_ptr<Events> meeting_;
-  std::unique_ptr<Events> last_use_;  // last calls that used ring_ or staging_
+  std::unique_ptr<Events> last_use_;  // ends of the last calls that used ring_ or staging_
   std::unique_ptr<StagingBuffers> staging_;
   bool is_closed_ = false;
   std::string failure_;
   ErrorKind failure_kind_ = ErrorKind::kTimeout;
-  const char* operation_ = "collective";  // the last call's name
+  const char* operation_ = "collective";  // name of the last call
   int withheld_rank_ = -1;
   GroupStats stats_;
 

@@ -1,4 +1,4 @@
-// device_ring: see the header.
+// device_ring: allocates slots and flags, and launches the ring kernel.
 #include "cuda/device_ring.h"
 
 #include <algorithm>
@@ -13,14 +13,14 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Bytes of all slots. Signalling costs the same for any size, so large slots gain more than slots
-// that fit into L2 (docs/cuda-kernels.md).
+// Bytes of all slots together. Signalling costs the same for any slot size, so large slots gain
+// more than slots that fit into L2 (docs/cuda-kernels.md).
 constexpr std::size_t kSlotsBytes = std::size_t{128} << 20;
 constexpr std::size_t kMinSlotBytes = 4 * 1024;
 constexpr std::size_t kMaxSlotBytes = 64 * 1024;
 constexpr int kMaxChannels = 256;
-// Most blocks that wait for other devices. 28 blocks of 32 KB cover 0.9 MB, which a link of 450
-// GB/s has in flight during 2 us. More blocks would take multiprocessors from other kernels.
+// Maximum number of a device's blocks that wait for other devices. 28 blocks of 32 KB cover 0.9 MB,
+// which a link of 450 GB/s has in flight during 2 us. More would slow other kernels.
 constexpr int kMaxWaitingBlocks = 32;
 constexpr std::size_t kSlotStepBytes = 256;
 constexpr std::size_t kPieceStepElems = 256;
@@ -52,7 +52,7 @@ WaitLimits DeviceRing::patience(std::size_t d, int withheld_rank) const {
           as<Failure>(records_[d].failure), withheld_rank};
 }
 
-// Copies need no free multiprocessor: waiting kernels may occupy all of them.
+// Set gave_up by a copy, not by a kernel: waiting kernels may occupy all multiprocessors.
 void DeviceRing::abort() const {
   const std::uint32_t yes = 1;
   for (std::size_t d = 0; d < devices_.size(); ++d) {
@@ -65,13 +65,13 @@ void DeviceRing::abort() const {
                             stream.get()),
             "cudaMemcpyAsync", device);
       check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device);
-      // a failed device runs no kernel
-    } catch (const Error&) {
+    } catch (const Error&) {  // a failed device runs no kernel
     }
   }
 }
 
-// The wait at the earliest ring step names the culprit. Later waits are for ranks that wait too.
+// The failed wait at the earliest ring step names the late rank. Ranks later in the ring only wait
+// for ranks that wait themselves.
 std::string DeviceRing::failure(const char* operation) const {
   const auto wait_order = [](const Failure* f) { return std::pair(f->step, f->what); };
   const Failure* earliest = nullptr;
@@ -94,7 +94,7 @@ std::string DeviceRing::describe(const Failure& failure, const char* operation) 
               failure.seen, " of ", failure.wanted, ")");
 }
 
-// All ranks' blocks must be resident at once, on every device and for every dtype.
+// Limit num_channels_ so that all ranks' blocks are resident at once, for every dtype.
 void DeviceRing::choose_channels(const char* operation) {
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const int index = devices_[d].index;

@@ -32,13 +32,13 @@ class DeviceRing {
  private:
   // Failures reported by the kernels of one device.
   struct DeviceRecords {
-    Memory gave_up;  // one word, see WaitLimits
+    Memory gave_up;  // one word: WaitLimits::gave_up
     Memory failure;  // a Failure in host memory
   };
   struct RankMemory {
-    Memory slots;  // this rank reads, prev writes
-    Memory flag;   // this rank reads, prev writes
-    Memory taken;  // this rank reads, next writes
+    Memory slots;  // prev writes into it, this rank reads
+    Memory flag;   // prev counts messages, this rank waits
+    Memory taken;  // next counts read messages, this rank waits
     Memory base;
   };
   struct PieceCut {
@@ -63,7 +63,7 @@ class DeviceRing {
   int num_channels_;
   std::uint32_t slot_bytes_ = 0;
   std::vector<RankMemory> rank_memory_;  // by rank
-  std::vector<Memory> ports_;            // by device
+  std::vector<Memory> ports_;            // RingPorts, by device
   std::vector<DeviceRecords> records_;   // by device
 };
 

@@ -1,4 +1,4 @@
-// devices: see the header.
+// devices: groups ranks by device, and orders streams by events.
 #include "cuda/devices.h"
 
 #include <algorithm>
@@ -50,7 +50,8 @@ const std::vector<int>& Devices::most_blocks(const void* kernel, int threads) {
   for (const Device& device : devices_) {
     const OnDevice guard(device.index);
     const BesideCaptures beside;
-    // Load the kernel now: a load synchronizes, and would deadlock with a kernel that waits.
+    // Load the kernel now: a load synchronizes, and would deadlock with a running kernel that
+    // waits.
     cudaFuncAttributes attributes{};
     check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes", device.index);
     int per_multiprocessor = 0;
@@ -75,7 +76,7 @@ void Events::make_wait(Streams streams) const {
   }
 }
 
-// Stream 0 is the hub: 2 (k - 1) waits instead of k (k - 1).
+// All streams wait through stream 0: 2 (k - 1) waits for k streams instead of k (k - 1).
 void Events::meet(Streams streams) {
   for (std::size_t d = 1; d < events_.size(); ++d) {
     events_[d].record(streams[d]);

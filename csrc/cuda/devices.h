@@ -16,7 +16,7 @@
 
 namespace pyringar::cuda {
 
-// one per device of a Devices
+// one stream per device, in the order of Devices
 using Streams = std::span<const cudaStream_t>;
 
 struct Device {
@@ -51,7 +51,7 @@ class Devices {
   std::map<const void*, std::vector<int>> most_blocks_;  // by kernel
 };
 
-// One event per device. A capture needs separate Events, other calls reuse theirs.
+// One event per device. Each captured call needs new Events; other calls reuse one object.
 class Events {
  public:
   explicit Events(std::vector<int> devices);  // devices: without duplicates
@@ -59,7 +59,7 @@ class Events {
   void record(Streams streams);
   void make_wait(Streams streams) const;  // stream d waits for event d
   void meet(Streams streams);             // every stream waits for all streams
-  bool is_done() const;                   // not for events recorded in a capture
+  bool is_done() const;                   // invalid for events recorded in a capture
   void wait_for() const;                  // blocks the host until the last record has run
 
  private:
@@ -67,7 +67,7 @@ class Events {
   std::vector<Event> events_;
 };
 
-// Allocate on the device if its peers can reach it there, else in pinned host memory.
+// Allocate on the device if is_reachable (by its peers), else in pinned host memory.
 Memory shared_memory(int device, bool is_reachable, std::size_t bytes);
 
 }  // namespace pyringar::cuda

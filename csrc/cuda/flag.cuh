@@ -53,8 +53,8 @@ inline void trap_unless_aligned(const void* pointer) {
 }
 #endif
 
-// `volatile` keeps the load between the preceding wait and the following fence. It has no "memory"
-// clobber, so that kernel arguments stay in registers.
+// `volatile` keeps the load between the preceding wait and the following fence. The asm has no
+// "memory" clobber, so that kernel arguments stay in registers.
 PYRINGAR_DEVICE inline Bytes16 load16(const void* from) {
 #if defined(__CUDACC__)
   Bytes16 b;
@@ -141,7 +141,7 @@ PYRINGAR_DEVICE inline std::uint32_t load_flag(const std::uint32_t* flag, Memory
 #endif
 }
 
-// Relaxed: fence() orders it.
+// A relaxed store: a fence() before it orders earlier writes.
 PYRINGAR_DEVICE inline void store_flag(std::uint32_t* flag, std::uint32_t value,
                                        MemoryScope scope) {
 #if defined(__CUDACC__)
@@ -181,7 +181,7 @@ PYRINGAR_DEVICE inline bool claim(std::uint32_t* word) {
 #endif
 }
 
-// Order the block's accesses before the flags that follow. Called by all threads of the block.
+// Order the block's memory accesses before later flag stores. Called by all threads of the block.
 PYRINGAR_DEVICE inline void block_fence(MemoryScope scope) {
   block_barrier();
   if (thread_index() == 0) fence(scope);
@@ -196,13 +196,13 @@ inline constexpr unsigned kPollsPerTimeCheck = 64;
 // Timeout added per ring step, so that the neighbor of the missing rank reports first.
 inline constexpr std::uint64_t kNsPerStep = 5'000'000;
 
-// Poll until the flag reaches `wanted`. report(failure) fills in ranks and step. One thread calls.
+// Poll until the flag reaches `wanted`. report(failure) fills in ranks and step. For one thread.
 template <typename Report>
 PYRINGAR_DEVICE bool poll_flag(const std::uint32_t* flag, MemoryScope scope, std::uint32_t wanted,
                                int step, const WaitLimits& patience, Report&& report) {
   const std::uint64_t timeout_ns =
       patience.timeout_ns + static_cast<std::uint64_t>(step) * kNsPerStep;
-  std::uint64_t still_since_ns = 0;  // 0: no time check yet
+  std::uint64_t still_since_ns = 0;  // time of the last change; 0: clock not read yet
   std::uint32_t last_seen = 0;
   for (unsigned polls = 1;; ++polls) {
     const std::uint32_t seen = load_flag(flag, scope);
@@ -229,7 +229,7 @@ PYRINGAR_DEVICE bool poll_flag(const std::uint32_t* flag, MemoryScope scope, std
   }
 }
 
-// Thread 0 polls and shares the result with its block.
+// Thread 0 polls the flag and broadcasts the result to its block.
 template <typename Report>
 PYRINGAR_DEVICE bool block_wait(const std::uint32_t* flag, MemoryScope scope, std::uint32_t wanted,
                                 int step, const WaitLimits& patience, Report&& report) {

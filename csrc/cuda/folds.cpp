@@ -1,4 +1,4 @@
-// folds: see the header.
+// folds: fills tables of tensors and launches the fused kernels.
 #include "cuda/folds.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace pyringar::cuda {
 
 namespace {
 
-// Integer dtype of the same size: the sum of one source is a copy of its bits.
+// Integer dtype of this element size: its sum over one source copies the bits.
 DType copied_as(std::size_t item) {
   return item == 8 ? DType::kInt64 : item == 4 ? DType::kInt32 : DType::kUInt8;
 }

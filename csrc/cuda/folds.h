@@ -21,7 +21,7 @@
 
 namespace pyringar::cuda {
 
-// Prepared launches for one list of tensors, one slice per device. The tensors stay allocated.
+// Prepared launches for one list of tensors, one slice per device. The caller keeps the tensors.
 class FusedLaunches {
  public:
   FusedLaunches(const TensorList& list, std::size_t num_devices);
@@ -47,7 +47,7 @@ class Folds {
 
   void add(DType dtype, std::span<const void* const> sources,
            std::initializer_list<void*> destinations, std::size_t numel);
-  // dtype: of the copied elements. NaN payloads are kept.
+  // Add a copy of `bytes` bytes of elements of this dtype. NaN payloads are kept.
   void add_copy(std::byte* to, const std::byte* from, std::size_t bytes, DType dtype);
   void launch(int device, cudaStream_t stream) const;
 

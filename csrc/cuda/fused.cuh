@@ -24,7 +24,7 @@ PYRINGAR_DEVICE T finished(T sum, const Divisor& divisor) {
   return sum;
 }
 
-// 16 bytes of a source. A thread folds them one pack at a time.
+// 16 bytes of one source, which a thread reduces one Pack at a time.
 template <typename E>
 struct WideUnit {
   using Element = typename E::Element;
@@ -51,7 +51,7 @@ struct WideUnit {
   }
 };
 
-// Single elements of a source, kThreads apart, for tensors with different alignments.
+// Single elements of one source at distances of kThreads, for tensors with different alignments.
 template <typename E>
 struct ElementsUnit {
   using Element = typename E::Element;
@@ -62,7 +62,7 @@ struct ElementsUnit {
     Element element[kValues];
   };
 
-  std::size_t left;  // elements from the thread's first one to the end
+  std::size_t left;  // number of elements from the thread's first element to the end
 
   PYRINGAR_DEVICE bool has(int i) const { return static_cast<std::size_t>(i) * kThreads < left; }
   PYRINGAR_DEVICE Raw load(const Element* from) const {
@@ -122,7 +122,7 @@ class UnitFold {
 
  private:
   static constexpr int kValues = Unit::kValues;
-  // Sources loaded at once while partial sums occupy registers.
+  // Number of sources loaded at once while partial sums occupy registers.
   static constexpr int kGroup = sizeof(Element) == 8 ? 2 : 4;
   static constexpr int kSlots = 11;
   static_assert(LargeTable::kMaxPointers <= kGroup << kSlots);
@@ -131,7 +131,7 @@ class UnitFold {
     return Unit::template combined<Op>(a, b);
   }
 
-  // Call take(i, sum) for each value, with the sum over sources [lo, lo + kNum).
+  // Load sources [lo, lo + kNum). Call take(i, sum) with the sum of each of the thread's values.
   template <int kNum, typename Take>
   PYRINGAR_DEVICE void add_group(int lo, const Take& take) const {
     typename Unit::Raw raw[kNum];
@@ -163,7 +163,7 @@ class UnitFold {
       });
       for (int i = 0; i < kValues; ++i) sums[i] = slots[0][i];
     } else {
-      // The first group is the short one, so that the loop's groups are full.
+      // Only the first group may have fewer than kGroup sources, so that the loop has no remainder.
       int next = (num - 1) % kGroup + 1;
       with_count<kGroup>(next, [&]<int kNum>() {
         add_group<kNum>(0, [&](int i, const Value& sum) { sums[i] = sum; });

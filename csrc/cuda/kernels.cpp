@@ -1,4 +1,4 @@
-// kernels: dispatch by dtype. In the header, it would make nvcc compile all dtypes in each unit.
+// kernels: dispatch by dtype. In the header, nvcc would compile all dtypes in each unit.
 #include "cuda/kernels.h"
 
 namespace pyringar::cuda {

@@ -10,7 +10,7 @@ namespace {
 
 template <typename E, typename Op, typename T>
 const void* fused_for(Order order) {
-  // All other reductions give equal bits in any order.
+  // Only floating-point sums, means and products depend on the order.
   constexpr bool kHasTrees = std::is_floating_point_v<typename E::Partial> &&
                              (std::is_base_of_v<Sum, Op> || std::is_same_v<Op, Prod>);
   if constexpr (kHasTrees) {
@@ -34,7 +34,7 @@ const void* kernel_for(Order order, KernelKind kind) {
   return nullptr;
 }
 
-// True unless multiplying by the reciprocal gives the bits of the division.
+// True if results must be divided: multiplying by the reciprocal would give other bits.
 template <typename E>
 bool divides(const Fold& fold) {
   const bool is_power_of_two = (fold.divisor & (fold.divisor - 1)) == 0;

@@ -16,7 +16,7 @@
 
 namespace pyringar::cuda {
 
-// kSize elements as in memory: a multiple of 16 bytes, or one element.
+// kSize elements in their memory format: a multiple of 16 bytes, or one element.
 template <typename T, int kSize>
 struct Lanes {
   static_assert(kSize * sizeof(T) % kPackBytes == 0);
@@ -128,7 +128,7 @@ PYRINGAR_DEVICE T divided(T x, const Divisor& divisor) {
     const double guess = x * divisor.reciprocal;
     const double rest = fma(-guess, static_cast<double>(divisor.value), static_cast<double>(x));
     const auto quotient = static_cast<float>(fma(rest, divisor.reciprocal, guess));
-    return x + x != x ? quotient : x;  // keep the sign of zeros, and infinities
+    return x + x != x ? quotient : x;  // zeros and infinities stay unchanged
   } else {
     return static_cast<T>(x / divisor.value);
   }

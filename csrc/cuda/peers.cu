@@ -1,4 +1,4 @@
-// peers: see the header.
+// peers: enables and tests peer access.
 #include "cuda/peers.h"
 
 #include <cuda.h>
@@ -53,7 +53,7 @@ std::uint32_t read_word(const Memory& word, int device, const Stream& stream) {
 
 bool probe(int from, int to) {
   const BesideCaptures beside;
-  // The default stream would synchronize with captured streams.
+  // Not the default stream, which would synchronize with captured streams.
   const Stream stream_from(from);
   const Stream stream_to(to);
   const Memory remote = device_memory(to, kProbeWords * sizeof(std::uint32_t));
@@ -84,7 +84,7 @@ bool try_link(int from, int to) {
     const OnDevice guard(from);
     const cudaError_t status = cudaDeviceEnablePeerAccess(to, 0);
     if (status == cudaErrorPeerAccessAlreadyEnabled) {
-      cudaGetLastError();  // torch may have enabled access before
+      cudaGetLastError();  // clear the error if torch has enabled access before
     } else {
       check(status, "cudaDeviceEnablePeerAccess", from);
     }

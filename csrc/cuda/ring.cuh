@@ -1,12 +1,12 @@
-// ring: core/ring_program.h on thread blocks, with slots in the next rank's memory.
+// ring: runs core/ring_program.h on thread blocks, with slots in the next rank's memory.
 //
 // Contract  One block per local rank and channel, all resident at once (cooperative launch).
 //           Channel c of C takes pieces c, c + C, ... of every chunk, through separate slots and
 //           flags. So elements are added in the order of the CPU ring. Slots and flag are in the
 //           reader's memory, and `taken` is in the writer's. Ranks on one device read each other's
 //           inputs and results in place (cpu/ring.cpp explains why these stay unchanged). Only
-//           partial sums go through slots. Between devices all data does. Element i of a piece is
-//           at index shift + i of its slot, so that slots have the alignment of the tensors.
+//           partial sums go through slots. Between devices all data goes through slots. Element i
+//           of a piece is at index shift + i of its slot, so that slots are aligned as tensors.
 // Tests     tests/cpp/cuda/ring_kernel_test.cpp under ThreadSanitizer, tests/cuda;
 //           tests/build/test_cuda_kernels.py reads registers and loads in flight
 #pragma once
@@ -25,15 +25,15 @@ struct RingShared {
   struct RankTensor {
     const void* input;
     void* output;
-    // First element of the tensor: the rank's chunk, where the tensor is one chunk, else 0.
+    // Index of the tensor's first element: the chunk's begin if the tensor is one chunk, else 0.
     std::size_t first_input;
     std::size_t first_output;
   };
   RingProgram program;
   RingCut cut;
-  RingPorts ports;  // offset to the block's channel
+  RingPorts ports;  // pointers to the block's channel
   RankTensor own;
-  RankTensor prev;      // valid if prev is on this device
+  RankTensor prev;      // valid if the previous rank is on this device
   Range first_of_prev;  // first chunk that the previous rank sends
   MemoryScope scope;
 
@@ -152,7 +152,7 @@ class RingMove {
   PYRINGAR_DEVICE void add(Kind how, Range range, std::uint32_t n_in) {
     kind = how;
     own = input(shared_.own, range);
-    // Prev's first chunk holds its input elements: nothing has been added to it.
+    // The first chunk that the previous rank sends holds its input, not partial sums.
     const Range first = shared_.first_of_prev;
     receives_input = shared_.sees_prev() && first.begin <= range.begin && range.begin < first.end;
     received = in_slot<Partial>(n_in, range);
@@ -184,10 +184,10 @@ class BlockRing {
                         failure.what = Awaited::kMessage;
                       });
   }
-  // Times out after every wait_message(), so that a missing message is reported first.
+  // Its timeout is after all of wait_message(), so that a missing message is reported first.
   PYRINGAR_DEVICE bool wait_slot(std::uint32_t n, int action) const {
     const bool is_partial = 0 < action && action < args_.world_size - 1;
-    if (shared_.sees_next() && !is_partial) return true;  // the next rank reads it in place
+    if (shared_.sees_next() && !is_partial) return true;  // no slot: the next rank reads in place
     const std::uint32_t wanted = n - args_.num_slots;
     const int step = 2 * args_.world_size + action;
     return block_wait(shared_.ports.out_taken, shared_.scope, wanted, step, args_.patience,
@@ -214,7 +214,7 @@ class BlockRing {
  private:
   using Kind = typename RingMove<E>::Kind;
 
-  // One fence covers both flags of an action. No fence if no other block accesses the data.
+  // Set a flag. One fence orders both flags of an action, if other blocks access the data.
   PYRINGAR_DEVICE void tell(std::uint32_t* flag, std::uint32_t n) {
     if (!is_fenced_) block_fence(shared_.scope);
     is_fenced_ = true;
@@ -257,7 +257,7 @@ class BlockRing {
   bool is_fenced_ = true;  // no data was moved since the last fence
 };
 
-// Overload that run_ring() picks: it inlines the data movement once for all actions.
+// run_ring() selects this overload, which inlines the data movement once for all actions.
 template <typename E, typename Op>
 PYRINGAR_DEVICE void run_ring_action(BlockRing<E, Op>& engine, const RingProgram&, int action,
                                      Range range, std::uint32_t n_in, std::uint32_t n_out) {

@@ -84,7 +84,7 @@ struct ReduceJob {
   }
 };
 
-// Copy job: from an input, output or slot to the output and the next slot. Either may be null.
+// Copy job: input, output or slot to the output and the next slot. Either destination may be null.
 template <typename E, typename Sent>
 struct CopyJob {
   static constexpr int kPackElems = kPackBytes / static_cast<int>(sizeof(typename E::Element));

@@ -1,4 +1,4 @@
-// runtime: see the header.
+// runtime: error messages, current devices, memory, events and streams.
 #include "cuda/runtime.h"
 
 #include <cuda.h>
@@ -80,7 +80,7 @@ void pop_context() {
 
 void check(cudaError_t status, const char* call, int device) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // so that the next call does not report this error
+  cudaGetLastError();  // clear the error, or the next call reports it
   const std::string where = device < 0 ? "" : join(" on cuda:", device);
   const char* advice =
       is_sticky(status)
@@ -125,7 +125,7 @@ void Release::operator()(void* what) const {
     const OnDevice guard(device);
     const BesideCaptures beside;
     give_back(what);
-  } catch (const Error&) {  // the device does not answer
+  } catch (const Error&) {  // leak: the device does not answer
   }
 }
 
@@ -135,7 +135,7 @@ Memory device_memory(int device, std::size_t bytes) {
   void* raw = nullptr;
   check(cudaMalloc(&raw, bytes), "cudaMalloc", device);
   Memory memory(raw, Release{device, [](void* it) { cudaFree(it); }});
-  // The default stream would synchronize with captured streams.
+  // Not the default stream, which would synchronize with captured streams.
   const Stream stream(device);
   check(cudaMemsetAsync(raw, 0, bytes, stream.get()), "cudaMemsetAsync", device);
   check(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize", device);
@@ -184,7 +184,7 @@ void Event::record(cudaStream_t stream) const {
 }
 
 void Event::make_wait(cudaStream_t stream, int device) const {
-  const OnDevice guard(device);  // the null stream is the current device's
+  const OnDevice guard(device);  // the null stream belongs to the current device
   check(cudaStreamWaitEvent(stream, event_.get(), 0), "cudaStreamWaitEvent", device);
 }
 
@@ -238,7 +238,7 @@ CaptureId capture_of(cudaStream_t stream, int device) {
 }
 
 std::unique_lock<std::mutex> lock_launches() {
-  static auto* mutex = new std::mutex;  // leaked: calls may come while the process exits
+  static auto* mutex = new std::mutex;  // leaked: needed while the process exits
   return std::unique_lock<std::mutex>(*mutex);
 }
 

@@ -23,7 +23,7 @@ namespace pyringar::cuda {
 
 void check(cudaError_t status, const char* call, int device = -1);
 
-// Run body(), then end(), also after an error: later calls must be ordered after the enqueued work.
+// Run body(), then end(), also after an error: later calls must wait for work of a failed body().
 template <typename Body, typename End>
 void run_and_always(Body&& body, End&& end) {
   try {
@@ -62,7 +62,7 @@ class BesideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Frees on the device. If the device does not answer, the memory leaks.
+// Deleter that frees memory on its device. If the device does not answer, the memory leaks.
 struct Release {
   int device = -1;
   void (*give_back)(void*) = nullptr;
@@ -79,15 +79,15 @@ T* as(const Memory& memory, std::size_t offset_bytes = 0) {
   return reinterpret_cast<T*>(static_cast<std::byte*>(memory.get()) + offset_bytes);
 }
 
-cudaIpcMemHandle_t ipc_handle(const Memory& memory);              // for memory of device_memory()
-Memory map_memory(int device, const cudaIpcMemHandle_t& handle);  // of another process
+cudaIpcMemHandle_t ipc_handle(const Memory& memory);              // memory: from device_memory()
+Memory map_memory(int device, const cudaIpcMemHandle_t& handle);  // memory of another process
 
 class Event {
  public:
   explicit Event(int device);
   void record(cudaStream_t stream) const;                 // on a stream of the same device
   void make_wait(cudaStream_t stream, int device) const;  // on a stream of any device
-  bool is_done() const;                                   // not for a record made in a capture
+  bool is_done() const;                                   // invalid after a record in a capture
   void wait_for() const;                                  // blocks the host
 
  private:
@@ -107,14 +107,14 @@ class Stream {
 int num_devices();  // 0 without a driver
 
 using CaptureId = unsigned long long;
-inline constexpr CaptureId kBrokenCapture = ~CaptureId{0};  // an unsafe call invalidated it
+inline constexpr CaptureId kBrokenCapture = ~CaptureId{0};  // a forbidden call broke it
 CaptureId capture_of(cudaStream_t stream, int device);
 inline bool is_capturing(cudaStream_t stream, int device) {
   return capture_of(stream, device) != 0;
 }
 
 // Lock for launches whose kernels wait for each other across devices: all threads enqueue them in
-// one order. Also held for a DeviceGroup's allocations and frees, which must not come between them.
+// one order. Also held for a DeviceGroup's allocations and frees, which would deadlock in between.
 std::unique_lock<std::mutex> lock_launches();
 
 class ProfiledRange {

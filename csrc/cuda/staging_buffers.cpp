@@ -1,4 +1,4 @@
-// staging_buffers: see the header.
+// staging_buffers: copies tensors to and from the staging buffers.
 #include "cuda/staging_buffers.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace pyringar::cuda {
 
 namespace {
 
-constexpr std::size_t kAlignment = 256;  // of every tensor in a buffer
+constexpr std::size_t kAlignment = 256;  // bytes; of every tensor in a buffer
 
 struct PointerUse {
   bool is_source;
@@ -52,7 +52,7 @@ bool StagingBuffers::is_needed(const Collective& collective) const {
 void StagingBuffers::reserve(std::size_t rank, std::size_t bytes, const Events& last_use) {
   Buffer& buffer = buffers_[rank];
   if (buffer.bytes >= bytes) return;
-  last_use.wait_for();  // cudaFreeHost is not documented to wait
+  last_use.wait_for();  // needed: cudaFreeHost may not wait
   // Double the size: each free and allocation waits for the device.
   const std::size_t wanted = std::max(bytes, 2 * buffer.bytes);
   const auto lock = lock_launches();
@@ -105,7 +105,7 @@ void StagingBuffers::copy_out(const Collective& collective, const Collective& st
     copy_later(collective.pointers[at], staged.pointers[at], bytes, device_of(at), streams);
   });
   if (!devices_.has_host_ranks()) return;
-  // Host tensors must hold the results on return, since no stream orders their readers.
+  // Wait until host tensors hold the results, since no stream orders their readers.
   for (std::size_t d = 0; d < devices_.size(); ++d) {
     const OnDevice guard(devices_[d].index);
     const BesideCaptures beside;

@@ -1,6 +1,6 @@
 // staging_buffers: copies of a call's tensors that all devices can access.
 //
-// Contract  The buffers are in host memory if a rank is, or if devices have no peer access. Else
+// Contract  All buffers are in host memory if any rank is, or if devices have no peer access. Else
 //           each buffer is on the rank's device. Buffers grow and are reused. The caller orders the
 //           calls that use them.
 // Threads   one at a time.
@@ -20,7 +20,7 @@ class StagingBuffers {
   explicit StagingBuffers(const Devices& devices);
 
   bool is_needed(const Collective& collective) const;
-  // Copy inputs into the buffers, and return the call on them. last_use: of earlier calls.
+  // Copy inputs into the buffers, and return the call on them. last_use: ends of earlier calls.
   Collective copy_in(const Collective& collective, Streams streams, const Events& last_use);
   void copy_out(const Collective& collective, const Collective& staged, Streams streams) const;
 

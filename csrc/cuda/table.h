@@ -1,7 +1,7 @@
-// table: the tensors of one launch, cut into tiles. Kernels get it by value: a launch allocates no
-// memory, and a CUDA graph can capture it.
+// table: the tensors of one launch, cut into tiles. Kernels get the table by value: a launch
+// allocates no memory, and a CUDA graph can capture the launch.
 //
-// Units     elements for ranges; byte counts are named so.
+// Units     elements for ranges; `item` is the size of an element in bytes.
 // Contract  An entry is one tensor: head, vectors, tail. Vectors are 16-byte aligned for all
 //           pointers of the entry. Its first tile also covers head and tail. An entry whose
 //           pointers differ modulo 16 has no vectors.
@@ -16,16 +16,16 @@
 namespace pyringar::cuda {
 
 #if defined(PYRINGAR_EMULATED_THREADS)
-inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // host threads, in tests
+inline constexpr int kThreads = PYRINGAR_EMULATED_THREADS;  // host threads per block, in tests
 #else
 inline constexpr int kThreads = 256;
 #endif
 
-// Resident blocks of a fused kernel per multiprocessor. With one more block kernels spill or load
-// the last sources late. 4, 5 and 6 blocks are equally fast.
+// Resident blocks of a fused kernel per multiprocessor. With one more block, kernels spill
+// registers or load the last sources late. 4, 5 and 6 blocks are equally fast.
 PYRINGAR_HD constexpr int fused_blocks(std::size_t item) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-  if (item == 4) return 4;  // int32 spills with 5
+  if (item == 4) return 4;  // int32 spills registers with 5 blocks
 #endif
   return item == 4 ? 5 : item == 1 ? 3 : 4;
 }
@@ -37,7 +37,7 @@ PYRINGAR_HD constexpr std::size_t tile_elems(std::size_t item) {
 
 struct TableEntry {
   std::uint64_t numel;
-  std::uint32_t first_tile;  // index in the launch
+  std::uint32_t first_tile;  // index of the entry's first tile in the launch
   std::uint16_t sources;     // index of the first source pointer in the table
   std::uint16_t destinations;
   std::uint16_t head;    // elements before the first vector
@@ -64,8 +64,8 @@ struct TableView {
   const TableEntry* entries;
   std::uint32_t num_entries;
   std::uint32_t num_tiles;
-  int num_sources;       // of every entry
-  int num_destinations;  // of every entry
+  int num_sources;       // sources of each entry
+  int num_destinations;  // destinations of each entry
   Divisor divisor;
 };
 
@@ -109,7 +109,7 @@ using SmallTable = Table<96, 24>;
 using LargeTable = Table<640, 120>;
 static_assert(sizeof(SmallTable) < 1400 && sizeof(LargeTable) < 8192);
 
-// Number of pointers that a tensor takes. In place, sources and destinations are stored once.
+// Number of table pointers for a tensor. In place, sources and destinations are stored once.
 inline std::uint32_t pointers_wanted(const void* const* sources, void* const* destinations,
                                      int num_sources, int num_destinations) {
   const bool in_place = sources == destinations && num_sources == num_destinations;

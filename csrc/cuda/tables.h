@@ -33,7 +33,7 @@ inline Range slice_of(std::size_t numel, int num_devices, int d) {
   return {std::min(blocks.begin * kSliceElems, numel), std::min(blocks.end * kSliceElems, numel)};
 }
 
-// Add each device's slice. False: all tables are full, and nothing was added.
+// Add each device's slice of the tensor. False: all tables are full, and nothing was added.
 template <typename T>
 bool add_slices(std::vector<TableBuilder<T>>& builders, const Buffers& tensor) {
   const auto num_devices = static_cast<int>(builders.size());
@@ -48,7 +48,7 @@ bool add_slices(std::vector<TableBuilder<T>>& builders, const Buffers& tensor) {
   return true;
 }
 
-// False if a device has only empty slices, since the tensors are short.
+// False if a device has only empty slices, since all tensors are too short.
 template <typename T>
 bool has_elements(const T& table) {
   return std::any_of(table.entries, table.entries + table.num_entries,

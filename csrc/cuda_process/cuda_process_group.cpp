@@ -1,4 +1,4 @@
-// cuda_process_group: connecting, one call, and when slots are freed.
+// cuda_process_group: connects the ranks, enqueues calls, and frees slots.
 #include "cuda_process/cuda_process_group.h"
 
 #include <algorithm>
@@ -18,8 +18,8 @@ namespace {
 
 constexpr std::size_t kSliceBytes = 256;
 
-// GPU memory for staged_engines.h. The stream's write of a counter is enqueued before the host sets
-// its counter; the stream's wait is enqueued after the host's wait.
+// Slots on GPUs. The stream's write of a word is enqueued before the host counter is set, the
+// stream's wait after the host's wait.
 class StreamMemory : public StagedCounters {
  public:
   static constexpr std::size_t kChunkAlignment = 16;
@@ -43,7 +43,7 @@ class StreamMemory : public StagedCounters {
     return true;
   }
   void publish_reduced(std::uint32_t n) {
-    // the base message only raises the host counter
+    // for the base message, only the host counter is set
     if (n != base_) staging_.write_reduced(n, stream_);
     StagedCounters::publish_reduced(n);
   }
@@ -77,9 +77,9 @@ class StreamMemory : public StagedCounters {
   const int rank_;
 };
 
-// Enqueue a call. The host waits for the hosts of other ranks, but never for a GPU. On false,
-// PeerWatch has the reason, and work enqueued before still runs. If ranks share a GPU, rank 0
-// reduces for all ranks: 2k - 1 kernels per piece instead of 3k.
+// Enqueue a call. The host waits for the other hosts, not for devices. False: a rank failed, or
+// layouts differ; the work enqueued so far still runs. If all ranks share a GPU, rank 0 reduces all
+// slices: 2k - 1 kernels per piece instead of 3k.
 bool run_staged(const Collective& call, bool is_direct, ProcessRank& self,
                 const ProcessStaging& staging, cudaStream_t stream) {
   const StreamMemory memory(call.fold, self, staging, stream);
@@ -115,7 +115,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// How long close() waits for the other ranks to close, before it leaves the slots allocated.
+// How long close() waits for the other ranks to close. Afterwards the slots stay allocated.
 constexpr auto kPatienceOfClose = 200ms;
 
 // Slots of closed groups that other ranks may still read.
@@ -173,7 +173,7 @@ bool is_left_running(const ProcessGroup& group) {
 
 }  // namespace
 
-// Status of one rank, which all ranks gather in each step of connect().
+// The data that ranks exchange while they connect.
 struct CudaProcessGroup::ConnectStatus {
   cuda::StagingHandles handles{};
   ErrorKind kind = ErrorKind::kState;
@@ -285,7 +285,7 @@ void CudaProcessGroup::check_not_captured(const Collective& call, cudaStream_t s
 }
 
 ProcessPlan CudaProcessGroup::plan(std::size_t bytes) const {
-  // Two ranks on two GPUs read as much from each other with either algorithm.
+  // With two ranks on two GPUs, an exchange reads no more from the peer than a direct call.
   const int most_exchange = plan_.shares_gpu ? 1 : 2;
   const bool is_exchange = host_->world_size() <= most_exchange || bytes <= options_.exchange_bytes;
   const std::size_t slots = (bytes + plan_.slot_bytes - 1) / plan_.slot_bytes;
@@ -335,7 +335,7 @@ CudaProcessGroup::Submitted CudaProcessGroup::submit(Collective call, cudaStream
   auto shared = std::make_shared<const Collective>(std::move(call));
   auto enqueued = host_->submit_program(
       [this, ready, done, last, shared](ProcessRank& self) {
-        // Threads start on device 0. Switch once, so that the calls below need not.
+        // New threads have device 0 current. Switch here once, so that the calls below need not.
         cuda::check(cudaSetDevice(device_), "cudaSetDevice", device_);
         ready->make_wait(stream_->get(), device_);
         bool is_enqueued = false;
@@ -395,8 +395,8 @@ ProcessStats CudaProcessGroup::stats() {
   return stats_;
 }
 
-// False: the GPU makes no progress, perhaps because of other work. A lost or late rank is not the
-// reason: DeviceWatch has ended those waits.
+// Return false if the GPU makes no progress within `patience`, perhaps because of other work. Lost
+// or late ranks are not the reason, since DeviceWatch has ended waits for them.
 bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const {
   auto moved = Clock::now();
   std::uint64_t progress = staging_->progress();
@@ -413,7 +413,7 @@ bool CudaProcessGroup::wait_until_idle(std::chrono::nanoseconds patience) const 
   return true;
 }
 
-// Tell all ranks that this rank aborts, then end calls that wait on the GPU for a late rank.
+// Report the abort to all ranks, then end this rank's stream waits: host calls may block on them.
 void CudaProcessGroup::release_streams() {
   if (host_->forked()) return;
   host_->abort("has aborted the group");
@@ -432,7 +432,7 @@ bool CudaProcessGroup::close(CloseMode mode) {
   free_slots();
   const bool is_idle = !is_left_running(*host_);
   if (mode != CloseMode::kAfterCalls) {
-    has_reported_.store(true);  // the caller chose not to wait
+    has_reported_.store(true);  // the caller chose not to wait for the GPU
   } else if (!is_idle && !has_reported_.exchange(true)) {
     const PeerWatch& watch = host_->watch();
     fail(ErrorKind::kTimeout, "close: the GPU of ", watch.name_of(host_->rank()),
@@ -454,7 +454,7 @@ void CudaProcessGroup::release(CloseMode mode) {
     is_idle = staging_ == nullptr || wait_until_idle(patience);
     const std::lock_guard<std::mutex> lock(abort_mutex_);
     abortable_ = nullptr;
-    // Unmap the slots of other ranks before host_->close(), after which these ranks may free them.
+    // Unmap the other ranks' slots before this rank is marked as closed: they free the slots then.
     if (is_idle) staging_ = nullptr;
   }
   if (is_idle) {

@@ -2,11 +2,11 @@
 // synchronizes the hosts.
 //
 // Units     bytes, nanoseconds. A call borrows the tensors' memory until the stream has run it.
-// Contract  That of ProcessGroup. run() returns when the call is enqueued, and refuses captured
-//           streams. All enqueued work ends (cuda_process/device_watch). If a call ended without a
-//           lost rank's data, the next call, its work or close() raises once. close() waits for the
-//           GPU while any rank makes progress within the timeout. Slots that other ranks may still
-//           read are freed when this process makes or closes another group.
+// Contract  As ProcessGroup. run() returns when the call is enqueued. Captured streams are refused.
+//           All enqueued work ends, even if a rank is lost (cuda_process/device_watch.h). If a call
+//           ended without a lost rank's data, the next call, its work or close() raises once.
+//           close() waits for the GPU while any rank makes progress within the timeout. Slots that
+//           other ranks may still read are freed when this process makes or closes another group.
 // Threads   any. Calls run one at a time, in the order of arrival.
 // Tests     tests/cpp/cuda_processes, tests/test_cuda_processes.py
 #pragma once
@@ -21,25 +21,25 @@
 
 namespace pyringar {
 
-// Sizes, chosen without measurements.
+// Options of a group. The sizes are chosen without measurements.
 struct CudaProcessOptions {
   std::chrono::nanoseconds timeout{};
   OnNap on_nap = &ignore_naps;
-  // A piece of this size takes longer than the dozen calls that enqueue it.
+  // Moving a piece of this size takes longer than the dozen CUDA calls that enqueue it.
   std::size_t slot_bytes = std::size_t{16} << 20;
-  // For ranks that share a GPU: each piece switches the GPU between all processes.
+  // Largest slots of ranks that share a GPU, which switches between all processes for each piece.
   std::size_t most_shared_slot_bytes = std::size_t{64} << 20;
-  std::size_t exchange_bytes = 256 * 1024;  // up to this size every rank reduces everything
+  std::size_t exchange_bytes = 256 * 1024;  // up to this size every rank reduces all slices
 };
 
 class CudaProcessGroup {
  public:
-  // Arguments as for ProcessGroup. Call connect() before the first collective.
+  // Arguments as for ProcessGroup. connect() prepares the GPU.
   CudaProcessGroup(SharedMemory memory, const Segment& segment, int rank, int device,
                    CudaProcessOptions options);
   ~CudaProcessGroup();
 
-  // Share slots with the other ranks and test theirs. A failure on one rank is raised on all ranks.
+  // Map the other ranks' slots and test them. A failure on one rank is raised on all ranks.
   void connect();
 
   ProcessGroup& host() { return *host_; }
@@ -48,23 +48,23 @@ class CudaProcessGroup {
   // `call` points to device memory, and has no packed tensors.
   void run(const Collective& call, cudaStream_t stream);
 
-  // Run a call on the group's stream, after the work that is now on `after`.
+  // Result of submit(), which runs a call on the group's stream after the work now on `after`.
   struct Submitted {
     std::shared_ptr<Work> enqueued;  // null: the call is enqueued already
-    // Valid once the call is enqueued.
+    // `done` is valid once the call is enqueued.
     std::shared_ptr<const cuda::Event> done;
     std::shared_ptr<std::uint32_t> last;  // last message of the call
   };
   Submitted submit(Collective call, cudaStream_t after);
-  // Return a Submitted that covers all calls which run() has enqueued on `stream`.
+  // Return a Submitted for all calls on `stream` that have returned.
   Submitted enqueued(cudaStream_t stream);
   // Return why the call was not enqueued, or why its results are undefined. Null: no failure.
   std::exception_ptr failure_of(const Submitted& work);
 
-  ProcessStats stats();                       // busy_ns: host time
-  ProcessPlan plan(std::size_t bytes) const;  // for an all_reduce
+  ProcessStats stats();                       // busy_ns: time on the host, not on the GPU
+  ProcessPlan plan(std::size_t bytes) const;  // for an all_reduce of this size
   std::size_t slot_bytes() const { return plan_.slot_bytes; }
-  // Raise once if the results of a returned call lack the data of a lost rank.
+  // Raise, once, if an enqueued call ended without a lost rank's data.
   void raise_unreported();
   // Close as ProcessGroup::close() does. False also if the GPU still runs calls: the caller must
   // keep their tensors.
@@ -89,12 +89,12 @@ class CudaProcessGroup {
   cuda::StagingPlan plan_{false, options_.slot_bytes};  // final after connect()
   std::shared_ptr<ProcessGroup> host_;
   std::shared_ptr<cuda::LocalSlots> own_;
-  std::unique_ptr<cuda::Stream> stream_;  // for asynchronous calls
+  std::unique_ptr<cuda::Stream> stream_;  // stream of asynchronous calls
 
   std::mutex staging_mutex_;                       // held while a call is enqueued
   std::unique_ptr<cuda::ProcessStaging> staging_;  // null after close()
 
-  std::mutex abort_mutex_;                           // held briefly
+  std::mutex abort_mutex_;                           // guards abortable_; held briefly
   const cuda::ProcessStaging* abortable_ = nullptr;  // null before connect() and after close()
 
   CallLock close_lock_;

@@ -1,4 +1,4 @@
-// device_watch: see the header.
+// device_watch: polls the words of all GPUs and releases waiting streams.
 #include "cuda_process/device_watch.h"
 
 #include <string>
@@ -17,7 +17,7 @@ std::uint32_t value_of(const DeviceLine::Word& word) {
   return word.value.load(std::memory_order_acquire);
 }
 
-// Other ranks may raise the word at the same time. The greatest value wins.
+// Raise a word to at least `wanted`. Other ranks may raise it at the same time.
 void raise(DeviceLine::Word& word, std::uint32_t wanted) {
   std::uint32_t now = value_of(word);
   while (!reached(now, wanted) && !word.value.compare_exchange_weak(now, wanted)) {
@@ -54,7 +54,7 @@ DeviceWatch::~DeviceWatch() {
 }
 
 void DeviceWatch::begin(std::uint32_t last) {
-  // Expected values below `finished` move up: an old value would compare wrong after 2^31 messages.
+  // Raise expected values to at least `finished`: after 2^31 messages an old value compares wrong.
   const std::uint32_t done = value_of(segment_.device(rank_).finished);
   for (std::atomic<std::uint32_t>* expected : {&announced_, &reduced_}) {
     if (reached(done, expected->load())) expected->store(done);
@@ -114,7 +114,7 @@ void DeviceWatch::poll() {
     if (releases_all_) {
       release(rank);
     } else if (const char* how = host_.how_gone(rank); how != nullptr && is_behind(rank)) {
-      // Messages that the rank wrote before it exited count: check again.
+      // is_behind() is checked again: the rank may have written messages just before it exited.
       give_up(rank, ErrorKind::kPeerLost, join(", which ", how));
     }
   }
@@ -122,7 +122,7 @@ void DeviceWatch::poll() {
   stillness_.set_timeout(host_.timeout());
   stillness_.look(rank_, [this](int rank) { return progress_of(rank); });
   const int culprit = most_behind();
-  // This GPU is not ahead: it is busy with other work, and its peers will find it late.
+  // If this GPU is not ahead of the culprit, this GPU may be the late one: its peers detect that.
   if (culprit < 0 || lead(rank_, culprit) <= 0) return stillness_.forget();
   if (!stillness_.is_late(culprit)) return;
   releases_all_ = true;

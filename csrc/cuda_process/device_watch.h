@@ -10,11 +10,11 @@
 //
 //           While this rank's GPU runs calls, a thread polls the words 20 times a second. A rank is
 //           lost if its process has ended while this rank's streams wait for it. A rank is late if
-//           it is furthest behind and has not moved for the timeout, and this rank's GPU is ahead
-//           of it. All ranks are then told. Each survivor repeatedly raises the lost rank's words
-//           to the values that its streams wait for. `released` records what the rank had finished.
-//           Calls that end with a later message have undefined results on every rank. The thread
-//           makes no CUDA calls: another thread may hold CUDA's locks, or capture.
+//           it is furthest behind and makes no progress for the timeout, and this rank's GPU is
+//           ahead of it. The failure is reported to all ranks. Each survivor repeatedly raises the
+//           lost rank's words to the values that its streams wait for. `released` records what the
+//           rank had finished. Calls that end with a later message have undefined results on every
+//           rank. The thread makes no CUDA calls: another thread may hold CUDA's locks, or capture.
 // Threads   begin() and expect_*() one at a time; all others any.
 // Tests     tests/cpp/cuda_processes
 #pragma once
@@ -47,7 +47,7 @@ class DeviceWatch {
   bool is_idle() const;
   std::uint32_t last() const { return last_.load(std::memory_order_acquire); }
   std::uint64_t progress() const;
-  // Release this rank's streams now, whichever ranks they wait for.
+  // End all waits of this rank's streams, even for ranks that are neither lost nor late.
   void abort();
 
  private:
@@ -66,14 +66,15 @@ class DeviceWatch {
   const int rank_;
   const PeerWatch& host_;
   std::atomic<std::uint32_t> last_;
-  std::atomic<std::uint32_t> announced_;  // the messages that this rank's streams wait for
+  std::atomic<std::uint32_t>
+      announced_;  // last `announced` value that this rank's streams wait for
   std::atomic<std::uint32_t> reduced_;
 
   std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   Stillness stillness_;
-  bool is_sleeping_ = false;   // thread sleeps until begin()
-  bool releases_all_ = false;  // a rank is late, or this rank aborts
+  bool is_sleeping_ = false;   // true: the thread sleeps until begin()
+  bool releases_all_ = false;  // true: a rank is late, or this rank aborts
   bool is_ending_ = false;
   std::thread thread_;
 };

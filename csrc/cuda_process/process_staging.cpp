@@ -1,4 +1,4 @@
-// process_staging: see the header.
+// process_staging: maps and tests the slots of other processes.
 #include "cuda_process/process_staging.h"
 
 #include <cuda.h>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::size_t kMostProbeWords = 4096;
 constexpr std::uint32_t kProbed = 1;
-// `reduced` may lag this far: well below 2^31, where comparisons of counters fail.
+// Most messages by which `reduced` may lag: well below 2^31, where comparisons of counters fail.
 constexpr std::uint32_t kMostBehind = std::uint32_t{1} << 30;
 
 std::vector<std::uint32_t> pattern_of(int rank, std::size_t num_words) {
@@ -86,7 +86,7 @@ std::uintptr_t RegisteredMemory::on_device(const Word& word) const {
 void RegisteredMemory::write_word(const Word& word, std::uint32_t value,
                                   cudaStream_t stream) const {
   static const StreamOperation write = stream_operation("cuStreamWriteValue32");
-  const OnDevice guard(device_);  // the null stream is the current device's
+  const OnDevice guard(device_);  // the null stream belongs to the current device
   check_operation(write(stream, on_device(word), value, CU_STREAM_WRITE_VALUE_DEFAULT),
                   "cuStreamWriteValue32", device_);
 }
@@ -169,7 +169,7 @@ ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs
   }
 }
 
-// A probe is in the slot of message 0. Peers' probes are copied to the slot of message 1, in turn.
+// The slot of message 0 holds this rank's probe, that of message 1 a copy of each peer's in turn.
 void ProcessStaging::write_probe() {
   const OnDevice guard(own_.device);
   const BesideCaptures beside;
@@ -190,13 +190,13 @@ std::string ProcessStaging::check_probes() {
       std::min(kMostProbeWords, plan().slot_bytes / sizeof(std::uint32_t));
   const cudaStream_t stream = probe_stream_.get();
   for (const Peer& peer : peers_) {
-    // The peer has written the word. If the host cannot see it, a stream would wait forever.
+    // The peer wrote its word before the barrier. If this host cannot see it, streams would hang.
     const Word& word = line(peer.rank).probe.value;
     if (word.load(std::memory_order_acquire) != kProbed) {
       return join("the host does not see a write of the GPU of rank ", peer.rank);
     }
     words_.await_word(word, kProbed, stream);
-    // Read with a kernel, as calls do, and check on the host.
+    // Copy the peer's probe with a kernel, as calls do, and compare it on the host.
     Folds copies = Folds::copies();
     copies.add_copy(slot(rank_, 1), slot(peer.rank, 0), num_words * sizeof(std::uint32_t),
                     DType::kInt32);
@@ -234,10 +234,10 @@ StagedCall::StagedCall(const ProcessStaging& staging, std::uint32_t last, cudaSt
 
 void StagedCall::end() {
   is_open_ = false;
-  // Exchanges do not write `reduced`. No rank waits for this write.
+  // Exchanges do not write `reduced`, so it may lag too far. No rank waits for this write.
   const bool is_far_behind = !reached(staging_.last_reduced_, last_ - kMostBehind);
   if (is_far_behind) staging_.write_reduced(last_, stream_);
-  // Before the record: after it the next call may write the word from another stream.
+  // Write `finished` before the record: afterwards the next call may write it on another stream.
   staging_.words_.write_word(staging_.line(staging_.rank_).finished.value, last_, stream_);
   staging_.last_call_.record(stream_);
 }

@@ -41,11 +41,11 @@ using Word = std::atomic<std::uint32_t>;
 
 // Host memory whose 32-bit words streams write and wait for. write_word: the word changes when all
 // earlier work of the stream is visible everywhere. await_word: the stream continues when
-// (int32_t)(*addr - value) >= 0. The host may write too, to end a wait for a lost rank. Unsupported
-// operations raise kUnsupported. Any thread.
+// (int32_t)(*addr - value) >= 0. The host may write words to end waits for a lost rank.
+// Unsupported operations raise kUnsupported. Any thread.
 class RegisteredMemory {
  public:
-  // device: its streams write and wait. memory: the caller's, in whole pages.
+  // device: its streams access the words. memory: whole pages, which the caller keeps mapped.
   RegisteredMemory(int device, void* memory, std::size_t bytes);
   ~RegisteredMemory();
   RegisteredMemory(const RegisteredMemory&) = delete;
@@ -65,10 +65,10 @@ class RegisteredMemory {
 // Divisor: the slots of all ranks take at most this fraction of the GPU's free memory.
 inline constexpr std::size_t kPartOfFree = 16;
 
-// What each rank tells the others. Trivially copyable, for an all-gather.
+// Data that each rank sends to all other ranks. Trivially copyable, for an all-gather.
 struct StagingHandles {
   std::array<char, 16> gpu;  // PCI bus id: the same name in every process
-  std::uint64_t free_bytes;  // on this GPU
+  std::uint64_t free_bytes;  // free memory of this GPU
   cudaIpcMemHandle_t slots;
 };
 
@@ -91,11 +91,11 @@ struct LocalSlots {
 
 class ProcessStaging {
  public:
-  // own, segment, host: must outlive this object. all[r]: of rank r. all[rank] is not mapped.
+  // own, segment, host: must outlive this object. all[r]: handles of rank r; all[rank] is unused.
   ProcessStaging(const LocalSlots& own, const pyringar::Segment& segment, int rank,
                  const PeerWatch& host, std::span<const StagingHandles> all);
 
-  // Every rank writes a probe; after a barrier every rank reads all. Returns what is wrong, or "".
+  // Each rank writes a probe. After a barrier, check_probes() returns an error text or "".
   void write_probe();
   std::string check_probes();
 
@@ -126,7 +126,7 @@ class ProcessStaging {
   }
 
   bool is_idle() const { return watch_->is_idle(); }
-  // True if the device failed, and so runs nothing.
+  // True if the device has failed, so that it runs nothing.
   bool has_failed() const;
   std::uint64_t progress() const { return watch_->progress(); }
   std::uint32_t last() const { return watch_->last(); }

@@ -1,4 +1,3 @@
-// check: see the header.
 #include "check.h"
 
 #include <sys/wait.h>
@@ -8,7 +7,8 @@
 #include <cstdlib>
 #include <mutex>
 
-// libstdc++ counts references to exceptions atomically, but ThreadSanitizer does not see that.
+// Hide false reports: ThreadSanitizer does not see libstdc++'s atomic counts of exception
+// references.
 extern "C" const char* __tsan_default_suppressions();
 extern "C" const char* __tsan_default_suppressions() {
   return "race:std::__exception_ptr::exception_ptr::_M_release\n"

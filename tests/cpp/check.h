@@ -57,7 +57,7 @@ class Random {
   }
   bool one_in(int n) { return below(static_cast<std::size_t>(n)) == 0; }
   Random fork() { return Random(bits()); }
-  // One generator per rank.
+  // Return one random generator per rank.
   std::vector<Random> forks(int count) {
     std::vector<Random> made;
     for (int i = 0; i < count; ++i) made.push_back(fork());
@@ -72,17 +72,17 @@ class Random {
 inline constexpr std::chrono::nanoseconds kLong = std::chrono::minutes(10);
 inline constexpr double kGraceSeconds = 10.0;
 
-// Sizes at edges: none, few, about one vector, about one block, seldom up to `most`.
+// Random number of elements: 0, a few, about one vector, about one block, rarely up to `most`.
 std::size_t random_numel(Random& random, std::size_t most);
 
-// Mostly return at once, sometimes yield, seldom sleep.
+// Random delay: usually none, sometimes a yield, rarely a sleep.
 void dawdle(Random& random);
 
 // Memory at any byte offset, with canaries before it. Behind it are canaries, or nothing in half
 // the cases, so that AddressSanitizer sees an overrun.
 class Guarded {
  public:
-  // Begins `offset` bytes behind a 16-byte boundary.
+  // The memory begins `offset` bytes after a 16-byte boundary.
   Guarded(Random& random, std::size_t bytes, std::size_t offset);
 
   std::byte* data() const { return memory_.get() + before_; }

@@ -178,7 +178,7 @@ void async_round(Random& random) {
   threads.emplace_back(run_between, random.fork(), std::ref(group));
   if (random.one_in(2)) {
     std::this_thread::sleep_for(std::chrono::microseconds(random.below(3000)));
-    group.close();  // while threads still submit
+    group.close();  // close() while threads still submit
     threads.emplace_back([&] { group.close(); });
   }
   for (std::thread& thread : threads) thread.join();

@@ -17,7 +17,7 @@ constexpr std::size_t kLineBytes = 64;
 
 struct Format {
   int mantissa_bits;
-  int lowest_exponent;  // of normal numbers
+  int lowest_exponent;  // smallest exponent of normal numbers
   int highest_exponent;
 };
 constexpr Format kFloat16Format = {10, -14, 15};

@@ -44,10 +44,10 @@ void check_same(DType dtype, const void* got, const void* expected, std::size_t 
 // Addresses of tensors: cache lines; equal element offsets; offsets where the first two differ
 // modulo 16 bytes; any bytes.
 enum class Addresses { kAligned, kAlike, kApart, kAnyByte };
-Addresses random_addresses(Random& random);  // aligned to elements
+Addresses random_addresses(Random& random);  // results are aligned to elements
 
 // Tensors of equal size with random contents and a copy of them. Canaries are before each tensor
-// and, in half the cases, behind it. Usually tensor i is of rank i.
+// and, in half the cases, behind it. Usually tensor i belongs to rank i.
 class Tensors {
  public:
   Tensors(Random& random, DType dtype, std::size_t count, std::size_t numel,
@@ -103,7 +103,7 @@ class RingTensors {
   std::vector<std::byte> expected() const;
 
   Fold fold_;
-  Buffers shape_;  // without pointers
+  Buffers shape_;  // sizes and dtype, without pointers
   bool in_place_;
   std::vector<Tensors> inputs_;
   std::vector<Tensors> outputs_;

@@ -48,7 +48,7 @@ void play_ping_pong(Random& random) {
   player.join();
 }
 
-// give_up() is called after each nap, not before. Its exception propagates and leaves no sleeper.
+// give_up() is called after each nap, not before. Its exception propagates; no thread stays asleep.
 void give_up_waiting(Random& random) {
   Flag flag;
   const auto nap = milliseconds(random.between(0, 3));
@@ -112,7 +112,7 @@ void run_failing_job(Random& random, ThreadPool& pool) {
   std::atomic<int> inside{0};
   const auto work = [&](int) {
     ++inside;
-    std::this_thread::sleep_for(milliseconds(1));  // so that helpers join
+    std::this_thread::sleep_for(milliseconds(1));  // gives helpers time to join
     --inside;
     throw std::bad_alloc();
   };
@@ -164,7 +164,7 @@ void pool_round(Random& random) {
     if (random.one_in(8)) run_failing_job(random, pool);
     dawdle(random);
   }
-  // Another caller thread. The destructor may run while helpers wake up.
+  // A second thread runs a job. The destructor may run while helper threads still wake up.
   if (random.one_in(2)) {
     std::thread other([&] { run_job(random, pool); });
     other.join();

@@ -1,4 +1,3 @@
-// process_calls: see process_calls.h.
 #include "process_calls.h"
 
 namespace pyringar::stress {

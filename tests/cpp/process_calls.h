@@ -19,7 +19,7 @@ struct Case {
   CallKind kind;
   Fold fold;
   int root;
-  std::vector<Shape> shapes;  // all_reduce: all tensors; else the chunk of one rank
+  std::vector<Shape> shapes;  // all_reduce: shape per tensor; else of one rank's chunk
   std::uint64_t seed;
   bool is_async = false;
 };

@@ -100,7 +100,7 @@ void ring_round(Random& random) {
 void withheld_round(Random& random) {
   const int world_size = random.between(2, 6);
   const int absent = random.between(0, world_size - 1);
-  // Small tensors fail in the first step, large tensors when slots run out.
+  // With an absent rank, small tensors fail in the first step, large tensors when slots run out.
   const Tensors tensors(random, DType::kFloat32, static_cast<std::size_t>(world_size),
                         random.one_in(2) ? 100 : 1'000'000);
   const Buffers buffers = tensors.buffers();

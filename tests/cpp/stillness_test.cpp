@@ -59,12 +59,12 @@ void stillness_round(Random& random) {
   scene.watch(stillness.nap() + stillness.nap(), 1);
   CHECK(stillness.is_late(2), "rank 2 makes no progress");
 
-  // Progress of the calling rank restarts all times.
+  // Progress of the calling rank restarts the timeouts of all ranks.
   scene.move(0);
   scene.look_after(stillness.nap());
   CHECK(!stillness.is_late(2), "rank 2 has had no time since rank 0 moved");
 
-  // Time between two distant calls counts as two naps: the machine may have slept.
+  // A long time between two look() calls counts as two naps: the machine may have slept.
   scene.look_after(100 * timeout + std::chrono::hours(random.between(0, 3)));
   CHECK(!stillness.is_late(1) && !stillness.is_late(2), "late in ", timeout.count(), " ms asleep");
   scene.watch(timeout, -1);

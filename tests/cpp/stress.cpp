@@ -1,4 +1,3 @@
-// stress: see the header.
 #include "stress.h"
 
 #include <unistd.h>
@@ -16,7 +15,7 @@ namespace {
 
 struct Options {
   std::uint64_t rounds = 20;
-  double seconds = 0;  // instead of rounds: split between the parts
+  double seconds = 0;  // > 0: time for all parts, instead of `rounds`
   std::uint64_t seed = 1;
   std::string only;
   std::uint64_t from_round = 0;
@@ -27,7 +26,7 @@ std::vector<Part>& all_parts() {
   return parts;
 }
 
-// A round takes at most a second on an idle machine.
+// Far more than a round, which takes at most a second on an idle machine.
 constexpr unsigned kHangSeconds = 300;
 
 void report_hang(int) {
@@ -48,7 +47,6 @@ void run_round(const Part& part, std::uint64_t seed, std::uint64_t round) {
   alarm(0);
 }
 
-// Run at least one round.
 void run_part(const Part& part, const Options& options, double share_seconds) {
   const Stopwatch stopwatch;
   const auto one_in = static_cast<std::uint64_t>(part.one_in);

@@ -1,4 +1,3 @@
-// cuda_emulator: see the header.
 #include "cuda_emulator.h"
 
 #include <chrono>
@@ -18,7 +17,7 @@ struct EmulatedBlock {
   BlockShared shared;
 };
 
-// All threads start together, since their timeouts count from there.
+// Start all threads of a launch together, since their timeouts count from the start.
 void run_at_once(stress::Random& random, const Launch& launch) {
   std::deque<EmulatedBlock> blocks;
   for (unsigned b = 0; b < launch.num_blocks; ++b) blocks.emplace_back(launch.num_threads);

@@ -4,7 +4,7 @@
 //           and one barrier per block. Launches of one stream run in order, streams run
 //           concurrently. ThreadSanitizer checks the order that kernels establish. Warps, caches
 //           and a memory weaker than the CPU's are not emulated.
-// Threads   thread_index() and its like belong to the calling thread.
+// Threads   thread_index() and block_index() are those of the calling thread.
 #pragma once
 
 #include <barrier>
@@ -33,7 +33,7 @@ class FiberScheduler {
 };
 
 struct alignas(16) BlockShared {
-  std::byte bytes[512];  // one object, of any type
+  std::byte bytes[512];  // shared memory for one object of any type
   bool broadcast[2];
 };
 
@@ -47,7 +47,7 @@ struct ThreadPosition {
   std::barrier<>* barrier;  // null in run_sequentially()
   stress::Random* random;   // for delays
   int device = 0;
-  bool has_fenced = false;  // since the block's last barrier
+  bool has_fenced = false;  // true: fence() was called since the block's last barrier
   unsigned num_broadcasts = 0;
   FiberScheduler* scheduler = nullptr;  // null: one CPU thread per CUDA thread
 };
@@ -70,7 +70,7 @@ void wait_for_block();
 void pause_a_little();
 std::uint64_t now_ns();
 
-// ThreadSanitizer knows no fences: stores after a fence are releases until the next barrier.
+// ThreadSanitizer does not model fences: here, stores after a fence are releases.
 inline void fence() { here.has_fenced = true; }
 inline bool has_fenced() { return here.has_fenced; }
 
@@ -90,7 +90,7 @@ unsigned num_threads() {
 inline unsigned block_index() { return emulator::here.block; }
 inline unsigned num_blocks() { return emulator::here.num_blocks; }
 inline void block_barrier() { emulator::wait_for_block(); }
-// Two values in turn: other threads may still read the previous value.
+// Alternate between two variables, since other threads may still read the previous broadcast.
 inline bool block_broadcast(bool by_thread_0) {
   bool& broadcast = emulator::here.shared->broadcast[emulator::here.num_broadcasts++ % 2];
   if (thread_index() == 0) broadcast = by_thread_0;

@@ -30,7 +30,7 @@ struct FusedCall {
   int num_sources;
   int num_destinations;
   Outputs outputs;
-  std::optional<Addresses> addresses = {};  // of all tensors; absent: random
+  std::optional<Addresses> addresses = {};  // addresses of all tensors; absent: random
 };
 
 // One tensor of all ranks: sources, destinations, expected results.
@@ -45,7 +45,7 @@ class FusedPart {
             random, call.dtype,
             call.outputs == Outputs::kFresh ? static_cast<std::size_t>(call.num_destinations) : 0,
             numel, addresses(random)) {
-    // Some inputs, in reverse order.
+    // The destinations are some of the inputs, in reverse order.
     for (int i = 0; call.outputs == Outputs::kSomeInputs && i < call.num_destinations; ++i) {
       some_.push_back(inputs_[static_cast<std::size_t>(call.num_sources - 1 - i)]);
     }
@@ -126,7 +126,7 @@ Fold any_fold(Random& random, ReduceOp op, int k) {
   return fold;
 }
 
-// Sizes around tiles and batches of single elements, for one tensor and for several.
+// Test sizes around tiles and around batches of single elements, with one and several tensors.
 void run_all_outputs(Random& random, DType dtype, Fold fold, int k) {
   const std::size_t tile = cuda::tile_elems(item_bytes(dtype));
   const std::size_t batch = std::min<std::size_t>(tile, 4 * cuda::kThreads);
@@ -150,7 +150,7 @@ T from_bits(std::uint64_t bits) {
   return x;
 }
 
-// fp32: zeros, denormals (with ties), barely normal quotients, the largest numbers, NaN, ties.
+// Add fp32 zeros, denormals (with ties), barely normal quotients, the largest numbers, NaN, ties.
 void add_hard_floats(Random& random, int divisor, std::vector<float>& values) {
   const auto around = [&](float middle, std::uint32_t radius) {
     std::uint32_t bits;
@@ -166,13 +166,13 @@ void add_hard_floats(Random& random, int divisor, std::vector<float>& values) {
   around(std::numeric_limits<float>::max(), 500);  // includes infinities and NaN
   for (int i = 0; i < 1000; ++i) {
     const double tie =
-        0x1p24 + 2.0 * static_cast<double>(random.below(1 << 23)) + 1;  // 25 bits, fp32 has 24
+        0x1p24 + 2.0 * static_cast<double>(random.below(1 << 23)) + 1;  // 25 bits; fp32 has 24
     around(static_cast<float>(tie * divisor), 1);
     values.push_back(from_bits<float>(random.bits()));
   }
 }
 
-// All values of 8 and 16 bits, hard values of fp32, edges and random bits of other dtypes.
+// Return all values of 8 and 16 bits, hard values of fp32, edges and random bits of other dtypes.
 template <typename T>
 std::vector<T> hard_values(Random& random, int divisor) {
   std::vector<T> values;

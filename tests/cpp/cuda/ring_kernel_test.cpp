@@ -27,7 +27,7 @@ constexpr std::uint32_t kCanaryWord = 0xa5a5a5a5;
 constexpr std::uint32_t kSlotBytes = 320;
 constexpr int kMostDevices = 3;
 
-// Make flags with value `base`. The other words of their cache lines are zero, as hosts leave them.
+// Make flags with value `base`. The other words of their cache lines are zero, as in DeviceRing.
 std::vector<std::uint32_t> flags_from(std::uint32_t base, std::size_t count) {
   std::vector<std::uint32_t> words(count * kFlagStride);
   for (std::size_t i = 0; i < words.size(); i += kFlagStride) words[i] = base;
@@ -75,7 +75,7 @@ struct KernelCall {
   std::size_t piece_elems;
 };
 
-// Mostly a few pieces per channel.
+// Random number of elements, mostly a few pieces per channel.
 std::size_t random_size(Random& random, int world_size) {
   const auto k = static_cast<std::size_t>(world_size);
   if (random.one_in(4)) return random.below(2 * k);
@@ -101,10 +101,10 @@ class RingDevices {
   const int world_size_;
   const std::uint32_t num_slots_;
   const std::uint64_t timeout_ns_;
-  std::vector<std::vector<int>> ranks_;            // by device, none empty
-  std::vector<std::vector<Bytes16>> slots_;        // by reading rank
-  std::vector<std::vector<std::uint32_t>> flags_;  // by reading rank
-  std::vector<std::vector<std::uint32_t>> taken_;  // by writing rank
+  std::vector<std::vector<int>> ranks_;            // ranks of each device, at least one
+  std::vector<std::vector<Bytes16>> slots_;        // indexed by the rank that reads
+  std::vector<std::vector<std::uint32_t>> flags_;  // indexed by the rank that reads
+  std::vector<std::vector<std::uint32_t>> taken_;  // indexed by the rank that writes
   std::vector<std::vector<std::uint32_t>> bases_;  // by rank
   std::vector<std::vector<RingPorts>> ports_;      // by device
   std::vector<std::uint32_t> gave_up_;
@@ -204,15 +204,15 @@ Launch launch_of(RingDevices& devices, std::size_t device, const KernelCall& cal
           static_cast<int>(device)};
 }
 
-// Mostly close to 2^32, so that counters wrap in the round.
+// Random first counter, mostly close to 2^32, so that counters wrap in the round.
 std::uint32_t random_base(Random& random) {
   return random.one_in(3) ? 0 : 0u - static_cast<std::uint32_t>(random.below(60));
 }
 
-// A ring of one rank is never launched.
+// At least 2: a ring of one rank is never launched.
 int random_world_size(Random& random) { return random.one_in(8) ? 8 : random.between(2, 5); }
 
-// The earliest step over all devices must name the missing rank.
+// Check that the failure at the earliest step, over all devices, names the missing rank.
 std::string check_failures(const RingDevices& devices, int world_size, int absent,
                            std::uint32_t base) {
   const Failure* earliest = nullptr;
@@ -261,7 +261,7 @@ std::string withhold_rank(Random& random, int world_size, int absent) {
   return check_failures(devices, world_size, absent, base);
 }
 
-// Check later steps separately: ranks start to wait within microseconds of each other.
+// Waits at later ring steps time out later. Checked on one flag, since ranks start together.
 void check_later_steps_wait_longer() {
   constexpr int kStep = 4;
   std::uint32_t flag[kFlagStride] = {};

@@ -1,4 +1,4 @@
-// captures: CUDA graphs of calls, calls that captures refuse, and calls beside captures.
+// captures: CUDA graphs of calls, calls that cannot be captured, and calls outside of captures.
 #include <deque>
 
 #include "cuda/background.h"
@@ -78,7 +78,7 @@ void check_graphs(Random& random) {
   }
 }
 
-// Refused calls, also asynchronous ones, leave the capture intact.
+// Calls that cannot be captured raise and leave the capture intact, asynchronous calls too.
 void check_not_capturable(Random& random) {
   start(random);
   const bool is_mixed = random.one_in(3);
@@ -99,7 +99,7 @@ void check_not_capturable(Random& random) {
     check_throws(ErrorKind::kUnsupported, "cannot be captured",
                  [&] { background.submit(call.collective(), streams); });
   });
-  group->run(call.collective(), streams);  // the refused call had no effect
+  group->run(call.collective(), streams);  // works: the refused call had no effect
   call.read(*group, streams);
   model::run_to_end();
   call.check();
@@ -119,13 +119,13 @@ void check_half_captured(Random& random) {
   cudaGraph_t graph = nullptr;
   ok(cudaStreamEndCapture(streams[odd], &graph), "cudaStreamEndCapture");
   ok(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  group.run(call.collective(), streams);  // the refused call had no effect
+  group.run(call.collective(), streams);  // works: the refused call had no effect
   call.read(group, streams);
   model::run_to_end();
   call.check();
 }
 
-// An invalidated capture is refused too.
+// A call on a stream with an invalidated capture is refused.
 void check_broken_capture(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{0, 1};
@@ -146,13 +146,13 @@ void check_broken_capture(Random& random) {
   cudaGraph_t graph = nullptr;
   CHECK(cudaStreamEndCapture(streams[0], &graph) != cudaSuccess, "a broken capture gave a graph");
   cudaGetLastError();
-  group->run(call.collective(), streams);  // the refused call had no effect
+  group->run(call.collective(), streams);  // works: the refused call had no effect
   call.read(*group, streams);
   model::run_to_end();
   call.check();
 }
 
-// Asynchronous calls join the capture. Other calls are refused and leave it intact.
+// Asynchronous calls join the capture. Calls outside of the capture raise and leave it intact.
 void check_captured_background(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{0, 1};

@@ -24,7 +24,7 @@ Algorithm random_algorithm(Random& random, const cuda::DeviceGroup& group, const
   return one_memory && random.one_in(2) ? Algorithm::kFused : Algorithm::kDirect;
 }
 
-// Calls on streams that nothing else orders.
+// Results have the right bits if only the group's calls order the streams.
 void check_bits(Random& random) {
   start(random);
   const Ranks ranks = random_ranks(random);
@@ -42,7 +42,7 @@ void check_bits(Random& random) {
   for (const GroupCase& call : calls) call.check();
 }
 
-// Staging in host memory grows while an earlier call still uses it.
+// Staging buffers in host memory grow while an earlier call still uses them.
 void check_growth(Random& random) {
   start(random);
   const Ranks ranks = {0, 1};
@@ -71,7 +71,7 @@ void check_closed(Random& random) {
 
 // -- asynchronous calls and gradients -------------------------------------------------------------
 
-// Asynchronous calls beside the callers' streams.
+// Asynchronous calls run on streams other than the callers' streams.
 void check_background(Random& random) {
   start(random);
   const Ranks ranks = random_ranks(random);
@@ -91,7 +91,7 @@ void check_background(Random& random) {
     done->make_wait(others);
     one.read(*group, others);
   }
-  if (random.one_in(2)) {  // close() of a communicator, after which tensors are freed
+  if (random.one_in(2)) {  // like close() of a communicator, after which tensors may be freed
     GroupCase& last = cases.emplace_back(random, ranks, Algorithm::kDirect, 6);
     const Streams streams = make_streams(random, *group);
     last.fill(*group, streams);
@@ -104,7 +104,7 @@ void check_background(Random& random) {
   for (const GroupCase& one : cases) one.check();
 }
 
-// Gradients arrive on private streams, and backward continues there.
+// A bucket waits for gradients on private streams, while backward continues there.
 void check_gradients(Random& random) {
   start(random);
   const Ranks ranks = random.one_in(2) ? Ranks{0, 0} : Ranks{1, 0, 1};
@@ -187,7 +187,7 @@ void check_between_launches(Random& random) {
   model::before_launch(random.between(0, 3), [&] {
     if (what == 0) other = std::thread([] { cuda::DeviceGroup({0, 1}, kLong).close(); });
     if (what == 1) other = std::thread([&] { staged.run(own.collective(), others); });
-    if (what == 2) order(streams[0], 0, side, 1);  // loading a kernel would wait for it
+    if (what == 2) order(streams[0], 0, side, 1);  // a kernel load would wait for `side`
     if (what == 3) other = std::thread([&] { staged.close(); });
   });
   group.run(call.collective(), streams);
@@ -294,7 +294,7 @@ void check_refused_launch(Random& random) {
   next.check();
 }
 
-// If a background launch fails on one device, the tensors are unused once the error is raised.
+// If a background launch fails on one device, no stream uses the tensors after the error.
 void check_refused_background(Random& random) {
   start(random);
   const Ranks ranks = {0, 1};
@@ -325,7 +325,7 @@ void check_abort(Random& random) {
   group.run(call.collective(), streams);
   if (random.one_in(2)) {
     model::in_between(0, [&] {
-      model::meet_hosts();  // models the group's lock
+      model::meet_hosts();  // synchronize hosts, as the group's lock does
       group.abort();
     });
     group.close();

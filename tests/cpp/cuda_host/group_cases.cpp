@@ -1,4 +1,3 @@
-// group_cases: see the header.
 #include "group_cases.h"
 
 #include <algorithm>
@@ -94,7 +93,7 @@ GroupCase::GroupCase(Random& random, std::vector<int> of_rank, Algorithm algorit
   }
 }
 
-// As the bindings lay them out.
+// Lay out the pointers as the bindings do.
 void GroupCase::add_buffers(const CaseTensor& tensor) {
   const auto push = [&](std::size_t index) {
     collective_.pointers.push_back(tensor.tensors[index]);

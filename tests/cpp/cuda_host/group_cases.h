@@ -1,7 +1,7 @@
 // group_cases: random collectives of a cuda::DeviceGroup on the modelled runtime.
 //
-// Contract  Only stream order separates filling the tensors, the call, and reading them. A missing
-//           order shows as a race, or as wrong bits.
+// Contract  Only stream order separates filling the tensors, the call, and reading them. If a
+//           group omits a stream wait, the model reports a race, or the results are wrong.
 #pragma once
 
 #include <deque>
@@ -26,16 +26,16 @@ using Ranks = std::vector<int>;
 
 // Reset the model, with random scheduling.
 void start(Random& random, model::Options options = {});
-Streams make_capturable(const cuda::DeviceGroup& group);  // no null streams
+Streams make_capturable(const cuda::DeviceGroup& group);  // null streams cannot be captured
 cudaStream_t make_stream(int device);                     // non-blocking, as frameworks make them
 // One stream per device, sometimes the null stream.
 Streams make_streams(Random& random, const cuda::DeviceGroup& group);
 void order(cudaStream_t before, int before_device, cudaStream_t after, int after_device);
 
-// One call and its tensors. Except for rings, it may also reduce to a root or broadcast.
+// One random call and its tensors: all_reduce, or (except for rings) reduce or broadcast.
 class GroupCase {
  public:
-  // of_rank: device of each rank, or kHost. is_large: one tensor that takes every multiprocessor.
+  // of_rank: device of each rank, or kHost. is_large: kernels take every multiprocessor.
   GroupCase(Random& random, std::vector<int> of_rank, Algorithm algorithm, std::size_t most_tensors,
             bool is_large = false);
   ~GroupCase();
@@ -44,16 +44,16 @@ class GroupCase {
   void fill(const cuda::DeviceGroup& group, const Streams& streams);
   void fill_rank(std::size_t rank, cudaStream_t stream);
   void read(const cuda::DeviceGroup& group, const Streams& streams);
-  void call(cuda::DeviceGroup& group, const Streams& streams);  // fills before and reads after
-  void check() const;                                           // after all work has run
+  void call(cuda::DeviceGroup& group, const Streams& streams);  // fill(), run(), read()
+  void check() const;                                           // call after all work has run
 
  private:
   enum class Kind { kAllReduce, kReduce, kBroadcast };
   struct CaseTensor {
     DType dtype;
     std::size_t numel;
-    Tensors tensors;  // by rank, then perhaps a separate output of the root
-    std::vector<std::vector<std::byte>> after;  // by tensor
+    Tensors tensors;  // one per rank, then perhaps a separate output of the root
+    std::vector<std::vector<std::byte>> after;  // results, by tensor
   };
 
   void add_buffers(const CaseTensor& tensor);

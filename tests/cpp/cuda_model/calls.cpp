@@ -84,7 +84,7 @@ void touch_ring(const cuda::RingArgs& args, unsigned num_blocks, std::size_t ite
     const std::size_t flag_bytes = channels * cuda::kFlagBytes;
     accesses.push_back(access(ports.in_flag, flag_bytes, Touch::kFlags));
     accesses.push_back(access(ports.out_taken, flag_bytes, Touch::kFlags));
-    // A write, so that the model reports concurrent launches.
+    // Recorded as a write, so that the model reports concurrent launches of a ring.
     accesses.push_back(access(ports.base, flag_bytes, Touch::kWrite));
   }
   accesses.push_back(access(args.ports, num_local * sizeof(cuda::RingPorts), Touch::kRead));
@@ -168,7 +168,7 @@ cudaError_t cudaGetDevice(int* device) {
   RuntimeCall call(RuntimeCall::Touches::kNothing);
   return *device = current_device(), cudaSuccess;
 }
-// As in CUDA 12.0 and later, creates a context. Replaces the top of the driver's context stack.
+// As in CUDA 12.0 and later, create a context. Replace the top of the driver's context stack.
 cudaError_t cudaSetDevice(int device) {
   RuntimeCall call(RuntimeCall::Touches::kNothing);
   if (device < 0 || device >= kDevices) {
@@ -209,7 +209,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
 }
-// As in CUDA, work enqueued before still runs.
+// As in CUDA, work that is enqueued already still runs.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   RuntimeCall call;
   call.machine().state_of(stream)->is_destroyed = true;
@@ -243,7 +243,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
   RuntimeCall call;
   return *blocks = call.machine().options.blocks_per_multiprocessor, call.fault();
 }
-// Loads the kernel on the current device.
+// As in CUDA, this query loads the kernel on the current device.
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
   RuntimeCall call;
   if (const cudaError_t refused = call.check_unsafe()) return refused;

@@ -7,7 +7,7 @@
 
 namespace pyringar::model {
 
-// The other thread's action precedes the call.
+// Run the planned action of another thread before this runtime call.
 RuntimeCall::Between::Between() { host().in_between.run_if_due(); }
 
 cudaError_t Machine::add_node(StreamState* stream, StreamWork work) {
@@ -23,7 +23,7 @@ cudaError_t Machine::invalidate(Capture& capture, cudaError_t error) const {
   return error;
 }
 
-// Runtime API, cudaThreadExchangeStreamCaptureMode.
+// Rules of the Runtime API's cudaThreadExchangeStreamCaptureMode.
 cudaError_t Machine::check_unsafe_call() {
   const Host& own = host();
   if (own.mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;

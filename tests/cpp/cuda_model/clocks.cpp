@@ -1,4 +1,3 @@
-// clocks: see the header.
 #include "clocks.h"
 
 #include "core/error.h"
@@ -28,7 +27,7 @@ std::string Shadow::note(const Access& access, const Epoch& now, const Clock& cl
   };
   std::uintptr_t at = access.begin;
   for (auto found = ranges_.lower_bound(at); at < end; ++found) {
-    if (found == ranges_.end() || found->first > at) {  // first access
+    if (found == ranges_.end() || found->first > at) {  // first access to these bytes
       const std::uintptr_t until =
           found == ranges_.end() || found->first > end ? end : found->first;
       found = ranges_.emplace_hint(found, at, std::pair(until, Bytes{}));

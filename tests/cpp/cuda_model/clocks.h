@@ -25,7 +25,7 @@ class Clock {
     is_released_ |= other.is_released_;
     join_times(other);
   }
-  // Join without the released state: a host that waited for a stream is ordered after it.
+  // Join without is_released_: a host that waited for a stream is ordered after it.
   void join_times(const Clock& other) {
     for (const auto& [actor, time] : other.times_) {
       std::uint64_t& own = times_[actor];
@@ -37,7 +37,7 @@ class Clock {
     const auto found = times_.find(actor);
     return found != times_.end() && found->second >= time;
   }
-  // A host ended the wait: later accesses have no order.
+  // A host ended the stream's wait: later accesses of the stream have no order.
   void release() { is_released_ = true; }
   bool is_released() const { return is_released_; }
 
@@ -67,18 +67,18 @@ struct Epoch {
 
 class Shadow {
  public:
-  // Record an access. Return the race, or "". `clock`: of the actor, after tick().
+  // Record an access. Return a description of the race, or "". clock: the actor's, after tick().
   std::string note(const Access& access, const Epoch& now, const Clock& clock);
   void forget(std::uintptr_t begin, std::size_t bytes);
 
  private:
   struct Bytes {
     Epoch written;
-    std::vector<Epoch> read;  // since the last write
+    std::vector<Epoch> read;  // reads since the last write
   };
   void split(std::uintptr_t at);
 
-  std::map<std::uintptr_t, std::pair<std::uintptr_t, Bytes>> ranges_;  // by begin: end, history
+  std::map<std::uintptr_t, std::pair<std::uintptr_t, Bytes>> ranges_;  // begin -> (end, accesses)
 };
 
 }  // namespace pyringar::model

@@ -1,4 +1,3 @@
-// grid: see the header.
 #include "grid.h"
 
 #include <utility>

@@ -1,7 +1,7 @@
 // grid: a running kernel whose blocks wait, with one fiber per CUDA thread, in random order.
 //
 // Contract  slice() runs every fiber until it waits for its block or a flag. It returns true if any
-//           fiber advanced. Time is the model's.
+//           fiber advanced. The model simulates time.
 // Threads   one at a time.
 // Tests     tests/cpp/cuda_host
 #pragma once

@@ -1,4 +1,3 @@
-// machine: see the header.
 #include "machine.h"
 
 #include <algorithm>
@@ -121,7 +120,7 @@ std::uintptr_t Machine::canonical(std::uintptr_t address, std::size_t bytes,
   return found->second.canonical + (address - found->first);
 }
 
-// Checks kernels only: the driver copies between any memories.
+// Check the accesses of kernels only: the driver's copies reach any memory.
 void Machine::check_reach(const StreamWork& work, const Access& access) {
   const auto* found = allocation_of(access.begin, access.bytes);
   if (found == nullptr || found->second.device == work.device) return;
@@ -281,7 +280,7 @@ std::vector<Machine::Candidate> Machine::candidates() {
 
 bool Machine::step() {
   for (const Candidate& candidate : candidates()) {
-    if (take(candidate)) return true;  // false: a grid that waits
+    if (take(candidate)) return true;  // false: all blocks of a grid wait
   }
   return false;
 }

@@ -1,6 +1,7 @@
 // machine: the state of the modelled runtime, and its scheduler.
 //
-// Contract  Called with the lock held. A StreamWork is an entry of a stream or a node of a replayed
+// Contract  Called with the mutex held. A StreamWork is an entry of a stream or a node of a
+// replayed
 //           graph. It runs as a whole, except a Grid, which runs in slices. step() runs one work or
 //           slice that can run.
 // Threads   one at a time: RuntimeCall holds the lock.
@@ -33,8 +34,8 @@ struct EventState {
   int device;
   std::uint64_t recorded = 0;                  // number of records by the host
   std::map<std::uint64_t, Clock> clocks = {};  // clocks of records that the device has run
-  std::shared_ptr<Capture> capture = nullptr;  // of the last record
-  std::set<std::size_t> nodes = {};            // the capture's nodes that the record stands for
+  std::shared_ptr<Capture> capture = nullptr;  // capture of the last record
+  std::set<std::size_t> nodes = {};            // nodes that a wait for this event depends on
 };
 using EventPtr = std::shared_ptr<EventState>;
 
@@ -64,7 +65,7 @@ struct StreamWork {
 struct StreamState {
   int process;
   int device;
-  bool is_blocking;  // waits for the null stream
+  bool is_blocking;  // true: synchronizes with the null stream
   Actor actor;
   std::uint64_t priority = 0;
   std::deque<StreamWork> entries = {};
@@ -113,9 +114,9 @@ struct Running {
 
 struct Allocation {
   std::size_t bytes;
-  int device;  // -1: host memory
+  int device;  // device index; -1: host memory
   int process;
-  int fd;  // -1: heap memory
+  int fd;  // file descriptor; -1: heap memory
   bool is_tensor;
   int num_mapped = 0;
   std::uintptr_t canonical = 0;    // address in the owning process
@@ -161,7 +162,7 @@ struct Host {
 };
 Host& host();
 
-// Mutex that knows its owner: the model's own copies are not host accesses.
+// Mutex that knows its owner: a memcpy() under this lock is the model's, not a host's.
 class Mutex {
  public:
   void lock() {
@@ -204,7 +205,7 @@ class Machine {
   std::map<std::uintptr_t, WordState> words;     // by address
   std::uint64_t next_id = 1;
   Shadow shadow;
-  std::optional<Broken> pending;  // thrown by the next call
+  std::optional<Broken> pending;  // thrown by the next runtime call
 
   void start(std::uint64_t seed, const Options& options);
   void throw_pending();
@@ -217,7 +218,7 @@ class Machine {
   template <typename IsDone>
   void run_until(Lock& lock, const char* what, IsDone&& is_done);
   using IsAwaited = std::function<bool(const StreamState&)>;
-  void drain(Lock& lock, const char* what, const IsAwaited& is_awaited);  // orders nothing
+  void drain(Lock& lock, const char* what, const IsAwaited& is_awaited);  // adds no order
   void wait_for(Lock& lock, const char* what, const IsAwaited& is_awaited);
   void load(Lock& lock, const void* kernel, int device);
 
@@ -231,13 +232,13 @@ class Machine {
                                                                    std::size_t bytes = 1) const;
   std::uintptr_t canonical(std::uintptr_t address, std::size_t bytes, const Epoch& now) const;
   void check_reach(const StreamWork& work, const Access& access);
-  // Return what still uses this memory, or "".
+  // Return a description of the work that still uses this memory, or "".
   std::string user_of(std::uintptr_t begin, std::size_t bytes) const;
 
   // -- captures, in capture.cpp --
   cudaError_t add_node(StreamState* stream, StreamWork work);
   cudaError_t invalidate(Capture& capture, cudaError_t error) const;
-  cudaError_t check_unsafe_call();  // raises for calls that a "global" capture forbids
+  cudaError_t check_unsafe_call();  // error for a call that a "global" capture forbids
 
  private:
   struct Candidate {
@@ -291,7 +292,7 @@ class RuntimeCall {
   Machine& machine() const { return machine_; }
   Lock& lock() { return lock_; }
   cudaError_t fault() const { return fault_; }
-  cudaError_t check_unsafe() const;  // the fault, or a capture forbids this call
+  cudaError_t check_unsafe() const;  // a fault, or a capture that forbids this call
   ProcessState& process() const { return machine_.processes[host().process]; }
 
  private:

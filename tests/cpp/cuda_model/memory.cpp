@@ -74,7 +74,7 @@ cudaError_t allocate(void** memory, std::size_t bytes, bool is_host) {
 }
 
 // Runtime API, cudaFree: "implicit synchronization". It waits for peers too (pytorch issue 50925).
-// cudaFreeHost is undocumented: here it waits in half the cases. After a fault the memory is gone.
+// cudaFreeHost is undocumented: here it waits sometimes. After a fault, both free memory but fail.
 cudaError_t release(void* memory, bool is_host) {
   if (memory == nullptr) return cudaSuccess;
   RuntimeCall call;
@@ -192,7 +192,7 @@ void hide_tensor(const void* memory) {
   const auto found = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory));
   if (found == machine.memory.end()) return;
   const std::string user = machine.user_of(found->first, found->second.bytes);
-  const bool can_report = std::uncaught_exceptions() == 0;  // called from destructors
+  const bool can_report = std::uncaught_exceptions() == 0;  // false: an error unwinds the stack
   if (can_report && !user.empty()) machine.pending = still_used(user);
   machine.shadow.forget(found->first, found->second.bytes);
   machine.memory.erase(found);
@@ -242,7 +242,7 @@ cudaError_t cudaHostRegister(void* memory, std::size_t bytes, unsigned) {
   if (call.process().refused == Refused::kRegistration) return error(cudaErrorNotSupported);
   const auto at = reinterpret_cast<std::uintptr_t>(memory);
   Allocation made{bytes, -1, host().process, -2, false, 0, at};
-  // One file is one memory, at whatever address each process maps it.
+  // A backing file identifies the memory: processes map it at different addresses.
   made.file = file_at(at);
   for (const auto& [other, registered] : call.machine().memory) {
     if (!made.file.empty() && registered.file == made.file) made.canonical = registered.canonical;

@@ -1,4 +1,4 @@
-// processes: death of modelled processes, and what the driver refuses a process.
+// processes: death of modelled processes, and operations that the driver refuses.
 //
 // Contract  the rule "ipc" of runtime_model.h. A new thread belongs to its creator's process.
 #include <dlfcn.h>
@@ -24,7 +24,7 @@ struct Start {
   Clock clock;
 };
 
-// A thread is ordered after its creation.
+// Start a thread whose accesses are ordered after its creation.
 void* begin_thread(void* raw) {
   const std::unique_ptr<Start> own(static_cast<Start*>(raw));
   const Start& start = *own;

@@ -55,9 +55,9 @@ class Broken : public std::runtime_error {
 
 struct Options {
   int blocks_per_multiprocessor = 1;
-  int one_in = 0;  // one of so many enqueued entries runs another entry at once; 0: never
+  int one_in = 0;  // chance 1/one_in that an enqueue runs another entry at once; 0: never
   bool launch_blocking = false;  // CUDA_LAUNCH_BLOCKING=1
-  // if nothing runs, time passes until kernels time out; else: a deadlock
+  // If nothing can run: true lets time pass until kernels time out, false reports a deadlock.
   bool lets_time_pass = false;
   bool hosts_see_each_other = false;  // host threads synchronize in ways the model does not see
   bool loads_eagerly = false;         // CUDA_MODULE_LOADING=EAGER
@@ -65,25 +65,25 @@ struct Options {
 };
 
 void start(std::uint64_t seed, const Options& options = {});
-void run_to_end();  // all enqueued work
+void run_to_end();  // runs all enqueued work
 
-void become_process(int process);  // the calling thread, and threads that it starts
+void become_process(int process);  // for the calling thread and threads that it starts
 // Drop the process's enqueued work, and ignore its later calls. Its memory stays while mapped.
 void kill_process(int process);
-void hold(int process, bool is_held);  // its devices are busy with other work
-// Once, after num_calls calls of this thread: run other_thread to its end, before the next call.
+void hold(int process, bool is_held);  // true: its devices run nothing, as if busy
+// After num_calls runtime calls of this thread, run other_thread once, before the next call.
 void in_between(int num_calls, std::function<void()> other_thread);
 void before_launch(int num_launches, std::function<void()> other_thread);  // counts launches only
-void meet_hosts();  // all host threads synchronize
+void meet_hosts();  // synchronizes all host threads
 void host_reads(const void* memory, std::size_t bytes);
 void host_writes(const void* memory, std::size_t bytes);
 
 // Register memory of a framework's allocator until start(). device -1: the host.
 void show_tensor(const void* memory, std::size_t bytes, int device);
 void hide_tensor(const void* memory);
-void fault(int device, cudaError_t error);  // sticky, in this process
+void fault(int device, cudaError_t error);  // sticky error of this process
 std::set<int> contexts();                   // devices with a context of this process
-long num_allocations();                     // by the engine, mappings included
+long num_allocations();                     // of the engine, with mappings
 long num_events();
 
 struct Peers {
@@ -91,11 +91,11 @@ struct Peers {
   bool tensors_are_visible = true;
 };
 inline Peers peers;               // reset by start()
-bool enable_peers(int a, int b);  // in this process, both ways; false: no access
+bool enable_peers(int a, int b);  // in both directions, in this process; false: refused
 
 enum class Refused { kNothing, kRegistration, kStreamMemory };
 void refuse(int process, Refused what);
-void refuse_launch(int process, int after);  // once, after so many launches
+void refuse_launch(int process, int after);  // one launch, after `after` launches
 void show_device(int process, int device);   // CUDA_VISIBLE_DEVICES: only this device
 
 enum class Opening { kWorks, kIsRefused, kGivesOtherMemory };

@@ -11,7 +11,7 @@ namespace pyringar::stress {
 
 namespace {
 
-// Many calls, enqueued before the devices run the first.
+// Collectives give right results when many are enqueued before the devices run the first.
 void check_collectives(Random& random) {
   const int world_size = random.between(1, 4);
   const CudaProcessOptions options = random_options(random);
@@ -36,7 +36,7 @@ void check_collectives(Random& random) {
       enqueue_case(cases[i], tensors[i][rank], group, streams[own.below(3)]);
     }
     CHECK(contexts() == std::set<int>{ranks.device(rank)}, "a context on another device");
-    if (own.one_in(2)) return;  // close() has to wait for the calls
+    if (own.one_in(2)) return;  // then close() waits for the calls
     for (const cudaStream_t stream : streams) synchronize(stream);
     const DeviceLine& words = group.host().segment().device(rank);
     const std::uint32_t behind = words.finished.value - words.reduced.value;
@@ -151,7 +151,7 @@ void check_capture(Random& random) {
       cuda::check(cudaStreamEndCapture(stream.get(), &graph), "cudaStreamEndCapture");
       cuda::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
     }
-    // the other rank was not told of the refused calls
+    // the refused calls were not announced to the other rank, so both ranks agree on this call
     enqueue_case(made, own, group, stream.get());
   });
   for (int rank = 0; rank < 2; ++rank) tensors.check(made, rank);
@@ -201,7 +201,7 @@ void check_connecting(Random& random) {
   const Obstacle& obstacle = obstacles[which];
   const RankThreads ranks(random, world_size, random_options(random));
   obstacle.set(odd);
-  const bool is_elsewhere = random.one_in(2);  // the odd rank claims to be another process
+  const bool is_elsewhere = random.one_in(2);  // true: rank `odd` claims to be another process
   const int refused = odd == 0 ? 1 : 0;
   show_device(odd, ranks.device(odd));
   ranks.run([&](CudaProcessGroup& group, int rank) {

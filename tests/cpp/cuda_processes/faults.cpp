@@ -15,7 +15,7 @@ using Submitted = CudaProcessGroup::Submitted;
 using namespace std::chrono_literals;
 
 std::string name_of(int rank) { return join("rank ", rank, " (process "); }
-// The message names the waiting device's rank and the late rank.
+// Part of the timeout message that names the late rank.
 std::string late_name_of(int rank) { return join("waited for that of ", name_of(rank)); }
 
 bool is_void(CudaProcessGroup& group, const Submitted& work) {
@@ -37,7 +37,7 @@ struct RankCalls {
   void enqueue(std::size_t i) {
     works.push_back(enqueue_case(cases[i], tensors[i][rank], group, stream.get()));
   }
-  // Enqueue until a call fails. Return its message, or "".
+  // Enqueue cases from index `first` until a call fails. Return its message, or "".
   std::string enqueue_from(std::size_t first, ErrorKind kind) {
     for (std::size_t i = first; i < cases.size(); ++i) {
       try {
@@ -49,7 +49,7 @@ struct RankCalls {
     }
     return "";
   }
-  // Check all results that are not void. Return the number of void calls.
+  // Check all results except those of void calls, which lack a lost rank's data. Count void calls.
   int check_results() const {
     int num_void = 0;
     for (std::size_t i = 0; i < works.size(); ++i) {
@@ -92,7 +92,7 @@ CudaProcessOptions options_with(Random& random, std::chrono::nanoseconds timeout
   return options;
 }
 
-// Cases on two to four ranks. `odd` is the faulty rank.
+// Random calls of two to four ranks. `odd` is the faulty rank.
 struct FaultSetup {
   explicit FaultSetup(Random& random, std::size_t num_cases,
                       std::chrono::nanoseconds timeout = kLong, int num_ranks = 0)
@@ -129,7 +129,7 @@ struct Death {
         is_waiting(at < cases.size() && !cases[at].is_async && random.one_in(2)) {}
 
   const int victim;
-  const int last_one;  // if is_waiting: joins the call after the victim has died in it
+  const int last_one;  // joins the call after the victim has died in it (if is_waiting)
   const std::size_t at;
   const std::size_t busy_from;
   const bool is_done_before;
@@ -257,7 +257,7 @@ void check_busy(Random& random) {
   });
 }
 
-// After a mismatch, calls that were enqueued before are right.
+// If ranks call different operations, calls that were enqueued before give right results.
 void check_earlier_calls(Random& random) {
   FaultSetup setup(random, 1 + random.below(3));
   setup.run([&](RankCalls& calls) {

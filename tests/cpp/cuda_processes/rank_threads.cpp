@@ -1,4 +1,3 @@
-// rank_threads: see the header.
 #include "rank_threads.h"
 
 #include <stddef.h>
@@ -58,7 +57,7 @@ void RankThreads::run_groups(int num_groups,
   run_to_end();
   // Slots outlive close() while other ranks read them. The process's next group frees them.
   std::thread([this] {
-    become_process(world_size_);  // a new process
+    become_process(world_size_);  // a process that did not exist before
     SharedMemory memory = SharedMemory::create(Segment::bytes_for(1), "a test");
     const Segment segment = Segment::lay_out(memory.data(), 1, SegmentToken{});
     CudaProcessGroup(std::move(memory), segment, 0, 0, options_).close();
@@ -102,7 +101,7 @@ void RankThreads::kill(CudaProcessGroup& group) const {
   const Segment& segment = group.host().segment();
   const int rank = group.host().rank();
   kill_process(rank);
-  segment.line(rank).process.start_ticks += 1;  // a process id that was reused
+  segment.line(rank).process.start_ticks += 1;  // as if the process id was reused
   // The dead process's threads see a private copy of the segment from now on.
   auto* const begin =
       reinterpret_cast<std::byte*>(&segment.failure()) - offsetof(SegmentHeader, failure);
@@ -182,7 +181,7 @@ std::vector<AllTensors> make_all_tensors(const std::vector<Case>& cases, int wor
 
 namespace {
 
-// Write the tensors, as the caller may after an error.
+// Write the tensors, which the caller may do after an error.
 void write_again(const CallTensors& tensors) {
   for (const auto* all : {&tensors.inputs, &tensors.outputs}) {
     for (const Tensors& tensor : *all) host_writes(tensor[0], tensor.bytes());

@@ -23,7 +23,7 @@ using Rank = std::size_t;
 // Ranks of one group or several, each on a thread that stands for its process.
 class RankThreads {
  public:
-  // one_in: an entry runs after one of so many is enqueued; 0: never. Held devices load no kernels.
+  // one_in, loads_eagerly: see model::Options. Devices that a test holds cannot load kernels.
   RankThreads(Random& random, int world_size, CudaProcessOptions options, int one_in = 3,
               bool loads_eagerly = false);
 
@@ -34,7 +34,7 @@ class RankThreads {
   void run_groups(int num_groups,
                   const std::function<void(const Groups&, int rank)>& program) const;
 
-  // End the calling rank's process and its view of shared memory. The caller then throws Killed.
+  // Thrown after kill(), which ends the calling rank's process and its view of shared memory.
   struct Killed {};
   void kill(CudaProcessGroup& group) const;
 
@@ -73,7 +73,7 @@ class AllTensors {
 };
 std::vector<AllTensors> make_all_tensors(const std::vector<Case>& cases, int world_size);
 
-// Fill, call and read on one stream. Only stream order separates these steps.
+// Fill the tensors, call, and read results on one stream. Only stream order separates these steps.
 CudaProcessGroup::Submitted enqueue_case(const Case& made, CallTensors& tensors,
                                          CudaProcessGroup& group, cudaStream_t stream);
 void synchronize(cudaStream_t stream);

@@ -23,7 +23,7 @@ namespace pyringar {
 
 namespace {
 
-constexpr int kThreads = 2;  // not more than cores: OpenMP threads spin shorter then
+constexpr int kThreads = 2;  // OpenMP threads spin shorter if there are more of them than cores
 
 #define CHECK(condition)                                                   \
   do {                                                                     \
@@ -45,7 +45,7 @@ void* load(const char* path) {
   return library;
 }
 
-// On a busy machine the team's threads may not be on a core.
+// Wait until the team's threads run: on a busy machine they may not have a core.
 void wait_until_ready(const Torch& torch) {
   for (int i = 0; i < 20'000; ++i) {
     torch.operate();
