@@ -115,7 +115,7 @@ def test_close_keeps_tensors_of_running_gpu():
 
 
 def call_until_closed(comm: pr.Communicator, seed: int) -> int:
-    """Return the number of calls before the communicator was closed."""
+    """Run random collectives until the communicator is closed; return their number."""
     choice, k, bound = random.Random(seed), comm.world_size, ranks(comm.world_size)
     prepared = comm.bind(bound)
     calls = [
@@ -163,7 +163,7 @@ def test_closed_communicator_leaves_no_thread():
 
     for end in ("close", "garbage", "close"):
         comm = pr.Communicator(["cpu"] * 4)
-        comm.all_reduce(ranks(4, 500_000), async_op=True).wait()  # too large to run in this thread
+        comm.all_reduce(ranks(4, 500_000), async_op=True).wait()  # too large for the calling thread
         comm.all_reduce(ranks(4), algorithm="ring")
         assert new_threads()
         if end == "close":

@@ -1,7 +1,7 @@
 """Ranks in processes with tensors on GPUs: bits, streams, errors and killed ranks.
 
 All tests but the first carry the marker `cuda`. Functions named ``on_rank_...`` run in the ranks
-(see ranks.py). `tests/test_cuda_emulated.py` tests the C++ code without a GPU.
+(see rank_processes.py). `tests/test_cuda_emulated.py` tests the C++ code without a GPU.
 """
 
 from __future__ import annotations

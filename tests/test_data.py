@@ -27,7 +27,7 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """Make the default folder empty, and downloads fail."""
+    """Use an empty default folder, and let each download fail."""
 
     def fail(root):
         raise RingarError("no network")
@@ -155,7 +155,7 @@ def test_damaged_archive_raises(tmp_path):
     path = tmp_path / f"{IMAGES}.gz"
     whole = path.read_bytes()
     damaged = bytearray(whole)
-    damaged[-6] ^= 1  # a bit of the checksum
+    damaged[-6] ^= 1  # flips a bit of the checksum
     broken_code = whole[:10] + b"\xff" * (len(whole) - 10)
     for content in (b"", b"plain", whole[:-9], bytes(damaged), broken_code, whole + b"x"):
         path.write_bytes(content)
@@ -230,7 +230,7 @@ def test_images_are_downloaded_once(tmp_path, monkeypatch, caplog, capsys):
     folder = tmp_path / "not" / "yet"
     assert load_data("auto", folder).train_labels.tolist() == list(range(7))
     assert "downloading Fashion-MNIST (30 MB)" in caplog.text
-    assert re.search(r"100(\.0)?%", capsys.readouterr().err)  # with and without tqdm
+    assert re.search(r"100(\.0)?%", capsys.readouterr().err)  # progress with or without tqdm
     assert {f"FashionMNIST/raw/{name}" for name in NAMES} <= set(tree(folder))
     assert not list(folder.glob(".download-*"))
     monkeypatch.setattr(data_module, "_download", None)

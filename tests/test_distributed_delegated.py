@@ -40,11 +40,11 @@ def wait_repeatedly(rank: int, size: int) -> Any:
     if rank == 1:
         assert work._source_rank() == 0
     future = work.get_future().wait()
-    meet(rank, size, "asked")  # a rank that exits would fail the waits of the other rank
+    meet(rank, size, "asked")  # an early exit would fail the waits of the other rank
     return answers, work.result()[0].tolist(), future[0].tolist()
 
 
-def test_repeated_waits_end_message_once():
+def test_repeated_waits_receive_one_message():
     """A second wait of gloo would wait for another message."""
     expected = numbers(0).tolist()
     answers = [[True] * 3, True, True, True, None]
@@ -79,7 +79,7 @@ def wait_before_send(rank: int, size: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["timeout", "any", "signal"])
-def test_early_wait_keeps_message(how):
+def test_message_arrives_after_failed_wait(how):
     _, receiver = run_group(wait_before_send, 2, how)
     assert not isinstance(receiver, str), receiver
     first, is_completed, waited_s, got = receiver
