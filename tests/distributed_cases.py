@@ -137,7 +137,7 @@ def messages(rank: int, size: int) -> None:
     for request in requests:
         request.wait()
     assert theirs.item() == before
-    # A message to a rank that is in a collective does not wait for the collective.
+    # A barrier may run while a message between two ranks is pending.
     if rank == 0:
         work = dist.isend(mine, 1, tag=7)
     dist.barrier()

@@ -111,7 +111,7 @@ def answers(rank: int, size: int) -> None:
         assert handle.get_future().done(), f"{name}: the future of a finished work"
         if "reduce_scatter" in name:  # the gloo Work has no future
             assert_alike(handle.get_future().value(), [expected], name)
-        elif name == "reduce" and rank != 1:  # gloo leaves partial sums on these ranks
+        elif name == "reduce" and rank != 1:  # gloo writes partial sums on these ranks
             assert_alike(handle.get_future().value(), [numbers(rank)], name)
         else:
             assert_alike(handle.get_future().value(), control.get_future().wait(), name)

@@ -79,7 +79,7 @@ def store() -> Any:
 
 
 def begin() -> int:
-    """Make the default group of this process or thread; return its rank."""
+    """Make the default torch.distributed group of this process or thread; return the rank."""
     from torch import distributed
 
     distributed.init_process_group()

@@ -24,7 +24,7 @@ SUM = [torch.ones(3), torch.full((3,), 2.0)]
 
 @pytest.mark.slow
 def test_gloo_order_is_ring():
-    """Two ranks have one order; three and four ranks add around the ring."""
+    """Two ranks have only one order of addition; three and four ranks add around the ring."""
     with LibraryTarget("gloo", 4) as gloo:
         assert gloo.name == f"gloo torch {torch.__version__}"
         for k in (2, 3, 4):

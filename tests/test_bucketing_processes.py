@@ -69,7 +69,7 @@ def steps_as_rank(rank, world_size, store, name, options):
 
 @pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
 @pytest.mark.parametrize("name", NETS)
-def test_processes_match_one_process_bits(rank_group_of, name, world_size):
+def test_process_ranks_match_local_bits(rank_group_of, name, world_size):
     late, mean = {**EACH, "overlap": False}, {"bucket_cap_mb": 2e-3, "op": "mean"}
     for options in ({}, EACH, late, mean):
         nets = [NETS[name]() for _ in range(world_size)]

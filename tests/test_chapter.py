@@ -1,4 +1,4 @@
-"""The chapter runs from top to bottom, and its outputs belong to its code.
+"""The chapter runs from top to bottom, and its stored outputs match its code.
 
 Cells of docs/chapter.ipynb assert the claims of the text. docs/run_chapter.py writes the outputs.
 """
@@ -25,7 +25,7 @@ MAX_BYTES = 700_000
 MAX_PICTURE_BYTES = 60_000
 PICTURE = re.compile(r"figures\.(draw|images|splits|ring_steps)\(|LivePlot\(")
 MAX_CELL_LINES = 35  # a cell fits a screen
-MAX_RUN_S = 600  # processor time; 220 s on a fast machine, 370 s on a slow one
+MAX_RUN_S = 600  # CPU time; 220 s on a fast machine, 370 s on a slow machine
 MAX_WAIT_S = 1500  # timeout on a busy machine
 SAME_EVERYWHERE = {"lenet", "params", "naive", "bug-verdict", "init", "ex3-sharded", "machines"}
 

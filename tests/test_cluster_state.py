@@ -525,7 +525,7 @@ def test_store_behaves_like_torch(begin, tmp_path):
     assert pr.launch(use_store, 1, args=(str(tmp_path / "ranks"), begin)) == [expected]
 
 
-def test_queue_passes_values():
+def test_store_queue_passes_values():
     def program() -> list[bytes]:
         rank = int(os.environ["RANK"])
         store = dist.TCPStore("127.0.0.1", 29991, 3, rank == 0)

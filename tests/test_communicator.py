@@ -49,7 +49,7 @@ LATE_CALLS = {
 
 @pytest.mark.parametrize("call", LATE_CALLS)
 @pytest.mark.parametrize("late", mostly_slow([0, 1, 2], 1))
-def test_late_rank_is_named(call, late):
+def test_timeout_names_late_rank(call, late):
     with pr.Communicator(["cpu"] * 3, timeout=0.3) as comm:
         comm.all_reduce(ranks(3), algorithm="ring")
         comm._group.delay_rank(late, 1.0)

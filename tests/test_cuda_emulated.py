@@ -218,7 +218,7 @@ def fails(variant: Variant, program: Path, *options: object) -> bool:
 def test_planted_cuda_mistake_fails_tests(builder, mistake):
     if mistake.part in PROGRAMS:
         program = builder.build(mistake.part, ON_MODEL, mistake)
-        noticed = any(  # each seed misses half of the missing locks
+        noticed = any(  # a single seed finds only half of the missing locks
             fails(ON_MODEL, program, "--seed", seed, "--rounds", 24) for seed in range(1, 13)
         )
     else:

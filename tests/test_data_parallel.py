@@ -61,7 +61,7 @@ def test_gradient_bits_follow_order(make, batch, k, dtype, order, add, cap_mb):
         assert torch.equal(buffer, wanted)
 
 
-OPTIMIZERS = {  # pytorch#30439 reports wrong LBFGS steps
+OPTIMIZERS = {  # LBFGS is the case of pytorch#30439
     "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, nesterov=True),
     "AdamW groups": lambda params: torch.optim.AdamW([{"params": [p]} for p in params], 0.01),
     "LBFGS": lambda params: torch.optim.LBFGS(params, 0.1, max_iter=3),
@@ -196,7 +196,7 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize("weights", [None, (0, 1, 1)])
 @pytest.mark.parametrize("how", [None, 1e-6, "compiled"])
-def test_first_rank_writes_are_kept(how, weights):
+def test_writes_of_first_rank_persist(how, weights):
     plain, cap_mb = Writes(), None if how == "compiled" else how
     net = pr.DataParallel(Writes(), ["cpu"] * 3, weights=weights, bucket_cap_mb=cap_mb)
     if how == "compiled":
@@ -407,7 +407,7 @@ def test_shards_have_weighted_sizes(n, weights, is_loss):
     assert seen == sizes
 
 
-def test_wrong_calls_raise():
+def test_unsupported_modules_and_inputs_raise():
     words = nn.Identity()
     words.forward = lambda x: "words"
     lazy, meta = nn.Sequential(nn.LazyLinear(2)), nn.Linear(2, 2, device="meta")

@@ -89,7 +89,7 @@ def test_message_arrives_after_failed_wait(how):
     assert got == numbers(0).tolist()
 
 
-def test_timeout_reaches_coalesced_works():
+def test_wait_timeout_reaches_gloo_work():
     class Recorded:
         timeouts: list[Any]
 
@@ -150,7 +150,7 @@ def disguised(rank: int, size: int, how: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
 @pytest.mark.parametrize("how", DISGUISES)
-def test_gloo_calls_keep_index_and_sign(how, dtype):
+def test_gloo_calls_accept_strided_negated_views(how, dtype):
     assert run_group(disguised, 2, how, dtype, timeout_s=10.0) == [None] * 2
 
 
@@ -171,7 +171,7 @@ def signs(rank: int, size: int) -> None:
     same((into, -bits[0] & -bits[1]))
 
 
-def test_signs_and_conjugation_are_kept():
+def test_conjugated_and_negated_views_are_reduced():
     assert run_group(signs, 2) == [None] * 2
 
 

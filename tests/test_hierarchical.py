@@ -173,7 +173,7 @@ def fail_locally(rank, size, store):
     return error, tensor.tolist()
 
 
-def test_local_error_keeps_group(pair):
+def test_local_error_keeps_group_usable(pair):
     for error, got in pair.check(fail_locally):
         assert error[::2] == ("RuntimeError", "no memory for you")
         assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"

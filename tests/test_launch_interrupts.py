@@ -50,7 +50,7 @@ def test_failed_start_leaves_no_process(monkeypatch, kind):
     monkeypatch.setattr(os, "fork", fork_and_fail)
     with pytest.raises(kind):
         launch(lambda: time.sleep(60))
-    left = 4 * (kind is BlockingIOError)  # multiprocessing leaves 4 files open
+    left = 4 * (kind is BlockingIOError)  # multiprocessing does not close 4 files
     assert len(os.listdir("/proc/self/fd")) == len(before) + left
     for pid in pids:
         with pytest.raises(ChildProcessError):

@@ -66,7 +66,7 @@ def sharded(net):
 
 @forks_run_backward
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, sharded])
-def test_threads_have_bits_of_processes(wrap):
+def test_threads_match_bits_of_processes(wrap):
     def program():
         rank = rank_of()
         torch.manual_seed(0)
@@ -156,7 +156,7 @@ def test_threads_can_call_torch_distributed(tmp_path):
         assert launch(program) == [0.0, 1.0]
 
 
-def test_second_openmp_thread_warns(capsys):
+def test_set_num_threads_warns_after_openmp(capsys):
     def program():
         logging.getLogger("pyringar").addHandler(logging.StreamHandler(sys.stderr))
         torch.set_num_threads(2)

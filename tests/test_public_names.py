@@ -187,7 +187,7 @@ def test_typed_program_passes_mypy(tmp_path):
     reveal = "".join(f"reveal_type({name})\n" for name in names)
     (tmp_path / "program.py").write_text(PROGRAM + reveal)
     (tmp_path / "wrong.py").write_text("import pyringar as pr\n\npr.nothing\npr.allreduce(3)\n")
-    # PYTHONPATH makes mypy treat pyringar as an installed package, with types for its py.typed.
+    # PYTHONPATH makes mypy find pyringar like an installed package, by its py.typed file.
     cache = ["--cache-dir", str(ROOT / ".mypy_cache")]  # keeps what mypy has read of torch
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", *cache, "program.py", "wrong.py"],

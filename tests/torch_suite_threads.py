@@ -81,7 +81,7 @@ def run_test(self: Any, test_name: str, parent_pipe: object) -> None:
 
 
 def meet_by_store(cls: Any, wait_for: int | None = None, timeout: int = 10) -> None:
-    """Replace DistributedTest's barrier, whose files identify ranks by process."""
+    """Replace the file barrier of DistributedTest, which identifies ranks by process."""
     store, rank, size = next(dist.rendezvous("env://"))
     number = store.add(f"harness/{rank}", 1)
     if store.add(f"harness/meeting {number}", 1) == (wait_for or size):
