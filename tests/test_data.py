@@ -52,7 +52,7 @@ def test_all_file_layouts_are_read(tmp_path, suffix, layout):
     assert images.test_labels.tolist() == [0, 1, 2]
 
 
-def test_home_folder_needs_no_torchvision(tmp_path, monkeypatch):
+def test_local_images_need_no_torchvision(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setenv("HOME", str(tmp_path))
     write_idx_set(tmp_path / "images", 2, 1)

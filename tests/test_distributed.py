@@ -87,7 +87,7 @@ def compiled(rank: int, size: int) -> Any:
 
 
 @pytest.mark.slow
-def test_compiled_programs_run():
+def test_compiled_distributed_calls_run():
     assert run_group(compiled, 2, timeout_s=60, limit_s=120) == [[[0, 1, 2], [1, 2, 3]]] * 2
 
 
@@ -125,7 +125,7 @@ def test_power_sgd_matches_gloo():
     check(run_group(run_cases, 2, [("hook", distributed_works.power_sgd)]), "hook")
 
 
-def test_killed_peer_fails_works():
+def test_killed_peer_fails_work_objects():
     survivor, dead = run_group(distributed_works.peer_killed, 2)
     assert dead == Died(-9)
     assert not isinstance(survivor, Failed), survivor

@@ -186,7 +186,7 @@ def check(out, *stages, argv=()):
     return gpu_check.main(["--out", str(out), *argv], lambda folder, is_trial: list(stages))
 
 
-def test_command_reports_all_steps(tmp_path, capsys):
+def test_gpu_check_reports_all_steps(tmp_path, capsys):
     assert check(tmp_path / "new/good", [python("a", "pass")]) == 0
     assert capsys.readouterr().out.endswith("all steps passed\n")
     (tmp_path / "rows").write_text(text_of(GOOD))

@@ -202,7 +202,7 @@ def connect_late(rank, size, store):
         hierarchical.Column = Column
 
 
-def test_absent_machine_is_named(pair):
+def test_timeout_names_absent_machine(pair):
     (kind, _, text, _), _ = pair.check(connect_late)
     assert kind == "CollectiveTimeout", text
     assert "machine 1" in text

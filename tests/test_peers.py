@@ -127,7 +127,7 @@ def measured(*candidates, suffix=""):
 
 
 @pytest.mark.slow
-def test_wrong_peer_sets_exit_status(peer, monkeypatch, capsys):
+def test_wrong_peer_result_sets_exit_status(peer, monkeypatch, capsys):
     assert run_all.main(["--dry-run", "processes"]) == 0
     monkeypatch.setitem(PEERS, "impi", replace(peer, variables={"FAULT": "one element"}))
     assert run_all.main(["--dry-run", "processes"]) == 1

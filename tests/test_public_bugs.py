@@ -225,7 +225,7 @@ KEEP = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", KEEP.values(), ids=KEEP)
 @pytest.mark.parametrize("cap_mb", [None, 1e-6], ids=["one bucket", "many"])
-def test_special_parameters_get_plain_gradients(make, cap_mb):
+def test_special_parameters_match_plain_module(make, cap_mb):
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
